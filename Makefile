@@ -1,0 +1,37 @@
+# make install   creates .venv when absent and installs raylt into it (with uv when it is on the PATH)
+# make run       install, then a federated training on scikit-learn's handwritten digits
+# make test      install with the test extra, then ruff, the type checker and the suite
+
+PYTHON ?= python3
+BIN := .venv/bin
+# byte code is written once here: every Ray worker process would otherwise compile all that it imports
+export PYTHONDONTWRITEBYTECODE :=
+
+ifneq ($(shell command -v uv),)
+INSTALL = uv pip install --quiet --compile-bytecode --python $(BIN)/python
+else
+INSTALL = $(BIN)/python -m pip install --quiet
+endif
+
+.PHONY: install run test fast
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+# a stamp per set of extras: `make run` after `make test` must not install again
+.venv/%.stamp: pyproject.toml | .venv/bin/python
+	$(INSTALL) -e '.$(if $(filter test,$*),[test])'
+	touch $@
+
+install: .venv/plain.stamp
+
+run: install
+	$(BIN)/raylt run
+
+test: .venv/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/basedpyright
+	$(BIN)/pytest --durations=10
+
+fast: .venv/test.stamp
+	$(BIN)/pytest -m "not slow"

@@ -1,0 +1,203 @@
+"""`RayFleet`: the fleet whose clients live in Ray actors.
+
+What a client is, apart from its actor, is known here: a reference to its data and one to the private state that its
+last call left. So any actor can run any client's call: a lost actor is replaced and the same call is run again, and
+where an actor holds several clients an idle one takes over a waiting client. Calls are deterministic in (private
+state, message, seed), so none of this can change a result.
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError, WorkerCrashedError
+
+from actors.client import ClientActor, label_of
+from raylt.client import ClientFunction, Message, Reply
+from raylt.config import Config
+from raylt.data.task import Task
+from raylt.errors import ClientError, ClientLost, ConfigError
+from raylt.fleet import Answer, Fleet
+from raylt.method import Method
+from raylt.tree import Tree, from_arrays, to_arrays
+
+START_TIMEOUT_S = 180
+LOST = (RayActorError, OutOfMemoryError, WorkerCrashedError, ObjectLostError)   # none of them is another's parent
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How many client actors there are and what each takes."""
+
+    actors: int
+    cpus: float
+    gpus: float
+
+
+@dataclass
+class Slot:
+    """A place for one actor."""
+
+    name: str
+    home: list[int]                                     # its clients
+    actor: Any = None
+    lives: int = 0
+    held: set[int] = field(default_factory=set)         # clients whose data the actor has
+    late: Any = None                                    # a call that nobody waits for any more
+
+
+@dataclass
+class Call:
+    """One client's call under way."""
+
+    id: int
+    slot: Slot
+    private: Any
+
+
+class RayFleet(Fleet):
+    """Client actors, and the dispatch of calls to them as they become free, largest client first.
+
+    Args:
+        shards: references to the clients' data, by id.
+        test: reference to the test set.
+        run: name of the run; actors are named `<run>/client-003`.
+
+    Raises:
+        ConfigError: the actors did not start.
+    """
+
+    def __init__(self, config: Config, method: Method, task: Task, shards: list[Any], test: Any, placement: Placement,
+                 run: str):
+        super().__init__(config, task)
+        self._method, self._task, self._test, self._shards = method, task, test, shards
+        self._placement = placement
+        self._slots = []
+        for i in range(placement.actors):
+            home = self.ids[i::placement.actors] if placement.actors < len(self.ids) else self.ids[i:i + 1]
+            name = f"client-{home[0]:03d}" if len(home) == 1 else f"clients-{home[0]:03d}-to-{home[-1]:03d}"
+            self._slots.append(Slot(f"{run}/{name}", home))
+        for slot in self._slots:
+            self._spawn(slot)
+        try:
+            ray.get([slot.actor.ready.remote() for slot in self._slots], timeout=START_TIMEOUT_S)
+        except GetTimeoutError:
+            raise ConfigError(f"resources: {placement.actors} client actors of {placement.cpus:g} CPUs and "
+                              f"{placement.gpus:g} GPUs did not start within {START_TIMEOUT_S} s; "
+                              "lower resources.actors") from None
+
+    def private_states(self, ids: Iterable[int]) -> Iterator[tuple[int, Tree]]:
+        for id in ids:
+            yield id, from_arrays(ray.get(self._private[id]))
+
+    def restore(self, id: int, private: Tree) -> None:
+        self._private[id] = ray.put(to_arrays(private))
+
+    def close(self) -> None:
+        for slot in self._slots:
+            ray.kill(slot.actor)
+
+    def _spawn(self, slot: Slot) -> None:
+        name = slot.name if slot.lives == 0 else f"{slot.name}~{slot.lives}"
+        slot.lives, slot.held, slot.late = slot.lives + 1, set(), None
+        options = ClientActor.options(name=name, num_cpus=self._placement.cpus, num_gpus=self._placement.gpus)
+        slot.actor = options.remote(
+            label_of(slot.home, self._task.client_counts), self.config, self._method, self._task.facts, self._test)
+
+    def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int) -> Iterator[Answer]:
+        dispatch = _Dispatch(self, fn, ids, ray.put(to_arrays(message)), enough)
+        for id in ids:
+            while id not in dispatch.answers and not dispatch.over:
+                dispatch.advance()
+            answer = dispatch.answers.pop(id, None)
+            if answer is not None:
+                yield answer
+
+
+class _Dispatch:
+    """One call on several clients: who waits, who runs, who has answered."""
+
+    def __init__(self, fleet: RayFleet, fn: ClientFunction, ids: list[int], message: Any, enough: int):
+        self.fleet, self.fn, self.message, self.enough = fleet, fn, message, enough
+        self.name = getattr(fn, "__name__", "call")
+        self.waiting = sorted(ids, key=lambda id: -fleet.sizes[id])     # the largest first, or a round ends with it
+        self.running: dict[Any, Call] = {}
+        self.attempts = dict.fromkeys(ids, 0)
+        self.answers: dict[int, Answer] = {}
+        self.usable = 0
+        self.over = False
+        limit = fleet.config.federation.deadline_s
+        self.deadline = None if limit is None else time.monotonic() + limit
+
+    def advance(self) -> None:
+        """Starts what can start, waits for one call to end, and records it."""
+        self._start()
+        late = [slot.late for slot in self.fleet._slots if slot.late is not None]
+        left = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+        ready, _ = ray.wait([*self.running, *late], num_returns=1, timeout=left)
+        for ref in ready:
+            if ref in self.running:
+                self._record(ref, self.running.pop(ref))
+            else:
+                next(slot for slot in self.fleet._slots if slot.late == ref).late = None
+        if self.usable >= self.enough or (not self.running and not self.waiting):
+            self._end()
+        elif not ready:
+            self._expire()
+
+    def _start(self) -> None:
+        busy = {id(call.slot) for call in self.running.values()}
+        free = [s for s in self.fleet._slots if id(s) not in busy and s.late is None]
+        for slot in free:
+            if self.waiting:
+                mine = (client for client in self.waiting if client in slot.home)
+                self._submit(slot, next(mine, self.waiting[0]))
+
+    def _submit(self, slot: Slot, id: int) -> None:
+        self.waiting.remove(id)
+        shard = None if id in slot.held else self.fleet._shards[id]
+        slot.held.add(id)
+        reply, private = slot.actor.run.options(num_returns=2).remote(
+            self.fn, self.message, self.fleet.round, id, shard, self.fleet._private.get(id))
+        self.running[reply] = Call(id, slot, private)
+
+    def _record(self, ref: Any, call: Call) -> None:
+        id = call.id
+        try:
+            reply: Any = ray.get(ref)
+        except LOST as error:
+            self.fleet._spawn(call.slot)
+            self._fail(id, ClientLost(id, self.fleet.round, self.name, f"its process died ({type(error).__name__})"))
+            return
+        if isinstance(reply, str):
+            self._fail(id, ClientError(id, self.fleet.round, self.name, reply))
+        else:
+            self.usable += 1
+            self.answers[id] = Answer(id, Reply(reply.weight, from_arrays(reply.tree)), call.private)
+
+    def _fail(self, id: int, error: ClientError) -> None:
+        if self.attempts[id] < self.fleet.config.federation.retries:
+            self.attempts[id] += 1
+            self.fleet.ledger.retried.append(id)
+            self.waiting.insert(0, id)
+        else:
+            self.answers[id] = Answer(id, None, None, error)
+
+    def _end(self) -> None:
+        """Enough have answered: the others go on, and their actors take no new call before they are through."""
+        for ref, call in self.running.items():
+            call.slot.late = ref
+        self.over = True
+
+    def _expire(self) -> None:
+        """The deadline has passed: actors that are still at work may be stuck, and are replaced."""
+        limit = self.fleet.config.federation.deadline_s
+        for call in self.running.values():
+            ray.kill(call.slot.actor)
+            self.fleet._spawn(call.slot)
+        for id in [*(call.id for call in self.running.values()), *self.waiting]:
+            cause = f"not done after federation.deadline_s = {limit:g} s"
+            self.answers[id] = Answer(id, None, None, ClientError(id, self.fleet.round, self.name, cause))
+        self.over = True

@@ -1,0 +1,49 @@
+"""`ServerActor`: a Ray actor that hosts the experiment: aggregation, server-side synthesis, evaluation, checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from actors.fleet import Placement, RayFleet
+from raylt.checkpoint import latest
+from raylt.config import Config
+from raylt.data.task import Task
+from raylt.experiment import Experiment, Report
+from raylt.methods import make_method
+
+
+@ray.remote
+class ServerActor:
+    """Hosts an `Experiment` over a `RayFleet`; the client actors are its own and end with it."""
+
+    def __init__(self, method: str):
+        self.method = method
+
+    def __repr__(self) -> str:
+        return f"server · {self.method}"            # what the dashboard shows
+
+    def open(self, config: Config, task: Task, shards: list[Any], test: list[Any], placement: Placement,
+             folder: Path) -> None:
+        """Starts the client actors, and takes up the run where its last checkpoint left it."""
+        torch.set_num_threads(1)        # weights computed here must not depend on the machine's cores
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        method = make_method(config.method)
+        fleet = RayFleet(config, method, task, shards, test[0], placement, folder.name)
+        self.experiment = Experiment(config, method, task, fleet, device, folder)
+        saved, _ = latest(folder / "checkpoints")
+        if saved is not None:
+            self.experiment.load(saved)
+
+    def done(self) -> bool:
+        """Whether the last step has been taken."""
+        return self.experiment.done
+
+    def advance(self) -> tuple[Report, bool]:
+        """`Experiment.advance`, and whether that was the last step."""
+        return self.experiment.advance(), self.experiment.done
+
+    def conclude(self) -> dict[str, str]:
+        """`Experiment.conclude`."""
+        return self.experiment.conclude()

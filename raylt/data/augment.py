@@ -1,0 +1,127 @@
+"""Random crops and flips of whole batches, one decision per sample, on the device the images are on.
+
+Images are [B, H, W, channels] with values 0..255: uint8 in memory, float32 where an augmentation interpolates. Every
+augmentation has two parts, one that draws and one that applies. Departure: CReFF's code makes one decision per batch.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PADDING = 4
+
+
+def crop_flip(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Each image cut at random out of its zero-padded self, and mirrored with probability 1/2.
+
+    The border is black, as in torchvision's usual recipe; CReFF's code pads after normalisation, so there it has the
+    colour of the mean.
+
+    Args:
+        x: uint8 [B, H, W, channels].
+        generator: on the device of `x`.
+
+    Returns:
+        uint8 [B, H, W, channels].
+    """
+    offsets, flips = draw_crops(len(x), generator)
+    return apply_crops(x, offsets, flips)
+
+
+def draw_crops(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Top left corners in the padded image, int64 [B, 2] in 0..8, and whether to mirror, bool [B]."""
+    offsets = torch.randint(0, 2 * PADDING + 1, (batch, 2), generator=generator, device=generator.device)
+    return offsets, _draw_flips(batch, generator)
+
+
+def apply_crops(x: Tensor, offsets: Tensor, flips: Tensor) -> Tensor:
+    """`x` padded, cut at `offsets` and mirrored where `flips` says so."""
+    batch, height, width, channels = x.shape
+    padded = F.pad(x, (0, 0, PADDING, PADDING, PADDING, PADDING))
+    tall, wide = padded.shape[1:3]
+    rows = torch.arange(batch, device=x.device)[:, None] * tall + offsets[:, :1] + _steps(height, x)
+    columns = offsets[:, 1:] + torch.where(flips[:, None], _steps(width, x).flip(0), _steps(width, x))
+    pixels = rows[:, :, None] * wide + columns[:, None, :]                       # [B, H, W], into the flat batch
+    # one index per pixel: indexing with (sample, row, column) takes three times as long
+    return padded.view(-1, channels).index_select(0, pixels.view(-1)).view(x.shape)
+
+
+def resized_crop_flip(x: Tensor, generator: torch.Generator) -> Tensor:
+    """SFD's: a random part of 64 to 100 % of each image's area, brought to its size, and mirrored with probability 1/2.
+
+    Args:
+        x: uint8 [B, H, W, channels].
+        generator: on the device of `x`.
+
+    Returns:
+        float32 [B, H, W, channels] in 0..255.
+    """
+    boxes, flips = draw_boxes(len(x), (x.shape[1], x.shape[2]), generator)
+    return apply_boxes(x, boxes, flips)
+
+
+def draw_boxes(batch: int, size: tuple[int, int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Parts of an image as top, left, height, width, int64 [B, 4], and whether to mirror, bool [B]."""
+    area, *corner = torch.rand(3, batch, 1, generator=generator, device=generator.device)
+    full = torch.tensor(size, device=generator.device)
+    sides = (full * (0.64 + 0.36 * area).sqrt()).round()                         # [B, 2]
+    corners = torch.floor(torch.cat(corner, dim=1) * (full - sides + 1))
+    return torch.cat([corners, sides], dim=1).long(), _draw_flips(batch, generator)
+
+
+def apply_boxes(x: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
+    """The parts `boxes` of `x`, bilinearly enlarged to its size and mirrored where `flips` says so."""
+    height, width = x.shape[1:3]
+    down = _centres(boxes[:, 0], boxes[:, 2], height)[:, :, None]                # [B, H, 1]
+    across = _centres(boxes[:, 1], boxes[:, 3], width)
+    across = torch.where(flips[:, None], across.flip(1), across)[:, None, :]     # [B, 1, W]
+    grid = torch.stack(torch.broadcast_tensors(across, down), dim=-1)            # [B, H, W, 2]
+    parts = F.grid_sample(x.float().permute(0, 3, 1, 2), grid, mode="bilinear", padding_mode="border",
+                          align_corners=False)
+    return parts.permute(0, 2, 3, 1).contiguous()
+
+
+def normalise(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """`(x / 255 - mean) / std` per channel.
+
+    Args:
+        x: [B, H, W, channels] in 0..255, uint8 or float32.
+        mean, std: float32 [channels], of values in 0..1.
+
+    Returns:
+        float32 [B, channels, H, W] that lies in memory as [B, H, W, channels], which is torch.channels_last.
+    """
+    width = x.shape[2]
+    scale, shift = 1 / (255 * std), -mean / std
+    values = x.to(torch.float32, memory_format=torch.contiguous_format)
+    # whole image rows against repeated constants: over an inner dimension of 3 nothing is vectorised
+    rows = torch.addcmul(shift.repeat(width), values.flatten(2), scale.repeat(width))
+    return rows.view(x.shape).permute(0, 3, 1, 2)
+
+
+AUGMENTATIONS: dict[str, Callable[[Tensor, torch.Generator], Tensor] | None] = {
+    "none": None,
+    "crop_flip": crop_flip,
+    "resized_crop_flip": resized_crop_flip,
+}
+
+
+def _draw_flips(batch: int, generator: torch.Generator) -> Tensor:
+    return torch.rand(batch, generator=generator, device=generator.device) < 0.5
+
+
+def _steps(n: int, like: Tensor) -> Tensor:
+    return torch.arange(n, device=like.device)
+
+
+def _centres(start: Tensor, length: Tensor, side: int) -> Tensor:
+    """Where the `side` new pixels fall in the old image, in grid_sample's -1..1, float32 [B, side].
+
+    The clamp keeps a part from showing what lies outside it, as resizing a cut-out does.
+    """
+    steps = torch.arange(side, device=start.device) + 0.5
+    inside = (steps * (length[:, None] / side) - 0.5).clamp(min=0)
+    pixels = start[:, None] + torch.minimum(inside, length[:, None] - 1)
+    return (2 * pixels + 1) / side - 1

@@ -1,0 +1,160 @@
+"""Who gets which sample: CReFF's partition, Dirichlet partitions with and without a smallest size, IID, recorded ids.
+
+Every function returns one sorted int64 array of positions into `labels` per client; together they hold each position
+once. Clients may be empty unless a smallest size is asked for.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from raylt.config import DataConfig
+from raylt.errors import DataError
+from raylt.seeds import seed_for
+
+RETRIES = 1000
+CREFF_GROUP = 10        # CReFF deals to this many clients at a time
+
+Cut = Callable[[np.ndarray, int], np.ndarray]
+
+
+def partition(labels: np.ndarray, config: DataConfig, ids: np.ndarray | None) -> list[np.ndarray]:
+    """The partition that `config` asks for, seeded by `config.seed`.
+
+    Args:
+        labels: of the (long-tailed) training samples, int64 [n].
+        config: its `partition`, `clients`, `alpha`, `min_size` and `seed` matter.
+        ids: recorded id of each sample, [n], or None where the source has none.
+
+    Raises:
+        DataError: the data cannot be split like that.
+    """
+    if config.clients > len(labels):
+        raise DataError(f"data.clients = {config.clients} is more than the {len(labels)} training samples; "
+                        "lower data.clients or data.imbalance")
+    rng = np.random.default_rng(seed_for(config.seed, "partition"))
+    match config.partition:
+        case "creff":
+            parts = creff(labels, config.clients, config.alpha, rng)
+        case "dirichlet":
+            parts = dirichlet(labels, config.clients, config.alpha, config.min_size or 0, rng)
+        case "dirichlet_min":
+            min_size = 10 if config.min_size is None else config.min_size
+            parts = dirichlet_min(labels, config.clients, config.alpha, min_size, rng)
+        case "iid":
+            parts = iid(labels, config.clients, rng)
+        case "by_id":
+            parts = by_id(ids, config.clients)
+    smallest = min(len(part) for part in parts)
+    if smallest < (config.min_size or 0):
+        raise DataError(f"data.min_size = {config.min_size}, but the smallest client of partition {config.partition} "
+                        f"has {smallest} samples; lower data.min_size or data.clients")
+    return parts
+
+
+def creff(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> list[np.ndarray]:
+    """CReFF's partition (Shang et al., IJCAI 2022): Dirichlet draws in groups of ten clients, then cut evenly.
+
+    The groups' clients are laid end to end and cut again into K parts whose sizes differ by at most 1, so a client
+    holds samples of two neighbouring draws.
+
+    Raises:
+        DataError: fewer than 10 clients, or no draw gave each client half of its even share.
+    """
+    if clients < CREFF_GROUP:
+        raise DataError(f"data.clients = {clients}: partition creff deals to groups of {CREFF_GROUP} clients; "
+                        f"give at least {CREFF_GROUP}, or data.partition=dirichlet")
+    shuffled = rng.permutation(len(labels))
+    starts = [int(CREFF_GROUP / clients * len(labels)) * g for g in range(1, -(-clients // CREFF_GROUP))]
+    dealt = []
+    for g, rows in enumerate(np.split(shuffled, starts)):
+        size = min(CREFF_GROUP, clients - g * CREFF_GROUP)
+        share = len(rows) / size
+        owner = _deal_until(labels[rows], size, alpha, rng, share, _cut_down, int(0.5 * share))
+        dealt.append(rows[np.lexsort((labels[rows], owner))])   # client by client, each class by class
+    return [np.sort(part) for part in np.array_split(np.concatenate(dealt), clients)]
+
+
+def dirichlet(labels: np.ndarray, clients: int, alpha: float, min_size: int,
+              rng: np.random.Generator) -> list[np.ndarray]:
+    """Each class is divided by p ~ Dir(alpha), redrawn until each client has `min_size` samples.
+
+    Raises:
+        DataError: no draw did.
+    """
+    return _by_owner(_deal_until(labels, clients, alpha, rng, np.inf, _cut_exact, min_size), clients)
+
+
+def dirichlet_min(labels: np.ndarray, clients: int, alpha: float, min_size: int,
+                  rng: np.random.Generator) -> list[np.ndarray]:
+    """Like `dirichlet`, but a client that holds its even share n/K gets nothing of later classes (NIID-bench).
+
+    Raises:
+        DataError: no draw gave each client `min_size` samples.
+    """
+    share = len(labels) / clients
+    return _by_owner(_deal_until(labels, clients, alpha, rng, share, _cut_exact, min_size), clients)
+
+
+def iid(labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+    """Samples dealt at random; sizes differ by at most 1."""
+    return [np.sort(part) for part in np.array_split(rng.permutation(len(labels)), clients)]
+
+
+def by_id(ids: np.ndarray | None, clients: int) -> list[np.ndarray]:
+    """One client per recorded id, in sorted order of the ids.
+
+    Raises:
+        DataError: no ids, or not as many different ones as clients.
+    """
+    if ids is None:
+        raise DataError("data.partition = by_id: the source records no ids; give an npz: source with id_train, "
+                        "or another data.partition")
+    distinct, owner = np.unique(ids, return_inverse=True)
+    if len(distinct) != clients:
+        raise DataError(f"data.clients = {clients}: the samples record {len(distinct)} different ids and by_id makes "
+                        f"one client of each; set data.clients={len(distinct)}")
+    return _by_owner(owner, clients)
+
+
+def _deal_until(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator, cap: float, cut: Cut,
+                min_size: int) -> np.ndarray:
+    rows = [np.flatnonzero(labels == c) for c in np.unique(labels)]
+    for _ in range(RETRIES):
+        owner = _deal(rows, clients, alpha, rng, cap, cut)
+        if owner is not None and np.bincount(owner, minlength=clients).min() >= min_size:
+            return owner
+    raise DataError(f"{RETRIES} draws at data.alpha = {alpha:g} never gave each of {clients} clients {min_size} of the "
+                    f"{len(labels)} samples; raise data.alpha, or lower data.clients or data.min_size")
+
+
+def _deal(rows: list[np.ndarray], clients: int, alpha: float, rng: np.random.Generator, cap: float,
+          cut: Cut) -> np.ndarray | None:
+    """The client of every sample, int64 [n]; None when every client with a share of some class is full."""
+    owner = np.empty(sum(map(len, rows)), dtype=np.int64)
+    sizes = np.zeros(clients, dtype=np.int64)
+    for members in rows:
+        p = rng.dirichlet(np.full(clients, alpha)) * (sizes < cap)
+        if not p.sum() > 0:
+            return None
+        counts = np.diff(cut(p / p.sum(), len(members)), prepend=0, append=len(members))
+        owner[rng.permutation(members)] = np.repeat(np.arange(clients), counts)
+        sizes += counts
+    return owner
+
+
+def _cut_down(p: np.ndarray, n: int) -> np.ndarray:
+    """CReFF's cut positions."""
+    return (np.cumsum(p)[:-1] * n).astype(np.int64)
+
+
+def _cut_exact(p: np.ndarray, n: int) -> np.ndarray:
+    """Cut positions after which each client has n * p rounded down, the rest going to the largest fractions."""
+    counts = np.floor(n * p).astype(np.int64)
+    counts[np.argsort(counts - n * p, kind="stable")[:n - counts.sum()]] += 1
+    return np.cumsum(counts)[:-1]
+
+
+def _by_owner(owner: np.ndarray, clients: int) -> list[np.ndarray]:
+    ends = np.cumsum(np.bincount(owner, minlength=clients))
+    return np.split(np.argsort(owner, kind="stable"), ends[:-1])

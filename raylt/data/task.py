@@ -1,0 +1,206 @@
+"""`Task`: the data of an experiment. `Split`: who holds which training sample, as a file with a content hash."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raylt.config import DataConfig
+from raylt.data.cache import Images, take
+from raylt.data.longtail import group_of, long_tail_subset
+from raylt.data.partition import partition
+from raylt.data.sources import Source, group_thresholds, open_source
+from raylt.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """Images and labels of one client, or of the test set.
+
+    Args:
+        x: uint8 [n, H, W, channels].
+        y: int64 [n].
+    """
+
+    x: Images
+    y: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Index lists into a source's training set, and what they were drawn from.
+
+    Args:
+        clients: of each client, int64 [n], ascending.
+        labels_sha256: of the source's training labels, see `hash_labels`.
+        source, imbalance, partition, alpha, seed: the settings they were drawn with.
+    """
+
+    clients: tuple[np.ndarray, ...]
+    labels_sha256: str
+    source: str
+    imbalance: float
+    partition: str
+    alpha: float
+    seed: int
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the index lists alone, as JSON without spaces."""
+        return hashlib.sha256(json.dumps(self._lists(), separators=(",", ":")).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        return {"sha256": self.sha256, **(asdict(self) | {"clients": self._lists()})}
+
+    @classmethod
+    def from_json(cls, tree: Any) -> "Split":
+        """The inverse of `to_json`.
+
+        Raises:
+            DataError: another structure, or lists that do not have the hash beside them.
+        """
+        names = {"sha256", *(field.name for field in fields(cls))}
+        if not isinstance(tree, dict) or set(tree) != names:
+            raise DataError(f"not a split; a mapping with {', '.join(sorted(names))} is expected")
+        lists = tree["clients"]
+        if not (isinstance(lists, list) and all(isinstance(rows, list) and all(type(row) is int for row in rows)
+                                                for rows in lists)):
+            raise DataError("clients of a split must be lists of whole numbers")
+        try:
+            clients = tuple(np.array(rows, dtype=np.int64) for rows in lists)
+        except OverflowError:
+            raise DataError("an index of the split is not a 64-bit number") from None
+        split = cls(**{name: tree[name] for name in names - {"sha256", "clients"}}, clients=clients)
+        if split.sha256 != tree["sha256"]:
+            raise DataError("the index lists were changed after the split was saved: they do not have the sha256 "
+                            "beside them; draw the split anew or take the original file")
+        return split
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(self.to_json(), separators=(",", ":")))
+
+    @classmethod
+    def load(cls, path: Path) -> "Split":
+        """The split in a file.
+
+        Raises:
+            DataError: the file cannot be read, is no split, or was changed.
+        """
+        try:
+            return cls.from_json(json.loads(path.read_text()))
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}; give a split.json that exists") from None
+        except ValueError as error:
+            raise DataError(f"{path}: not a split.json ({error})") from None
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from None
+
+    def _lists(self) -> list[list[int]]:
+        return [rows.tolist() for rows in self.clients]
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What every party may know of a task: nothing of who holds what.
+
+    Args:
+        name: of the source.
+        class_names: C names.
+        shape: height, width and channels of an image.
+        mean, std: per channel, of pixels in [0, 1].
+    """
+
+    name: str
+    class_names: tuple[str, ...]
+    shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def classes(self) -> int:
+        return len(self.class_names)
+
+
+@dataclass(frozen=True, eq=False)
+class Task(Facts):
+    """The data of an experiment.
+
+    Args:
+        client_counts: training samples per client and class, int64 [K, C].
+        groups: "many", "medium" or "few" for each class, by its global training count.
+        shards: training samples of each client; a client may have none.
+        test: the balanced test set.
+        split: which training samples of the source the shards are.
+    """
+
+    client_counts: np.ndarray
+    groups: tuple[str, ...]
+    shards: tuple[Shard, ...]
+    test: Shard
+    split: Split
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Global training samples per class, int64 [C]."""
+        return self.client_counts.sum(0)
+
+    @property
+    def clients(self) -> int:
+        return len(self.shards)
+
+    @property
+    def facts(self) -> Facts:
+        return Facts(**{field.name: getattr(self, field.name) for field in fields(Facts)})
+
+
+def build_task(config: DataConfig) -> Task:
+    """The data set that `config` names, made long-tailed and partitioned; or split as its `split` file says.
+
+    Raises:
+        ConfigError: no such source.
+        DataError: the data are missing or malformed, or cannot be split as asked.
+    """
+    low, high = group_thresholds(config)
+    source = open_source(config)
+    split = _draw(source, config) if config.split is None else _import(source, config, Path(config.split).expanduser())
+    shards = tuple(Shard(take(source.x_train, rows), source.y_train[rows]) for rows in split.clients)
+    classes = len(source.class_names)
+    client_counts = np.stack([np.bincount(shard.y, minlength=classes) for shard in shards])
+    _, height, width, channels = source.x_train.shape
+    return Task(source.name, source.class_names, (height, width, channels), source.mean, source.std, client_counts,
+                tuple(group_of(client_counts.sum(0), low, high)), shards, Shard(source.x_test, source.y_test), split)
+
+
+def hash_labels(labels: np.ndarray) -> str:
+    """SHA-256 of labels as little-endian int64."""
+    return hashlib.sha256(labels.astype("<i8").tobytes()).hexdigest()
+
+
+def _draw(source: Source, config: DataConfig) -> Split:
+    subset = long_tail_subset(source.y_train, config.imbalance, len(source.class_names), config.seed)
+    parts = partition(source.y_train[subset], config, None if source.ids is None else source.ids[subset])
+    return Split(tuple(subset[part] for part in parts), hash_labels(source.y_train), source.name, config.imbalance,
+                 config.partition, config.alpha, config.seed)
+
+
+def _import(source: Source, config: DataConfig, path: Path) -> Split:
+    split = Split.load(path)
+    if split.labels_sha256 != hash_labels(source.y_train):
+        raise DataError(f"{path}: drawn from {split.source}, whose training labels are not those of data.source = "
+                        f"{config.source}; use the source it was drawn from")
+    if len(split.clients) != config.clients:
+        raise DataError(f"{path}: has {len(split.clients)} clients, data.clients = {config.clients}; "
+                        f"set data.clients={len(split.clients)}")
+    rows = np.concatenate(split.clients)
+    if not len(rows) or rows.min() < 0 or rows.max() >= len(source.y_train):
+        raise DataError(f"{path}: indices must be from 0 to {len(source.y_train) - 1} and at least one; "
+                        "draw the split anew")
+    if len(np.unique(rows)) != len(rows):
+        raise DataError(f"{path}: some sample is listed more than once; draw the split anew")
+    return split

@@ -1,0 +1,74 @@
+"""Every error that raylt raises on purpose.
+
+    RayltError ─ ConfigError   ─ UnknownMethod      input: exit code 2
+               ├ DataError                          input: exit code 2
+               ├ ClientError   ─ ClientLost         one client's call failed
+               ├ TooFewReplies                      a round fell below its quorum
+               └ CheckpointError                    a run folder that cannot be used
+
+Each message is one line: what is wrong with which value, what was expected, what to do.
+"""
+
+import traceback
+from pathlib import Path
+
+
+class RayltError(Exception):
+    """Base of all; `exit_code` is what the command line ends with."""
+
+    exit_code = 1
+
+
+class ConfigError(RayltError):
+    """A setting is unknown, of the wrong type, out of range or in conflict with another."""
+
+    exit_code = 2
+
+
+class UnknownMethod(ConfigError):
+    """No method has this name."""
+
+
+class DataError(RayltError):
+    """The data is missing, malformed or cannot be split as asked."""
+
+    exit_code = 2
+
+
+class ClientError(RayltError):
+    """A client's function raised, or its reply cannot be used.
+
+    Args:
+        client: id of the client, or -1 when unknown.
+        round: number of the round, from 1.
+        function: name of the client function.
+        cause: one line.
+    """
+
+    def __init__(self, client: int, round: int, function: str, cause: str):
+        super().__init__(f"client {client}, round {round}, {function}: {cause}")
+        self.client, self.round, self.function, self.cause = client, round, function, cause
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.client, self.round, self.function, self.cause)
+
+
+class ClientLost(ClientError):
+    """The process that held a client died before it replied."""
+
+
+class TooFewReplies(RayltError):
+    """Fewer clients replied usably than `federation.quorum` asks for."""
+
+
+class CheckpointError(RayltError):
+    """A run folder exists already, is incomplete, or belongs to another configuration."""
+
+    exit_code = 2
+
+
+def one_line(error: BaseException) -> str:
+    """The type and message of an exception and the last line of project or user code that it passed through."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"

@@ -1,0 +1,146 @@
+"""`Method`: one federated algorithm as a value. Its fields are the hyper-parameters, its functions are the algorithm.
+
+The framework owns the loop over rounds; a method owns what happens in one. Functions that take a `client` run at that
+client and see it and the message, nothing else; those that take the `server` run there and reach clients through the
+three verbs of the fleet.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raylt import tree
+from raylt.client import Client, Message, Reply
+from raylt.config import Config
+from raylt.data.task import Facts
+from raylt.fleet import Fleet
+from raylt.local import Objective, confusion_of, sgd
+from raylt.models import build_model
+from raylt.models.split import Params, SplitModel, running_statistics
+from raylt.seeds import seeded
+from raylt.server import Server
+from raylt.tree import nbytes
+
+
+class Method(BaseModel):
+    """One federated algorithm. The defaults are FedAvg (McMahan et al., AISTATS 2017).
+
+    Attributes:
+        name: what a configuration calls it.
+        paper: authors, venue and year.
+        personal: whether clients are judged by their own models.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    personal: ClassVar[bool] = False
+
+    # the model
+
+    def build(self, task: Facts, base: SplitModel) -> SplitModel:
+        """The model that this method trains, from a plain one: add heads, swap layers."""
+        return base
+
+    def shared(self, model: SplitModel) -> Params:
+        """The entries of the model that travel; the rest is private to each client."""
+        return model.entries()
+
+    # at a client
+
+    def join(self, client: Client, message: Message) -> Reply:
+        """Once, before the first round: fill `client.state`."""
+        return client.reply()
+
+    def objective(self, client: Client, message: Message) -> Objective:
+        """The loss of a batch. Called once a round, so the closure holds what the round fixes."""
+        return lambda batch: F.cross_entropy(client.model(batch.x), batch.y)
+
+    def train(self, client: Client, message: Message) -> Reply:
+        """Local training, on the model that the message brought."""
+        client.receive(message["model"])
+        loss = sgd(client, self.objective(client, message))
+        return client.reply(model=self.shared(client.model), loss=loss)
+
+    # at the server
+
+    def start(self, server: Server, fleet: Fleet) -> None:
+        """Before the first round."""
+        fleet.call(self.join, fleet.ids, {})
+
+    def sample(self, server: Server, fleet: Fleet) -> list[int]:
+        """The clients of this round: ceil(participation * K), uniformly without replacement, seeded by the round."""
+        federation = server.config.federation
+        k = math.ceil(federation.participation * server.config.data.clients - 1e-9)
+        k = min(len(fleet.ids), math.ceil(k * (1 + federation.over_select) - 1e-9))
+        rng = np.random.default_rng(server.seed("sample"))
+        return sorted(int(id) for id in rng.choice(fleet.ids, k, replace=False))
+
+    def message(self, server: Server) -> Message:
+        """What every client of the round gets."""
+        return {"model": tree.snapshot(self.shared(server.model))}
+
+    def round(self, server: Server, fleet: Fleet) -> None:
+        """One round, in straight-line code."""
+        mean = fleet.mean(self.train, self.sample(server, fleet), self.message(server))
+        server.receive(mean["model"])
+        server.log(loss=mean["loss"])
+
+    def finish(self, server: Server, fleet: Fleet) -> None:
+        """After the last round."""
+
+    # what is judged
+
+    def deployed(self, server: Server) -> nn.Module:
+        """The global model that users get."""
+        return server.model
+
+    def personal_model(self, client: Client) -> nn.Module:
+        """The model that this client uses; its shared entries have just been received."""
+        return client.model
+
+    def predict(self, model: nn.Module, x: Tensor) -> Tensor:
+        """Logits [B, C] of images [B, channels, H, W]."""
+        return model(x)
+
+    def judge(self, client: Client, message: Message) -> Reply:
+        """Counts [C, C] of (true, predicted) classes of this client's own model on the test set."""
+        client.receive(message["model"])
+        model = self.personal_model(client).eval()
+        matrix = confusion_of(lambda x: self.predict(model, x), client.test, client.model.classes,
+                              client.config.evaluation.batch)
+        return client.reply(confusion=matrix)
+
+    # what is counted
+
+    def traffic(self, model: SplitModel, counts: Sequence[int]) -> dict[str, tuple[int, int]]:
+        """Bytes down to and up from one client, for each client function that a run calls.
+
+        Args:
+            counts: the client's samples per class, [C].
+        """
+        size = nbytes(self.shared(model))
+        return {"join": (0, 0), "train": (size, size + 8)}      # 8: the loss
+
+    # used by the framework
+
+    def new_model(self, facts: Facts, config: Config) -> SplitModel:
+        """The model that every participant starts from, the same everywhere."""
+        with seeded(config.seed, "model"):
+            model = self.build(facts, build_model(config.model, len(facts.class_names), facts.shape))
+        if config.federation.batchnorm == "local":
+            model.stays = running_statistics(model)
+        # images come as channels-last views of their bytes; convolutions are 1.1 to 1.3 times as fast on them
+        return model.to(memory_format=torch.channels_last)      # pyright: ignore[reportCallIssue]
+
+    def private(self, model: SplitModel) -> Params:
+        """The entries of the model that do not travel."""
+        shared = self.shared(model).keys()
+        return {name: value for name, value in model.state_dict().items() if name not in shared}

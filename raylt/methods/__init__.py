@@ -1,0 +1,31 @@
+"""The methods, one file each."""
+
+import difflib
+from typing import Any
+
+from raylt.config import check
+from raylt.errors import UnknownMethod
+from raylt.method import Method
+from raylt.methods.fedavg import FedAvg
+from raylt.methods.fedprox import FedProx
+
+METHODS: dict[str, type[Method]] = {
+    FedAvg.name: FedAvg,
+    FedProx.name: FedProx,
+}
+
+
+def make_method(settings: dict[str, Any]) -> Method:
+    """The method that a configuration's `method` names, with its fields.
+
+    Raises:
+        UnknownMethod: no such name.
+        ConfigError: no such field, wrong type or out of range.
+    """
+    name = settings["name"]
+    if name not in METHODS:
+        nearest = difflib.get_close_matches(name, METHODS, 1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else "."
+        raise UnknownMethod(f"method = {name!r}: no such method{hint} There are: {', '.join(METHODS)}.")
+    fields = {key: value for key, value in settings.items() if key != "name"}
+    return check(METHODS[name], fields, prefix="method.")

@@ -1,0 +1,12 @@
+"""FedAvg: local SGD, then the sample-weighted mean (McMahan et al., AISTATS 2017, Algorithm 1)."""
+
+from typing import ClassVar
+
+from raylt.method import Method
+
+
+class FedAvg(Method):
+    """The defaults of `Method`."""
+
+    name: ClassVar[str] = "fedavg"
+    paper: ClassVar[str] = "McMahan et al., AISTATS 2017"

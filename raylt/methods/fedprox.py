@@ -1,0 +1,37 @@
+"""FedProx: FedAvg with a proximal term (Li et al., MLSys 2020; equation numbers are the paper's).
+
+Departure from the text: the inexact local solver is a fixed number of SGD epochs, as in all published comparisons;
+the paper's gamma-inexactness is not measured.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from raylt.client import Client, Message
+from raylt.data.samples import Batch
+from raylt.hyper import LogUniform, hp
+from raylt.local import Objective
+from raylt.method import Method
+
+
+class FedProx(Method):
+    """mu = 0 is FedAvg."""
+
+    name: ClassVar[str] = "fedprox"
+    paper: ClassVar[str] = "Li et al., MLSys 2020"
+
+    mu: float = hp(0.01, LogUniform(1e-4, 1.0), "weight of the proximal term, Eq. 2", ge=0)
+
+    def objective(self, client: Client, message: Message) -> Objective:
+        """Eq. 2: h(w) = F(w) + mu/2 ||w - w_t||^2 over the trainable parameters."""
+        params = [p for p in client.model.parameters() if p.requires_grad]
+        anchor = [p.detach().clone() for p in params]            # w_t: the model was received just before
+
+        def loss(batch: Batch) -> Tensor:
+            square = torch.stack([(p - a).square().sum() for p, a in zip(params, anchor, strict=True)]).sum()
+            return F.cross_entropy(client.model(batch.x), batch.y) + self.mu / 2 * square
+
+        return loss

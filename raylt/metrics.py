@@ -1,0 +1,104 @@
+"""Everything that is read off a confusion matrix: int64 [C, C], rows the truth, columns the prediction.
+
+Accuracies are in [0, 1]. A class without a test sample has accuracy NaN and is left out of every mean.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+GROUPS = ("many", "medium", "few")
+
+
+def confusion(predicted: Tensor, truth: Tensor, classes: int, ignore: int | None = None) -> Tensor:
+    """How often each class was predicted as each class.
+
+    Args:
+        predicted, truth: int64, of the same shape, in 0..C-1.
+        classes: C.
+        ignore: a truth that is not counted (unlabelled pixels).
+    """
+    if ignore is not None:
+        counted = truth != ignore
+        predicted, truth = predicted[counted], truth[counted]
+    cells = (truth * classes + predicted).flatten()
+    return torch.bincount(cells, minlength=classes * classes).view(classes, classes)
+
+
+def accuracy(matrix: Tensor) -> float:
+    """Share of the test samples that are predicted rightly."""
+    return (matrix.diagonal().sum().double() / matrix.sum()).item()
+
+
+def class_accuracy(matrix: Tensor) -> Tensor:
+    """Share of each class's test samples that are predicted rightly, float64 [C]; NaN for a class without any."""
+    return matrix.diagonal().double() / matrix.sum(dim=1)
+
+
+def macro(matrix: Tensor) -> float:
+    """Mean of the class accuracies."""
+    return class_accuracy(matrix).nanmean().item()
+
+
+def group_accuracy(matrix: Tensor, groups: Sequence[str]) -> dict[str, float | None]:
+    """Accuracy over the test samples of the many, medium and few classes; None for a group without test samples.
+
+    Args:
+        groups: of each class, "many", "medium" or "few".
+    """
+    figures: dict[str, float | None] = {}
+    for group in GROUPS:
+        rows = [c for c, its in enumerate(groups) if its == group]
+        tested = matrix[rows].sum()
+        figures[group] = (matrix.diagonal()[rows].sum().double() / tested).item() if tested else None
+    return figures
+
+
+def owned_accuracy(matrix: Tensor, client_counts: Tensor) -> float:
+    """Mean class accuracy over the classes that a client holds, Eq. 4, 5 and 21 of BPFed.
+
+    Args:
+        client_counts: the client's training samples per class, int64 [C].
+    """
+    return class_accuracy(matrix)[client_counts > 0].nanmean().item()
+
+
+def matched_accuracy(matrix: Tensor, client_counts: Tensor) -> float:
+    """Accuracy on a test set with the client's own class mix: sum of n_c / n * accuracy of class c (MuPFL)."""
+    tested = matrix.sum(dim=1) > 0
+    weights = client_counts[tested].double()
+    return (weights @ class_accuracy(matrix)[tested] / weights.sum()).item()
+
+
+def mean_iou(matrix: Tensor) -> float:
+    """Mean intersection over union of the classes that occur in truth or prediction."""
+    hits = matrix.diagonal().double()
+    return (hits / (matrix.sum(dim=0) + matrix.sum(dim=1) - hits)).nanmean().item()
+
+
+def worst_decile(values: Sequence[float]) -> float:
+    """Mean of the lowest tenth of the values, of one value at least."""
+    lowest = sorted(values)[:-(-len(values) // 10)]
+    return sum(lowest) / len(lowest)
+
+
+def client_figures(matrices: dict[int, Tensor] | Tensor, client_counts: Tensor) -> dict[str, dict[str, float]]:
+    """Owned, matched and global accuracy over clients: their mean and the mean of the worst tenth.
+
+    Clients that hold no sample of any tested class are left out.
+
+    Args:
+        matrices: of each client's own model by client id, or the one of a model that all share.
+        client_counts: training samples per client and class, int64 [K, C].
+    """
+    own = dict.fromkeys(range(len(client_counts)), matrices) if isinstance(matrices, Tensor) else matrices
+    judged = [(own[k].cpu(), client_counts[k].cpu()) for k in sorted(own)]
+    judged = [(matrix, counts) for matrix, counts in judged if (matrix.sum(dim=1) * counts).any()]
+    figures = {
+        "owned": [owned_accuracy(matrix, counts) for matrix, counts in judged],
+        "matched": [matched_accuracy(matrix, counts) for matrix, counts in judged],
+        "global": [accuracy(matrix) for matrix, _ in judged],
+    }
+    return {kind: {"mean": sum(values) / len(values), "worst_decile": worst_decile(values)}
+            for kind, values in figures.items()}

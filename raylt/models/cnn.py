@@ -1,0 +1,40 @@
+"""Small convolutional networks: MuPFL's for Fashion-MNIST, and one for tests and the 8x8 digits.
+
+As in the residual networks, `stage1`, `stage2` end with an activation and `pool` makes the features.
+"""
+
+from collections import OrderedDict
+
+from torch import nn
+
+from raylt.models.split import SplitModel
+
+
+def cnn(classes: int, shape: tuple[int, int, int]) -> SplitModel:
+    """Two 5x5 convolutions and a linear layer; d = 1024 for 28x28 images, where C = 10 gives 62,346 parameters.
+
+    MuPFL does not state the widths: 32 and 64 are ours.
+    """
+    height, width, channels = shape
+    encoder = nn.Sequential(OrderedDict(
+        stage1=nn.Sequential(nn.Conv2d(channels, 32, 5), nn.ReLU(inplace=True)),
+        stage2=nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(inplace=True)),
+        pool=nn.Sequential(nn.MaxPool2d(2), nn.Flatten())))
+    dim = 64 * _side(height) * _side(width)
+    return SplitModel(encoder, dim, classes)
+
+
+def small(classes: int, shape: tuple[int, int, int]) -> SplitModel:
+    """Two 3x3 convolutions with BatchNorm and global average pooling; d = 64."""
+    encoder = nn.Sequential(OrderedDict(
+        stage1=nn.Sequential(nn.Conv2d(shape[2], 32, 3, padding=1, bias=False), nn.BatchNorm2d(32),
+                             nn.ReLU(inplace=True)),
+        stage2=nn.Sequential(nn.Conv2d(32, 64, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(64),
+                             nn.ReLU(inplace=True)),
+        pool=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())))
+    return SplitModel(encoder, 64, classes)
+
+
+def _side(side: int) -> int:
+    """What two times (5x5 convolution without padding, halving) leave of one side."""
+    return ((side - 4) // 2 - 4) // 2

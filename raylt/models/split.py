@@ -1,0 +1,52 @@
+"""`SplitModel`: an encoder and a classifier, the two halves that every method here speaks of."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+Params = dict[str, Tensor]
+
+
+class SplitModel(nn.Module):
+    """`classifier(encoder(x))`; further heads that a method needs become further attributes.
+
+    Args:
+        encoder: images [B, channels, H, W] -> features z [B, d].
+        dim: d.
+        classes: C; the classifier starts as `nn.Linear(d, C)` and may be replaced.
+    """
+
+    def __init__(self, encoder: nn.Module, dim: int, classes: int):
+        super().__init__()
+        self.encoder: nn.Module = encoder
+        self.classifier: nn.Module = nn.Linear(dim, classes)
+        self.dim, self.classes = dim, classes
+        self.stays: frozenset[str] = frozenset()        # entries that never leave a client, whatever the method
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.encoder(x))
+
+    def entries(self) -> Params:
+        """Parameters and buffers that may travel, by name; they share the model's memory."""
+        return {name: value for name, value in self.state_dict().items() if name not in self.stays}
+
+
+def running_statistics(model: nn.Module) -> frozenset[str]:
+    """Names of the buffers of every BatchNorm layer."""
+    return frozenset(f"{prefix}.{name}" if prefix else name for prefix, module in model.named_modules()
+                     if isinstance(module, _BatchNorm) for name, _ in module.named_buffers(recurse=False))
+
+
+@torch.no_grad()
+def load_entries(model: nn.Module, params: Params) -> None:
+    """Copies values into the entries of those names; entries that are not named stay.
+
+    Raises:
+        KeyError: the model has no such entry.
+        ValueError: another shape.
+    """
+    own = model.state_dict()
+    for name, value in params.items():
+        if own[name].shape != value.shape:
+            raise ValueError(f"{name}: shape {list(value.shape)}, the model has {list(own[name].shape)}")
+        own[name].copy_(value)

@@ -1,0 +1,42 @@
+"""`Server`: the global model and what the server remembers."""
+
+from typing import Any
+
+import torch
+
+from raylt.config import Config
+from raylt.data.task import Facts
+from raylt.models.split import Params, SplitModel, load_entries
+from raylt.seeds import seed_for
+from raylt.tree import Tree
+
+
+class Server:
+    """What a method sees on its server side.
+
+    Attributes:
+        model: the global model.
+        state: anything else the server must remember between rounds; a tree of CPU tensors, numbers and strings,
+            part of every checkpoint.
+        round: number of the round, from 1; 0 before the first.
+        rounds: R.
+        figures: what the method reports of this round, on top of the framework's own figures.
+    """
+
+    def __init__(self, config: Config, facts: Facts, model: SplitModel, device: torch.device):
+        self.config, self.facts, self.model, self.device = config, facts, model, device
+        self.state: Tree = {}
+        self.round, self.rounds = 0, config.federation.rounds
+        self.figures: dict[str, Any] = {}
+
+    def seed(self, purpose: str) -> int:
+        """The seed of this purpose in this round."""
+        return seed_for(self.config.seed, "server", purpose, self.round)
+
+    def receive(self, params: Params) -> None:
+        """Takes over the entries of the global model that clients agreed on; the others stay as they are."""
+        load_entries(self.model, params)
+
+    def log(self, **figures: Any) -> None:
+        """Adds figures (numbers, strings, lists of them) to this round's line in metrics.jsonl."""
+        self.figures |= figures

@@ -1,0 +1,76 @@
+"""What a run comes to: figures from its reports, and the table that a person reads."""
+
+from typing import Any
+
+from rich.table import Table
+
+Report = dict[str, Any]
+
+
+def summarise(reports: list[Report], method: str, split_sha256: str, concluded: dict[str, str]) -> dict[str, Any]:
+    """The content of summary.json.
+
+    Args:
+        reports: lines of metrics.jsonl, oldest first; the last has an accuracy.
+        concluded: what `Experiment.conclude` said.
+    """
+    rounds = [r for r in reports if r["phase"] == "round"]
+    curve = [r["accuracy"] for r in rounds if r["accuracy"] is not None]
+    final = reports[-1]
+    traffic = [t for r in reports for t in r["traffic"].values()]
+    seconds = sum(r["seconds"] for r in rounds)
+    return {
+        "method": method,
+        "split_sha256": split_sha256,
+        "rounds": len(rounds),
+        "accuracy": {
+            "last": final["accuracy"],                          # of what is deployed in the end
+            "last10": sum(curve[-10:]) / len(curve[-10:]),      # mean over the last ten judged rounds
+            "best": max([*curve, final["accuracy"]]),
+        },
+        "before_finish": rounds[-1]["accuracy"] if final["phase"] == "finish" else None,
+        "global_accuracy": final["global_accuracy"],
+        "groups": final["groups"],
+        "clients": final["clients"]["matched"] | {"by": final["clients"]},
+        "bytes": {"up": sum(t["up"] for t in traffic), "down": sum(t["down"] for t in traffic)},
+        "seconds": sum(r["seconds"] + r["evaluation_seconds"] for r in reports),
+        "seconds_per_round": seconds / len(rounds),
+        "troubles": {kind: sum(len(r[kind]) for r in reports) for kind in ("lost", "retried", "rejected")},
+        **concluded,
+    }
+
+
+def table_of(summary: dict[str, Any], folder: str) -> Table:
+    """The summary as a person reads it; accuracies in percent."""
+    table = Table(show_header=False, title=f"{summary['method']}, {summary['rounds']} rounds", title_justify="left")
+    accuracy, clients = summary["accuracy"], summary["clients"]
+    table.add_row("accuracy, last", percent(accuracy["last"]))
+    if summary["before_finish"] is not None:
+        table.add_row("accuracy, before the last phase", percent(summary["before_finish"]))
+    table.add_row("accuracy, mean of the last 10", percent(accuracy["last10"]))
+    table.add_row("accuracy, best", percent(accuracy["best"]))
+    table.add_row("many / medium / few", " / ".join(percent(value) for value in summary["groups"].values()))
+    table.add_row("clients, mean (own class mix)", percent(clients["mean"]))
+    table.add_row("clients, worst decile", percent(clients["worst_decile"]))
+    table.add_row("bytes up / down", f"{size(summary['bytes']['up'])} / {size(summary['bytes']['down'])}")
+    table.add_row("seconds per round", f"{summary['seconds_per_round']:.2f}")
+    troubles = {kind: count for kind, count in summary["troubles"].items() if count}
+    if troubles:
+        table.add_row("client calls", ", ".join(f"{count} {kind}" for kind, count in troubles.items()))
+    table.add_row("split sha256", summary["split_sha256"][:16])
+    table.add_row("model sha256", summary["model_sha256"][:16])
+    table.add_row("run folder", folder)
+    return table
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def size(count: float) -> str:
+    """Bytes in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

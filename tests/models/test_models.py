@@ -1,0 +1,129 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from raylt.errors import ConfigError
+from raylt.models import MODELS, SplitModel, build_model
+from raylt.models.resnet import BasicBlock
+
+CIFAR, FASHION = (32, 32, 3), (28, 28, 1)
+
+
+@pytest.fixture(scope="module")
+def grey_resnet50() -> SplitModel:
+    return build_model("resnet50", 10, (32, 32, 1))
+
+
+def parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize(("name", "classes", "shape", "encoder", "total"), [
+    ("resnet8", 10, CIFAR, 1_225_024, 1_227_594),
+    ("resnet8", 100, CIFAR, 1_225_024, 1_250_724),
+    ("resnet8_proj", 10, CIFAR, 1_356_608, 1_361_738),
+    ("resnet8_proj", 100, CIFAR, 1_356_608, 1_407_908),
+    ("resnet18", 10, CIFAR, 11_168_832, 11_173_962),
+    ("resnet18", 100, CIFAR, 11_168_832, 11_220_132),
+    ("cnn", 10, FASHION, 52_096, 62_346),
+    ("small", 10, (8, 8, 1), 288 + 64 + 18_432 + 128, 288 + 64 + 18_432 + 128 + 650),
+])
+def test_models_have_the_published_number_of_parameters(name, classes, shape, encoder, total):
+    model = build_model(name, classes, shape)
+    assert parameters(model.encoder) == encoder
+    assert parameters(model) == total
+
+
+def test_resnet50_has_the_parameters_of_torchvisions(grey_resnet50):
+    # torchvision: 25,557,032 with Linear(2048, 1000); a grey stem has 2 * 64 * 49 weights fewer
+    assert parameters(grey_resnet50.encoder) == 25_557_032 - 2_049_000 - 2 * 64 * 49
+
+
+def test_resnet50_takes_a_grey_image(grey_resnet50):
+    z = grey_resnet50.eval().encoder(torch.randn(1, 1, 32, 32))
+    assert z.shape == (1, 2048)
+    assert grey_resnet50.dim == 2048
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "resnet50"])
+@pytest.mark.parametrize("shape", [(16, 16, 1), (20, 24, 3)])
+def test_forward_is_the_classifier_on_features_of_the_stated_size(name, shape):
+    model = build_model(name, 7, shape).eval()
+    x = torch.randn(2, shape[2], *shape[:2])
+    z = model.encoder(x)
+    assert z.shape == (2, model.dim)
+    assert model.classes == 7
+    assert torch.equal(model(x), model.classifier(z))
+    assert model(x).shape == (2, 7)
+
+
+def test_cnn_has_1024_features_at_28_pixels():
+    assert build_model("cnn", 10, FASHION).dim == 1024
+
+
+def test_resnet8_has_1344_batchnorm_channels_in_9_layers():
+    # stem 64; blocks 2 * 64, 2 * 128, 2 * 256; shortcuts 128, 256
+    norms = [m for m in build_model("resnet8", 10, CIFAR).modules() if isinstance(m, nn.BatchNorm2d)]
+    assert len(norms) == 9
+    assert sum(m.num_features for m in norms) == 1344
+
+
+@pytest.mark.parametrize(("name", "maps"), [
+    ("resnet8", {"stem": (64, 32, 32), "stage1": (64, 32, 32), "stage2": (128, 16, 16), "stage3": (256, 8, 8)}),
+    ("resnet18", {"stage1": (64, 32, 32), "stage2": (128, 16, 16), "stage3": (256, 8, 8), "stage4": (512, 4, 4)}),
+])
+def test_residual_stages_have_the_published_feature_maps(name, maps):
+    encoder = build_model(name, 10, CIFAR).eval().encoder
+    x, seen = torch.randn(1, 3, 32, 32), {}
+    for stage, module in encoder.named_children():
+        x = module(x)
+        seen[stage] = tuple(x.shape[1:])
+    assert maps.items() <= seen.items()
+
+
+def test_features_are_not_negative_before_the_projection_and_signed_after_it():
+    x = torch.randn(4, 3, 32, 32)
+    assert build_model("resnet8", 10, CIFAR).eval().encoder(x).min() >= 0
+    assert build_model("resnet8_proj", 10, CIFAR).eval().encoder(x).min() < 0
+
+
+def test_convolutions_start_with_the_spread_of_creffs_code():
+    for module in build_model("resnet18", 10, CIFAR).modules():
+        if isinstance(module, nn.Conv2d):
+            std = math.sqrt(2 / (module.kernel_size[0] ** 2 * module.out_channels))
+            n = module.weight.numel()
+            assert abs(module.weight.std().item() - std) < 5 * std / math.sqrt(2 * n)
+            assert abs(module.weight.mean().item()) < 5 * std / math.sqrt(n)
+        if isinstance(module, nn.BatchNorm2d):
+            assert torch.equal(module.weight, torch.ones_like(module.weight))
+            assert not module.bias.any()
+
+
+def test_block_with_zero_branch_is_the_rectified_shortcut():
+    block = BasicBlock(8, 8, stride=1).eval()
+    nn.init.zeros_(block.bn2.weight)
+    x = torch.randn(2, 8, 4, 4)
+    assert torch.equal(block(x), x.relu())
+
+
+def test_same_seed_gives_the_same_weights():
+    torch.manual_seed(3)
+    first = build_model("small", 10, CIFAR).state_dict()
+    torch.manual_seed(3)
+    second = build_model("small", 10, CIFAR).state_dict()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize(("name", "side"), [("resnet8", 4), ("resnet18", 8), ("cnn", 16), ("small", 2)])
+def test_smallest_image_works_and_one_pixel_less_is_refused(name, side):
+    model = build_model(name, 3, (side, side, 3))
+    assert model(torch.randn(2, 3, side, side)).isfinite().all()
+    with pytest.raises(ConfigError, match=f"{side - 1}x{side}, it needs at least {side}x{side}"):
+        build_model(name, 3, (side - 1, side, 3))
+
+
+def test_refusal_names_the_models_that_fit():
+    with pytest.raises(ConfigError, match="there are: resnet8, resnet8_proj, resnet18, small"):
+        build_model("cnn", 10, (8, 8, 1))

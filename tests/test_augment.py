@@ -1,0 +1,119 @@
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms import v2
+
+from raylt.data.augment import (
+    AUGMENTATIONS,
+    apply_boxes,
+    apply_crops,
+    crop_flip,
+    draw_boxes,
+    draw_crops,
+    normalise,
+    resized_crop_flip,
+)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def images(batch: int, height: int = 32, width: int = 32, channels: int = 3) -> torch.Tensor:
+    return torch.randint(0, 256, (batch, height, width, channels), dtype=torch.uint8, generator=seeded(9))
+
+
+@pytest.mark.parametrize("shape", [(32, 32, 3), (28, 28, 1), (8, 12, 3)])
+def test_crop_flip_equals_a_loop_over_samples(shape):
+    x = images(24, *shape)
+    offsets, flips = draw_crops(24, seeded())
+    expected = []
+    for image, (top, left), flip in zip(x.numpy(), offsets.tolist(), flips.tolist(), strict=True):
+        padded = np.pad(image, ((4, 4), (4, 4), (0, 0)))
+        cut = padded[top:top + shape[0], left:left + shape[1]]
+        expected.append(cut[:, ::-1] if flip else cut)
+    assert np.array_equal(apply_crops(x, offsets, flips).numpy(), np.stack(expected))
+
+
+@pytest.mark.parametrize("shape", [(32, 32, 3), (28, 28, 1), (8, 12, 3)])
+def test_resized_crop_flip_equals_torchvisions_on_each_sample(shape):
+    x = images(24, *shape)
+    boxes, flips = draw_boxes(24, shape[:2], seeded())
+    expected = []
+    for image, box, flip in zip(x.float(), boxes.tolist(), flips.tolist(), strict=True):
+        part = v2.functional.resized_crop(image.permute(2, 0, 1), *box, size=list(shape[:2]), antialias=False)
+        expected.append((part.flip(2) if flip else part).permute(1, 2, 0))
+    assert torch.allclose(apply_boxes(x, boxes, flips), torch.stack(expected), atol=0.01)    # of 255
+
+
+def test_resized_crop_of_the_whole_image_is_the_identity():
+    x = images(4)
+    whole = torch.tensor([[0, 0, 32, 32]]).expand(4, 4)
+    unmirrored = torch.zeros(4, dtype=torch.bool)
+    assert torch.allclose(apply_boxes(x, whole, unmirrored), x.float(), atol=1e-2)
+    assert torch.allclose(apply_boxes(x, whole, ~unmirrored), x.float().flip(2), atol=1e-2)
+
+
+def test_draws_of_crops_are_uniform_and_independent():
+    n = 18_000
+    offsets, flips = draw_crops(n, seeded())
+    cells = torch.bincount(offsets[:, 0] * 9 + offsets[:, 1], minlength=81)
+    assert ((cells - n / 81) ** 2 / (n / 81)).sum() < 131                   # chi-square, 80 degrees: p = 0.0003
+    assert abs(flips.float().mean() - 0.5) < 4 * 0.5 / n ** 0.5
+    assert abs(torch.corrcoef(torch.stack([offsets[:, 0], offsets[:, 1], flips]).float()).triu(1)).max() < 0.03
+
+
+def test_draws_of_boxes_lie_inside_and_cover_64_to_100_percent():
+    n = 20_000
+    boxes, flips = draw_boxes(n, (32, 32), seeded())
+    corners, sides = boxes[:, :2], boxes[:, 2:]
+    assert torch.equal(sides[:, 0], sides[:, 1])
+    # side = round(32 sqrt(s)), s uniform in 0.64..1: 26 = round(25.6) to 32
+    assert sides.unique().tolist() == [26, 27, 28, 29, 30, 31, 32]
+    assert abs((sides[:, 0] / 32).square().mean() - 0.82) < 0.005
+    room = 32 - sides
+    assert (corners >= 0).all()
+    assert (corners <= room).all()
+    for side in (26, 30):
+        tops = torch.bincount(corners[sides[:, 0] == side][:, 0], minlength=33 - side)
+        expected = tops.sum() / (33 - side)
+        assert len(tops) == 33 - side
+        assert ((tops - expected).abs() < 5 * expected.sqrt()).all()
+    assert abs(flips.float().mean() - 0.5) < 4 * 0.5 / n ** 0.5
+
+
+@pytest.mark.parametrize("augment", [crop_flip, resized_crop_flip])
+def test_equal_seeds_give_equal_images_and_others_do_not(augment):
+    x = images(8)
+    assert torch.equal(augment(x, seeded(1)), augment(x, seeded(1)))
+    assert not torch.equal(augment(x, seeded(1)), augment(x, seeded(2)))
+
+
+@pytest.mark.parametrize("augment", [crop_flip, resized_crop_flip])
+def test_augmentation_leaves_its_argument_and_the_global_generator_alone(augment):
+    x, state = images(8), torch.get_rng_state()
+    before = x.clone()
+    assert augment(x, seeded()).shape == x.shape
+    assert torch.equal(x, before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_normalise_equals_torchvisions(channels):
+    x = images(6, channels=channels)
+    mean, std = torch.tensor([0.4914, 0.4822, 0.4465])[:channels], torch.tensor([0.2023, 0.1994, 0.2010])[:channels]
+    expected = x.permute(0, 3, 1, 2).float() / 255
+    expected = v2.functional.normalize(expected, mean.tolist(), std.tolist())
+    assert torch.allclose(normalise(x, mean, std), expected, atol=1e-6, rtol=0)
+    assert torch.equal(normalise(x.float(), mean, std), normalise(x, mean, std))
+
+
+@pytest.mark.parametrize("augment", AUGMENTATIONS.values(), ids=AUGMENTATIONS.keys())
+@pytest.mark.parametrize("channels", [1, 3])
+def test_normalised_batches_are_channels_last(augment, channels):
+    x = images(5, 8, 12, channels)
+    if augment is not None:
+        x = augment(x, seeded())
+    y = normalise(x, torch.zeros(channels), torch.ones(channels))
+    assert y.shape == (5, channels, 8, 12)
+    assert y.is_contiguous(memory_format=torch.channels_last)

@@ -1,0 +1,127 @@
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from sklearn import metrics as sk
+from torch import tensor
+
+from raylt.metrics import (
+    accuracy,
+    class_accuracy,
+    client_figures,
+    confusion,
+    group_accuracy,
+    macro,
+    matched_accuracy,
+    mean_iou,
+    owned_accuracy,
+    worst_decile,
+)
+
+C = 7
+# 4 of 5 samples of class 0 are right, 1 of 2 of class 1, class 2 has no test sample
+BY_HAND = tensor([[4, 1, 0], [1, 1, 0], [0, 0, 0]])
+
+
+@pytest.fixture(params=range(5))
+def labels(request) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(request.param)
+    truth = rng.integers(0, C, 300)
+    return np.where(rng.random(300) < 0.6, truth, rng.integers(0, C, 300)), truth
+
+
+@pytest.fixture
+def matrix(labels) -> torch.Tensor:
+    predicted, truth = labels
+    return confusion(torch.from_numpy(predicted), torch.from_numpy(truth), C)
+
+
+def test_figures_equal_those_of_scikit_learn(labels, matrix):
+    predicted, truth = labels
+    assert np.array_equal(matrix.numpy(), sk.confusion_matrix(truth, predicted, labels=range(C)))
+    assert accuracy(matrix) == pytest.approx(sk.accuracy_score(truth, predicted), abs=1e-12)
+    assert macro(matrix) == pytest.approx(sk.balanced_accuracy_score(truth, predicted), abs=1e-12)
+    assert mean_iou(matrix) == pytest.approx(sk.jaccard_score(truth, predicted, average="macro"), abs=1e-12)
+    assert np.allclose(class_accuracy(matrix), sk.recall_score(truth, predicted, average=None), atol=1e-12)
+
+
+def test_client_accuracies_equal_a_loop_over_test_samples(labels, matrix):
+    predicted, truth = labels
+    counts = [0, 3, 10, 0, 1, 0, 6]
+    owned = matched = 0.0
+    for c in range(C):
+        right = [p == t for p, t in zip(predicted, truth, strict=True) if t == c]
+        owned += (counts[c] > 0) * sum(right) / len(right) / 4
+        matched += counts[c] / 20 * sum(right) / len(right)
+    assert owned_accuracy(matrix, tensor(counts)) == pytest.approx(owned, abs=1e-12)
+    assert matched_accuracy(matrix, tensor(counts)) == pytest.approx(matched, abs=1e-12)
+
+
+def test_equal_counts_of_all_classes_make_owned_and_matched_the_macro_accuracy(matrix):
+    counts = torch.full((C,), 5)
+    assert owned_accuracy(matrix, counts) == pytest.approx(macro(matrix))
+    assert matched_accuracy(matrix, counts) == pytest.approx(macro(matrix))
+
+
+def test_group_accuracies_weighted_by_test_samples_average_to_the_overall(labels, matrix):
+    predicted, truth = labels
+    groups = ["many", "many", "medium", "medium", "medium", "few", "few"]
+    figures = group_accuracy(matrix, groups)
+    overall = 0.0
+    for group, figure in figures.items():
+        inside = np.isin(truth, [c for c in range(C) if groups[c] == group])
+        assert figure == pytest.approx((predicted[inside] == truth[inside]).mean(), abs=1e-12)
+        overall += inside.mean() * figure
+    assert overall == pytest.approx(accuracy(matrix))
+
+
+def test_group_without_classes_or_test_samples_has_no_accuracy():
+    figures = group_accuracy(BY_HAND, ["many", "many", "few"])
+    assert figures == {"many": pytest.approx(5 / 7), "medium": None, "few": None}
+
+
+def test_classes_without_test_samples_are_left_out():
+    assert class_accuracy(BY_HAND).tolist() == pytest.approx([0.8, 0.5, float("nan")], nan_ok=True)
+    assert macro(BY_HAND) == pytest.approx(0.65)
+    assert owned_accuracy(BY_HAND, tensor([3, 0, 9])) == pytest.approx(0.8)
+    # (3 * 0.8 + 1 * 0.5) / 4
+    assert matched_accuracy(BY_HAND, tensor([3, 1, 96])) == pytest.approx(0.725)
+    # 4 / (4 + 1 + 1), 1 / (1 + 1 + 1); class 2 occurs nowhere
+    assert mean_iou(BY_HAND) == pytest.approx((4 / 6 + 1 / 3) / 2)
+
+
+def test_confusion_leaves_out_ignored_pixels():
+    truth = tensor([[0, 1, 255], [1, 255, 2]])
+    predicted = tensor([[0, 2, 1], [1, 0, 2]])
+    assert confusion(predicted, truth, 3, ignore=255).tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 1]]
+
+
+def test_confusions_of_parts_add_up_to_that_of_the_whole(labels, matrix):
+    predicted, truth = map(torch.from_numpy, labels)
+    assert torch.equal(confusion(predicted[:99], truth[:99], C) + confusion(predicted[99:], truth[99:], C), matrix)
+
+
+@pytest.mark.parametrize(("n", "lowest"), [(1, 1), (9, 1), (10, 1), (11, 2), (20, 2), (21, 3), (100, 10)])
+def test_worst_decile_averages_the_lowest_tenth_rounded_up(n, lowest):
+    values = np.random.default_rng(n).permutation(n) / n
+    assert worst_decile(values.tolist()) == pytest.approx(np.sort(values)[:lowest].mean())
+
+
+def test_client_figures_of_one_shared_model():
+    # owned 0.8 and (0.8 + 0.5) / 2; matched 0.8 and (0.8 + 3 * 0.5) / 4; clients 2 and 3 hold nothing tested
+    counts = tensor([[2, 0, 0], [1, 3, 0], [0, 0, 0], [0, 0, 5]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        figures = client_figures(BY_HAND, counts)
+    assert figures["owned"] == {"mean": pytest.approx(0.725), "worst_decile": pytest.approx(0.65)}
+    assert figures["matched"] == {"mean": pytest.approx((0.8 + 0.575) / 2), "worst_decile": pytest.approx(0.575)}
+    assert figures["global"] == {"mean": pytest.approx(5 / 7), "worst_decile": pytest.approx(5 / 7)}
+
+
+def test_client_figures_of_own_models_use_each_clients_own_matrix():
+    counts = tensor([[2, 0, 0], [0, 3, 0], [1, 1, 0]])
+    right = tensor([[5, 0, 0], [0, 2, 0], [0, 0, 0]])
+    figures = client_figures({1: right, 0: BY_HAND}, counts)
+    assert figures["owned"] == {"mean": pytest.approx(0.9), "worst_decile": pytest.approx(0.8)}
+    assert figures["global"] == {"mean": pytest.approx((1 + 5 / 7) / 2), "worst_decile": pytest.approx(5 / 7)}
