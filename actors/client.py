@@ -35,9 +35,9 @@ class ClientActor:
         before = None if private is None else from_arrays(private)
         try:
             reply, after = self.host.run(fn, from_arrays(message), round, id, shard, before)
+            return Reply(reply.weight, to_arrays(reply.tree)), to_arrays(after)
         except Exception as error:
             return one_line(error), {}
-        return Reply(reply.weight, to_arrays(reply.tree)), to_arrays(after)
 
 
 def label_of(ids: list[int], counts: Any) -> str:

@@ -25,8 +25,8 @@ def examine(address: str | None) -> dict[str, Any]:
     connect(address)
     try:
         have = ray.cluster_resources()
-        dashboard = ray.worker.global_worker.node.webui_url
-        open_to_all = os.environ.get("RAY_AUTH_MODE", "token" if address is None else "disabled") != "token"
+        dashboard = ray.get_runtime_context().worker.node.webui_url
+        open_to_all = dashboard is not None and _authentication(dashboard) != "token"
         findings |= {"CPUs (Ray)": have.get("CPU", 0), "GPUs (Ray)": have.get("GPU", 0),
                      "dashboard": f"http://{dashboard}" if dashboard else "off",
                      "authentication": "off" if open_to_all else "token"}

@@ -12,13 +12,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError, WorkerCrashedError
+from ray.exceptions import (
+    GetTimeoutError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 from actors.client import ClientActor, label_of
 from raylt.client import ClientFunction, Message, Reply
 from raylt.config import Config
 from raylt.data.task import Task
-from raylt.errors import ClientError, ClientLost, ConfigError
+from raylt.errors import ClientError, ClientLost, ConfigError, RayltError, one_line
 from raylt.fleet import Answer, Fleet
 from raylt.method import Method
 from raylt.tree import Tree, from_arrays, to_arrays
@@ -66,7 +73,8 @@ class RayFleet(Fleet):
         run: name of the run; actors are named `<run>/client-003`.
 
     Raises:
-        ConfigError: the actors did not start.
+        ConfigError: there is no room for the actors.
+        RayltError: an actor died while it started.
     """
 
     def __init__(self, config: Config, method: Method, task: Task, shards: list[Any], test: Any, placement: Placement,
@@ -75,18 +83,14 @@ class RayFleet(Fleet):
         self._method, self._task, self._test, self._shards = method, task, test, shards
         self._placement = placement
         self._slots = []
-        for i in range(placement.actors):
-            home = self.ids[i::placement.actors] if placement.actors < len(self.ids) else self.ids[i:i + 1]
+        actors = min(placement.actors, len(self.ids))
+        for i in range(actors):
+            home = self.ids[i::actors]
             name = f"client-{home[0]:03d}" if len(home) == 1 else f"clients-{home[0]:03d}-to-{home[-1]:03d}"
             self._slots.append(Slot(f"{run}/{name}", home))
         for slot in self._slots:
             self._spawn(slot)
-        try:
-            ray.get([slot.actor.ready.remote() for slot in self._slots], timeout=START_TIMEOUT_S)
-        except GetTimeoutError:
-            raise ConfigError(f"resources: {placement.actors} client actors of {placement.cpus:g} CPUs and "
-                              f"{placement.gpus:g} GPUs did not start within {START_TIMEOUT_S} s; "
-                              "lower resources.actors") from None
+        self._await(self._slots)
 
     def private_states(self, ids: Iterable[int]) -> Iterator[tuple[int, Tree]]:
         for id in ids:
@@ -105,6 +109,24 @@ class RayFleet(Fleet):
         options = ClientActor.options(name=name, num_cpus=self._placement.cpus, num_gpus=self._placement.gpus)
         slot.actor = options.remote(
             label_of(slot.home, self._task.client_counts), self.config, self._method, self._task.facts, self._test)
+
+    def _replace(self, slots: list[Slot]) -> None:
+        """New actors for lost and stuck ones. Waits for them: a deadline is for work, not for a process to start."""
+        for slot in slots:
+            ray.kill(slot.actor)
+            self._spawn(slot)
+        self._await(slots)
+
+    def _await(self, slots: list[Slot]) -> None:
+        try:
+            ray.get([slot.actor.ready.remote() for slot in slots], timeout=START_TIMEOUT_S)
+        except GetTimeoutError:
+            raise ConfigError(f"resources: {len(self._slots)} client actors of {self._placement.cpus:g} CPUs and "
+                              f"{self._placement.gpus:g} GPUs did not start within {START_TIMEOUT_S} s; wait until "
+                              "the cluster is free, or lower resources.actors") from None
+        except LOST as error:
+            last = str(error).strip().splitlines()[-1].strip()
+            raise RayltError(f"a client actor died while it started: {last}") from error
 
     def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int) -> Iterator[Answer]:
         dispatch = _Dispatch(self, fn, ids, ray.put(to_arrays(message)), enough)
@@ -141,7 +163,7 @@ class _Dispatch:
             if ref in self.running:
                 self._record(ref, self.running.pop(ref))
             else:
-                next(slot for slot in self.fleet._slots if slot.late == ref).late = None
+                self._release(ref)
         if self.usable >= self.enough or (not self.running and not self.waiting):
             self._end()
         elif not ready:
@@ -149,11 +171,17 @@ class _Dispatch:
 
     def _start(self) -> None:
         busy = {id(call.slot) for call in self.running.values()}
-        free = [s for s in self.fleet._slots if id(s) not in busy and s.late is None]
-        for slot in free:
-            if self.waiting:
-                mine = (client for client in self.waiting if client in slot.home)
-                self._submit(slot, next(mine, self.waiting[0]))
+        free = [slot for slot in self.fleet._slots if id(slot) not in busy and slot.late is None]
+        idle = [slot for slot in free if not self._take(slot, slot.home)]
+        for slot in idle:
+            self._take(slot, self.waiting)
+
+    def _take(self, slot: Slot, clients: list[int]) -> bool:
+        id = next((id for id in self.waiting if id in clients), None)
+        if id is None:
+            return False
+        self._submit(slot, id)
+        return True
 
     def _submit(self, slot: Slot, id: int) -> None:
         self.waiting.remove(id)
@@ -168,8 +196,14 @@ class _Dispatch:
         try:
             reply: Any = ray.get(ref)
         except LOST as error:
-            self.fleet._spawn(call.slot)
+            start = time.monotonic()
+            self.fleet._replace([call.slot])
+            if self.deadline is not None:
+                self.deadline += time.monotonic() - start
             self._fail(id, ClientLost(id, self.fleet.round, self.name, f"its process died ({type(error).__name__})"))
+            return
+        except RayTaskError as error:               # it could not be sent there, or its reply not back
+            self._fail(id, ClientError(id, self.fleet.round, self.name, one_line(error.cause)))
             return
         if isinstance(reply, str):
             self._fail(id, ClientError(id, self.fleet.round, self.name, reply))
@@ -185,6 +219,17 @@ class _Dispatch:
         else:
             self.answers[id] = Answer(id, None, None, error)
 
+    def _release(self, ref: Any) -> None:
+        """A late call of an earlier round is through, or its actor died."""
+        slot = next(slot for slot in self.fleet._slots if slot.late == ref)
+        slot.late = None
+        try:
+            ray.get(ref)
+        except LOST:
+            self.fleet._replace([slot])
+        except RayTaskError:
+            pass
+
     def _end(self) -> None:
         """Enough have answered: the others go on, and their actors take no new call before they are through."""
         for ref, call in self.running.items():
@@ -194,10 +239,9 @@ class _Dispatch:
     def _expire(self) -> None:
         """The deadline has passed: actors that are still at work may be stuck, and are replaced."""
         limit = self.fleet.config.federation.deadline_s
-        for call in self.running.values():
-            ray.kill(call.slot.actor)
-            self.fleet._spawn(call.slot)
         for id in [*(call.id for call in self.running.values()), *self.waiting]:
             cause = f"not done after federation.deadline_s = {limit:g} s"
             self.answers[id] = Answer(id, None, None, ClientError(id, self.fleet.round, self.name, cause))
         self.over = True
+        self.fleet._replace([call.slot for call in self.running.values()]
+                            + [slot for slot in self.fleet._slots if slot.late is not None])

@@ -3,7 +3,9 @@
 import logging
 import math
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import AuthenticationError, GetTimeoutError, RayTaskError
 
-from actors.fleet import Placement
+from actors.fleet import LOST, START_TIMEOUT_S, Placement
 from actors.server import ServerActor
 from raylt.config import Config
 from raylt.data.task import Task
@@ -50,13 +52,19 @@ def open_experiment(config: Config, task: Task, folder: Path, address: str | Non
     Raises:
         ConfigError: the address does not answer, or the cluster is too small.
     """
-    connect(address)
     try:
-        placement = place(config, len(task.shards), ray.cluster_resources())
+        connect(address)
+        _interrupt_on_sigterm()
+        placement = place(config, int((task.client_counts.sum(1) > 0).sum()), ray.cluster_resources())
         shards, test = [ray.put(shard) for shard in task.shards], ray.put(task.test)
         options = ServerActor.options(name=f"{folder.name}/server", num_cpus=0,
                                       num_gpus=SERVER_GPUS if placement.gpus else 0)
         server: Any = options.remote(config.method["name"])
+        try:
+            ray.get(server.__ray_ready__.remote(), timeout=START_TIMEOUT_S)
+        except GetTimeoutError:
+            raise ConfigError(f"resources: no room for the server actor within {START_TIMEOUT_S} s ({SERVER_GPUS} of "
+                              "a GPU); wait until the cluster is free") from None
         # references inside lists stay references: the server never sees the clients' data
         rest = ray.put(replace(task, shards=()))
         _get(server.open.remote(config, rest, shards, [test], placement, folder.resolve()))
@@ -78,7 +86,7 @@ def connect(address: str | None) -> None:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env={"env_vars": MALLOC})
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(f"--address {address}: no Ray cluster could be joined there ({first}); check the address, "
                           "and the token in RAY_AUTH_TOKEN_PATH") from None
@@ -86,10 +94,10 @@ def connect(address: str | None) -> None:
 
 def _knock(address: str) -> None:
     """Ray itself waits for a long time before it says that nobody is there."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdigit():
-        if address == "auto":
-            return
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"--address {address}: must be HOST:PORT or auto")
     try:
         socket.create_connection((host, int(port)), timeout=5).close()
@@ -110,37 +118,67 @@ def place(config: Config, clients: int, have: Mapping[str, float]) -> Placement:
     Raises:
         ConfigError: the settings ask for more than there is.
     """
-    wanted, cpus, gpus = config.resources, have.get("CPU", 0.0), have.get("GPU", 0.0)
-    active = min(clients, math.ceil(config.federation.participation * clients - 1e-9))
-    slots = math.floor(cpus / wanted.cpus_per_client + 1e-9)
-    if wanted.gpus_per_client != "auto" and (share := wanted.gpus_per_client) > 0:
-        slots = min(slots, math.floor((gpus / share if share >= 1 else gpus * math.floor(1 / share + 1e-9)) + 1e-9))
+    wanted, federation = config.resources, config.federation
+    cpus, gpus = have.get("CPU", 0.0), have.get("GPU", 0.0)
+    active = min(clients, math.ceil(federation.participation * (1 + federation.over_select) * clients - 1e-9))
+    slots, share = math.floor(cpus / wanted.cpus_per_client + 1e-9), 0.0
+    if wanted.gpus_per_client != "auto" and wanted.gpus_per_client > 0:
+        on_gpus, share = _share(wanted.gpus_per_client, gpus)
+        slots = min(slots, on_gpus)
+    if slots < 1:
+        raise ConfigError(
+            f"resources: a client actor takes {wanted.cpus_per_client:g} CPUs and {wanted.gpus_per_client} GPUs, the "
+            f"cluster has {cpus:g} CPUs and {gpus:g} GPUs, not enough for one; lower resources.cpus_per_client or "
+            "resources.gpus_per_client")
     if wanted.actors != "auto":
-        actors = wanted.actors
+        actors, setting, remedy = wanted.actors, f"actors = {wanted.actors}", f"set resources.actors={slots}"
     elif wanted.clients_per_actor != "auto":
         actors = math.ceil(clients / wanted.clients_per_actor)
+        setting = f"clients_per_actor = {wanted.clients_per_actor}"
+        remedy = f"set resources.clients_per_actor={math.ceil(clients / slots)}"
     else:
-        actors = clients if clients <= slots else min(slots, active)
+        actors, setting, remedy = clients if clients <= slots else min(slots, active), "actors = auto", ""
     actors = min(actors, clients)
-    if actors < 1 or actors > slots:
+    if actors > slots:
         raise ConfigError(
-            f"resources: {max(actors, 1)} client actors of {wanted.cpus_per_client:g} CPUs and "
+            f"resources.{setting}: {actors} client actors of {wanted.cpus_per_client:g} CPUs and "
             f"{wanted.gpus_per_client} GPUs, the cluster has {cpus:g} CPUs and {gpus:g} GPUs, enough for {slots}; "
-            "lower resources.actors, resources.cpus_per_client or resources.gpus_per_client")
-    if wanted.gpus_per_client != "auto":
-        share = wanted.gpus_per_client
-    else:                           # all of a GPU, or the share that lets all actors (and the server) fit
-        share = 0.0 if gpus == 0 else math.floor((1 - SERVER_GPUS) / math.ceil(actors / gpus) * 1e4) / 1e4
+            f"{remedy}, or lower resources.cpus_per_client or resources.gpus_per_client")
+    if wanted.gpus_per_client == "auto" and gpus:       # what lets all actors, and the server, fit
+        share = _rounded(1 - SERVER_GPUS, math.ceil(actors / gpus))
     return Placement(actors, wanted.cpus_per_client, share)
+
+
+def _share(wanted: float, gpus: float) -> tuple[int, float]:
+    """How many actors of `wanted` GPUs fit, and what each takes so that the server finds its place beside them."""
+    if wanted > 1:
+        if wanted != int(wanted):
+            raise ConfigError(f"resources.gpus_per_client = {wanted:g}: must be a whole number when above 1")
+        return math.floor((gpus - SERVER_GPUS) / wanted), wanted
+    each = math.floor(1 / wanted + 1e-9)
+    return int(gpus) * each, min(wanted, _rounded(1 - SERVER_GPUS, each))
+
+
+def _rounded(whole: float, parts: int) -> float:
+    """`whole / parts`, down to the step that Ray counts in."""
+    return math.floor(whole / parts * 1e4 + 1e-6) / 1e4
+
+
+def _interrupt_on_sigterm() -> None:
+    """SIGTERM ends a run as Ctrl-C does: Ray's own handler would end the process without a word."""
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, interrupt)
 
 
 def _get(ref: Any) -> Any:
     try:
         return ray.get(ref)
     except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, RayltError):
-            raise cause from None
+        if isinstance(error.cause, RayltError):
+            raise error.cause from error
         raise
-    except RayActorError as error:
+    except LOST as error:
         raise RayltError(f"the server's process died ({type(error).__name__}); continue with raylt resume") from error

@@ -1,5 +1,7 @@
 """`ServerActor`: a Ray actor that hosts the experiment: aggregation, server-side synthesis, evaluation, checkpoints."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,20 @@ from actors.fleet import Placement, RayFleet
 from raylt.checkpoint import latest
 from raylt.config import Config
 from raylt.data.task import Task
+from raylt.errors import RayltError, one_line
 from raylt.experiment import Experiment, Report
 from raylt.methods import make_method
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Ray would bring an unforeseen exception without the place where it was raised."""
+    try:
+        yield
+    except RayltError:
+        raise
+    except Exception as error:
+        raise RayltError(f"{one_line(error)}; --debug shows the traceback") from error
 
 
 @ray.remote
@@ -24,6 +38,7 @@ class ServerActor:
     def __repr__(self) -> str:
         return f"server · {self.method}"            # what the dashboard shows
 
+    @_one_line()
     def open(self, config: Config, task: Task, shards: list[Any], test: list[Any], placement: Placement,
              folder: Path) -> None:
         """Starts the client actors, and takes up the run where its last checkpoint left it."""
@@ -40,10 +55,12 @@ class ServerActor:
         """Whether the last step has been taken."""
         return self.experiment.done
 
+    @_one_line()
     def advance(self) -> tuple[Report, bool]:
         """`Experiment.advance`, and whether that was the last step."""
         return self.experiment.advance(), self.experiment.done
 
+    @_one_line()
     def conclude(self) -> dict[str, str]:
         """`Experiment.conclude`."""
         return self.experiment.conclude()

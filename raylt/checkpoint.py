@@ -70,6 +70,8 @@ def write(parent: Path, step: int, parts: Iterable[tuple[str, Tree | None]], fac
         sync(file)
     sync(here)
     final = parent / f"{step:06d}"
+    if final.exists():              # a damaged one that was passed over
+        shutil.rmtree(final)
     here.rename(final)
     sync(parent)
     for old in sorted(_numbered(parent))[:-keep]:
@@ -90,7 +92,7 @@ def latest(parent: Path) -> tuple[Checkpoint | None, list[str]]:
     for folder in sorted(_numbered(parent), reverse=True):
         try:
             return _open(folder), faults
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             faults.append(f"checkpoint {folder.name} is damaged ({' '.join(str(error).split())})")
     if faults:
         raise CheckpointError(f"{parent}: no usable checkpoint: {'; '.join(faults)}; start a new run")
@@ -121,7 +123,9 @@ def _numbered(parent: Path) -> list[Path]:
 
 
 def _write_part(folder: Path, name: str, part: Tree) -> dict[str, Any]:
-    tensors = {path: leaf.contiguous() for path, leaf in tree.leaves(part) if isinstance(leaf, Tensor)}
+    # copies: safetensors refuses tensors that share memory
+    tensors = {path: leaf.clone(memory_format=torch.contiguous_format) for path, leaf in tree.leaves(part)
+               if isinstance(leaf, Tensor)}
     entry: dict[str, Any] = {"file": None, "sha256": None, "tree": _form(part)}
     if tensors:                     # most clients of most methods have none
         file = folder / f"{name}.safetensors"

@@ -8,7 +8,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
                   help="Federated learning for non-IID, long-tailed data, on Ray.")
 out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+ClickException: Any = typer.BadParameter.__mro__[2]     # of the copy of click that typer may bring
 
 
 class FleetName(StrEnum):
@@ -168,7 +168,8 @@ class Screen:
         taken = len(reports)
         self.says(f"{config.method['name']} on {config.data.source}, run folder {folder}"
                   + (f", continuing after step {taken}" if taken else ""))
-        self._task = self._bar.add_task("round", total=self._total, completed=min(taken, self._total), accuracy="")
+        self._task = self._bar.add_task("round", total=self._total, completed=min(taken, self._total),
+                                        accuracy="starting")
 
     def steps(self, report: "Report") -> None:
         assert self._task is not None
@@ -191,11 +192,11 @@ def main() -> None:
     code = 0
     try:
         code = app([a for a in arguments if a != "--debug"], standalone_mode=False) or 0
-    except click.ClickException as error:
-        error.show()
+    except ClickException as error:
+        if message := error.format_message():           # none where the help was printed
+            err.print(f"error: {message}; raylt --help shows what there is", soft_wrap=True, markup=False)
         code = error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        err.print("stopped; raylt resume RUN continues after the last committed round")
+    except (KeyboardInterrupt, typer.Abort):
         code = 130
     except Exception as error:
         if debug:
@@ -204,6 +205,8 @@ def main() -> None:
         err.print(f"error: {error}" if known else f"error: {one_line(error)}; --debug shows the traceback",
                   soft_wrap=True, markup=False)
         code = error.exit_code if isinstance(error, RayltError) else 1
+    if code == 130:                                     # typer makes Ctrl-C an exit
+        err.print("stopped; raylt resume RUN continues after the last committed round")
     sys.exit(code)
 
 

@@ -27,7 +27,7 @@ def setting(default: Any, what: str, **checks: Any) -> Any:
 class Section(BaseModel):
     """A part of the configuration: immutable, without unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class DataConfig(Section):
@@ -147,14 +147,16 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     tree: dict[str, Any] = {}
     if path is not None:
         try:
-            tree = yaml.safe_load(path.read_text()) or {}
+            tree = yaml.safe_load(path.read_text())
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}; give a YAML file that exists") from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
+        tree = {} if tree is None else tree             # an empty file
         if not isinstance(tree, dict):
             raise ConfigError(f"{path}: must be a mapping of settings, is a {type(tree).__name__}")
-    for override in overrides:
+    # the method first: its name drops the fields of another, not those given beside it
+    for override in sorted(overrides, key=lambda text: not text.startswith("method=")):
         _set(tree, override)
     return check(Config, tree)
 
@@ -222,6 +224,8 @@ def _explain(kind: type[BaseModel], error: ValidationError, prefix: str) -> str:
         model = inner
     key = prefix + ".".join(where)
     if first["type"] == "extra_forbidden":
+        if not model.model_fields:
+            return f"{key}: no such setting; there are none here."
         nearest = difflib.get_close_matches(where[-1], model.model_fields, 1)
         hint = f"; did you mean {nearest[0]}?" if nearest else "."
         return f"{key}: no such setting{hint} There are: {', '.join(model.model_fields)}."

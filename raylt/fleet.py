@@ -57,6 +57,14 @@ class Answer:
     error: ClientError | None = None
 
 
+class Cohort(list[int]):
+    """The clients asked in a round; the answers of `enough` of them are waited for (federation.over_select)."""
+
+    def __init__(self, ids: Iterable[int], enough: int):
+        super().__init__(ids)
+        self.enough = enough
+
+
 class Fleet(ABC):
     """All clients of an experiment; see the module's docstring.
 
@@ -125,12 +133,13 @@ class Fleet(ABC):
     def _replies(self, fn: ClientFunction, ids: Sequence[int], message: Message,
                  alike: bool) -> Iterator[tuple[int, Reply]]:
         name = getattr(fn, "__name__", "call")
+        wanted = ids.enough if isinstance(ids, Cohort) else len(ids)
         ids, size = sorted(ids), tree.nbytes(message)
         # replies to a mean carry the model under the same names as the message did, or the first reply sets the form
         form = {"model": message["model"]} if alike and "model" in message else None
+        if not ids:
+            raise TooFewReplies(f"round {self.round}, {name}: no client was asked; give it at least one")
         traffic = self.ledger.traffic.setdefault(name, Traffic())
-        wanted = len(ids) if self.config.federation.over_select == 0 else round(
-            len(ids) / (1 + self.config.federation.over_select))
         needed = max(1, math.ceil(self.config.federation.quorum * wanted - 1e-9))
         usable, errors = 0, []
         for answer in self._answers(fn, ids, message, wanted):
@@ -139,9 +148,9 @@ class Fleet(ABC):
             if answer.reply is not None:
                 traffic.up += tree.nbytes(answer.reply.tree)
                 traffic.replies += 1
-                fault = _fault(answer.reply, form)
+                fault = _fault(answer.reply, form, closed=alike and usable > 0)
                 if fault is None:
-                    if alike:
+                    if alike and usable == 0:
                         form = answer.reply.tree
                     usable += 1
                     self._private[answer.id] = answer.private
@@ -159,8 +168,12 @@ class Fleet(ABC):
                 f"{self.config.federation.quorum:g} needs {needed}; first failure: {errors[0]}") from errors[0]
 
 
-def _fault(reply: Reply, form: Tree | None) -> str | None:
-    """Why a reply cannot be used, or None: names, shapes and types as in `form`, finite numbers, a weight above 0."""
+def _fault(reply: Reply, form: Tree | None, closed: bool) -> str | None:
+    """Why a reply cannot be used, or None: names, shapes and types as in `form`, finite numbers, a weight above 0.
+
+    Args:
+        closed: whether `form` holds all names that a reply may have.
+    """
     if not (math.isfinite(reply.weight) and reply.weight > 0):
         return f"weight {reply.weight}"
     found = dict(tree.leaves(reply.tree))
@@ -177,6 +190,8 @@ def _fault(reply: Reply, form: Tree | None) -> str | None:
         if isinstance(like, Tensor) and not (isinstance(leaf, Tensor) and leaf.shape == like.shape
                                              and leaf.dtype == like.dtype):
             return f"{path} is {_kind(leaf)}, expected {_kind(like)}"
+    if closed and (more := found.keys() - dict(tree.leaves(form or {})).keys()):
+        return f"{min(more)} is additional"
     return None
 
 

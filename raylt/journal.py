@@ -113,9 +113,11 @@ class Journal:
     def conclude(self, summary: dict[str, Any]) -> None:
         """Writes summary.json: the run is done."""
         _write(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
-        self.close()
 
-    def close(self) -> None:
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Lets another process have the folder."""
         if self._events is not None:
             self._events.close()

@@ -32,7 +32,8 @@ class SGD:
         used = [i for i, g in enumerate(found) if g is not None]
         params, grads = [self.params[i] for i in used], [g for g in found if g is not None]
         if self.weight_decay:
-            torch._foreach_add_(grads, params, alpha=self.weight_decay)
+            # not in place: autograd may give one tensor as the gradient of two parameters
+            grads = torch._foreach_add(grads, params, alpha=self.weight_decay)
         if self.momentum:
             velocity = [self._velocity[i] for i in used]
             torch._foreach_mul_(velocity, self.momentum)

@@ -19,7 +19,7 @@ from raylt import tree
 from raylt.client import Client, Message, Reply
 from raylt.config import Config
 from raylt.data.task import Facts
-from raylt.fleet import Fleet
+from raylt.fleet import Cohort, Fleet
 from raylt.local import Objective, confusion_of, sgd
 from raylt.models import build_model
 from raylt.models.split import Params, SplitModel, running_statistics
@@ -37,7 +37,7 @@ class Method(BaseModel):
         personal: whether clients are judged by their own models.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: ClassVar[str]
     paper: ClassVar[str]
@@ -75,13 +75,13 @@ class Method(BaseModel):
         """Before the first round."""
         fleet.call(self.join, fleet.ids, {})
 
-    def sample(self, server: Server, fleet: Fleet) -> list[int]:
+    def sample(self, server: Server, fleet: Fleet) -> Cohort:
         """The clients of this round: ceil(participation * K), uniformly without replacement, seeded by the round."""
         federation = server.config.federation
-        k = math.ceil(federation.participation * server.config.data.clients - 1e-9)
-        k = min(len(fleet.ids), math.ceil(k * (1 + federation.over_select) - 1e-9))
+        wanted = min(len(fleet.ids), math.ceil(federation.participation * server.config.data.clients - 1e-9))
+        asked = min(len(fleet.ids), math.ceil(wanted * (1 + federation.over_select) - 1e-9))
         rng = np.random.default_rng(server.seed("sample"))
-        return sorted(int(id) for id in rng.choice(fleet.ids, k, replace=False))
+        return Cohort(sorted(int(id) for id in rng.choice(fleet.ids, asked, replace=False)), wanted)
 
     def message(self, server: Server) -> Message:
         """What every client of the round gets."""

@@ -73,17 +73,18 @@ def resume(folder: Path, overrides: Sequence[str], fleet: FleetKind, address: st
 def _run(config: Config, task: Task, journal: Journal, fleet: FleetKind, address: str | None,
          watcher: Watcher) -> tuple[dict[str, Any], Path]:
     folder = journal.folder
-    saved, faults = journal.rewind()
-    for fault in faults:
-        watcher.says(f"{fault}; continuing after step {saved.facts['step'] if saved else 0}")
-    watcher.starts(folder, config, journal.reports())
-    with _experiment(config, task, folder, fleet, address) as experiment:
-        while not experiment.done:
-            report = experiment.advance()
-            journal.append(report)
-            watcher.steps(report)
-        summary = summarise(journal.reports(), config.method["name"], task.split.sha256, experiment.conclude())
-    journal.conclude(summary)
+    with journal:
+        saved, faults = journal.rewind()
+        for fault in faults:
+            watcher.says(f"{fault}; continuing after step {saved.facts['step'] if saved else 0}")
+        watcher.starts(folder, config, journal.reports())
+        with _experiment(config, task, folder, fleet, address) as experiment:
+            while not experiment.done:
+                report = experiment.advance()
+                journal.append(report)
+                watcher.steps(report)
+            summary = summarise(journal.reports(), config.method["name"], task.split.sha256, experiment.conclude())
+        journal.conclude(summary)
     return summary, folder
 
 
