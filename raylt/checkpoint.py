@@ -64,8 +64,8 @@ def write(parent: Path, step: int, parts: Iterable[tuple[str, Tree | None]], fac
             entries[name] = _link(previous, name, here)
         else:
             entries[name] = _write_part(here, name, part)
-    manifest = json.dumps({"format": _FORMAT, "facts": facts, "parts": entries})
-    (here / "manifest.json").write_text(manifest)
+    content = {"format": _FORMAT, "facts": facts, "parts": entries}
+    (here / "manifest.json").write_text(json.dumps({"sha256": _hash_json(content), **content}))
     for file in here.iterdir():
         sync(file)
     sync(here)
@@ -74,7 +74,7 @@ def write(parent: Path, step: int, parts: Iterable[tuple[str, Tree | None]], fac
         shutil.rmtree(final)
     here.rename(final)
     sync(parent)
-    for old in sorted(_numbered(parent))[:-keep]:
+    for old in _numbered(parent)[:-keep]:
         shutil.rmtree(old)
     return Checkpoint(final, facts, entries)
 
@@ -89,7 +89,7 @@ def latest(parent: Path) -> tuple[Checkpoint | None, list[str]]:
         CheckpointError: there are some and all are damaged.
     """
     faults = []
-    for folder in sorted(_numbered(parent), reverse=True):
+    for folder in reversed(_numbered(parent)):
         try:
             return _open(folder), faults
         except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
@@ -112,20 +112,22 @@ def hash_tensors(tensors: dict[str, Tensor]) -> str:
     """SHA-256 over tensors in name order: name, type, shape and bytes of each."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        value = tensors[name].detach().cpu().contiguous()
+        value = tensors[name].detach().cpu().clone(memory_format=torch.contiguous_format)
         digest.update(f"{name}\0{value.dtype}\0{list(value.shape)}\0".encode())
         digest.update(value.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
 def _numbered(parent: Path) -> list[Path]:
-    return [folder for folder in parent.glob("[0-9]*") if folder.name.isdigit()] if parent.is_dir() else []
+    found = (folder for folder in parent.glob("[0-9]*") if folder.name.isdigit())
+    return sorted(found, key=lambda folder: int(folder.name))
 
 
 def _write_part(folder: Path, name: str, part: Tree) -> dict[str, Any]:
     # copies: safetensors refuses tensors that share memory
     tensors = {path: leaf.clone(memory_format=torch.contiguous_format) for path, leaf in tree.leaves(part)
                if isinstance(leaf, Tensor)}
+    assert len(tensors) == sum(isinstance(leaf, Tensor) for _, leaf in tree.leaves(part)), "two tensors with one name"
     entry: dict[str, Any] = {"file": None, "sha256": None, "tree": _form(part)}
     if tensors:                     # most clients of most methods have none
         file = folder / f"{name}.safetensors"
@@ -147,6 +149,8 @@ def _link(previous: Checkpoint, name: str, folder: Path) -> dict[str, Any]:
 
 def _open(folder: Path) -> Checkpoint:
     manifest = json.loads((folder / "manifest.json").read_text())
+    if manifest.pop("sha256") != _hash_json(manifest):
+        raise ValueError("manifest.json: its content does not match its hash")
     if manifest["format"] != _FORMAT:
         raise ValueError(f"format {manifest['format']}, this raylt reads {_FORMAT}")
     for entry in manifest["parts"].values():
@@ -160,11 +164,16 @@ def _hash_file(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def _hash_json(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def _form(part: Tree, path: str = "") -> dict[str, Any]:
     form = {}
     for key, value in part.items():
         assert isinstance(key, str), f"key {key!r}: states are dicts with string keys"
         here = f"{path}.{key}" if path else key
+        assert isinstance(value, dict | Tensor | str | int | float | None), f"{here} is a {type(value).__name__}"
         form[key] = _form(value, here) if isinstance(value, dict) else [here] if isinstance(value, Tensor) else value
     return form
 

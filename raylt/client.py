@@ -124,6 +124,7 @@ class Host:
             client = self.clients[id] = Client(id, samples, self._open_test, self.model, self.config, self.device)
         entries, client.state = (self._initial, {}) if private is None else (private["model"], private["state"])
         client.receive(entries)
+        self.model.train()              # whoever ran before: a call starts from the same mode
         name = getattr(fn, "__name__", "call")
         client.begin(name, round)
         threads = torch.get_num_threads()

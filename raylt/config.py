@@ -88,14 +88,14 @@ class ResourcesConfig(Section):
     @classmethod
     def _positive(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 1:
-            raise ValueError("must be auto or at least 1")
+            raise ValueError("must be at least 1")
         return value
 
     @field_validator("gpus_per_client")
     @classmethod
     def _not_negative(cls, value: float | str) -> float | str:
         if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
-            raise ValueError("must be auto or at least 0")
+            raise ValueError("must be at least 0")
         return value
 
 
@@ -226,13 +226,22 @@ def _explain(kind: type[BaseModel], error: ValidationError, prefix: str) -> str:
     if first["type"] == "extra_forbidden":
         if not model.model_fields:
             return f"{key}: no such setting; there are none here."
-        nearest = difflib.get_close_matches(where[-1], model.model_fields, 1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else "."
+        nearest = _nearest(key, prefix, model)
+        hint = f"; did you mean {nearest}?" if nearest else "."
         return f"{key}: no such setting{hint} There are: {', '.join(model.model_fields)}."
     said = first["msg"].removeprefix("Value error, ")
     said = said[0].lower() + said[1:]
     expected = _expected(model, where[-1])
     return f"{key} = {first['input']!r}: {said}{expected}"
+
+
+def _nearest(key: str, prefix: str, model: type[BaseModel]) -> str | None:
+    """The setting that was probably meant: of this section, or of the same name in another."""
+    section, _, name = key.rpartition(".")
+    close = difflib.get_close_matches(name, model.model_fields, 1)
+    if close or prefix:
+        return f"{section}.{close[0]}".strip(".") if close else None
+    return next((known for known, _ in settings() if known.rpartition(".")[2] == name), None)
 
 
 def _expected(model: type[BaseModel], name: str) -> str:
@@ -242,4 +251,4 @@ def _expected(model: type[BaseModel], name: str) -> str:
         return ""
     words = [str(v) for branch in typing.get_args(field.annotation) if typing.get_origin(branch) is Literal
              for v in typing.get_args(branch)]
-    return f" (or one of: {', '.join(words)})" if words else ""
+    return f", or {', '.join(words)}" if words else ""

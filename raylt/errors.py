@@ -9,6 +9,7 @@
 Each message is one line: what is wrong with which value, what was expected, what to do.
 """
 
+import textwrap
 import traceback
 from pathlib import Path
 
@@ -71,4 +72,5 @@ def one_line(error: BaseException) -> str:
     """The type and message of an exception and the last line of project or user code that it passed through."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+    said = textwrap.shorten(" ".join(str(error).split()), 400, placeholder=" ...")
+    return f"{type(error).__name__}: {said}{place}"

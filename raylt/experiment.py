@@ -169,7 +169,9 @@ class Experiment:
                                 self.config.evaluation.batch)
 
     def _judge_clients(self) -> dict[int, Tensor]:
+        changed = set(self.fleet.changed)
         replies = self.fleet.call(self.method.judge, self.fleet.ids, self.method.message(self.server))
+        self.fleet.changed = changed                # judging leaves private states as they were
         del self.fleet.ledger.traffic["judge"]      # no federation would send these: they are for our eyes
         return {id: reply["confusion"] for id, reply in replies.items()}
 

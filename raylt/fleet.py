@@ -150,7 +150,7 @@ class Fleet(ABC):
                 traffic.replies += 1
                 fault = _fault(answer.reply, form, closed=alike and usable > 0)
                 if fault is None:
-                    if alike and usable == 0:
+                    if alike:
                         form = answer.reply.tree
                     usable += 1
                     self._private[answer.id] = answer.private

@@ -42,7 +42,7 @@ def summarise(reports: list[Report], method: str, split_sha256: str, concluded: 
 
 def table_of(summary: dict[str, Any], folder: str) -> Table:
     """The summary as a person reads it; accuracies in percent."""
-    table = Table(show_header=False, title=f"{summary['method']}, {summary['rounds']} rounds", title_justify="left")
+    table = Table(show_header=False, title=f"{summary['method']}, rounds: {summary['rounds']}", title_justify="left")
     table.add_column()
     table.add_column(overflow="fold")
     accuracy, clients = summary["accuracy"], summary["clients"]

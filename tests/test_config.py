@@ -1,0 +1,293 @@
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from raylt.config import Config, load, settings
+from raylt.errors import ConfigError, UnknownMethod
+from raylt.methods import make_method
+
+
+def method_of(*overrides):
+    return make_method(load(None, overrides).method)
+
+
+def refusal(*overrides: str, path: Path | None = None) -> str:
+    """The one line that refuses these settings, here or where the method is made."""
+    with pytest.raises(ConfigError) as caught:
+        make_method(load(path, overrides).method)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert caught.value.exit_code == 2
+    return message
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(text)
+        return path
+    return write
+
+
+# what is read
+
+def test_default_is_fedavg_on_digits():
+    config = load()
+    assert (config.data.source, config.method, config.model) == ("digits", {"name": "fedavg"}, "small")
+    assert config == Config() == load(None, [])
+
+
+def test_file_changes_what_it_names_and_overrides_change_the_file(file):
+    path = file("seed: 4\ndata: {clients: 7, alpha: 0.1}\nlocal:\n  lr: 0.2\n")
+    config = load(path, ["data.alpha=0.3", "federation.rounds=5"])
+    assert (config.seed, config.data.clients, config.data.alpha, config.local.lr) == (4, 7, 0.3, 0.2)
+    assert (config.federation.rounds, config.data.imbalance) == (5, Config().data.imbalance)
+
+
+def test_last_of_two_overrides_counts():
+    assert load(None, ["seed=1", "seed=2"]).seed == 2
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
+def test_empty_file_is_the_default(file, text):
+    assert load(file(text)) == Config()
+
+
+@pytest.mark.parametrize("overrides", [
+    ["method=fedprox", "method.mu=0.1"],
+    ["method.mu=0.1", "method=fedprox"],
+    ["method.name=fedprox", "method.mu=0.1"],
+    ["method={name: fedprox, mu: 0.1}"],
+    ["method={name: fedprox}", "method.mu=0.1"]])
+def test_method_and_its_fields_can_be_given_in_any_spelling_and_order(overrides):
+    assert load(None, overrides).method == {"name": "fedprox", "mu": 0.1}
+
+
+@pytest.mark.parametrize("text", ["method: fedprox", "method: {name: fedprox}", "method:\n  name: fedprox\n  mu: 3"])
+def test_override_changes_a_field_of_the_method_in_the_file(file, text):
+    assert load(file(text), ["method.mu=0.1"]).method == {"name": "fedprox", "mu": 0.1}
+
+
+def test_another_method_drops_the_fields_of_the_one_in_the_file(file):
+    path = file("method: {name: fedprox, mu: 3}")
+    assert load(path, ["method=fedavg"]).method == {"name": "fedavg"}
+    assert load(path).method == {"name": "fedprox", "mu": 3}
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1E-5", "0.00001", "1.0e-5", ".00001"])
+def test_scientific_notation_is_a_number(file, text):
+    assert load(None, [f"local.lr={text}"]).local.lr == 1e-5
+    assert load(file(f"local: {{lr: {text}}}")).local.lr == 1e-5
+    assert method_of("method=fedprox", f"method.mu={text}") == method_of("method=fedprox", "method.mu=0.00001")
+    assert make_method(load(file(f"method: {{name: fedprox, mu: {text}}}")).method).model_dump() == {"mu": 1e-5}
+
+
+def test_overrides_are_yaml_values():
+    config = load(None, ["data.groups=[3, 9]", "data.min_size=null", "data.download=true", "resources.actors=auto",
+                         "data.source=npz:/a=b.npz", "resources.gpus_per_client=0.25"])
+    assert config.data.groups == (3, 9)
+    assert (config.data.min_size, config.data.download, config.data.source) == (None, True, "npz:/a=b.npz")
+    assert (config.resources.actors, config.resources.gpus_per_client) == ("auto", 0.25)
+
+
+# what a Config is
+
+def test_config_is_immutable():
+    config = load()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.seed = 1         # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValidationError, match="frozen"):
+        config.data.alpha = 1   # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_configs_do_not_share_the_mapping_of_the_default_method():
+    load().method["name"] = "changed"
+    assert load().method == {"name": "fedavg"}
+
+
+def test_config_pickles():
+    config = load(None, ["method=fedprox", "method.mu=0.1", "data.groups=[3, 9]"])
+    assert pickle.loads(pickle.dumps(config)) == config == copy.deepcopy(config)
+
+
+@pytest.mark.parametrize("overrides", [
+    [], ["method=fedprox", "method.mu=1e-5"], ["data.groups=[3, 9]", "data.alpha=0.1", "federation.deadline_s=1.5"],
+    ["resources.actors=3", "resources.gpus_per_client=0.1", "data.min_size=0", "seed=123456789012345"]])
+def test_config_survives_being_written_as_yaml(file, overrides):
+    config = load(None, overrides)
+    assert load(file(yaml.safe_dump(config.model_dump(mode="json")))) == config
+    assert load(file(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))) == config
+
+
+def test_config_imports_no_torch():
+    script = "import sys, raylt.config; raylt.config.load(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], env=os.environ).returncode == 0
+
+
+def test_settings_lists_every_key_once_with_its_meaning():
+    listed = list(settings())
+    keys = [key for key, _ in listed]
+    flat = [f"{section}.{key}" if isinstance(part, dict) and section != "method" else section
+            for section, part in Config().model_dump().items()
+            for key in (part if isinstance(part, dict) and section != "method" else [section])]
+    assert keys == flat
+    assert [key for key, field in listed if not field.description] == []
+
+
+# what is refused: each message names the value and what to do
+
+@pytest.mark.parametrize(("override", "named"), [
+    ("federation.round=2", ["federation.round:", "did you mean federation.rounds?", "quorum"]),
+    ("federaton.rounds=2", ["federaton:", "did you mean federation?"]),
+    ("local.epoch=1", ["local.epoch:", "did you mean local.epochs?"]),
+    ("rounds=2", ["rounds:", "did you mean federation.rounds?"]),
+    ("zzz=1", ["zzz:", "There are: seed, data"]),
+    ("data.zzz.x=1", ["data.zzz:", "There are: source"])])
+def test_unknown_setting_is_named_with_the_nearest_known(override, named):
+    message = refusal(override)
+    assert all(part in message for part in named), message
+
+
+@pytest.mark.parametrize(("override", "named"), [
+    ("local.epochs=many", ["local.epochs = 'many'", "valid integer"]),
+    ("local.epochs=1.5", ["local.epochs = 1.5", "valid integer"]),
+    ("local.lr=[1]", ["local.lr = [1]", "valid number"]),
+    ("data.download=perhaps", ["data.download = 'perhaps'", "valid boolean"]),
+    ("data.partition=dirichlett", ["data.partition = 'dirichlett'", "'creff', 'dirichlet'", "'by_id'"]),
+    ("model=resnet9", ["model = 'resnet9'", "resnet8"]),
+    ("data.groups=[1]", ["data.groups", "required"]),
+    ("data.root=123", ["data.root = 123", "valid string"]),
+    ("data=null", ["data = None", "dictionary"]),
+    ("data=5", ["data = 5", "dictionary"]),
+    ("seed=null", ["seed = None", "valid integer"]),
+    ("method=null", ["method = None", "method's name"]),
+    ("method=3", ["method = 3", "method's name"]),
+    ("method.mu=3", ["method = {'mu': 3}", "with its name"]),
+    ("resources.actors=many", ["resources.actors = 'many'", "auto"])])
+def test_wrong_type_is_named_with_what_is_expected(override, named):
+    message = refusal(override)
+    assert all(part in message for part in named), message
+
+
+@pytest.mark.parametrize(("override", "named"), [
+    ("data.alpha=0", ["data.alpha = 0", "greater than 0"]),
+    ("data.alpha=-0.5", ["data.alpha = -0.5", "greater than 0"]),
+    ("data.imbalance=0.5", ["data.imbalance = 0.5", "greater than or equal to 1"]),
+    ("data.clients=0", ["data.clients = 0", "at least 1|greater than or equal to 1"]),
+    ("data.seed=-1", ["data.seed = -1", "greater than or equal to 0"]),
+    ("federation.participation=0", ["federation.participation = 0", "greater than 0"]),
+    ("federation.participation=1.01", ["federation.participation = 1.01", "less than or equal to 1"]),
+    ("federation.quorum=2", ["federation.quorum = 2", "less than or equal to 1"]),
+    ("local.momentum=1", ["local.momentum = 1", "less than 1"]),
+    ("local.batch=1", ["local.batch = 1", "greater than or equal to 2"]),
+    ("output.keep=1", ["output.keep = 1", "greater than or equal to 2"]),
+    ("resources.actors=0", ["resources.actors = 0", "at least 1, or auto"]),
+    ("resources.clients_per_actor=-2", ["resources.clients_per_actor = -2", "at least 1, or auto"]),
+    ("resources.gpus_per_client=-1", ["resources.gpus_per_client = -1", "at least 0, or auto"]),
+    ("resources.gpus_per_client=-0.1", ["resources.gpus_per_client = -0.1", "at least 0, or auto"]),
+    ("resources.cpus_per_client=0", ["resources.cpus_per_client = 0", "greater than 0"])])
+def test_value_out_of_range_is_named_with_its_bound(override, named):
+    message = refusal(override)
+    assert all(any(form in message for form in part.split("|")) for part in named), message
+
+
+FLOATS = [key for key, field in settings() if "float" in str(field.annotation)]
+
+
+@pytest.mark.parametrize("value", ["nan", ".nan", "inf", "-inf", ".inf", "1e999"])
+@pytest.mark.parametrize("key", FLOATS)
+def test_no_setting_takes_nan_or_infinity(key, value):
+    assert refusal(f"{key}={value}").startswith(f"{key} = {float(value.replace('.', '') or value)}:")
+
+
+def test_the_settings_that_are_floats_were_found():
+    assert {"local.lr", "data.alpha", "federation.deadline_s", "resources.gpus_per_client"} <= set(FLOATS)
+
+
+@pytest.mark.parametrize("text", ["data: [1, 2", "a: b: c", "\tseed: 1", "seed: 'open", "!!python/object:os.system {}"])
+def test_what_is_not_yaml_is_refused_with_the_name_of_the_file(file, text):
+    path = file(text)
+    assert refusal(path=path).startswith(f"{path}: not YAML (")
+
+
+def test_a_binary_file_is_not_yaml(tmp_path):
+    path = tmp_path / "model.bin"
+    path.write_bytes(b"\xff\xfe\x00\x80")
+    assert "not YAML" in refusal(path=path)
+
+
+@pytest.mark.parametrize(("text", "kind"), [("[1, 2]", "list"), ("hello", "str"), ("3", "int"), ("[]", "list"),
+                                            ("false", "bool"), ("0", "int"), ("''", "str")])
+def test_file_that_is_no_mapping_is_refused(file, text, kind):
+    path = file(text)
+    assert refusal(path=path) == f"{path}: must be a mapping of settings, is a {kind}"
+
+
+@pytest.mark.parametrize("text", ["1: 2", "data: {1: 2}", "null: 1", "[1, 2]: 3"])
+def test_keys_that_are_no_names_are_refused(file, text):
+    refusal(path=file(text))
+
+
+def test_missing_file_is_named(tmp_path):
+    path = tmp_path / "absent.yaml"
+    assert refusal(path=path) == f"{path}: No such file or directory; give a YAML file that exists"
+    assert str(tmp_path) in refusal(path=tmp_path)      # a folder
+
+
+@pytest.mark.parametrize("override", ["rounds", "other.yaml", "=3", "", "--fleet"])
+def test_override_without_a_key_or_a_value_is_refused(override):
+    message = refusal(override)
+    assert repr(override) in message
+    assert "key=value" in message
+
+
+def test_override_that_is_no_yaml_value_is_refused():
+    message = refusal("data.groups=[3,")
+    assert "'[3,'" in message
+    assert "quote" in message
+
+
+def test_override_into_a_scalar_is_refused(file):
+    message = refusal("seed.x=2", path=file("seed: 1"))
+    assert message == "'seed.x=2': seed is 1, which has no fields"
+    assert refusal("seed.x=2").startswith("seed = {'x': 2}:")
+    assert "data.alpha" in refusal("data.alpha.x=2")
+
+
+# the method's own fields
+
+def test_method_is_made_with_its_fields():
+    assert method_of("method=fedprox", "method.mu=0.1").model_dump() == {"mu": 0.1}
+    assert method_of().name == "fedavg"
+
+
+def test_unknown_method_is_named_with_the_nearest_known():
+    with pytest.raises(UnknownMethod) as caught:
+        method_of("method=fedprix")
+    assert str(caught.value).startswith("method = 'fedprix': no such method; did you mean fedprox? There are: fedavg,")
+    assert "'zzz': no such method. There are: fedavg" in refusal("method=zzz")
+
+
+@pytest.mark.parametrize(("overrides", "named"), [
+    (["method=fedprox", "method.mou=1"], ["method.mou:", "did you mean method.mu?"]),
+    (["method=fedavg", "method.mu=1"], ["method.mu: no such setting; there are none here"]),
+    (["method=fedprox", "method.mu=-1"], ["method.mu = -1", "greater than or equal to 0"]),
+    (["method=fedprox", "method.mu=large"], ["method.mu = 'large'", "valid number"]),
+    (["method=fedprox", "method.mu=nan"], ["method.mu = nan"]),
+    (["method=fedprox", "method.mu=inf"], ["method.mu = inf", "finite"])])
+def test_field_of_a_method_is_checked(overrides, named):
+    message = refusal(*overrides)
+    assert all(part in message for part in named), message
+
+
+def test_method_is_immutable():
+    with pytest.raises(ValidationError, match="frozen"):
+        method_of("method=fedprox").mu = 2

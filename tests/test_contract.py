@@ -1,0 +1,289 @@
+"""What every registered method keeps to, on the tiny task of conftest.py, in one process."""
+
+import functools
+import math
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from conftest import CPU, Recorder, configure, fingerprint, make_experiment, private_states
+from pydantic import ValidationError
+from torch import Tensor
+
+from raylt import checkpoint, tree
+from raylt.client import Client, Host
+from raylt.config import Config
+from raylt.data.samples import Samples
+from raylt.experiment import Experiment, Report
+from raylt.fleet import LocalFleet
+from raylt.hyper import in_range, range_of
+from raylt.methods import METHODS, make_method
+
+# fields of a method that only decide how long it computes, cut down: {"creff": {"classifier_epochs": 2}}
+QUICK: dict[str, dict[str, Any]] = {}
+
+every_method = pytest.mark.parametrize("name", METHODS)
+# ceil(0.3 * 6) = 2 clients in each of 2 rounds: at least one of the 5 that hold samples is never asked to train
+SOME = 0.3
+all_or_some = pytest.mark.parametrize("participation", [1.0, SOME])
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run, and the bits of all that it leaves behind."""
+
+    experiment: Experiment
+    reports: list[Report]
+    bits: dict[str, str]
+
+
+def settings(name: str, participation: float = 1.0, **parts: Any) -> Config:
+    federation = {"participation": participation} | parts.pop("federation", {})
+    return configure(method={"name": name} | QUICK.get(name, {}), federation=federation, **parts)
+
+
+def finish(experiment: Experiment, reports: list[Report] | None = None) -> Run:
+    reports = reports or []
+    while not experiment.done:
+        reports.append(experiment.step())
+    states = {f"client {id}": fingerprint(state) for id, state in private_states(experiment).items()}
+    return Run(experiment, reports, states | experiment.conclude() | {"server": fingerprint(experiment.server.state)})
+
+
+@pytest.fixture(scope="module")
+def straight(tiny_task, tmp_path_factory):
+    """`straight(name, participation)`: an undisturbed run, whose host is a `Watcher`; made once."""
+
+    @functools.cache
+    def run(name: str, participation: float = 1.0) -> Run:
+        folder = tmp_path_factory.mktemp(name)
+        return finish(make_experiment(settings(name, participation), tiny_task, folder, host=Watcher))
+
+    return run
+
+
+class Watcher(Recorder):
+    """Notes the functions that change the message they get."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.changed: set[str] = set()
+
+    def run(self, fn, message, round, id, shard, private):
+        before = fingerprint(message)
+        result = super().run(fn, message, round, id, shard, private)
+        if fingerprint(message) != before:
+            self.changed.add(fn.__name__)
+        return result
+
+
+class Backwards(LocalFleet):
+    """Runs the last client first and, as every fleet, answers in the order of the ids."""
+
+    def _answers(self, fn, ids, message, enough):
+        yield from reversed(list(super()._answers(fn, ids[::-1], message, enough)))
+
+
+class OwnHosts:
+    """As many hosts, so model objects, as there are clients: one actor for each."""
+
+    def __init__(self, *args: Any):
+        self.args, self.hosts = args, {}
+
+    def run(self, fn, message, round, id, shard, private):
+        if id not in self.hosts:
+            self.hosts[id] = Host(*self.args)
+        return self.hosts[id].run(fn, message, round, id, shard, private)
+
+
+class NewHosts:
+    """A new host for every call: the actor was lost in between, and all caches with it."""
+
+    def __init__(self, *args: Any):
+        self.args = args
+
+    def run(self, *call):
+        return Host(*self.args).run(*call)
+
+
+class FailsFirst(Host):
+    """Each client's first call of a function in a round raises, after it has trained."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.failed: set[tuple[str, int, int]] = set()
+
+    def run(self, fn, message, round, id, shard, private):
+        result = super().run(fn, message, round, id, shard, private)
+        if (call := (fn.__name__, round, id)) not in self.failed:
+            self.failed.add(call)
+            raise RuntimeError("the first attempt is lost")
+        return result
+
+
+@every_method
+def test_method_is_registered_under_its_own_name_and_names_its_paper(name):
+    assert METHODS[name].name == name
+    assert METHODS[name].paper
+
+
+@every_method
+def test_method_has_defaults_and_is_frozen(name):
+    method = METHODS[name]()
+    assert METHODS[name].model_config["extra"] == "forbid"
+    for field in ["unknown", *METHODS[name].model_fields]:
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(method, field, 0)
+
+
+@every_method
+def test_every_field_has_a_search_range_that_holds_its_default_and_a_source(name):
+    for field, declared in METHODS[name].model_fields.items():
+        assert in_range(declared.default, range_of(declared)), field
+        assert declared.description, field
+
+
+@all_or_some
+@every_method
+def test_run_ends_with_a_judged_model(straight, name, participation):
+    run = straight(name, participation)
+    assert [report.phase for report in run.reports[:2]] == ["round", "round"]
+    assert run.reports[-1].accuracy is not None
+    assert 0 <= run.reports[-1].accuracy <= 1
+    assert not any(report.lost or report.retried or report.rejected for report in run.reports)
+
+
+@every_method
+def test_run_leaves_the_method_as_it_was(straight, name):
+    assert straight(name).experiment.method == make_method(settings(name).method)
+
+
+@all_or_some
+@every_method
+def test_same_seed_gives_same_bits(straight, tiny_task, tmp_path, name, participation):
+    again = finish(make_experiment(settings(name, participation), tiny_task, tmp_path))
+    assert again.bits == straight(name, participation).bits
+
+
+@every_method
+def test_another_seed_gives_other_bits(straight, tiny_task, tmp_path, name):
+    other = finish(make_experiment(settings(name, seed=1), tiny_task, tmp_path))
+    assert other.bits["model_sha256"] != straight(name).bits["model_sha256"]
+
+
+@every_method
+def test_order_of_clients_does_not_change_a_bit(straight, tiny_task, tmp_path, name):
+    backwards = finish(make_experiment(settings(name), tiny_task, tmp_path, fleet=Backwards))
+    assert backwards.bits == straight(name).bits
+
+
+@pytest.mark.parametrize("hosts", [OwnHosts, NewHosts])
+@every_method
+def test_spread_of_clients_over_hosts_does_not_change_a_bit(straight, tiny_task, tmp_path, name, hosts):
+    spread = finish(make_experiment(settings(name), tiny_task, tmp_path, host=hosts))
+    assert spread.bits == straight(name).bits
+
+
+@every_method
+def test_retried_calls_do_not_change_a_bit(straight, tiny_task, tmp_path, name):
+    retried = finish(make_experiment(settings(name), tiny_task, tmp_path, host=FailsFirst))
+    assert set(retried.reports[0].retried) == set(retried.experiment.fleet.ids)
+    assert retried.bits == straight(name).bits
+
+
+@every_method
+def test_judging_personal_models_in_between_does_not_change_a_bit(straight, tiny_task, tmp_path, name):
+    judged = finish(make_experiment(settings(name, evaluation={"personal": 1}), tiny_task, tmp_path))
+    assert judged.bits == straight(name).bits
+
+
+@all_or_some
+@every_method
+def test_run_resumed_after_every_step_equals_a_straight_run(straight, tiny_task, tmp_path, name, participation):
+    config = settings(name, participation)
+    experiment = make_experiment(config, tiny_task, tmp_path)
+    reports = []
+    while True:
+        reports.append(experiment.step())
+        if experiment.done:
+            break
+        experiment.save(reports[-1])
+        saved, faults = checkpoint.latest(tmp_path / "checkpoints")
+        assert saved is not None
+        assert not faults
+        experiment = make_experiment(config, tiny_task, tmp_path)
+        experiment.load(saved)
+    resumed = finish(experiment, reports)
+    assert resumed.bits == straight(name, participation).bits
+    assert [r.accuracy for r in resumed.reports] == [r.accuracy for r in straight(name, participation).reports]
+
+
+@every_method
+def test_messages_and_replies_are_trees_that_can_be_sent(straight, name):
+    host = straight(name).experiment.fleet._host
+    assert {function for function, *_ in host.replies} >= {"join", "train"}
+    for sent in [*host.messages, *(reply for *_, reply in host.replies)]:
+        for path, leaf in tree.leaves(sent):
+            if isinstance(leaf, Tensor):
+                assert leaf.device == CPU, path
+                assert not leaf.requires_grad, path
+                assert torch.isfinite(leaf).all(), path
+            else:
+                assert leaf is None or isinstance(leaf, str | int | float), path
+                assert not isinstance(leaf, float) or math.isfinite(leaf), path
+        assert fingerprint(pickle.loads(pickle.dumps(sent))) == fingerprint(sent)
+
+
+@every_method
+def test_client_functions_do_not_change_their_message(straight, name):
+    assert straight(name).experiment.fleet._host.changed == set()
+
+
+@pytest.mark.parametrize("batchnorm", ["average", "local"])
+@every_method
+def test_receive_takes_the_shared_entries_and_leaves_the_private_ones(tiny_task, name, batchnorm):
+    config, method = settings(name, federation={"batchnorm": batchnorm}), make_method(settings(name).method)
+    model = method.new_model(tiny_task.facts, config)
+    other = method.new_model(tiny_task.facts, config.model_copy(update={"seed": 1}))
+    with torch.no_grad():
+        for value in other.state_dict().values():
+            value.add_(1)
+    client = Client(0, Samples(tiny_task.shards[0], tiny_task.facts, CPU), lambda: None, model, config, CPU)
+    before = fingerprint(method.private(model))
+    client.receive(tree.snapshot(method.shared(other)))
+    assert fingerprint(method.private(model)) == before
+    assert fingerprint(method.shared(model)) == fingerprint(method.shared(other))
+    assert method.shared(model).keys() | method.private(model).keys() == model.state_dict().keys()
+
+
+@every_method
+def test_predict_gives_one_logit_per_class(straight, name):
+    experiment = straight(name).experiment
+    x = torch.zeros(3, 1, 8, 8)
+    with torch.no_grad():
+        logits = experiment.method.predict(experiment.method.deployed(experiment.server).eval(), x)
+    assert logits.shape == (3, 4)
+    assert torch.isfinite(logits).all()
+
+
+@every_method
+def test_declared_traffic_equals_the_measured_bytes(straight, tiny_task, name):
+    experiment, reports = straight(name).experiment, straight(name).reports
+    ids = experiment.fleet.ids
+    declared = {id: experiment.method.traffic(experiment.server.model, tiny_task.client_counts[id].tolist())
+                for id in ids}
+    assert all(functions.keys() == {f for report in reports for f in report.traffic} for functions in declared.values())
+    for report in reports:
+        for function, measured in report.traffic.items():
+            calls, rest = divmod(measured["replies"], len(ids))
+            assert rest == 0, function
+            assert measured["down"] == calls * sum(declared[id][function][0] for id in ids), function
+            assert measured["up"] == calls * sum(declared[id][function][1] for id in ids), function
+
+
+def test_some_client_is_never_sampled_at_low_participation(straight, tiny_task):
+    run = straight("fedavg", SOME)
+    asked = {id for function, _, id, _ in run.experiment.fleet._host.replies if function == "train"}
+    assert asked < set(run.experiment.fleet.ids) == {0, 1, 2, 3, 5}

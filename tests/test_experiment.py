@@ -1,0 +1,323 @@
+from typing import ClassVar
+
+import pytest
+import torch
+from conftest import COUNTS, CPU, Recorder, configure, fingerprint, make_experiment, private_states
+from torch import tensor
+
+from raylt import checkpoint
+from raylt.data.samples import Samples
+from raylt.experiment import Experiment
+from raylt.method import Method
+from raylt.methods.fedavg import FedAvg
+from raylt.tree import snapshot
+
+IDS = [0, 1, 2, 3, 5]
+
+
+class OwnClassifier(Method):
+    """FedPer (Arivazhagan et al., 2019): the encoder travels, every client keeps its classifier."""
+
+    name: ClassVar[str] = "own_classifier"
+    paper: ClassVar[str] = "for tests"
+    personal: ClassVar[bool] = True
+
+    def shared(self, model):
+        return {name: value for name, value in model.entries().items() if not name.startswith("classifier.")}
+
+
+class Finishing(FedAvg):
+    """Has a phase after the last round, and a state at the server."""
+
+    name: ClassVar[str] = "finishing"
+
+    def round(self, server, fleet):
+        super().round(server, fleet)
+        server.state["rounds"] = {"seen": server.state.get("rounds", {"seen": 0})["seen"] + 1}
+        server.log(note=f"round {server.round}")
+
+    def finish(self, server, fleet):
+        server.model.classifier.weight.data.zero_()
+        server.log(note="finished")
+
+
+@pytest.fixture
+def build(tiny_task, tmp_path):
+    """`build(method, federation={...})`: an experiment on the tiny task whose host is a `Recorder`."""
+
+    def make(method: Method | None = None, folder=tmp_path, **parts) -> Experiment:
+        return make_experiment(configure(**parts), tiny_task, folder, method, host=Recorder)
+
+    return make
+
+
+def run(experiment: Experiment) -> list:
+    reports = []
+    while not experiment.done:
+        reports.append(experiment.advance())
+    return reports
+
+
+def judge_by_loop(model, task) -> torch.Tensor:
+    """Counts of (true, predicted), one test image at a time, by a model in evaluation mode."""
+    samples, matrix = Samples(task.test, task.facts, CPU), torch.zeros(4, 4, dtype=torch.int64)
+    model.eval()
+    with torch.no_grad():
+        for i in range(len(samples)):
+            matrix[samples.y[i], model(samples.batch(tensor([i])).x)[0].argmax()] += 1
+    return matrix
+
+
+def personal_models(experiment: Experiment):
+    """Of every client: the server's shared entries and the client's own private ones."""
+    method, server = experiment.method, experiment.server
+    for id, private in private_states(experiment).items():
+        model = method.new_model(experiment.task.facts, experiment.config)
+        model.load_state_dict(dict(snapshot(method.shared(server.model))) | private["model"], strict=True)
+        yield id, model
+
+
+def class_accuracies(matrix) -> list[float]:
+    return [matrix[c, c].item() / 10 for c in range(4)]     # ten test images of each class
+
+
+# steps and figures
+
+def test_steps_are_the_rounds_and_then_the_finish(build):
+    experiment = build(Finishing(), federation={"rounds": 3})
+    reports = run(experiment)
+    assert [(r.step, r.phase) for r in reports] == [(1, "round"), (2, "round"), (3, "round"), (4, "finish")]
+    assert [r.figures["note"] for r in reports] == ["round 1", "round 2", "round 3", "finished"]
+    assert "loss" not in reports[-1].figures
+    assert experiment.server.state == {"rounds": {"seen": 3}}
+    # with a classifier of zeros only its bias speaks: every image gets the same class, which is right in 10 of 40
+    assert reports[-1].accuracy == 0.25
+
+
+def test_clients_join_once_before_the_first_round(build):
+    experiment = build()
+    reports = run(experiment)
+    joined = [(round, id) for function, round, id, _ in experiment.fleet._host.replies if function == "join"]
+    assert joined == [(0, id) for id in IDS]
+    assert [sorted(r.traffic) for r in reports] == [["join", "train"], ["train"]]
+    assert reports[0].traffic["join"] == {"down": 0, "up": 0, "replies": 5}
+
+
+@pytest.mark.parametrize(("every", "judged"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (4, [4, 5]), (9, [5])])
+def test_global_model_is_judged_every_so_many_rounds_and_after_the_last(build, every, judged):
+    reports = run(build(federation={"rounds": 5}, evaluation={"every": every}))
+    assert [r.step for r in reports if r.accuracy is not None] == judged
+    for r in reports:
+        assert r.accuracy == r.global_accuracy
+        assert (r.groups is None) == (r.clients is None) == (r.accuracy is None)
+
+
+def test_figures_of_a_report_equal_a_loop_over_the_test_set(build, tiny_task):
+    experiment = build(federation={"rounds": 4})
+    report = run(experiment)[-1]
+    matrix = judge_by_loop(experiment.server.model, tiny_task)
+    each = class_accuracies(matrix)
+    assert 0.25 < report.accuracy < 1                       # or the comparisons below compare little
+    assert report.accuracy == report.global_accuracy == pytest.approx(sum(each) / 4)
+    assert report.groups == pytest.approx({"many": each[0], "medium": (each[1] + each[2]) / 2, "few": each[3]})
+    owned = [sum(a for a, n in zip(each, COUNTS[k], strict=True) if n) / (COUNTS[k] > 0).sum() for k in IDS]
+    matched = [sum(a * n for a, n in zip(each, COUNTS[k], strict=True)) / COUNTS[k].sum() for k in IDS]
+    # the worst tenth of 5 clients is one client
+    assert report.clients["owned"] == pytest.approx({"mean": sum(owned) / 5, "worst_decile": min(owned)})
+    assert report.clients["matched"] == pytest.approx({"mean": sum(matched) / 5, "worst_decile": min(matched)})
+    assert report.clients["global"] == pytest.approx({"mean": sum(each) / 4, "worst_decile": sum(each) / 4})
+
+
+def test_evaluation_changes_no_weight(build, tmp_path):
+    seldom = build(folder=tmp_path, federation={"rounds": 3}, evaluation={"every": 3})
+    often = build(folder=tmp_path, federation={"rounds": 3}, evaluation={"every": 1, "batch": 7})
+    run(seldom)
+    run(often)
+    assert seldom.conclude() == often.conclude()
+
+
+def test_training_makes_the_model_better_than_chance(build):
+    # chance is 0.25; client 2 holds one class only and client 3 one sample, so the model is not perfect
+    assert run(build(federation={"rounds": 8}))[-1].accuracy > 0.5
+
+
+# what is private
+
+def test_personal_figures_pool_the_clients_own_models(build, tiny_task):
+    experiment = build(OwnClassifier(), federation={"rounds": 3, "participation": 0.3})
+    reports = run(experiment)
+    matrices = {id: judge_by_loop(model, tiny_task) for id, model in personal_models(experiment)}
+    assert sorted(matrices) == IDS
+    assert len({str(class_accuracies(m)) for m in matrices.values()}) > 1
+    each = {id: class_accuracies(m) for id, m in matrices.items()}
+    report = reports[-1]
+    assert report.accuracy == pytest.approx(sum(sum(a) for a in each.values()) / 20)
+    assert report.global_accuracy == pytest.approx(sum(class_accuracies(
+        judge_by_loop(experiment.server.model, tiny_task))) / 4)
+    owned = [sum(a for a, n in zip(each[k], COUNTS[k], strict=True) if n) / (COUNTS[k] > 0).sum() for k in IDS]
+    assert report.clients["owned"] == pytest.approx({"mean": sum(owned) / 5, "worst_decile": min(owned)})
+    worst = min(sum(a) / 4 for a in each.values())
+    assert report.clients["global"] == pytest.approx({"mean": report.accuracy, "worst_decile": worst})
+
+
+def test_personal_models_are_judged_when_due_and_their_counts_are_no_traffic(build):
+    reports = run(build(OwnClassifier(), federation={"rounds": 5}, evaluation={"personal": 2, "every": 5}))
+    assert [r.step for r in reports if r.accuracy is not None] == [2, 4, 5]
+    assert [r.step for r in reports if r.global_accuracy is not None] == [5]
+    assert all("judge" not in r.traffic for r in reports)
+
+
+def test_private_classifier_appears_in_no_message_and_no_reply(build):
+    experiment = build(OwnClassifier())
+    run(experiment)
+    host = experiment.fleet._host
+    sent = [*host.messages, *(reply for *_, reply in host.replies)]
+    models = [part["model"] for part in sent if "model" in part]
+    assert len(models) >= 2 * 2 * len(IDS)                  # down and up, in two rounds
+    assert not any("classifier" in name for model in models for name in model)
+    assert any("encoder" in name for name in models[0])
+    assert "classifier.weight" in experiment.server.model.state_dict()
+
+
+def test_private_classifiers_of_two_trained_clients_differ(build):
+    experiment = build(OwnClassifier())
+    run(experiment)
+    weights = {id: state["model"]["classifier.weight"] for id, state in private_states(experiment).items()}
+    assert not torch.equal(weights[0], weights[5])
+
+
+def test_private_classifier_is_trained_on_from_where_the_clients_last_round_left_it(build, monkeypatch):
+    # one client alone gets back its own encoder: with its own classifier that is FedAvg of this client
+    monkeypatch.setattr(Method, "sample", lambda self, server, fleet: [5])
+    experiment, plain = build(OwnClassifier()), build()
+    run(experiment)
+    run(plain)
+    own = private_states(experiment)[5]["model"]
+    assert torch.equal(own["classifier.weight"], plain.server.model.classifier.weight)
+
+
+def test_clients_that_were_never_sampled_keep_their_initial_private_state(build, tiny_task):
+    # ceil(0.3 * 6) = 2 clients in each of 2 rounds, so 1 of the 5 at least is left over
+    experiment = build(OwnClassifier(), federation={"participation": 0.3})
+    run(experiment)
+    trained = {id for function, _, id, _ in experiment.fleet._host.replies if function == "train"}
+    initial = experiment.method.private(experiment.method.new_model(tiny_task.facts, experiment.config))
+    assert initial.keys() == {"classifier.weight", "classifier.bias"}
+    states = private_states(experiment)
+    assert set(IDS) - trained
+    for id in IDS:
+        same = fingerprint(states[id]["model"]) == fingerprint(initial)
+        assert same == (id not in trained or id == 3)       # client 3 has one sample, which cannot be trained on
+
+
+# BatchNorm
+
+def test_averaged_statistics_weight_float_buffers_and_take_the_largest_counter(build):
+    experiment = build(federation={"rounds": 1})
+    run(experiment)
+    replies = {id: reply["model"] for function, _, id, reply in experiment.fleet._host.replies if function == "train"}
+    after = experiment.server.model.state_dict()
+    sizes = {k: COUNTS[k].sum().item() for k in IDS}
+    for buffer in ("running_mean", "running_var"):
+        name = f"encoder.stage1.1.{buffer}"
+        mean = sum(sizes[k] * replies[k][name].double() for k in IDS) / 60
+        assert torch.allclose(after[name].double(), mean, rtol=1e-6, atol=1e-9)
+        assert not torch.equal(replies[0][name], replies[5][name])
+    # 2 epochs: clients 0, 1, 2, 3, 5 take 2*3, 2*2, 2*1, none and 2*2 steps
+    counters = [replies[k]["encoder.stage1.1.num_batches_tracked"].item() for k in IDS]
+    assert counters == [6, 4, 2, 0, 4]
+    assert after["encoder.stage1.1.num_batches_tracked"] == 6
+
+
+def test_local_statistics_stay_with_their_client(build):
+    experiment = build(federation={"batchnorm": "local", "rounds": 3})
+    reports = run(experiment)
+    host = experiment.fleet._host
+    models = [part["model"] for part in [*host.messages, *(reply for *_, reply in host.replies)] if "model" in part]
+    assert models
+    assert not any("running" in name or "tracked" in name for model in models for name in model)
+    assert any(name == "encoder.stage1.1.weight" for name in models[0])     # BatchNorm's scale does travel
+    means = {id: state["model"]["encoder.stage1.1.running_mean"] for id, state in private_states(experiment).items()}
+    trained = [0, 1, 2, 5]
+    assert all(not torch.equal(means[a], means[b]) for a in trained for b in trained if a < b)
+    assert torch.equal(means[3], torch.zeros(32))           # client 3 has no batch
+    assert all(r.global_accuracy is None for r in reports)
+    assert [r.accuracy is None for r in reports] == [True, True, False]
+
+
+def test_with_local_statistics_clients_are_judged_with_their_own(build, tiny_task):
+    experiment = build(federation={"batchnorm": "local", "rounds": 3})
+    report = run(experiment)[-1]
+    right = {id: judge_by_loop(model, tiny_task).diagonal().sum().item() for id, model in personal_models(experiment)}
+    assert len(set(right.values())) > 1
+    assert report.accuracy == pytest.approx(sum(right.values()) / (5 * 40))
+    assert report.clients["global"]["worst_decile"] == pytest.approx(min(right.values()) / 40)
+
+
+# checkpoints
+
+def test_every_step_leaves_a_checkpoint_that_can_be_continued(build, tmp_path):
+    whole = build(Finishing(), tmp_path / "whole", federation={"rounds": 3})
+    (tmp_path / "whole").mkdir()
+    expected = [run(whole), whole.conclude()]
+    reports = []
+    for step in range(1, 5):
+        experiment = build(Finishing(), federation={"rounds": 3})
+        saved, faults = checkpoint.latest(tmp_path / "checkpoints")
+        assert not faults
+        if saved is not None:
+            experiment.load(saved)
+        reports.append(experiment.advance())
+        newest, faults = checkpoint.latest(tmp_path / "checkpoints")
+        assert (newest.facts["step"], faults) == (step, [])
+        assert newest.facts["report"]["accuracy"] == reports[-1].accuracy
+    assert experiment.done
+    assert [r.accuracy for r in reports] == [r.accuracy for r in expected[0]]
+    assert experiment.conclude() == expected[1]
+    assert experiment.server.state == whole.server.state == {"rounds": {"seen": 3}}
+
+
+def test_checkpoint_every_two_rounds_keeps_even_rounds_and_the_end(build, tmp_path):
+    experiment, seen = build(Finishing(), federation={"rounds": 5}, output={"checkpoint_every": 2, "keep": 9}), []
+    while not experiment.done:
+        experiment.advance()
+        seen.append(sorted(int(folder.name) for folder in (tmp_path / "checkpoints").glob("*")))
+    assert seen == [[], [2], [2], [2, 4], [2, 4, 5], [2, 4, 5, 6]]
+
+
+def test_newest_checkpoints_alone_are_kept(build, tmp_path):
+    run(build(federation={"rounds": 4}, output={"keep": 2}))
+    assert sorted(folder.name for folder in (tmp_path / "checkpoints").glob("*")) == ["000003", "000004"]
+
+
+def test_files_of_clients_that_did_not_train_are_linked_and_not_written_again(build, tmp_path):
+    # personal models are judged after the last round only, and that is round 3
+    experiment = build(OwnClassifier(), federation={"participation": 0.3, "rounds": 3})
+    experiment.advance()
+    experiment.advance()
+    trained = {id for function, round, id, _ in experiment.fleet._host.replies if (function, round) == ("train", 2)}
+    folder = tmp_path / "checkpoints"
+    same = {id for id in IDS if (folder / f"000001/client-{id:03d}.safetensors").samefile(
+        folder / f"000002/client-{id:03d}.safetensors")}
+    assert len(trained) == 2
+    assert same == set(IDS) - trained
+
+
+def test_linked_private_states_survive_the_removal_of_older_checkpoints(build, tmp_path):
+    experiment = build(OwnClassifier(), federation={"participation": 0.3, "rounds": 5}, output={"keep": 2})
+    for _ in range(4):
+        experiment.advance()
+    saved, faults = checkpoint.latest(tmp_path / "checkpoints")
+    assert not faults
+    for id, state in private_states(experiment).items():
+        assert fingerprint(saved.read(f"client-{id:03d}")) == fingerprint(state)
+
+
+def test_checkpoint_after_a_gap_holds_the_clients_of_all_rounds_since_the_last(build, tmp_path):
+    experiment = build(OwnClassifier(), federation={"participation": 0.3, "rounds": 5},
+                       output={"checkpoint_every": 2, "keep": 9})
+    for _ in range(4):
+        experiment.advance()
+    saved, _ = checkpoint.latest(tmp_path / "checkpoints")
+    assert {id: fingerprint(saved.read(f"client-{id:03d}")) for id in IDS} == {
+        id: fingerprint(state) for id, state in private_states(experiment).items()}

@@ -1,0 +1,364 @@
+import dataclasses
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import COUNTS, CPU, configure, fingerprint, make_experiment, private_states
+from torch import tensor
+
+from raylt.client import Client, Host, Message, Reply
+from raylt.errors import TooFewReplies
+from raylt.fleet import LocalFleet
+from raylt.methods.fedavg import FedAvg
+from raylt.server import Server
+
+IDS = [0, 1, 2, 3, 5]                       # client 4 holds no samples
+SIZES = [24, 14, 9, 1, 12]                  # 60 in all
+
+
+# client functions: at module level, because they are pickled
+
+def tell(client: Client, message: Message) -> Reply:
+    """The client's number, as float, integer and plain number, at two depths."""
+    id = client.id
+    return client.reply(w=tensor([1.0, id]), deep={"count": tensor(id), "half": tensor([id / 3]).half()}, id=id)
+
+
+def tell_partly(client: Client, message: Message) -> Reply:
+    return client.reply(**{f"class{c}": tensor([1.0]) for c in range(4) if client.counts[c] > 0})
+
+
+def remember(client: Client, message: Message) -> Reply:
+    """Misbehaves in `message["faults"]`, after it has changed the private state."""
+    client.state["last"] = tensor(float(client.round))
+    client.state["calls"] = client.state.get("calls", 0) + 1
+    w, extra, weight = torch.full((2, 2), float(client.id)), {}, float(len(client))
+    match message["faults"].get(str(client.id)):
+        case "nan":
+            w[1, 0] = torch.nan
+        case "infinite":
+            extra["loss"] = float("inf")
+        case "shape":
+            w = torch.ones(4)
+        case "type":
+            w = w.double()
+        case "missing":
+            return Reply(weight, {"model": {}})
+        case "additional":
+            extra["more"] = 1.0
+        case "weight":
+            weight = 0.0
+        case "raises":
+            raise ValueError("no such luck")
+    return Reply(weight, {"model": {"w": w}, **extra})
+
+
+def message(faults: dict[int, str] | None = None) -> Message:
+    return {"model": {"w": torch.zeros(2, 2)}, "faults": {str(id): fault for id, fault in (faults or {}).items()}}
+
+
+@pytest.fixture
+def make_fleet(tiny_task, tmp_path):
+    def make(fleet=LocalFleet, host=Host, **federation) -> LocalFleet:
+        return make_experiment(configure(federation=federation), tiny_task, tmp_path, None, fleet, host).fleet
+
+    return make
+
+
+class Flaky(Host):
+    """Raises in the first `failures` attempts of client 2."""
+
+    failures = 2
+
+    def run(self, fn, message, round, id, shard, private):
+        result = super().run(fn, message, round, id, shard, private)
+        if id == 2 and self.failures:
+            self.failures -= 1
+            raise OSError("the cable is out")
+        return result
+
+
+class Counting(LocalFleet):
+    """Counts the replies that are alive whenever a client has answered."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.alive, self.most = weakref.WeakSet(), 0
+
+    def _ask(self, call, id, name):
+        answer = super()._ask(call, id, name)
+        self.alive.add(answer.reply.tree["w"])
+        self.most = max(self.most, len(self.alive))
+        return answer
+
+
+def test_clients_without_samples_are_not_in_the_fleet(make_fleet):
+    fleet = make_fleet()
+    assert fleet.ids == IDS
+    assert fleet.sizes == dict(zip(IDS, SIZES, strict=True))
+
+
+def test_mean_weights_each_reply_by_its_samples(make_fleet):
+    mean = make_fleet().mean(tell, IDS, {})
+    # (24 * 0 + 14 * 1 + 9 * 2 + 1 * 3 + 12 * 5) / 60 = 95 / 60; integer tensors take the maximum
+    assert mean["w"].tolist() == pytest.approx([1.0, 95 / 60])
+    assert mean["w"].dtype == torch.float32
+    assert mean["deep"]["count"].item() == 5
+    assert mean["deep"]["count"].dtype == torch.int64
+    assert mean["deep"]["half"].dtype == torch.float16
+    assert mean["deep"]["half"].item() == pytest.approx(95 / 180, rel=1e-3)
+    assert mean["id"] == pytest.approx(95 / 60)
+
+
+def test_mean_over_some_clients_weights_those_alone(make_fleet):
+    # (14 * 1 + 12 * 5) / 26
+    assert make_fleet().mean(tell, [5, 1], {})["w"][1].item() == pytest.approx(74 / 26)
+
+
+def test_sum_adds_replies_without_weights(make_fleet):
+    total = make_fleet().sum(tell, IDS, {})
+    assert total["w"].tolist() == [5.0, 11.0]               # 0 + 1 + 2 + 3 + 5
+    assert total["w"].dtype == torch.float64
+    assert total["deep"]["count"].item() == 11
+    assert total["id"] == 11
+
+
+def test_sum_counts_a_name_that_a_client_leaves_out_as_zero(make_fleet):
+    total = make_fleet().sum(tell_partly, IDS, {})
+    owners = (COUNTS > 0).sum(0)                            # clients that hold each class
+    assert {name: value.item() for name, value in total.items()} == {f"class{c}": owners[c] for c in range(4)}
+
+
+def test_call_gives_every_reply_by_client_in_ascending_order(make_fleet):
+    replies = make_fleet().call(tell, [5, 0, 3], {})
+    assert list(replies) == [0, 3, 5]
+    assert [reply["w"][1].item() for reply in replies.values()] == [0, 3, 5]
+
+
+@pytest.mark.parametrize("verb", ["mean", "sum"])
+def test_folding_verbs_hold_two_replies_at_most(make_fleet, verb):
+    fleet = make_fleet(Counting)
+    getattr(fleet, verb)(tell, IDS, {})
+    # the one that has just come, and the one before, which still has its name in the loop
+    assert 1 <= fleet.most <= 2
+    replies = fleet.call(tell, IDS, {})
+    assert fleet.most == len(replies) == 5                  # or the count above proves nothing
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.parametrize(("fault", "reason"), [
+    ("nan", "model.w is not finite"),
+    ("infinite", "loss is inf"),
+    ("shape", "model.w is float32 [4], expected float32 [2, 2]"),
+    ("type", "model.w is float64 [2, 2], expected float32 [2, 2]"),
+    ("missing", "model.w is missing"),
+    ("weight", "weight 0.0"),
+])
+def test_mean_leaves_out_a_reply_that_cannot_be_used_and_says_why(make_fleet, fault, reason, culprit):
+    fleet = make_fleet(quorum=0.8)                          # needs 4 of 5
+    fleet.begin(1)
+    fleet.mean(remember, IDS, message())
+    before = dict(fleet.private_states(IDS))
+    fleet.begin(2)
+    mean = fleet.mean(remember, IDS, message({culprit: fault}))
+    others = [(id, size) for id, size in zip(IDS, SIZES, strict=True) if id != culprit]
+    expected = sum(id * size for id, size in others) / sum(size for _, size in others)
+    assert mean["model"]["w"].flatten().tolist() == pytest.approx([expected] * 4)
+    assert fleet.ledger.rejected == {culprit: reason}
+    assert fleet.ledger.lost == fleet.ledger.retried == []
+    for id, state in fleet.private_states(IDS):
+        assert state["state"]["last"] == (1 if id == culprit else 2)
+    assert fingerprint(dict(fleet.private_states([culprit]))[culprit]) == fingerprint(before[culprit])
+
+
+def test_mean_leaves_out_a_reply_with_a_name_that_the_others_have_not(make_fleet):
+    fleet = make_fleet()
+    mean = fleet.mean(remember, IDS, message({2: "additional"}))
+    assert fleet.ledger.rejected == {2: "more is additional"}
+    assert mean.keys() == {"model"}
+    # (14 * 1 + 1 * 3 + 12 * 5) / (60 - 9)
+    assert mean["model"]["w"][0, 0].item() == pytest.approx(77 / 51)
+
+
+@pytest.mark.parametrize("verb", ["sum", "call"])
+@pytest.mark.parametrize("fault", ["nan", "infinite", "weight"])
+def test_sum_and_call_leave_out_replies_that_are_not_finite_or_weigh_nothing(make_fleet, verb, fault):
+    fleet = make_fleet()
+    found = getattr(fleet, verb)(remember, IDS, message({3: fault}))
+    assert list(fleet.ledger.rejected) == [3]
+    if verb == "call":
+        assert list(found) == [0, 1, 2, 5]
+    else:
+        assert found["model"]["w"][0, 0].item() == 0 + 1 + 2 + 5
+
+
+@pytest.mark.parametrize(("quorum", "enough"), [(1.0, False), (0.81, False), (0.8, True), (0.5, True)])
+def test_quorum_is_the_share_of_clients_that_must_reply_usably(make_fleet, quorum, enough):
+    fleet = make_fleet(quorum=quorum)                       # 4 of 5 do: 0.8 * 5 = 4, ceil(0.81 * 5) = 5
+    fleet.begin(7)
+    if enough:
+        fleet.mean(remember, IDS, message({2: "nan"}))
+        return
+    with pytest.raises(TooFewReplies) as raised:
+        fleet.mean(remember, IDS, message({2: "nan"}))
+    text = str(raised.value)
+    assert "client 2, round 7, remember: reply rejected: model.w is not finite" in text
+    assert "4 of 5" in text
+    assert f"federation.quorum = {quorum:g} needs 5" in text
+
+
+def test_quorum_needs_one_reply_at_least(make_fleet):
+    with pytest.raises(TooFewReplies, match="client 0"):
+        make_fleet(quorum=0.01).call(remember, IDS, message(dict.fromkeys(IDS, "nan")))
+
+
+@pytest.mark.parametrize("verb", ["mean", "sum", "call"])
+def test_a_call_on_no_client_raises_too_few_replies(make_fleet, verb):
+    with pytest.raises(TooFewReplies, match="no client"):
+        getattr(make_fleet(), verb)(tell, [], {})
+
+
+def test_client_that_raises_is_asked_again_and_then_counts_as_any_other(make_fleet):
+    fleet = make_fleet(host=Flaky, retries=2, quorum=1.0)
+    mean = fleet.mean(tell, IDS, {})
+    assert mean["w"][1].item() == pytest.approx(95 / 60)
+    assert fleet.ledger.retried == [2, 2]
+    assert fleet.ledger.lost == []
+
+
+def test_failed_attempts_leave_nothing_in_the_private_state(make_fleet):
+    fleet = make_fleet(host=Flaky, retries=2)
+    fleet.call(remember, IDS, message())
+    assert fleet.ledger.retried == [2, 2]
+    assert dict(fleet.private_states([2]))[2]["state"]["calls"] == 1
+
+
+def test_client_that_raises_more_often_than_retries_is_lost(make_fleet):
+    fleet = make_fleet(host=Flaky, retries=1)
+    mean = fleet.mean(tell, IDS, {})
+    assert mean["w"][1].item() == pytest.approx((95 - 18) / 51)
+    assert fleet.ledger.retried == fleet.ledger.lost == [2]
+    assert fleet.ledger.rejected == {}
+    assert 2 not in dict(fleet.private_states(fleet.changed))
+
+
+def test_loss_of_a_client_names_its_error_and_place(make_fleet):
+    with pytest.raises(TooFewReplies, match=r"client 5, round 0, remember: ValueError: no such luck \(test_fleet.py:"):
+        make_fleet(quorum=1.0).call(remember, IDS, message({5: "raises"}))
+
+
+def test_deadline_leaves_out_the_clients_that_were_not_asked_in_time(make_fleet, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("raylt.fleet.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Slow(Host):
+        def run(self, *call):
+            now[0] += 10
+            return super().run(*call)
+
+    fleet = make_fleet(host=Slow, deadline_s=25, quorum=0.6)
+    # asked at 0, 10 and 20 s; it is 30 s when the fourth would be
+    assert list(fleet.call(tell, IDS, {})) == [0, 1, 2]
+    assert fleet.ledger.lost == [3, 5]
+    with pytest.raises(TooFewReplies, match=r"client 3, .* 25 s"):
+        make_fleet(host=Slow, deadline_s=25, quorum=0.8).call(tell, IDS, {})
+
+
+@pytest.mark.parametrize(("participation", "over_select", "asked", "used"), [
+    (0.5, 0.0, 3, 3),           # ceil(0.5 * 6) = 3
+    (0.5, 0.4, 5, 3),           # ceil(3 * 1.4) = 5
+    (0.3, 0.1, 3, 2),           # ceil(2 * 1.1) = 3, though 3 / 1.1 is nearer to 3
+    (0.8, 0.5, 5, 5),           # ceil(0.8 * 6) = 5 are needed, and there are no more
+])
+def test_over_selection_asks_more_and_takes_the_first_share(make_fleet, tiny_task, participation, over_select, asked,
+                                                            used):
+    fleet = make_fleet(participation=participation, over_select=over_select, quorum=1.0)
+    method = FedAvg()
+    server = Server(fleet.config, tiny_task.facts, method.new_model(tiny_task.facts, fleet.config), CPU)
+    ids = method.sample(server, fleet)
+    assert len(ids) == asked
+    mean = fleet.mean(tell, ids, {})
+    first = [(id, SIZES[IDS.index(id)]) for id in ids[:used]]
+    assert mean["w"][1].item() == pytest.approx(sum(id * n for id, n in first) / sum(n for _, n in first))
+    assert fleet.ledger.traffic["tell"].replies == used
+    assert fleet.ledger.lost == []
+
+
+@pytest.mark.parametrize("verb", ["sum", "call"])
+def test_over_selection_leaves_nobody_out_of_a_sum_or_a_call(make_fleet, verb):
+    fleet = make_fleet(participation=0.5, over_select=0.5)
+    getattr(fleet, verb)(tell, IDS, {})
+    assert fleet.ledger.traffic["tell"].replies == 5
+
+
+@pytest.mark.parametrize(("participation", "clients", "k"), [
+    (0.4, 20, 8), (0.2, 19, 4), (0.1, 30, 3), (0.07, 100, 7), (1.0, 7, 7), (0.001, 10, 1)])
+def test_sample_takes_the_ceiling_of_the_share(tiny_task, participation, clients, k):
+    # ceil(0.2 * 19) = ceil(3.8) = 4; 0.07 * 100 = 7, although in floating point it is 7.000000000000001
+    ids = sample(tiny_task, clients, range(clients), participation=participation)
+    assert len(set(ids)) == k
+    assert ids == sorted(ids)
+
+
+def sample(task, clients: int, ids, round: int = 1, seed: int = 0, **federation) -> list[int]:
+    config = configure(seed=seed, data={"clients": clients}, federation=federation)
+    server = Server(config, task.facts, torch.nn.Identity(), CPU)
+    server.round = round
+    return FedAvg().sample(server, SimpleNamespace(ids=list(ids)))
+
+
+def test_sample_draws_from_clients_with_samples_only(tiny_task):
+    drawn = [sample(tiny_task, 6, IDS, round, participation=0.5) for round in range(1, 30)]
+    assert {id for ids in drawn for id in ids} == set(IDS)
+    # ceil(0.9 * 6) = 6 are wanted, 5 hold samples
+    assert sample(tiny_task, 6, IDS, participation=0.9) == IDS
+
+
+def test_sample_depends_on_seed_and_round_only(tiny_task):
+    def draw(**keys):
+        return tuple(sample(tiny_task, 20, range(20), participation=0.4, **keys))
+
+    first = draw()
+    torch.rand(10)                                          # torch's global generator has no say
+    assert draw() == first
+    assert len({first, draw(round=2), draw(round=3), draw(seed=1)}) == 4
+
+
+def test_sample_takes_every_client_equally_often(tiny_task):
+    # 400 rounds of 4 out of 10: 160 times each, standard deviation sqrt(400 * 0.4 * 0.6) = 9.8
+    drawn = [id for round in range(400) for id in sample(tiny_task, 10, range(10), round, participation=0.4)]
+    assert all(abs(drawn.count(id) - 160) < 4 * 9.8 for id in range(10))
+
+
+def test_traffic_counts_bytes_by_function(make_fleet):
+    fleet = make_fleet()
+    sent = {"model": {"w": torch.zeros(3, 5)}, "name": "abc", "mu": 0.1, "none": None}
+    fleet.call(tell, IDS, sent)
+    fleet.sum(tell, [0, 1], sent)
+    fleet.sum(tell_partly, [2], {})
+    # down: 15 floats of 4, 3 letters, a number of 8 = 71 to each of 7. up: two floats, an int64, a half, a number
+    assert dataclasses.asdict(fleet.ledger.traffic["tell"]) == {"down": 7 * 71, "up": 7 * (8 + 8 + 2 + 8), "replies": 7}
+    assert dataclasses.asdict(fleet.ledger.traffic["tell_partly"]) == {"down": 0, "up": 4, "replies": 1}
+    fleet.begin(1)
+    assert fleet.ledger.traffic == {}
+
+
+def test_client_state_is_handed_to_its_next_call_and_to_no_other_client(make_fleet):
+    fleet = make_fleet()
+    for round in (1, 2):
+        fleet.begin(round)
+        fleet.call(remember, [0] if round == 2 else [0, 1], message())
+    states = dict(fleet.private_states([0, 1]))
+    assert states[0]["state"] == {"last": 2, "calls": 2}
+    assert states[1]["state"] == {"last": 1, "calls": 1}
+    assert fleet.changed == {0, 1}
+
+
+def test_restored_private_states_are_those_of_the_next_call(make_fleet, tiny_task, tmp_path):
+    first, second = (make_experiment(configure(), tiny_task, tmp_path / name) for name in ("a", "b"))
+    first.fleet.call(remember, IDS, message())
+    for id, state in private_states(first).items():
+        second.fleet.restore(id, state)
+    assert fingerprint(private_states(second)[5]) == fingerprint(private_states(first)[5])
+    assert second.fleet.changed == set()

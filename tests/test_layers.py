@@ -1,0 +1,193 @@
+"""The import order of the house, read from the syntax trees: nothing is imported to check it."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = (
+    ("raylt", "raylt.errors", "raylt.tree", "raylt.seeds", "raylt.hyper"),
+    ("raylt.config",),
+    ("raylt.data", "raylt.models"),
+    ("raylt.client", "raylt.server"),
+    ("raylt.metrics", "raylt.fleet", "raylt.local", "raylt.ops"),
+    ("raylt.method",),
+    ("raylt.methods",),
+    ("raylt.checkpoint", "raylt.experiment", "raylt.journal", "raylt.summary"),
+    ("actors",),
+    ("tune",),
+    ("raylt.run", "raylt.cli"),
+)
+LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
+WITHOUT_TORCH = ("raylt.config", *(f"raylt.data.{name}" for name in ("longtail", "partition", "sources", "cache",
+                                                                     "task")))
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, or a name in it; `lazy` inside a function."""
+
+    module: str
+    name: str | None
+    lazy: bool
+
+
+def imports_in(source: str) -> Iterator[Import]:
+    """Every import of a module except those that only type checkers see."""
+    yield from _walk(ast.parse(source), lazy=False)
+
+
+def _walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        yield from (Import(alias.name, None, lazy) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.module, f"line {node.lineno}: from . import"
+        assert node.level == 0, f"line {node.lineno}: relative imports hide where a name comes from"
+        yield from (Import(node.module, alias.name, lazy) for alias in node.names)
+    lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    only_for_checkers = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+    for child in node.orelse if only_for_checkers else ast.iter_child_nodes(node):
+        yield from _walk(child, lazy)
+
+
+@cache
+def modules() -> dict[str, tuple[Import, ...]]:
+    """Imports of each module of the project, by its dotted name."""
+    found = {}
+    for package in ("raylt", "actors", "tune"):
+        for file in sorted((ROOT / package).rglob("*.py")):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts).removesuffix(".__init__")] = tuple(imports_in(file.read_text()))
+    return found
+
+
+def target(imported: Import) -> str | None:
+    """The module of the project that an import reaches: `from raylt import tree` reaches raylt.tree."""
+    inner = f"{imported.module}.{imported.name}"
+    return inner if inner in modules() else imported.module if imported.module in modules() else None
+
+
+def layer(module: str) -> int | None:
+    """The layer of a module, or of the nearest package above it that has one; `raylt` itself is nobody's default."""
+    while module not in LAYER:
+        module = module.rpartition(".")[0]
+        if module in ("", "raylt"):
+            return None
+    return LAYER[module]
+
+
+def top(imported: Import) -> str:
+    return imported.module.partition(".")[0]
+
+
+def edges() -> Iterator[tuple[str, str, Import]]:
+    for module, its in modules().items():
+        for imported in its:
+            reached = target(imported)
+            if reached is not None and reached != module:
+                yield module, reached, imported
+
+
+def loaded_by(module: str) -> set[str]:
+    """The modules of the project that importing this one imports, with the packages around them."""
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        here = waiting.pop()
+        if here and here not in found:
+            found.add(here)
+            waiting += [here.rpartition(".")[0]]
+            waiting += [reached for i in modules().get(here, ()) if not i.lazy and (reached := target(i))]
+    return found
+
+
+def test_collector_sees_lazy_imports_and_skips_those_of_type_checkers():
+    source = """
+import a.b
+from c import d as e
+if TYPE_CHECKING:
+    import unseen
+else:
+    import f
+class X:
+    import g
+    def method(self):
+        if self:
+            import h
+"""
+    assert list(imports_in(source)) == [
+        Import("a.b", None, False), Import("c", "d", False), Import("f", None, False), Import("g", None, False),
+        Import("h", None, True)]
+
+
+def test_collector_refuses_relative_imports():
+    with pytest.raises(AssertionError, match="line 1"):
+        list(imports_in("from .tree import Fold"))
+
+
+def test_the_project_is_found():
+    assert {"raylt.tree", "raylt.methods", "raylt.methods.fedavg", "actors.fleet", "tune"} <= set(modules())
+    reached = {(a, b) for a, b, _ in edges()}
+    assert {("raylt.experiment", "raylt.checkpoint"), ("raylt.run", "actors.launch")} <= reached
+
+
+def test_every_module_has_a_layer():
+    assert [name for name in modules() if layer(name) is None] == [], "give it a place in LAYERS"
+
+
+def test_no_module_imports_from_a_later_layer():
+    order = {name: number for name in modules() if (number := layer(name)) is not None}
+    wrong = [f"{a} (layer {order[a]}) imports {b} (layer {order[b]})" for a, b, _ in edges() if order[b] > order[a]]
+    assert wrong == []
+
+
+def test_imports_are_acyclic():
+    graph: dict[str, set[str]] = {name: set() for name in modules()}
+    for a, b, _ in edges():
+        graph[a].add(b)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"cycle: {' <- '.join(error.args[1])}")
+
+
+def test_nothing_under_raylt_imports_ray():
+    wrong = [name for name, its in modules().items() if name.startswith("raylt") and any(top(i) == "ray" for i in its)]
+    assert wrong == []
+
+
+def test_only_cli_and_run_reach_actors_and_tune_and_only_inside_functions():
+    wrong = [f"{a} imports {b}" for a, b, imported in edges()
+             if a.startswith("raylt") and top(imported) in ("actors", "tune")
+             and not (a in ("raylt.cli", "raylt.run") and imported.lazy)]
+    assert wrong == []
+
+
+def test_actors_do_not_know_tune():
+    assert [f"{a} imports {b}" for a, b, _ in edges() if a.startswith("actors") and b.startswith("tune")] == []
+
+
+def test_methods_never_import_each_other():
+    inside = "raylt.methods."
+    wrong = [f"{a} imports {b}" for a, b, _ in edges() if a.startswith(inside) and f"{b}.".startswith(inside)]
+    assert wrong == []
+
+
+def test_actors_import_no_method_by_name():
+    wrong = [f"{a} imports {i.module}.{i.name}" for a, b, i in edges() if a.startswith("actors")
+             and f"{b}.".startswith("raylt.methods.") and (b, i.name) not in {("raylt.methods", "make_method"),
+                                                                              ("raylt.methods", "METHODS")}]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("module", [*WITHOUT_TORCH, "raylt.cli"])
+def test_importing_it_imports_no_torch(module):
+    wrong = [f"{name} imports {i.module}" for name in sorted(loaded_by(module)) for i in modules().get(name, ())
+             if not i.lazy and top(i) in ("torch", "torchvision", "open_clip", "safetensors")]
+    assert module in modules()
+    assert wrong == []
