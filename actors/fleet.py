@@ -118,13 +118,15 @@ class RayFleet(Fleet):
             try:
                 result: Any = ray.get(ready[0])
             except LOST as error:
-                self._spawn(slot)
+                self._replace([slot])
                 losses[place] += 1
                 if losses[place] > self.config.federation.retries:
                     raise RayltError(f"{name}, item {place}: its process died {losses[place]} times "
                                      f"({type(error).__name__})") from error
                 waiting.insert(0, place)
                 continue
+            except RayTaskError as error:       # it could not be sent there, or its result not back
+                result = one_line(error.cause)
             if isinstance(result, str):
                 raise RayltError(f"{name}, item {place}: {result}")
             results[place] = from_arrays(result)

@@ -4,6 +4,10 @@
     python benchmarks/synthesis.py --classes 100 --sample 10     # every tenth class is computed, times are scaled
     python benchmarks/synthesis.py --autograd                    # one step against autograd through the same equations
 
+Measured on one core of an AMD EPYC with AVX-512, other load on the machine: C = 10 takes 154 CPU s and re-training 8,
+peak memory 0.8 GB; C = 100 takes 1,701 CPU s (from every tenth class) and re-training 99, peak memory 1.3 GB. One step
+at M = 1300 takes 147 CPU ms, autograd through the same equations 308.
+
 One process with one thread: this is what one client actor does; with n of them divide by n. CPU seconds are shown
 beside wall seconds, since other load on the machine changes only the latter.
 

@@ -164,7 +164,7 @@ def load(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
             raise ConfigError(f"{path}: must be a mapping of settings, is a {type(tree).__name__}")
     tree.setdefault("method", dict(DIGITS_METHOD))      # here, so that method.FIELD=... needs no method=NAME
     # the method first: its name drops the fields of another, not those given beside it
-    for override in sorted(overrides, key=lambda text: not text.startswith("method=")):
+    for override in sorted(overrides, key=lambda text: not text.startswith(("method=", "method.name="))):
         _set(tree, override)
     return check(Config, tree)
 
@@ -189,6 +189,7 @@ def check(kind: type[BaseModel], tree: dict[str, Any], prefix: str = "") -> Any:
 
 def _set(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
+    key = "method" if key == "method.name" else key
     if not equals or not key:
         raise ConfigError(f"{override!r}: an override is written key=value, as in federation.rounds=50")
     try:
