@@ -141,8 +141,7 @@ class SFD(Method):
         return loss
 
     def train(self, client: Client, message: Message) -> Reply:
-        reply = super().train(client, message)
-        batches = math.ceil(len(client) / client.config.local.batch)
+        reply, batches = super().train(client, message), math.ceil(len(client) / client.config.local.batch)
         return reply if self.weighting == "samples" else replace(reply, weight=float(batches))
 
     # statistics (4.2)
