@@ -9,6 +9,7 @@ from raylt.client import ClientFunction, Host, Reply
 from raylt.config import Config
 from raylt.data.task import Facts, Shard
 from raylt.errors import one_line
+from raylt.fleet import ItemFunction, compute
 from raylt.method import Method
 from raylt.tree import Tree, from_arrays, to_arrays
 
@@ -40,6 +41,14 @@ class ClientActor:
             return Reply(reply.weight, to_arrays(reply.tree)), to_arrays(after)
         except Exception as error:
             return one_line(error), {}
+
+    def compute(self, fn: ItemFunction, item: Tree) -> Tree | str:
+        """An item of `Fleet.map`, with arrays for tensors; one line for a function that raises."""
+        try:
+            threads = max(1, int(self.host.config.resources.cpus_per_client))
+            return to_arrays(compute(fn, from_arrays(item), threads))
+        except Exception as error:
+            return one_line(error)
 
 
 def label_of(ids: list[int], counts: Any) -> str:

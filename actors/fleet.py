@@ -7,7 +7,7 @@ state, message, seed), so none of this can change a result.
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from raylt.client import ClientFunction, Message, Reply
 from raylt.config import Config
 from raylt.data.task import Task
 from raylt.errors import ClientError, ClientLost, ConfigError, RayltError, one_line
-from raylt.fleet import Answer, Fleet
+from raylt.fleet import Answer, Fleet, ItemFunction
 from raylt.method import Method
 from raylt.tree import Tree, from_arrays, to_arrays
 
@@ -102,6 +102,35 @@ class RayFleet(Fleet):
     def close(self) -> None:
         for slot in self._slots:
             ray.kill(slot.actor)
+
+    def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
+        name, results = getattr(fn, "__name__", "map"), {}
+        waiting, losses = list(range(len(items))), dict.fromkeys(range(len(items)), 0)
+        running: dict[Any, tuple[int, Slot]] = {}
+        while waiting or running:
+            busy = {id(slot) for _, slot in running.values()}
+            for slot in self._slots:            # one that is still at a late call takes its item after it
+                if waiting and id(slot) not in busy:
+                    place = waiting.pop(0)
+                    running[slot.actor.compute.remote(fn, to_arrays(items[place]))] = place, slot
+            ready, _ = ray.wait(list(running), num_returns=1)
+            place, slot = running.pop(ready[0])
+            try:
+                result: Any = ray.get(ready[0])
+            except LOST as error:
+                self._replace([slot])
+                losses[place] += 1
+                if losses[place] > self.config.federation.retries:
+                    raise RayltError(f"{name}, item {place}: its process died {losses[place]} times "
+                                     f"({type(error).__name__})") from error
+                waiting.insert(0, place)
+                continue
+            except RayTaskError as error:       # it could not be sent there, or its result not back
+                result = one_line(error.cause)
+            if isinstance(result, str):
+                raise RayltError(f"{name}, item {place}: {result}")
+            results[place] = from_arrays(result)
+        return [results[place] for place in range(len(items))]
 
     def _spawn(self, slot: Slot) -> None:
         name = slot.name if slot.lives == 0 else f"{slot.name}~{slot.lives}"

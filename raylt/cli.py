@@ -1,4 +1,5 @@
-"""The command line: raylt run | resume | methods | data | doctor. Exit code 2 for input, 1 for a failed run."""
+"""The command line: raylt run | resume | features | methods | data | doctor. Exit code 2 for bad input, 1 for a
+failed run."""
 
 import json
 import os
@@ -69,6 +70,14 @@ def resume(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The r
     with Screen() as screen:
         summary, place = resume_run(run_folder, overrides or [], fleet.value, address, screen)
     _show_summary(summary, place, format)
+
+
+@app.command()
+def features(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run of sfd.")]
+             ) -> None:
+    """Draw real and synthetic features of a finished run (t-SNE) into its folder."""
+    from raylt.pictures import draw_features
+    out.print(str(draw_features(run_folder)), soft_wrap=True)
 
 
 @app.command()

@@ -4,6 +4,8 @@
     fleet.sum(fn, ids, message)    their sum
     fleet.call(fn, ids, message)   every reply, by client
 
+A fourth, `fleet.map(fn, items)`, reaches no client: it spreads the server's own work over the processes that are there.
+
 A transport (this process, or Ray) supplies one thing, `_answers`: run a client function on some clients and yield what
 came of it in the order of the ids. Everything that decides a result is here, once: replies are checked before they
 count, summed in id order in float64, and counted in bytes.
@@ -13,7 +15,7 @@ import math
 import pickle
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +26,22 @@ from raylt import tree
 from raylt.client import ClientFunction, Host, Message, Reply
 from raylt.config import Config
 from raylt.data.task import Task
-from raylt.errors import ClientError, TooFewReplies, one_line
+from raylt.errors import ClientError, RayltError, TooFewReplies, one_line
 from raylt.tree import Fold, Tree
+
+ItemFunction = Callable[[Tree], Tree]
+
+
+def compute(fn: ItemFunction, item: Tree, threads: int) -> Tree:
+    """One item of `Fleet.map`: on the device of this process, with as many threads as everywhere."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)          # it decides the order of some sums
+    try:
+        result = fn(tree.to(item, device))
+    finally:
+        torch.set_num_threads(before)
+    return tree.map_tensors(lambda t: t.detach().cpu().contiguous(), result)
 
 
 @dataclass
@@ -109,6 +125,16 @@ class Fleet(ABC):
     def call(self, fn: ClientFunction, ids: Sequence[int], message: Message) -> dict[int, Tree]:
         """Every usable reply, by client id, ascending."""
         return {id: reply.tree for id, reply in self._replies(fn, ids, message, alike=False)}
+
+    @abstractmethod
+    def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
+        """A pure function of the server on each item, in the order of the items, on whatever processes are idle.
+
+        It sees no client's data. An item whose process is lost is run again, with the same outcome.
+
+        Raises:
+            RayltError: it raised; names the item's place and the cause.
+        """
 
     @abstractmethod
     def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int) -> Iterator[Answer]:
@@ -211,6 +237,16 @@ class LocalFleet(Fleet):
     def __init__(self, config: Config, task: Task, host: Host):
         super().__init__(config, task)
         self._shards, self._host = task.shards, host
+
+    def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
+        threads, results = max(1, int(self.config.resources.cpus_per_client)), []
+        for place, item in enumerate(items):
+            try:
+                ours, its = pickle.loads(pickle.dumps((fn, item)))
+                results.append(compute(ours, its, threads))
+            except Exception as error:
+                raise RayltError(f"{getattr(fn, '__name__', 'map')}, item {place}: {one_line(error)}") from error
+        return results
 
     def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int) -> Iterator[Answer]:
         name = getattr(fn, "__name__", "call")

@@ -1,16 +1,20 @@
-"""`sgd`, the hot loop of every method; and what else is computed over a client's own samples."""
+"""`sgd`, the hot loop of every method; what else is computed over a client's own samples; `fit_classifier`."""
 # pyright: reportPrivateImportUsage=false
 
+import math
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from raylt.client import Client
-from raylt.data.samples import Batch, Samples
+from raylt.data.samples import Augmentation, Batch, Samples
 from raylt.metrics import confusion
 
 Objective = Callable[[Batch], Tensor]
+Schedule = Literal["epoch", "iteration", "constant"]
 
 
 class SGD:
@@ -56,12 +60,58 @@ def sgd(client: Client, objective: Objective, params: Iterable[Tensor] | None = 
     optimiser = SGD(model.parameters() if params is None else params, local.lr if lr is None else lr, local.momentum,
                     local.weight_decay)
     total, seen = torch.zeros((), device=client.device), 0
+    half = local.precision == "bfloat16"
     for batch in client.batches(local.epochs if epochs is None else epochs, local.batch):
-        loss = objective(batch)
+        with torch.autocast(client.device.type, torch.bfloat16, enabled=half):
+            loss = objective(batch)
         optimiser.step(loss)
         total += loss.detach() * len(batch.y)       # stays on the device: reading it here would stop a GPU every step
         seen += len(batch.y)
     return total.item() / max(seen, 1)
+
+
+@torch.no_grad()
+def features(client: Client, augment: Augmentation | None = None) -> tuple[Tensor, Tensor]:
+    """The features of all of a client's samples under its model as it is, in evaluation mode and the samples' order.
+
+    Args:
+        augment: drawn from the call's own generator; by default the images are taken as they are.
+
+    Returns:
+        z float32 [n, d] and y int64 [n], on the client's device.
+    """
+    encoder, size = client.model.encoder.eval(), client.config.evaluation.batch
+    parts = [encoder(batch.x) for batch in client.samples.in_order(size, augment, client.noise)]
+    return torch.cat(parts), client.samples.y
+
+
+def fit_classifier(classifier: nn.Module, z: Tensor, y: Tensor, *, epochs: int, batch: int, lr: float, momentum: float,
+                   weight_decay: float, seed: int, schedule: Schedule = "epoch",
+                   loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy) -> float:
+    """Trains a classifier on features by SGD, in shuffled batches; returns the mean loss of the last epoch.
+
+    Args:
+        z: [n, d]; y: int64 [n], or soft labels [n, C]. On the classifier's device.
+        seed: of the order of the samples, the same on every device.
+        schedule: the learning rate falls along a cosine from `lr` towards 0 over the epochs; or it follows the cosine
+            of period 2 * `epochs` *steps* that SFD's code computes; or it stays.
+        loss: of logits and labels, the mean over a batch.
+    """
+    optimiser = SGD(classifier.parameters(), lr, momentum, weight_decay)
+    generator = torch.Generator().manual_seed(seed)
+    classifier.train()
+    steps, total = 0, torch.zeros((), device=z.device)
+    for epoch in range(epochs):
+        total.zero_()
+        for rows in torch.randperm(len(z), generator=generator).to(z.device).split(batch):
+            if schedule != "constant":
+                passed = epoch if schedule == "epoch" else steps
+                optimiser.lr = lr * 0.5 * (1 + math.cos(math.pi * passed / epochs))
+            value = loss(classifier(z[rows]), y[rows])
+            optimiser.step(value)
+            total += value.detach() * len(rows)
+            steps += 1
+    return total.item() / max(len(z), 1)
 
 
 @torch.no_grad()

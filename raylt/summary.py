@@ -29,6 +29,7 @@ def summarise(reports: list[Report], method: str, split_sha256: str, concluded: 
             "best": max([*curve, final["accuracy"]]),
         },
         "before_finish": rounds[-1]["accuracy"] if final["phase"] == "finish" else None,
+        "groups_before_finish": rounds[-1]["groups"] if final["phase"] == "finish" else None,
         "global_accuracy": final["global_accuracy"],
         "groups": final["groups"],
         "clients": final["clients"]["matched"] | {"by": final["clients"]},
@@ -52,6 +53,9 @@ def table_of(summary: dict[str, Any], folder: str) -> Table:
     table.add_row("accuracy, mean of the last 10", percent(accuracy["last10"]))
     table.add_row("accuracy, best", percent(accuracy["best"]))
     table.add_row("many / medium / few", " / ".join(percent(value) for value in summary["groups"].values()))
+    if summary["groups_before_finish"] is not None:
+        table.add_row("many / medium / few, before it",
+                      " / ".join(percent(value) for value in summary["groups_before_finish"].values()))
     table.add_row("clients, mean (own class mix)", percent(clients["mean"]))
     table.add_row("clients, worst decile", percent(clients["worst_decile"]))
     table.add_row("bytes up / down", f"{size(summary['bytes']['up'])} / {size(summary['bytes']['down'])}")

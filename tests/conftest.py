@@ -65,7 +65,8 @@ def configure(**parts: Any) -> Config:
     federation = {"rounds": 2} | parts.pop("federation", {})
     local = {"batch": 8} | parts.pop("local", {})
     data = {"clients": 6} | parts.pop("data", {})
-    return Config(model="small", data=data, federation=federation, local=local, **parts)
+    method = parts.pop("method", {"name": "fedavg"})
+    return Config(model="small", method=method, data=data, federation=federation, local=local, **parts)
 
 
 def make_experiment(config: Config, task: Task, tmp_path: Path, method: Method | None = None,

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from raylt.config import Config, load, settings
+from raylt.config import DIGITS_METHOD, Config, load, settings
 from raylt.errors import ConfigError, UnknownMethod
 from raylt.methods import make_method
 
@@ -39,9 +39,10 @@ def file(tmp_path):
 
 # what is read
 
-def test_default_is_fedavg_on_digits():
+def test_default_is_sfd_on_digits():
     config = load()
-    assert (config.data.source, config.method, config.model) == ("digits", {"name": "fedavg"}, "small")
+    assert (config.data.source, config.method, config.model) == ("digits", DIGITS_METHOD, "small")
+    assert config.method["name"] == "sfd"
     assert config == Config() == load(None, [])
 
 
@@ -110,7 +111,7 @@ def test_config_is_immutable():
 
 def test_configs_do_not_share_the_mapping_of_the_default_method():
     load().method["name"] = "changed"
-    assert load().method == {"name": "fedavg"}
+    assert load().method == DIGITS_METHOD
 
 
 def test_config_pickles():
@@ -170,7 +171,7 @@ def test_unknown_setting_is_named_with_the_nearest_known(override, named):
     ("seed=null", ["seed = None", "valid integer"]),
     ("method=null", ["method = None", "method's name"]),
     ("method=3", ["method = 3", "method's name"]),
-    ("method.mu=3", ["method = {'mu': 3}", "with its name"]),
+    ("method={mu: 3}", ["method = {'mu': 3}", "with its name"]),
     ("resources.actors=many", ["resources.actors = 'many'", "auto"])])
 def test_wrong_type_is_named_with_what_is_expected(override, named):
     message = refusal(override)
@@ -266,7 +267,8 @@ def test_override_into_a_scalar_is_refused(file):
 
 def test_method_is_made_with_its_fields():
     assert method_of("method=fedprox", "method.mu=0.1").model_dump() == {"mu": 0.1}
-    assert method_of().name == "fedavg"
+    assert method_of().name == "sfd"
+    assert method_of("method.rf_dim=60").model_dump()["rf_dim"] == 60
 
 
 def test_unknown_method_is_named_with_the_nearest_known():

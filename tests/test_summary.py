@@ -105,7 +105,8 @@ def test_table_shows_each_figure():
     assert lines == {
         "accuracy, last": "62.50 %", "accuracy, before the last phase": "75.00 %",
         "accuracy, mean of the last 10": "50.00 %", "accuracy, best": "75.00 %",
-        "many / medium / few": "81.25 % / - / 12.50 %", "clients, mean (own class mix)": "70.00 %",
+        "many / medium / few": "81.25 % / - / 12.50 %",
+            "many / medium / few, before it": "81.25 % / - / 12.50 %", "clients, mean (own class mix)": "70.00 %",
         "clients, worst decile": "30.00 %", "bytes up / down": "5.0 KiB / 3.0 MiB", "seconds per round": "1.00",
         "client calls": "1 lost, 1 rejected", "split sha256": "cd" * 8, "model sha256": "ab" * 8,
         "run folder": "runs/one"}

@@ -48,25 +48,27 @@ def apply_crops(x: Tensor, offsets: Tensor, flips: Tensor) -> Tensor:
     return padded.view(-1, channels).index_select(0, pixels.view(-1)).view(x.shape)
 
 
-def resized_crop_flip(x: Tensor, generator: torch.Generator) -> Tensor:
+def resized_crop_flip(x: Tensor, generator: torch.Generator, least: float = 0.64) -> Tensor:
     """SFD's: a random part of 64 to 100 % of each image's area, brought to its size, and mirrored with probability 1/2.
 
     Args:
         x: uint8 [B, H, W, channels].
         generator: on the device of `x`.
+        least: the smallest share of the area.
 
     Returns:
         float32 [B, H, W, channels] in 0..255.
     """
-    boxes, flips = draw_boxes(len(x), (x.shape[1], x.shape[2]), generator)
+    boxes, flips = draw_boxes(len(x), (x.shape[1], x.shape[2]), generator, least)
     return apply_boxes(x, boxes, flips)
 
 
-def draw_boxes(batch: int, size: tuple[int, int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw_boxes(batch: int, size: tuple[int, int], generator: torch.Generator,
+               least: float = 0.64) -> tuple[Tensor, Tensor]:
     """Parts of an image as top, left, height, width, int64 [B, 4], and whether to mirror, bool [B]."""
     area, *corner = torch.rand(3, batch, 1, generator=generator, device=generator.device)
     full = torch.tensor(size, device=generator.device)
-    sides = (full * (0.64 + 0.36 * area).sqrt()).round()                         # [B, 2]
+    sides = (full * (least + (1 - least) * area).sqrt()).round()                         # [B, 2]
     corners = torch.floor(torch.cat(corner, dim=1) * (full - sides + 1))
     return torch.cat([corners, sides], dim=1).long(), _draw_flips(batch, generator)
 

@@ -41,7 +41,8 @@ class Samples:
             x = augment(x, generator)
         return Batch(normalise(x, self.mean, self.std), self.y.index_select(0, rows), rows)
 
-    def in_order(self, size: int) -> Iterator[Batch]:
-        """All samples once, in their order, without augmentation: for evaluation and statistics."""
+    def in_order(self, size: int, augment: Augmentation | None = None,
+                 generator: torch.Generator | None = None) -> Iterator[Batch]:
+        """All samples once, in their order, without augmentation unless asked: for evaluation and statistics."""
         for rows in torch.arange(len(self), device=self.y.device).split(size):
-            yield self.batch(rows)
+            yield self.batch(rows, augment, generator)

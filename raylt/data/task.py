@@ -173,7 +173,8 @@ def build_task(config: DataConfig) -> Task:
     classes = len(source.class_names)
     client_counts = np.stack([np.bincount(shard.y, minlength=classes) for shard in shards])
     _, height, width, channels = source.x_train.shape
-    return Task(source.name, source.class_names, (height, width, channels), source.mean, source.std, client_counts,
+    mean, std = (source.mean, source.std) if config.normalise else ((0.0,) * channels, (1.0,) * channels)
+    return Task(source.name, source.class_names, (height, width, channels), mean, std, client_counts,
                 tuple(group_of(client_counts.sum(0), low, high)), shards, Shard(source.x_test, source.y_test), split)
 
 

@@ -8,10 +8,12 @@ from raylt.errors import UnknownMethod
 from raylt.method import Method
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedprox import FedProx
+from raylt.methods.sfd import SFD
 
 METHODS: dict[str, type[Method]] = {
     FedAvg.name: FedAvg,
     FedProx.name: FedProx,
+    SFD.name: SFD,
 }
 
 

@@ -31,6 +31,26 @@ class SplitModel(nn.Module):
         return {name: value for name, value in self.state_dict().items() if name not in self.stays}
 
 
+def with_classifier(model: SplitModel, weight: Tensor, bias: Tensor | None) -> SplitModel:
+    """The model with another linear classifier and without further heads; it shares the encoder.
+
+    Args:
+        weight: [C, d]; bias: [C], or None for a classifier without one. Used as they are, not copied.
+    """
+    other = SplitModel(model.encoder, model.dim, model.classes)
+    other.classifier = linear(weight, bias)
+    other.stays = model.stays
+    return other
+
+
+def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A linear layer over the given tensors."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight)
+    layer.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+    return layer
+
+
 def running_statistics(model: nn.Module) -> frozenset[str]:
     """Names of the buffers of every BatchNorm layer."""
     return frozenset(f"{prefix}.{name}" if prefix else name for prefix, module in model.named_modules()

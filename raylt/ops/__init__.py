@@ -1,0 +1,1 @@
+"""Pure tensor functions that two or more methods use."""

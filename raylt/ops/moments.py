@@ -1,0 +1,54 @@
+"""Per-class first and second moments of features: sums at the clients, means and covariances where they meet."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from raylt.tree import Tree
+
+
+class Moments(NamedTuple):
+    """Count, mean [d] and biased covariance [d, d] of one class's features, float64."""
+
+    n: int
+    mean: Tensor
+    cov: Tensor
+
+
+def class_sums(z: Tensor, y: Tensor) -> dict[str, Tree]:
+    """Of each class that occurs: its count `n` and the sums `z` [d] and `zz` [d (d + 1) / 2], packed, in float64.
+
+    Sums of these over clients are the sums of the pooled features; float64, because a covariance is the small
+    difference of large second moments.
+
+    Args:
+        z: features [n, d].
+        y: int64 [n].
+    """
+    sums: dict[str, Tree] = {}
+    for c in y.unique().tolist():
+        own = z[y == c].double()
+        sums[str(c)] = {"n": len(own), "z": own.sum(0), "zz": pack(own.T @ own)}
+    return sums
+
+
+def moments(sums: Tree) -> Moments:
+    """Count, mean and covariance from one class's sums, Eq. 10 of SFD."""
+    mean = sums["z"] / sums["n"]
+    return Moments(sums["n"], mean, unpack(sums["zz"], len(mean)) / sums["n"] - torch.outer(mean, mean))
+
+
+def pack(matrix: Tensor) -> Tensor:
+    """The upper triangle of a symmetric [d, d] row by row, [d (d + 1) / 2]."""
+    rows, columns = torch.triu_indices(*matrix.shape, device=matrix.device)
+    return matrix[rows, columns]
+
+
+def unpack(triangle: Tensor, dim: int) -> Tensor:
+    """The inverse of `pack`."""
+    rows, columns = torch.triu_indices(dim, dim, device=triangle.device)
+    matrix = triangle.new_zeros(dim, dim)
+    matrix[rows, columns] = triangle
+    matrix[columns, rows] = triangle
+    return matrix

@@ -1,0 +1,44 @@
+import numpy as np
+import pytest
+import torch
+
+from raylt.ops.moments import class_sums, moments, pack, unpack
+from raylt.tree import Fold
+
+
+@pytest.mark.parametrize("cuts", [[], [0, 0, 40], [1, 2, 60], [25, 25, 99]])
+def test_moments_of_summed_parts_are_those_of_the_pooled_features(cuts):              # T-SFD-7
+    rng = np.random.default_rng(0)
+    z, y = rng.normal(3, 2, (100, 6)), rng.integers(0, 3, 100)
+    fold = Fold()
+    for part in np.split(np.arange(100), cuts):         # parts may be empty
+        fold.add(class_sums(torch.from_numpy(z[part]), torch.from_numpy(y[part])))
+    total = fold.sum()
+    assert sorted(total) == ["0", "1", "2"]
+    for c in range(3):
+        n, mean, cov = moments(total[str(c)])
+        own = z[y == c]
+        assert n == len(own)
+        assert np.allclose(mean, own.mean(0), atol=1e-12)
+        assert np.allclose(cov, np.cov(own.T, bias=True), atol=1e-10)
+        assert torch.equal(cov, cov.T)
+
+
+def test_absent_classes_are_absent_from_the_sums():
+    sums = class_sums(torch.ones(2, 3), torch.tensor([4, 4]))
+    assert list(sums) == ["4"]
+    assert sums["4"]["zz"].shape == (6,)
+    assert sums["4"]["zz"].dtype == torch.float64
+
+
+def test_one_sample_has_covariance_zero():
+    _, mean, cov = moments(class_sums(torch.tensor([[0.1, 0.7]]), torch.tensor([0]))["0"])
+    assert mean.tolist() == pytest.approx([0.1, 0.7])
+    assert cov.abs().max() < 1e-15
+
+
+def test_unpack_undoes_pack():
+    matrix = torch.randn(5, 5, generator=torch.Generator().manual_seed(0))
+    matrix = matrix + matrix.T
+    assert pack(matrix).tolist()[:5] == matrix[0].tolist()
+    assert torch.equal(unpack(pack(matrix), 5), matrix)
