@@ -18,6 +18,8 @@ from raylt.tree import Tree, from_arrays, to_arrays
 class ClientActor:
     """One client where slots allow, several where not. What it runs is `Host.run`, as in any other process."""
 
+    label = "client"        # Ray asks for the name of one whose constructor could not be called
+
     def __init__(self, label: str, config: Config, method: Method, facts: Facts, test: Shard):
         self.label = label
         self.host = Host(config, method, facts, test, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -1,7 +1,9 @@
 """What `raylt doctor` looks at: versions and their floors, and what torch and Ray see."""
 
+import json
 import os
 import platform
+import urllib.request
 from importlib.metadata import version
 from typing import Any
 
@@ -37,3 +39,9 @@ def examine(address: str | None) -> dict[str, Any]:
     if dashboard and dashboard.split(":")[0] not in ("127.0.0.1", "localhost"):
         problems.append(f"the dashboard listens on {dashboard}: start Ray with --dashboard-host=127.0.0.1")
     return findings | {"problems": problems}
+
+
+def _authentication(dashboard: str) -> str:
+    """The cluster's own word: what this process has set says nothing of a cluster that it joined."""
+    with urllib.request.urlopen(f"http://{dashboard}/api/authentication_mode", timeout=10) as answer:
+        return json.load(answer)["authentication_mode"]

@@ -7,7 +7,7 @@ state, message, seed), so none of this can change a result.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,8 +157,9 @@ class RayFleet(Fleet):
             last = str(error).strip().splitlines()[-1].strip()
             raise RayltError(f"a client actor died while it started: {last}") from error
 
-    def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int) -> Iterator[Answer]:
-        dispatch = _Dispatch(self, fn, ids, ray.put(to_arrays(message)), enough)
+    def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int,
+                 usable: Callable[[Reply], bool]) -> Iterator[Answer]:
+        dispatch = _Dispatch(self, fn, ids, ray.put(to_arrays(message)), enough, usable)
         for id in ids:
             while id not in dispatch.answers and not dispatch.over:
                 dispatch.advance()
@@ -170,14 +171,15 @@ class RayFleet(Fleet):
 class _Dispatch:
     """One call on several clients: who waits, who runs, who has answered."""
 
-    def __init__(self, fleet: RayFleet, fn: ClientFunction, ids: list[int], message: Any, enough: int):
-        self.fleet, self.fn, self.message, self.enough = fleet, fn, message, enough
+    def __init__(self, fleet: RayFleet, fn: ClientFunction, ids: list[int], message: Any, enough: int,
+                 usable: Callable[[Reply], bool]):
+        self.fleet, self.fn, self.message, self.enough, self.usable = fleet, fn, message, enough, usable
         self.name = getattr(fn, "__name__", "call")
         self.waiting = sorted(ids, key=lambda id: -fleet.sizes[id])     # the largest first, or a round ends with it
         self.running: dict[Any, Call] = {}
         self.attempts = dict.fromkeys(ids, 0)
         self.answers: dict[int, Answer] = {}
-        self.usable = 0
+        self.answered = 0                                               # usably
         self.over = False
         limit = fleet.config.federation.deadline_s
         self.deadline = None if limit is None else time.monotonic() + limit
@@ -193,7 +195,7 @@ class _Dispatch:
                 self._record(ref, self.running.pop(ref))
             else:
                 self._release(ref)
-        if self.usable >= self.enough or (not self.running and not self.waiting):
+        if self.answered >= self.enough or (not self.running and not self.waiting):
             self._end()
         elif not ready:
             self._expire()
@@ -237,8 +239,9 @@ class _Dispatch:
         if isinstance(reply, str):
             self._fail(id, ClientError(id, self.fleet.round, self.name, reply))
         else:
-            self.usable += 1
-            self.answers[id] = Answer(id, Reply(reply.weight, from_arrays(reply.tree)), call.private)
+            reply = Reply(reply.weight, from_arrays(reply.tree))
+            self.answered += self.usable(reply)
+            self.answers[id] = Answer(id, reply, call.private)
 
     def _fail(self, id: int, error: ClientError) -> None:
         if self.attempts[id] < self.fleet.config.federation.retries:

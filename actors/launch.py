@@ -27,6 +27,9 @@ SERVER_GPUS = 0.05      # its share of a GPU: Ray does not bound memory, so this
 # fewer page faults: large buffers are kept by the process instead of being given back and cleared at every step
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "2147483648", "MALLOC_TOP_PAD_": "67108864"}
 
+# how HTTP/2, which Ray speaks, begins: the client's preface and an empty frame of type 4, SETTINGS; the answer is one
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+
 
 class RemoteExperiment:
     """The experiment inside a server actor, with the face of `Experiment`."""
@@ -93,17 +96,22 @@ def connect(address: str | None) -> None:
 
 
 def _knock(address: str) -> None:
-    """Ray itself waits for a long time before it says that nobody is there."""
+    """Ray itself would wait for ever for an answer from a port where no Ray is."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"--address {address}: must be HOST:PORT or auto")
     try:
-        socket.create_connection((host, int(port)), timeout=5).close()
+        with socket.create_connection((host, int(port)), timeout=5) as line:
+            line.sendall(GREETING)
+            heard = line.recv(9)
     except OSError as error:
         raise ConfigError(f"--address {address}: nothing answers there ({error.strerror or error}); start a cluster "
                           "with ray start --head, or leave --address out for a local one") from None
+    if heard[3:4] != GREETING[-6:-5] and os.environ.get("RAY_USE_TLS", "0") == "0":
+        raise ConfigError(f"--address {address}: what answers there is no Ray cluster; give the port that ray start "
+                          "--head printed (6379 by default), not the dashboard's")
 
 
 def place(config: Config, clients: int, have: Mapping[str, float]) -> Placement:

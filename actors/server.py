@@ -38,29 +38,29 @@ class ServerActor:
     def __repr__(self) -> str:
         return f"server · {self.method}"            # what the dashboard shows
 
-    @_one_line()
     def open(self, config: Config, task: Task, shards: list[Any], test: list[Any], placement: Placement,
              folder: Path) -> None:
         """Starts the client actors, and takes up the run where its last checkpoint left it."""
         torch.set_num_threads(1)        # weights computed here must not depend on the machine's cores
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        method = make_method(config.method)
-        fleet = RayFleet(config, method, task, shards, test[0], placement, folder.name)
-        self.experiment = Experiment(config, method, task, fleet, device, folder)
-        saved, _ = latest(folder / "checkpoints")
-        if saved is not None:
-            self.experiment.load(saved)
+        with _one_line():
+            method = make_method(config.method)
+            fleet = RayFleet(config, method, task, shards, test[0], placement, folder.name)
+            self.experiment = Experiment(config, method, task, fleet, device, folder)
+            saved, _ = latest(folder / "checkpoints")
+            if saved is not None:
+                self.experiment.load(saved)
 
     def done(self) -> bool:
         """Whether the last step has been taken."""
         return self.experiment.done
 
-    @_one_line()
     def advance(self) -> tuple[Report, bool]:
         """`Experiment.advance`, and whether that was the last step."""
-        return self.experiment.advance(), self.experiment.done
+        with _one_line():
+            return self.experiment.advance(), self.experiment.done
 
-    @_one_line()
     def conclude(self) -> dict[str, str]:
         """`Experiment.conclude`."""
-        return self.experiment.conclude()
+        with _one_line():
+            return self.experiment.conclude()

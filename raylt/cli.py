@@ -2,7 +2,6 @@
 failed run."""
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -133,7 +132,12 @@ def data(settings: Settings = None,
         _print_json({"sha256": task.split.sha256, "names": task.class_names, "groups": task.groups,
                      "classes": task.counts.tolist(), "clients": task.client_counts.tolist()})
         return
-    _show_split(task)
+    from raylt.summary import split_table
+    out.print(f"split {task.split.sha256}", soft_wrap=True)
+    out.print(split_table(task, out.width))
+    for group in ("many", "medium", "few"):
+        sizes = [int(n) for n, its in zip(task.counts, task.groups, strict=True) if its == group]
+        out.print(f"{group}: {len(sizes)} classes, {sum(sizes)} samples")
 
 
 @app.command()
@@ -237,20 +241,5 @@ def _show_summary(summary: dict[str, Any], folder: Path, format: Format) -> None
         out.print(table_of(summary, str(folder)))
 
 
-def _show_split(task: Any) -> None:
-    table = Table("client", *task.class_names, "all", title=f"samples per client and class · split {task.split.sha256}")
-    for k, row in enumerate(task.client_counts):
-        table.add_row(str(k), *(str(n) if n else "·" for n in row), str(row.sum()))
-    table.add_section()
-    table.add_row("all", *(str(n) for n in task.counts), str(task.counts.sum()))
-    table.add_row("group", *task.groups, "")
-    out.print(table)
-    for group in ("many", "medium", "few"):
-        sizes = [int(n) for n, its in zip(task.counts, task.groups, strict=True) if its == group]
-        out.print(f"{group}: {len(sizes)} classes, {sum(sizes)} samples")
-
-
 if __name__ == "__main__":
-    # `python -m raylt.cli` for places where scripts are not on the PATH
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    main()
+    main()          # python -m raylt.cli, where scripts are not on the PATH

@@ -17,19 +17,20 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from raylt import tree
 from raylt.client import ClientFunction, Host, Message, Reply
 from raylt.config import Config
 from raylt.data.task import Task
 from raylt.errors import ClientError, RayltError, TooFewReplies, one_line
+from raylt.form import Form
 from raylt.tree import Fold, Tree
 
 ItemFunction = Callable[[Tree], Tree]
+Verb = Literal["mean", "sum", "call"]
 
 
 def compute(fn: ItemFunction, item: Tree, threads: int) -> Tree:
@@ -111,20 +112,20 @@ class Fleet(ABC):
             TooFewReplies: fewer than `federation.quorum` of the clients replied usably.
         """
         fold = Fold()
-        for _, reply in self._replies(fn, ids, message, alike=True):
+        for _, reply in self._replies(fn, ids, message, verb="mean"):
             fold.add(reply.tree, reply.weight)
         return fold.mean()
 
     def sum(self, fn: ClientFunction, ids: Sequence[int], message: Message) -> Tree:
         """The sum of the replies in float64; a key that a client leaves out counts as zero."""
         fold = Fold()
-        for _, reply in self._replies(fn, ids, message, alike=False):
+        for _, reply in self._replies(fn, ids, message, verb="sum"):
             fold.add(reply.tree)
         return fold.sum()
 
     def call(self, fn: ClientFunction, ids: Sequence[int], message: Message) -> dict[int, Tree]:
         """Every usable reply, by client id, ascending."""
-        return {id: reply.tree for id, reply in self._replies(fn, ids, message, alike=False)}
+        return {id: reply.tree for id, reply in self._replies(fn, ids, message, verb="call")}
 
     @abstractmethod
     def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
@@ -137,11 +138,12 @@ class Fleet(ABC):
         """
 
     @abstractmethod
-    def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int) -> Iterator[Answer]:
+    def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int,
+                 usable: Callable[[Reply], bool]) -> Iterator[Answer]:
         """Runs `fn` on the clients and yields an answer for each, in the order of `ids` (ascending).
 
-        It asks a client again up to `federation.retries` times, noting it in the ledger, and may leave out those that
-        are late once `enough` have answered, or at the deadline: they are yielded with an error.
+        It asks a client again up to `federation.retries` times, noting it in the ledger. It leaves out those that are
+        late once `enough` have answered usably; those that are late at the deadline are yielded with an error.
         """
 
     @abstractmethod
@@ -156,28 +158,31 @@ class Fleet(ABC):
     def close(self) -> None:
         """Frees what the fleet holds."""
 
-    def _replies(self, fn: ClientFunction, ids: Sequence[int], message: Message,
-                 alike: bool) -> Iterator[tuple[int, Reply]]:
+    def _replies(self, fn: ClientFunction, ids: Sequence[int], message: Message, verb: Verb) -> Iterator[
+            tuple[int, Reply]]:
         name = getattr(fn, "__name__", "call")
         wanted = ids.enough if isinstance(ids, Cohort) else len(ids)
         ids, size = sorted(ids), tree.nbytes(message)
-        # replies to a mean carry the model under the same names as the message did, or the first reply sets the form
-        form = {"model": message["model"]} if alike and "model" in message else None
         if not ids:
             raise TooFewReplies(f"round {self.round}, {name}: no client was asked; give it at least one")
+        # replies to a mean bring the model back under the names that the message gave it
+        like = {"model": message["model"]} if verb == "mean" and "model" in message else {}
+        form, given = Form(like, verb != "mean"), Form(like, verb != "mean")
+        # only where some may be left out does it matter, while calls run, which replies are usable
+        accept = (lambda _: True) if wanted == len(ids) else (lambda reply: given.fault(reply) is None)
         traffic = self.ledger.traffic.setdefault(name, Traffic())
         needed = max(1, math.ceil(self.config.federation.quorum * wanted - 1e-9))
         usable, errors = 0, []
-        for answer in self._answers(fn, ids, message, wanted):
+        for answer in self._answers(fn, ids, message, wanted, accept):
             traffic.down += size
             error = answer.error
             if answer.reply is not None:
                 traffic.up += tree.nbytes(answer.reply.tree)
                 traffic.replies += 1
-                fault = _fault(answer.reply, form, closed=alike and usable > 0)
+                fault = form.fault(answer.reply)
                 if fault is None:
-                    if alike:
-                        form = answer.reply.tree
+                    if verb != "call":
+                        form.extend(answer.reply)
                     usable += 1
                     self._private[answer.id] = answer.private
                     self.changed.add(answer.id)
@@ -192,39 +197,6 @@ class Fleet(ABC):
             raise TooFewReplies(
                 f"round {self.round}, {name}: {usable} of {wanted} clients replied usably, federation.quorum = "
                 f"{self.config.federation.quorum:g} needs {needed}; first failure: {errors[0]}") from errors[0]
-
-
-def _fault(reply: Reply, form: Tree | None, closed: bool) -> str | None:
-    """Why a reply cannot be used, or None: names, shapes and types as in `form`, finite numbers, a weight above 0.
-
-    Args:
-        closed: whether `form` holds all names that a reply may have.
-    """
-    if not (math.isfinite(reply.weight) and reply.weight > 0):
-        return f"weight {reply.weight}"
-    found = dict(tree.leaves(reply.tree))
-    for path, leaf in found.items():
-        if isinstance(leaf, Tensor):
-            if leaf.is_floating_point() and not torch.isfinite(leaf).all():
-                return f"{path} is not finite"
-        elif isinstance(leaf, float) and not math.isfinite(leaf):
-            return f"{path} is {leaf}"
-    for path, like in tree.leaves(form or {}):
-        leaf = found.get(path)
-        if leaf is None:
-            return f"{path} is missing"
-        if isinstance(like, Tensor) and not (isinstance(leaf, Tensor) and leaf.shape == like.shape
-                                             and leaf.dtype == like.dtype):
-            return f"{path} is {_kind(leaf)}, expected {_kind(like)}"
-    if closed and (more := found.keys() - dict(tree.leaves(form or {})).keys()):
-        return f"{min(more)} is additional"
-    return None
-
-
-def _kind(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"{leaf.dtype} {list(leaf.shape)}".removeprefix("torch.")
-    return type(leaf).__name__
 
 
 class LocalFleet(Fleet):
@@ -248,7 +220,8 @@ class LocalFleet(Fleet):
                 raise RayltError(f"{getattr(fn, '__name__', 'map')}, item {place}: {one_line(error)}") from error
         return results
 
-    def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int) -> Iterator[Answer]:
+    def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int,
+                 usable: Callable[[Reply], bool]) -> Iterator[Answer]:
         name = getattr(fn, "__name__", "call")
         call = pickle.dumps((fn, message))
         deadline = self.config.federation.deadline_s
@@ -260,7 +233,7 @@ class LocalFleet(Fleet):
                 yield Answer(id, None, None, ClientError(id, self.round, name, f"not done after {deadline:g} s"))
                 continue
             answer = self._ask(call, id, name)
-            answered += answer.error is None
+            answered += answer.reply is not None and usable(answer.reply)
             yield answer
 
     def _ask(self, call: bytes, id: int, name: str) -> Answer:

@@ -14,6 +14,7 @@ has the line in the checkpoint.
 import fcntl
 import json
 import os
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,11 @@ class Journal:
             lines.append(json.dumps(saved.facts["report"]))
         _write(file, "".join(line + "\n" for line in lines))
         return saved, faults
+
+    def discard(self) -> None:
+        """Removes the folder of a run that committed nothing."""
+        if not self.reports():
+            shutil.rmtree(self.folder)
 
     def conclude(self, summary: dict[str, Any]) -> None:
         """Writes summary.json: the run is done."""

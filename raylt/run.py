@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from raylt.config import Config, load
 from raylt.data.task import Task, build_task
-from raylt.errors import CheckpointError
+from raylt.errors import CheckpointError, ConfigError
 from raylt.experiment import Report
 from raylt.journal import Journal
 from raylt.methods import make_method
@@ -47,7 +47,11 @@ def start(config: Config, out: Path, name: str | None, fleet: FleetKind, address
     source = Path(task.name.partition(":")[2] or task.name).stem        # of folder:PATH and npz:PATH, the last name
     name = name or f"{method.name}-{source}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
     journal = Journal.create(out / name, config, task.split)
-    return _run(config, task, journal, fleet, address, watcher)
+    try:
+        return _run(config, task, journal, fleet, address, watcher)
+    except ConfigError:             # the cluster is not there or too small, or a setting does not fit the data
+        journal.discard()
+        raise
 
 
 def resume(folder: Path, overrides: Sequence[str], fleet: FleetKind, address: str | None,

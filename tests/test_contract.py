@@ -83,8 +83,8 @@ class Watcher(Recorder):
 class Backwards(LocalFleet):
     """Runs the last client first and, as every fleet, answers in the order of the ids."""
 
-    def _answers(self, fn, ids, message, enough):
-        yield from reversed(list(super()._answers(fn, ids[::-1], message, enough)))
+    def _answers(self, fn, ids, *rest):
+        yield from reversed(list(super()._answers(fn, ids[::-1], *rest)))
 
 
 class OwnHosts:

@@ -9,7 +9,7 @@ from torch import tensor
 
 from raylt.client import Client, Host, Message, Reply
 from raylt.errors import TooFewReplies
-from raylt.fleet import LocalFleet
+from raylt.fleet import Cohort, LocalFleet
 from raylt.methods.fedavg import FedAvg
 from raylt.server import Server
 
@@ -283,6 +283,22 @@ def test_over_selection_asks_more_and_takes_the_first_share(make_fleet, tiny_tas
     assert mean["w"][1].item() == pytest.approx(sum(id * n for id, n in first) / sum(n for _, n in first))
     assert fleet.ledger.traffic["tell"].replies == used
     assert fleet.ledger.lost == []
+
+
+def test_over_selection_waits_for_usable_replies(make_fleet):
+    fleet = make_fleet(quorum=1.0)
+    mean = fleet.mean(remember, Cohort(IDS, enough=3), message({0: "nan", 2: "raises"}))
+    # clients 1, 3 and 5 with 14, 1 and 12 samples: (14 * 1 + 1 * 3 + 12 * 5) / 27
+    assert mean["model"]["w"][0, 0].item() == pytest.approx(77 / 27)
+    assert list(fleet.ledger.rejected) == [0]
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_sum_leaves_out_a_reply_of_another_shape_than_the_first(make_fleet, culprit):
+    fleet = make_fleet(quorum=0.1)
+    total = fleet.sum(remember, IDS, message({culprit: "shape"}))
+    assert fleet.ledger.rejected.keys() == ({2} if culprit else {1, 2, 3, 5})       # the first sets the form
+    assert total["model"]["w"].shape == ((2, 2) if culprit else (4,))
 
 
 @pytest.mark.parametrize("verb", ["sum", "call"])

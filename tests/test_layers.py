@@ -15,7 +15,7 @@ LAYERS = (
     ("raylt.config",),
     ("raylt.data", "raylt.models"),
     ("raylt.client", "raylt.server"),
-    ("raylt.metrics", "raylt.fleet", "raylt.local", "raylt.ops"),
+    ("raylt.metrics", "raylt.form", "raylt.fleet", "raylt.local", "raylt.ops"),
     ("raylt.method",),
     ("raylt.methods",),
     ("raylt.checkpoint", "raylt.experiment", "raylt.journal", "raylt.summary"),

@@ -195,8 +195,8 @@ def test_synthetic_features_have_the_moments_of_the_real_ones(finished, task):
 
 def test_result_depends_neither_on_the_order_of_the_clients_nor_on_saving_between(finished, task, tmp_path):
     class Backwards(LocalFleet):                                                      # T-SFD-12
-        def _answers(self, fn, ids, message, enough):
-            yield from reversed(list(super()._answers(fn, ids[::-1], message, enough)))
+        def _answers(self, fn, ids, *rest):
+            yield from reversed(list(super()._answers(fn, ids[::-1], *rest)))
 
     def backwards(folder):
         config = configure()
