@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from raylt import tree
 from raylt.client import Client, Message, Reply
 from raylt.data.samples import Batch
+from raylt.errors import ConfigError
 from raylt.fleet import Fleet
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.local import features, fit_classifier, sgd
@@ -73,7 +74,8 @@ class BPFed(Method):
     @model_validator(mode="after")
     def _softmax_covers_the_loss(self) -> "BPFed":
         if self.loss == "ls_all" and self.softmax == "owned":
-            raise ValueError("loss = ls_all smooths over classes that softmax = owned leaves out; set softmax=all")
+            raise ConfigError("method.loss = ls_all smooths over classes that method.softmax = owned leaves out; set "
+                              "method.softmax=all")
         return self
 
     def shared(self, model: SplitModel) -> Params:

@@ -1,4 +1,4 @@
-"""Losses that know how many samples of each class a client holds. Equation numbers are SFD's, unless another is named."""
+"""Losses that know how many samples of each class a client holds. Equation numbers are SFD's unless named."""
 
 from typing import Literal
 
