@@ -135,7 +135,7 @@ def test_logits_of_missing_classes_are_pushed_down_or_left_alone(softmax):      
 
 
 def test_smoothing_over_all_classes_needs_a_softmax_over_all():
-    with pytest.raises(ConfigError, match=r"^method.loss = ls_all .* that method.softmax = owned leaves out; set method.softmax=all$"):
+    with pytest.raises(ConfigError, match=r"^method.loss = ls_all .* method.softmax = owned .*set method.softmax=all$"):
         make_method({"name": "bpfed", "loss": "ls_all", "softmax": "owned"})
 
 
