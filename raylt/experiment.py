@@ -36,6 +36,8 @@ class Report:
             mean over the clients' own models, and `global_accuracy` is the global model's.
         groups: accuracy over the many-, medium- and few-shot classes; None for a group without classes.
         clients: per-client figures ("owned", "matched", "global"), each with its mean and worst decile.
+        by_client: the same of each client by id, None for one that is not judged; kept of clients' own models, and
+            of the last evaluation of all.
         traffic: bytes and replies by client function.
         lost, retried, rejected: client ids; rejected ones with the reason.
         figures: what the method reports.
@@ -54,6 +56,7 @@ class Report:
     retried: list[int] = field(default_factory=list)
     rejected: dict[int, str] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
+    by_client: dict[str, list[float | None]] | None = None
 
 
 class Experiment:
@@ -143,7 +146,8 @@ class Experiment:
 
     def _evaluate(self, last: bool) -> dict[str, Any]:
         every = self.config.evaluation
-        judged: dict[str, Any] = dict.fromkeys(("accuracy", "global_accuracy", "groups", "clients"))
+        judged: dict[str, Any] = dict.fromkeys(("accuracy", "global_accuracy", "groups", "clients",
+                                                       "by_client"))
         personal = self.method.personal or bool(self.server.model.stays)
         matrices: Tensor | dict[int, Tensor] | None = None
         # a global model without running statistics (federation.batchnorm = local) cannot be judged
@@ -157,7 +161,9 @@ class Experiment:
             pooled = torch.stack(list(matrices.values())).sum(0) if isinstance(matrices, dict) else matrices
             judged["accuracy"] = metrics.accuracy(pooled)
             judged["groups"] = metrics.group_accuracy(pooled, self.task.groups)
-            judged["clients"] = metrics.client_figures(matrices, torch.from_numpy(self.task.client_counts))
+            each = metrics.by_client(matrices, torch.from_numpy(self.task.client_counts))
+            judged["clients"] = metrics.client_figures(each)
+            judged["by_client"] = each if personal or last else None
         return judged
 
     def _judge_global(self) -> Tensor:

@@ -369,3 +369,27 @@ def test_settings_are_listed_with_default_and_meaning(raylt):
     assert "Dirichlet" in listing["data.alpha"]["what"]
     table = raylt("settings").out
     assert all(key in table for key in listing)
+
+
+def test_clients_prints_and_draws_every_client(raylt, finished):
+    folder, _ = finished
+    code, out, err = raylt("clients", folder)
+    assert (code, err) == (0, "")
+    assert "over the classes it owns" in out
+    assert "worst decile" in out
+    assert out.rstrip().endswith("clients.png")
+    code, out, _ = raylt("clients", folder, "--metric", "matched", "--picture", "here.png", "--format", "json")
+    found = json.loads(out)
+    assert code == 0
+    assert Path("here.png").stat().st_size > 1000
+    assert (found["metric"], len(found["runs"]["one"]), len(found["samples"])) == ("matched", 3, 3)
+    refused(raylt("clients", folder, "--picture", "here.abc"), "--picture here.abc", "give a .png")
+
+
+def test_clients_refuses_runs_over_another_split_in_one_line(raylt, finished):
+    folder, _ = finished
+    code, *_ = raylt("run", *SMALL, "data.seed=5", "method=fedavg", "--fleet", "local", "--out", ".", "--name", "two")
+    assert code == 0
+    code, out, err = raylt("clients", folder, "two")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "two: its clients hold other samples" in err
