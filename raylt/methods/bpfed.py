@@ -12,7 +12,8 @@ marked at its line:
 [8] E epochs, not the E + 1 that Algorithm 2 counts; its batch size and rate schedule are not stated.
 [9] The features of Eq. 12 stay in the client's private state from one call to the next, so the encoder travels once.
 [10] Clients report the loss of re-training, and how many of their smoothed labels do not favour their own class: with
-    delta = 0.5 and two classes the larger one's label is (1/2, 1/2).
+    delta = 0.5 and two classes the larger one's label is (1/2, 1/2); with two of equal size both are, and Eq. 18 drives
+    the client's classifier to tell nothing. delta below 0.5 does not.
 """
 
 from collections.abc import Iterator, Sequence
