@@ -48,6 +48,8 @@ class DataConfig(Section):
     clients: int = setting(10, "K", ge=1)
     seed: int = setting(0, "of the long-tailed subset and the partition", ge=0)
     split: str | None = setting(None, "a split.json to use instead of drawing one")
+    validation: float = setting(0.0, "share of each class's training samples that no client gets: a search judges on "
+                                "them", ge=0, lt=1)
     groups: tuple[int, int] | None = setting(None, "few-shot classes have fewer samples than the first, many-shot ones "
                                              "more than the second; by default the literature's for the source")
 
