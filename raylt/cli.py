@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from raylt.cli_tune import tune
 from raylt.config import Config, load
 from raylt.errors import ConfigError, RayltError, one_line
 
@@ -35,27 +36,6 @@ class FleetName(StrEnum):
 class Format(StrEnum):
     table = "table"
     json = "json"
-
-
-class MetricName(StrEnum):
-    accuracy = "accuracy"
-    many = "many"
-    medium = "medium"
-    few = "few"
-    owned = "owned"
-    matched = "matched"
-    miou = "miou"
-
-
-class SchedulerName(StrEnum):
-    asha = "asha"
-    none = "none"
-
-
-class SearcherName(StrEnum):
-    tpe = "tpe"
-    random = "random"
-    grid = "grid"
 
 
 Settings = Annotated[list[str] | None, typer.Argument(
@@ -92,38 +72,7 @@ def resume(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The r
     _show_summary(summary, place, format)
 
 
-@app.command()
-def tune(settings: Settings = None,
-         samples: Annotated[int | None, typer.Option(min=1, help="Trials of each method; 20 by default.")] = None,
-         methods: Annotated[str | None, typer.Option(help="Methods to search, as in sfd,fedavg.")] = None,
-         metric: Annotated[MetricName, typer.Option(help="What is optimised, on validation samples.")] =
-         MetricName.accuracy,
-         searcher: Annotated[SearcherName, typer.Option(help="How values are chosen.")] = SearcherName.tpe,
-         scheduler: Annotated[SchedulerName, typer.Option(help="How trials are stopped early.")] = SchedulerName.asha,
-         grace: Annotated[int | None, typer.Option(min=1, help="Rounds before trials are compared.")] = None,
-         budget: Annotated[int | None, typer.Option(min=1, help="Client-steps of each method.")] = None,
-         seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
-         parallel: Annotated[int | None, typer.Option(min=1, help="Trials at once at most.")] = None,
-         retries: Annotated[int, typer.Option(min=0, help="Times a failed trial is taken up again.")] = 2,
-         track: Annotated[list[str] | None, typer.Option(help="mlflow or wandb.")] = None,
-         name: Annotated[str | None, typer.Option(help="Name of the search's folder.")] = None,
-         folder: Annotated[Path, typer.Option("--out", help="Folder that it is made in.")] = Path("runs"),
-         resume: Annotated[Path | None, typer.Option(help="Go on with the search in this folder.")] = None,
-         fleet: FleetOption = FleetName.ray, address: Address = None, format: FormatOption = Format.table) -> None:
-    """Search the ranges of a method's fields, and settings given as ranges: local.lr=loguniform(0.01,0.3)."""
-    from tune import command
-    place: dict[str, Any] = {"parallel": parallel, "fleet": fleet.value, "address": address, "track": track or []}
-    if resume is not None:
-        asked = ("settings", "samples", "methods", "metric", "searcher", "scheduler", "grace", "budget", "seed",
-                 "retries", "name", "folder")
-        command.refuse(asked, typer_context().get_parameter_source)
-        command.resume_search(resume, err, out, format.value, place)
-        return
-    _check_name(name)
-    command.start_search(
-        list(settings or []), methods.split(",") if methods else None, err, out, format.value,
-        {"samples": samples, "out": folder, "name": name, "metric": metric.value, "searcher": searcher.value,
-         "scheduler": scheduler.value, "grace": grace, "budget": budget, "seed": seed, "retries": retries, **place})
+app.command()(tune)
 
 
 @app.command()
@@ -261,7 +210,7 @@ def main() -> None:
                   soft_wrap=True, markup=False)
         code = error.exit_code if isinstance(error, RayltError) else 1
     if code == 130:                                     # typer makes Ctrl-C an exit
-        err.print("stopped; raylt resume RUN continues after the last committed round")
+        err.print("stopped; raylt resume RUN continues a run, raylt tune --resume DIR a search")
     sys.exit(code)
 
 

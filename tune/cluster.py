@@ -145,6 +145,8 @@ def run_trials(desk: Desk, job: Job, placement: Placement, at_once: int, retries
             trial_dirname_creator=lambda trial: trial.config["trial"]),
         run_config=ray_tune.RunConfig(
             name="tune", storage_path=str(job.folder), verbose=0,
+            # trials keep their own checkpoints
+            checkpoint_config=ray_tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
             failure_config=ray_tune.FailureConfig(max_failures=retries), callbacks=_callbacks(track, job.folder)),
     ).fit()
 
@@ -152,7 +154,8 @@ def run_trials(desk: Desk, job: Job, placement: Placement, at_once: int, retries
 class TrialActor(ray_tune.Trainable):
     """Hosts a `Trial`; its client actors live in the trial's placement group and end with it."""
 
-    def setup(self, config: dict[str, Any], job: Job, placement: Placement) -> None:
+    def setup(  # pyright: ignore[reportIncompatibleMethodOverride]
+            self, config: dict[str, Any], job: Job, placement: Placement) -> None:
         self._config, self._job, self._placement = config, job, placement
         self._trial: Trial | None = None
 

@@ -1,10 +1,10 @@
 """Successive halving without waiting (ASHA, Li et al., MLSys 2020), in an order that timing cannot change.
 
 ASHA compares a trial at a rung with those that were there before it. Which those are depends, elsewhere, on which
-process was faster; here a trial comes after the trials with smaller numbers, whenever it arrives. Nobody waits for that:
-a trial goes on while an earlier one has not said yet whether it gets to the rung, and what it did beyond the rung at
-which it is stopped then counts for nothing. So the outcome of a search is a function of its seed, and a search that was
-killed and resumed, or ran on more machines, comes to the same.
+process was faster; here a trial comes after the trials with smaller numbers, whenever it arrives. Nobody waits for
+that: a trial goes on while an earlier one has not said yet whether it gets to the rung, and what it did beyond the rung
+at which it is stopped then counts for nothing. So the outcome of a search is a function of its seed, and a search that
+was killed and resumed comes to the same.
 """
 
 import math

@@ -1,8 +1,8 @@
 """What a search does next, as a function of its plan and of what its trials came to: nothing else is remembered.
 
 Each method has a track of numbered trials. Trial k of a track is a function of (seed, method, k) and, for TPE, of the
-outcomes of trials 0 .. k - lag, which it waits for; `lag` is the number of trials that could run at once when the search
-was started. So no search has a state to save: the trials' records bring it back.
+outcomes of trials 0 .. k - lag, which it waits for; `lag` is the number of trials that could run at once when the
+search was started. So no search has a state to save: the trials' records bring it back.
 """
 
 import json

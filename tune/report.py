@@ -59,9 +59,8 @@ def best_yaml(folder: Path, plan: Plan, best: Record) -> str:
         f"raylt run {folder / 'best.yaml'}",
         f"gives the figures of trial {best.id}: test accuracy {percent(summary['accuracy']['last'])}, model sha256 "
         f"{summary['model_sha256'][:16]}.",
-        f"It was chosen for {plan.metric} {percent(judged.score)} on {share:g} of the training samples, which no client "
-        "has here either;",
-        "train on all of them with data.validation=0.",
+        f"It was chosen for {plan.metric} {percent(judged.score)} on {share:g} of the training samples, which no",
+        "client has here either; train on all of them with data.validation=0.",
     ]
     body = yaml.safe_dump(best.config.model_dump(mode="json"), sort_keys=False)
     return "".join(f"# {line}\n" for line in head) + body
@@ -70,8 +69,12 @@ def best_yaml(folder: Path, plan: Plan, best: Record) -> str:
 def table_of(plan: Plan, state: State, most: int = 20) -> Table:
     """The trials as a person reads them, best first; accuracies in percent."""
     keys = list(dict.fromkeys(key for space in plan.spaces.values() for key in space))
-    table = Table("trial", "state", "round", f"validation {plan.metric}", "test accuracy", "client-steps", *keys,
-                  title=f"{len(state.trials)} trials, best first", title_justify="left")
+    last = [key.rpartition(".")[2] for key in keys]
+    heads = [key if last.count(its) > 1 else its for key, its in zip(keys, last, strict=True)]
+    table = Table(title=f"{len(state.trials)} trials, best first; {plan.metric} on validation samples, accuracy on the "
+                  "test set", title_justify="left")
+    for head in ("trial", "state", "round", plan.metric, "test", "client-steps", *heads):
+        table.add_column(head, no_wrap=head in ("trial", "state"), justify="left" if head == "trial" else "right")
     order = {"done": 0, "stopped": 1, "failed": 2, "open": 3}
     rows = sorted(((row(r), r) for r in state.trials),
                   key=lambda pair: (order[pair[0]["state"]], -(pair[0]["round"] or 0), -(pair[0]["score"] or 0)))
@@ -88,7 +91,7 @@ def table_of(plan: Plan, state: State, most: int = 20) -> Table:
 
 def draw(file: Path, plan: Plan, state: State) -> None:
     """Score against client-steps, then one slice per searched setting; stopped trials are hollow."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg     # without pyplot: no global state, no display
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # without pyplot: no global state, no display
     from matplotlib.figure import Figure
 
     axes_by_key = {key: axis for space in plan.spaces.values() for key, axis in space.items()}
@@ -96,10 +99,11 @@ def draw(file: Path, plan: Plan, state: State) -> None:
     lines = -(-len(axes_by_key) // columns)
     figure = Figure(figsize=(3.4 * max(columns, 2) + 0.6, 3.6 + 2.6 * lines), facecolor=PAPER, layout="constrained")
     FigureCanvasAgg(figure)
-    upper, lower = figure.subfigures(2, 1, height_ratios=[3.4, 2.6 * max(lines, 1)])
+    parts: Any = figure.subfigures(2, 1, height_ratios=[3.4, 2.6 * max(lines, 1)])
+    upper, lower = parts
     colour = {method: COLOURS[i % len(COLOURS)] for i, method in enumerate(plan.methods)}
     best = state.best()
-    _draw_courses(upper.subplots(), plan, state, colour, best)
+    _draw_courses(upper.add_subplot(), plan, state, colour, best)
     grid = lower.subplots(max(lines, 1), columns, sharey=True, squeeze=False)
     for place, panel in enumerate(grid.flat):
         if place >= len(axes_by_key):
@@ -156,6 +160,9 @@ def _draw_slice(panel: Any, key: str, axis: Axis, state: State, colour: dict[str
         panel.set_xlim(-0.5, len(axis.values) - 0.5)
     elif isinstance(axis, LogUniform):
         panel.set_xscale("log")
+        middle = (axis.low * axis.high) ** 0.5
+        panel.set_xticks([axis.low, middle, axis.high], [f"{v:.2g}" for v in (axis.low, middle, axis.high)])
+        panel.minorticks_off()
     panel.set_xlabel(key)
     panel.margins(y=0.12)
     _plain(panel)

@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -25,8 +25,8 @@ from raylt.data.task import Task, build_task
 from raylt.errors import CheckpointError, ConfigError, RayltError
 from tune import report
 from tune.halving import rungs
-from tune.plan import OVER, SAMPLES, Metric, Plan, Point, Record, Scheduler, Searcher, State
-from tune.space import Axis, Grid, Space, parse, space, spaces_of
+from tune.plan import SAMPLES, Metric, Plan, Point, Record, Scheduler, Searcher, State
+from tune.space import Space
 
 FleetKind = Literal["ray", "local"]
 VALIDATION = 0.2                # share of the training samples that a search judges on, unless data.validation says
@@ -80,7 +80,9 @@ def search(config: Config, spaces: Space | Mapping[str, Space], samples: int | N
         metric: on the validation set: accuracy, many, medium, few, owned, matched or miou.
         grace: rounds before trials are compared for the first time.
         budget: client-steps that each method may spend, see `client_steps`.
-        parallel: trials at once at most; as many as the cluster holds by default.
+        parallel: trials at once at most; as many as the cluster holds by default. It is a part of what a search with
+            TPE comes to, see plan.py.
+        fleet: "local" runs the trials one after another in this process, to the same end.
         retries: times that a failed trial is taken up again from its own checkpoint.
         track: "mlflow", "wandb".
 
@@ -88,13 +90,19 @@ def search(config: Config, spaces: Space | Mapping[str, Space], samples: int | N
         ConfigError: nothing to search, or a trial does not fit into the cluster.
         RayltError: no trial came to its end.
     """
+    if strange := set(track) - {"mlflow", "wandb"}:
+        raise ConfigError(f"--track {min(strange)}: must be mlflow or wandb")
     if config.data.validation == 0:
         config = config.model_copy(update={"data": config.data.model_copy(update={"validation": VALIDATION})})
-    by_method = dict(spaces) if spaces and all(isinstance(v, Mapping) for v in spaces.values()) else {
-        config.method["name"]: dict(spaces)}
+    by_method: dict[str, Space] = {}
+    for key, value in spaces.items():
+        if isinstance(value, Mapping):
+            by_method[key] = dict(value)
+        else:
+            by_method.setdefault(config.method["name"], {})[key] = value
     if samples is None and budget is None:
         samples = SAMPLES
-    plan = Plan(config, by_method, samples, budget, searcher, scheduler, grace, metric, seed, 0, retries)  # pyright: ignore[reportArgumentType]
+    plan = Plan(config, by_method, samples, budget, searcher, scheduler, grace, metric, seed, 0, retries)
     name = name or f"search-{'-'.join(by_method)}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(out).resolve() / name
     if (folder / "search.json").exists():
@@ -172,6 +180,8 @@ class Desk:
     def closed(self, id: str, failed: str | None) -> None:
         """A trial's process is through with it."""
         record, folder = self._records[id], self.folder / "trials" / id
+        if record.closed:
+            return
         record.closed = True
         if failed is not None:
             error = folder / "error.txt"
@@ -189,7 +199,7 @@ class Desk:
 def _run(folder: Path, plan: Plan, parallel: int | None, fleet: FleetKind, address: str | None, track: Sequence[str],
          watcher: Watcher) -> Found:
     with _open_cluster(fleet, address) as nodes:
-        placement, at_once = None, 1
+        placement, at_once = None, parallel or 1
         if nodes is not None:
             placement, at_once = _place(plan, nodes, parallel)
         if plan.lag == 0:           # a new search; one that is resumed keeps what it was started with
@@ -199,10 +209,11 @@ def _run(folder: Path, plan: Plan, parallel: int | None, fleet: FleetKind, addre
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise CheckpointError(f"{folder}: another process is running this search; wait for it or stop it") from None
+                raise CheckpointError(f"{folder}: another process is running this search; wait for it or stop "
+                                      "it") from None
             desk = Desk(folder, plan, watcher)
             watcher.starts(folder, plan, desk.state, at_once)
-            from tune.trial import Job     # torch: not for those who only ask for help
+            from tune.trial import Job  # torch: not for those who only ask for help
             job = Job(folder, os.getcwd(), plan.metric, plan.scheduler == "asha", plan.grace)
             if placement is None:
                 _run_here(desk, job, plan.retries)
@@ -283,7 +294,7 @@ def _conclude(folder: Path, plan: Plan, state: State) -> Found:
 
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:
-    """The trials that ended; a line cut off by a kill is as if it had not been written, a failed trial has not ended."""
+    """The trials that ended; a line cut off by a kill is as if it were not there, a failed trial has not ended."""
     found: dict[str, dict[str, Any]] = {}
     lines = []
     for line in file.read_text().splitlines() if file.is_file() else []:
@@ -298,5 +309,3 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
         file.write_text("".join(line + "\n" for line in lines))
     return found
 
-
-__all__ = ["OVER", "Axis", "Callable", "Desk", "Found", "Grid", "parse", "resume", "search", "space", "spaces_of"]

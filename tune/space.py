@@ -105,7 +105,7 @@ def space(config: Config, ranges: Mapping[str, Axis | str] | None = None, method
         ConfigError: unknown method or setting, or a range that a setting cannot have.
     """
     given = {key: _axis(key, value) for key, value in (ranges or {}).items()}
-    method = method or config.method["name"]
+    method = method or str(config.method["name"])
     of_method = dict(config.method) if config.method["name"] == method else {"name": method}
     made = make_method(of_method)
     declared: Space = {f"method.{name}": range_of(field) for name, field in type(made).model_fields.items()
@@ -116,7 +116,7 @@ def space(config: Config, ranges: Mapping[str, Axis | str] | None = None, method
             raise ConfigError(f"{key} = {written(axis)}: decides no result, so it cannot be searched" if key != "method"
                               else "method: several are searched with --methods a,b")
         for value in _probes(axis):
-            configure(config, method, {key: value})
+            configure(config, made.name, {key: value})
     return found
 
 

@@ -127,7 +127,8 @@ class Trial:
                 self._conclude()
 
     def _advance(self) -> None:
-        assert self._experiment is not None and self._journal is not None
+        assert self._experiment is not None
+        assert self._journal is not None
         report = self._experiment.advance()
         point = self._judge(report)
         if point is not None:
@@ -137,7 +138,8 @@ class Trial:
             self._conclude()
 
     def _conclude(self) -> None:
-        assert self._experiment is not None and self._journal is not None
+        assert self._experiment is not None
+        assert self._journal is not None
         self._journal.conclude(summarise(self._journal.reports(), self.config.method["name"], self.task.split.sha256,
                                          self._experiment.conclude()))
         shutil.rmtree(self.folder / "checkpoints")
