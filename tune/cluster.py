@@ -169,6 +169,7 @@ class TrialActor(ray_tune.Trainable):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "error.txt").write_text(f"{error if isinstance(error, RayltError) else one_line(error)}\n")
             raise
+        (folder / "error.txt").unlink(missing_ok=True)
         figures = {}
         if points:
             last = points[-1]
@@ -199,11 +200,17 @@ class TrialActor(ray_tune.Trainable):
 
 
 class _Office:
-    """Between Tune's names for trials and ours."""
+    """Between Tune's names for trials and ours. Tune copies and pickles what it is given: of this there is one."""
 
-    def __init__(self, desk: Desk, at_once: int):
+    def __init__(self, desk: Any, at_once: int):
         self.desk, self.at_once = desk, at_once
         self.names: dict[str, str] = {}             # of the trials under way, by Tune's name
+
+    def __deepcopy__(self, memo: Any) -> "_Office":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Office, (None, 0)
 
 
 class _Suggest(RaySearcher):

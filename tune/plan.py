@@ -115,6 +115,12 @@ class Record:
         return self.cost * self.outcome.step // self.config.federation.rounds
 
     @property
+    def counted(self) -> list[Point]:
+        """The points that count: a stopped trial may have gone on while it was not known yet."""
+        last = self.outcome.step if self.outcome is not None and self.outcome.state == "stopped" else math.inf
+        return [point for point in self.points.values() if point.step <= last]
+
+    @property
     def judged(self) -> Point | None:
         """The point whose score is the outcome's."""
         if self.outcome is None or self.outcome.score is None:

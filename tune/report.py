@@ -29,7 +29,7 @@ def write(folder: Path, plan: Plan, state: State) -> None:
     table.writerows(rows)
     _replace(folder / "trials.csv", text.getvalue())
     _replace(folder / "trials.json", json.dumps(
-        [its | {"points": [asdict(p) for p in record.points.values()]}
+        [its | {"points": [asdict(p) for p in record.counted]}
          for its, record in zip(rows, state.trials, strict=True)], indent=1) + "\n")
     best = state.best()
     if best is not None:
@@ -118,9 +118,7 @@ def draw(file: Path, plan: Plan, state: State) -> None:
 
 def _draw_courses(panel: Any, plan: Plan, state: State, colour: dict[str, str], best: Record | None) -> None:
     for record in state.trials:
-        points = [p for p in record.points.values() if p.kind != "proxy"]
-        if record.outcome is not None and record.outcome.state == "stopped":
-            points = [p for p in points if p.step <= record.outcome.step]
+        points = [p for p in record.counted if p.kind != "proxy"]
         if not points:
             continue
         mine, ended = record is best, record.outcome is not None and record.outcome.state == "done"

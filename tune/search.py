@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 
 from raylt.config import Config, DataConfig
 from raylt.data.task import Task, build_task
-from raylt.errors import CheckpointError, ConfigError, RayltError
+from raylt.errors import CheckpointError, ConfigError, RayltError, one_line
 from tune import report
 from tune.halving import rungs
 from tune.plan import SAMPLES, Metric, Plan, Point, Record, Scheduler, Searcher, State
@@ -235,8 +235,9 @@ def _run_here(desk: Desk, job: Any, retries: int) -> None:
                 while desk.told(record.id, trial.step()) and not trial.done:
                     pass
                 break
-            except RayltError as error:
-                failed = None if left else str(error)
+            except Exception as error:
+                said = str(error) if isinstance(error, RayltError) else one_line(error)
+                failed = None if left else said
             finally:
                 trial.close()
         desk.closed(record.id, failed)
