@@ -17,7 +17,7 @@ def test_rungs_are_at_a_ninth_and_a_third_of_the_rounds():
 
 
 def test_one_in_three_goes_on():
-    # recorded at rung 1: .5 -> best of 1; .4 -> second of 2; .6 -> best of 3; .55 -> second of 4, and ceil(4/3) = 2 go on
+    # recorded at rung 1: .5 -> best of 1; .4 -> second of 2; .6 -> best of 3; .55 -> second of 4, and 2 of 4 go on
     found = outcomes([course(.5), course(.4), course(.6), course(.55)], [1, 3], 9)
     assert [o and o.state for o in found] == [None, "stopped", None, None]
     assert found[1] == Outcome("stopped", 1, .4)

@@ -95,9 +95,10 @@ def test_a_resumed_search_equals_an_undisturbed_one_and_runs_no_finished_trial_a
             raise KeyboardInterrupt
         return told(self, id, points)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(Desk, "told", interrupt)
-        small_search(tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            small_search(tmp_path)
     with (tmp_path / "s/trials.jsonl").open("a") as stream:
         stream.write('{"trial": "fedprox-00')                  # a line cut off by the kill
     ended = {json.loads(line)["trial"] for line in (tmp_path / "s/trials.jsonl").read_text().splitlines()[:-1]}
@@ -175,8 +176,8 @@ def test_a_trial_that_does_not_fit_is_refused_with_what_is_missing():
     with pytest.raises(ConfigError) as raised:
         check_fit(bundles, [{"CPU": 2.0}], 8)
     assert str(raised.value) == (
-        "resources: a trial takes 4 CPUs and 2.05 GPUs (4 client actors of 1 CPUs and 0.5 GPUs), the cluster has 2 CPUs "
-        "and 0 GPUs, its largest node 2 and 0: not enough for one; lower resources.actors, resources.cpus_per_client "
+        "resources: a trial takes 4 CPUs and 2.05 GPUs (4 client actors of 1 CPUs and 0.5 GPUs), the cluster has 2 "
+        "CPUs and 0 GPUs, its largest node 2 and 0: not enough for one; lower resources.actors, resources.cpus_per_client "
         "or resources.gpus_per_client")
     # enough in all, but no node has room for one bundle
     with pytest.raises(ConfigError, match="largest node 2 and 0"):
