@@ -26,6 +26,8 @@ def tune(context: typer.Context,
          name: Annotated[str | None, typer.Option(help="Name of the search's folder.")] = None,
          folder: Annotated[Path, typer.Option("--out", help="Folder that it is made in.")] = Path("runs"),
          methods: Annotated[str | None, typer.Option(help="Methods to search, as in sfd,fedavg.")] = None,
+         fields: Annotated[str | None, typer.Option(help="Fields of the methods to search, as in gamma,tau; all that are "
+                                                    "not given by default.")] = None,
          metric: Annotated[Literal["accuracy", "many", "medium", "few", "owned", "matched", "miou"], typer.Option(
              help="What is optimised, on validation samples.")] = "accuracy",
          searcher: Annotated[Literal["tpe", "random", "grid"], typer.Option(help="How values are chosen.")] = "tpe",
@@ -63,8 +65,9 @@ def tune(context: typer.Context,
             path = Path(given.pop(0)) if given and "=" not in given[0] else None
             fixed, ranges = separate(given)
             config = load(path, fixed)
-            names = [part.strip() for part in methods.split(",")] if methods else [config.method["name"]]
-            found = search(config, spaces_of(names, ranges, config), samples, out=folder, name=name, metric=metric,
+            names = _words(methods) if methods else [config.method["name"]]
+            spaces = spaces_of(names, ranges, config, None if fields is None else _words(fields))
+            found = search(config, spaces, samples, out=folder, name=name, metric=metric,
                            searcher=searcher, scheduler=scheduler, grace=grace, budget=budget, seed=seed,
                            retries=retries, **place, watcher=screen)
     if format == "json":
@@ -73,6 +76,10 @@ def tune(context: typer.Context,
     else:
         out.print(screen.table())
         out.print(f"best: {found.best.id}; raylt run {found.folder / 'best.yaml'}", soft_wrap=True)
+
+
+def _words(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 class Screen:

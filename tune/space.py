@@ -93,12 +93,14 @@ def separate(overrides: Sequence[str]) -> tuple[list[str], dict[str, Axis]]:
     return fixed, ranges
 
 
-def space(config: Config, ranges: Mapping[str, Axis | str] | None = None, method: str | None = None) -> Space:
+def space(config: Config, ranges: Mapping[str, Axis | str] | None = None, fields: Sequence[str] | None = None,
+          method: str | None = None) -> Space:
     """The space of a method: the ranges that its fields declare, and those given.
 
     Args:
         config: the settings that all trials share; fields of the method that it gives are not searched.
         ranges: by setting, as `parse` reads them; they stand before what a field declares.
+        fields: of the method, whose declared ranges are searched; all by default.
         method: the one that `config` names by default.
 
     Raises:
@@ -109,7 +111,7 @@ def space(config: Config, ranges: Mapping[str, Axis | str] | None = None, method
     of_method = dict(config.method) if config.method["name"] == method else {"name": method}
     made = make_method(of_method)
     declared: Space = {f"method.{name}": range_of(field) for name, field in type(made).model_fields.items()
-                       if name not in of_method}
+                       if name not in of_method and (fields is None or name in fields)}
     found = declared | given
     for key, axis in found.items():
         if key == "method" or key.startswith(("resources.", "output.")):
@@ -188,8 +190,12 @@ def contains(space: Space, values: Mapping[str, Any]) -> bool:
         for key, axis in space.items())
 
 
-def spaces_of(methods: Sequence[str], ranges: Mapping[str, Axis], fixed: Config) -> dict[str, Space]:
+def spaces_of(methods: Sequence[str], ranges: Mapping[str, Axis], fixed: Config,
+              only: Sequence[str] | None = None) -> dict[str, Space]:
     """The space of each method; a range of a method's field goes to the methods that have it.
+
+    Args:
+        only: the fields whose declared ranges are searched; all by default.
 
     Raises:
         ConfigError: no method has the field, or there is nothing to search.
@@ -200,10 +206,10 @@ def spaces_of(methods: Sequence[str], ranges: Mapping[str, Axis], fixed: Config)
         fields = METHODS[method].model_fields
         mine = {key: axis for key, axis in ranges.items()
                 if not key.startswith("method.") or key.removeprefix("method.") in fields or len(methods) == 1}
-        found[method] = space(fixed, mine, method)
-    for key in ranges:
+        found[method] = space(fixed, mine, only, method)
+    for key in [*ranges, *(f"method.{name}" for name in only or ())]:
         if not any(key in its for its in found.values()):
-            raise ConfigError(f"{key}: none of {', '.join(methods)} has this field; raylt methods lists them")
+            raise ConfigError(f"{key}: none of {', '.join(methods)} has this field to search; raylt methods lists them")
     if not any(found.values()):
         raise ConfigError(f"nothing to search: {', '.join(methods)} has no field with a range that is not given; "
                           "give a range, as in local.lr=loguniform(0.01,0.3)")

@@ -177,8 +177,8 @@ def test_a_trial_that_does_not_fit_is_refused_with_what_is_missing():
         check_fit(bundles, [{"CPU": 2.0}], 8)
     assert str(raised.value) == (
         "resources: a trial takes 4 CPUs and 2.05 GPUs (4 client actors of 1 CPUs and 0.5 GPUs), the cluster has 2 "
-        "CPUs and 0 GPUs, its largest node 2 and 0: not enough for one; lower resources.actors, resources.cpus_per_client "
-        "or resources.gpus_per_client")
+        "CPUs and 0 GPUs, its largest node 2 and 0: not enough for one; lower resources.actors, "
+        "resources.cpus_per_client or resources.gpus_per_client")
     # enough in all, but no node has room for one bundle
     with pytest.raises(ConfigError, match="largest node 2 and 0"):
         check_fit([{}, {"CPU": 3.0}], [{"CPU": 2.0}, {"CPU": 2.0}], 8)

@@ -71,6 +71,15 @@ def test_ranges_that_a_setting_cannot_have_are_refused(ranges, says):
         space(Config(method={"name": "fedprox"}), ranges)
 
 
+def test_fields_restrict_what_is_searched_of_a_method():
+    lr, config = {"local.lr": Uniform(0.1, 0.2)}, Config(method={"name": "fedprox"})
+    assert space(config, lr, fields=[]) == lr
+    assert spaces_of(["fedprox"], lr, config, ["mu"]).keys() == {"fedprox"}
+    assert space(config, lr, fields=["mu"]).keys() == {"method.mu", "local.lr"}
+    with pytest.raises(ConfigError, match=r"method\.nu"):
+        spaces_of(["fedprox"], lr, config, ["mu", "nu"])
+
+
 def test_separate_tells_ranges_from_values():
     assert separate(["local.lr=uniform(0,1)", "method=fedprox"]) == (["method=fedprox"], {"local.lr": Uniform(0, 1)})
 
