@@ -26,8 +26,8 @@ def tune(context: typer.Context,
          name: Annotated[str | None, typer.Option(help="Name of the search's folder.")] = None,
          folder: Annotated[Path, typer.Option("--out", help="Folder that it is made in.")] = Path("runs"),
          methods: Annotated[str | None, typer.Option(help="Methods to search, as in sfd,fedavg.")] = None,
-         fields: Annotated[str | None, typer.Option(help="Fields of the methods to search, as in gamma,tau; all that are "
-                                                    "not given by default.")] = None,
+         fields: Annotated[str | None, typer.Option(help="Fields of the methods to search, as in gamma,tau; else all "
+                                                    "that are not given.")] = None,
          metric: Annotated[Literal["accuracy", "many", "medium", "few", "owned", "matched", "miou"], typer.Option(
              help="What is optimised, on validation samples.")] = "accuracy",
          searcher: Annotated[Literal["tpe", "random", "grid"], typer.Option(help="How values are chosen.")] = "tpe",

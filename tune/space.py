@@ -98,9 +98,9 @@ def space(config: Config, ranges: Mapping[str, Axis | str] | None = None, fields
     """The space of a method: the ranges that its fields declare, and those given.
 
     Args:
-        config: the settings that all trials share; fields of the method that it gives are not searched.
+        config: the settings that all trials share.
         ranges: by setting, as `parse` reads them; they stand before what a field declares.
-        fields: of the method, whose declared ranges are searched; all by default.
+        fields: of the method, whose declared ranges are searched; by default all that `config` does not give.
         method: the one that `config` names by default.
 
     Raises:
@@ -111,7 +111,7 @@ def space(config: Config, ranges: Mapping[str, Axis | str] | None = None, fields
     of_method = dict(config.method) if config.method["name"] == method else {"name": method}
     made = make_method(of_method)
     declared: Space = {f"method.{name}": range_of(field) for name, field in type(made).model_fields.items()
-                       if name not in of_method and (fields is None or name in fields)}
+                       if (name not in of_method if fields is None else name in fields)}
     found = declared | given
     for key, axis in found.items():
         if key == "method" or key.startswith(("resources.", "output.")):
@@ -195,7 +195,7 @@ def spaces_of(methods: Sequence[str], ranges: Mapping[str, Axis], fixed: Config,
     """The space of each method; a range of a method's field goes to the methods that have it.
 
     Args:
-        only: the fields whose declared ranges are searched; all by default.
+        only: the fields whose declared ranges are searched; by default all that `fixed` does not give.
 
     Raises:
         ConfigError: no method has the field, or there is nothing to search.
