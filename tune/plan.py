@@ -77,7 +77,7 @@ class Point:
             through on a copy; "final" for what is deployed in the end. Proxies decide nothing.
         score: the metric that is searched for.
         steps: client-steps until here.
-        validation, test: figures by name; the test set's are for the record.
+        validation, test: figures by name; the test set's are for the record, there are none of a rehearsal.
     """
 
     step: int

@@ -159,7 +159,7 @@ class Trial:
         assert score is not None, "the search checks that there is a class to judge"
         rounds = self.config.federation.rounds
         point = Point(report.step, kind, score, self.cost * min(report.step, rounds) // rounds, figures,
-                      _test_figures(report))
+                      {} if kind == "rehearsal" else _test_figures(report))
         self._points[point.step] = point
         self._write()
         return point
