@@ -1,5 +1,6 @@
-"""The command line: raylt run | resume | features | methods | data | doctor. Exit code 2 for bad input, 1 for a
-failed run."""
+"""The command line: raylt run | resume | tune | features | methods | settings | data | doctor.
+
+Exit code 2 for input that cannot be used, 1 for a failed run."""
 
 import json
 import sys
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from raylt.cli_tune import tune
 from raylt.config import Config, load
 from raylt.errors import ConfigError, RayltError, one_line
 
@@ -69,6 +71,9 @@ def resume(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The r
     with Screen() as screen:
         summary, place = resume_run(run_folder, overrides or [], fleet.value, address, screen)
     _show_summary(summary, place, format)
+
+
+app.command()(tune)
 
 
 @app.command()
@@ -219,7 +224,7 @@ def main() -> None:
                   soft_wrap=True, markup=False)
         code = error.exit_code if isinstance(error, RayltError) else 1
     if code == 130:                                     # typer makes Ctrl-C an exit
-        err.print("stopped; raylt resume RUN continues after the last committed round")
+        err.print("stopped; raylt resume RUN continues a run, raylt tune --resume DIR a search")
     sys.exit(code)
 
 
