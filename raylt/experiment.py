@@ -62,19 +62,22 @@ class Experiment:
 
     Args:
         folder: the run folder, where checkpoints and the final model go.
+
+    Attributes:
+        finishes: whether the method does something after the last round.
     """
 
     def __init__(self, config: Config, method: Method, task: Task, fleet: Fleet, device: torch.device, folder: Path):
         self.config, self.method, self.task, self.fleet, self.folder = config, method, task, fleet, folder
         self.server = Server(config, task.facts, method.new_model(task.facts, config).to(device), device)
-        self._finishes = type(method).finish is not Method.finish
+        self.finishes = type(method).finish is not Method.finish
         self._test: Samples | None = None
         self._saved: Checkpoint | None = None
         self._step = 0
 
     @property
     def done(self) -> bool:
-        return self._step >= self.server.rounds + self._finishes
+        return self._step >= self.server.rounds + self.finishes
 
     def step(self) -> Report:
         """One round, or the finish; then an evaluation when it is due."""
@@ -99,11 +102,6 @@ class Experiment:
             traffic={name: asdict(t) for name, t in _merge(joined.traffic, ledger.traffic).items()},
             lost=joined.lost + ledger.lost, retried=joined.retried + ledger.retried,
             rejected=joined.rejected | ledger.rejected, figures=server.figures, **judged)
-
-    @property
-    def finishes(self) -> bool:
-        """Whether the method does something after the last round."""
-        return self._finishes
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
