@@ -224,7 +224,7 @@ def main() -> None:
                   soft_wrap=True, markup=False)
         code = error.exit_code if isinstance(error, RayltError) else 1
     if code == 130:                                     # typer makes Ctrl-C an exit
-        err.print("stopped; raylt resume RUN continues a run, raylt tune --resume DIR a search")
+        err.print("stopped; to go on: raylt resume RUN, or raylt tune --resume SEARCH")
     sys.exit(code)
 
 

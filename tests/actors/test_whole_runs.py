@@ -146,7 +146,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, number):
         process.send_signal(number)
     assert process.wait(60) == 130
     said = (tmp_path / "err.txt").read_text().splitlines()
-    assert said[-1] == "stopped; raylt resume RUN continues after the last committed round"
+    assert said[-1] == "stopped; to go on: raylt resume RUN, or raylt tune --resume SEARCH"
     assert all(line.startswith(("fedavg on", "round ")) for line in said[:-1])
     wait_for(lambda: all_gone(started), 30)
     assert not (tmp_path / "r/summary.json").exists()
