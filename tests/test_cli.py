@@ -308,7 +308,8 @@ def test_resume_of_a_finished_run_shows_its_summary_again(raylt, finished, tmp_p
 
 
 def test_folder_of_a_run_without_a_name_is_one_folder_below_out(raylt, npz):
-    code, out, err = raylt("run", f"data.source=npz:{npz()}", "data.clients=2", "federation.rounds=1", "local.epochs=1", "method=fedavg",
+    code, out, err = raylt("run", f"data.source=npz:{npz()}", "data.clients=2", "federation.rounds=1", "local.epochs=1",
+                           "method=fedavg",
                            "--fleet", "local", "--format", "json")
     assert code == 0, err
     assert Path(json.loads(out)["folder"]).parent == Path("runs")
