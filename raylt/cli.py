@@ -1,5 +1,6 @@
-"""The command line: raylt run | resume | features | clients | methods | data | doctor. Exit code 2 for bad input, 1 for
-a failed run."""
+"""The command line: raylt run | resume | tune | features | clients | methods | settings | data | doctor.
+
+Exit code 2 for input that cannot be used, 1 for a failed run."""
 
 import json
 import sys
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from raylt.cli_tune import tune
 from raylt.config import Config, load
 from raylt.errors import ConfigError, RayltError, one_line
 
@@ -75,6 +77,9 @@ def resume(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The r
     with Screen() as screen:
         summary, place = resume_run(run_folder, overrides or [], fleet.value, address, screen)
     _show_summary(summary, place, format)
+
+
+app.command()(tune)
 
 
 @app.command()
@@ -250,7 +255,7 @@ def main() -> None:
                   soft_wrap=True, markup=False)
         code = error.exit_code if isinstance(error, RayltError) else 1
     if code == 130:                                     # typer makes Ctrl-C an exit
-        err.print("stopped; raylt resume RUN continues after the last committed round")
+        err.print("stopped; to go on: raylt resume RUN, or raylt tune --resume SEARCH")
     sys.exit(code)
 
 

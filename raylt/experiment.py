@@ -1,5 +1,6 @@
 """`Experiment`: a run that can be stepped, saved and loaded; by this process, the server actor or a Tune trial."""
 
+import copy
 import os
 import time
 from collections.abc import Iterator
@@ -64,19 +65,22 @@ class Experiment:
 
     Args:
         folder: the run folder, where checkpoints and the final model go.
+
+    Attributes:
+        finishes: whether the method does something after the last round.
     """
 
     def __init__(self, config: Config, method: Method, task: Task, fleet: Fleet, device: torch.device, folder: Path):
         self.config, self.method, self.task, self.fleet, self.folder = config, method, task, fleet, folder
         self.server = Server(config, task.facts, method.new_model(task.facts, config).to(device), device)
-        self._finishes = type(method).finish is not Method.finish
+        self.finishes = type(method).finish is not Method.finish
         self._test: Samples | None = None
         self._saved: Checkpoint | None = None
         self._step = 0
 
     @property
     def done(self) -> bool:
-        return self._step >= self.server.rounds + self._finishes
+        return self._step >= self.server.rounds + self.finishes
 
     def step(self) -> Report:
         """One round, or the finish; then an evaluation when it is due."""
@@ -101,6 +105,24 @@ class Experiment:
             traffic={name: asdict(t) for name, t in _merge(joined.traffic, ledger.traffic).items()},
             lost=joined.lost + ledger.lost, retried=joined.retried + ledger.retried,
             rejected=joined.rejected | ledger.rejected, figures=server.figures, **judged)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Inside the block the method is finished, as if this had been the last round; after it nothing has happened.
+
+        What it draws differs from the finish to come, whose seeds follow the last round's number.
+        """
+        server, fleet = self.server, self.fleet
+        before = server.model, server.state, server.round, server.figures
+        server.model, server.state = copy.deepcopy(server.model), copy.deepcopy(server.state)
+        try:
+            with fleet.rehearsing():
+                server.round, server.figures = self._step + 1, {}
+                fleet.begin(self._step + 1)
+                self.method.finish(server, fleet)
+                yield
+        finally:
+            server.model, server.state, server.round, server.figures = before
 
     def advance(self) -> Report:
         """A step, then a checkpoint when it is due."""

@@ -16,6 +16,7 @@ import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -104,6 +105,15 @@ class Fleet(ABC):
     def begin(self, round: int) -> None:
         """Starts a round: seeds follow its number, and its ledger is empty."""
         self.round, self.ledger = round, Ledger()
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """What clients come to remember inside the block is forgotten after it."""
+        before = dict(self._private), set(self.changed), self.round, self.ledger
+        try:
+            yield
+        finally:
+            self._private, self.changed, self.round, self.ledger = before
 
     def mean(self, fn: ClientFunction, ids: Sequence[int], message: Message) -> Tree:
         """The mean of the replies weighted by the clients' samples; integer tensors take the maximum.

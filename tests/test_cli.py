@@ -18,7 +18,7 @@ from raylt.checkpoint import hash_tensors
 from raylt.config import settings
 from raylt.errors import RayltError
 
-SMALL = ["data.clients=3", "local.epochs=1", "data.imbalance=50", "federation.rounds=2"]
+SMALL = ["method=fedavg", "data.clients=3", "local.epochs=1", "data.imbalance=50", "federation.rounds=2"]
 
 
 class Outcome(NamedTuple):
@@ -208,7 +208,7 @@ def test_interrupted_run_says_how_to_go_on(raylt, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
     monkeypatch.setattr("raylt.run.start", interrupt)
-    assert raylt("run") == Outcome(130, "", "stopped; raylt resume RUN continues after the last committed round\n")
+    assert raylt("run") == Outcome(130, "", "stopped; to go on: raylt resume RUN, or raylt tune --resume SEARCH\n")
 
 
 def test_without_a_command_help_is_shown_and_no_error(raylt):
@@ -309,6 +309,7 @@ def test_resume_of_a_finished_run_shows_its_summary_again(raylt, finished, tmp_p
 
 def test_folder_of_a_run_without_a_name_is_one_folder_below_out(raylt, npz):
     code, out, err = raylt("run", f"data.source=npz:{npz()}", "data.clients=2", "federation.rounds=1", "local.epochs=1",
+                           "method=fedavg",
                            "--fleet", "local", "--format", "json")
     assert code == 0, err
     assert Path(json.loads(out)["folder"]).parent == Path("runs")

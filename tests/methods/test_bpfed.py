@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, Recorder, configure, fingerprint, make_experiment, private_states
+from tiny import CPU, Recorder, configure, fingerprint, make_experiment, private_states
 from torch import tensor
 from torch.nn import functional as F
 

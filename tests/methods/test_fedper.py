@@ -1,7 +1,6 @@
 import pytest
 import torch
-from conftest import COUNTS, CPU, configure, fingerprint, make_experiment, private_states
-from conftest import Recorder as Recording
+from tiny import COUNTS, CPU, Recorder, configure, fingerprint, make_experiment, private_states
 
 from raylt import tree
 from raylt.methods import make_method
@@ -11,7 +10,7 @@ from raylt.methods.fedper import FedPer
 
 
 def run(task, folder, method, **parts):
-    experiment = make_experiment(configure(**parts), task, folder, method, host=Recording)
+    experiment = make_experiment(configure(**parts), task, folder, method, host=Recorder)
     reports = []
     while not experiment.done:
         reports.append(experiment.step())
@@ -65,7 +64,7 @@ def test_classifiers_never_travel_and_differ_between_clients(tiny_task, tmp_path
 def test_private_state_of_clients_that_are_not_sampled_stays(tiny_task, tmp_path):
     method = make_method({"name": "fedper"})
     experiment = make_experiment(configure(federation={"participation": 0.3}), tiny_task, tmp_path, method,
-                                 host=Recording)
+                                 host=Recorder)
     experiment.step()
     before = {id: fingerprint(state) for id, state in private_states(experiment).items()}
     experiment.step()
