@@ -21,14 +21,12 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raylt import tree
 from raylt.client import Client, Message, Reply
 from raylt.data.samples import Batch
-from raylt.errors import ConfigError
 from raylt.fleet import Fleet
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.local import features, fit_classifier, sgd
@@ -61,7 +59,8 @@ class BPFed(Method):
                                              "18, over all classes, or cross-entropy, Table 4")
     delta: float = hp(0.5, Uniform(0.0, 0.5), "smoothing of the largest class, Eq. 20, Fig. 4", ge=0, le=1)
     gamma: float = hp(0.4, Uniform(0.1, 2.0), "how fast smoothing falls with class size, Eq. 20, Fig. 4", ge=0)
-    softmax: Literal["all", "owned"] = hp("all", Choice("all", "owned"), "classes that p of Eq. 18 is over")
+    softmax: Literal["all", "owned"] = hp("all", Choice("all", "owned"), "classes that p of Eq. 18 is over; "
+                                           "ls_all needs all")
     crt: bool = hp(True, Choice(True, False), "classifiers are re-trained, 3.2.2")
     lws: bool = hp(True, Choice(True, False), "with a learnable scale per class, 3.2.2")
     restart: bool = hp(False, Choice(True, False), "re-training starts from new weights, not from those of stage 1")
@@ -71,13 +70,6 @@ class BPFed(Method):
     momentum: float = hp(0.9, Uniform(0, 0.99), "of re-training, 4.1", ge=0, lt=1)
     weight_decay: float = hp(5e-4, LogUniform(1e-5, 1e-2), "of re-training, 4.1", ge=0)
     argmax: Literal["all", "owned"] = hp("all", Choice("all", "owned"), "classes that a personal model chooses from")
-
-    @model_validator(mode="after")
-    def _softmax_covers_the_loss(self) -> "BPFed":
-        if self.loss == "ls_all" and self.softmax == "owned":
-            raise ConfigError("method.loss = ls_all smooths over classes that method.softmax = owned leaves out; set "
-                              "method.softmax=all")
-        return self
 
     def shared(self, model: SplitModel) -> Params:
         return model.entries("encoder.")
@@ -149,7 +141,8 @@ class BPFed(Method):
             z, y = balance(z, y, unpack(message["covariance"], z.shape[1]), client.order)          # [4]
         delta = 0.0 if self.loss == "ce" else self.delta
         labels = smooth_labels(client.counts, delta, self.gamma, self.loss == "ls_all")  # [C, C] [6]
-        classes = owned if self.softmax == "owned" else torch.ones_like(owned)                       # [7]
+        fewer = self.softmax == "owned" and self.loss != "ls_all"
+        classes = owned if fewer else torch.ones_like(owned)    # [7]
         head = ScaledLinear(_linear(client.model), self.crt, self.lws, self.restart).to(client.device)
         loss = 0.0
         if classes.sum() > 1:                                   # a softmax over one class is 1, whatever the weights

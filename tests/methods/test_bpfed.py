@@ -17,9 +17,8 @@ from torch.nn import functional as F
 from raylt import checkpoint, tree
 from raylt.client import Client
 from raylt.data.samples import Samples
-from raylt.errors import ConfigError, TooFewReplies
+from raylt.errors import TooFewReplies
 from raylt.local import SGD, features, sgd
-from raylt.methods import make_method
 from raylt.methods.bpfed import BPFed, ScaledLinear, balance, mix
 from raylt.ops.losses import smooth_labels
 from raylt.ops.moments import class_scatter, perturb, unpack
@@ -134,9 +133,10 @@ def test_logits_of_missing_classes_are_pushed_down_or_left_alone(softmax):      
     assert torch.allclose(missing, (logits.softmax(1)[:, 1] / 4).detach()) == (softmax == "all")
 
 
-def test_smoothing_over_all_classes_needs_a_softmax_over_all():
-    with pytest.raises(ConfigError, match=r"^method.loss = ls_all .* method.softmax = owned .*set method.softmax=all$"):
-        make_method({"name": "bpfed", "loss": "ls_all", "softmax": "owned"})
+def test_smoothing_over_all_classes_takes_a_softmax_over_all(tiny_task, tmp_path):
+    ends = [run(tiny_task, tmp_path, BPFed(loss="ls_all", softmax=softmax))[0] for softmax in ("all", "owned")]
+    first, second = ({id: fingerprint(state) for id, state in private_states(e).items()} for e in ends)
+    assert first == second
 
 
 # covariance and augmentation, Eq. 12-17
