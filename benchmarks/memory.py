@@ -28,7 +28,8 @@ def main() -> None:
     print("clients   server before training, MiB   peak USS   peak PSS   bytes up per round")
     for clients in arguments.clients:
         config = load(None, ["data.source=npz:random", f"data.clients={clients}", "federation.rounds=3",
-                             f"model={arguments.model}", "local.batch=8", "local.epochs=1", "evaluation.every=1000"])
+                             "method=fedavg", f"model={arguments.model}", "local.batch=8", "local.epochs=1",
+                             "evaluation.every=1000"])
         with tempfile.TemporaryDirectory() as folder, \
                 open_experiment(config, random_task(clients), Path(folder) / "run", None) as experiment:
             children = psutil.Process().children(recursive=True)

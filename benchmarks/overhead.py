@@ -13,6 +13,7 @@ import argparse
 import statistics
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,7 @@ def main() -> None:
     config = load(None, [
         f"data.source={arguments.source or 'npz:random'}", "data.imbalance=100", "data.partition=creff",
         "data.clients=20", "federation.participation=0.4", f"federation.rounds={arguments.rounds + 1}",
-        f"model={arguments.model}", "local.epochs=1", f"local.batch={arguments.batch}", "local.lr=0.1",
+        "method=fedavg", f"model={arguments.model}", "local.epochs=1", f"local.batch={arguments.batch}", "local.lr=0.1",
         "local.momentum=0", "evaluation.every=1000", f"resources.actors={arguments.actors}"])
     task = build_task(config.data) if arguments.source else random_task()
     with tempfile.TemporaryDirectory() as folder, open_experiment(config, task, Path(folder) / "run", None) as ours:
@@ -142,37 +143,45 @@ def work(config, task, shared, returned, todo, done) -> None:
         done.put(k)
 
 
-def spend(act, bare: list[int], own: bool) -> tuple[float, float]:
-    """CPU and wall seconds of one call, over this process and the children of one side."""
+def spend(act, bare: list[int], own: bool) -> tuple[float, float, Counter[str]]:
+    """CPU and wall seconds of one call, over this process and the children of one side; and CPU by kind of process."""
     before, start = cpu_seconds(bare, own), time.perf_counter()
     act()
     wall = time.perf_counter() - start
-    after = cpu_seconds(bare, own)
-    return sum(after[pid] - before.get(pid, 0.0) for pid in after), wall
+    kinds: Counter[str] = Counter()
+    for (pid, kind), seconds in cpu_seconds(bare, own).items():
+        kinds[kind] += seconds - before.get((pid, kind), 0.0)
+    return kinds.total(), wall, kinds
 
 
-def cpu_seconds(bare: list[int], own: bool) -> dict[int, float]:
-    """CPU seconds so far, by process: this one and its children, of the bare side or of all but that."""
+def cpu_seconds(bare: list[int], own: bool) -> dict[tuple[int, str], float]:
+    """CPU seconds so far, by process and kind: this one and its children, of the bare side or of all but that."""
     me, found = psutil.Process(), {}
     for process in [me, *me.children(recursive=True)]:
         if process.pid == me.pid or (process.pid in bare) == own:
             try:
-                times = process.cpu_times()
+                times, name = process.cpu_times(), " ".join(process.cmdline())
             except psutil.NoSuchProcess:
                 continue
-            found[process.pid] = times.user + times.system
+            kind = ("driver" if process.pid == me.pid else "clients" if "ClientActor" in name or own
+                    else "server" if "ServerActor" in name else "Ray's daemons")
+            found[process.pid, kind] = times.user + times.system
     return found
 
 
-def show(rows: list[dict[str, tuple[float, float]]], same: bool) -> None:
+def show(rows: list[dict[str, tuple[float, float, Counter[str]]]], same: bool) -> None:
     print("round   CPU s raylt   bare   ratio     wall s raylt   bare   ratio")
     for i, row in enumerate(rows, 2):
-        (cpu, wall), (bare_cpu, bare_wall) = row["raylt"], row["bare"]
+        (cpu, wall, _), (bare_cpu, bare_wall, _) = row["raylt"], row["bare"]
         print(f"{i:5d}   {cpu:11.2f} {bare_cpu:6.2f}  {cpu / bare_cpu:6.3f}   {wall:14.2f} {bare_wall:6.2f}  "
               f"{wall / bare_wall:6.3f}")
     for i, what in enumerate(("CPU", "wall")):
         ratio = statistics.median(row["raylt"][i] / row["bare"][i] for row in rows)
         print(f"median ratio of {what} seconds per round: {ratio:.3f}")
+    for side in ("raylt", "bare"):
+        total = sum((row[side][2] for row in rows), Counter[str]())
+        print(f"CPU seconds per round of {side}: "
+              + ", ".join(f"{kind} {seconds / len(rows):.2f}" for kind, seconds in total.most_common()))
     print(f"same weights, bit for bit: {'yes' if same else 'NO'}")
 
 

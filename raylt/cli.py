@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -126,12 +127,15 @@ def methods(format: FormatOption = Format.table) -> None:
     if format is Format.json:
         _print_json(listing)
         return
-    table = Table("method", "paper", "field", "default", "range", "what")
     for name, entry in listing.items():
-        rows = [(field, str(f["default"]), f["range"], f["source"]) for field, f in entry["fields"].items()]
-        for i, row in enumerate(rows or [("", "", "", "")]):
-            table.add_row(*(("", "") if i else (name, entry["paper"])), *row)
-    out.print(table)
+        out.print(f"[bold]{name}[/bold]  {entry['paper']}")
+        table = Table("field", "default", "range", "what", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+        table.columns[0].no_wrap = True
+        for field, f in entry["fields"].items():
+            table.add_row(field, str(f["default"]), f["range"], f["source"])
+        if entry["fields"]:
+            out.print(table)
+        out.print()
 
 
 @app.command("settings")

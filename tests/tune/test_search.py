@@ -57,6 +57,7 @@ def figures(folder):
     return {key: value for key, value in summary.items() if "seconds" not in key}
 
 
+@pytest.mark.slow
 def test_the_best_configuration_gives_the_trials_figures_to_the_bit(undisturbed, tmp_path):
     best = load(undisturbed.folder / "best.yaml")
     assert best == undisturbed.config
@@ -84,6 +85,7 @@ def test_test_figures_decide_nothing(undisturbed, monkeypatch, tmp_path):
     assert results(small_search(tmp_path)) == results(undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 5, 14])
 def test_a_resumed_search_equals_an_undisturbed_one_and_runs_no_finished_trial_again(undisturbed, tmp_path, after,
                                                                                      monkeypatch):
@@ -110,6 +112,7 @@ def test_a_resumed_search_equals_an_undisturbed_one_and_runs_no_finished_trial_a
         undisturbed.folder / "best.yaml").read_text().splitlines()[4:]
 
 
+@pytest.mark.slow
 def test_a_failed_trial_is_shown_and_run_again_on_resume(tmp_path, monkeypatch):
     from raylt.methods.fedprox import FedProx
     with monkeypatch.context() as patch:
