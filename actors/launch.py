@@ -57,7 +57,7 @@ def open_experiment(config: Config, task: Task, folder: Path, address: str | Non
     """
     try:
         connect(address)
-        _interrupt_on_sigterm()
+        interrupt_on_sigterm()
         placement = place(config, int((task.client_counts.sum(1) > 0).sum()), ray.cluster_resources())
         shards, test = [ray.put(shard) for shard in task.shards], ray.put(task.test)
         options = ServerActor.options(name=f"{folder.name}/server", num_cpus=0,
@@ -172,7 +172,7 @@ def _rounded(whole: float, parts: int) -> float:
     return math.floor(whole / parts * 1e4 + 1e-6) / 1e4
 
 
-def _interrupt_on_sigterm() -> None:
+def interrupt_on_sigterm() -> None:
     """SIGTERM ends a run as Ctrl-C does: Ray's own handler would end the process without a word."""
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

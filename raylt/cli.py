@@ -1,8 +1,8 @@
-"""The command line: raylt run | resume | features | methods | data | doctor. Exit code 2 for bad input, 1 for a
-failed run."""
+"""The command line: raylt run | resume | tune | features | methods | settings | data | doctor.
+
+Exit code 2 for input that cannot be used, 1 for a failed run."""
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from raylt.cli_tune import tune
 from raylt.config import Config, load
 from raylt.errors import ConfigError, RayltError, one_line
 
@@ -70,6 +71,9 @@ def resume(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The r
     with Screen() as screen:
         summary, place = resume_run(run_folder, overrides or [], fleet.value, address, screen)
     _show_summary(summary, place, format)
+
+
+app.command()(tune)
 
 
 @app.command()
@@ -133,7 +137,12 @@ def data(settings: Settings = None,
         _print_json({"sha256": task.split.sha256, "names": task.class_names, "groups": task.groups,
                      "classes": task.counts.tolist(), "clients": task.client_counts.tolist()})
         return
-    _show_split(task)
+    from raylt.summary import split_table
+    out.print(f"split {task.split.sha256}", soft_wrap=True)
+    out.print(split_table(task, out.width))
+    for group in ("many", "medium", "few"):
+        sizes = [int(n) for n, its in zip(task.counts, task.groups, strict=True) if its == group]
+        out.print(f"{group}: {len(sizes)} classes, {sum(sizes)} samples")
 
 
 @app.command()
@@ -215,7 +224,7 @@ def main() -> None:
                   soft_wrap=True, markup=False)
         code = error.exit_code if isinstance(error, RayltError) else 1
     if code == 130:                                     # typer makes Ctrl-C an exit
-        err.print("stopped; raylt resume RUN continues after the last committed round")
+        err.print("stopped; raylt resume RUN continues a run, raylt tune --resume DIR a search")
     sys.exit(code)
 
 
@@ -237,20 +246,5 @@ def _show_summary(summary: dict[str, Any], folder: Path, format: Format) -> None
         out.print(table_of(summary, str(folder)))
 
 
-def _show_split(task: Any) -> None:
-    table = Table("client", *task.class_names, "all", title=f"samples per client and class · split {task.split.sha256}")
-    for k, row in enumerate(task.client_counts):
-        table.add_row(str(k), *(str(n) if n else "·" for n in row), str(row.sum()))
-    table.add_section()
-    table.add_row("all", *(str(n) for n in task.counts), str(task.counts.sum()))
-    table.add_row("group", *task.groups, "")
-    out.print(table)
-    for group in ("many", "medium", "few"):
-        sizes = [int(n) for n, its in zip(task.counts, task.groups, strict=True) if its == group]
-        out.print(f"{group}: {len(sizes)} classes, {sum(sizes)} samples")
-
-
 if __name__ == "__main__":
-    # `python -m raylt.cli` for places where scripts are not on the PATH
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    main()
+    main()          # python -m raylt.cli, where scripts are not on the PATH

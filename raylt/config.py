@@ -53,6 +53,8 @@ class DataConfig(Section):
     split: str | None = setting(None, "a split.json to use instead of drawing one")
     normalise: bool = setting(True, "whether pixels are brought to mean 0 and deviation 1 per channel; else they are "
                               "in 0..1")
+    validation: float = setting(0.0, "share of each class's training samples that no client gets: a search judges on "
+                                "them", ge=0, lt=1)
     groups: tuple[int, int] | None = setting(None, "few-shot classes have fewer samples than the first, many-shot ones "
                                              "more than the second; by default the literature's for the source")
 

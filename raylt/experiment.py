@@ -1,5 +1,6 @@
 """`Experiment`: a run that can be stepped, saved and loaded; by this process, the server actor or a Tune trial."""
 
+import copy
 import os
 import time
 from collections.abc import Iterator
@@ -98,6 +99,29 @@ class Experiment:
             traffic={name: asdict(t) for name, t in _merge(joined.traffic, ledger.traffic).items()},
             lost=joined.lost + ledger.lost, retried=joined.retried + ledger.retried,
             rejected=joined.rejected | ledger.rejected, figures=server.figures, **judged)
+
+    @property
+    def finishes(self) -> bool:
+        """Whether the method does something after the last round."""
+        return self._finishes
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Inside the block the method is finished, as if this had been the last round; after it nothing has happened.
+
+        What it draws differs from the finish to come, whose seeds follow the last round's number.
+        """
+        server, fleet = self.server, self.fleet
+        before = server.model, server.state, server.round, server.figures
+        server.model, server.state = copy.deepcopy(server.model), copy.deepcopy(server.state)
+        try:
+            with fleet.rehearsing():
+                server.round, server.figures = self._step + 1, {}
+                fleet.begin(self._step + 1)
+                self.method.finish(server, fleet)
+                yield
+        finally:
+            server.model, server.state, server.round, server.figures = before
 
     def advance(self) -> Report:
         """A step, then a checkpoint when it is due."""

@@ -16,17 +16,18 @@ import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from raylt import tree
 from raylt.client import ClientFunction, Host, Message, Reply
 from raylt.config import Config
 from raylt.data.task import Task
 from raylt.errors import ClientError, RayltError, TooFewReplies, one_line
+from raylt.form import Form
 from raylt.tree import Fold, Tree
 
 ItemFunction = Callable[[Tree], Tree]
@@ -104,6 +105,15 @@ class Fleet(ABC):
     def begin(self, round: int) -> None:
         """Starts a round: seeds follow its number, and its ledger is empty."""
         self.round, self.ledger = round, Ledger()
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """What clients come to remember inside the block is forgotten after it."""
+        before = dict(self._private), set(self.changed), self.round, self.ledger
+        try:
+            yield
+        finally:
+            self._private, self.changed, self.round, self.ledger = before
 
     def mean(self, fn: ClientFunction, ids: Sequence[int], message: Message) -> Tree:
         """The mean of the replies weighted by the clients' samples; integer tensors take the maximum.
@@ -197,48 +207,6 @@ class Fleet(ABC):
             raise TooFewReplies(
                 f"round {self.round}, {name}: {usable} of {wanted} clients replied usably, federation.quorum = "
                 f"{self.config.federation.quorum:g} needs {needed}; first failure: {errors[0]}") from errors[0]
-
-
-class Form:
-    """What the replies of one call must look like: names, types and shapes, by path.
-
-    Args:
-        partial: whether a reply may leave names out and bring new ones (sums); else the first reply settles them.
-    """
-
-    def __init__(self, like: Tree, partial: bool):
-        self.kinds, self.partial, self.closed = _kinds(like), partial, False
-
-    def extend(self, reply: Reply) -> None:
-        """What the replies after this one are held against."""
-        self.kinds = self.kinds | _kinds(reply.tree)
-        self.closed = not self.partial
-
-    def fault(self, reply: Reply) -> str | None:
-        """Why a reply cannot be used, or None."""
-        if not (math.isfinite(reply.weight) and reply.weight > 0):
-            return f"weight {reply.weight}"
-        for path, leaf in tree.leaves(reply.tree):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not torch.isfinite(leaf).all():
-                return f"{path} is not finite"
-            if isinstance(leaf, float) and not math.isfinite(leaf):
-                return f"{path} is {leaf}"
-        found = _kinds(reply.tree)
-        for path, kind in self.kinds.items():
-            if path not in found:
-                if not self.partial:
-                    return f"{path} is missing"
-            elif found[path] != kind:
-                return f"{path} is {found[path]}, expected {kind}"
-        if self.closed and (more := found.keys() - self.kinds.keys()):
-            return f"{min(more)} is additional"
-        return None
-
-
-def _kinds(parts: Tree) -> dict[str, str]:
-    return {path: f"{leaf.dtype} {list(leaf.shape)}".removeprefix("torch.") if isinstance(leaf, Tensor)
-            else "number" if isinstance(leaf, int | float) else type(leaf).__name__
-            for path, leaf in tree.leaves(parts)}
 
 
 class LocalFleet(Fleet):

@@ -2,7 +2,10 @@
 
 from typing import Any
 
+from rich import box
 from rich.table import Table
+
+from raylt.data.task import Task
 
 Report = dict[str, Any]
 
@@ -66,6 +69,28 @@ def table_of(summary: dict[str, Any], folder: str) -> Table:
     table.add_row("split sha256", summary["split_sha256"][:16])
     table.add_row("model sha256", summary["model_sha256"][:16])
     table.add_row("run folder", folder)
+    return table
+
+
+def split_table(task: Task, width: int) -> Table:
+    """Who holds what: clients by classes, or, where `width` columns are too few for it, each client in short."""
+    wide = 14 + sum(max(len(name), 6) + 1 for name in task.class_names) > width
+    heads = ("samples", "classes", "of the largest") if wide else (*task.class_names, "all")
+    table = Table("client", *heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for k, row in enumerate(task.client_counts):
+        if wide:
+            largest = f"{task.class_names[row.argmax()]} {percent(row.max() / row.sum())}" if row.any() else ""
+            table.add_row(str(k), str(row.sum()), str((row > 0).sum()), largest)
+        else:
+            table.add_row(str(k), *(str(n) if n else "·" for n in row), str(row.sum()))
+    table.add_section()
+    if wide:
+        table.add_row("all", str(task.counts.sum()), str(task.classes), "")
+    else:
+        table.add_row("all", *(str(n) for n in task.counts), str(task.counts.sum()))
+        table.add_row("group", *task.groups, "")
     return table
 
 

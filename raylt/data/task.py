@@ -13,6 +13,7 @@ from raylt.data.cache import Images, take
 from raylt.data.longtail import group_of, long_tail_subset
 from raylt.data.partition import partition
 from raylt.data.sources import Source, group_thresholds, open_source
+from raylt.data.validation import carve
 from raylt.errors import DataError
 
 
@@ -133,10 +134,11 @@ class Task(Facts):
 
     Args:
         client_counts: training samples per client and class, int64 [K, C].
-        groups: "many", "medium" or "few" for each class, by its global training count.
+        groups: "many", "medium" or "few" for each class, by its global training count (with those for validation).
         shards: training samples of each client; a client may have none.
         test: the balanced test set.
-        split: which training samples of the source the shards are.
+        split: which training samples of the source the shards and the validation set are.
+        validation: as long-tailed as the shards; None unless `data.validation` asks for it.
     """
 
     client_counts: np.ndarray
@@ -144,6 +146,7 @@ class Task(Facts):
     shards: tuple[Shard, ...]
     test: Shard
     split: Split
+    validation: Shard | None = None
 
     @property
     def counts(self) -> np.ndarray:
@@ -169,13 +172,21 @@ def build_task(config: DataConfig) -> Task:
     low, high = group_thresholds(config)
     source = open_source(config)
     split = _draw(source, config) if config.split is None else _import(source, config, Path(config.split).expanduser())
-    shards = tuple(Shard(take(source.x_train, rows), source.y_train[rows]) for rows in split.clients)
-    classes = len(source.class_names)
-    client_counts = np.stack([np.bincount(shard.y, minlength=classes) for shard in shards])
+    groups = group_of(np.bincount(source.y_train[np.concatenate(split.clients)], minlength=len(source.class_names)),
+                      low, high)
+
+    def shard(rows: np.ndarray) -> Shard:
+        return Shard(take(source.x_train, rows), source.y_train[rows])
+
+    kept, held = split.clients, None
+    if config.validation:
+        kept, held = carve(split.clients, source.y_train, config.validation, config.seed)
+    shards = tuple(shard(rows) for rows in kept)
+    client_counts = np.stack([np.bincount(its.y, minlength=len(source.class_names)) for its in shards])
     _, height, width, channels = source.x_train.shape
     mean, std = (source.mean, source.std) if config.normalise else ((0.0,) * channels, (1.0,) * channels)
-    return Task(source.name, source.class_names, (height, width, channels), mean, std, client_counts,
-                tuple(group_of(client_counts.sum(0), low, high)), shards, Shard(source.x_test, source.y_test), split)
+    return Task(source.name, source.class_names, (height, width, channels), mean, std, client_counts, tuple(groups),
+                shards, Shard(source.x_test, source.y_test), split, None if held is None else shard(held))
 
 
 def hash_labels(labels: np.ndarray) -> str:

@@ -1,0 +1,114 @@
+import math
+import random
+
+import pytest
+
+from raylt.config import Config
+from raylt.hyper import LogUniform, Uniform
+from tune.plan import OVER, WAIT, Plan, Point, Record, State, client_steps
+
+SPACE = {"method.mu": LogUniform(1e-4, 1.0), "local.lr": LogUniform(0.01, 0.3)}
+BASE = Config(federation={"rounds": 9}, data={"validation": 0.2, "clients": 3})
+
+
+def sizes(config):
+    return [64, 32, 33]
+
+
+def plan(**changes):
+    return Plan(**{"base": BASE, "spaces": {"fedprox": SPACE}, "samples": 12, "lag": 2, **changes})
+
+
+def score(values, step):
+    """Best at lr = 0.1; better with every round."""
+    return 1 - distance(values.get("local.lr", 0.1)) + step / 100
+
+
+def distance(lr):
+    return abs(math.log10(lr / 0.1))
+
+
+def run(state, rng, at_once):
+    """Trials side by side, each result coming at a random time."""
+    under_way = []
+    while True:
+        while len(under_way) < at_once and isinstance(record := state.next(), Record):
+            under_way.append((record, 0))
+        if not under_way:
+            return state
+        record, step = under_way.pop(rng.randrange(len(under_way)))
+        step += 1
+        kind = "final" if step == 9 else "round"
+        record.points[step] = Point(step, kind, score(record.values, step), 0, {}, {})
+        state.update(record)
+        if step < 9 and not (record.outcome and record.outcome.state == "stopped"):
+            under_way.append((record, step))
+        else:
+            record.closed = True
+
+
+def results(state):
+    return [(r.id, r.values, r.outcome) for r in state.trials]
+
+
+@pytest.mark.parametrize("searcher", ["tpe", "random", "grid"])
+def test_a_search_comes_to_the_same_whatever_the_timing(searcher):
+    straight = results(run(State(plan(searcher=searcher), sizes), random.Random(0), 1))
+    assert len(straight) == (9 if searcher == "grid" else 12)
+    assert "stopped" in {outcome.state for *_, outcome in straight}
+    for seed in range(5):
+        assert results(run(State(plan(searcher=searcher), sizes), random.Random(seed), 2)) == straight
+
+
+def test_tpe_goes_where_scores_are_good():
+    first, later = 0.0, 0.0
+    for seed in range(4):
+        state = run(State(plan(samples=30, seed=seed), sizes), random.Random(0), 1)
+        away = [distance(r.values["local.lr"]) for r in state.trials]
+        first, later = first + sum(away[:10]) / 10, later + sum(away[10:]) / 20
+    assert later < 0.75 * first
+
+
+def test_the_best_is_one_that_went_to_its_end():
+    state = run(State(plan(), sizes), random.Random(0), 2)
+    best = state.best()
+    assert best is not None
+    assert best.outcome.score == max(r.outcome.score for r in state.trials if r.outcome.state == "done")
+
+
+def test_client_steps_by_hand():
+    # 2 epochs of batches of 32 over 64, 32 and 33 samples: 4 + 2 + 2 (a batch of one is dropped); 9 rounds, all clients
+    assert client_steps(BASE, sizes(BASE)) == 9 * 8
+    part = BASE.model_copy(update={"federation": BASE.federation.model_copy(update={"participation": 0.3})})
+    assert client_steps(part, sizes(part)) == round(9 * 8 / 3)
+
+
+def test_methods_share_nothing_but_the_budget_each_may_spend():
+    spaces = {"fedavg": {"local.lr": SPACE["local.lr"]}, "fedprox": SPACE}
+    budget = 10 * 72
+    state = run(State(plan(spaces=spaces, samples=None, budget=budget), sizes), random.Random(0), 2)
+    alone = run(State(plan(samples=None, budget=budget), sizes), random.Random(3), 2)
+    assert results(alone) == [r for r in results(state) if r[0].startswith("fedprox")]
+    for method in spaces:
+        mine = [r for r in state.trials if r.method == method]
+        assert budget - 72 < sum(r.spent for r in mine) <= budget
+        assert len(mine) > 10                       # what stopped trials did not use goes to others
+
+
+def test_a_method_without_fields_has_one_trial():
+    state = run(State(plan(spaces={"fedavg": {}, "fedprox": SPACE}), sizes), random.Random(0), 1)
+    assert [r.method for r in state.trials].count("fedavg") == 1
+
+
+def test_tpe_waits_for_the_trials_it_learns_from():
+    state = State(plan(), sizes)
+    assert [isinstance(state.next(), Record) for _ in range(2)] == [True, True]
+    assert state.next() == WAIT
+    state = State(plan(searcher="random", samples=2), sizes)
+    assert [isinstance(state.next(), Record) for _ in range(2)] == [True, True]
+    assert state.next() == OVER
+
+
+def test_a_plan_survives_json():
+    its = plan(spaces={"fedprox": SPACE | {"x.y": Uniform(0.0, 1.0)}})
+    assert Plan.from_json(its.to_json()) == its

@@ -1,0 +1,281 @@
+"""Whole searches over the digits: in this process, and on Ray."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raylt.config import load
+from raylt.errors import CheckpointError, ConfigError
+from raylt.run import start
+from tune import resume, search, space, spaces_of
+from tune.cluster import bundles_of, check_fit, fitting, place_trial
+from tune.search import Desk
+
+SETTINGS = ["method=fedprox", "data.clients=4", "data.imbalance=5", "federation.rounds=6", "local.epochs=1"]
+RANGES = {"local.lr": "loguniform(0.01, 0.3)"}
+
+
+def config_of(*settings):
+    return load(None, [*SETTINGS, *settings])
+
+
+def small_search(out, name="s", samples=8, **changes):
+    config = config_of()
+    return search(config, space(config, RANGES), samples, out=out, name=name,
+                  **{"fleet": "local", "parallel": 2, **changes})
+
+
+def results(found):
+    return [(r.id, r.values, r.outcome) for r in found.trials]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return small_search(tmp_path_factory.mktemp("undisturbed"))
+
+
+class Quiet:
+    """A watcher of `raylt.run` that shows nothing."""
+
+    def says(self, text): ...
+    def starts(self, folder, config, reports): ...
+    def steps(self, report): ...
+
+
+def figures(folder):
+    """What a run came to, but for the time it took."""
+    summary = json.loads((folder / "summary.json").read_text())
+    return {key: value for key, value in summary.items() if "seconds" not in key}
+
+
+def test_the_best_configuration_gives_the_trials_figures_to_the_bit(undisturbed, tmp_path):
+    best = load(undisturbed.folder / "best.yaml")
+    assert best == undisturbed.config
+    _, folder = start(best, tmp_path, "again", "local", None, Quiet())
+    assert figures(folder) == figures(undisturbed.folder / "trials" / undisturbed.best.id)
+    assert undisturbed.best.judged.test["accuracy"] == figures(folder)["accuracy"]["last"]
+
+
+def test_a_search_leaves_its_tables_and_a_picture(undisturbed):
+    folder = undisturbed.folder
+    with (folder / "trials.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [row["trial"] for row in rows] == [r.id for r in undisturbed.trials]
+    assert {row["state"] for row in rows} == {"done", "stopped"}
+    assert [row["trial"] for row in json.loads((folder / "trials.json").read_text())] == [r["trial"] for r in rows]
+    assert (folder / "search.png").read_bytes().startswith(b"\x89PNG")
+    assert list((folder / "trials" / undisturbed.best.id).glob("events.*"))
+    assert yaml.safe_load((folder / "best.yaml").read_text())["method"]["name"] == "fedprox"
+    assert not list(folder.glob("trials/*/checkpoints"))
+
+
+def test_test_figures_decide_nothing(undisturbed, monkeypatch, tmp_path):
+    from tune import trial
+    monkeypatch.setattr(trial, "_test_figures", lambda report: {"accuracy": 0.0})
+    assert results(small_search(tmp_path)) == results(undisturbed)
+
+
+@pytest.mark.parametrize("after", [1, 5, 14])
+def test_a_resumed_search_equals_an_undisturbed_one_and_runs_no_finished_trial_again(undisturbed, tmp_path, after,
+                                                                                     monkeypatch):
+    told, count = Desk.told, [0]
+
+    def interrupt(self, id, points):
+        count[0] += 1
+        if count[0] > after:
+            raise KeyboardInterrupt
+        return told(self, id, points)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Desk, "told", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            small_search(tmp_path)
+    with (tmp_path / "s/trials.jsonl").open("a") as stream:
+        stream.write('{"trial": "fedprox-00')                  # a line cut off by the kill
+    ended = {json.loads(line)["trial"] for line in (tmp_path / "s/trials.jsonl").read_text().splitlines()[:-1]}
+    before = {id: os.stat(tmp_path / "s/trials" / id / "metrics.jsonl").st_mtime_ns for id in ended}
+    found = resume(tmp_path / "s", fleet="local")
+    assert results(found) == results(undisturbed)
+    assert before == {id: os.stat(tmp_path / "s/trials" / id / "metrics.jsonl").st_mtime_ns for id in ended}
+    assert (tmp_path / "s/best.yaml").read_text().splitlines()[4:] == (
+        undisturbed.folder / "best.yaml").read_text().splitlines()[4:]
+
+
+def test_a_failed_trial_is_shown_and_run_again_on_resume(tmp_path, monkeypatch):
+    from raylt.methods.fedprox import FedProx
+    with monkeypatch.context() as patch:
+        whole = FedProx.train
+
+        def train(self, client, message):
+            if self.mu < 0.02:
+                raise ValueError("too small")
+            return whole(self, client, message)
+
+        patch.setattr(FedProx, "train", train)
+        found = small_search(tmp_path, samples=6, retries=0)
+    failed = [r for r in found.trials if r.failed]
+    assert failed
+    assert all("too small" in r.failed for r in failed)
+    assert found.best not in failed
+    again = resume(tmp_path / "s", fleet="local")
+    assert not any(r.failed for r in again.trials)
+
+
+def test_several_methods_spend_the_same_budget(tmp_path):
+    config = config_of()
+    spaces = spaces_of(["fedavg", "fedprox"], {"local.lr": space(config, RANGES)["local.lr"]}, config)
+    found = search(config, spaces, budget=700, searcher="random", out=tmp_path, name="s", fleet="local")
+    for method in spaces:
+        mine = [r for r in found.trials if r.method == method]
+        assert 700 - mine[0].cost < sum(r.spent for r in mine) <= 700
+
+
+def test_a_search_folder_is_not_used_twice(undisturbed):
+    with pytest.raises(CheckpointError, match="--resume"):
+        small_search(undisturbed.folder.parent)
+    with pytest.raises(CheckpointError, match="not the folder of a search"):
+        resume(undisturbed.folder.parent)
+
+
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"budget": 3}, "one trial of fedprox takes"), ({"metric": "few"}, "no few-shot class"),
+    ({"track": ["elsewhere"]}, "mlflow or wandb")])
+def test_what_cannot_work_is_said_before_anything_starts(tmp_path, changes, says):
+    config = load(None, [*SETTINGS, "data.groups=[0, 1]"])
+    with pytest.raises(ConfigError, match=says):
+        search(config, space(config, RANGES), 8, out=tmp_path, name="s", fleet="local", **changes)
+    assert not (tmp_path / "s").exists()
+
+
+def test_trials_share_a_cluster_evenly():
+    def placed(have, trials, clients=20, *settings):
+        return place_trial(config_of(*settings), clients, trials, have)
+
+    assert placed({"CPU": 2}, 8).actors == 1
+    assert placed({"CPU": 64}, 8).actors == 8
+    assert placed({"CPU": 64}, 2).actors == 20          # no more than clients
+    assert placed({"CPU": 64}, 8, 20, "resources.actors=3").actors == 3
+    for have, trials in (({"CPU": 16, "GPU": 1}, 20), ({"CPU": 64, "GPU": 8}, 20), ({"CPU": 64, "GPU": 8}, 3)):
+        bundles = bundles_of(placed(have, trials))
+        nodes = [{"CPU": have["CPU"] / have["GPU"], "GPU": 1.0}] * int(have["GPU"])
+        assert fitting(bundles, nodes, 100) >= min(trials, 8 * have["GPU"])
+
+
+def test_a_trial_that_does_not_fit_is_refused_with_what_is_missing():
+    bundles = bundles_of(place_trial(config_of("resources.actors=4", "resources.gpus_per_client=0.5"), 4, 8,
+                                     {"CPU": 2.0}))
+    with pytest.raises(ConfigError) as raised:
+        check_fit(bundles, [{"CPU": 2.0}], 8)
+    assert str(raised.value) == (
+        "resources: a trial takes 4 CPUs and 2.05 GPUs (4 client actors of 1 CPUs and 0.5 GPUs), the cluster has 2 "
+        "CPUs and 0 GPUs, its largest node 2 and 0: not enough for one; lower resources.actors, "
+        "resources.cpus_per_client or resources.gpus_per_client")
+    # enough in all, but no node has room for one bundle
+    with pytest.raises(ConfigError, match="largest node 2 and 0"):
+        check_fit([{}, {"CPU": 3.0}], [{"CPU": 2.0}, {"CPU": 2.0}], 8)
+
+
+# on Ray
+
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key not in ("PYTHONDONTWRITEBYTECODE", "RAY_ADDRESS")}
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "raylt.cli", "tune", *arguments]
+
+
+@pytest.mark.slow
+def test_on_ray_two_at_a_time_with_a_killed_process_it_comes_to_the_same_and_leaves_no_actor(
+        undisturbed, tmp_path, monkeypatch):
+    import ray
+
+    from tune import cluster
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        @contextmanager
+        def here(fleet, address):
+            for key, value in cluster.QUIET.items():
+                monkeypatch.setenv(key, value)
+            yield [node["Resources"] for node in ray.nodes()]
+
+        killed, at_once = [], set()
+        decide, suggest = cluster._Stop.on_trial_result, cluster._Suggest.suggest
+
+        def watch(self, controller, trial, result):
+            if trial.config["trial"] == "fedprox-000" and result["round"] == 3 and not killed:
+                killed.append(result["pid"])
+                os.kill(result["pid"], signal.SIGKILL)
+            return decide(self, controller, trial, result)
+
+        def count(self, trial_id):
+            found = suggest(self, trial_id)
+            at_once.add(len(self._office.names))
+            return found
+
+        monkeypatch.setattr(sys.modules["tune.search"], "_open_cluster", here)
+        monkeypatch.setattr(cluster._Stop, "on_trial_result", watch)
+        monkeypatch.setattr(cluster._Suggest, "suggest", count)
+        found = small_search(tmp_path, fleet="ray")
+        assert killed
+        assert max(at_once) == 2
+        assert results(found) == results(undisturbed)
+        assert figures(found.folder / "trials/fedprox-000") | {"troubles": None} == figures(
+            undisturbed.folder / "trials/fedprox-000") | {"troubles": None}
+        assert {r.outcome.state for r in found.trials} == {"done", "stopped"}
+        until = time.monotonic() + 20
+        while ray.util.list_named_actors(all_namespaces=True) and time.monotonic() < until:
+            time.sleep(0.2)
+        assert ray.util.list_named_actors(all_namespaces=True) == []
+        while ray.available_resources().get("CPU") != 2 and time.monotonic() < until:
+            time.sleep(0.2)
+        assert ray.available_resources()["CPU"] == 2
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.slow
+def test_a_search_killed_on_ray_is_resumed_to_the_same_end(tmp_path):
+    asked = [*SETTINGS, *(f"{key}={text}" for key, text in RANGES.items()), "--samples", "5", "--out", str(tmp_path)]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command(*asked, "--name", "s", "--parallel", "2"), stdout=log, stderr=log,
+                                   env=ENVIRONMENT)
+        table = tmp_path / "s/trials.jsonl"
+        until = time.monotonic() + 120
+        while not (table.exists() and table.read_text().count("\n") >= 2):
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < until, (tmp_path / "log").read_text()
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
+    ended = [json.loads(line)["trial"] for line in table.read_text().splitlines()]
+    before = {id: os.stat(tmp_path / "s/trials" / id / "metrics.jsonl").st_mtime_ns for id in ended}
+    shown = subprocess.run(command("--resume", str(tmp_path / "s")), env=ENVIRONMENT, capture_output=True, text=True,
+                           timeout=200, check=True)
+    assert before == {id: os.stat(tmp_path / "s/trials" / id / "metrics.jsonl").st_mtime_ns for id in ended}
+    straight = small_search(tmp_path / "straight", samples=5)
+    rows = json.loads((tmp_path / "s/trials.json").read_text())
+    assert rows == json.loads((straight.folder / "trials.json").read_text())
+    assert "best first" in shown.stdout
+    assert all(word not in shown.stdout + shown.stderr for word in ("Traceback", "ray_results", "Configuration for"))
+
+
+@pytest.mark.slow
+def test_a_trial_larger_than_the_cluster_ends_the_command_at_once(tmp_path):
+    begun = time.monotonic()
+    done = subprocess.run(command(*SETTINGS, "resources.actors=4", "resources.cpus_per_client=100", "--out",
+                                  str(tmp_path)), env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "a trial takes 400 CPUs" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert time.monotonic() - begun < 60
+    assert not list(Path(tmp_path).iterdir())

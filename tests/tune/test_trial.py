@@ -1,0 +1,164 @@
+"""Trials in this process, over the digits."""
+
+import json
+import shutil
+from typing import ClassVar
+
+import pytest
+import torch
+
+from raylt.config import load
+from raylt.hyper import Choice, hp
+from raylt.method import Method
+from raylt.methods import METHODS
+from raylt.methods.fedavg import FedAvg
+from tune.plan import client_steps
+from tune.search import search, sizes
+from tune.space import configure, space
+from tune.trial import Job, Trial, balance, local_fleet
+
+SETTINGS = ["data.clients=4", "data.validation=0.2", "data.imbalance=5", "local.lr=0.1"]
+
+
+class Late(Method):
+    """Gains in its last phase, or loses there: before it, what is deployed says the opposite of what is learned."""
+
+    name: ClassVar[str] = "late"
+    paper: ClassVar[str] = "none"
+
+    gains: bool = hp(True, Choice(True, False), "whether the last phase helps")
+
+    def note(self, client, message):
+        client.state["noted"] = client.state.get("noted", 0) + 1
+        return client.reply(samples=len(client))
+
+    def finish(self, server, fleet):
+        assert fleet.sum(self.note, fleet.ids, {})["samples"] > 0
+        server.state["finished"] = server.state.get("finished", 0) + 1
+        if not self.gains:
+            with torch.no_grad():
+                for value in server.model.classifier.parameters():
+                    value.zero_()
+
+    def deployed(self, server):
+        return server.model if server.state.get("finished") or not self.gains else _Constant(server.facts.classes)
+
+
+class Personal(FedAvg):
+    """Judged by the clients' own models."""
+
+    name: ClassVar[str] = "personal"
+    personal: ClassVar[bool] = True
+
+    def shared(self, model):
+        return {key: value for key, value in super().shared(model).items() if key.startswith("encoder")}
+
+
+class _Constant(torch.nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.classes = classes
+
+    def forward(self, x):
+        return torch.zeros(len(x), self.classes)
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch):
+    for method in (Late, Personal):
+        monkeypatch.setitem(METHODS, method.name, method)
+
+
+def trial(folder, *settings, rungs=True):
+    config = load(None, [*SETTINGS, *settings])
+    config = configure(config, config.method["name"], {})
+    job = Job(folder, str(folder), "accuracy", rungs, None)
+    return Trial(job, "t", config, client_steps(config, sizes(config)), local_fleet)
+
+
+def finish(its):
+    points = []
+    while True:
+        points += its.step()
+        if its.done:
+            its.close()
+            return points
+
+
+def model_sha256(folder):
+    return json.loads((folder / "trials/t/summary.json").read_text())["model_sha256"]
+
+
+def test_a_trial_rehearses_its_last_phase_at_the_rungs_and_is_judged_by_it(tmp_path):
+    points = finish(trial(tmp_path, "method=late", "federation.rounds=6"))
+    assert [(p.step, p.kind) for p in points] == [
+        (1, "proxy"), (2, "rehearsal"), (3, "proxy"), (4, "proxy"), (5, "proxy"), (6, "proxy"), (7, "final")]
+    proxies = [p.score for p in points if p.kind == "proxy"]
+    assert proxies == [pytest.approx(0.1)] * 5              # a constant prediction, ten classes
+    assert points[1].score > 0.15
+    assert points[-1].score > 0.3
+    assert points[-1].steps == points[-2].steps == 3 * points[1].steps
+
+
+def test_a_rehearsal_leaves_no_trace(tmp_path):
+    for name, rungs in (("with", True), ("without", False)):
+        finish(trial(tmp_path / name, "method=late", "federation.rounds=6", rungs=rungs))
+    assert model_sha256(tmp_path / "with") == model_sha256(tmp_path / "without")
+
+
+def test_halving_keeps_trials_that_gain_in_their_last_phase(tmp_path):
+    """Proxies say the opposite of the truth: trials that gain show chance before the last phase."""
+    config = load(None, [*SETTINGS, "method=late", "federation.rounds=6"])
+    for order in ("false, true", "true, false"):
+        found = search(config, space(config, {"method.gains": f"grid({order})", "data.seed": "grid(0, 1, 2)"}),
+                       searcher="grid", out=tmp_path, name=order, fleet="local")
+        states = {gains: [r.outcome.state for r in found.trials if r.values["method.gains"] is gains]
+                  for gains in (True, False)}
+        assert found.best.values["method.gains"] is True
+        if order.startswith("false"):           # they come after those that lose, and are not stopped for it
+            assert states[True].count("done") >= 2
+        else:
+            assert states[False] == ["stopped"] * 3
+
+
+def test_an_interrupted_trial_goes_on_to_the_same_bits(tmp_path):
+    straight = finish(trial(tmp_path / "straight", "method=late", "federation.rounds=6"))
+    for steps in (1, 2, 6):
+        folder = tmp_path / f"cut-{steps}"
+        first = trial(folder, "method=late", "federation.rounds=6")
+        for _ in range(steps):
+            first.step()
+        first.close()
+        if steps == 2:      # killed between the checkpoint and the judgement
+            lines = (folder / "trials/t/scores.jsonl").read_text().splitlines()
+            (folder / "trials/t/scores.jsonl").write_text(lines[0] + "\n")
+        assert finish(trial(folder, "method=late", "federation.rounds=6")) == straight
+        assert model_sha256(folder) == model_sha256(tmp_path / "straight")
+    again = trial(tmp_path / "straight", "method=late", "federation.rounds=6")
+    assert again.done
+    assert again.step() == straight
+
+
+def test_a_trial_killed_before_it_began_begins_again(tmp_path):
+    (tmp_path / "trials/t").mkdir(parents=True)
+    (tmp_path / "trials/t/split.json").write_text("{")
+    assert finish(trial(tmp_path, "federation.rounds=2"))[-1].kind == "final"
+
+
+def test_personal_models_are_judged_at_rungs_and_the_end_on_validation_samples(tmp_path):
+    points = finish(trial(tmp_path, "method=personal", "federation.rounds=6"))
+    assert [(p.step, p.kind) for p in points] == [(2, "round"), (6, "final")]
+    assert points[-1].validation["accuracy"] != points[-1].test["accuracy"]
+    assert points[-1].validation["matched"] > points[-1].validation["accuracy"]     # they know their own classes best
+
+
+def test_every_class_counts_the_same_on_validation():
+    # 9 of 10 right in class 0, 0 of 1 in class 1, none of class 2: (0.9 + 0) / 2
+    matrix = torch.tensor([[9, 1, 0], [1, 0, 0], [0, 0, 0]])
+    assert balance(matrix).diagonal().sum() / balance(matrix).sum() == pytest.approx(0.45)
+
+
+def test_nothing_of_a_trial_is_left_but_its_record(tmp_path):
+    finish(trial(tmp_path, "federation.rounds=2"))
+    assert not (tmp_path / "trials/t/checkpoints").exists()
+    shutil.rmtree(tmp_path)

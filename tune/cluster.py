@@ -1,0 +1,288 @@
+"""The trials of a search on Ray: Tune starts their processes, reserves their places and takes up those that fail."""
+
+import copy
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+os.environ["RAY_AIR_NEW_OUTPUT"] = "0"                      # read by Tune when it is imported
+import ray
+from ray import tune as ray_tune
+from ray.tune.schedulers import FIFOScheduler, TrialScheduler
+from ray.tune.search import Searcher as RaySearcher
+
+from actors.fleet import Placement, RayFleet
+from actors.launch import SERVER_GPUS, connect, interrupt_on_sigterm
+from raylt.config import Config
+from raylt.data.task import Task
+from raylt.errors import ConfigError, RayltError, one_line
+from raylt.fleet import Fleet
+from raylt.method import Method
+from tune.plan import OVER, Point, Record
+from tune.trial import Job, Trial
+
+Bundle = dict[str, float]
+PER_GPU = 8                     # trials at once on one GPU, when their shares are ours to choose
+QUIET = {"RAY_CHDIR_TO_TRIAL_DIR": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_DISABLE_SIGINT_HANDLER": "1",
+         "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0"}
+
+
+class Desk(Protocol):
+    """The search, as its trials' processes reach it."""
+
+    def next(self) -> Record | str: ...
+    def told(self, id: str, points: list[Point]) -> bool: ...
+    def closed(self, id: str, failed: str | None) -> None: ...
+
+
+def place_trial(config: Config, clients: int, trials: float, have: Mapping[str, float]) -> Placement:
+    """The client actors of one trial; with `auto`, so many that the trials to come share the cluster evenly.
+
+    Args:
+        clients: those that hold samples.
+        trials: how many there will be at most.
+        have: the cluster's resources.
+    """
+    wanted = config.resources
+    cpus, gpus = have.get("CPU", 0.0), have.get("GPU", 0.0)
+    slots = max(1, int(cpus / wanted.cpus_per_client + 1e-9))
+    if wanted.gpus_per_client != "auto" and wanted.gpus_per_client > 0:
+        slots = max(1, min(slots, int(gpus / wanted.gpus_per_client + 1e-9)))
+    elif gpus and wanted.gpus_per_client == "auto":
+        trials = min(trials, PER_GPU * gpus)
+    at_once = max(1, int(min(trials, slots)))
+    if wanted.actors != "auto":
+        actors = wanted.actors
+    elif wanted.clients_per_actor != "auto":
+        actors = -(-clients // wanted.clients_per_actor)
+    else:
+        actors = max(1, slots // at_once)
+    actors = min(actors, clients)
+    if wanted.gpus_per_client != "auto":
+        return Placement(actors, wanted.cpus_per_client, wanted.gpus_per_client)
+    share = 0.0
+    if gpus:
+        at_once = max(1, min(at_once, slots // actors))
+        servers, each = -(-at_once // int(gpus)), -(-at_once * actors // int(gpus))
+        share = int((1 - SERVER_GPUS * servers) / each * 1e4) / 1e4
+    return Placement(actors, wanted.cpus_per_client, share)
+
+
+def bundles_of(placement: Placement) -> list[Bundle]:
+    """What a trial reserves: first its own process, which is the server, then its client actors."""
+    client = {"CPU": placement.cpus} | ({"GPU": placement.gpus} if placement.gpus else {})
+    return [{"GPU": SERVER_GPUS} if placement.gpus else {}, *(dict(client) for _ in range(placement.actors))]
+
+
+def fitting(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], most: int) -> int:
+    """How many trials the nodes hold at once, up to `most`, each bundle on the first node with room."""
+    left = [dict(node) for node in nodes]
+    for count in range(most):
+        before = copy.deepcopy(left)
+        for bundle in sorted(bundles, key=lambda b: (-b.get("GPU", 0), -b.get("CPU", 0))):
+            room = next((node for node in left if all(node.get(k, 0) + 1e-6 >= v for k, v in bundle.items())), None)
+            if room is None:
+                left = before
+                return count
+            for key, amount in bundle.items():
+                room[key] -= amount
+    return most
+
+
+def check_fit(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], most: int) -> int:
+    """`fitting`, at least one.
+
+    Raises:
+        ConfigError: not one fits; says what is asked for, what there is and what to do.
+    """
+    found = fitting(bundles, nodes, most)
+    if found:
+        return found
+    clients = bundles[1:]
+    asked = {key: sum(bundle.get(key, 0) for bundle in bundles) for key in ("CPU", "GPU")}
+    have = {key: sum(node.get(key, 0) for node in nodes) for key in ("CPU", "GPU")}
+    largest = max((node.get("CPU", 0), node.get("GPU", 0)) for node in nodes) if nodes else (0, 0)
+    raise ConfigError(
+        f"resources: a trial takes {asked['CPU']:g} CPUs and {asked['GPU']:g} GPUs ({len(clients)} client actors of "
+        f"{clients[0].get('CPU', 0):g} CPUs and {clients[0].get('GPU', 0):g} GPUs), the cluster has {have['CPU']:g} "
+        f"CPUs and {have['GPU']:g} GPUs, its largest node {largest[0]:g} and {largest[1]:g}: not enough for one; lower "
+        "resources.actors, resources.cpus_per_client or resources.gpus_per_client")
+
+
+@contextmanager
+def cluster(address: str | None) -> Iterator[list[dict[str, float]]]:
+    """The nodes' resources of the cluster at `address`, or of a new local one, until the block ends."""
+    os.environ.update({key: os.environ.get(key, value) for key, value in QUIET.items()})
+    try:
+        connect(address)
+        interrupt_on_sigterm()
+        yield [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    finally:
+        ray.shutdown()
+
+
+def run_trials(desk: Desk, job: Job, placement: Placement, at_once: int, retries: int, track: Sequence[str]) -> None:
+    """Runs what the desk gives out until it is over."""
+    for name in ("ray.tune", "ray.air", "ray.train"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    office = _Office(desk, at_once)
+    trainable = ray_tune.with_resources(
+        ray_tune.with_parameters(TrialActor, job=job, placement=placement),
+        ray_tune.PlacementGroupFactory(bundles_of(placement), strategy="PACK"))
+    storage = job.folder / "tune"
+    shutil.rmtree(storage, ignore_errors=True)      # Tune's own notes of an earlier start: ours decide
+    ray_tune.Tuner(
+        trainable,
+        tune_config=ray_tune.TuneConfig(
+            search_alg=_Suggest(office), scheduler=_Stop(office), num_samples=-1, reuse_actors=True,
+            trial_name_creator=lambda trial: trial.config["trial"],
+            trial_dirname_creator=lambda trial: trial.config["trial"]),
+        run_config=ray_tune.RunConfig(
+            name="tune", storage_path=str(job.folder), verbose=0,
+            # trials keep their own checkpoints
+            checkpoint_config=ray_tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
+            failure_config=ray_tune.FailureConfig(max_failures=retries), callbacks=_callbacks(track, job.folder)),
+    ).fit()
+
+
+class TrialActor(ray_tune.Trainable):
+    """Hosts a `Trial`; its client actors live in the trial's placement group and end with it."""
+
+    def setup(  # pyright: ignore[reportIncompatibleMethodOverride]
+            self, config: dict[str, Any], job: Job, placement: Placement) -> None:
+        self._config, self._job, self._placement = config, job, placement
+        self._trial: Trial | None = None
+
+    def step(self) -> dict[str, Any]:
+        folder = self._job.folder / "trials" / self._config["trial"]
+        try:
+            if self._trial is None:     # here, not in setup: Tune takes up a failed trial only once it has begun
+                self._trial = self._open()
+            points = self._trial.step()
+        except Exception as error:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "error.txt").write_text(f"{error if isinstance(error, RayltError) else one_line(error)}\n")
+            raise
+        (folder / "error.txt").unlink(missing_ok=True)
+        figures = {}
+        if points:
+            last = points[-1]
+            figures = {"round": last.step, "score": last.score, "client_steps": last.steps,
+                       "validation": _numbers(last.validation), "test": _numbers(last.test)}
+        return {**figures, "points": json.dumps([asdict(point) for point in points]), "done": self._trial.done}
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self.cleanup()
+        self._config = new_config
+        return True
+
+    def cleanup(self) -> None:
+        if self._trial is not None:
+            self._trial.close()
+            self._trial = None
+
+    def _open(self) -> Trial:
+        if Path(self._job.cwd).is_dir():
+            os.chdir(self._job.cwd)
+        config = Config.model_validate_json(self._config["config"])
+        return Trial(self._job, self._config["trial"], config, self._config["cost"], self._fleet)
+
+    def _fleet(self, config: Config, method: Method, task: Task, name: str) -> Fleet:
+        # no scheduling strategy: so Ray puts the actors into the trial's placement group
+        return RayFleet(config, method, task, [ray.put(shard) for shard in task.shards], ray.put(task.test),
+                        self._placement, name)
+
+
+class _Office:
+    """Between Tune's names for trials and ours. Tune copies and pickles what it is given: of this there is one."""
+
+    def __init__(self, desk: Any, at_once: int):
+        self.desk, self.at_once = desk, at_once
+        self.names: dict[str, str] = {}             # of the trials under way, by Tune's name
+
+    def __deepcopy__(self, memo: Any) -> "_Office":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Office, (None, 0)
+
+
+class _Suggest(RaySearcher):
+    """Gives Tune the trials that the plan wants begun."""
+
+    def __init__(self, office: _Office):
+        super().__init__()
+        self._office = office
+
+    def suggest(self, trial_id: str) -> Any:
+        office = self._office
+        if len(office.names) >= office.at_once:
+            return None
+        found = office.desk.next()
+        if not isinstance(found, Record):
+            return self.FINISHED if found == OVER and not office.names else None
+        office.names[trial_id] = found.id
+        # the values for loggers, the whole configuration for the trial
+        return {"trial": found.id, "method": found.method, "cost": found.cost, "config": found.config.model_dump_json(),
+                "values": {key.replace(".", "_"): value for key, value in found.values.items()}}
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        del self._office.names[trial_id]
+
+    def save(self, checkpoint_path: str) -> None:
+        """Nothing: the trials' records are the state."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        raise NotImplementedError("a search is resumed from its own records")
+
+
+class _Stop(FIFOScheduler):
+    """Ends the trials that the plan has stopped."""
+
+    def __init__(self, office: _Office):
+        super().__init__()
+        self._office = office
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        points = [Point(**point) for point in json.loads(result["points"])]
+        goes_on = self._office.desk.told(trial.config["trial"], points)
+        return TrialScheduler.CONTINUE if goes_on else TrialScheduler.STOP
+
+    def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
+        if "points" in result:          # of a trial that ended by itself the last result comes here only
+            self._office.desk.told(trial.config["trial"], [Point(**point) for point in json.loads(result["points"])])
+        self._office.desk.closed(trial.config["trial"], None)
+
+    def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
+        self._office.desk.closed(trial.config["trial"], "its process died")
+
+    def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
+        self._office.desk.closed(trial.config["trial"], "it could not be started")
+
+
+def _numbers(figures: Mapping[str, float | None]) -> dict[str, float]:
+    return {key: value for key, value in figures.items() if value is not None}
+
+
+def _callbacks(track: Sequence[str], folder: Path) -> list[Any]:
+    """Ray's callbacks for MLflow and W&B."""
+    found: list[Any] = []
+    for name in track:
+        try:
+            __import__(name)
+        except ImportError:
+            raise ConfigError(f"--track {name}: not installed; pip install 'raylt[track]'") from None
+        if name == "mlflow":
+            from ray.air.integrations.mlflow import MLflowLoggerCallback
+            uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
+            found.append(MLflowLoggerCallback(tracking_uri=uri, experiment_name=folder.name))
+        else:
+            from ray.air.integrations.wandb import WandbLoggerCallback
+            found.append(WandbLoggerCallback(project="raylt", group=folder.name))
+    return found

@@ -1,0 +1,276 @@
+"""What a search does next, as a function of its plan and of what its trials came to: nothing else is remembered.
+
+Each method has a track of numbered trials. Trial k of a track is a function of (seed, method, k) and, for TPE, of the
+outcomes of trials 0 .. k - lag, which it waits for; `lag` is the number of trials that could run at once when the
+search was started. So no search has a state to save: the trials' records bring it back.
+"""
+
+import json
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from raylt.config import Config
+from raylt.hyper import Choice, LogUniform, Range
+from raylt.seeds import seed_for
+from tune.halving import Course, Outcome, outcomes, rungs
+from tune.space import Grid, Space, combinations, configure, draw, parse, readable, written
+
+Metric = Literal["accuracy", "many", "medium", "few", "owned", "matched", "miou"]
+Searcher = Literal["tpe", "random", "grid"]
+Scheduler = Literal["asha", "none"]
+SAMPLES = 20
+OVER, WAIT = "over", "wait"
+Sizes = Callable[[Config], list[int]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was asked for: the content of search.json.
+
+    Args:
+        base: settings that all trials share.
+        spaces: by method.
+        samples: trials of each method (draws, when some setting is given as a grid); None for no limit but the budget.
+        budget: client-steps that each method may spend.
+        grace: rounds before the first rung.
+        lag: see the module's docstring.
+        retries: times that a failed trial is taken up again.
+    """
+
+    base: Config
+    spaces: dict[str, Space]
+    samples: int | None = SAMPLES
+    budget: int | None = None
+    searcher: Searcher = "tpe"
+    scheduler: Scheduler = "asha"
+    grace: int | None = None
+    metric: Metric = "accuracy"
+    seed: int = 0
+    lag: int = 1
+    retries: int = 2
+
+    @property
+    def methods(self) -> list[str]:
+        return list(self.spaces)
+
+    def to_json(self) -> dict[str, Any]:
+        spaces = {method: {key: written(axis) for key, axis in its.items()} for method, its in self.spaces.items()}
+        rest = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("base", "spaces")}
+        return {**rest, "spaces": spaces, "base": self.base.model_dump(mode="json")}
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> "Plan":
+        spaces = {method: {key: parse(text) for key, text in its.items()} for method, its in tree["spaces"].items()}
+        return cls(**tree | {"base": Config.model_validate(tree["base"]), "spaces": spaces})
+
+
+@dataclass(frozen=True)
+class Point:
+    """One judgement of a trial on the validation set.
+
+    Args:
+        kind: "round"; for a method with a last phase "proxy" before it, "rehearsal" at a rung, where the phase is gone
+            through on a copy; "final" for what is deployed in the end. Proxies decide nothing.
+        score: the metric that is searched for.
+        steps: client-steps until here.
+        validation, test: figures by name; the test set's are for the record, there are none of a rehearsal.
+    """
+
+    step: int
+    kind: Literal["round", "proxy", "rehearsal", "final"]
+    score: float
+    steps: int
+    validation: dict[str, float | None]
+    test: dict[str, float | None]
+
+
+@dataclass
+class Record:
+    """A trial as the search knows it."""
+
+    id: str
+    method: str
+    values: dict[str, Any]
+    config: Config
+    cost: int                                           # client-steps of all its rounds
+    points: dict[int, Point] = field(default_factory=dict)
+    failed: str | None = None
+    closed: bool = False                                # whether nothing more will come of it
+    outcome: Outcome | None = None
+
+    def line(self) -> str:
+        """Its line in trials.jsonl."""
+        return json.dumps({"trial": self.id, "values": self.values, "failed": self.failed,
+                           "points": [asdict(point) for point in self.points.values()]})
+
+    @property
+    def spent(self) -> int:
+        """Client-steps that count; all, while or because it is not known."""
+        if self.outcome is None or self.outcome.state == "failed":
+            return self.cost
+        return self.cost * self.outcome.step // self.config.federation.rounds
+
+    @property
+    def counted(self) -> list[Point]:
+        """The points that count: a stopped trial may have gone on while it was not known yet."""
+        last = self.outcome.step if self.outcome is not None and self.outcome.state == "stopped" else math.inf
+        return [point for point in self.points.values() if point.step <= last]
+
+    @property
+    def judged(self) -> Point | None:
+        """The point whose score is the outcome's."""
+        if self.outcome is None or self.outcome.score is None:
+            return None
+        kinds = ("final",) if self.outcome.state == "done" else ("round", "rehearsal")
+        return next((p for p in self.points.values() if p.kind in kinds and p.score == self.outcome.score
+                     and (self.outcome.state == "done" or p.step == self.outcome.step)), None)
+
+
+class State:
+    """The tracks of a search and what their trials came to.
+
+    Args:
+        sizes: samples of each client that holds any, for a configuration.
+    """
+
+    def __init__(self, plan: Plan, sizes: Sizes):
+        self.plan = plan
+        self.tracks = {method: Track(plan, method, space, sizes) for method, space in plan.spaces.items()}
+
+    @property
+    def trials(self) -> list[Record]:
+        """Those that were begun, method by method."""
+        return [record for track in self.tracks.values() for record in track.records]
+
+    def next(self) -> Record | str:
+        """The trial to begin now; WAIT until more is known; OVER when no more will come."""
+        said = OVER
+        for track in sorted(self.tracks.values(), key=lambda track: len(track.records)):
+            found = track.next()
+            if isinstance(found, Record):
+                return found
+            said = WAIT if found == WAIT else said
+        return said
+
+    def update(self, record: Record) -> None:
+        """Draws the conclusions from a trial's new points, or its end."""
+        self.tracks[record.method].conclude()
+
+    def best(self, method: str | None = None) -> Record | None:
+        """Of the trials that went to their end, the one with the best score; the first of equals."""
+        ended = [r for r in self.trials if r.outcome and r.outcome.state == "done" and method in (None, r.method)]
+        return max(ended, key=lambda r: r.outcome.score if r.outcome and r.outcome.score is not None else -math.inf,
+                   default=None)
+
+
+class Track:
+    """The trials of one method, in order."""
+
+    def __init__(self, plan: Plan, method: str, space: Space, sizes: Sizes):
+        self.plan, self.method, self.space, self._sizes = plan, method, space, sizes
+        self.records: list[Record] = []
+
+    @cached_property
+    def total(self) -> float:
+        """Trials at most."""
+        if not self.space:
+            return 1
+        if self.plan.searcher == "grid":
+            return len(self._combinations)
+        grids = math.prod(len(axis.values) for axis in self.space.values() if isinstance(axis, Grid))
+        return math.inf if self.plan.samples is None else self.plan.samples * grids
+
+    @cached_property
+    def _combinations(self) -> list[dict[str, Any]]:
+        return combinations(self.space)
+
+    def next(self) -> Record | str:
+        number = len(self.records)
+        if number >= self.total:
+            return OVER
+        needed = self.records[:max(0, number + 1 - self.plan.lag)] if self.plan.searcher == "tpe" else []
+        if any(record.outcome is None for record in needed):
+            return WAIT
+        values = self._values(number, needed)
+        config = configure(self.plan.base, self.method, values)
+        cost = client_steps(config, self._sizes(config))
+        if self.plan.budget is not None and sum(record.spent for record in self.records) + cost > self.plan.budget:
+            return WAIT if any(record.outcome is None for record in self.records) else OVER
+        self.records.append(Record(f"{self.method}-{number:03d}", self.method, values, config, cost))
+        return self.records[-1]
+
+    def conclude(self) -> None:
+        """Outcomes from points. Each number of rounds has its own rungs, so trials are compared with their like."""
+        asha = self.plan.scheduler == "asha"
+        for rounds in {record.config.federation.rounds for record in self.records}:
+            mine = [record for record in self.records if record.config.federation.rounds == rounds]
+            steps = rungs(rounds, self.plan.grace) if asha else []
+            for record, outcome in zip(mine, outcomes([_course(r) for r in mine], steps, rounds), strict=True):
+                record.outcome = outcome
+
+    def _values(self, number: int, known: list[Record]) -> dict[str, Any]:
+        if self.plan.searcher == "grid":
+            return self._combinations[number] if self.space else {}
+        drawn = draw(self.space, self.plan.seed, self.method, number)
+        free = {key: axis for key, axis in self.space.items() if not isinstance(axis, Grid)}
+        if self.plan.searcher == "random" or len(known) < self._startup or not free:
+            return drawn
+        return drawn | _propose(free, known, seed_for(self.plan.seed, "tpe", self.method, number) % 2**32)
+
+    @property
+    def _startup(self) -> int:
+        """Trials that TPE wants to know before it proposes."""
+        return 10 if self.plan.samples is None else min(10, max(4, self.plan.samples // 3))
+
+
+def client_steps(config: Config, sizes: list[int]) -> int:
+    """SGD steps of local training over all rounds and clients: the cost of a trial.
+
+    With partial participation their expectation. What a method computes on top of local training is not in it.
+
+    Args:
+        sizes: samples of each client that holds any.
+    """
+    local, federation = config.local, config.federation
+    # a last batch of one is dropped
+    each = [local.epochs * (n // local.batch + (n % local.batch > 1)) for n in sizes]
+    asked = min(len(sizes), math.ceil(federation.participation * config.data.clients - 1e-9))
+    return round(federation.rounds * asked * sum(each) / len(each))
+
+
+def _course(record: Record) -> Course:
+    compared = {p.step: p.score for p in record.points.values() if p.kind in ("round", "rehearsal")}
+    end = next((p.score for p in record.points.values() if p.kind == "final"), None)
+    return Course(compared, end, record.failed is not None)
+
+
+def _propose(space: dict[str, Range], known: list[Record], seed: int) -> dict[str, Any]:
+    """The values that Optuna's TPE proposes after these trials, told in their order."""
+    import optuna
+    from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+    from optuna.trial import TrialState, create_trial
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    # choices by their place: Optuna takes only some types for values
+    distributions: dict[str, BaseDistribution] = {
+        key: CategoricalDistribution(range(len(axis.values))) if isinstance(axis, Choice)
+        else FloatDistribution(axis.low, axis.high, log=isinstance(axis, LogUniform)) for key, axis in space.items()}
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=1))
+    for record in known:
+        assert record.outcome is not None
+        done, score = record.outcome.state == "done", record.outcome.score
+        params = {key: axis.values.index(record.values[key]) if isinstance(axis, Choice) else record.values[key]
+                  for key, axis in space.items()}
+        study.add_trial(create_trial(
+            state=TrialState.COMPLETE if done else TrialState.PRUNED, value=score if done else None, params=params,
+            distributions=distributions,
+            intermediate_values={} if done or score is None else {record.outcome.step: score}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        asked = study.ask(distributions).params
+    return {key: axis.values[asked[key]] if isinstance(axis, Choice) else readable(axis, asked[key])
+            for key, axis in space.items()}

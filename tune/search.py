@@ -1,0 +1,312 @@
+"""A search: trials of one or more methods, the best of them, and the folder that tells of it.
+
+    search.json      what was asked for
+    trials.jsonl     one line per trial that ended; what a resumed search goes by
+    trials/<trial>/  each a run folder (raylt/journal.py) with its judgements on the validation set
+    best.yaml        the best configuration, for raylt run
+    trials.csv, trials.json, search.png
+    tune/            Ray Tune's own notes; nothing reads them
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from raylt.config import Config, DataConfig
+from raylt.data.task import Task, build_task
+from raylt.errors import CheckpointError, ConfigError, RayltError, one_line
+from tune import report
+from tune.halving import rungs
+from tune.plan import SAMPLES, Metric, Plan, Point, Record, Scheduler, Searcher, State
+from tune.space import Space
+
+FleetKind = Literal["ray", "local"]
+VALIDATION = 0.2                # share of the training samples that a search judges on, unless data.validation says
+
+
+class Watcher(Protocol):
+    """Told what happens, to show it."""
+
+    def says(self, text: str) -> None: ...
+    def starts(self, folder: Path, plan: Plan, state: State, at_once: int) -> None: ...
+    def ends(self, record: Record, state: State) -> None: ...
+
+
+class Silent:
+    """A watcher that shows nothing."""
+
+    def says(self, text: str) -> None: ...
+    def starts(self, folder: Path, plan: Plan, state: State, at_once: int) -> None: ...
+    def ends(self, record: Record, state: State) -> None: ...
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to.
+
+    Args:
+        config: the best configuration, as in best.yaml.
+        best: its trial.
+        trials: all of them.
+        folder: of the search.
+    """
+
+    config: Config
+    best: Record
+    trials: list[Record]
+    folder: Path
+
+
+def search(config: Config, spaces: Space | Mapping[str, Space], samples: int | None = None, *,
+           out: Path | str = "runs", name: str | None = None, metric: Metric = "accuracy", searcher: Searcher = "tpe",
+           scheduler: Scheduler = "asha", grace: int | None = None, budget: int | None = None, seed: int = 0,
+           parallel: int | None = None, retries: int = 2, fleet: FleetKind = "ray", address: str | None = None,
+           track: Sequence[str] = (), watcher: Watcher | None = None) -> Found:
+    """Searches for the configuration whose final model is best on validation samples.
+
+    Args:
+        config: what all trials share.
+        spaces: from `space`, of the method that `config` names, or by method.
+        samples: trials per method; 20, or as many as the budget allows, by default.
+        out, name: the search's folder is `out/name`.
+        metric: on the validation set: accuracy, many, medium, few, owned, matched or miou.
+        grace: rounds before trials are compared for the first time.
+        budget: client-steps that each method may spend, see `client_steps`.
+        parallel: trials at once at most; as many as the cluster holds by default. It is a part of what a search with
+            TPE comes to, see plan.py.
+        fleet: "local" runs the trials one after another in this process, to the same end.
+        retries: times that a failed trial is taken up again from its own checkpoint.
+        track: "mlflow", "wandb".
+
+    Raises:
+        ConfigError: nothing to search, or a trial does not fit into the cluster.
+        RayltError: no trial came to its end.
+    """
+    if strange := set(track) - {"mlflow", "wandb"}:
+        raise ConfigError(f"--track {min(strange)}: must be mlflow or wandb")
+    if config.data.validation == 0:
+        config = config.model_copy(update={"data": config.data.model_copy(update={"validation": VALIDATION})})
+    by_method: dict[str, Space] = {}
+    for key, value in spaces.items():
+        if isinstance(value, Mapping):
+            by_method[key] = dict(value)
+        else:
+            by_method.setdefault(config.method["name"], {})[key] = value
+    if samples is None and budget is None:
+        samples = SAMPLES
+    plan = Plan(config, by_method, samples, budget, searcher, scheduler, grace, metric, seed, 0, retries)
+    name = name or f"search-{'-'.join(by_method)}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = Path(out).resolve() / name
+    if (folder / "search.json").exists():
+        raise CheckpointError(f"{folder}: exists already; give another --name, or continue it with raylt tune "
+                              f"--resume {folder}")
+    _check(plan)
+    return _run(folder, plan, parallel, fleet, address, track, watcher or Silent())
+
+
+def resume(folder: Path | str, *, parallel: int | None = None, fleet: FleetKind = "ray", address: str | None = None,
+           track: Sequence[str] = (), watcher: Watcher | None = None) -> Found:
+    """Goes on with a search that was interrupted; trials that ended are not run again, failed ones are.
+
+    Raises:
+        CheckpointError: the folder is not one of a search.
+    """
+    folder = Path(folder).resolve()
+    try:
+        plan = Plan.from_json(json.loads((folder / "search.json").read_text()))
+    except OSError:
+        raise CheckpointError(f"{folder}: not the folder of a search (it has no search.json)") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{folder / 'search.json'}: damaged ({' '.join(str(error).split())}); start a new "
+                              "search") from None
+    return _run(folder, plan, parallel, fleet, address, track, watcher or Silent())
+
+
+@lru_cache(maxsize=64)
+def _task(data: str) -> Task:
+    return build_task(DataConfig.model_validate_json(data))
+
+
+def task_of(config: Config) -> Task:
+    """The task of a configuration, kept for the next that has the same data."""
+    return _task(config.data.model_dump_json())
+
+
+def sizes(config: Config) -> list[int]:
+    """Samples of each client that holds any."""
+    return [n for n in task_of(config).client_counts.sum(1).tolist() if n]
+
+
+class Desk:
+    """The search while it runs: gives out trials, takes in what they tell, writes down those that ended."""
+
+    def __init__(self, folder: Path, plan: Plan, watcher: Watcher):
+        self.folder, self.plan, self.watcher = folder, plan, watcher
+        self.state = State(plan, sizes)
+        self._records: dict[str, Record] = {}
+        self._ended = _read(folder / "trials.jsonl")
+
+    def next(self) -> Record | str:
+        """A trial to run, WAIT or OVER; those that ended before an interruption are only taken note of."""
+        while isinstance(record := self.state.next(), Record):
+            self._records[record.id] = record
+            line = self._ended.get(record.id)
+            if line is None:
+                return record
+            if line["values"] != record.values:
+                raise CheckpointError(f"{self.folder}: trial {record.id} was run with {line['values']}, the search now "
+                                      f"draws {record.values}; continue it with the versions it was started with")
+            for point in line["points"]:
+                record.points[point["step"]] = Point(**point)
+            record.closed = True
+            self.state.update(record)
+        return record
+
+    def told(self, id: str, points: list[Point]) -> bool:
+        """Takes in a trial's new points; whether it goes on."""
+        record = self._records[id]
+        record.points.update({point.step: point for point in points})
+        self.state.update(record)
+        return record.outcome is None or record.outcome.state != "stopped"
+
+    def closed(self, id: str, failed: str | None) -> None:
+        """A trial's process is through with it."""
+        record, folder = self._records[id], self.folder / "trials" / id
+        if record.closed:
+            return
+        record.closed = True
+        if failed is not None:
+            error = folder / "error.txt"
+            record.failed = error.read_text().strip() if error.is_file() else failed
+        self.state.update(record)
+        with (self.folder / "trials.jsonl").open("a") as stream:
+            stream.write(record.line() + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        if record.failed is None:
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        self.watcher.ends(record, self.state)
+
+
+def _run(folder: Path, plan: Plan, parallel: int | None, fleet: FleetKind, address: str | None, track: Sequence[str],
+         watcher: Watcher) -> Found:
+    with _open_cluster(fleet, address) as nodes:
+        placement, at_once = None, parallel or 1
+        if nodes is not None:
+            placement, at_once = _place(plan, nodes, parallel)
+        if plan.lag == 0:           # a new search; one that is resumed keeps what it was started with
+            plan = replace(plan, lag=at_once)
+            _create(folder, plan)
+        with (folder / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(f"{folder}: another process is running this search; wait for it or stop "
+                                      "it") from None
+            desk = Desk(folder, plan, watcher)
+            watcher.starts(folder, plan, desk.state, at_once)
+            from tune.trial import Job  # torch: not for those who only ask for help
+            job = Job(folder, os.getcwd(), plan.metric, plan.scheduler == "asha", plan.grace)
+            if placement is None:
+                _run_here(desk, job, plan.retries)
+            else:
+                from tune.cluster import run_trials
+                run_trials(desk, job, placement, at_once, plan.retries, track)
+            return _conclude(folder, plan, desk.state)
+
+
+def _run_here(desk: Desk, job: Any, retries: int) -> None:
+    """One trial after another, in this process."""
+    from tune.trial import Trial, local_fleet
+
+    while isinstance(record := desk.next(), Record):
+        failed = None
+        for left in range(retries, -1, -1):
+            trial = Trial(job, record.id, record.config, record.cost, local_fleet)
+            try:
+                while desk.told(record.id, trial.step()) and not trial.done:
+                    pass
+                break
+            except Exception as error:
+                said = str(error) if isinstance(error, RayltError) else one_line(error)
+                failed = None if left else said
+            finally:
+                trial.close()
+        desk.closed(record.id, failed)
+
+
+def _open_cluster(fleet: FleetKind, address: str | None) -> AbstractContextManager[Any]:
+    if fleet == "local":
+        return nullcontext()
+    from tune.cluster import cluster
+    return cluster(address)
+
+
+def _place(plan: Plan, nodes: Sequence[Mapping[str, float]], parallel: int | None) -> tuple[Any, int]:
+    from tune.cluster import bundles_of, check_fit, place_trial
+    have = {key: sum(node.get(key, 0.0) for node in nodes) for key in ("CPU", "GPU")}
+    total = sum(track.total for track in State(plan, sizes).tracks.values())
+    most = int(min(total, parallel or 1000))
+    placement = place_trial(plan.base, len(sizes(plan.base)), most, have)
+    return placement, check_fit(bundles_of(placement), nodes, most)
+
+
+def _create(folder: Path, plan: Plan) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "search.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n")
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {error.strerror}; give another --out") from None
+
+
+def _check(plan: Plan) -> None:
+    """What can be known to be wrong before anything is started."""
+    if plan.metric in ("many", "medium", "few") and plan.metric not in task_of(plan.base).groups:
+        raise ConfigError(f"--metric {plan.metric}: this split has no {plan.metric}-shot class; choose another, or set "
+                          "data.groups")
+    for method, track in State(plan, sizes).tracks.items():
+        if plan.scheduler == "asha" and not rungs(plan.base.federation.rounds, plan.grace):
+            raise ConfigError(f"--scheduler asha: nothing to compare on the way in federation.rounds = "
+                              f"{plan.base.federation.rounds}; use --scheduler none, or more rounds")
+        if not isinstance(track.next(), Record):
+            cost = replace(plan, budget=None)
+            record = State(cost, sizes).tracks[method].next()
+            assert isinstance(record, Record)
+            raise ConfigError(f"--budget {plan.budget}: one trial of {method} takes {record.cost} client-steps; raise "
+                              "it, or lower federation.rounds")
+
+
+def _conclude(folder: Path, plan: Plan, state: State) -> Found:
+    best = state.best()
+    report.write(folder, plan, state)
+    if best is None:
+        reasons = [record.failed for record in state.trials if record.failed]
+        raise RayltError(f"no trial came to its end ({len(state.trials)} begun); the first failure: "
+                         f"{reasons[0] if reasons else 'none'}")
+    return Found(best.config, best, state.trials, folder)
+
+
+def _read(file: Path) -> dict[str, dict[str, Any]]:
+    """The trials that ended; a line cut off by a kill is as if it were not there, a failed trial has not ended."""
+    found: dict[str, dict[str, Any]] = {}
+    lines = []
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        try:
+            tree = json.loads(line)
+        except ValueError:
+            continue
+        lines.append(line)
+        if tree["failed"] is None:
+            found[tree["trial"]] = tree
+    if file.is_file():
+        file.write_text("".join(line + "\n" for line in lines))
+    return found
+

@@ -1,0 +1,263 @@
+"""`Trial`: one federated run inside a search. Its folder is a run folder, and its steps are judged on validation too.
+
+    scores.jsonl     one line per judgement, see `Point`; beside what every run folder holds
+
+A trial takes itself up where its last checkpoint left it, so whoever starts it again need not know how far it was.
+"""
+
+import copy
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raylt import metrics
+from raylt.client import Client, Host, Message, Reply
+from raylt.config import Config
+from raylt.data.cache import Mapped, load
+from raylt.data.samples import Samples
+from raylt.data.task import Shard, Task, build_task
+from raylt.errors import CheckpointError
+from raylt.experiment import Experiment, Report
+from raylt.fleet import Fleet, LocalFleet
+from raylt.journal import Journal
+from raylt.local import confusion_of
+from raylt.method import Method
+from raylt.methods import make_method
+from raylt.summary import summarise
+from raylt.tree import view
+from tune.halving import rungs
+from tune.plan import Metric, Point
+
+LOCK_TIMEOUT_S = 60
+OpenFleet = Callable[[Config, Method, Task, str], Fleet]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a trial needs to know of its search.
+
+    Args:
+        folder: of the search.
+        cwd: what relative paths of the configuration are relative to.
+        rungs: whether trials are compared on the way.
+    """
+
+    folder: Path
+    cwd: str
+    metric: Metric
+    rungs: bool
+    grace: int | None
+
+
+class Trial:
+    """A run that can be stepped; see the module's docstring.
+
+    Args:
+        cost: client-steps of all rounds.
+        open_fleet: called with configuration, method, task and a name for the actors.
+    """
+
+    def __init__(self, job: Job, id: str, config: Config, cost: int, open_fleet: OpenFleet):
+        self.job, self.id, self.config, self.cost = job, id, config, cost
+        self.folder = job.folder / "trials" / id
+        self.fleet: Fleet | None = None
+        self._points: dict[int, Point] = {}
+        self._experiment: Experiment | None = None
+        self._journal: Journal | None = None
+        if (self.folder / "summary.json").is_file():        # it was through when it was interrupted
+            self._points = self._read()
+        else:
+            self._open(open_fleet)
+        self._told = 0
+
+    @property
+    def done(self) -> bool:
+        return self._experiment is None or self._experiment.done
+
+    def step(self) -> list[Point]:
+        """One step of the run and its judgement; first of all, once, what was there before."""
+        if self._told or not self._points:
+            self._advance()
+        new = list(self._points.values())[self._told:]
+        self._told = len(self._points)
+        return new
+
+    def close(self) -> None:
+        """Frees the clients and the folder."""
+        if self.fleet is not None:
+            self.fleet.close()
+        if self._journal is not None:
+            self._journal.__exit__()
+
+    def _open(self, open_fleet: OpenFleet) -> None:
+        torch.set_num_threads(1)            # weights computed here must not depend on the machine's cores
+        data, there = self.config.data, (self.folder / "config.yaml").is_file()
+        if there:
+            data = data.model_copy(update={"split": str(self.folder / "split.json")})
+        self.task = build_task(data)
+        assert self.task.validation is not None
+        if not there:
+            shutil.rmtree(self.folder, ignore_errors=True)      # of one that was killed before it began
+            Journal.create(self.folder, self.config, self.task.split).__exit__()
+        self._journal = _hold(self.folder)
+        if self._journal.config() != self.config:
+            raise CheckpointError(f"{self.folder}: has another configuration; give the search another --name")
+        method = make_method(self.config.method)
+        saved, _ = self._journal.rewind()
+        name = f"{self.job.folder.name}/{self.id}" + (f"~{os.getpid()}" if there else "")
+        self.fleet = open_fleet(self.config, method, self.task, name)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._experiment = Experiment(self.config, method, self.task, self.fleet, device, self.folder)
+        self._reports = self._journal.reports()
+        if saved is not None:
+            self._experiment.load(saved)
+            step = saved.facts["step"]
+            self._points = {p.step: p for p in self._read().values() if p.step <= step}
+            self._write()
+            self._judge(Report(**saved.facts["report"]))        # does nothing when it was done
+            if self._experiment.done:
+                self._conclude()
+
+    def _advance(self) -> None:
+        assert self._experiment is not None
+        assert self._journal is not None
+        report = self._experiment.advance()
+        point = self._judge(report)
+        if point is not None:
+            report = replace(report, figures=report.figures | {"validation": point.validation})
+        self._journal.append(report)
+        if self._experiment.done:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        assert self._experiment is not None
+        assert self._journal is not None
+        self._journal.conclude(summarise(self._journal.reports(), self.config.method["name"], self.task.split.sha256,
+                                         self._experiment.conclude()))
+        shutil.rmtree(self.folder / "checkpoints")
+
+    def _judge(self, report: Report) -> Point | None:
+        """The judgement of a step, written down; None when it is not due or was there."""
+        kind = self._kind(report)
+        if kind is None or report.step in self._points:
+            return None
+        assert self._experiment is not None
+        if kind == "rehearsal":
+            with self._experiment.rehearsal():
+                figures = judge(self._experiment)
+        else:
+            figures = judge(self._experiment)
+        score = figures[self.job.metric]
+        assert score is not None, "the search checks that there is a class to judge"
+        rounds = self.config.federation.rounds
+        point = Point(report.step, kind, score, self.cost * min(report.step, rounds) // rounds, figures,
+                      {} if kind == "rehearsal" else _test_figures(report))
+        self._points[point.step] = point
+        self._write()
+        return point
+
+    def _kind(self, report: Report) -> Any:
+        assert self._experiment is not None
+        experiment, every, rounds = self._experiment, self.config.evaluation.every, self.config.federation.rounds
+        if report.step == rounds + experiment.finishes:
+            return "final"
+        if self.job.rungs and report.step in rungs(rounds, self.job.grace):
+            return "rehearsal" if experiment.finishes else "round"
+        if report.step % every or _personal(experiment):        # asking every client for it each round is too dear
+            return None
+        return "proxy" if experiment.finishes else "round"
+
+    def _read(self) -> dict[int, Point]:
+        file = self.folder / "scores.jsonl"
+        points = [Point(**json.loads(line)) for line in (file.read_text().splitlines() if file.exists() else [])]
+        return {point.step: point for point in points}
+
+    def _write(self) -> None:
+        beside = self.folder / ".scores.writing"
+        with beside.open("w") as stream:
+            stream.writelines(json.dumps(asdict(point)) + "\n" for point in self._points.values())
+            stream.flush()
+            os.fsync(stream.fileno())
+        beside.replace(self.folder / "scores.jsonl")
+
+
+def judge(experiment: Experiment) -> dict[str, float | None]:
+    """Figures on the validation set, each class counting the same, as on the balanced test set."""
+    method, server, task = experiment.method, experiment.server, experiment.task
+    shard = task.validation
+    assert shard is not None
+    if _personal(experiment):
+        replies = experiment.fleet.call(judge_client, experiment.fleet.ids,
+                                        method.message(server) | {"judged": _parcel(shard)})
+        own = {id: balance(reply["confusion"]) for id, reply in replies.items()}
+        pooled, judged = torch.stack(list(own.values())).sum(0), own
+    else:
+        model = method.deployed(server).eval()
+        pooled = judged = balance(confusion_of(lambda x: method.predict(model, x),
+                                               Samples(shard, task.facts, server.device), task.classes,
+                                               experiment.config.evaluation.batch))
+    clients = metrics.client_figures(judged, torch.from_numpy(task.client_counts))
+    return {"accuracy": metrics.accuracy(pooled), **metrics.group_accuracy(pooled, task.groups),
+            "owned": clients["owned"]["mean"], "matched": clients["matched"]["mean"], "miou": metrics.mean_iou(pooled)}
+
+
+def judge_client(client: Client, message: Message) -> Reply:
+    """Counts [C, C] of (true, predicted) classes of this client's own model on the images that the message brought."""
+    method = make_method(client.config.method)
+    client.receive(message["model"])
+    model, parcel = method.personal_model(client).eval(), message["judged"]
+    samples = copy.copy(client.samples)             # normalised as its own
+    samples.y = parcel["labels"]
+    samples.x = parcel["images"] if "images" in parcel else view(
+        Mapped(parcel["path"], parcel["rows"].cpu().numpy()).load()).to(client.device)
+    return client.reply(confusion=confusion_of(lambda x: method.predict(model, x), samples, client.model.classes,
+                                               client.config.evaluation.batch))
+
+
+def balance(matrix: Tensor) -> Tensor:
+    """A confusion matrix as if every class had the same number of samples, float64 [C, C]; absent classes stay 0."""
+    return matrix.double() / matrix.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def local_fleet(config: Config, method: Method, task: Task, name: str) -> Fleet:
+    """All clients in this process."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return LocalFleet(config, task, Host(config, method, task.facts, task.test, device))
+
+
+def _personal(experiment: Experiment) -> bool:
+    return experiment.method.personal or bool(experiment.server.model.stays)
+
+
+def _parcel(shard: Shard) -> dict[str, Any]:
+    images = ({"path": shard.x.path, "rows": view(shard.x.rows)} if isinstance(shard.x, Mapped)
+              else {"images": view(load(shard.x))})
+    return images | {"labels": view(shard.y)}
+
+
+def _test_figures(report: Report) -> dict[str, float | None]:
+    figures: dict[str, float | None] = {"accuracy": report.accuracy} | (report.groups or {})
+    for kind in ("owned", "matched"):
+        figures[kind] = report.clients[kind]["mean"] if report.clients else None
+    return figures
+
+
+def _hold(folder: Path) -> Journal:
+    """The run folder, once the process that held it is gone: one that was killed may take a moment to end."""
+    until = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            return Journal.open(folder)
+        except CheckpointError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)
+
