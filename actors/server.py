@@ -8,7 +8,9 @@ from typing import Any
 import ray
 import torch
 
-from actors.fleet import Placement, RayFleet
+from actors.client import device_here
+from actors.fleet import RayFleet
+from actors.placement import Placement
 from raylt.checkpoint import latest
 from raylt.config import Config
 from raylt.data.task import Task
@@ -42,10 +44,10 @@ class ServerActor:
              folder: Path) -> None:
         """Starts the client actors, and takes up the run where its last checkpoint left it."""
         torch.set_num_threads(1)        # weights computed here must not depend on the machine's cores
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = device_here()
         with _one_line():
             method = make_method(config.method)
-            fleet = RayFleet(config, method, task, shards, test[0], placement, folder.name)
+            fleet = RayFleet(config, method, task, shards, test[0], placement, folder.name, folder)
             self.experiment = Experiment(config, method, task, fleet, device, folder)
             saved, _ = latest(folder / "checkpoints")
             if saved is not None:

@@ -1,4 +1,4 @@
-"""The command line: raylt run | resume | tune | features | methods | settings | data | doctor.
+"""The command line: raylt run | resume | tune | features | methods | settings | data | plan | doctor.
 
 Exit code 2 for input that cannot be used, 1 for a failed run."""
 
@@ -42,7 +42,8 @@ class Format(StrEnum):
 Settings = Annotated[list[str] | None, typer.Argument(
     metavar="[CONFIG.yaml] [key=value ...]", help="A configuration file, then settings that change it.")]
 FleetOption = Annotated[FleetName, typer.Option("--fleet", help="Client actors on Ray, or all in this process.")]
-Address = Annotated[str | None, typer.Option(help="A running Ray cluster, HOST:PORT or auto; else a new local one.")]
+Address = Annotated[str | None, typer.Option(help="A running Ray cluster, HOST:PORT or auto; else a new local one. "
+                                             "RAYLT_ADDRESS sets it, and in a Ray job it is the job's cluster.")]
 FormatOption = Annotated[Format, typer.Option("--format", help="How to print the result.")]
 
 
@@ -146,6 +147,25 @@ def data(settings: Settings = None,
 
 
 @app.command()
+def plan(settings: Settings = None,
+         nodes: Annotated[str | None, typer.Option(help="Nodes that one does not have, as in 4x4gpu16cpu or "
+                                                   "server:1x8cpu,client:2x4gpu48cpu.")] = None,
+         address: Address = None, format: FormatOption = Format.table) -> None:
+    """Show which actors a run would start, what each takes and where the server goes; start nothing."""
+    from dataclasses import asdict
+
+    from actors.launch import foresee
+    plan = foresee(_config(settings), address, nodes)
+    if format is Format.json:
+        _print_json(asdict(plan))
+        return
+    table = Table(show_header=False)
+    for what, why in plan.reasons.items():
+        table.add_row(what, why)
+    out.print(table)
+
+
+@app.command()
 def doctor(address: Address = None, format: FormatOption = Format.table) -> None:
     """Say what is installed and what torch and Ray see here."""
     from actors.doctor import examine
@@ -178,8 +198,9 @@ class Screen:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def says(self, text: str) -> None:
-        err.print(text, soft_wrap=True)
+    def says(self, text: str, minor: bool = False) -> None:
+        if err.is_terminal or not minor:
+            err.print(text, soft_wrap=True, markup=False)
 
     def starts(self, folder: Path, config: Config, reports: list[dict[str, Any]]) -> None:
         self._total = config.federation.rounds
