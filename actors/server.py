@@ -9,6 +9,7 @@ import ray
 import torch
 
 from actors.client import device_here
+from actors.figures import Figures
 from actors.fleet import RayFleet
 from actors.placement import Placement
 from raylt.checkpoint import latest
@@ -47,8 +48,9 @@ class ServerActor:
         device = device_here()
         with _one_line():
             method = make_method(config.method)
-            fleet = RayFleet(config, method, task, shards, test[0], placement, folder.name, folder)
-            self.experiment = Experiment(config, method, task, fleet, device, folder)
+            self.fleet = RayFleet(config, method, task, shards, test[0], placement, folder.name, folder)
+            self.experiment = Experiment(config, method, task, self.fleet, device, folder)
+            self.figures = Figures(folder.name)
             saved, _ = latest(folder / "checkpoints")
             if saved is not None:
                 self.experiment.load(saved)
@@ -60,7 +62,9 @@ class ServerActor:
     def advance(self) -> tuple[Report, bool]:
         """`Experiment.advance`, and whether that was the last step."""
         with _one_line():
-            return self.experiment.advance(), self.experiment.done
+            report = self.experiment.advance()
+            self.figures.show(report, self.fleet.seconds)
+            return report, self.experiment.done
 
     def conclude(self) -> dict[str, str]:
         """`Experiment.conclude`."""
