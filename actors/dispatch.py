@@ -30,6 +30,7 @@ class Call:
     private: Any
     start: float
     patience: float         # seconds after which it is called stuck
+    actors: int             # how many there were when it began
     named: bool = False
 
 
@@ -96,7 +97,7 @@ class Dispatch:
         patience = self.fleet.patience(self.name)
         reply, private = slot.actor.run.options(num_returns=2).remote(
             self.fn, self.message, self.fleet.round, id, shard, self.fleet.private(id), patience)
-        self.running[reply] = Call(id, slot, private, time.monotonic(), patience)
+        self.running[reply] = Call(id, slot, private, time.monotonic(), patience, len(self.fleet._slots))
 
     def _record(self, ref: Any, call: Call) -> None:
         id = call.id
@@ -115,7 +116,10 @@ class Dispatch:
         except RayTaskError as error:               # it could not be sent there, or its reply not back
             self._fail(id, ClientError(id, self.fleet.round, self.name, one_line(error.cause)))
             return
-        if isinstance(reply, str) and reply.startswith("OutOfMemoryError") and len(self.fleet._slots) > 1:
+        full = isinstance(reply, str) and reply.startswith("OutOfMemoryError")
+        if full and call.actors > len(self.fleet._slots):       # room was made meanwhile
+            self.waiting.insert(0, id)
+        elif full and call.actors > 1:
             self._make_room(call)
         elif isinstance(reply, str):
             self._fail(id, ClientError(id, self.fleet.round, self.name, reply))

@@ -16,12 +16,14 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 from actors.cluster import connect, dashboard, whereabouts
 from actors.fleet import NOTES, START_TIMEOUT_S
 from actors.placement import SERVER_GPUS, Node, Plan, nodes_of, parse_nodes, place, plan
+from actors.probe import probe
 from actors.server import ServerActor
 from actors.slots import LOST
 from raylt.config import Config
 from raylt.data.task import Task
 from raylt.errors import ConfigError, RayltError, ServerLost
 from raylt.experiment import Report
+from raylt.methods import make_method
 
 __all__ = ["SERVER_GPUS", "connect", "foresee", "interrupt_on_sigterm", "open_experiment", "place"]
 
@@ -83,7 +85,11 @@ def open_experiment(config: Config, task: Task, folder: Path, address: str | Non
         interrupt_on_sigterm()
         clients = int((task.client_counts.sum(1) > 0).sum())
         place(config, clients, ray.cluster_resources())         # what all nodes cannot do together, none can
-        chosen = plan(config, clients, nodes_of(ray.nodes()))
+        nodes = nodes_of(ray.nodes())
+        chosen = plan(config, clients, nodes)
+        if config.resources.gpus_per_client == "auto" and 0 < chosen.placement.gpus < 0.5:
+            # several would share a GPU: so many as its memory holds
+            chosen = plan(config, clients, nodes, probe(config, make_method(config.method), task, 1))
         where = f"{joined or 'a new local Ray cluster'}, {chosen.reasons['nodes']}; dashboard {dashboard() or 'off'}"
         says(where, minor=joined is None)
         yield RemoteExperiment(_start(config, task, folder, chosen), folder / NOTES, says)

@@ -20,7 +20,7 @@ from raylt.methods import make_method
 
 
 @dataclass
-class Replayed(Exception):  # noqa: N818  (it ends the round that it interrupts)
+class Replayed(Exception):
     """What came of the call."""
 
     function: str

@@ -103,6 +103,26 @@ class Faulty(Method):
         time.sleep(WAIT_S)
 
 
+def fill(client: Client, message: Message) -> Reply:
+    """The device is full as long as more than `message["fit"]` actors are at it."""
+    here = Path(message["folder"], f"at-{os.getpid()}")
+    here.touch()
+    time.sleep(0.3)
+    full = len([file for file in here.parent.glob("at-*") if _lives(file)]) > message["fit"]
+    if full:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return client.reply(id=client.id)
+
+
+def _lives(file: Path) -> bool:
+    return Path("/proc", file.name.removeprefix("at-")).exists()
+
+
+def sleep(client: Client, message: Message) -> Reply:
+    time.sleep(message["seconds"].get(str(client.id), 0.0))
+    return client.reply(id=client.id)
+
+
 def register() -> None:
     """In every process of Ray's."""
     METHODS["faulty"] = Faulty

@@ -43,7 +43,8 @@ def nodes(clean, tmp_path_factory):
     ip, port, board = ray.util.get_node_ip_address(), free_port(), free_port()
     address = f"{ip}:{port}"
     commands = [["--head", f"--port={port}", "--num-cpus=2", "--num-gpus=0", "--dashboard-host=127.0.0.1",
-                 f"--dashboard-port={board}", "--labels=role=server", f"--temp-dir={folder.parent / 'ray'}"],
+                 f"--dashboard-port={board}", "--labels=role=server", f"--temp-dir={folder.parent / 'ray'}",
+                 f"--dashboard-agent-listen-port={free_port()}", "--metrics-export-port=0"],
                 [f"--address={address}", "--num-cpus=2", "--num-gpus=2", "--labels=role=client",
                  f"--dashboard-agent-listen-port={free_port()}", "--metrics-export-port=0"]]
     started = []
