@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from raylt import tree
 from raylt.config import Config
@@ -74,12 +75,17 @@ class Client:
 
     def batches(self, epochs: int, size: int) -> Iterator[Batch]:
         """Shuffled, augmented batches of [2, size] samples; the order depends on (seed, function, round, client)."""
-        augment = AUGMENTATIONS[self.config.augment]
+        return (self.batch(rows) for rows in self.rows(epochs, size))
+
+    def rows(self, epochs: int, size: int) -> Iterator[Tensor]:
+        """The places of the samples of each batch, int64 [2..size]."""
         for _ in range(epochs):
             order = torch.randperm(len(self), generator=self.order)
-            for rows in order.to(self.device).split(size):
-                if len(rows) > 1:
-                    yield self.samples.batch(rows, augment, self.noise)
+            yield from (rows for rows in order.to(self.device).split(size) if len(rows) > 1)
+
+    def batch(self, rows: Tensor) -> Batch:
+        """The samples at `rows`, augmented as `augment` says."""
+        return self.samples.batch(rows, AUGMENTATIONS[self.config.augment], self.noise)
 
     def begin(self, purpose: str, round: int) -> None:
         """Sets the round and the generators of one call."""

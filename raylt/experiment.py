@@ -37,6 +37,8 @@ class Report:
             mean over the clients' own models, and `global_accuracy` is the global model's.
         groups: accuracy over the many-, medium- and few-shot classes; None for a group without classes.
         clients: per-client figures ("owned", "matched", "global"), each with its mean and worst decile.
+        by_client: the same of each client by id, None for one that is not judged; kept of clients' own models, and
+            of the last evaluation of all.
         traffic: bytes and replies by client function.
         lost, retried, rejected: client ids; rejected ones with the reason.
         figures: what the method reports.
@@ -55,6 +57,7 @@ class Report:
     retried: list[int] = field(default_factory=list)
     rejected: dict[int, str] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
+    by_client: dict[str, list[float | None]] | None = None
 
 
 class Experiment:
@@ -62,19 +65,22 @@ class Experiment:
 
     Args:
         folder: the run folder, where checkpoints and the final model go.
+
+    Attributes:
+        finishes: whether the method does something after the last round.
     """
 
     def __init__(self, config: Config, method: Method, task: Task, fleet: Fleet, device: torch.device, folder: Path):
         self.config, self.method, self.task, self.fleet, self.folder = config, method, task, fleet, folder
         self.server = Server(config, task.facts, method.new_model(task.facts, config).to(device), device)
-        self._finishes = type(method).finish is not Method.finish
+        self.finishes = type(method).finish is not Method.finish
         self._test: Samples | None = None
         self._saved: Checkpoint | None = None
         self._step = 0
 
     @property
     def done(self) -> bool:
-        return self._step >= self.server.rounds + self._finishes
+        return self._step >= self.server.rounds + self.finishes
 
     def step(self) -> Report:
         """One round, or the finish; then an evaluation when it is due."""
@@ -99,11 +105,6 @@ class Experiment:
             traffic={name: asdict(t) for name, t in _merge(joined.traffic, ledger.traffic).items()},
             lost=joined.lost + ledger.lost, retried=joined.retried + ledger.retried,
             rejected=joined.rejected | ledger.rejected, figures=server.figures, **judged)
-
-    @property
-    def finishes(self) -> bool:
-        """Whether the method does something after the last round."""
-        return self._finishes
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -167,7 +168,8 @@ class Experiment:
 
     def _evaluate(self, last: bool) -> dict[str, Any]:
         every = self.config.evaluation
-        judged: dict[str, Any] = dict.fromkeys(("accuracy", "global_accuracy", "groups", "clients"))
+        judged: dict[str, Any] = dict.fromkeys(("accuracy", "global_accuracy", "groups", "clients",
+                                                       "by_client"))
         personal = self.method.personal or bool(self.server.model.stays)
         matrices: Tensor | dict[int, Tensor] | None = None
         # a global model without running statistics (federation.batchnorm = local) cannot be judged
@@ -181,7 +183,9 @@ class Experiment:
             pooled = torch.stack(list(matrices.values())).sum(0) if isinstance(matrices, dict) else matrices
             judged["accuracy"] = metrics.accuracy(pooled)
             judged["groups"] = metrics.group_accuracy(pooled, self.task.groups)
-            judged["clients"] = metrics.client_figures(matrices, torch.from_numpy(self.task.client_counts))
+            each = metrics.by_client(matrices, torch.from_numpy(self.task.client_counts))
+            judged["clients"] = metrics.client_figures(each)
+            judged["by_client"] = each if personal or last else None
         return judged
 
     def _judge_global(self) -> Tensor:

@@ -47,11 +47,12 @@ class SGD:
 
 
 def sgd(client: Client, objective: Objective, params: Iterable[Tensor] | None = None, epochs: int | None = None,
-        lr: float | None = None) -> float:
+        lr: float | None = None, batches: Iterable[Batch] | None = None) -> float:
     """Trains a client's model on its own batches and returns the mean loss per sample.
 
     Args:
         objective: the loss of a batch, a scalar.
+        batches: what it is trained on, all epochs in a row; by default `epochs` passes over the client's samples.
         params: what is trained; all parameters of the client's model by default.
         epochs, lr: `local.epochs` and `local.lr` of the configuration by default.
     """
@@ -61,7 +62,9 @@ def sgd(client: Client, objective: Objective, params: Iterable[Tensor] | None = 
                     local.weight_decay)
     total, seen = torch.zeros((), device=client.device), 0
     half = local.precision == "bfloat16"
-    for batch in client.batches(local.epochs if epochs is None else epochs, local.batch):
+    if batches is None:
+        batches = client.batches(local.epochs if epochs is None else epochs, local.batch)
+    for batch in batches:
         with torch.autocast(client.device.type, torch.bfloat16, enabled=half):
             loss = objective(batch)
         optimiser.step(loss)

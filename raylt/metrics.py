@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 GROUPS = ("many", "medium", "few")
+KINDS = ("owned", "matched", "global")      # of accuracy of one client
 
 
 def confusion(predicted: Tensor, truth: Tensor, classes: int, ignore: int | None = None) -> Tensor:
@@ -83,22 +84,28 @@ def worst_decile(values: Sequence[float]) -> float:
     return sum(lowest) / len(lowest)
 
 
-def client_figures(matrices: dict[int, Tensor] | Tensor, client_counts: Tensor) -> dict[str, dict[str, float]]:
-    """Owned, matched and global accuracy over clients: their mean and the mean of the worst tenth.
+def by_client(matrices: dict[int, Tensor] | Tensor, client_counts: Tensor) -> dict[str, list[float | None]]:
+    """Owned, matched and global accuracy of each client, [K]; None for one that is not judged.
 
-    Clients that hold no sample of any tested class are left out.
+    A client without a model or without a sample of any tested class is not.
 
     Args:
         matrices: of each client's own model by client id, or the one of a model that all share.
         client_counts: training samples per client and class, int64 [K, C].
     """
     own = dict.fromkeys(range(len(client_counts)), matrices) if isinstance(matrices, Tensor) else matrices
-    judged = [(own[k].cpu(), client_counts[k].cpu()) for k in sorted(own)]
-    judged = [(matrix, counts) for matrix, counts in judged if (matrix.sum(dim=1) * counts).any()]
-    figures = {
-        "owned": [owned_accuracy(matrix, counts) for matrix, counts in judged],
-        "matched": [matched_accuracy(matrix, counts) for matrix, counts in judged],
-        "global": [accuracy(matrix) for matrix, _ in judged],
-    }
+    figures: dict[str, list[float | None]] = {kind: [None] * len(client_counts) for kind in KINDS}
+    for k, matrix in own.items():
+        matrix, counts = matrix.cpu(), client_counts[k].cpu()
+        if (matrix.sum(dim=1) * counts).any():
+            figures["owned"][k] = owned_accuracy(matrix, counts)
+            figures["matched"][k] = matched_accuracy(matrix, counts)
+            figures["global"][k] = accuracy(matrix)
+    return figures
+
+
+def client_figures(each: dict[str, list[float | None]]) -> dict[str, dict[str, float]]:
+    """Of each list of `by_client`, the mean over the clients that have a figure, and the mean of the worst tenth."""
+    judged = {kind: [value for value in values if value is not None] for kind, values in each.items()}
     return {kind: {"mean": sum(values) / len(values), "worst_decile": worst_decile(values)}
-            for kind, values in figures.items()}
+            for kind, values in judged.items()}

@@ -18,7 +18,7 @@ from raylt.checkpoint import hash_tensors
 from raylt.config import settings
 from raylt.errors import RayltError
 
-SMALL = ["data.clients=3", "local.epochs=1", "data.imbalance=50", "federation.rounds=2"]
+SMALL = ["method=fedavg", "data.clients=3", "local.epochs=1", "data.imbalance=50", "federation.rounds=2"]
 
 
 class Outcome(NamedTuple):
@@ -208,7 +208,7 @@ def test_interrupted_run_says_how_to_go_on(raylt, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
     monkeypatch.setattr("raylt.run.start", interrupt)
-    assert raylt("run") == Outcome(130, "", "stopped; raylt resume RUN continues after the last committed round\n")
+    assert raylt("run") == Outcome(130, "", "stopped; to go on: raylt resume RUN, or raylt tune --resume SEARCH\n")
 
 
 def test_without_a_command_help_is_shown_and_no_error(raylt):
@@ -309,6 +309,7 @@ def test_resume_of_a_finished_run_shows_its_summary_again(raylt, finished, tmp_p
 
 def test_folder_of_a_run_without_a_name_is_one_folder_below_out(raylt, npz):
     code, out, err = raylt("run", f"data.source=npz:{npz()}", "data.clients=2", "federation.rounds=1", "local.epochs=1",
+                           "method=fedavg",
                            "--fleet", "local", "--format", "json")
     assert code == 0, err
     assert Path(json.loads(out)["folder"]).parent == Path("runs")
@@ -369,3 +370,27 @@ def test_settings_are_listed_with_default_and_meaning(raylt):
     assert "Dirichlet" in listing["data.alpha"]["what"]
     table = raylt("settings").out
     assert all(key in table for key in listing)
+
+
+def test_clients_prints_and_draws_every_client(raylt, finished):
+    folder, _ = finished
+    code, out, err = raylt("clients", folder)
+    assert (code, err) == (0, "")
+    assert "over the classes it owns" in out
+    assert "worst decile" in out
+    assert out.rstrip().endswith("clients.png")
+    code, out, _ = raylt("clients", folder, "--metric", "matched", "--picture", "here.png", "--format", "json")
+    found = json.loads(out)
+    assert code == 0
+    assert Path("here.png").stat().st_size > 1000
+    assert (found["metric"], len(found["runs"]["one"]), len(found["samples"])) == ("matched", 3, 3)
+    refused(raylt("clients", folder, "--picture", "here.abc"), "--picture here.abc", "give a .png")
+
+
+def test_clients_refuses_runs_over_another_split_in_one_line(raylt, finished):
+    folder, _ = finished
+    code, *_ = raylt("run", *SMALL, "data.seed=5", "method=fedavg", "--fleet", "local", "--out", ".", "--name", "two")
+    assert code == 0
+    code, out, err = raylt("clients", folder, "two")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "two: its clients hold other samples" in err

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CPU, Recorder, configure, fingerprint, make_experiment, private_states
 from pydantic import ValidationError
+from tiny import CPU, Recorder, configure, fingerprint, make_experiment, private_states
 from torch import Tensor
 
 from raylt import checkpoint, tree

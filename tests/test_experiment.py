@@ -2,7 +2,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from conftest import COUNTS, CPU, Recorder, configure, fingerprint, make_experiment, private_states
+from tiny import COUNTS, CPU, Recorder, configure, fingerprint, make_experiment, private_states
 from torch import tensor
 
 from raylt import checkpoint

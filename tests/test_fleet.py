@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import COUNTS, CPU, configure, fingerprint, make_experiment, private_states
+from tiny import COUNTS, CPU, configure, fingerprint, make_experiment, private_states
 from torch import tensor
 
 from raylt.client import Client, Host, Message, Reply

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import COUNTS, CPU, configure, fingerprint, make_experiment
+from tiny import COUNTS, CPU, configure, fingerprint, make_experiment
 from torch import nn, tensor
 from torch.nn import functional as F
 

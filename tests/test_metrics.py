@@ -8,6 +8,7 @@ from torch import tensor
 
 from raylt.metrics import (
     accuracy,
+    by_client,
     class_accuracy,
     client_figures,
     confusion,
@@ -113,7 +114,11 @@ def test_client_figures_of_one_shared_model():
     counts = tensor([[2, 0, 0], [1, 3, 0], [0, 0, 0], [0, 0, 5]])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        figures = client_figures(BY_HAND, counts)
+        each = by_client(BY_HAND, counts)
+        figures = client_figures(each)
+    assert each["owned"] == [pytest.approx(0.8), pytest.approx(0.65), None, None]
+    assert each["matched"] == [pytest.approx(0.8), pytest.approx(0.575), None, None]
+    assert each["global"] == [pytest.approx(5 / 7), pytest.approx(5 / 7), None, None]
     assert figures["owned"] == {"mean": pytest.approx(0.725), "worst_decile": pytest.approx(0.65)}
     assert figures["matched"] == {"mean": pytest.approx((0.8 + 0.575) / 2), "worst_decile": pytest.approx(0.575)}
     assert figures["global"] == {"mean": pytest.approx(5 / 7), "worst_decile": pytest.approx(5 / 7)}
@@ -122,6 +127,8 @@ def test_client_figures_of_one_shared_model():
 def test_client_figures_of_own_models_use_each_clients_own_matrix():
     counts = tensor([[2, 0, 0], [0, 3, 0], [1, 1, 0]])
     right = tensor([[5, 0, 0], [0, 2, 0], [0, 0, 0]])
-    figures = client_figures({1: right, 0: BY_HAND}, counts)
+    each = by_client({1: right, 0: BY_HAND}, counts)
+    assert each["owned"] == [pytest.approx(0.8), 1.0, None]         # client 2 was not asked
+    figures = client_figures(each)
     assert figures["owned"] == {"mean": pytest.approx(0.9), "worst_decile": pytest.approx(0.8)}
     assert figures["global"] == {"mean": pytest.approx((1 + 5 / 7) / 2), "worst_decile": pytest.approx(5 / 7)}

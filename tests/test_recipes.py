@@ -17,6 +17,14 @@ def test_every_cell_of_sfds_tables_1_and_4_has_a_recipe():
     assert sum(name.startswith("sfd/") for name in NAMES) == 16      # 10 cells in Table 1, 8 in Table 4, 2 in both
 
 
+def test_every_cell_of_bpfeds_tables_2_to_4_has_a_recipe():
+    files = {path.name: path.read_text() for path in RECIPES if path.parent.name == "bpfed"}
+    assert set(files) == {f"{data}_if{imbalance}_alpha{alpha}_k20.yaml" for data in ("cifar10", "cifar100")
+                          for imbalance in (50, 100) for alpha in (0.5, 0.2)}
+    runs = [line for text in files.values() for line in text.splitlines() if line.startswith("#   ")]
+    assert len(runs) == 8 * 4 + 5 + 1           # Tables 2 and 3; Table 4; alpha = 0 in the text
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
 def test_recipe_loads_and_its_method_builds(path):
     config = load(path)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import Recorder, configure, make_experiment
+from tiny import Recorder, configure, make_experiment
 
 from raylt import replay as module
 from raylt.errors import CheckpointError, ConfigError

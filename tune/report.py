@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich import box
 from rich.table import Table
 
 from raylt.hyper import Choice, LogUniform
@@ -71,22 +72,27 @@ def table_of(plan: Plan, state: State, most: int = 20) -> Table:
     keys = list(dict.fromkeys(key for space in plan.spaces.values() for key in space))
     last = [key.rpartition(".")[2] for key in keys]
     heads = [key if last.count(its) > 1 else its for key, its in zip(keys, last, strict=True)]
-    table = Table(title=f"{len(state.trials)} trials, best first; {plan.metric} on validation samples, accuracy on the "
-                  "test set", title_justify="left")
+    table = Table(title=f"{len(state.trials)} trials, best first; percent: {plan.metric} on validation samples, "
+                  "accuracy on the test set", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+                  show_edge=False)
     for head in ("trial", "state", "round", plan.metric, "test", "client-steps", *heads):
-        table.add_column(head, no_wrap=head in ("trial", "state"), justify="left" if head == "trial" else "right")
+        table.add_column(head, no_wrap=True, justify="left" if head == "trial" else "right")
     order = {"done": 0, "stopped": 1, "failed": 2, "open": 3}
     rows = sorted(((row(r), r) for r in state.trials),
                   key=lambda pair: (order[pair[0]["state"]], -(pair[0]["round"] or 0), -(pair[0]["score"] or 0)))
     best = state.best()
     for its, record in rows[:most]:
-        cells = [its["trial"], its["state"], str(its["round"] or "-"), percent(its["score"]),
-                 percent(its.get("test_accuracy")), f"{its['client_steps']:,}",
+        cells = [its["trial"], its["state"], str(its["round"] or "-"), _percent(its["score"]),
+                 _percent(its.get("test_accuracy")), f"{its['client_steps']:,}",
                  *(_text(its.get(key)) for key in keys)]
         table.add_row(*cells, style="bold" if record is best else None)
     if len(rows) > most:
         table.add_row(f"... {len(rows) - most} more in trials.csv")
     return table
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f}"
 
 
 def draw(file: Path, plan: Plan, state: State) -> None:

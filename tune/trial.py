@@ -204,7 +204,7 @@ def judge(experiment: Experiment) -> dict[str, float | None]:
         pooled = judged = balance(confusion_of(lambda x: method.predict(model, x),
                                                Samples(shard, task.facts, server.device), task.classes,
                                                experiment.config.evaluation.batch))
-    clients = metrics.client_figures(judged, torch.from_numpy(task.client_counts))
+    clients = metrics.client_figures(metrics.by_client(judged, torch.from_numpy(task.client_counts)))
     return {"accuracy": metrics.accuracy(pooled), **metrics.group_accuracy(pooled, task.groups),
             "owned": clients["owned"]["mean"], "matched": clients["matched"]["mean"], "miou": metrics.mean_iou(pooled)}
 

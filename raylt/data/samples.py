@@ -15,7 +15,8 @@ Augmentation = Callable[[Tensor, torch.Generator], Tensor]
 
 
 class Batch(NamedTuple):
-    """x float32 [B, channels, H, W] normalised; y int64 [B]; rows int64 [B], the samples' places in their shard."""
+    """x float32 [B, channels, H, W] normalised; y int64 [B], or soft labels float32 [B, C]; rows int64 [B], the places
+    in their shard."""
 
     x: Tensor
     y: Tensor

@@ -6,14 +6,18 @@ from typing import Any
 from raylt.config import check
 from raylt.errors import UnknownMethod
 from raylt.method import Method
+from raylt.methods.bpfed import BPFed
 from raylt.methods.fedavg import FedAvg
+from raylt.methods.fedper import FedPer
 from raylt.methods.fedprox import FedProx
 from raylt.methods.sfd import SFD
 
 METHODS: dict[str, type[Method]] = {
     FedAvg.name: FedAvg,
     FedProx.name: FedProx,
+    FedPer.name: FedPer,
     SFD.name: SFD,
+    BPFed.name: BPFed,
 }
 
 

@@ -246,4 +246,4 @@ class SFD(Method):
 
 def encoder(model: SplitModel) -> Params:
     """The entries of the encoder that travel."""
-    return {name: value for name, value in model.entries().items() if name.startswith("encoder.")}
+    return model.entries("encoder.")

@@ -26,9 +26,14 @@ class SplitModel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.encoder(x))
 
-    def entries(self) -> Params:
-        """Parameters and buffers that may travel, by name; they share the model's memory."""
-        return {name: value for name, value in self.state_dict().items() if name not in self.stays}
+    def entries(self, prefix: str = "") -> Params:
+        """Parameters and buffers that may travel, by name; they share the model's memory.
+
+        Args:
+            prefix: what their names start with: "encoder." for the encoder alone.
+        """
+        return {name: value for name, value in self.state_dict().items()
+                if name.startswith(prefix) and name not in self.stays}
 
 
 def with_classifier(model: SplitModel, weight: Tensor, bias: Tensor | None) -> SplitModel:

@@ -1,4 +1,4 @@
-"""Losses that know how many samples of each class a client holds. Equation numbers are SFD's."""
+"""Losses that know how many samples of each class a client holds. Equation numbers are SFD's unless named."""
 
 from typing import Literal
 
@@ -64,3 +64,20 @@ def adaptive_supcon(h: Tensor, y: Tensor, log_counts: Tensor, tau: float, delta:
         attraction = (s * positive).sum(1) / size.clamp(min=1)
         anchors = size > 0
         return torch.where(anchors, repulsion - attraction, 0.0).sum() / anchors.sum().clamp(min=1)
+
+
+def smooth_labels(counts: Tensor, delta: float, gamma: float, everywhere: bool = False) -> Tensor:
+    """Soft label q of each class a client owns, Eq. 19 and 20 of BPFed, float32 [C, C]; zero rows for the others.
+
+    Args:
+        counts: samples per class, int64 [C], before balancing.
+        everywhere: what is taken from the own class goes to all others, not to the owned ones only.
+    """
+    owned = counts > 0
+    g = delta * (counts / counts.max()).pow(gamma)              # [C]
+    to = torch.ones_like(owned) if everywhere else owned
+    others = int(to.sum()) - 1
+    g = g if others else torch.zeros_like(g)                    # one class: there is nobody to give to
+    q = to * (g / max(others, 1))[:, None]
+    q.diagonal().copy_(1 - g)
+    return q * owned[:, None]

@@ -52,3 +52,32 @@ def unpack(triangle: Tensor, dim: int) -> Tensor:
     matrix[rows, columns] = triangle
     matrix[columns, rows] = triangle
     return matrix
+
+
+def class_scatter(z: Tensor, y: Tensor, weight: str = "n") -> tuple[Tensor, int]:
+    """Sum over classes of weight_c M_c, Eq. 13-15 of BPFed, float64 [d, d], and the sum of the weights.
+
+    Args:
+        z: features [n, d].
+        y: int64 [n].
+        weight: "n" or "n-1", of a class with n samples. One sample has no covariance, and counts as zero.
+    """
+    total, weights = z.new_zeros(z.shape[1], z.shape[1], dtype=torch.float64), 0
+    for c in y.unique():
+        own = z[y == c].double()
+        n = len(own) if weight == "n" else len(own) - 1
+        own = own - own.mean(0)
+        total += n / max(len(own) - 1, 1) * (own.T @ own)
+        weights += n
+    return total, weights
+
+
+def perturb(covariance: Tensor, n: int, generator: torch.Generator) -> Tensor:
+    """n draws from N(0, M), float64 [n, d]; M [d, d] may lack rank, as a Cholesky factor would not let it.
+
+    Args:
+        generator: of the CPU, so that every device gets the same numbers.
+    """
+    values, vectors = torch.linalg.eigh(covariance.double())
+    xi = torch.randn(n, len(values), generator=generator, dtype=torch.float64).to(values.device)
+    return (xi * values.clamp(min=0).sqrt()) @ vectors.T

@@ -35,7 +35,7 @@ class Faulty(Method):
     ill: bool = False           # client 1 raises in round 2, sends NaN in 3 and a wrong shape in 4; 0 hangs in 5
 
     def train(self, client: Client, message: Message) -> Reply:
-        if client.id == 0:
+        if client.id == 0 and self.folder:
             self._mark("client.pid")
         self._pause("train", client.round, client.id)
         reply = super().train(client, message)

@@ -1,5 +1,5 @@
 import torch
-from conftest import CPU, configure, make_experiment
+from tiny import CPU, configure, make_experiment
 
 from raylt.client import Host
 from raylt.methods.fedavg import FedAvg

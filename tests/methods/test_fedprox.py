@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import CPU, configure, fingerprint, make_experiment
+from tiny import CPU, configure, fingerprint, make_experiment
 from torch.nn import functional as F
 
 from raylt.client import Client

@@ -130,6 +130,7 @@ def test_a_failed_trial_is_shown_and_run_again_on_resume(tmp_path, monkeypatch):
     assert not any(r.failed for r in again.trials)
 
 
+@pytest.mark.slow
 def test_several_methods_spend_the_same_budget(tmp_path):
     config = config_of()
     spaces = spaces_of(["fedavg", "fedprox"], {"local.lr": space(config, RANGES)["local.lr"]}, config)

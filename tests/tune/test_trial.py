@@ -106,6 +106,7 @@ def test_a_rehearsal_leaves_no_trace(tmp_path):
     assert model_sha256(tmp_path / "with") == model_sha256(tmp_path / "without")
 
 
+@pytest.mark.slow
 def test_halving_keeps_trials_that_gain_in_their_last_phase(tmp_path):
     """Proxies say the opposite of the truth: trials that gain show chance before the last phase."""
     config = load(None, [*SETTINGS, "method=late", "federation.rounds=6"])
@@ -139,6 +140,7 @@ def test_an_interrupted_trial_goes_on_to_the_same_bits(tmp_path):
     assert again.step() == straight
 
 
+@pytest.mark.slow
 def test_a_trial_killed_before_it_began_begins_again(tmp_path):
     (tmp_path / "trials/t").mkdir(parents=True)
     (tmp_path / "trials/t/split.json").write_text("{")
@@ -158,6 +160,7 @@ def test_every_class_counts_the_same_on_validation():
     assert balance(matrix).diagonal().sum() / balance(matrix).sum() == pytest.approx(0.45)
 
 
+@pytest.mark.slow
 def test_nothing_of_a_trial_is_left_but_its_record(tmp_path):
     finish(trial(tmp_path, "federation.rounds=2"))
     assert not (tmp_path / "trials/t/checkpoints").exists()

@@ -1,0 +1,21 @@
+"""FedPer: the encoder is everybody's, the classifier each client's own (Arivazhagan et al., 2019, Algorithms 1 and 2).
+
+Departure from the text: the last layer alone is personal, as in the papers that compare against it; theirs may keep
+more. All classifiers start from the same random weights.
+"""
+
+from typing import ClassVar
+
+from raylt.method import Method
+from raylt.models.split import Params, SplitModel
+
+
+class FedPer(Method):
+    """FedAvg of the encoder, its running statistics included; both halves are trained jointly."""
+
+    name: ClassVar[str] = "fedper"
+    paper: ClassVar[str] = "Arivazhagan et al., arXiv 2019"
+    personal: ClassVar[bool] = True
+
+    def shared(self, model: SplitModel) -> Params:
+        return model.entries("encoder.")

@@ -1,0 +1,164 @@
+import os
+import socket
+import threading
+import time
+
+import pytest
+import ray
+
+from actors.fleet import Placement
+from actors.launch import SERVER_GPUS, connect, open_experiment, place
+from raylt.config import Config
+from raylt.errors import ConfigError
+
+
+def placed(clients, cpus, gpus=0, participation=1.0, over_select=0.0, **resources):
+    config = Config.model_validate({"federation": {"participation": participation, "over_select": over_select},
+                                    "resources": resources})
+    return place(config, clients, {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {}))
+
+
+@pytest.mark.parametrize("clients", [10, 20])
+def test_a_laptop_has_as_many_actors_as_cores(clients):
+    assert placed(clients, cpus=2) == Placement(2, 1.0, 0.0)
+
+
+def test_one_client_has_one_actor():
+    assert placed(1, cpus=2) == Placement(1, 1.0, 0.0)
+    assert placed(1, cpus=64, gpus=8) == Placement(1, 1.0, 0.95)
+
+
+def test_every_client_has_its_actor_where_there_are_slots_even_when_few_are_asked():
+    assert placed(20, cpus=32, participation=0.1).actors == 20
+
+
+def test_with_fewer_slots_than_clients_there_are_as_many_actors_as_can_be_at_work():
+    # ceil(0.2 * 20) = 4 clients are at work at once, ceil(0.2 * 1.5 * 20) = 6 when half as many more are asked
+    assert placed(20, cpus=8, participation=0.2).actors == 4
+    assert placed(20, cpus=8, participation=0.2, over_select=0.5).actors == 6
+    assert placed(20, cpus=8, over_select=0.5).actors == 8
+
+
+@pytest.mark.parametrize(("clients", "cpus", "gpus", "actors", "each"), [
+    (20, 96, 8, 20, 3),         # ceil(20 / 8) actors on a GPU
+    (100, 192, 16, 100, 7),     # 4 machines of 4
+    (50, 64, 2, 50, 25),
+    (50, 8, 2, 8, 4),
+    (4, 64, 8, 4, 1),
+])
+def test_gpus_are_shared_by_the_actors_and_the_server(clients, cpus, gpus, actors, each):
+    got = placed(clients, cpus, gpus)
+    assert got.actors == actors
+    assert each * got.gpus + SERVER_GPUS <= 1 < (each + 1) * got.gpus + SERVER_GPUS
+
+
+@pytest.mark.parametrize(("share", "slots"), [(1, 8), (0.5, 16), (0.25, 32), (0.3, 24), (2, 3)])
+def test_a_given_share_of_a_gpu_leaves_room_for_the_server(share, slots):
+    got = placed(40, cpus=96, gpus=8, gpus_per_client=share)
+    assert got.actors == slots
+    each = 1 // got.gpus
+    assert each * got.gpus + SERVER_GPUS <= 1 if share <= 1 else slots * got.gpus + SERVER_GPUS <= 8
+    assert got.gpus > 1 / (each + 1)                    # no more of them on a GPU than were asked for
+
+
+def test_no_gpu_can_be_asked_for():
+    assert placed(4, cpus=8, gpus=2, gpus_per_client=0) == Placement(4, 1.0, 0.0)
+
+
+def test_clients_per_actor_decides_the_actors():
+    assert placed(20, cpus=8, clients_per_actor=5).actors == 4
+    assert placed(3, cpus=8, clients_per_actor=5).actors == 1
+    assert placed(20, cpus=8, clients_per_actor=5, actors=2).actors == 2
+
+
+def test_more_actors_than_clients_are_as_many_as_clients():
+    assert placed(3, cpus=8, actors=8).actors == 3
+
+
+@pytest.mark.parametrize(("clients", "have", "resources", "said"), [
+    (20, (2, 0), {"actors": 9}, r"resources.actors = 9: 9 client actors of 1 CPUs .* the cluster has 2 CPUs and 0 "
+     r"GPUs, enough for 2; set resources.actors=2"),
+    (20, (2, 0), {"clients_per_actor": 5}, r"resources.clients_per_actor = 5: 4 client actors .* enough for 2; set "
+     r"resources.clients_per_actor=10"),
+    (20, (2, 0), {"cpus_per_client": 4}, r"takes 4 CPUs .* has 2 CPUs .* lower resources.cpus_per_client"),
+    (20, (8, 0), {"gpus_per_client": 0.5}, r"takes 1 CPUs and 0.5 GPUs, .* 0 GPUs, .* resources.gpus_per_client"),
+    (20, (8, 1), {"gpus_per_client": 2}, r"takes 1 CPUs and 2.0 GPUs, the cluster has 8 CPUs and 1 GPUs"),
+    (20, (64, 8), {"gpus_per_client": 1.5}, r"resources.gpus_per_client = 1.5: must be a whole number when above 1"),
+    (20, (64, 2), {"gpus_per_client": 0.25, "actors": 9}, r"9 client actors of 1 CPUs and 0.25 GPUs, .* enough for 8"),
+])
+def test_what_does_not_fit_is_said_with_what_there_is_and_the_setting(clients, have, resources, said):
+    with pytest.raises(ConfigError, match=said):
+        placed(clients, *have, **resources)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1", "127.0.0.1:port", "127.0.0.1:99999", ":6379",
+                                     "http://127.0.0.1:8265", "ray://127.0.0.1:10001"])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(ConfigError, match="must be HOST:PORT or auto"):
+        connect(address)
+
+
+def test_an_address_where_nobody_listens_fails_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    start = time.monotonic()
+    with pytest.raises(ConfigError, match=f"--address 127.0.0.1:{port}: nothing answers there"):
+        connect(f"127.0.0.1:{port}")
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
+def test_an_address_where_something_else_listens_is_refused(answer):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def serve():
+            line, _ = listener.accept()
+            with line:
+                line.recv(100)
+                line.sendall(answer)
+        threading.Thread(target=serve, daemon=True).start()
+        with pytest.raises(ConfigError, match="what answers there is no Ray cluster"):
+            connect(f"127.0.0.1:{listener.getsockname()[1]}")
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """What `ray.init` is called with; nothing is started."""
+    calls = []
+    monkeypatch.setattr(ray, "init", lambda **options: calls.append(options))
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    return calls
+
+
+def test_a_plain_run_starts_its_own_cluster_whatever_the_environment_says(joined):
+    os.environ["RAY_ADDRESS"] = "10.0.0.1:6379"
+    connect(None)
+    assert joined[0]["address"] == "local"      # the one value with which Ray does not look for a cluster
+    assert joined[0]["dashboard_host"] == "127.0.0.1"
+    assert not joined[0]["log_to_driver"]
+
+
+def test_a_cluster_is_joined_with_its_token(joined):
+    os.environ.pop("RAY_AUTH_MODE", None)
+    connect("auto")
+    assert joined[0]["address"] == "auto"
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+def test_a_cluster_that_cannot_be_joined_is_one_line(joined, monkeypatch):
+    def refuse(**_):
+        raise ConnectionError("no\nway")
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(ConfigError, match=r"--address auto: no Ray cluster could be joined there \(no\); check"):
+        connect("auto")
+
+
+def test_settings_that_do_not_fit_leave_no_session_behind(monkeypatch, tiny_task, tmp_path):
+    ended = []
+    monkeypatch.setattr("actors.launch.connect", lambda address: None)
+    monkeypatch.setattr("actors.launch.interrupt_on_sigterm", lambda: None)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
+    config = Config.model_validate({"resources": {"actors": 5}})
+    with pytest.raises(ConfigError, match="enough for 2"), open_experiment(config, tiny_task, tmp_path, None):
+        pass
+    assert ended == [True]

@@ -1,0 +1,228 @@
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+import trouble
+from trouble import IDS, Broken, Private, configure
+
+from actors.client import label_of
+from raylt import tree
+from raylt.checkpoint import hash_tensors
+from raylt.errors import RayltError, TooFewReplies
+from raylt.experiment import Experiment
+from raylt.fleet import Cohort
+from raylt.methods.fedavg import FedAvg
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.timeout(90)
+
+
+def train(config, method, task, fleet, tmp_path):
+    """Two rounds; what the server and every client then hold, and the reports."""
+    fleet.config, fleet._method = config, method
+    fleet._private.clear()
+    experiment = Experiment(config, method, task, fleet, CPU, tmp_path)
+    reports = [experiment.step() for _ in range(2)]
+    states = dict(fleet.private_states(sorted(fleet._private)))
+    held = {"server": experiment.server.model.state_dict()} | {f"client-{id}": state for id, state in states.items()}
+    return hash_tensors(dict(tree.leaves(held))), reports
+
+
+@pytest.fixture
+def undisturbed(make_experiment, tiny_task, tmp_path):
+    def run(config, method):
+        fleet = make_experiment(config, tiny_task, tmp_path, method).fleet
+        return train(config, method, tiny_task, fleet, tmp_path)[0]
+    return run
+
+
+@pytest.fixture(scope="package")
+def pool(make_fleet):
+    """Fleets that several tests use, by the number of their actors."""
+    fleets = {}
+
+    def get(actors, **federation):
+        if actors not in fleets:
+            fleets[actors] = make_fleet(configure(), actors, Private())
+        fleet = fleets[actors]
+        fleet.config = configure(**federation)
+        fleet._private.clear()
+        fleet.begin(1)
+        return fleet
+    return get
+
+
+@pytest.mark.parametrize("actors", [1, 2, 5])
+def test_fleets_agree_bit_for_bit(pool, undisturbed, tiny_task, tmp_path, actors):
+    config, method = configure(), Private()
+    assert train(config, method, tiny_task, pool(actors), tmp_path)[0] == undisturbed(config, method)
+
+
+def test_fleets_agree_when_everything_travels_and_some_are_asked(make_fleet, undisturbed, tiny_task, tmp_path):
+    config, method = configure(participation=0.5), FedAvg()
+    fleet = make_fleet(config, 3, method)
+    found, reports = train(config, method, tiny_task, fleet, tmp_path)
+    fleet.close()
+    assert found == undisturbed(config, method)
+    assert [report.traffic["train"]["replies"] for report in reports] == [3, 3]
+
+
+def test_clients_that_die_are_asked_again_with_the_same_result(pool, undisturbed, tiny_task, tmp_path):
+    config = configure()
+    mortal = Private(victims=(0, 5), folder=str(tmp_path))
+    found, reports = train(config, mortal, tiny_task, pool(2), tmp_path)
+    assert found == undisturbed(config, Private())
+    assert [(sorted(report.retried), report.lost) for report in reports] == [([0, 5], []), ([], [])]
+
+
+def test_an_actor_killed_from_outside_is_replaced(pool, tmp_path):
+    fleet = pool(2)
+    killer = threading.Thread(target=kill_when_written, args=(tmp_path / "1-0",))
+    killer.start()
+    replies = fleet.call(trouble.stall, IDS, {"victims": [1], "seconds": 60.0, "folder": str(tmp_path)})
+    killer.join()
+    assert [reply["calls"] for reply in replies.values()] == [1] * 5
+    assert (fleet.ledger.retried, fleet.ledger.lost) == ([1], [])
+
+
+def kill_when_written(file: Path) -> None:
+    end = time.monotonic() + 30
+    while time.monotonic() < end and not (file.exists() and file.read_text()):
+        time.sleep(0.02)
+    os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+def test_a_client_that_dies_too_often_is_lost_and_the_quorum_decides(pool, tmp_path):
+    fleet = pool(2, retries=1, quorum=0.8)
+    message = {"victims": [2], "times": 2, "folder": str(tmp_path)}
+    assert list(fleet.call(trouble.die, IDS, message)) == [0, 1, 3, 5]
+    assert (fleet.ledger.retried, fleet.ledger.lost) == ([2], [2])
+    fleet.config = configure(retries=0, quorum=1.0)
+    fleet.begin(2)
+    with pytest.raises(TooFewReplies, match=(
+            r"round 2, die: 4 of 5 clients replied usably, federation.quorum = 1 needs 5; first failure: "
+            r"client 2, round 2, die: its process died \(ActorDiedError\)")):
+        fleet.call(trouble.die, IDS, message | {"times": 3})
+
+
+def test_a_client_that_leaves_its_process_is_lost(pool):
+    fleet = pool(2, retries=0)
+    with pytest.raises(TooFewReplies, match=r"0 of 1 clients .* client 3, round 1, leave: its process died"):
+        fleet.call(trouble.leave, [3], {})
+    assert list(fleet.call(trouble.count, IDS, {})) == IDS
+
+
+@pytest.mark.parametrize(("function", "said"), [
+    (trouble.fail, r"client 0, round 1, fail: ValueError: client 0 has bad luck \(trouble.py:\d+\)$"),
+    (trouble.half, r"client 0, round 1, half: TypeError: .*BFloat16"),
+])
+def test_what_a_client_raises_reaches_the_server_as_one_line(pool, function, said):
+    fleet = pool(2, retries=1)
+    with pytest.raises(TooFewReplies, match=said) as raised:
+        fleet.call(function, [0, 1], {})
+    assert "\n" not in str(raised.value)
+    assert (sorted(fleet.ledger.retried), fleet.ledger.lost) == ([0, 1], [0, 1])
+
+
+@pytest.mark.parametrize("actors", [1, 2])
+def test_a_client_that_hangs_is_left_behind_at_the_deadline(pool, tmp_path, actors):
+    fleet = pool(actors, deadline_s=1.0, quorum=0.2)
+    message = {"victims": [3], "seconds": 60.0, "folder": str(tmp_path)}        # the smallest, so asked last
+    start = time.monotonic()
+    replies = fleet.call(trouble.stall, IDS, message)
+    assert time.monotonic() - start < 30
+    assert (list(replies), fleet.ledger.lost) == ([0, 1, 2, 5], [3])
+    assert {id: r["calls"] for id, r in fleet.call(trouble.stall, IDS, message).items()} == dict.fromkeys(IDS, 2) | {
+        3: 1}
+
+
+def test_a_hung_client_below_the_quorum_is_named(pool, tmp_path):
+    fleet = pool(2, deadline_s=0.5, quorum=1.0)
+    with pytest.raises(TooFewReplies, match=r"client 1, .* not done after federation.deadline_s = 0.5 s"):
+        fleet.call(trouble.stall, [1], {"victims": [1], "seconds": 60.0, "folder": str(tmp_path)})
+
+
+def test_a_process_that_starts_does_not_use_up_the_deadline(pool, tmp_path):
+    fleet = pool(1, deadline_s=0.5, quorum=1.0)         # an actor takes seconds to start
+    message = {"victims": [1], "times": 1, "folder": str(tmp_path)}
+    assert list(fleet.call(trouble.die, [0, 1], message)) == [0, 1]
+
+
+def test_stragglers_are_left_behind_and_their_late_answers_ignored(pool, tmp_path):
+    fleet = pool(5, quorum=1.0)
+    start = time.monotonic()
+    replies = fleet.call(trouble.stall, Cohort(IDS, 4), {"victims": [0], "seconds": 4.0, "folder": str(tmp_path)})
+    assert list(replies) == [1, 2, 3, 5]
+    again = fleet.call(trouble.count, IDS, {})          # client 0 as well, by another actor
+    assert time.monotonic() - start < 4
+    assert {id: reply["calls"] for id, reply in again.items()} == dict.fromkeys(IDS, 2) | {0: 1}
+    slot = next(slot for slot in fleet._slots if slot.late is not None)
+    ray.wait([slot.late], timeout=30)
+    assert fleet.call(trouble.count, IDS, {})[0]["calls"] == 2
+    assert slot.late is None
+
+
+def test_an_actor_that_dies_on_a_late_call_costs_nobody_an_attempt(pool, tmp_path):
+    fleet = pool(5, quorum=1.0, retries=0)
+    fleet.call(trouble.stall, Cohort(IDS, 4), {"victims": [0], "seconds": 60.0, "folder": str(tmp_path)})
+    slot = next(slot for slot in fleet._slots if slot.late is not None)
+    os.kill(int((tmp_path / "0-0").read_text()), signal.SIGKILL)
+    ray.wait([slot.late], timeout=30)
+    for _ in range(2):
+        assert list(fleet.call(trouble.count, IDS, {})) == IDS
+    assert (slot.late, fleet.ledger.lost) == (None, [])
+
+
+def test_a_late_call_that_hangs_ends_with_the_next_deadline(pool, tmp_path):
+    fleet = pool(2)
+    message = {"victims": [0, 1], "seconds": 60.0, "folder": str(tmp_path)}
+    assert list(fleet.call(trouble.stall, Cohort([0, 3], 1), message)) == [3]       # client 0 hangs on one actor
+    fleet.config = configure(deadline_s=1.0)
+    with pytest.raises(TooFewReplies, match="not done after"):                      # client 1 on the other
+        fleet.call(trouble.stall, [1], message)
+    assert [slot.late for slot in fleet._slots] == [None, None]
+    fleet.config = configure()
+    assert len({reply["pid"] for reply in fleet.call(trouble.stall, IDS, message).values()}) == 2
+
+
+def test_a_reply_that_is_not_finite_is_rejected_without_asking_again(pool):
+    fleet = pool(2)
+    mean = fleet.mean(trouble.spoil, IDS, {"victims": [1]})
+    assert mean["x"].tolist() == [1.0]
+    assert (fleet.ledger.rejected, fleet.ledger.retried, fleet.ledger.lost) == ({1: "x is not finite"}, [], [])
+
+
+def test_each_client_is_served_by_its_own_actor_while_that_is_free(pool):
+    fleet = pool(5)
+    pids = {id: reply["pid"] for id, reply in fleet.call(trouble.count, IDS, {}).items()}
+    assert len(set(pids.values())) == 5
+    for ids in ([5], [1, 3], [0, 5], IDS):
+        assert {id: reply["pid"] for id, reply in fleet.call(trouble.count, ids, {}).items()} == {
+            id: pids[id] for id in ids}
+
+
+def test_more_actors_than_clients_with_samples_are_not_started(pool):
+    assert [slot.home for slot in pool(5)._slots] == [[id] for id in IDS]
+    assert [slot.name.split("/")[1] for slot in pool(2)._slots] == ["clients-000-to-005", "clients-001-to-003"]
+
+
+def test_an_actor_that_cannot_start_is_one_line(make_fleet):
+    with pytest.raises(RayltError, match=r"a client actor died while it started: .*as a private model") as raised:
+        make_fleet(configure(), 1, Broken())
+    assert "\n" not in str(raised.value)
+
+
+def test_actors_without_room_are_named(make_fleet, monkeypatch):
+    monkeypatch.setattr("actors.fleet.START_TIMEOUT_S", 1)
+    with pytest.raises(RayltError, match="1 client actors of 99 CPUs and 0 GPUs did not start within 1 s"):
+        make_fleet(configure(), 1, cpus=99.0)
+
+
+def test_labels_say_whose_data_an_actor_holds(tiny_task):
+    assert label_of([1], tiny_task.client_counts) == "client 1 · 14 samples · 3/4 classes"
+    assert label_of([0, 2, 5], tiny_task.client_counts) == "clients 0-5 · 45 samples"

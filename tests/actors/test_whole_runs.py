@@ -1,0 +1,190 @@
+"""`raylt run` and `raylt resume` as processes, and what is left of them when they are killed."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ray  # noqa: F401  (brings psutil)
+
+psutil = pytest.importorskip("psutil")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+
+SETTINGS = ["method=fedavg", "seed=3", "federation.rounds=3"]
+# long enough to be killed in: about a second a round
+LONG = ["method=fedavg", "seed=3", "federation.rounds=4", "local.epochs=40"]
+
+
+def environment():
+    return {key: value for key, value in os.environ.items() if not key.startswith("RAY_")} | {
+        "RAY_ADDRESS": "127.0.0.1:1"}           # a plain run must not care
+
+
+def start(folder, *arguments, **variables):
+    with (folder / "out.txt").open("w") as out, (folder / "err.txt").open("w") as err:
+        return subprocess.Popen([sys.executable, "-m", "raylt.cli", *arguments], stdout=out, stderr=err,
+                                env=environment() | variables, start_new_session=True)
+
+
+def run(folder, *arguments):
+    """Exit code, standard output and the lines of standard error."""
+    process = start(folder, *arguments)
+    code = process.wait(250)
+    return code, (folder / "out.txt").read_text(), (folder / "err.txt").read_text().splitlines()
+
+
+def launch(folder, settings, **variables):
+    return start(folder, "run", *settings, "--out", str(folder), "--name", "r", **variables)
+
+
+def finish(folder, *arguments):
+    code, out, err = run(folder, *arguments, "--format", "json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def accuracies(place: Path):
+    return [(line["step"], line["accuracy"]) for line in map(json.loads, (place / "metrics.jsonl").open())]
+
+
+def wait_for(claim, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not (found := claim()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+    return found
+
+
+def await_a_round(process, folder):
+    file = folder / "r/metrics.jsonl"
+
+    def committed():
+        assert process.poll() is None, (folder / "err.txt").read_text()
+        return file.exists() and file.read_text()
+    wait_for(committed)
+
+
+def family(pid):
+    return psutil.Process(pid).children(recursive=True)
+
+
+def all_gone(processes):
+    return all(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in processes)
+
+
+def but_agents(processes):
+    """Without Ray's two agents: when a raylet was killed they look for it for a minute, and then end."""
+    return [p for p in processes if not {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} & set(p.cmdline())]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The long run in one process."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    summary = finish(folder, "run", *LONG, "--fleet", "local", "--out", str(folder), "--name", "r")
+    return summary["model_sha256"], accuracies(folder / "r")
+
+
+def test_every_fleet_gives_the_same_model(tmp_path):
+    kinds = {"local": ["--fleet", "local"], "one": ["resources.actors=1"], "two": ["resources.actors=2"]}
+    found = {}
+    for name, more in kinds.items():
+        summary = finish(tmp_path, "run", *SETTINGS, *more, "--out", str(tmp_path), "--name", name)
+        found[name] = summary["model_sha256"], accuracies(tmp_path / name)
+        said = (tmp_path / "err.txt").read_text().splitlines()
+        # nothing of Ray's own, no warnings
+        assert re.fullmatch(r"fedavg on digits, run folder \S+", said[0])
+        assert [re.sub(r"accuracy .*", "", line).strip() for line in said[1:]] == [f"round {r}/3" for r in (1, 2, 3)]
+    assert len(found["one"][1]) == 3
+    assert found["one"] == found["two"] == found["local"]
+
+
+def test_a_killed_driver_leaves_nothing_behind_and_can_be_resumed(tmp_path, undisturbed):
+    process = launch(tmp_path, LONG)
+    await_a_round(process, tmp_path)
+    time.sleep(random.Random(0).uniform(0, 1))
+    started = but_agents(family(process.pid))
+    process.kill()
+    process.wait()
+    assert len(started) > 5
+    wait_for(lambda: all_gone(started), 30)
+    assert not (tmp_path / "r/summary.json").exists()
+    summary = finish(tmp_path, "resume", str(tmp_path / "r"), "resources.actors=1")
+    assert (summary["model_sha256"], accuracies(tmp_path / "r")) == undisturbed
+
+
+def test_a_killed_server_is_one_line_and_can_be_resumed(tmp_path, undisturbed):
+    process = launch(tmp_path, LONG)
+    await_a_round(process, tmp_path)
+    started = family(process.pid)
+    server, = [p for p in started if "ServerActor" in " ".join(p.cmdline())]
+    server.kill()
+    assert process.wait(60) == 1
+    said = (tmp_path / "err.txt").read_text().splitlines()
+    assert re.fullmatch(r"error: the server's process died \(ActorDiedError\); continue with raylt resume", said[-1])
+    assert all(line.startswith(("fedavg on", "round ")) for line in said[:-1])
+    wait_for(lambda: all_gone(started), 30)
+    assert not (tmp_path / "r/summary.json").exists()
+    summary = finish(tmp_path, "resume", str(tmp_path / "r"), "--fleet", "local")
+    assert (summary["model_sha256"], accuracies(tmp_path / "r")) == undisturbed
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_how_to_go_on(tmp_path, number):
+    process = launch(tmp_path, LONG)
+    await_a_round(process, tmp_path)
+    started = family(process.pid)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)          # as a terminal does
+    else:
+        process.send_signal(number)
+    assert process.wait(60) == 130
+    said = (tmp_path / "err.txt").read_text().splitlines()
+    assert said[-1] == "stopped; to go on: raylt resume RUN, or raylt tune --resume SEARCH"
+    assert all(line.startswith(("fedavg on", "round ")) for line in said[:-1])
+    wait_for(lambda: all_gone(started), 30)
+    assert not (tmp_path / "r/summary.json").exists()
+    assert (tmp_path / "r/config.yaml").exists()
+
+
+@pytest.mark.parametrize(("setting", "code", "said"), [
+    ("resources.actors=99", 2, "error: resources.actors = 99: 10 client actors of 1 CPUs"),
+    ("local.lr=1e30", 1, "error: round 1, train: 0 of 10 clients replied usably"),
+])
+def test_what_goes_wrong_on_the_cluster_is_one_line(tmp_path, setting, code, said):
+    got, out, err = run(tmp_path, "run", *SETTINGS, setting, "--out", str(tmp_path), "--name", "r")
+    assert (got, out) == (code, "")
+    assert err[-1].startswith(said)
+    assert len(err) == 2
+    assert not (tmp_path / "r/summary.json").exists()
+
+
+def test_a_run_asks_for_its_token_and_never_shows_it(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    process = launch(tmp_path, LONG, HOME=str(home))
+    await_a_round(process, tmp_path)
+    dashboards = [c for p in [process.pid, *(q.pid for q in family(process.pid))] for c in listening(p)
+                  if 8265 <= c.port < 8365]
+    process.terminate()
+    process.wait(60)
+    token = (home / ".ray/auth_token").read_text().strip()
+    assert dashboards
+    assert {c.ip for c in dashboards} == {"127.0.0.1"}
+    assert token
+    shown = [file for file in tmp_path.rglob("*") if file.is_file() and home not in file.parents]
+    assert tmp_path / "err.txt" in shown
+    assert not [file for file in shown if token.encode() in file.read_bytes()]
+
+
+def listening(pid):
+    try:
+        return [c.laddr for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    except psutil.Error:
+        return []

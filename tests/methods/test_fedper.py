@@ -1,0 +1,75 @@
+import pytest
+import torch
+from tiny import COUNTS, CPU, Recorder, configure, fingerprint, make_experiment, private_states
+
+from raylt import tree
+from raylt.methods import make_method
+from raylt.methods.bpfed import BPFed
+from raylt.methods.fedavg import FedAvg
+from raylt.methods.fedper import FedPer
+
+
+def run(task, folder, method, **parts):
+    experiment = make_experiment(configure(**parts), task, folder, method, host=Recorder)
+    reports = []
+    while not experiment.done:
+        reports.append(experiment.step())
+    return experiment, reports
+
+
+def bits(experiment):
+    states = private_states(experiment)
+    return [fingerprint(experiment.server.model.state_dict())] + [fingerprint(states[id]["model"]) for id in states]
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.3])
+def test_bpfed_with_everything_off_is_fedper_bit_for_bit(tiny_task, tmp_path, participation):
+    federation = {"rounds": 3, "participation": participation}
+    off = BPFed(alpha=0, crt=False, lws=False, initial="common")
+    both = [run(tiny_task, tmp_path, method, federation=federation) for method in (FedPer(), off)]
+    assert bits(both[0][0]) == bits(both[1][0])
+    assert [r.accuracy for r in both[0][1]] == [r.accuracy for r in both[1][1][:3]]
+
+
+def test_encoders_are_averaged_by_samples_and_classifiers_are_not(tiny_task, tmp_path):
+    # one round from common weights: every client computes what it computes in FedAvg, which averages both halves
+    reference, _ = run(tiny_task, tmp_path, FedAvg(), federation={"rounds": 1})
+    experiment, _ = run(tiny_task, tmp_path, FedPer(), federation={"rounds": 1})
+    replies = {id: reply["model"] for name, _, id, reply in reference.fleet._host.replies if name == "train"}
+    own = private_states(experiment)
+    for id, reply in replies.items():
+        assert torch.equal(own[id]["model"]["classifier.weight"], reply["classifier.weight"])
+    weights = COUNTS.sum(1)
+    for name, value in experiment.server.model.state_dict().items():
+        if not name.startswith("encoder."):
+            continue
+        if value.is_floating_point():               # BatchNorm's running statistics are among them
+            mean = sum(weights[id] * reply[name].double() for id, reply in replies.items()) / weights.sum()
+            assert torch.allclose(value.double(), mean, atol=1e-6), name
+        assert torch.equal(value, reference.server.model.state_dict()[name]), name
+
+
+def test_classifiers_never_travel_and_differ_between_clients(tiny_task, tmp_path):
+    experiment, _ = run(tiny_task, tmp_path, FedPer(), evaluation={"personal": 1})
+    host = experiment.fleet._host
+    names = {path for sent in [*host.messages, *(reply for *_, reply in host.replies)] for path, _ in tree.leaves(sent)}
+    assert any("running_mean" in name for name in names)
+    assert not any("classifier" in name for name in names)
+    own = {fingerprint(state["model"]) for id, state in private_states(experiment).items() if id != 3}
+    assert len(own) == 4                            # client 3 has one sample, which cannot be trained on
+    start = FedPer().new_model(tiny_task.facts, experiment.config)
+    assert fingerprint(private_states(experiment)[3]["model"]) == fingerprint(FedPer().private(start))
+
+
+def test_private_state_of_clients_that_are_not_sampled_stays(tiny_task, tmp_path):
+    method = make_method({"name": "fedper"})
+    experiment = make_experiment(configure(federation={"participation": 0.3}), tiny_task, tmp_path, method,
+                                 host=Recorder)
+    experiment.step()
+    before = {id: fingerprint(state) for id, state in private_states(experiment).items()}
+    experiment.step()
+    asked = {id for name, round, id, _ in experiment.fleet._host.replies if name == "train" and round == 2}
+    after = {id: fingerprint(state) for id, state in private_states(experiment).items()}
+    assert {id for id in after if after[id] != before[id]} <= asked
+    assert asked
+    assert experiment.server.device == CPU

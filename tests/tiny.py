@@ -1,0 +1,90 @@
+"""What most tests share: a task small enough to train on in a blink, with every kind of client that makes trouble."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raylt import tree
+from raylt.checkpoint import hash_tensors
+from raylt.client import Host
+from raylt.config import Config
+from raylt.data.task import Shard, Split, Task, hash_labels
+from raylt.experiment import Experiment
+from raylt.fleet import LocalFleet
+from raylt.method import Method
+from raylt.methods import make_method
+from raylt.tree import Tree
+
+CPU = torch.device("cpu")
+# of each client, samples per class: all classes; class 3 missing; class 1 only (and 9 = one batch of 8 and one sample
+# over); one sample; none; all classes
+COUNTS = np.array([[12, 6, 4, 2], [8, 3, 3, 0], [0, 9, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0], [6, 3, 2, 1]])
+
+
+def make_task() -> Task:
+    """C = 4, K = 6, 8x8x1: class c brightens quadrant c of a noisy image."""
+    rng = np.random.default_rng(0)
+    shards = tuple(_draw(rng, row) for row in COUNTS)
+    ends = np.cumsum([len(shard) for shard in shards])
+    rows = tuple(np.arange(end - len(shard), end) for end, shard in zip(ends, shards, strict=True))
+    labels = np.concatenate([shard.y for shard in shards])
+    split = Split(rows, hash_labels(labels), "tiny", 1.0, "by_hand", 1.0, 0)
+    return Task("tiny", ("a", "b", "c", "d"), (8, 8, 1), (0.5,), (0.25,), COUNTS, ("many", "medium", "medium", "few"),
+                shards, _draw(rng, np.full(4, 10)), split)
+
+
+def _draw(rng: np.random.Generator, counts: np.ndarray) -> Shard:
+    y = rng.permutation(np.repeat(np.arange(4), counts)).astype(np.int64)
+    x = rng.integers(0, 160, (len(y), 8, 8, 1))
+    for image, c in zip(x, y, strict=True):
+        image[4 * (c // 2):, 4 * (c % 2):][:4, :4] += 90
+    return Shard(x.astype(np.uint8), y)
+
+
+def configure(**parts: Any) -> Config:
+    """The tiny configuration with some parts replaced: `configure(seed=1, federation={"participation": 0.5})`."""
+    federation = {"rounds": 2} | parts.pop("federation", {})
+    local = {"batch": 8} | parts.pop("local", {})
+    data = {"clients": 6} | parts.pop("data", {})
+    method = parts.pop("method", {"name": "fedavg"})
+    return Config(model="small", method=method, data=data, federation=federation, local=local, **parts)
+
+
+def make_experiment(config: Config, task: Task, tmp_path: Path, method: Method | None = None,
+                    fleet: type[LocalFleet] = LocalFleet, host: Callable[..., Any] = Host) -> Experiment:
+    """An experiment in this process, on the CPU; `host` is called as `Host` is."""
+    method = method or make_method(config.method)
+    clients = fleet(config, task, host(config, method, task.facts, task.test, CPU))
+    return Experiment(config, method, task, clients, CPU, tmp_path)
+
+
+def fingerprint(parts: Tree) -> str:
+    """Equal for two trees if and only if they have the same names and the same bits."""
+    found = list(tree.leaves(parts))
+    tensors = {path: leaf for path, leaf in found if isinstance(leaf, Tensor)}
+    return hash_tensors(tensors) + repr(sorted((path, leaf) for path, leaf in found if path not in tensors))
+
+
+def private_states(experiment: Experiment) -> dict[int, Tree]:
+    """Of every client that was ever called, by id."""
+    fleet = experiment.fleet
+    return dict(fleet.private_states(sorted(fleet._private)))
+
+
+class Recorder(Host):
+    """A host that keeps what it was sent and what it replied."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.messages: list[Tree] = []
+        self.replies: list[tuple[str, int, int, Tree]] = []      # function, round, client, tree
+
+    def run(self, fn, message, round, id, shard, private):
+        self.messages.append(message)
+        reply, after = super().run(fn, message, round, id, shard, private)
+        self.replies.append((fn.__name__, round, id, tree.snapshot(reply.tree)))
+        return reply, after
