@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from raylt.cli_debug import debug
 from raylt.cli_tune import tune
 from raylt.config import Config, load
 from raylt.errors import ConfigError, RayltError, one_line
@@ -80,6 +81,7 @@ def resume(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The r
 
 
 app.command()(tune)
+app.command()(debug)
 
 
 @app.command()
@@ -192,30 +194,6 @@ def plan(settings: Settings = None,
     table = Table(show_header=False)
     for what, why in plan.reasons.items():
         table.add_row(what, why)
-    out.print(table)
-
-
-@app.command()
-def debug(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
-          round: Annotated[int, typer.Option(min=0, help="The round; 0 for how clients join.")],
-          client: Annotated[int, typer.Option(min=0, help="The client's id.")],
-          function: Annotated[str | None, typer.Option(help="Its call of this function; else its first.")] = None,
-          ) -> None:
-    """Run one client's call of a run again in this process, with its traceback if it raises."""
-    import traceback
-
-    from raylt.replay import replay
-    try:
-        found = replay(run_folder, round, client, function)
-    except RayltError:
-        raise
-    except Exception:
-        traceback.print_exc()
-        raise typer.Exit(1) from None
-    out.print(f"client {client}, round {round}, {found.function}: {found.seconds:.3f} s, weight {found.reply.weight:g}")
-    table = Table("reply", "kind", "values")
-    for row in found.entries():
-        table.add_row(*row)
     out.print(table)
 
 
