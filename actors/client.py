@@ -1,5 +1,9 @@
 """`ClientActor`: a Ray actor that holds clients, pinned to its share of a GPU."""
 
+import faulthandler
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -20,9 +24,10 @@ class ClientActor:
 
     label = "client"        # Ray asks for the name of one whose constructor could not be called
 
-    def __init__(self, label: str, config: Config, method: Method, facts: Facts, test: Shard):
-        self.label = label
-        self.host = Host(config, method, facts, test, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    def __init__(self, label: str, config: Config, method: Method, facts: Facts, test: Shard,
+                 stacks: Path | None):
+        self.label, self.stacks = label, stacks
+        self.host = Host(config, method, facts, test, device_here())
 
     def __repr__(self) -> str:
         return self.label                # what the dashboard shows
@@ -31,13 +36,17 @@ class ClientActor:
         """Returns once the actor is up."""
 
     def run(self, fn: ClientFunction, message: Tree, round: int, id: int, shard: Shard | None,
-            private: Tree | None) -> tuple[Reply | str, Tree]:
+            private: Tree | None, patience: float) -> tuple[Reply | str, Tree]:
         """`Host.run` with arrays for tensors. A function that raises gives one line that says so in the reply's place:
         Ray would bring the exception without the place where it was raised.
+
+        Args:
+            patience: seconds after which the stacks of a call that is still running are written down.
         """
         before = None if private is None else from_arrays(private)
         try:
-            reply, after = self.host.run(fn, from_arrays(message), round, id, shard, before)
+            with self._watched(patience):
+                reply, after = self.host.run(fn, from_arrays(message), round, id, shard, before)
             return Reply(reply.weight, to_arrays(reply.tree)), to_arrays(after)
         except Exception as error:
             return one_line(error), {}
@@ -49,6 +58,27 @@ class ClientActor:
             return to_arrays(compute(fn, from_arrays(item), threads))
         except Exception as error:
             return one_line(error)
+
+    @contextmanager
+    def _watched(self, patience: float) -> Iterator[None]:
+        """The interpreter's own timer: it needs neither this thread nor its lock to write."""
+        if self.stacks is None:
+            yield
+            return
+        self.stacks.parent.mkdir(exist_ok=True)
+        with self.stacks.open("w") as stream:
+            faulthandler.dump_traceback_later(patience, file=stream)
+            try:
+                yield
+            finally:
+                faulthandler.cancel_dump_traceback_later()
+        if self.stacks.stat().st_size == 0:
+            self.stacks.unlink()
+
+
+def device_here() -> torch.device:
+    """The GPU that Ray gave to this process, or the CPU: a GPU that it may see need not be its own."""
+    return torch.device("cuda" if ray.get_gpu_ids() and torch.cuda.is_available() else "cpu")
 
 
 def label_of(ids: list[int], counts: Any) -> str:

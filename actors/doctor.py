@@ -11,7 +11,7 @@ import ray
 import torch
 from packaging.version import Version
 
-from actors.launch import connect
+from actors.cluster import connect
 
 # below these lie known faults: remote code execution through an open dashboard, and unsafe torch.load
 FLOORS = {"ray": "2.59", "torch": "2.10"}

@@ -6,62 +6,28 @@ where an actor holds several clients an idle one takes over a waiting client. Ca
 state, message, seed), so none of this can change a result.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import (
-    GetTimeoutError,
-    ObjectLostError,
-    OutOfMemoryError,
-    RayActorError,
-    RayTaskError,
-    WorkerCrashedError,
-)
+from ray.exceptions import RayTaskError
 
 from actors.client import ClientActor, label_of
+from actors.dispatch import FIRST_PATIENCE_S, PATIENCE_S, Dispatch
+from actors.placement import Placement, nodes_of
+from actors.slots import LOST, Slot, Slots
 from raylt.client import ClientFunction, Message, Reply
 from raylt.config import Config
 from raylt.data.task import Task
-from raylt.errors import ClientError, ClientLost, ConfigError, RayltError, one_line
+from raylt.errors import RayltError, one_line
 from raylt.fleet import Answer, Fleet, ItemFunction
 from raylt.method import Method
 from raylt.tree import Tree, from_arrays, to_arrays
 
 START_TIMEOUT_S = 180
-LOST = (RayActorError, OutOfMemoryError, WorkerCrashedError, ObjectLostError)   # none of them is another's parent
-
-
-@dataclass(frozen=True)
-class Placement:
-    """How many client actors there are and what each takes."""
-
-    actors: int
-    cpus: float
-    gpus: float
-
-
-@dataclass
-class Slot:
-    """A place for one actor."""
-
-    name: str
-    home: list[int]                                     # its clients
-    actor: Any = None
-    lives: int = 0
-    held: set[int] = field(default_factory=set)         # clients whose data the actor has
-    late: Any = None                                    # a call that nobody waits for any more
-
-
-@dataclass
-class Call:
-    """One client's call under way."""
-
-    id: int
-    slot: Slot
-    private: Any
+NOTES = "notes.log"         # in the run folder: what went wrong and was mended
+STACKS = "stacks"           # and what a client that is stuck was doing
 
 
 class RayFleet(Fleet):
@@ -71,6 +37,7 @@ class RayFleet(Fleet):
         shards: references to the clients' data, by id.
         test: reference to the test set.
         run: name of the run; actors are named `<run>/client-003`.
+        folder: the run folder, where notes and the stacks of stuck clients go.
 
     Raises:
         ConfigError: there is no room for the actors.
@@ -78,19 +45,21 @@ class RayFleet(Fleet):
     """
 
     def __init__(self, config: Config, method: Method, task: Task, shards: list[Any], test: Any, placement: Placement,
-                 run: str):
+                 run: str, folder: Path | None = None):
         super().__init__(config, task)
-        self._method, self._task, self._test, self._shards = method, task, test, shards
-        self._placement = placement
-        self._slots = []
-        actors = min(placement.actors, len(self.ids))
-        for i in range(actors):
-            home = self.ids[i::actors]
-            name = f"client-{home[0]:03d}" if len(home) == 1 else f"clients-{home[0]:03d}-to-{home[-1]:03d}"
-            self._slots.append(Slot(f"{run}/{name}", home))
-        for slot in self._slots:
-            self._spawn(slot)
-        self._await(self._slots)
+        self._method, self._task, self._test, self.shards = method, task, test, shards
+        self._placement, self._folder = placement, folder
+        self._spread = len(nodes_of(ray.nodes())) > 1
+        self._longest: dict[str, float] = {}            # seconds, by client function
+        self.seconds: dict[int, float] = {}             # of each client's calls since `begin`
+        homes = [self.ids[i::actors] for actors in [min(placement.actors, len(self.ids))] for i in range(actors)]
+        slots = [Slot(f"{run}/client-{home[0]:03d}" if len(home) == 1 else
+                      f"{run}/clients-{home[0]:03d}-to-{home[-1]:03d}", home) for home in homes]
+        self._slots = Slots(slots, placement, self._start, self.note, START_TIMEOUT_S)
+
+    def begin(self, round: int) -> None:
+        super().begin(round)
+        self.seconds = {}
 
     def private_states(self, ids: Iterable[int]) -> Iterator[tuple[int, Tree]]:
         for id in ids:
@@ -100,8 +69,36 @@ class RayFleet(Fleet):
         self._private[id] = ray.put(to_arrays(private))
 
     def close(self) -> None:
-        for slot in self._slots:
-            ray.kill(slot.actor)
+        self._slots.close()
+
+    def note(self, text: str) -> None:
+        """Adds a line to the run's notes, which the driver shows."""
+        if self._folder is not None:
+            with (self._folder / NOTES).open("a") as stream:
+                stream.write(text + "\n")
+
+    def note_stuck(self, id: int, name: str, seconds: float, actor: str) -> None:
+        """Says who keeps everybody waiting."""
+        others = f", others took at most {self._longest[name]:.0f} s" if name in self._longest else ""
+        self.note(f"client {id}, round {self.round}, {name}: at work for {seconds:.0f} s{others}; set "
+                  f"federation.deadline_s to go on without it; {STACKS}/{Path(actor).name}.txt says where it is")
+
+    def patience(self, name: str) -> float:
+        """Seconds after which a client that is still at this call is called stuck: far more than others took."""
+        return max(PATIENCE_S, 5 * self._longest[name]) if name in self._longest else FIRST_PATIENCE_S
+
+    def took(self, name: str, id: int, seconds: float) -> None:
+        """Records the seconds of a call."""
+        self._longest[name] = max(seconds, self._longest.get(name, 0.0))
+        self.seconds[id] = self.seconds.get(id, 0.0) + seconds
+
+    def private(self, id: int) -> Any:
+        """A reference to a client's private state; None before its first call."""
+        return self._private.get(id)
+
+    def keep(self, private: Any) -> Any:
+        """A reference to the same state that the loss of a client's node does not touch."""
+        return ray.put(ray.get(private)) if self._spread else private
 
     def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
         name, results = getattr(fn, "__name__", "map"), {}
@@ -118,7 +115,7 @@ class RayFleet(Fleet):
             try:
                 result: Any = ray.get(ready[0])
             except LOST as error:
-                self._replace([slot])
+                self._slots.replace([slot])
                 losses[place] += 1
                 if losses[place] > self.config.federation.retries:
                     raise RayltError(f"{name}, item {place}: its process died {losses[place]} times "
@@ -132,148 +129,19 @@ class RayFleet(Fleet):
             results[place] = from_arrays(result)
         return [results[place] for place in range(len(items))]
 
-    def _spawn(self, slot: Slot) -> None:
-        name = slot.name if slot.lives == 0 else f"{slot.name}~{slot.lives}"
-        slot.lives, slot.held, slot.late = slot.lives + 1, set(), None
-        options = ClientActor.options(name=name, num_cpus=self._placement.cpus, num_gpus=self._placement.gpus)
-        slot.actor = options.remote(
-            label_of(slot.home, self._task.client_counts), self.config, self._method, self._task.facts, self._test)
-
-    def _replace(self, slots: list[Slot]) -> None:
-        """New actors for lost and stuck ones. Waits for them: a deadline is for work, not for a process to start."""
-        for slot in slots:
-            ray.kill(slot.actor)
-            self._spawn(slot)
-        self._await(slots)
-
-    def _await(self, slots: list[Slot]) -> None:
-        try:
-            ray.get([slot.actor.ready.remote() for slot in slots], timeout=START_TIMEOUT_S)
-        except GetTimeoutError:
-            raise ConfigError(f"resources: {len(self._slots)} client actors of {self._placement.cpus:g} CPUs and "
-                              f"{self._placement.gpus:g} GPUs did not start within {START_TIMEOUT_S} s; wait until "
-                              "the cluster is free, or lower resources.actors") from None
-        except LOST as error:
-            last = str(error).strip().splitlines()[-1].strip()
-            raise RayltError(f"a client actor died while it started: {last}") from error
+    def _start(self, slot: Slot, name: str) -> Any:
+        stacks = None if self._folder is None else self._folder / STACKS / f"{Path(name).name}.txt"
+        options = ClientActor.options(name=name, num_cpus=self._placement.cpus, num_gpus=self._placement.gpus,
+                                      label_selector=dict(self._placement.labels))
+        return options.remote(label_of(slot.home, self._task.client_counts), self.config, self._method,
+                              self._task.facts, self._test, stacks)
 
     def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int,
                  usable: Callable[[Reply], bool]) -> Iterator[Answer]:
-        dispatch = _Dispatch(self, fn, ids, ray.put(to_arrays(message)), enough, usable)
+        dispatch = Dispatch(self, fn, ids, ray.put(to_arrays(message)), enough, usable)
         for id in ids:
             while id not in dispatch.answers and not dispatch.over:
                 dispatch.advance()
             answer = dispatch.answers.pop(id, None)
             if answer is not None:
                 yield answer
-
-
-class _Dispatch:
-    """One call on several clients: who waits, who runs, who has answered."""
-
-    def __init__(self, fleet: RayFleet, fn: ClientFunction, ids: list[int], message: Any, enough: int,
-                 usable: Callable[[Reply], bool]):
-        self.fleet, self.fn, self.message, self.enough, self.usable = fleet, fn, message, enough, usable
-        self.name = getattr(fn, "__name__", "call")
-        self.waiting = sorted(ids, key=lambda id: -fleet.sizes[id])     # the largest first, or a round ends with it
-        self.running: dict[Any, Call] = {}
-        self.attempts = dict.fromkeys(ids, 0)
-        self.answers: dict[int, Answer] = {}
-        self.answered = 0                                               # usably
-        self.over = False
-        limit = fleet.config.federation.deadline_s
-        self.deadline = None if limit is None else time.monotonic() + limit
-
-    def advance(self) -> None:
-        """Starts what can start, waits for one call to end, and records it."""
-        self._start()
-        late = [slot.late for slot in self.fleet._slots if slot.late is not None]
-        left = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
-        ready, _ = ray.wait([*self.running, *late], num_returns=1, timeout=left)
-        for ref in ready:
-            if ref in self.running:
-                self._record(ref, self.running.pop(ref))
-            else:
-                self._release(ref)
-        if self.answered >= self.enough or (not self.running and not self.waiting):
-            self._end()
-        elif not ready:
-            self._expire()
-
-    def _start(self) -> None:
-        busy = {id(call.slot) for call in self.running.values()}
-        free = [slot for slot in self.fleet._slots if id(slot) not in busy and slot.late is None]
-        idle = [slot for slot in free if not self._take(slot, slot.home)]
-        for slot in idle:
-            self._take(slot, self.waiting)
-
-    def _take(self, slot: Slot, clients: list[int]) -> bool:
-        id = next((id for id in self.waiting if id in clients), None)
-        if id is None:
-            return False
-        self._submit(slot, id)
-        return True
-
-    def _submit(self, slot: Slot, id: int) -> None:
-        self.waiting.remove(id)
-        shard = None if id in slot.held else self.fleet._shards[id]
-        slot.held.add(id)
-        reply, private = slot.actor.run.options(num_returns=2).remote(
-            self.fn, self.message, self.fleet.round, id, shard, self.fleet._private.get(id))
-        self.running[reply] = Call(id, slot, private)
-
-    def _record(self, ref: Any, call: Call) -> None:
-        id = call.id
-        try:
-            reply: Any = ray.get(ref)
-        except LOST as error:
-            start = time.monotonic()
-            self.fleet._replace([call.slot])
-            if self.deadline is not None:
-                self.deadline += time.monotonic() - start
-            self._fail(id, ClientLost(id, self.fleet.round, self.name, f"its process died ({type(error).__name__})"))
-            return
-        except RayTaskError as error:               # it could not be sent there, or its reply not back
-            self._fail(id, ClientError(id, self.fleet.round, self.name, one_line(error.cause)))
-            return
-        if isinstance(reply, str):
-            self._fail(id, ClientError(id, self.fleet.round, self.name, reply))
-        else:
-            reply = Reply(reply.weight, from_arrays(reply.tree))
-            self.answered += self.usable(reply)
-            self.answers[id] = Answer(id, reply, call.private)
-
-    def _fail(self, id: int, error: ClientError) -> None:
-        if self.attempts[id] < self.fleet.config.federation.retries:
-            self.attempts[id] += 1
-            self.fleet.ledger.retried.append(id)
-            self.waiting.insert(0, id)
-        else:
-            self.answers[id] = Answer(id, None, None, error)
-
-    def _release(self, ref: Any) -> None:
-        """A late call of an earlier round is through, or its actor died."""
-        slot = next(slot for slot in self.fleet._slots if slot.late == ref)
-        slot.late = None
-        try:
-            ray.get(ref)
-        except LOST:
-            self.fleet._replace([slot])
-        except RayTaskError:
-            pass
-
-    def _end(self) -> None:
-        """Enough have answered: the others go on, and their actors take no new call before they are through."""
-        for ref, call in self.running.items():
-            call.slot.late = ref
-        self.over = True
-
-    def _expire(self) -> None:
-        """The deadline has passed: actors that are still at work may be stuck, and are replaced."""
-        limit = self.fleet.config.federation.deadline_s
-        for id in [*(call.id for call in self.running.values()), *self.waiting]:
-            cause = f"not done after federation.deadline_s = {limit:g} s"
-            self.answers[id] = Answer(id, None, None, ClientError(id, self.fleet.round, self.name, cause))
-        self.over = True
-        self.fleet._replace([call.slot for call in self.running.values()]
-                            + [slot for slot in self.fleet._slots if slot.late is not None])

@@ -8,7 +8,10 @@ from typing import Any
 import ray
 import torch
 
-from actors.fleet import Placement, RayFleet
+from actors.client import device_here
+from actors.figures import Figures
+from actors.fleet import RayFleet
+from actors.placement import Placement
 from raylt.checkpoint import latest
 from raylt.config import Config
 from raylt.data.task import Task
@@ -42,11 +45,12 @@ class ServerActor:
              folder: Path) -> None:
         """Starts the client actors, and takes up the run where its last checkpoint left it."""
         torch.set_num_threads(1)        # weights computed here must not depend on the machine's cores
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = device_here()
         with _one_line():
             method = make_method(config.method)
-            fleet = RayFleet(config, method, task, shards, test[0], placement, folder.name)
-            self.experiment = Experiment(config, method, task, fleet, device, folder)
+            self.fleet = RayFleet(config, method, task, shards, test[0], placement, folder.name, folder)
+            self.experiment = Experiment(config, method, task, self.fleet, device, folder)
+            self.figures = Figures(folder.name)
             saved, _ = latest(folder / "checkpoints")
             if saved is not None:
                 self.experiment.load(saved)
@@ -58,7 +62,9 @@ class ServerActor:
     def advance(self) -> tuple[Report, bool]:
         """`Experiment.advance`, and whether that was the last step."""
         with _one_line():
-            return self.experiment.advance(), self.experiment.done
+            report = self.experiment.advance()
+            self.figures.show(report, self.fleet.seconds)
+            return report, self.experiment.done
 
     def conclude(self) -> dict[str, str]:
         """`Experiment.conclude`."""

@@ -99,6 +99,24 @@ def latest(parent: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, []
 
 
+def steps(parent: Path) -> list[int]:
+    """The steps whose checkpoints are kept, ascending."""
+    return [int(folder.name) for folder in _numbered(parent)]
+
+
+def at(parent: Path, step: int) -> Checkpoint:
+    """The checkpoint after a step.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    try:
+        return _open(parent / f"{step:06d}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise CheckpointError(f"{parent}/{step:06d} is damaged ({' '.join(str(error).split())}); give another round"
+                              ) from None
+
+
 def sync(path: Path) -> None:
     """Waits until a file's or folder's content is on the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -1,6 +1,5 @@
-"""The command line: raylt run | resume | tune | features | clients | methods | settings | data | doctor.
-
-Exit code 2 for input that cannot be used, 1 for a failed run."""
+"""The command line: raylt run | resume | tune | plan | debug | features | clients | methods | settings | data |
+doctor. Exit code 2 for input that cannot be used, 1 for a failed run."""
 
 import json
 import sys
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from raylt.cli_debug import debug
 from raylt.cli_tune import tune
 from raylt.config import Config, load
 from raylt.errors import ConfigError, RayltError, one_line
@@ -49,7 +49,8 @@ class Format(StrEnum):
 Settings = Annotated[list[str] | None, typer.Argument(
     metavar="[CONFIG.yaml] [key=value ...]", help="A configuration file, then settings that change it.")]
 FleetOption = Annotated[FleetName, typer.Option("--fleet", help="Client actors on Ray, or all in this process.")]
-Address = Annotated[str | None, typer.Option(help="A running Ray cluster, HOST:PORT or auto; else a new local one.")]
+Address = Annotated[str | None, typer.Option(help="A running Ray cluster, HOST:PORT or auto; else a new local one. "
+                                             "RAYLT_ADDRESS sets it, and in a Ray job it is the job's cluster.")]
 FormatOption = Annotated[Format, typer.Option("--format", help="How to print the result.")]
 
 
@@ -81,6 +82,7 @@ def resume(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The r
 
 
 app.command()(tune)
+app.command()(debug)
 
 
 @app.command()
@@ -181,6 +183,25 @@ def data(settings: Settings = None,
 
 
 @app.command()
+def plan(settings: Settings = None,
+         nodes: Annotated[str | None, typer.Option(help="Nodes that one does not have, as in 4x4gpu16cpu or "
+                                                   "server:1x8cpu,client:2x4gpu48cpu.")] = None,
+         address: Address = None, format: FormatOption = Format.table) -> None:
+    """Show which actors a run would start, what each takes and where the server goes; start nothing."""
+    from dataclasses import asdict
+
+    from actors.launch import foresee
+    plan = foresee(_config(settings), address, nodes)
+    if format is Format.json:
+        _print_json(asdict(plan))
+        return
+    table = Table(show_header=False)
+    for what, why in plan.reasons.items():
+        table.add_row(what, why)
+    out.print(table)
+
+
+@app.command()
 def doctor(address: Address = None, format: FormatOption = Format.table) -> None:
     """Say what is installed and what torch and Ray see here."""
     from actors.doctor import examine
@@ -213,8 +234,9 @@ class Screen:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def says(self, text: str) -> None:
-        err.print(text, soft_wrap=True)
+    def says(self, text: str, minor: bool = False) -> None:
+        if err.is_terminal or not minor:
+            err.print(text, soft_wrap=True, markup=False)
 
     def starts(self, folder: Path, config: Config, reports: list[dict[str, Any]]) -> None:
         self._total = config.federation.rounds

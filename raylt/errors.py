@@ -4,6 +4,7 @@
                ├ DataError                          input: exit code 2
                ├ ClientError   ─ ClientLost         one client's call failed
                ├ TooFewReplies                      a round fell below its quorum
+               ├ ServerLost                         the process that aggregates died
                └ CheckpointError                    a run folder that cannot be used
 
 Each message is one line: what is wrong with which value, what was expected, what to do.
@@ -60,6 +61,21 @@ class ClientLost(ClientError):
 
 class TooFewReplies(RayltError):
     """Fewer clients replied usably than `federation.quorum` asks for."""
+
+
+class ServerLost(RayltError):
+    """The process that hosts the experiment died; the last checkpoint is where to go on.
+
+    Args:
+        cause: one line.
+    """
+
+    def __init__(self, cause: str):
+        super().__init__(f"{cause}; continue with raylt resume")
+        self.cause = cause
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.cause,)
 
 
 class CheckpointError(RayltError):

@@ -8,13 +8,14 @@ from typing import Any, Literal, Protocol
 
 from raylt.config import Config, load
 from raylt.data.task import Task, build_task
-from raylt.errors import CheckpointError, ConfigError
+from raylt.errors import CheckpointError, ConfigError, ServerLost
 from raylt.experiment import Report
 from raylt.journal import Journal
 from raylt.methods import make_method
 from raylt.summary import summarise
 
 FleetKind = Literal["ray", "local"]
+SERVER_LIVES = 3        # times that the server's process may die in the same step
 
 
 class Steps(Protocol):
@@ -27,9 +28,9 @@ class Steps(Protocol):
 
 
 class Watcher(Protocol):
-    """Told what happens, to show it."""
+    """Told what happens, to show it; what is minor, only to someone at a terminal."""
 
-    def says(self, text: str) -> None: ...
+    def says(self, text: str, minor: bool = False) -> None: ...
     def starts(self, folder: Path, config: Config, reports: list[dict[str, Any]]) -> None: ...
     def steps(self, report: Report) -> None: ...
 
@@ -78,27 +79,43 @@ def resume(folder: Path, overrides: Sequence[str], fleet: FleetKind, address: st
 def _run(config: Config, task: Task, journal: Journal, fleet: FleetKind, address: str | None,
          watcher: Watcher) -> tuple[dict[str, Any], Path]:
     folder = journal.folder
+    deaths, committed = 0, -1
     with journal:
-        saved, faults = journal.rewind()
-        for fault in faults:
-            watcher.says(f"{fault}; continuing after step {saved.facts['step'] if saved else 0}")
-        watcher.starts(folder, config, journal.reports())
-        with _experiment(config, task, folder, fleet, address) as experiment:
-            while not experiment.done:
-                report = experiment.advance()
-                journal.append(report)
-                watcher.steps(report)
-            summary = summarise(journal.reports(), config.method["name"], task.split.sha256, experiment.conclude())
+        while True:
+            saved, faults = journal.rewind()
+            for fault in faults:
+                watcher.says(f"{fault}; continuing after step {saved.facts['step'] if saved else 0}")
+            if deaths == 0:
+                watcher.starts(folder, config, journal.reports())
+            try:
+                summary = _take_steps(config, task, journal, fleet, address, watcher)
+                break
+            except ServerLost as error:
+                before, committed = committed, len(journal.reports())
+                deaths = deaths + 1 if committed == before else 1
+                if deaths == SERVER_LIVES:
+                    raise
+                watcher.says(f"{error.cause}; starting it again from the last checkpoint")
         journal.conclude(summary)
     return summary, folder
 
 
-def _experiment(config: Config, task: Task, folder: Path, fleet: FleetKind,
-                address: str | None) -> AbstractContextManager[Steps]:
+def _take_steps(config: Config, task: Task, journal: Journal, fleet: FleetKind, address: str | None,
+                watcher: Watcher) -> dict[str, Any]:
+    with _experiment(config, task, journal.folder, fleet, address, watcher) as experiment:
+        while not experiment.done:
+            report = experiment.advance()
+            journal.append(report)
+            watcher.steps(report)
+        return summarise(journal.reports(), config.method["name"], task.split.sha256, experiment.conclude())
+
+
+def _experiment(config: Config, task: Task, folder: Path, fleet: FleetKind, address: str | None,
+                watcher: Watcher) -> AbstractContextManager[Steps]:
     if fleet == "local":
         return _in_this_process(config, task, folder)
     from actors.launch import open_experiment  # the only way from here to Ray
-    return open_experiment(config, task, folder, address)
+    return open_experiment(config, task, folder, address, watcher.says)
 
 
 @contextmanager

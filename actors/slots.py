@@ -1,0 +1,121 @@
+"""`Slots`: the places for client actors, and what happens to a place whose actor is lost."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    WorkerCrashedError,
+)
+
+from actors.placement import Placement, nodes_of, room
+from raylt.errors import ConfigError, RayltError
+
+LOOK_S = 2.0            # between looks at a cluster that may have become smaller
+LOST = (RayActorError, OutOfMemoryError, WorkerCrashedError, ObjectLostError)   # none of them is another's parent
+
+
+@dataclass
+class Slot:
+    """A place for one actor."""
+
+    name: str
+    home: list[int]                                     # its clients
+    actor: Any = None
+    lives: int = 0
+    held: set[int] = field(default_factory=set)         # clients whose data the actor has
+    late: Any = None                                    # a call that nobody waits for any more
+
+
+class Slots:
+    """As many places as there is room for.
+
+    Args:
+        start: makes the actor of a slot under a name.
+        note: told, in one line, when there are fewer places than before.
+        start_timeout_s: what a place in the cluster is waited for.
+    """
+
+    def __init__(self, slots: list[Slot], placement: Placement, start: Callable[[Slot, str], Any],
+                 note: Callable[[str], None], start_timeout_s: float):
+        self._start_timeout_s = start_timeout_s
+        self._slots, self._placement, self._start, self._note = slots, placement, start, note
+        for slot in slots:
+            self._spawn(slot)
+        self._await(slots, lives=1)
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __getitem__(self, place: int) -> Slot:
+        return self._slots[place]
+
+    def replace(self, slots: Sequence[Slot]) -> None:
+        """New actors for lost and stuck ones; waits for them. Where a node is gone, there may be none."""
+        for slot in slots:
+            ray.kill(slot.actor)
+            self._spawn(slot)
+        self._await(slots, lives=3)
+
+    def halve(self) -> list[Slot]:
+        """Gives up every second place, when there is more than one; returns those."""
+        given_up = self._slots[1::2]
+        for slot in given_up:
+            ray.kill(slot.actor)
+        self._slots = self._slots[::2]
+        return given_up
+
+    def close(self) -> None:
+        """Ends the actors."""
+        for slot in self._slots:
+            ray.kill(slot.actor)
+
+    def _spawn(self, slot: Slot) -> None:
+        name = slot.name if slot.lives == 0 else f"{slot.name}~{slot.lives}"
+        slot.lives, slot.held, slot.late = slot.lives + 1, set(), None
+        slot.actor = self._start(slot, name)
+
+    def _await(self, slots: Sequence[Slot], lives: int) -> None:
+        """Returns when all are up, or given up. An actor that dies while it starts is started `lives` times."""
+        end = time.monotonic() + self._start_timeout_s
+        left = {id(slot): lives for slot in slots}
+        waiting = {slot.actor.ready.remote(): slot for slot in slots}
+        while waiting:
+            timeout = min(LOOK_S, max(0.0, end - time.monotonic()))
+            for ref in ray.wait(list(waiting), num_returns=len(waiting), timeout=timeout)[0]:
+                slot = waiting.pop(ref)
+                try:
+                    ray.get(ref)
+                except LOST as error:
+                    left[id(slot)] -= 1
+                    if left[id(slot)] == 0:
+                        last = str(error).strip().splitlines()[-1].strip()
+                        raise RayltError(f"a client actor died while it started: {last}") from error
+                    self._spawn(slot)       # on a node that is going down, for one
+                    waiting[slot.actor.ready.remote()] = slot
+            if waiting and time.monotonic() >= end:
+                raise ConfigError(
+                    f"resources: {len(self)} client actors of {self._placement.cpus:g} CPUs and "
+                    f"{self._placement.gpus:g} GPUs did not start within {self._start_timeout_s:g} s; wait until the "
+                    "cluster is free, or lower resources.actors")
+            self._give_up(waiting)
+
+    def _give_up(self, waiting: dict[Any, Slot]) -> None:
+        """Those that wait for a place which is no more: their clients go to the actors that are left."""
+        if not waiting or len(waiting) == len(self):
+            return
+        fits = room(self._placement, nodes_of(ray.nodes()))
+        for ref in list(waiting)[:max(0, len(self) - max(1, fits))]:
+            slot = waiting.pop(ref)
+            ray.kill(slot.actor)
+            self._slots.remove(slot)
+            self._note(f"the cluster has become smaller: no room for {slot.name}, going on with {len(self)} client "
+                       "actors")

@@ -1,0 +1,140 @@
+"""`raylt` with one more method, which stops once at each stage of a run and waits there for what the test does to it.
+
+    python faulty.py run method=faulty ...        in a process; Ray's workers learn the method by Ray's own hooks
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from raylt import checkpoint
+from raylt.client import Client, Message, Reply
+from raylt.fleet import Fleet
+from raylt.method import Method
+from raylt.methods import METHODS
+from raylt.models.split import Params, SplitModel
+from raylt.server import Server
+
+# each stage has a round of its own, and one after it
+STAGES = {"train": 2, "upload": 4, "aggregate": 6, "checkpoint": 8, "evaluate": 10}
+ROUNDS = 11
+WAIT_S = 60.0
+sync = checkpoint.sync
+
+
+class Faulty(Method):
+    """FedAvg whose models depend on private state: a state that is lost or used twice shows in the weights."""
+
+    name: ClassVar[str] = "faulty"
+    folder: str = ""            # markers: <stage>-reached holds a pid, <stage>-go ends the wait
+    ill: bool = False           # client 1 raises in round 2, sends NaN in 3 and a wrong shape in 4; 0 hangs in 5
+
+    def train(self, client: Client, message: Message) -> Reply:
+        if client.id == 0 and self.folder:
+            self._mark("client.pid")
+        self._pause("train", client.round, client.id)
+        reply = super().train(client, message)
+        calls = client.state.get("calls", torch.zeros(1)) + 1
+        client.state["calls"] = calls
+        model = {key: value.clone() for key, value in reply.tree["model"].items()}
+        first = min(key for key, value in model.items() if value.is_floating_point())
+        model[first] += 1e-4 * calls.item()
+        client.state["stage"] = float(client.round)
+        if self.ill and client.id == 1:
+            if client.round == 2:
+                raise ValueError("no luck")
+            if client.round == 3:
+                model[first].fill_(float("nan"))
+            if client.round == 4:
+                model[first] = model[first][:0]
+        if self.ill and client.id == 0 and client.round == 5:
+            self._hang()
+        return Reply(reply.weight, {"model": model, "loss": reply.tree["loss"]})
+
+    def private(self, model: SplitModel) -> Params:
+        """Called last at a client, with its reply on the way."""
+        if self.folder:
+            round = Path(self.folder, "at-client-0")
+            if round.exists():
+                self._pause("upload", int(round.read_text()), 0)
+        return super().private(model)
+
+    def round(self, server: Server, fleet: Fleet) -> None:
+        if not self.folder:
+            super().round(server, fleet)
+            return
+        with Path(self.folder, "rounds").open("a") as stream:
+            stream.write(f"{server.round}\n")
+        Path(self.folder, "at-client-0").write_text(str(server.round))
+        checkpoint.sync = lambda path: (self._pause("checkpoint", server.round), sync(path))[1]
+        mean = fleet.mean(self.train, self.sample(server, fleet), self.message(server))
+        self._pause("aggregate", server.round)
+        server.receive(mean["model"])
+        server.log(loss=mean["loss"])
+
+    def deployed(self, server: Server) -> nn.Module:
+        self._pause("evaluate", server.round)
+        return super().deployed(server)
+
+    def _pause(self, stage: str, round: int, client: int = 0) -> None:
+        if self.folder and STAGES[stage] == round and client == 0 and self._mark(f"{stage}-reached"):
+            end = time.monotonic() + WAIT_S
+            while time.monotonic() < end and not Path(self.folder, f"{stage}-go").exists():
+                time.sleep(0.02)
+
+    def _mark(self, name: str) -> bool:
+        """Leaves this process's number; whether it is the first to do so."""
+        file = Path(self.folder, name)
+        known = file.exists()
+        beside = file.with_name(f"{name}.{os.getpid()}")
+        beside.write_text(str(os.getpid()))
+        beside.replace(file)
+        return not known
+
+    def _hang(self) -> None:
+        if os.environ.get("FAULTY_LOCAL"):
+            raise ValueError("in one process nobody can wait for this")
+        self._mark("hangs")
+        time.sleep(WAIT_S)
+
+
+def fill(client: Client, message: Message) -> Reply:
+    """The device is full as long as more than `message["fit"]` actors are at it."""
+    here = Path(message["folder"], f"at-{os.getpid()}")
+    here.touch()
+    time.sleep(0.3)
+    full = len([file for file in here.parent.glob("at-*") if _lives(file)]) > message["fit"]
+    if full:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return client.reply(id=client.id)
+
+
+def _lives(file: Path) -> bool:
+    return Path("/proc", file.name.removeprefix("at-")).exists()
+
+
+def sleep(client: Client, message: Message) -> Reply:
+    time.sleep(message["seconds"].get(str(client.id), 0.0))
+    return client.reply(id=client.id)
+
+
+def register() -> None:
+    """In every process of Ray's."""
+    METHODS["faulty"] = Faulty
+
+
+def hook(runtime_env: dict | None) -> dict:
+    """Ray calls this for `ray.init`."""
+    return (runtime_env or {}) | {"worker_process_setup_hook": "faulty.register"}
+
+
+if __name__ == "__main__":
+    import faulty  # under the name by which others can import its classes
+    faulty.register()
+    from raylt.cli import main
+    sys.exit(main())

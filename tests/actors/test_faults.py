@@ -1,0 +1,190 @@
+"""Every process of a run dies at every stage, on a cluster of a head and a worker that is replaced when it is lost.
+
+Ends with the matrix: seconds from the kill to the next committed round, and rounds that were run again.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from faulty import ROUNDS, STAGES
+from ray.cluster_utils import Cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+HERE = Path(__file__).parent
+SETTINGS = ["method=faulty", f"federation.rounds={ROUNDS}", "local.epochs=1", "resources.actors=2"]
+LIMIT_S = 90.0          # from any fault to the next committed round
+FAST = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_timeout_ms": 1000,
+        "health_check_failure_threshold": 3}
+
+
+@pytest.fixture(scope="module")
+def settings_of_ray():
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("RAY_")]:
+            patch.delenv(name)
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_RUNTIME_ENV_HOOK", "faulty.hook")
+        patch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        yield
+
+
+class Machines:
+    """A head for the server, and two nodes of one client actor each."""
+
+    def __init__(self):
+        assert not ray.is_initialized()
+        self.cluster = Cluster(initialize_head=True, head_node_args={
+            "num_cpus": 1, "include_dashboard": False, "object_store_memory": 100 * 2**20, "labels": {"role": "server"},
+            "_system_config": FAST})
+        self.workers = [self.add(), self.add()]
+
+    def add(self):
+        return self.cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20, labels={"role": "client"})
+
+    def lose(self, pid):
+        """Kills the node that a process belongs to, and starts another."""
+        raylet = next(p for p in psutil.Process(pid).parents() if "raylet" in p.name())
+        lost = next(node for node in self.workers
+                    if node.all_processes["raylet"][0].process.pid == raylet.pid)
+        self.workers.remove(lost)
+        self.cluster.remove_node(lost, allow_graceful=False)
+        self.workers.append(self.add())
+
+
+@pytest.fixture(scope="module")
+def machines(settings_of_ray):
+    made = Machines()
+    yield made
+    made.cluster.shutdown()
+
+
+def start(folder, *arguments, **variables):
+    with (folder / "out.txt").open("a") as out, (folder / "err.txt").open("a") as err:
+        return subprocess.Popen([sys.executable, HERE / "faulty.py", *arguments, "--format", "json"], stdout=out,
+                                stderr=err, env=os.environ | variables)
+
+
+def wait_for(claim, process, folder, seconds=LIMIT_S):
+    end = time.monotonic() + seconds
+    while not (found := claim()):
+        assert process.poll() in (None, 0), (folder / "err.txt").read_text()
+        assert time.monotonic() < end, f"waited in vain: {(folder / 'err.txt').read_text()}"
+        time.sleep(0.02)
+    return found
+
+
+def committed(folder):
+    file = folder / "r/metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+
+
+def summary(folder):
+    return json.loads((folder / "r/summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(settings_of_ray, tmp_path_factory):
+    """The same in one process."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    process = start(folder, "run", *SETTINGS, "--fleet", "local", "--out", str(folder), "--name", "r")
+    assert process.wait(120) == 0, (folder / "err.txt").read_text()
+    return summary(folder)["model_sha256"]
+
+
+@pytest.fixture(scope="module")
+def matrix(request):
+    found = {}
+    yield found
+    lines = ["", "seconds from SIGKILL to the next committed round / rounds run again",
+             "".join(f"{name:>14}" for name in ("", *STAGES))]
+    for victim in dict.fromkeys(victim for victim, _ in found):
+        cells = [found.get((victim, stage)) for stage in STAGES]
+        lines.append(f"{victim:>14}" + "".join(f"{cell[0]:>10.1f} / {cell[1]}" if cell else " " * 14 for cell in cells))
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("\n".join(lines))
+
+
+@pytest.mark.parametrize("victim", ["client", "server", "driver", "node"])
+def test_a_run_survives_a_kill_at_every_stage(machines, undisturbed, matrix, tmp_path, victim):
+    address = machines.cluster.address
+    go_on = ["resume", str(tmp_path / "r"), "--address", address]
+    process = start(tmp_path, "run", *SETTINGS, f"method.folder={tmp_path}", "--address", address, "--out",
+                    str(tmp_path), "--name", "r")
+    moments = {}
+    for stage, round in STAGES.items():
+        wait_for((tmp_path / f"{stage}-reached").exists, process, tmp_path)
+        assert len(committed(tmp_path)) == round - 1
+        client = int((tmp_path / "client.pid").read_text())
+        killed = time.monotonic()
+        if victim == "client":
+            os.kill(client, signal.SIGKILL)
+        elif victim == "server":
+            kill_server(process)
+        elif victim == "node":
+            machines.lose(client)
+        elif victim == "driver":
+            process.kill()
+            process.wait()
+            process = start(tmp_path, *go_on)
+        (tmp_path / f"{stage}-go").touch()
+        # a fault while the server is at work on its own is met with the next call to clients
+        meets = round if stage in ("train", "upload") or victim in ("server", "driver") else round + 1
+        wait_for(lambda meets=meets: len(committed(tmp_path)) >= meets, process, tmp_path)
+        moments[stage] = time.monotonic() - killed
+    assert process.wait(LIMIT_S) == 0, (tmp_path / "err.txt").read_text()
+    runs = [int(line) for line in (tmp_path / "rounds").read_text().splitlines()]
+    for stage, round in STAGES.items():
+        matrix[victim, stage] = moments[stage], runs.count(round) - 1
+    assert summary(tmp_path)["model_sha256"] == undisturbed
+    assert [line["step"] for line in committed(tmp_path)] == list(range(1, ROUNDS + 1))
+    assert not [line for line in committed(tmp_path) if line["lost"]]
+
+
+def kill_server(driver):
+    """The server actor of a run on a cluster that the driver did not start."""
+    servers = [p for p in psutil.process_iter(["cmdline"]) if "ray::ServerActor" in " ".join(p.info["cmdline"] or [])]
+    reached = [p for p in servers if p.environ().get("RAY_RUNTIME_ENV_HOOK") == "faulty.hook"]
+    server, = reached
+    server.kill()
+
+
+def test_clients_that_misbehave_are_left_out_and_named(machines, tmp_path):
+    ill = [*SETTINGS, "method.ill=true", f"method.folder={tmp_path}"]
+    for stage in STAGES:
+        (tmp_path / f"{stage}-reached").touch()
+    process = start(tmp_path, "run", *ill, "federation.deadline_s=5", "--address", machines.cluster.address, "--out",
+                    str(tmp_path), "--name", "r")
+    wait_for((tmp_path / "hangs").exists, process, tmp_path)
+    os.kill(int((tmp_path / "hangs").read_text()), signal.SIGSTOP)
+    stopped = time.monotonic()
+    assert process.wait(120) == 0, (tmp_path / "err.txt").read_text()
+    assert time.monotonic() - stopped < LIMIT_S
+    lines = committed(tmp_path)
+    assert [line["lost"] for line in lines] == [[], [1], [], [], [0], *[[]] * 6]
+    assert [line["retried"] for line in lines][1] == [1, 1]
+    first, = lines[2]["rejected"].items()
+    assert first[0] == "1"
+    assert first[1].endswith("is not finite")
+    assert ", expected " in lines[3]["rejected"]["1"]
+    said = (tmp_path / "err.txt").read_text()
+    assert "round 5, client 0: no reply" in said
+
+    # the same clients left out in one process: the same model
+    other = tmp_path / "local"
+    other.mkdir()
+    for stage in STAGES:
+        (other / f"{stage}-reached").touch()
+    local = start(other, "run", *SETTINGS, "method.ill=true", f"method.folder={other}", "--fleet", "local", "--out",
+                  str(other), "--name", "r", FAULTY_LOCAL="1")
+    assert local.wait(60) == 0, (other / "err.txt").read_text()
+    assert summary(other)["model_sha256"] == summary(tmp_path)["model_sha256"]

@@ -1,0 +1,113 @@
+"""Placement on clusters that we do not have, and which cluster is joined."""
+
+import json
+import os
+
+import pytest
+
+from actors.cluster import whereabouts
+from actors.placement import SERVER_GPUS, Need, Node, Placement, nodes_of, parse_nodes, plan, room
+from raylt import cli
+from raylt.config import Config
+from raylt.errors import ConfigError
+
+
+def planned(nodes, clients, need=None, **resources):
+    return plan(Config.model_validate({"resources": resources}), clients, parse_nodes(nodes), need)
+
+
+@pytest.mark.parametrize(("nodes", "clients", "actors", "each"), [
+    ("1x8gpu96cpu", 20, 20, 3),
+    ("4x4gpu48cpu", 100, 100, 7),       # ceil(100 / 16)
+    ("4x4gpu16cpu", 100, 64, 4),        # 16 CPUs on each node: 4 actors for each of its GPUs
+    ("1x2gpu64cpu", 50, 50, 25),
+    ("1x2cpu", 20, 2, 0),
+    ("server:1x1gpu8cpu,client:2x4gpu48cpu", 20, 20, 3),
+    ("1x64cpu,2x4gpu8cpu", 20, 16, 2),  # the CPUs of a node without GPUs are of no use
+])
+def test_actors_fit_on_their_nodes(nodes, clients, actors, each):
+    got = planned(nodes, clients)
+    assert got.placement.actors == actors
+    assert room(got.placement, parse_nodes(nodes)) >= actors
+    if each:
+        assert each * got.placement.gpus + SERVER_GPUS <= 1 < (each + 1) * got.placement.gpus + SERVER_GPUS
+    else:
+        assert got.placement.gpus == got.server_gpus == 0
+
+
+def test_labels_decide_where_clients_and_server_go():
+    both = planned("server:1x8cpu,client:2x4cpu", 20)
+    assert (dict(both.placement.labels), dict(both.server_labels)) == ({"role": "client"}, {"role": "server"})
+    assert both.placement.actors == 8
+    one = planned("server:1x8cpu,2x4cpu", 20)
+    assert (dict(one.placement.labels), one.placement.actors) == ({"role": "!server"}, 8)
+    only = planned("server:1x8cpu", 20)
+    assert (dict(only.placement.labels), only.placement.actors) == ({}, 8)
+    assert dict(planned("2x4cpu", 20).server_labels) == {}
+
+
+def test_the_server_has_a_gpu_where_its_nodes_have_one():
+    assert planned("server:1x8cpu,client:1x4gpu8cpu", 4).server_gpus == 0
+    assert planned("server:1x1gpu8cpu,client:1x4gpu8cpu", 4).server_gpus == SERVER_GPUS
+    assert planned("1x4gpu8cpu", 4, gpus_per_client=0).server_gpus == 0
+
+
+def test_memory_bounds_the_actors():
+    # 0.9 / 0.3 = 3 on a GPU, 0.9 * 100 / 10 = 9 in a node's memory
+    assert planned("1x4gpu64cpu", 50, Need(gpu_memory=0.3)).placement.actors == 12
+    node = Node(64, memory=100)
+    assert plan(Config(), 50, [node], Need(memory=10)).placement.actors == 9
+
+
+def test_what_fits_nowhere_is_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match=r"takes 8 CPUs and auto GPUs, the cluster has 16 CPUs .* not enough for one"):
+        planned("4x4cpu", 4, cpus_per_client=8)         # 16 CPUs in all, 4 on each
+    with pytest.raises(ConfigError, match=r"resources.actors = 5: .* enough for 4; set resources.actors=4"):
+        planned("server:1x8cpu,client:1x4cpu", 10, actors=5)
+
+
+def test_room_counts_what_a_smaller_cluster_still_holds():
+    placement = Placement(4, 1.0, 0.475, {"role": "client"})
+    assert room(placement, parse_nodes("server:1x8gpu8cpu,client:1x1gpu4cpu")) == 2
+    assert room(placement, parse_nodes("server:1x8gpu8cpu")) == 0
+
+
+def test_nodes_are_read_off_what_ray_lists():
+    listing = [{"Alive": True, "Resources": {"CPU": 4.0, "GPU": 1.0, "memory": 100.0}, "Labels": {"role": "client"}},
+               {"Alive": False, "Resources": {}, "Labels": {}}, {"Alive": True, "Resources": {"CPU": 2.0}}]
+    assert nodes_of(listing) == [Node(4, 1, 100, "client"), Node(2)]
+
+
+@pytest.mark.parametrize("text", ["4", "4x", "x4cpu", "0x4cpu", "worker:1x4cpu", "2x4gpu", "2x4cpu4gpu"])
+def test_nodes_that_cannot_be_read_are_refused(text):
+    with pytest.raises(ConfigError, match=r"--nodes .*: must be \[ROLE:\]COUNTx"):
+        parse_nodes(text)
+
+
+def test_plan_prints_and_starts_nothing(monkeypatch, capsys):
+    monkeypatch.setattr("ray.init", lambda **_: pytest.fail("started Ray"))
+    monkeypatch.setattr("sys.argv", ["raylt", "plan", "data.clients=20", "--nodes", "1x8gpu96cpu", "--format", "json"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    got = json.loads(capsys.readouterr().out)
+    assert (ended.value.code, got["placement"]["actors"]) == (0, 20)
+    assert set(got["reasons"]) == {"nodes", "client actors", "clients per actor", "each actor", "server"}
+
+
+@pytest.mark.parametrize(("option", "variables", "address", "asked_by"), [
+    (None, {}, None, None),
+    (None, {"RAY_ADDRESS": "10.0.0.1:6379"}, None, None),
+    ("auto", {"RAYLT_ADDRESS": "10.0.0.1:6379"}, "auto", "--address"),
+    (None, {"RAYLT_ADDRESS": "auto"}, "auto", "RAYLT_ADDRESS"),
+    ("local", {"RAYLT_ADDRESS": "auto"}, None, None),
+    (None, {"RAYLT_ADDRESS": "local"}, None, None),
+    (None, {"RAY_ADDRESS": "10.0.0.1:6379", "RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}, "10.0.0.1:6379",
+     "this is a Ray job"),
+])
+def test_a_cluster_is_joined_only_when_asked(monkeypatch, option, variables, address, asked_by):
+    for name in ("RAY_ADDRESS", "RAYLT_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setitem(os.environ, name, value)
+    joined = whereabouts(option)
+    assert (joined and joined.address, joined and joined.asked_by) == (address, asked_by)
