@@ -1,4 +1,4 @@
-"""One Ray session for all tests of this folder: four logical CPUs, no dashboard, on the loopback only."""
+"""A Ray session for each module that asks for it: four logical CPUs, no dashboard, on the loopback only."""
 
 import itertools
 import os
@@ -17,7 +17,7 @@ from raylt.methods import make_method
 _names = itertools.count()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def ray_session() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
@@ -32,7 +32,7 @@ def ray_session() -> Iterator[None]:
         ray.shutdown()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def make_fleet(ray_session, tiny_task) -> Iterator[Callable[..., RayFleet]]:
     """`make_fleet(config, actors, method=None)`, with actors of a quarter of a CPU."""
     made: list[RayFleet] = []

@@ -41,7 +41,7 @@ def undisturbed(make_experiment, tiny_task, tmp_path):
     return run
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def pool(make_fleet):
     """Fleets that several tests use, by the number of their actors."""
     fleets = {}
