@@ -105,12 +105,12 @@ class Dispatch:
             reply: Any = ray.get(ref)
             private = self.fleet.keep(call.private)
         except LOST as error:
+            lost = ClientLost(id, self.fleet.round, self.name, f"its process died ({type(error).__name__})")
+            self.fleet.note(str(lost))
             start = time.monotonic()
             self.fleet._slots.replace([call.slot])
             if self.deadline is not None:
                 self.deadline += time.monotonic() - start
-            lost = ClientLost(id, self.fleet.round, self.name, f"its process died ({type(error).__name__})")
-            self.fleet.note(str(lost))
             self._fail(id, lost)
             return
         except RayTaskError as error:               # it could not be sent there, or its reply not back

@@ -17,8 +17,8 @@ class Figures:
         self._run = run
         self._round = self._gauge("round", "steps committed")
         self._accuracy = self._gauge("accuracy", "of what is deployed: all, or many, medium, few", "group")
-        self._seconds = self._gauge("server_seconds", "of the last step: training (with the clients') and evaluation",
-                                    "stage")
+        self._seconds = self._gauge("server_seconds", "of the last step by stage: waits for clients, aggregation, "
+                                    "synthesis, evaluation, checkpoint and so on", "stage")
         self._client = self._gauge("client_seconds", "of a client's calls in the last step", "client")
         self._figure = self._gauge("figure", "what the method reports of the last step", "figure")
         self._bytes = self._counter("bytes", "sent to (down) and by (up) clients", "direction", "call")
@@ -32,8 +32,8 @@ class Figures:
         for group, value in (report.groups or {}).items():
             if value is not None:
                 self._accuracy.set(value, {"group": group})
-        self._seconds.set(report.seconds, {"stage": "training"})
-        self._seconds.set(report.evaluation_seconds, {"stage": "evaluation"})
+        for stage, seconds in report.stages.items():
+            self._seconds.set(seconds, {"stage": stage})
         for id, seconds in client_seconds.items():
             self._client.set(seconds, {"client": str(id)})
         for name, value in report.figures.items():

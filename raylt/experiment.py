@@ -21,7 +21,7 @@ from raylt.data.task import Task
 from raylt.fleet import Fleet, Ledger, Traffic
 from raylt.local import confusion_of
 from raylt.method import Method
-from raylt.server import Server
+from raylt.server import Server, Stages
 from raylt.tree import Tree
 
 
@@ -42,6 +42,8 @@ class Report:
         traffic: bytes and replies by client function.
         lost, retried, rejected: client ids; rejected ones with the reason.
         figures: what the method reports.
+        stages: seconds by stage: the waits for clients by client function, "aggregation", what the method times of
+            its own ("synthesis"), "evaluation" and "checkpoint".
     """
 
     step: int
@@ -58,6 +60,7 @@ class Report:
     rejected: dict[int, str] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
     by_client: dict[str, list[float | None]] | None = None
+    stages: dict[str, float] = field(default_factory=dict)
 
 
 class Experiment:
@@ -87,7 +90,7 @@ class Experiment:
         assert not self.done
         start = time.perf_counter()
         server, fleet, joined = self.server, self.fleet, Ledger()
-        server.figures = {}
+        server.figures, server.stages = {}, Stages()
         if self._step == 0:
             fleet.begin(0)
             self.method.start(server, fleet)
@@ -99,9 +102,14 @@ class Experiment:
         phase = "round" if self._step <= server.rounds else "finish"
         getattr(self.method, phase)(server, fleet)
         ledger, trained = fleet.ledger, time.perf_counter()
+        stages = Stages(joined.stages)
+        for more in (ledger.stages, server.stages):         # before anybody is judged, which calls clients too
+            stages.add(more)
         judged = self._evaluate(last)
+        evaluation = time.perf_counter() - trained
         return Report(
-            step=self._step, phase=phase, seconds=trained - start, evaluation_seconds=time.perf_counter() - trained,
+            step=self._step, phase=phase, seconds=trained - start, evaluation_seconds=evaluation,
+            stages={**stages, "evaluation": evaluation},
             traffic={name: asdict(t) for name, t in _merge(joined.traffic, ledger.traffic).items()},
             lost=joined.lost + ledger.lost, retried=joined.retried + ledger.retried,
             rejected=joined.rejected | ledger.rejected, figures=server.figures, **judged)
@@ -113,22 +121,24 @@ class Experiment:
         What it draws differs from the finish to come, whose seeds follow the last round's number.
         """
         server, fleet = self.server, self.fleet
-        before = server.model, server.state, server.round, server.figures
+        before = server.model, server.state, server.round, server.figures, server.stages
         server.model, server.state = copy.deepcopy(server.model), copy.deepcopy(server.state)
         try:
             with fleet.rehearsing():
-                server.round, server.figures = self._step + 1, {}
+                server.round, server.figures, server.stages = self._step + 1, {}, Stages()
                 fleet.begin(self._step + 1)
                 self.method.finish(server, fleet)
                 yield
         finally:
-            server.model, server.state, server.round, server.figures = before
+            server.model, server.state, server.round, server.figures, server.stages = before
 
     def advance(self) -> Report:
         """A step, then a checkpoint when it is due."""
         report = self.step()
         if self._step % self.config.output.checkpoint_every == 0 or self._step >= self.server.rounds:
+            start = time.perf_counter()
             self.save(report)
+            report.stages["checkpoint"] = time.perf_counter() - start
         return report
 
     def conclude(self) -> dict[str, str]:

@@ -28,6 +28,7 @@ from raylt.config import Config
 from raylt.data.task import Task
 from raylt.errors import ClientError, RayltError, TooFewReplies, one_line
 from raylt.form import Form
+from raylt.server import Stages
 from raylt.tree import Fold, Tree
 
 ItemFunction = Callable[[Tree], Tree]
@@ -57,12 +58,16 @@ class Traffic:
 
 @dataclass
 class Ledger:
-    """What happened in one round: traffic by client function, and the clients that made trouble."""
+    """What happened in one round: traffic by client function, the clients that made trouble, and the time it took.
+
+    `stages` holds the wait for clients under the function's name, and "aggregation".
+    """
 
     traffic: dict[str, Traffic] = field(default_factory=dict)
     lost: list[int] = field(default_factory=list)           # no usable answer, for whatever reason but a bad reply
     retried: list[int] = field(default_factory=list)
     rejected: dict[int, str] = field(default_factory=dict)  # reply not usable, and why
+    stages: Stages = field(default_factory=Stages)
 
 
 @dataclass(frozen=True)
@@ -121,17 +126,21 @@ class Fleet(ABC):
         Raises:
             TooFewReplies: fewer than `federation.quorum` of the clients replied usably.
         """
-        fold = Fold()
+        fold, stages = Fold(), self.ledger.stages
         for _, reply in self._replies(fn, ids, message, verb="mean"):
-            fold.add(reply.tree, reply.weight)
-        return fold.mean()
+            with stages.time("aggregation"):
+                fold.add(reply.tree, reply.weight)
+        with stages.time("aggregation"):
+            return fold.mean()
 
     def sum(self, fn: ClientFunction, ids: Sequence[int], message: Message) -> Tree:
         """The sum of the replies in float64; a key that a client leaves out counts as zero."""
-        fold = Fold()
+        fold, stages = Fold(), self.ledger.stages
         for _, reply in self._replies(fn, ids, message, verb="sum"):
-            fold.add(reply.tree)
-        return fold.sum()
+            with stages.time("aggregation"):
+                fold.add(reply.tree)
+        with stages.time("aggregation"):
+            return fold.sum()
 
     def call(self, fn: ClientFunction, ids: Sequence[int], message: Message) -> dict[int, Tree]:
         """Every usable reply, by client id, ascending."""
@@ -183,7 +192,12 @@ class Fleet(ABC):
         traffic = self.ledger.traffic.setdefault(name, Traffic())
         needed = max(1, math.ceil(self.config.federation.quorum * wanted - 1e-9))
         usable, errors = 0, []
-        for answer in self._answers(fn, ids, message, wanted, accept):
+        answers = self._answers(fn, ids, message, wanted, accept)
+        while True:
+            with self.ledger.stages.time(name):
+                answer = next(answers, None)
+            if answer is None:
+                break
             traffic.down += size
             error = answer.error
             if answer.reply is not None:

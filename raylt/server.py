@@ -1,5 +1,8 @@
 """`Server`: the global model and what the server remembers."""
 
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +12,24 @@ from raylt.data.task import Facts
 from raylt.models.split import Params, SplitModel, load_entries
 from raylt.seeds import seed_for
 from raylt.tree import Tree
+
+
+class Stages(dict[str, float]):
+    """Seconds that each stage of a step took, by name."""
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Adds the seconds inside the block to a stage."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add({name: time.perf_counter() - start})
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Adds seconds to stages."""
+        for name, more in seconds.items():
+            self[name] = self.get(name, 0.0) + more
 
 
 class Server:
@@ -21,6 +42,7 @@ class Server:
         round: number of the round, from 1; 0 before the first.
         rounds: R.
         figures: what the method reports of this round, on top of the framework's own figures.
+        stages: seconds of the server's own work in this round; `with server.stages.time("synthesis"): ...`.
     """
 
     def __init__(self, config: Config, facts: Facts, model: SplitModel, device: torch.device):
@@ -28,6 +50,7 @@ class Server:
         self.state: Tree = {}
         self.round, self.rounds = 0, config.federation.rounds
         self.figures: dict[str, Any] = {}
+        self.stages = Stages()
 
     def seed(self, purpose: str) -> int:
         """The seed of this purpose in this round."""

@@ -1,3 +1,4 @@
+import time
 from typing import ClassVar
 
 import pytest
@@ -92,6 +93,24 @@ def test_steps_are_the_rounds_and_then_the_finish(build):
     assert experiment.server.state == {"rounds": {"seen": 3}}
     # with a classifier of zeros only its bias speaks: every image gets the same class, which is right in 10 of 40
     assert reports[-1].accuracy == 0.25
+
+
+def test_a_report_says_what_the_time_of_its_step_went_to(build):
+    class Slow(Finishing):
+        def finish(self, server, fleet):
+            with server.stages.time("synthesis"):
+                time.sleep(0.05)
+            with server.stages.time("synthesis"):
+                time.sleep(0.05)
+
+    first, last = run(build(Slow(), federation={"rounds": 1}))
+    assert set(first.stages) == {"join", "train", "aggregation", "evaluation", "checkpoint"}
+    assert set(last.stages) == {"synthesis", "evaluation", "checkpoint"}
+    assert 0.1 <= last.stages["synthesis"] <= last.seconds
+    for report in (first, last):
+        assert report.stages["evaluation"] == report.evaluation_seconds
+        own = sum(s for stage, s in report.stages.items() if stage not in ("evaluation", "checkpoint"))
+        assert 0 < own <= report.seconds
 
 
 def test_clients_join_once_before_the_first_round(build):

@@ -183,12 +183,14 @@ class SFD(Method):
         sums = fleet.sum(self.statistics, fleet.ids, {"model": tree.snapshot(encoder(server.model)), "seed": seed})
         sums = {c: sums[c] for c in sorted(sums, key=lambda c: (sums[c]["n"], int(c)))}        # largest bank first [7]
         sizes = bank_sizes([of_class["n"] for of_class in sums.values()], *self.bank(server.model.dim))
-        made = fleet.map(self.synthesise, [
-            {"sums": sums[c], "size": size, "fourier": seed, "bank": seed_for(server.seed("bank"), int(c))}
-            for c, size in zip(sums, sizes, strict=True)])
+        with server.stages.time("synthesis"):
+            made = fleet.map(self.synthesise, [
+                {"sums": sums[c], "size": size, "fourier": seed, "bank": seed_for(server.seed("bank"), int(c))}
+                for c, size in zip(sums, sizes, strict=True)])
         z = torch.cat([m["z"] for m in made]).to(server.device)                                 # [M, d]
         y = torch.repeat_interleave(torch.tensor([int(c) for c in sums]), torch.tensor(sizes)).to(server.device)
-        loss = self.retrain(server, z, y)
+        with server.stages.time("re-training"):
+            loss = self.retrain(server, z, y)
         every = max(1, len(sums) / SHOWN_CLASSES)               # evenly over the class sizes, as the paper's Fig. 5
         shown = [int(i * every) for i in range(min(len(sums), SHOWN_CLASSES))]
         server.state["synthetic"] = {list(sums)[i]: made[i]["z"][:SHOWN_FEATURES].clone() for i in shown}

@@ -1,6 +1,6 @@
 """Every process of a run dies at every stage, on a cluster of a head and a worker that is replaced when it is lost.
 
-Ends with the matrix: seconds from the kill to the next committed round, and rounds that were run again.
+Ends with the matrix: seconds from the kill until it is noticed, and to the next committed round; rounds run again.
 """
 
 import json
@@ -105,11 +105,13 @@ def undisturbed(settings_of_ray, tmp_path_factory):
 def matrix(request):
     found = {}
     yield found
-    lines = ["", "seconds from SIGKILL to the next committed round / rounds run again",
-             "".join(f"{name:>14}" for name in ("", *STAGES))]
+    lines = ["", "seconds from SIGKILL until it is noticed / to the next committed round / rounds run again",
+             "".join(f"{name:>18}" for name in ("", *STAGES))]
     for victim in dict.fromkeys(victim for victim, _ in found):
         cells = [found.get((victim, stage)) for stage in STAGES]
-        lines.append(f"{victim:>14}" + "".join(f"{cell[0]:>10.1f} / {cell[1]}" if cell else " " * 14 for cell in cells))
+        lines.append(f"{victim:>18}" + "".join(
+            f"{'-' if cell[0] is None else f'{cell[0]:.1f}':>9} / {cell[1]:.1f} / {cell[2]}" if cell else " " * 18
+            for cell in cells))
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print("\n".join(lines))
 
@@ -125,7 +127,7 @@ def test_a_run_survives_a_kill_at_every_stage(machines, undisturbed, matrix, tmp
         wait_for((tmp_path / f"{stage}-reached").exists, process, tmp_path)
         assert len(committed(tmp_path)) == round - 1
         client = int((tmp_path / "client.pid").read_text())
-        killed = time.monotonic()
+        said, killed = told(tmp_path, victim), time.monotonic()
         if victim == "client":
             os.kill(client, signal.SIGKILL)
         elif victim == "server":
@@ -139,15 +141,25 @@ def test_a_run_survives_a_kill_at_every_stage(machines, undisturbed, matrix, tmp
         (tmp_path / f"{stage}-go").touch()
         # a fault while the server is at work on its own is met with the next call to clients
         meets = round if stage in ("train", "upload") or victim in ("server", "driver") else round + 1
+        noticed = None      # a driver is missed by its user
+        if victim != "driver":
+            wait_for(lambda said=said: told(tmp_path, victim) > said, process, tmp_path)
+            noticed = time.monotonic() - killed
         wait_for(lambda meets=meets: len(committed(tmp_path)) >= meets, process, tmp_path)
-        moments[stage] = time.monotonic() - killed
+        moments[stage] = noticed, time.monotonic() - killed
     assert process.wait(LIMIT_S) == 0, (tmp_path / "err.txt").read_text()
     runs = [int(line) for line in (tmp_path / "rounds").read_text().splitlines()]
     for stage, round in STAGES.items():
-        matrix[victim, stage] = moments[stage], runs.count(round) - 1
+        matrix[victim, stage] = *moments[stage], runs.count(round) - 1
     assert summary(tmp_path)["model_sha256"] == undisturbed
     assert [line["step"] for line in committed(tmp_path)] == list(range(1, ROUNDS + 1))
     assert not [line for line in committed(tmp_path) if line["lost"]]
+
+
+def told(folder, victim):
+    """How many lost processes the run has spoken of: the driver of the server's, the server of the clients'."""
+    file = folder / ("err.txt" if victim == "server" else "r/notes.log")
+    return file.read_text().count("process died") if file.exists() else 0
 
 
 def kill_server(driver):

@@ -14,7 +14,7 @@ from raylt.experiment import Report
 
 REPORT = Report(3, "round", 1.5, 0.5, 0.75, 0.75, {"many": 0.9, "medium": None, "few": 0.25}, None,
                 {"train": {"down": 1000, "up": 500, "replies": 2}}, lost=[4], retried=[4, 4], rejected={1: "nan"},
-                figures={"clusters": 3, "names": ["a"]})
+                figures={"clusters": 3, "names": ["a"]}, stages={"train": 1.5, "evaluation": 0.5})
 
 
 def test_prometheus_reads_the_figures_of_a_run(ray_session):
@@ -29,7 +29,7 @@ def test_prometheus_reads_the_figures_of_a_run(ray_session):
             found = read(answer.read().decode())
     assert found == {
         ("round", ""): 3, ("accuracy", "all"): 0.75, ("accuracy", "many"): 0.9, ("accuracy", "few"): 0.25,
-        ("server_seconds", "training"): 1.5, ("server_seconds", "evaluation"): 0.5, ("client_seconds", "0"): 0.25,
+        ("server_seconds", "train"): 1.5, ("server_seconds", "evaluation"): 0.5, ("client_seconds", "0"): 0.25,
         ("client_seconds", "4"): 1.25, ("figure", "clusters"): 3, ("bytes_total", "train down"): 1000,
         ("bytes_total", "train up"): 500, ("troubles_total", "retried"): 2, ("troubles_total", "lost"): 1,
         ("troubles_total", "rejected"): 1}
