@@ -42,6 +42,17 @@ class Finishing(FedAvg):
         server.log(note="finished")
 
 
+class Slow(Finishing):
+    """Times a stage of its own, twice."""
+
+    name: ClassVar[str] = "slow"
+
+    def finish(self, server, fleet):
+        for _ in range(2):
+            with server.stages.time("synthesis"):
+                time.sleep(0.05)
+
+
 @pytest.fixture
 def build(tiny_task, tmp_path):
     """`build(method, federation={...})`: an experiment on the tiny task whose host is a `Recorder`."""
@@ -96,13 +107,6 @@ def test_steps_are_the_rounds_and_then_the_finish(build):
 
 
 def test_a_report_says_what_the_time_of_its_step_went_to(build):
-    class Slow(Finishing):
-        def finish(self, server, fleet):
-            with server.stages.time("synthesis"):
-                time.sleep(0.05)
-            with server.stages.time("synthesis"):
-                time.sleep(0.05)
-
     first, last = run(build(Slow(), federation={"rounds": 1}))
     assert set(first.stages) == {"join", "train", "aggregation", "evaluation", "checkpoint"}
     assert set(last.stages) == {"synthesis", "evaluation", "checkpoint"}
