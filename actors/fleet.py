@@ -54,7 +54,7 @@ class RayFleet(Fleet):
         self.seconds: dict[int, float] = {}             # of each client's calls since `begin`
         homes = [self.ids[i::actors] for actors in [min(placement.actors, len(self.ids))] for i in range(actors)]
         slots = [Slot(f"{run}/client-{home[0]:03d}" if len(home) == 1 else
-                      f"{run}/clients-{home[0]:03d}-to-{home[-1]:03d}", home) for home in homes]
+                      f"{run}/clients-{home[0]:03d}-to-{home[-1]:03d}", home, i) for i, home in enumerate(homes)]
         self._slots = Slots(slots, placement, self._start, self.note, START_TIMEOUT_S)
 
     def begin(self, round: int) -> None:
@@ -129,10 +129,10 @@ class RayFleet(Fleet):
             results[place] = from_arrays(result)
         return [results[place] for place in range(len(items))]
 
-    def _start(self, slot: Slot, name: str) -> Any:
+    def _start(self, slot: Slot, name: str, place: Any) -> Any:
         stacks = None if self._folder is None else self._folder / STACKS / f"{Path(name).name}.txt"
         options = ClientActor.options(name=name, num_cpus=self._placement.cpus, num_gpus=self._placement.gpus,
-                                      label_selector=dict(self._placement.labels))
+                                      scheduling_strategy=place)
         return options.remote(label_of(slot.home, self._task.client_counts), self.config, self._method,
                               self._task.facts, self._test, stacks)
 

@@ -1,7 +1,7 @@
 """Who runs where: from the nodes of a cluster and what a client needs, how many client actors and what each takes.
 
-No placement group: its bundles would stay reserved on a node that is gone, while a plain actor can start anywhere with
-room. So what fits is counted here, node by node, before anything starts.
+What fits is counted here, node by node, before anything starts; then one placement group holds the places of all
+client actors. Ray moves the places of a node that is gone to nodes with room, when there is some.
 """
 
 import math
@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from ray.util.placement_group import PlacementGroup, placement_group
 
 from raylt.config import Config, ResourcesConfig
 from raylt.errors import ConfigError
@@ -43,6 +45,13 @@ class Placement:
     cpus: float
     gpus: float
     labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def reserve(placement: Placement, actors: int) -> PlacementGroup:
+    """A place for each of the client actors: all of them, or none yet. Evenly over the nodes where that is possible."""
+    each = {"CPU": placement.cpus} | ({"GPU": placement.gpus} if placement.gpus > 0 else {})
+    return placement_group([each] * actors, strategy="SPREAD",
+                           bundle_label_selector=[dict(placement.labels)] * actors)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from ray.exceptions import (
     RayActorError,
     WorkerCrashedError,
 )
+from ray.util import get_current_placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.placement import Placement, nodes_of, room
+from actors.placement import Placement, nodes_of, reserve, room
 from raylt.errors import ConfigError, RayltError
 
 LOOK_S = 2.0            # between looks at a cluster that may have become smaller
@@ -26,6 +28,7 @@ class Slot:
 
     name: str
     home: list[int]                                     # its clients
+    bundle: int                                         # of the placement group
     actor: Any = None
     lives: int = 0
     held: set[int] = field(default_factory=set)         # clients whose data the actor has
@@ -36,18 +39,24 @@ class Slots:
     """As many places as there is room for.
 
     Args:
-        start: makes the actor of a slot under a name.
+        start: makes the actor of a slot under a name, with Ray's scheduling strategy that is its place.
         note: told, in one line, when there are fewer places than before.
         start_timeout_s: what a place in the cluster is waited for.
     """
 
-    def __init__(self, slots: list[Slot], placement: Placement, start: Callable[[Slot, str], Any],
+    def __init__(self, slots: list[Slot], placement: Placement, start: Callable[[Slot, str, Any], Any],
                  note: Callable[[str], None], start_timeout_s: float):
         self._start_timeout_s = start_timeout_s
         self._slots, self._placement, self._start, self._note = slots, placement, start, note
-        for slot in slots:
-            self._spawn(slot)
-        self._await(slots, lives=1)
+        # all actors get their places or none does; a trial of a search has its own places already
+        self._group = None if get_current_placement_group() else reserve(placement, len(slots))
+        try:
+            for slot in slots:
+                self._spawn(slot)
+            self._await(slots, lives=1)
+        except BaseException:
+            self.close()
+            raise
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots)
@@ -74,14 +83,18 @@ class Slots:
         return given_up
 
     def close(self) -> None:
-        """Ends the actors."""
+        """Ends the actors and gives up their places."""
         for slot in self._slots:
-            ray.kill(slot.actor)
+            if slot.actor is not None:
+                ray.kill(slot.actor)
+        if self._group is not None:
+            remove_placement_group(self._group)
 
     def _spawn(self, slot: Slot) -> None:
         name = slot.name if slot.lives == 0 else f"{slot.name}~{slot.lives}"
         slot.lives, slot.held, slot.late = slot.lives + 1, set(), None
-        slot.actor = self._start(slot, name)
+        place = None if self._group is None else PlacementGroupSchedulingStrategy(self._group, slot.bundle)
+        slot.actor = self._start(slot, name, place)
 
     def _await(self, slots: Sequence[Slot], lives: int) -> None:
         """Returns when all are up, or given up. An actor that dies while it starts is started `lives` times."""

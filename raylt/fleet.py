@@ -184,8 +184,8 @@ class Fleet(ABC):
         ids, size = sorted(ids), tree.nbytes(message)
         if not ids:
             raise TooFewReplies(f"round {self.round}, {name}: no client was asked; give it at least one")
-        # replies to a mean bring the model back under the names that the message gave it
-        like = {"model": message["model"]} if verb == "mean" and "model" in message else {}
+        # a model comes back under the names and in the shapes that the message gave it; all of it, to a mean
+        like = {"model": message["model"]} if verb != "sum" and "model" in message else {}
         form, given = Form(like, verb != "mean"), Form(like, verb != "mean")
         # only where some may be left out does it matter, while calls run, which replies are usable
         accept = (lambda _: True) if wanted == len(ids) else (lambda reply: given.fault(reply) is None)

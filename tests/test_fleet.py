@@ -293,6 +293,12 @@ def test_over_selection_waits_for_usable_replies(make_fleet):
     assert list(fleet.ledger.rejected) == [0]
 
 
+def test_call_leaves_out_a_model_of_another_shape_than_was_sent(make_fleet):
+    fleet = make_fleet(quorum=0.1)
+    assert list(fleet.call(remember, IDS, message({2: "shape"}))) == [0, 1, 3, 5]
+    assert fleet.ledger.rejected[2] == "model.w is float32 [4], expected float32 [2, 2]"
+
+
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_sum_leaves_out_a_reply_of_another_shape_than_the_first(make_fleet, culprit):
     fleet = make_fleet(quorum=0.1)

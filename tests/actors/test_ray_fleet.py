@@ -1,3 +1,4 @@
+import math
 import os
 import signal
 import threading
@@ -8,6 +9,7 @@ import pytest
 import ray
 import torch
 import trouble
+from ray.util import placement_group_table
 from trouble import IDS, Broken, Private, configure
 
 from actors.client import label_of
@@ -221,6 +223,19 @@ def test_actors_without_room_are_named(make_fleet, monkeypatch):
     monkeypatch.setattr("actors.fleet.START_TIMEOUT_S", 1)
     with pytest.raises(RayltError, match="1 client actors of 99 CPUs and 0 GPUs did not start within 1 s"):
         make_fleet(configure(), 1, cpus=99.0)
+
+
+def test_all_actors_get_their_places_or_none_does(make_fleet, monkeypatch):
+    free = math.floor(ray.available_resources()["CPU"])     # enough for one of the two, not for both
+    monkeypatch.setattr("actors.fleet.START_TIMEOUT_S", 3)
+    given = []
+    monkeypatch.setattr("actors.slots.LOOK_S", 0.2)
+    monkeypatch.setattr("actors.slots.Slots._give_up", lambda *_: given.append(ray.available_resources()["CPU"]))
+    with pytest.raises(RayltError, match="2 client actors of"):
+        make_fleet(configure(), 2, cpus=float(free))
+    assert min(given) >= free                               # nobody held a CPU while the other waited
+    states = [group["state"] for group in placement_group_table().values()]
+    assert "PENDING" not in states
 
 
 def test_labels_say_whose_data_an_actor_holds(tiny_task):

@@ -53,7 +53,7 @@ def accuracies(place: Path):
     return [(line["step"], line["accuracy"]) for line in map(json.loads, (place / "metrics.jsonl").open())]
 
 
-def wait_for(claim, seconds=60.0):
+def wait_for(claim, seconds=120.0):
     end = time.monotonic() + seconds
     while not (found := claim()):
         assert time.monotonic() < end, "waited in vain"
