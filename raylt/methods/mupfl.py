@@ -9,7 +9,7 @@ the text, each marked at its line:
 [3] M is over channels and places, its mean over the batch: a map over samples, as Eq. 6 indexes it, mixes samples.
 [4] Eq. 8 is a similarity; 1 - Eq. 8 is the dissimilarity of Eq. 9-11, and k-means runs on points with these distances.
     Without BAVD there are no maps and Eq. 8 is over updates alone.
-[5] Two participants, or updates that are all equal, form one cluster; kappa larger than their number is that number.
+[5] Two participants, or updates that are all equal, form one cluster; kappa is at most their number.
 [6] An update starts from the model before it is tuned by Eq. 21, so it holds both.
 [7] Eq. 20 is maximised, as its text says. A class that nobody owned keeps its features, and one that nobody ever owned
     tunes no classifier; "h = f(u)" needs data that a server lacks, so features start from N(0, 1) and go on from there.
@@ -18,6 +18,8 @@ the text, each marked at its line:
     defaults to FedAvg", 4.5). A client that never took part starts from, and is judged by, the global model.
 [10] The paper does not say whose accuracy it reports. Eq. 15 undoes Eq. 14 where clients have equally many samples, so
     clusters can only act on personal models: a client keeps the encoder of its cluster and its own classifier.
+[11] The step size for Eq. 20 is not stated. 100 steps of CReFF's 0.1 leave its cosine at 0.02 (d = 1024) to 0.08 (256),
+    since CReFF sums over the rows of gradients; 100 steps of 100 bring it to 0.98.
 All three modules off is FedAvg to the bit, and with `judged=deploy` in every figure.
 """
 
@@ -38,10 +40,10 @@ from raylt.fleet import Fleet
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.local import Objective, features, fit_classifier, learning_rate
 from raylt.method import Method
-from raylt.models.bavd import add_bavd, layers_of
-from raylt.models.split import Params, SplitModel
-from raylt.ops.clustering import Clustering, cluster, cosines, update_gram
-from raylt.ops.matching import class_gradients, match_features
+from raylt.models.bavd import add_bavd, layers_of, memory, recall
+from raylt.models.split import Params, SplitModel, part
+from raylt.ops.clustering import cluster, cosines, mean_update, update_gram
+from raylt.ops.matching import class_gradients, match_features, mean_gradients
 from raylt.seeds import seed_for
 from raylt.server import Server
 from raylt.tree import Fold, Tree, nbytes
@@ -58,8 +60,7 @@ class MuPFL(Method):
     personal: ClassVar[bool] = True
 
     bavd: bool = hp(True, Choice(True, False), "biased activation value dropout, 3.3, Table 6")
-    bavd_layers: Literal["last", "all"] | tuple[str, ...] = hp("last", Choice("last", "all"), "stages that BAVD is "
-                                                               "behind: last, all or names as in [stage1, stage2]")
+    bavd_layers: Literal["last", "all"] | tuple[str, ...] = hp("last", Choice("last", "all"), "stages it is behind")
     bavd_map: Literal["chw", "hw", "bchw"] = hp("chw", Choice("chw", "hw", "bchw"), "what M is over, Eq. 6")
     bavd_psi: Literal["intended", "equation"] = hp("intended", Choice("intended", "equation"), "sign of psi, Eq. 6")
     bavd_reset: Literal["round", "never"] = hp("round", Choice("round", "never"), "when M starts anew, Algorithm 1")
@@ -70,23 +71,45 @@ class MuPFL(Method):
     pkcf: bool = hp(True, Choice(True, False), "classifiers tuned on federated features, 3.5, Table 6")
     m: int = hp(100, Choice(10, 50, 100, 150, 200), "federated features per class, Eq. 19, 4.1", ge=1)
     tau: int = hp(50, Choice(10, 50, 100), "epochs of tuning, Eq. 21, 4.1", ge=0)
-    gradients: Literal["local", "global"] = hp("local", Choice("local", "global"), "model of Eq. 16: the client's after "
-                                               "training, or the one received, before it (CReFF)")
-    distance: Literal["flat", "rows"] = hp("flat", Choice("flat", "rows"), "cosine of Eq. 20 over a whole gradient, or "
-                                           "row by row (CReFF)")
+    gradients: Literal["local", "global"] = hp("local", Choice("local", "global"), "model of Eq. 16: the client's "
+                                               "after training, or the one received, before it (CReFF)")
+    distance: Literal["flat", "rows"] = hp("flat", Choice("flat", "rows"), "Eq. 20; or row by row (CReFF)")
     matching_steps: int = hp(100, Choice(50, 100, 300), "of SGD on Eq. 20; from CReFF's code", ge=0)
-    matching_lr: float = hp(0.1, LogUniform(0.01, 1000), "of SGD on Eq. 20; from CReFF's code", gt=0)
+    matching_lr: float = hp(100.0, LogUniform(0.1, 1000), "of SGD on Eq. 20; not stated", gt=0)
     next_init: Literal["classifier", "cluster", "own", "global"] = hp(
-        "classifier", Choice("classifier", "cluster", "own", "global"), "what the next round starts from: u_glo and own "
-        "v_i, 3.5; w~_i, Eq. 14; w_i, Algorithm 1; w_glo")
+        "classifier", Choice("classifier", "cluster", "own", "global"), "what the next round starts from: u_glo and "
+        "own v_i, 3.5; w~_i, Eq. 14; w_i, Algorithm 1; w_glo")
     judged: Literal["cluster", "post_local", "deploy"] = hp(
-        "cluster", Choice("cluster", "post_local", "deploy"), "a client's model: u of w~_i and own v_i; w_i after local "
-        "training; or what its next round starts from")
+        "cluster", Choice("cluster", "post_local", "deploy"), "a client's model: u of w~_i with own v_i; w_i after "
+        "local training; or what its next round starts from")
 
     def build(self, task: Facts, base: SplitModel) -> SplitModel:
         if self.bavd:
             add_bavd(base, task.shape, self.bavd_layers, self.bavd_map, -1 if self.bavd_psi == "intended" else 1)  # [2]
         return base
+
+    @property
+    def own_start(self) -> str | None:
+        """Prefix of the entries in which a client's start differs from the global model [9]."""
+        if self.next_init in ("cluster", "own"):
+            return ""
+        return "classifier." if self.next_init == "classifier" and self.pkcf else None
+
+    @property
+    def kept_of_own(self) -> str | None:
+        """Prefix of the entries of w_i that a client keeps."""
+        if self.next_init == "own" or self.judged == "post_local":
+            return ""
+        return "classifier." if self.judged == "cluster" or self.own_start else None
+
+    @property
+    def kept_of_cluster(self) -> str | None:
+        """Prefix of the entries of w~_i that a client keeps."""
+        return "" if self.next_init == "cluster" else "encoder." if self.judged == "cluster" else None
+
+    def remembered(self, client: Client) -> Params:
+        """The entries of a client's next start that are its own; none of one that never took part [9]."""
+        return part(client.state.get("cluster" if self.next_init == "cluster" else "own", {}), self.own_start)
 
     # at a client
 
@@ -95,28 +118,25 @@ class MuPFL(Method):
         found: Tree = {}
         if self.pkcf and self.gradients == "global":
             client.receive(message["model"])
-            found["gradients"] = gradients_of(client)
+            found["gradients"] = class_gradients(*features(client), client.model.classifier)
         client.receive(start)
         if self.pkcf and message["known"].any():
             self.tune(client, message)
-        layers, before = layers_of(client.model), client.state.get("bavd", {})
-        for i, layer in enumerate(layers):
-            layer.reset(**tree.to(before.get(str(i), {}), client.device))
-        reply = super().train(client, {"model": {}})            # nothing more to receive
+        layers = layers_of(client.model)
+        recall(layers, tree.to(client.state.get("bavd", {}), client.device))
+        reply = super().train(client, {"model": {}})            # nothing is left to receive
         if self.bavd_reset == "never":
-            client.state["bavd"] = {str(i): {"map": layer.map, "loss": layer.loss} for i, layer in enumerate(layers)
-                                    if layer.map is not None}
+            client.state["bavd"] = memory(layers)
         if self.pkcf and self.gradients == "local":
-            found["gradients"] = gradients_of(client)
+            found["gradients"] = class_gradients(*features(client), client.model.classifier)
         if self.acmu:
-            found["start"] = {name: start[name] for name in self.own_start(start)}
+            found["start"] = part(start, self.own_start)
             if layers:
                 found["map"] = torch.cat([layer.normalised() for layer in layers])
-            client.state["start"] = tree.snapshot({name: start[name] for name in self.of_cluster(start)})
-        mine: Params = tree.snapshot(reply.tree["model"])       # w_i
-        client.state["own"] = {name: mine[name] for name in self.of_own(mine)}
-        if not self.acmu:                                       # w~_i = w_i
-            client.state["cluster"] = {name: mine[name] for name in self.of_cluster(mine)}
+            client.state["start"] = tree.snapshot(part(start, self.kept_of_cluster))
+        else:                                                   # w~_i = w_i
+            client.state["cluster"] = tree.snapshot(part(reply.tree["model"], self.kept_of_cluster))
+        client.state["own"] = tree.snapshot(part(reply.tree["model"], self.kept_of_own))
         return client.reply(**reply.tree, **found)
 
     def objective(self, client: Client, message: Message) -> Objective:
@@ -134,54 +154,26 @@ class MuPFL(Method):
     def tune(self, client: Client, message: Message) -> None:
         """Eq. 21: tau epochs of the classifier on the features of the classes that somebody owned so far [7]."""
         local, known = client.config.local, message["known"]
-        h = message["features"][known]                          # [K, m, d]
         y = torch.nonzero(known).repeat(1, self.m).flatten()
-        fit_classifier(client.model.classifier, h.flatten(0, 1), y, epochs=self.tau, batch=local.batch,
-                       lr=learning_rate(client), momentum=local.momentum, weight_decay=local.weight_decay,
-                       schedule="constant", seed=seed_for(client.config.seed, "tune", client.round, client.id))
+        fit_classifier(client.model.classifier, message["features"][known].flatten(0, 1), y, epochs=self.tau,
+                       batch=local.batch, lr=learning_rate(client), momentum=local.momentum,
+                       weight_decay=local.weight_decay, schedule="constant",
+                       seed=seed_for(client.config.seed, "tune", client.round, client.id))
 
     def keep(self, client: Client, message: Message) -> Reply:
         """w~_i, Eq. 14: where the client started, and the mean update of its cluster."""
-        start, update = client.state.pop("start"), tree.snapshot(message["update"])
-        client.state["cluster"] = {name: start[name] + update[name] for name in update}
+        start: Params = client.state.pop("start")
+        client.state["cluster"] = {name: start[name] + update.cpu() for name, update in message["update"].items()}
         return client.reply()
-
-    def remembered(self, client: Client) -> Params:
-        """The entries by which a client's start differs from the global model [9]."""
-        own, shared = client.state.get("own", {}), client.state.get("cluster", {})
-        return {name: value for name, value in (shared if self.next_init == "cluster" else own).items()
-                if name in self.own_start(own | shared)}
-
-    # which entries of the model are private in part: (all, classifier) by the settings
-
-    def own_start(self, entries: Params) -> Params:
-        """Those that a client's start has of its own."""
-        if self.next_init in ("cluster", "own"):
-            return entries
-        return classifier(entries) if self.next_init == "classifier" and self.pkcf else {}
-
-    def of_own(self, entries: Params) -> Params:
-        """Those of w_i that the client keeps."""
-        if self.next_init == "own" or self.judged == "post_local":
-            return entries
-        return classifier(entries) if self.judged == "cluster" or self.next_init == "classifier" else {}
-
-    def of_cluster(self, entries: Params) -> Params:
-        """Those of w~_i that the client keeps."""
-        if self.next_init == "cluster":
-            return entries
-        return {name: entries[name] for name in entries.keys() - classifier(entries).keys()} \
-            if self.judged == "cluster" else {}
 
     # at the server
 
     def start(self, server: Server, fleet: Fleet) -> None:
         super().start(server, fleet)
         if self.pkcf:
-            generator = torch.Generator().manual_seed(server.seed("features"))
-            classes = server.model.classes
-            server.state["features"] = torch.randn(classes, self.m, server.model.dim, generator=generator)  # [7]
-            server.state["known"] = torch.zeros(classes, dtype=torch.bool)
+            generator, model = torch.Generator().manual_seed(server.seed("features")), server.model
+            server.state["features"] = torch.randn(model.classes, self.m, model.dim, generator=generator)   # [7]
+            server.state["known"] = torch.zeros(model.classes, dtype=torch.bool)
 
     def message(self, server: Server) -> Message:
         knowledge = {name: server.state[name] for name in ("features", "known")} if self.pkcf else {}
@@ -189,55 +181,49 @@ class MuPFL(Method):
 
     def round(self, server: Server, fleet: Fleet) -> None:
         if not (self.acmu or self.pkcf):
-            super().round(server, fleet)
-            return
-        message = self.message(server)
+            return super().round(server, fleet)
+        message, mean = self.message(server), Fold()
         replies = fleet.call(self.train, self.sample(server, fleet), message)
-        mean, total = Fold(), sum(fleet.sizes[id] for id in replies)
         if self.acmu:
             starts: dict[int, Params] = {id: message["model"] | reply["start"] for id, reply in replies.items()}
-            found = self.cluster(server, list(starts.values()), list(replies.values()))
-            server.log(participants=list(replies), clusters=found.labels)
-            for label in range(found.kappa):
-                members = [id for id, its in zip(replies, found.labels, strict=True) if its == label]
-                update = mean_update([(replies[id]["model"], starts[id]) for id in members])        # Eq. 14
-                for id in members:
-                    mean.add({name: starts[id][name] + update[name] for name in update}, fleet.sizes[id])   # Eq. 15
-                if kept := {name: update[name] for name in self.of_cluster(update)}:
-                    with suppress(TooFewReplies):               # who misses it, as the report says, keeps the one before
+            for members in self.clusters(server, starts, replies):
+                update = mean_update([replies[id]["model"] for id in members], [starts[id] for id in members])  # Eq. 14
+                for id in members:                              # Eq. 15
+                    model = {name: starts[id][name] + update[name] for name in update}
+                    mean.add({"model": model, "loss": replies[id]["loss"]}, fleet.sizes[id])
+                if kept := part(update, self.kept_of_cluster):
+                    with suppress(TooFewReplies):               # who misses it keeps its last; the report names it
                         fleet.call(self.keep, members, {"update": kept})
         else:
             for id, reply in replies.items():
-                mean.add(reply["model"], fleet.sizes[id])
-        server.receive(mean.mean())
+                mean.add({"model": reply["model"], "loss": reply["loss"]}, fleet.sizes[id])
+        server.receive(mean.mean()["model"])
+        server.log(loss=mean.mean()["loss"])
         if self.pkcf:
             self.match(server, [reply["gradients"] for reply in replies.values()])
-        server.log(loss=sum(fleet.sizes[id] * reply["loss"] for id, reply in replies.items()) / total)
 
-    def cluster(self, server: Server, starts: list[Params], replies: list[Tree]) -> Clustering:
-        """Eq. 7-13 [4]."""
+    def clusters(self, server: Server, starts: dict[int, Params], replies: dict[int, Tree]) -> list[list[int]]:
+        """The ids of each cluster's members, Eq. 7-13 [4]."""
         names = [name for name, p in server.model.named_parameters() if p.requires_grad]
-        similarity = cosines(update_gram([reply["model"] for reply in replies], starts, names))
+        ends: list[Params] = [reply["model"] for reply in replies.values()]
+        similarity, n = cosines(update_gram(ends, list(starts.values()), names)), len(replies)
         if self.bavd:
-            maps = torch.stack([reply["map"] for reply in replies]).double()
+            maps = torch.stack([reply["map"] for reply in replies.values()]).double()
             similarity = self.alpha * similarity + (1 - self.alpha) * cosines(maps @ maps.T)       # Eq. 8
-        n = len(replies)
         kappas = range(2, min(self.kappa_max, n - 1) + 1) if self.kappa is None else [min(self.kappa, n)]
         found = cluster(similarity, kappas if n > 2 else [], server.seed("acmu"))                   # [5]
-        server.log(kappa=found.kappa, silhouettes={str(kappa): s for kappa, s in found.silhouettes.items()})
+        server.log(kappa=found.kappa, silhouettes={str(kappa): value for kappa, value in found.silhouettes.items()},
+                   participants=list(replies), clusters=found.labels)
         kept = dict(list(server.state.get("similarity", {}).items())[1 - KEPT_ROUNDS:])
         server.state["similarity"] = kept | {str(server.round): similarity.float()}
-        return found
+        return [[id for id, its in zip(replies, found.labels, strict=True) if its == c] for c in range(found.kappa)]
 
     def match(self, server: Server, gradients: list[Tree]) -> None:
-        """h_glo of the classes that a participant owns, Eq. 17-20 [7]."""
-        owned = sorted({int(c) for of_client in gradients for c in of_client})
-        targets = torch.stack([torch.stack([g[str(c)] for g in gradients if str(c) in g]).mean(0) for c in owned])
-        classes, head, device = torch.tensor(owned), server.model.classifier, server.device
-        assert isinstance(head, nn.Linear)
-        h, cosine = match_features(
-            server.state["features"][classes].to(device), classes.to(device), targets.to(device), head.weight.detach(),
-            head.bias.detach(), steps=self.matching_steps, lr=self.matching_lr, distance=self.distance)
+        """h_glo of the classes that a participant owns, Eq. 17-20 [7] [11]."""
+        classes, targets = mean_gradients(gradients)            # Eq. 17
+        start, device = server.state["features"][classes], server.device
+        h, cosine = match_features(start.to(device), classes.to(device), targets.to(device), server.model.classifier,
+                                   steps=self.matching_steps, lr=self.matching_lr, distance=self.distance)
         server.state["features"] = server.state["features"].index_copy(0, classes, h.cpu())
         server.state["known"] = server.state["known"].index_fill(0, classes, True)
         server.log(cosine=cosine.mean().item())
@@ -245,41 +231,19 @@ class MuPFL(Method):
     # what is judged and counted
 
     def personal_model(self, client: Client) -> nn.Module:
-        own, shared = client.state.get("own", {}), client.state.get("cluster", {})
-        client.receive({"cluster": shared | classifier(own), "post_local": own, "deploy": self.remembered(client)}
-                       [self.judged])                           # [10]
+        own, shared = (client.state.get(name, {}) for name in ("own", "cluster"))
+        client.receive({"cluster": shared | part(own, "classifier."), "post_local": own,
+                        "deploy": self.remembered(client)}[self.judged])                            # [10]
         return client.model
 
     def traffic(self, model: SplitModel, counts: Sequence[int]) -> dict[str, tuple[int, int]]:
-        shared, classes = self.shared(model), model.classes
-        calls = super().traffic(model, counts)
+        shared, calls = self.shared(model), super().traffic(model, counts)
         down, up = calls["train"]
         if self.pkcf:
-            down += classes * (4 * self.m * model.dim + 1)      # 1: whether the class is known
-            up += sum(n > 0 for n in counts) * 4 * classes * (model.dim + 1)
+            down += model.classes * (4 * self.m * model.dim + 1)        # 1: whether the class is known
+            up += sum(n > 0 for n in counts) * 4 * model.classes * (model.dim + 1)
         if self.acmu:
-            up += nbytes(self.own_start(shared)) + sum(4 * layer.size for layer in layers_of(model))
-            if kept := self.of_cluster(shared):
+            up += nbytes(part(shared, self.own_start)) + sum(4 * layer.size for layer in layers_of(model))
+            if kept := part(shared, self.kept_of_cluster):
                 calls["keep"] = (nbytes(kept), 0)
         return calls | {"train": (down, up)}
-
-
-def classifier(entries: Params) -> Params:
-    """The entries of the classifier v; the others are the encoder u."""
-    return {name: value for name, value in entries.items() if name.startswith("classifier.")}
-
-
-def gradients_of(client: Client) -> Tree:
-    """z_i^k of each class that the client owns, Eq. 16, by the class's number [8]."""
-    head = client.model.classifier
-    assert isinstance(head, nn.Linear)
-    found = class_gradients(*features(client), head.weight.detach(), head.bias.detach())
-    return {str(c): gradient for c, gradient in found.items()}
-
-
-def mean_update(models: list[tuple[Params, Params]]) -> Params:
-    """The mean of end minus start over the members of a cluster, each counting the same."""
-    mean = Fold()
-    for end, start in models:
-        mean.add({name: end[name] - start[name] for name in end}, 1.0)
-    return mean.mean()

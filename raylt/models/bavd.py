@@ -5,9 +5,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from raylt.errors import ConfigError
 from raylt.models.split import SplitModel
+from raylt.tree import Tree
 
 Map = Literal["chw", "hw", "bchw"]
 
@@ -88,8 +90,11 @@ def add_bavd(model: SplitModel, shape: tuple[int, int, int], stages: Sequence[st
         raise ConfigError(f"method.bavd_layers = {stages!r}: the model's stages are {', '.join(found) or 'none'}; "
                           "give some of them, last or all")
     shapes: dict[str, torch.Size] = {}
-    hooks = [found[name].register_forward_hook(lambda _, __, h, name=name: shapes.update({name: h.shape[1:]}))
-             for name in names]
+
+    def watch(name: str) -> RemovableHandle:
+        return found[name].register_forward_hook(lambda _, __, h: shapes.update({name: h.shape[1:]}))
+
+    hooks = [watch(name) for name in names]
     height, width, channels = shape
     training = model.training
     with torch.no_grad():
@@ -104,3 +109,14 @@ def add_bavd(model: SplitModel, shape: tuple[int, int, int], stages: Sequence[st
 def layers_of(model: nn.Module) -> list[BAVD]:
     """The BAVD layers of a model, from its input on."""
     return [module for module in model.modules() if isinstance(module, BAVD)]
+
+
+def memory(layers: Sequence[BAVD]) -> Tree:
+    """What the layers know, for `recall`."""
+    return {str(i): {"map": layer.map, "loss": layer.loss} for i, layer in enumerate(layers)}
+
+
+def recall(layers: Sequence[BAVD], known: Tree) -> None:
+    """Sets the layers to what they knew at `memory`, or, from an empty tree, to their beginning."""
+    for i, layer in enumerate(layers):
+        layer.reset(**known.get(str(i), {}))

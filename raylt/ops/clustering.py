@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from raylt.models.split import Params
+from raylt.tree import Fold
 
 
 class Clustering(NamedTuple):
@@ -37,6 +38,14 @@ def update_gram(ends: Sequence[Params], starts: Sequence[Params], names: Iterabl
                              for end, start in zip(ends, starts, strict=True)])
             total += x @ x.T
     return total
+
+
+def mean_update(ends: Sequence[Params], starts: Sequence[Params]) -> Params:
+    """The mean of end minus start, each counting the same, Eq. 14 of MuPFL; of integer entries the largest."""
+    mean = Fold()
+    for end, start in zip(ends, starts, strict=True):
+        mean.add({name: end[name] - start[name] for name in end}, 1.0)
+    return mean.mean()
 
 
 def cosines(gram: Tensor) -> Tensor:
@@ -80,7 +89,8 @@ def cluster(similarity: Tensor, kappas: Sequence[int], seed: int) -> Clustering:
     with threadpool_limits(1), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)         # fewer distinct points than clusters
         for kappa in kappas:
-            labels = KMeans(kappa, n_init=10, random_state=seed % 2 ** 32).fit_predict(points)
+            means = KMeans(kappa, n_init=10, random_state=seed % 2 ** 32)     # pyright: ignore[reportArgumentType]
+            labels = means.fit_predict(points)
             if len(set(labels)) == kappa:
                 found[kappa] = labels.tolist()
                 silhouettes[kappa] = float(silhouette_score(distance, labels, metric="precomputed")) \

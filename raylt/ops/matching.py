@@ -8,39 +8,54 @@ images, or of pixels.
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+
+from raylt.tree import Tree
 
 Distance = Literal["flat", "rows"]
 
 
-def class_gradients(z: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> dict[int, Tensor]:
-    """Of each class that occurs, the mean gradient of its samples' cross-entropy, Eq. 16, float32 [C, d + 1].
+def class_gradients(z: Tensor, y: Tensor, classifier: nn.Module) -> dict[str, Tensor]:
+    """Of each class that occurs, by its number, the mean gradient of its samples' cross-entropy, Eq. 16.
 
     Args:
         z: features [n, d].
         y: int64 [n].
-        weight, bias: of the classifier, [C, d] and [C]; the bias's gradient is the last column.
+        classifier: an `nn.Linear` with a bias.
+
+    Returns:
+        float32 [C, d + 1] of each; the bias's gradient is the last column.
     """
-    return {c: _gradient(z[y == c][None].double(), torch.tensor([c], device=z.device), weight.double(),
-                         bias.double())[0].float() for c in y.unique().tolist()}
+    weight, bias = (entry.double() for entry in _weights(classifier))
+    return {str(c): _gradient(z[y == c][None].double(), torch.tensor([c], device=z.device), weight, bias)[0].float()
+            for c in y.unique().tolist()}
 
 
-def match_features(h: Tensor, classes: Tensor, targets: Tensor, weight: Tensor, bias: Tensor, *, steps: int, lr: float,
+def mean_gradients(replies: list[Tree]) -> tuple[Tensor, Tensor]:
+    """The classes that some reply of `class_gradients` has, int64 [K] ascending, and of each the mean of the gradients
+    of those that have it, each counting the same, Eq. 17, [K, C, d + 1]."""
+    classes = sorted({int(c) for reply in replies for c in reply})
+    means = [torch.stack([reply[str(c)] for reply in replies if str(c) in reply]).mean(0) for c in classes]
+    return torch.tensor(classes), torch.stack(means)
+
+
+def match_features(h: Tensor, classes: Tensor, targets: Tensor, classifier: nn.Module, *, steps: int, lr: float,
                    distance: Distance = "flat") -> tuple[Tensor, Tensor]:
     """Features whose mean gradient points where each class's target does, Eq. 19 and 20, by gradient descent.
 
     Args:
         h: what they start from, [K, m, d]: m features of each of K classes.
         classes: int64 [K].
-        targets: [K, C, d + 1], as `class_gradients` gives them.
-        weight, bias: of the classifier, [C, d] and [C].
+        targets: [K, C, d + 1], as `mean_gradients` gives them.
+        classifier: an `nn.Linear` with a bias; it stays as it is.
         distance: 1 - cosine of a class's whole gradient; or the sum of that over its rows, the bias's column being
             one more, as CReFF has it.
 
     Returns:
         The features, and the cosine of each class's gradient and target after the last step, [K].
     """
+    weight, bias = _weights(classifier)
     h = h.clone().requires_grad_()
     for _ in range(steps):
         found = _gradient(h, classes, weight, bias)
@@ -51,6 +66,11 @@ def match_features(h: Tensor, classes: Tensor, targets: Tensor, weight: Tensor, 
         h = (h - lr * torch.autograd.grad(loss, h)[0]).detach().requires_grad_()
     h = h.detach()
     return h, _cosine(_gradient(h, classes, weight, bias), targets)
+
+
+def _weights(classifier: nn.Module) -> tuple[Tensor, Tensor]:
+    assert isinstance(classifier, nn.Linear)
+    return classifier.weight.detach(), classifier.bias.detach()
 
 
 def _gradient(h: Tensor, classes: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
