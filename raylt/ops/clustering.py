@@ -64,7 +64,8 @@ def embed(similarity: Tensor) -> Tensor:
         similarity: positive semi-definite with a diagonal of ones, as mixtures of cosine matrices are, float64 [n, n].
     """
     values, vectors = torch.linalg.eigh(similarity)
-    return vectors * values.clamp(min=0).sqrt()
+    noise = len(values) * torch.finfo(values.dtype).eps * values.max()
+    return vectors * values.masked_fill(values < noise, 0).sqrt()
 
 
 def cluster(similarity: Tensor, kappas: Sequence[int], seed: int) -> Clustering:
@@ -83,7 +84,8 @@ def cluster(similarity: Tensor, kappas: Sequence[int], seed: int) -> Clustering:
     from threadpoolctl import threadpool_limits
 
     n = len(similarity)
-    points, distance = embed(similarity).numpy(), (1 - similarity).clamp(min=0).numpy()
+    # rounded, so that participants that coincide are one point
+    points, distance = embed(similarity).round(decimals=12).numpy(), (1 - similarity).clamp(min=0).numpy()
     found: dict[int, list[int]] = {}
     silhouettes: dict[int, float] = {}
     with threadpool_limits(1), warnings.catch_warnings():

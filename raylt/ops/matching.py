@@ -56,16 +56,19 @@ def match_features(h: Tensor, classes: Tensor, targets: Tensor, classifier: nn.M
         The features, and the cosine of each class's gradient and target after the last step, [K].
     """
     weight, bias = _weights(classifier)
+    # of length 1: those of clients that fit their samples well may be as small as 1e-10
+    targets = targets / targets.norm(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(targets.dtype).tiny)
     h = h.clone().requires_grad_()
     for _ in range(steps):
         found = _gradient(h, classes, weight, bias)
-        loss = (1 - _cosine(found, targets)).sum() if distance == "flat" else sum(
-            (1 - F.cosine_similarity(found[..., part], targets[..., part], dim=dim)).sum()
-            for part, dim in [(slice(-1), 2), (-1, 1)])
-        assert isinstance(loss, Tensor)
+        if distance == "flat":
+            loss = (1 - _cosine(found.flatten(1), targets.flatten(1))).sum()
+        else:
+            loss = ((1 - _cosine(found[..., :-1], targets[..., :-1])).sum()
+                    + (1 - _cosine(found[..., -1], targets[..., -1])).sum())
         h = (h - lr * torch.autograd.grad(loss, h)[0]).detach().requires_grad_()
     h = h.detach()
-    return h, _cosine(_gradient(h, classes, weight, bias), targets)
+    return h, _cosine(_gradient(h, classes, weight, bias).flatten(1), targets.flatten(1))
 
 
 def _weights(classifier: nn.Module) -> tuple[Tensor, Tensor]:
@@ -84,4 +87,5 @@ def _gradient(h: Tensor, classes: Tensor, weight: Tensor, bias: Tensor) -> Tenso
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    return F.cosine_similarity(a.flatten(1), b.flatten(1))
+    """Along the last dimension; 0 for a zero vector."""
+    return F.cosine_similarity(a, b, dim=-1, eps=1e-12)
