@@ -112,7 +112,7 @@ def _plot(path: Path, run: str, found: Clusters) -> None:
     first, second = (f"{100 * share:.0f} %" for share in np.nan_to_num(found.explained))
     axes["map"].set(xlabel=f"first principal component ({first} of the variance)", ylabel=f"second ({second})",
                     title="participants by the similarity of their updates and maps")
-    axes["map"].margins(0.12)
+    axes["map"].margins(0.2)
     axes["map"].grid(color="#eeeeee", zorder=0)
 
     order = sorted(range(n), key=lambda i: (found.labels[i], found.ids[i]))

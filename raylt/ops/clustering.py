@@ -34,8 +34,8 @@ def update_gram(ends: Sequence[Params], starts: Sequence[Params], names: Iterabl
         flat = {id(entry): entry.flatten() for params in (*ends, *starts) for entry in [params[name]]}
         for column in range(0, ends[0][name].numel(), block):
             places = slice(column, column + block)
-            x = torch.stack([flat[id(end[name])][places].double() - flat[id(start[name])][places].double()
-                             for end, start in zip(ends, starts, strict=True)])
+            x = torch.stack([flat[id(end[name])][places] - flat[id(start[name])][places]
+                             for end, start in zip(ends, starts, strict=True)]).double()
             total += x @ x.T
     return total
 
