@@ -82,7 +82,7 @@ def read_clusters(folder: Path, round: int | None = None) -> Clusters:
                     {step: its["kappa"] for step, its in figures.items()})
 
 
-def _names(found: Clusters) -> list[tuple[str, np.ndarray]]:
+def _names(found: Clusters) -> list[tuple[str, tuple[float, float]]]:
     """What is written beside the points: one text for those of a cluster that are too near each other for their own."""
     near, texts = 0.05 * np.ptp(found.points, axis=0).clip(1e-9), []
     for id, label, place in zip(found.ids, found.labels, found.points, strict=True):
@@ -91,7 +91,7 @@ def _names(found: Clusters) -> list[tuple[str, np.ndarray]]:
             texts.append((label, [str(id)], place))
         else:
             text[1].append(str(id))
-    return [(", ".join(ids), place) for _, ids, place in texts]
+    return [(", ".join(ids), (place[0], place[1])) for _, ids, place in texts]
 
 
 def _plot(path: Path, run: str, found: Clusters) -> None:
