@@ -1,5 +1,5 @@
-"""The command line: raylt run | resume | tune | plan | debug | features | clients | methods | settings | data |
-doctor. Exit code 2 for input that cannot be used, 1 for a failed run."""
+"""The command line: raylt run | resume | tune | plan | debug | features | clusters | clients | methods | settings |
+data | doctor. Exit code 2 for input that cannot be used, 1 for a failed run."""
 
 import json
 import sys
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from raylt.cli_debug import debug
+from raylt.cli_pictures import clients, clusters, features
 from raylt.cli_tune import tune
 from raylt.config import Config, load
 from raylt.errors import ConfigError, RayltError, one_line
@@ -33,12 +34,6 @@ ClickException: Any = typer.BadParameter.__mro__[2]     # of the copy of click t
 class FleetName(StrEnum):
     ray = "ray"
     local = "local"
-
-
-class MetricName(StrEnum):
-    owned = "owned"
-    matched = "matched"
-    global_ = "global"
 
 
 class Format(StrEnum):
@@ -83,39 +78,9 @@ def resume(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The r
 
 app.command()(tune)
 app.command()(debug)
-
-
-@app.command()
-def features(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run of sfd.")]
-             ) -> None:
-    """Draw real and synthetic features of a finished run (t-SNE) into its folder."""
-    from raylt.pictures import draw_features
-    out.print(str(draw_features(run_folder)), soft_wrap=True)
-
-
-@app.command()
-def clients(run_folders: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Folders of finished runs "
-                                                              "over the same split.")],
-            metric: Annotated[MetricName, typer.Option(help="Over the classes that a client owns, its own class mix, "
-                                                       "or all classes.")] = MetricName.owned,
-            picture: Annotated[Path | None, typer.Option(help="Where the bar chart goes; by default clients.png in "
-                                                         "the first run folder.")] = None,
-            format: FormatOption = Format.table) -> None:
-    """Show and draw the accuracy of every client, of one run or of several side by side."""
-    from raylt.comparison import compare
-    found = compare(run_folders, metric.value)
-    path = picture or run_folders[0] / "clients.png"
-    try:
-        found.draw(path)
-    except (OSError, ValueError) as error:              # ValueError: a kind of picture that nobody knows
-        raise ConfigError(f"--picture {path}: {one_line(error)}; give a .png that can be written") from None
-    if format is Format.json:
-        _print_json({"metric": found.metric, "split_sha256": found.split_sha256, "samples": found.sizes,
-                     "runs": found.runs, "over_clients": found.spread(), "picture": str(path)})
-    else:
-        out.print(found.title)
-        out.print(found.table())
-        out.print(str(path), soft_wrap=True)
+app.command()(features)
+app.command()(clusters)
+app.command()(clients)
 
 
 @app.command()

@@ -79,6 +79,8 @@ class LocalConfig(Section):
     epochs: int = setting(2, "passes over the client's data in a round", ge=1)
     batch: int = setting(32, "samples per step; a last batch of one is dropped, BatchNorm cannot train on it", ge=2)
     lr: float = setting(0.05, "learning rate", gt=0, allow_inf_nan=False)
+    lr_decay: float = setting(0.0, "share of lr that is taken off every lr_decay_every rounds", ge=0, lt=1)
+    lr_decay_every: int = setting(1, "rounds between steps of lr_decay", ge=1)
     momentum: float = setting(0.9, "of SGD", ge=0, lt=1)
     weight_decay: float = setting(0.0, "of SGD", ge=0, allow_inf_nan=False)
     precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16: autocast in local training, twice as "

@@ -46,6 +46,12 @@ class SGD:
         torch._foreach_add_(params, grads, alpha=-self.lr)
 
 
+def learning_rate(client: Client) -> float:
+    """`local.lr` as far as it has decayed by the client's round."""
+    local = client.config.local
+    return local.lr * (1 - local.lr_decay) ** (max(client.round - 1, 0) // local.lr_decay_every)
+
+
 def sgd(client: Client, objective: Objective, params: Iterable[Tensor] | None = None, epochs: int | None = None,
         lr: float | None = None, batches: Iterable[Batch] | None = None) -> float:
     """Trains a client's model on its own batches and returns the mean loss per sample.
@@ -54,12 +60,12 @@ def sgd(client: Client, objective: Objective, params: Iterable[Tensor] | None = 
         objective: the loss of a batch, a scalar.
         batches: what it is trained on, all epochs in a row; by default `epochs` passes over the client's samples.
         params: what is trained; all parameters of the client's model by default.
-        epochs, lr: `local.epochs` and `local.lr` of the configuration by default.
+        epochs, lr: `local.epochs` of the configuration and `learning_rate` by default.
     """
     local, model = client.config.local, client.model
     model.train()
-    optimiser = SGD(model.parameters() if params is None else params, local.lr if lr is None else lr, local.momentum,
-                    local.weight_decay)
+    optimiser = SGD(model.parameters() if params is None else params, learning_rate(client) if lr is None else lr,
+                    local.momentum, local.weight_decay)
     total, seen = torch.zeros((), device=client.device), 0
     half = local.precision == "bfloat16"
     if batches is None:

@@ -61,5 +61,5 @@ class Server:
         load_entries(self.model, params)
 
     def log(self, **figures: Any) -> None:
-        """Adds figures (numbers, strings, lists of them) to this round's line in metrics.jsonl."""
+        """Adds figures (numbers, strings, lists and dicts of them) to this round's line in metrics.jsonl."""
         self.figures |= figures

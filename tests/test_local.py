@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from raylt.client import Client
 from raylt.data.augment import normalise
 from raylt.data.samples import Samples
-from raylt.local import SGD, confusion_of, sgd
+from raylt.local import SGD, confusion_of, learning_rate, sgd
 from raylt.methods.fedavg import FedAvg
 from raylt.models import build_model
 from raylt.seeds import seed_for, seeded
@@ -248,3 +248,27 @@ def test_confusion_of_equals_a_loop_over_samples(tiny_task, size):
             expected[samples.y[i], model(samples.batch(tensor([i])).x)[0].argmax()] += 1
     assert torch.equal(found, expected)
     assert found.sum(1).tolist() == [10] * 4
+
+
+def test_learning_rate_falls_by_its_share_every_so_many_rounds(tiny_task):
+    # 0.01 (1 - 0.005)^floor(t / 3), t from 0: MuPFL, 4.1
+    client = make_client(tiny_task, 0, configure(local={"lr": 0.01, "lr_decay": 0.005, "lr_decay_every": 3}))
+    found = {}
+    for client.round in range(8):
+        found[client.round] = learning_rate(client)
+    assert found[0] == found[1] == found[3] == 0.01
+    assert found[4] == found[6] == pytest.approx(0.01 * 0.995)
+    assert found[7] == pytest.approx(0.01 * 0.995 ** 2)
+
+
+def test_training_steps_are_as_large_as_the_learning_rate_of_the_round(tiny_task):
+    moved = {}
+    for round, decay in [(1, 0.5), (2, 0.5), (2, 0.0)]:
+        client = make_client(tiny_task, 0, configure(local={"batch": 24, "epochs": 1, "momentum": 0, "lr": 0.1,
+                                                            "lr_decay": decay}))
+        client.round = round
+        before = copy.deepcopy(client.model.classifier.weight)
+        sgd(client, lambda batch, client=client: F.cross_entropy(client.model(batch.x), batch.y))
+        moved[round, decay] = client.model.classifier.weight - before
+    assert torch.allclose(moved[2, 0.5], moved[1, 0.5] / 2, atol=1e-6)
+    assert torch.equal(moved[2, 0.0], moved[1, 0.5])

@@ -25,6 +25,14 @@ def test_every_cell_of_bpfeds_tables_2_to_4_has_a_recipe():
     assert len(runs) == 8 * 4 + 5 + 1           # Tables 2 and 3; Table 4; alpha = 0 in the text
 
 
+def test_every_cell_of_mupfls_tables_2_5_and_6_that_a_method_here_has_is_in_a_recipe():
+    files = {path.name: path.read_text() for path in RECIPES if path.parent.name == "mupfl"}
+    assert set(files) == {f"{data}_if{imbalance}_alpha{alpha}_k{clients}.yaml" for data, clients in (
+        ("fashion_mnist", 50), ("cifar10", 50), ("cifar100", 19)) for imbalance in (10, 100) for alpha in (0.5, 1.0)}
+    runs = [line for text in files.values() for line in text.splitlines() if line.startswith("#   ")]
+    assert len(runs) == 12 * 3 + 6 * 5 + 3 * 6      # Table 2: three methods; Table 5: fixed kappa; Table 6: subsets
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
 def test_recipe_loads_and_its_method_builds(path):
     config = load(path)

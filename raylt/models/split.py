@@ -32,8 +32,12 @@ class SplitModel(nn.Module):
         Args:
             prefix: what their names start with: "encoder." for the encoder alone.
         """
-        return {name: value for name, value in self.state_dict().items()
-                if name.startswith(prefix) and name not in self.stays}
+        return {name: value for name, value in part(self.state_dict(), prefix).items() if name not in self.stays}
+
+
+def part(entries: Params, prefix: str | None) -> Params:
+    """The entries whose names start so; none for None."""
+    return {} if prefix is None else {name: value for name, value in entries.items() if name.startswith(prefix)}
 
 
 def with_classifier(model: SplitModel, weight: Tensor, bias: Tensor | None) -> SplitModel:

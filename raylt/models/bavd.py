@@ -1,0 +1,122 @@
+"""`BAVD`: biased activation value dropout of MuPFL (Eq. 6), a layer behind an activation of any model here."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from raylt.errors import ConfigError
+from raylt.models.split import SplitModel
+from raylt.tree import Tree
+
+Map = Literal["chw", "hw", "bchw"]
+
+
+class BAVD(nn.Module):
+    """Zeroes the activations whose place in the map M lies below M's mean; in evaluation mode, nothing.
+
+    M follows the activations and how the loss moved: after each training step `learn` takes that step's loss. It stays
+    on the activations' device and nothing here waits for it. M is no entry of the model: it belongs to one client's
+    training, which calls `reset` before it starts.
+
+    Args:
+        shape: C, H and W of the activations.
+        kind: what M is over. chw: the mean over the batch, mask [1, C, H, W]; hw: the mean over batch and channels,
+            mask [1, 1, H, W]; bchw: each place of the batch by itself, and a batch of another size than the first
+            passes as it is.
+        sign: of psi: +1 is l(t) - l(t - 1) as Eq. 6 has it, -1 makes it positive where a step lowered the loss.
+    """
+
+    def __init__(self, shape: Sequence[int], kind: Map = "chw", sign: int = -1):
+        super().__init__()
+        channels, height, width = shape
+        self.size = height * width * (1 if kind == "hw" else channels)
+        self.kind, self.sign = kind, sign
+        self.reset()
+
+    def reset(self, map: Tensor | None = None, loss: Tensor | None = None) -> None:
+        """Forgets everything, or goes on from what `map` and `loss` were when another training ended."""
+        self.map, self.loss = map, loss
+        self._seen: Tensor | None = None
+
+    def forward(self, h: Tensor) -> Tensor:
+        if not self.training:
+            return h
+        own = h.detach().float()
+        if self.kind != "bchw":
+            own = own.mean((0, 1) if self.kind == "hw" else 0).view(1, -1, *h.shape[2:])
+        self._seen = own
+        if self.map is None or self.map.shape != own.shape:
+            return h
+        return h * (self.map >= self.map.mean())
+
+    def learn(self, loss: Tensor) -> None:
+        """Eq. 6, with the loss (a scalar) of the batch that passed just before."""
+        assert self._seen is not None, "no batch has passed"
+        loss = loss.detach().float()
+        if self.map is None or self.loss is None:
+            self.map, self.loss = self._seen, loss
+        elif self.map.shape == self._seen.shape:
+            self.map = self.map + self.sign * (loss - self.loss) * self._seen
+            self.loss = loss
+
+    def normalised(self) -> Tensor:
+        """M brought to [0, 1] by its smallest and largest value, float32 [size]; zeros where all values are one."""
+        if self.map is None:
+            return torch.zeros(self.size)
+        flat = self.map.mean(0).flatten()           # over the places of the batch, where M has any
+        low, high = flat.aminmax()
+        return (flat - low) / (high - low).clamp(min=torch.finfo(flat.dtype).tiny)
+
+
+def add_bavd(model: SplitModel, shape: tuple[int, int, int], stages: Sequence[str] | Literal["last", "all"],
+             kind: Map, sign: int) -> None:
+    """Puts a BAVD layer behind stages of the encoder, each of which ends with an activation.
+
+    Args:
+        shape: height, width and channels of an image.
+        stages: their names.
+
+    Raises:
+        ConfigError: there is no such stage.
+    """
+    found = {name: child for name, child in model.encoder.named_children()
+             if name.startswith("stage") and isinstance(child, nn.Sequential)}
+    names = list(found)[-1:] if stages == "last" else list(found) if stages == "all" else stages
+    unknown = [name for name in names if name not in found]
+    if unknown or not names:
+        raise ConfigError(f"method.bavd_layers = {stages!r}: the model's stages are {', '.join(found) or 'none'}; "
+                          "give some of them, last or all")
+    shapes: dict[str, torch.Size] = {}
+
+    def watch(name: str) -> RemovableHandle:
+        return found[name].register_forward_hook(lambda _, __, h: shapes.update({name: h.shape[1:]}))
+
+    hooks = [watch(name) for name in names]
+    height, width, channels = shape
+    training = model.training
+    with torch.no_grad():
+        model.eval()(torch.zeros(1, channels, height, width))
+    model.train(training)
+    for hook in hooks:
+        hook.remove()
+    for name in names:
+        found[name].append(BAVD(shapes[name], kind, sign))
+
+
+def layers_of(model: nn.Module) -> list[BAVD]:
+    """The BAVD layers of a model, from its input on."""
+    return [module for module in model.modules() if isinstance(module, BAVD)]
+
+
+def memory(layers: Sequence[BAVD]) -> Tree:
+    """What the layers know, for `recall`."""
+    return {str(i): {"map": layer.map, "loss": layer.loss} for i, layer in enumerate(layers)}
+
+
+def recall(layers: Sequence[BAVD], known: Tree) -> None:
+    """Sets the layers to what they knew at `memory`, or, from an empty tree, to their beginning."""
+    for i, layer in enumerate(layers):
+        layer.reset(**known.get(str(i), {}))
