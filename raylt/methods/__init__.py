@@ -10,6 +10,7 @@ from raylt.methods.bpfed import BPFed
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedper import FedPer
 from raylt.methods.fedprox import FedProx
+from raylt.methods.fedsm import FedSM
 from raylt.methods.sfd import SFD
 
 METHODS: dict[str, type[Method]] = {
@@ -18,6 +19,7 @@ METHODS: dict[str, type[Method]] = {
     FedPer.name: FedPer,
     SFD.name: SFD,
     BPFed.name: BPFed,
+    FedSM.name: FedSM,
 }
 
 
