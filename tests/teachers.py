@@ -10,7 +10,8 @@ import torch
 from raylt.data.task import Task
 
 DIM = 64
-CLIP = {"embed_dim": DIM, "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "patch_size": 16, "head_width": 16},
+CLIP = {"embed_dim": DIM,
+        "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "patch_size": 16, "head_width": 16},
         "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}}
 PREPROCESS = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "interpolation": "bilinear", "resize_mode": "squash"}
 

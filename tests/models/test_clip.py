@@ -1,6 +1,7 @@
-"""Teachers. Whether a pretrained model, a file or a folder: all go through `OpenClip.load`, here with random weights."""
+"""Teachers. A pretrained model, a file or a folder: all go through `OpenClip.load`, here with random weights."""
 
 import fcntl
+import json
 import os
 import tempfile
 import time
@@ -41,8 +42,6 @@ def images() -> Samples:
 @pytest.fixture
 def tag(clip_folder, tmp_path, monkeypatch):
     """`tag(**source)`: registers the tiny architecture with open_clip, and weights called `theirs`."""
-    import json
-
     import open_clip
 
     architectures = tmp_path / "architectures"
@@ -280,11 +279,11 @@ def test_feature_file_that_does_not_fit_is_refused(tiny_task, tmp_path, changes,
 
 def test_texts_of_labels_are_asked_of_a_feature_file_only_where_needed(tiny_task, tmp_path):
     teacher = open_teacher(teachers.save_features(tmp_path / "f.npz", tiny_task))
-    with pytest.raises(ConfigError, match="text_label where method.wording=label asks for it"):
+    with pytest.raises(ConfigError, match=r"text_label where method\.wording=label asks for it"):
         teacher.check(tiny_task, {"phrase", "label"})
 
 
 def test_student_whose_features_are_compared_must_be_as_wide(tiny_task, tmp_path):
     teacher = open_teacher(teachers.save_features(tmp_path / "f.npz", tiny_task))
-    with pytest.raises(ConfigError, match="model: its features have d = 256, those of method.teacher = npz:.* 64"):
+    with pytest.raises(ConfigError, match=r"its features have d = 256, those of method\.teacher = npz:.* 64"):
         teacher.check(tiny_task, {"phrase"}, 256)
