@@ -131,7 +131,8 @@ class Config(Section):
 
     seed: int = setting(0, "of initial weights, sampling, batches and augmentation", ge=0)
     data: DataConfig = DataConfig()
-    model: Literal["resnet8", "resnet8_proj", "resnet18", "resnet50", "cnn", "small"] = setting("small", "a model")
+    model: Literal["resnet8", "resnet8_proj", "resnet18", "resnet50", "resnet50_proj", "cnn", "small"] = setting(
+        "small", "a model")
     method: dict[str, Any] = setting(DIGITS_METHOD, "a method's name; its own fields as method.FIELD")
     augment: Literal["none", "crop_flip", "resized_crop_flip"] = setting("none", "of training images")
     federation: FederationConfig = FederationConfig()

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from raylt import tree
 from raylt.client import Client, Message, Reply
 from raylt.config import Config
-from raylt.data.task import Facts
+from raylt.data.task import Facts, Task
 from raylt.fleet import Cohort, Fleet
 from raylt.local import Objective, confusion_of, sgd
 from raylt.models import build_model
@@ -42,6 +42,13 @@ class Method(BaseModel):
     name: ClassVar[str]
     paper: ClassVar[str]
     personal: ClassVar[bool] = False
+
+    def prepare(self, task: Task, config: Config) -> None:
+        """Before any process starts, where the run is started: fetches what is missing, refuses what cannot work.
+
+        Raises:
+            ConfigError: a field does not fit the others, the task or the model, or something cannot be had.
+        """
 
     # the model
 

@@ -102,6 +102,7 @@ def _run(config: Config, task: Task, journal: Journal, fleet: FleetKind, address
 
 def _take_steps(config: Config, task: Task, journal: Journal, fleet: FleetKind, address: str | None,
                 watcher: Watcher) -> dict[str, Any]:
+    make_method(config.method).prepare(task, config)
     with _experiment(config, task, journal.folder, fleet, address, watcher) as experiment:
         while not experiment.done:
             report = experiment.advance()

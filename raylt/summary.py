@@ -39,6 +39,7 @@ def summarise(reports: list[Report], method: str, split_sha256: str, concluded: 
         "bytes": {"up": sum(t["up"] for t in traffic), "down": sum(t["down"] for t in traffic)},
         "seconds": sum(r["seconds"] + r["evaluation_seconds"] for r in reports),
         "seconds_per_round": seconds / len(rounds),
+        "figures": final["figures"],                            # what the method reports of the last step
         "troubles": {kind: sum(len(r[kind]) for r in reports) for kind in ("lost", "retried", "rejected")},
         **concluded,
     }
@@ -66,6 +67,9 @@ def table_of(summary: dict[str, Any], folder: str) -> Table:
     troubles = {kind: count for kind, count in summary["troubles"].items() if count}
     if troubles:
         table.add_row("client calls", ", ".join(f"{count} {kind}" for kind, count in troubles.items()))
+    for name, value in summary["figures"].items():
+        if isinstance(value, str):                              # what a result must not be read without
+            table.add_row(name, value)
     table.add_row("split sha256", summary["split_sha256"][:16])
     table.add_row("model sha256", summary["model_sha256"][:16])
     table.add_row("run folder", folder)

@@ -1,8 +1,10 @@
 """Fixtures of all tests; what they are made of is in tiny.py, a module that tests can import from."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import teachers
 import tiny
 import torch
 
@@ -32,3 +34,11 @@ def tiny_config() -> Config:
 @pytest.fixture(scope="session")
 def make_experiment() -> Callable[..., Experiment]:
     return tiny.make_experiment
+
+
+@pytest.fixture(scope="session")
+def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny open_clip model with random weights, as local-dir:FOLDER reads it."""
+    folder = tmp_path_factory.mktemp("clip")
+    teachers.save_clip(folder)
+    return folder

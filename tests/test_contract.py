@@ -24,7 +24,8 @@ from raylt.methods import METHODS, make_method
 # fields of a method that only decide how long it computes, cut down: {"creff": {"classifier_epochs": 2}}
 QUICK: dict[str, dict[str, Any]] = {
     "sfd": {"rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 3, "epochs": 2},
-    "mupfl": {"m": 5, "tau": 2, "matching_steps": 3}}
+    "mupfl": {"m": 5, "tau": 2, "matching_steps": 3},
+    "fedsm": {"teacher": "none", "rounds": 1, "size": 5, "epochs": 2}}
 
 every_method = pytest.mark.parametrize("name", METHODS)
 # ceil(0.3 * 6) = 2 clients in each of 2 rounds: at least one of the 5 that hold samples is never asked to train

@@ -33,6 +33,16 @@ def test_every_cell_of_mupfls_tables_2_5_and_6_that_a_method_here_has_is_in_a_re
     assert len(runs) == 12 * 3 + 6 * 5 + 3 * 6      # Table 2: three methods; Table 5: fixed kappa; Table 6: subsets
 
 
+def test_every_cell_of_fedsms_tables_that_a_method_here_has_is_in_a_recipe():
+    files = {path.name: path.read_text() for path in RECIPES if path.parent.name == "fedsm"}
+    cells = {f"{data}_if{imbalance}_alpha0.5_k20.yaml" for data in ("cifar10", "cifar100")
+             for imbalance in (100, 50, 10)}
+    assert set(files) == cells | {"imagenet_lt_alpha0.1_k20.yaml"}
+    runs = [line for text in files.values() for line in text.splitlines() if line.startswith("#   ")]
+    # Table I; V; III without the column that is V's, with what AAAI's Table 3 adds; IV; II
+    assert len(runs) == 6 * 4 + 6 * 5 + 2 * 2 * (5 + 1) + 3 + 4
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
 def test_recipe_loads_and_its_method_builds(path):
     config = load(path)
@@ -43,7 +53,7 @@ def test_recipe_loads_and_its_method_builds(path):
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
 def test_header_gives_command_figure_and_time_and_its_commands_load(path):
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
-    cells = [match for line in header if (match := re.match(r"#   (\S+) +(\d+\.\d\d)   raylt run (\S+) ?(.*)$", line))]
+    cells = [match for line in header if (match := re.match(r"#   (\S+) +(\d+\.\d\d?)   raylt run (\S+) ?(.*)$", line))]
     assert cells
     assert any(line.startswith("# Time: ") for line in header)
     for cell in cells:

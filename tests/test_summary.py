@@ -128,3 +128,13 @@ def test_size_is_in_binary_units(count, text):
 
 def test_percent_of_nothing_is_a_dash():
     assert (percent(None), percent(0.0), percent(1.0), percent(0.12345)) == ("-", "0.00 %", "100.00 %", "12.35 %")
+
+
+def test_what_a_method_says_in_words_of_the_last_step_stands_in_the_table():
+    summary = summary_of(report(1, 0.25, figures={"teacher": "of before"}),
+                         report(2, 0.5, figures={"teacher": "none: no distillation", "loss": 1.25}))
+    assert summary["figures"] == {"teacher": "none: no distillation", "loss": 1.25}
+    text = printed(summary)
+    assert "none: no distillation" in text
+    assert "of before" not in text
+    assert "loss" not in text

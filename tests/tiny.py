@@ -1,6 +1,7 @@
 """What most tests share: a task small enough to train on in a blink, with every kind of client that makes trouble."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def make_task() -> Task:
     ends = np.cumsum([len(shard) for shard in shards])
     rows = tuple(np.arange(end - len(shard), end) for end, shard in zip(ends, shards, strict=True))
     labels = np.concatenate([shard.y for shard in shards])
+    shards = tuple(replace(shard, ids=ids) for shard, ids in zip(shards, rows, strict=True))
     split = Split(rows, hash_labels(labels), "tiny", 1.0, "by_hand", 1.0, 0)
     return Task("tiny", ("a", "b", "c", "d"), (8, 8, 1), (0.5,), (0.25,), COUNTS, ("many", "medium", "medium", "few"),
                 shards, _draw(rng, np.full(4, 10)), split)

@@ -111,6 +111,7 @@ class Trial:
         if self._journal.config() != self.config:
             raise CheckpointError(f"{self.folder}: has another configuration; give the search another --name")
         method = make_method(self.config.method)
+        method.prepare(self.task, self.config)
         saved, _ = self._journal.rewind()
         name = f"{self.job.folder.name}/{self.id}" + (f"~{os.getpid()}" if there else "")
         self.fleet = open_fleet(self.config, method, self.task, name)

@@ -24,10 +24,10 @@ class Batch(NamedTuple):
 
 
 class Samples:
-    """The images and labels of one shard, on one device."""
+    """The images and labels of one shard, on one device; `ids` are the shard's."""
 
     def __init__(self, shard: Shard, facts: Facts, device: torch.device):
-        self.x, self.y = view(load(shard.x)).to(device), view(shard.y).to(device)
+        self.x, self.y, self.ids = view(load(shard.x)).to(device), view(shard.y).to(device), shard.ids
         self.mean, self.std = torch.tensor(facts.mean, device=device), torch.tensor(facts.std, device=device)
 
     def __len__(self) -> int:

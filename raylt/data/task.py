@@ -24,10 +24,12 @@ class Shard:
     Args:
         x: uint8 [n, H, W, channels].
         y: int64 [n].
+        ids: places in the source's training set, int64 [n]; None for a test set.
     """
 
     x: Images
     y: np.ndarray
+    ids: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.y)
@@ -176,7 +178,7 @@ def build_task(config: DataConfig) -> Task:
                       low, high)
 
     def shard(rows: np.ndarray) -> Shard:
-        return Shard(take(source.x_train, rows), source.y_train[rows])
+        return Shard(take(source.x_train, rows), source.y_train[rows], rows)
 
     kept, held = split.clients, None
     if config.validation:

@@ -10,6 +10,7 @@ from raylt.methods.bpfed import BPFed
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedper import FedPer
 from raylt.methods.fedprox import FedProx
+from raylt.methods.fedsm import FedSM
 from raylt.methods.mupfl import MuPFL
 from raylt.methods.sfd import SFD
 
@@ -20,6 +21,7 @@ METHODS: dict[str, type[Method]] = {
     SFD.name: SFD,
     BPFed.name: BPFed,
     MuPFL.name: MuPFL,
+    FedSM.name: FedSM,
 }
 
 

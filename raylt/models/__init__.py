@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from raylt.errors import ConfigError
 from raylt.models.cnn import cnn, small
-from raylt.models.resnet import resnet8, resnet8_proj, resnet18, resnet50
+from raylt.models.resnet import resnet8, resnet8_proj, resnet18, resnet50, resnet50_proj
 from raylt.models.split import SplitModel
 
 __all__ = ["MODELS", "SplitModel", "build_model"]
@@ -14,12 +14,14 @@ MODELS: dict[str, Callable[[int, tuple[int, int, int]], SplitModel]] = {
     "resnet8_proj": resnet8_proj,
     "resnet18": resnet18,
     "resnet50": resnet50,
+    "resnet50_proj": resnet50_proj,
     "cnn": cnn,
     "small": small,
 }
 
 # the side at which every stride still halves something
-_SMALLEST = {"resnet8": 4, "resnet8_proj": 4, "resnet18": 8, "resnet50": 32, "cnn": 16, "small": 2}
+_SMALLEST = {"resnet8": 4, "resnet8_proj": 4, "resnet18": 8, "resnet50": 32, "resnet50_proj": 32, "cnn": 16,
+             "small": 2}
 
 
 def build_model(name: str, classes: int, shape: tuple[int, int, int]) -> SplitModel:

@@ -60,6 +60,13 @@ def resnet50(classes: int, shape: tuple[int, int, int]) -> SplitModel:
     return SplitModel(encoder, 2048, classes)
 
 
+def resnet50_proj(classes: int, shape: tuple[int, int, int]) -> SplitModel:
+    """ResNet-50 of CLIP2FL and FedSM for ImageNet-LT: as `resnet50`, brought to CLIP's d = 512 by a linear layer."""
+    encoder = resnet50(classes, shape).encoder
+    encoder.add_module("add_mlp", nn.Linear(2048, 512))
+    return SplitModel(encoder, 512, classes)
+
+
 def _encoder(channels: int, widths: tuple[int, ...], blocks: int) -> nn.Sequential:
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     before = widths[0]

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from raylt.tree import Tree
 
@@ -31,6 +32,31 @@ def class_sums(z: Tensor, y: Tensor) -> dict[str, Tree]:
         own = z[y == c].double()
         sums[str(c)] = {"n": len(own), "z": own.sum(0), "zz": pack(own.T @ own)}
     return sums
+
+
+def class_means(z: Tensor, y: Tensor, unit: bool = False) -> dict[str, Tree]:
+    """Of each class that occurs: its count `n`, and `n` times the mean of its features, `z` [d], float32.
+
+    Args:
+        z: features [n, d].
+        y: int64 [n].
+        unit: whether each mean is brought to length 1 before.
+    """
+    sums: dict[str, Tree] = {}
+    for c in y.unique().tolist():
+        own = z[y == c].double()
+        mean = own.mean(0)
+        sums[str(c)] = {"n": len(own), "z": (len(own) * (F.normalize(mean, dim=0) if unit else mean)).float()}
+    return sums
+
+
+def pooled_means(sums: Tree, classes: int) -> Tree:
+    """From sums of `class_means`: `means` float32 [C, d], Eq. 3 of FedSM, and `present` bool [C], who has one."""
+    dim = len(next(iter(sums.values()))["z"])
+    means, present = torch.zeros(classes, dim), torch.zeros(classes, dtype=torch.bool)
+    for c, of_class in sums.items():
+        means[int(c)], present[int(c)] = of_class["z"] / of_class["n"], True
+    return {"means": means, "present": present}
 
 
 def moments(sums: Tree) -> Moments:

@@ -63,6 +63,15 @@ def test_shards_hold_the_samples_that_the_split_lists(task):
     assert len(np.unique(everything)) == len(everything) == task.counts.sum()
 
 
+def test_ids_of_a_shard_are_the_places_of_its_samples_in_the_source_also_where_some_are_held_out():
+    source = open_source(CONFIG)
+    for config in (CONFIG, CONFIG.model_copy(update={"validation": 0.3})):
+        for shard in build_task(config).shards:
+            assert shard.ids is not None
+            assert np.array_equal(load(shard.x), source.x_train[shard.ids])
+            assert np.array_equal(shard.y, source.y_train[shard.ids])
+
+
 def test_the_seed_alone_decides_the_split(task):
     assert build_task(CONFIG).split.sha256 == task.split.sha256
     assert build_task(CONFIG.model_copy(update={"seed": 1})).split.sha256 != task.split.sha256

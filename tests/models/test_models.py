@@ -47,7 +47,16 @@ def test_resnet50_takes_a_grey_image(grey_resnet50):
     assert grey_resnet50.dim == 2048
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "resnet50"])
+def test_resnet50_proj_brings_2048_features_to_512():
+    model = build_model("resnet50_proj", 1000, (32, 32, 3)).eval()
+    assert parameters(model.encoder) == 25_557_032 - 2_049_000 + 2048 * 512 + 512
+    assert parameters(model.classifier) == 513_000
+    z = model.encoder(torch.randn(1, 3, 32, 32))
+    assert z.shape == (1, 512)
+    assert z.min() < 0
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("resnet50")])
 @pytest.mark.parametrize("shape", [(16, 16, 1), (20, 24, 3)])
 def test_forward_is_the_classifier_on_features_of_the_stated_size(name, shape):
     model = build_model(name, 7, shape).eval()

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from raylt.ops.moments import class_sums, moments, pack, unpack
+from raylt.ops.moments import class_means, class_sums, moments, pack, pooled_means, unpack
 from raylt.tree import Fold
 
 
@@ -42,3 +42,27 @@ def test_unpack_undoes_pack():
     matrix = matrix + matrix.T
     assert pack(matrix).tolist()[:5] == matrix[0].tolist()
     assert torch.equal(unpack(pack(matrix), 5), matrix)
+
+
+@pytest.mark.parametrize("cuts", [[], [0, 0, 40], [1, 2, 60], [25, 25, 99]])
+def test_prototypes_of_any_partition_are_the_pooled_class_means(cuts):                                # T-FSM-4
+    rng = np.random.default_rng(0)
+    z, y = rng.normal(3, 2, (100, 6)).astype(np.float32), rng.integers(0, 3, 100)
+    fold = Fold()
+    for part in np.split(np.arange(100), cuts):
+        fold.add(class_means(torch.from_numpy(z[part]), torch.from_numpy(y[part])))
+    pooled = pooled_means(fold.sum(), 5)
+    assert pooled["present"].tolist() == [True, True, True, False, False]
+    for c in range(3):
+        assert np.allclose(pooled["means"][c], z[y == c].mean(0), atol=1e-6)
+    assert not pooled["means"][3:].any()
+
+
+def test_unit_prototypes_are_the_weighted_mean_of_directions():
+    # one client has 3 samples of mean (0, 2), another 1 of (4, 0): (3 (0, 1) + (1, 0)) / 4
+    first = class_means(torch.tensor([[0.0, 1], [0, 2], [0, 3]]), torch.zeros(3, dtype=torch.int64), unit=True)
+    second = class_means(torch.tensor([[4.0, 0]]), torch.zeros(1, dtype=torch.int64), unit=True)
+    fold = Fold()
+    for part in (first, second):
+        fold.add(part)
+    assert torch.allclose(pooled_means(fold.sum(), 1)["means"], torch.tensor([[0.25, 0.75]]))
