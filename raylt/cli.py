@@ -1,4 +1,4 @@
-"""The command line: raylt run | resume | tune | plan | debug | features | clients | methods | settings | data |
+"""The command line: raylt run | resume | tune | plan | debug | features | show | clients | methods | settings | data |
 doctor. Exit code 2 for input that cannot be used, 1 for a failed run."""
 
 import json
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from raylt.cli_debug import debug
+from raylt.cli_show import show
 from raylt.cli_tune import tune
 from raylt.config import Config, load
 from raylt.errors import ConfigError, RayltError, one_line
@@ -39,6 +40,7 @@ class MetricName(StrEnum):
     owned = "owned"
     matched = "matched"
     global_ = "global"
+    miou = "miou"
 
 
 class Format(StrEnum):
@@ -83,6 +85,7 @@ def resume(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The r
 
 app.command()(tune)
 app.command()(debug)
+app.command()(show)
 
 
 @app.command()
@@ -96,8 +99,8 @@ def features(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The
 @app.command()
 def clients(run_folders: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Folders of finished runs "
                                                               "over the same split.")],
-            metric: Annotated[MetricName, typer.Option(help="Over the classes that a client owns, its own class mix, "
-                                                       "or all classes.")] = MetricName.owned,
+            metric: Annotated[MetricName, typer.Option(help="Accuracy over the classes that a client owns, its own "
+                                                       "class mix or all classes; or mean IoU.")] = MetricName.owned,
             picture: Annotated[Path | None, typer.Option(help="Where the bar chart goes; by default clients.png in "
                                                          "the first run folder.")] = None,
             format: FormatOption = Format.table) -> None:
@@ -123,14 +126,14 @@ def methods(format: FormatOption = Format.table) -> None:
     """List the methods with their fields: default, search range and equation."""
     from raylt.hyper import range_of
     from raylt.methods import METHODS
-    listing = {name: {"paper": method.paper, "fields": {
+    listing = {name: {"paper": method.paper, "tasks": list(method.tasks), "fields": {
         field: {"default": info.default, "range": str(range_of(info)), "source": info.description}
         for field, info in method.model_fields.items()}} for name, method in METHODS.items()}
     if format is Format.json:
         _print_json(listing)
         return
     for name, entry in listing.items():
-        out.print(f"[bold]{name}[/bold]  {entry['paper']}")
+        out.print(f"[bold]{name}[/bold]  {entry['paper']}; {' and '.join(entry['tasks'])}")
         table = Table("field", "default", "range", "what", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
         table.columns[0].no_wrap = True
         for field, f in entry["fields"].items():

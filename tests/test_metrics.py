@@ -17,6 +17,7 @@ from raylt.metrics import (
     matched_accuracy,
     mean_iou,
     owned_accuracy,
+    seen_by_each,
     worst_decile,
 )
 
@@ -114,7 +115,7 @@ def test_client_figures_of_one_shared_model():
     counts = tensor([[2, 0, 0], [1, 3, 0], [0, 0, 0], [0, 0, 5]])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        each = by_client(BY_HAND, counts)
+        each = by_client(seen_by_each(BY_HAND, torch.arange(3).expand(4, 3), range(4)), counts)
         figures = client_figures(each)
     assert each["owned"] == [pytest.approx(0.8), pytest.approx(0.65), None, None]
     assert each["matched"] == [pytest.approx(0.8), pytest.approx(0.575), None, None]
