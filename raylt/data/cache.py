@@ -7,6 +7,8 @@ import math
 import os
 import shutil
 import sys
+import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -154,6 +156,24 @@ def open_image(file: Path) -> "Image.Image":
             return image
     except Exception as error:                  # PIL's decoders raise whatever they trip over
         raise _undecodable(file, error) from None
+
+
+def read_npz(path: Path, keys: Sequence[str]) -> dict[str, np.ndarray]:
+    """The arrays of these names that a npz file has.
+
+    Raises:
+        DataError: not such a file, or damaged.
+    """
+    try:
+        file = np.load(path, allow_pickle=False)
+        if isinstance(file, np.ndarray):
+            raise ValueError("a single array")
+        with file:
+            return {key: file[key] for key in keys if key in file}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        cause = "no such file" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
+        raise DataError(f"{path.resolve()}: not a readable npz file ({cause}); write it with numpy.savez_compressed "
+                        "and without Python objects") from None
 
 
 def _place(name: str, key: Any, cache: Path) -> Path:

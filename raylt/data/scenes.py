@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raylt.data.cache import Frames, Stored, decode_frames, open_image
+from raylt.data.cache import Frames, Stored, decode_frames, open_image, read_npz
 from raylt.data.maps import VOID
 from raylt.errors import DataError
 from raylt.seeds import seed_for
@@ -133,25 +133,23 @@ def _camvid_arrays(path: Path, part: str) -> tuple[Frames, np.ndarray]:
     from PIL import Image
 
     needed = [f"{what}_{part}" for what in ("x", "y", "seq")]
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            missing = [key for key in needed if key not in file]
-            if missing:
-                raise DataError(f"{path}: has no {', '.join(missing)}; {', '.join(needed)} are expected")
-            recordings = file[needed[2]]
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path.resolve()}: not a readable npz file ({' '.join(str(error).split())})") from None
+    recordings = read_npz(path, needed[2:]).get(needed[2])
+    if recordings is None:
+        raise DataError(f"{path}: has no {needed[2]}; {', '.join(needed)} are expected")
 
-    @cache              # read only when there is no cache yet
-    def array(key: str) -> np.ndarray:
-        with np.load(path, allow_pickle=False) as file:
-            return file[key]
+    @cache              # read only when there is no cache of decoded images yet
+    def arrays() -> tuple[np.ndarray, np.ndarray]:
+        found = read_npz(path, needed[:2])
+        if len(found) < 2:
+            raise DataError(f"{path}: has no {' or no '.join(set(needed[:2]) - set(found))}; {', '.join(needed)} are "
+                            "expected")
+        return found[needed[0]], found[needed[1]]
 
     table = _camvid_table()
     stat = path.stat()
     return Frames([path.resolve().as_posix(), stat.st_size, stat.st_mtime_ns, part], len(recordings),
-                  lambda row: Image.fromarray(array(needed[0])[row]),
-                  lambda row: table[array(needed[1])[row]]), recordings
+                  lambda row: Image.fromarray(arrays()[0][row]),
+                  lambda row: table[arrays()[1][row]]), recordings
 
 
 def _camvid_table() -> np.ndarray:

@@ -6,8 +6,6 @@ scenes.py.
 """
 
 import difflib
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from raylt.config import DataConfig
-from raylt.data.cache import Stored, decode_tree, load, take
+from raylt.data.cache import Stored, decode_tree, load, read_npz, take
 from raylt.data.maps import VOID
 from raylt.data.scenes import Scenes, camvid, cityscapes, shapes
 from raylt.errors import ConfigError, DataError
@@ -234,7 +232,7 @@ def _read_list(path: Path) -> tuple[list[str], np.ndarray]:
 
 
 def _npz(name: str, path: Path) -> Source:
-    arrays = _read_npz(path)
+    arrays = read_npz(path, (*ARRAYS, "id_train"))
     missing = [key for key in ARRAYS if key not in arrays]
     if missing:
         raise DataError(f"{path}: has no {', '.join(missing)}; {', '.join(ARRAYS)} are expected, id_train is optional")
@@ -257,19 +255,6 @@ def _npz(name: str, path: Path) -> Source:
                         "images is expected")
     return Source(name, x["train"], y["train"], x["test"], y["test"], tuple(names.tolist()),
                   *channel_statistics(x["train"]), ids)
-
-
-def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    try:
-        file = np.load(path, allow_pickle=False)
-        if isinstance(file, np.ndarray):
-            raise ValueError("a single array")
-        with file:
-            return {key: file[key] for key in (*ARRAYS, "id_train") if key in file}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        cause = "no such file" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
-        raise DataError(f"{path.resolve()}: not a readable npz file ({cause}); write it with numpy.savez_compressed "
-                        "and without Python objects") from None
 
 
 def _checked_images(path: Path, key: str, x: np.ndarray) -> np.ndarray:
