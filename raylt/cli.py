@@ -180,9 +180,10 @@ def data(settings: Settings = None,
     from raylt.summary import split_table
     out.print(f"split {task.split.sha256}", soft_wrap=True)
     out.print(split_table(task, out.width))
+    unit = {"classification": "samples", "segmentation": "pixels"}[task.kind]
     for group in ("many", "medium", "few"):
         sizes = [int(n) for n, its in zip(task.counts, task.groups, strict=True) if its == group]
-        out.print(f"{group}: {len(sizes)} classes, {sum(sizes)} samples")
+        out.print(f"{group}: {len(sizes)} classes, {sum(sizes)} {unit}")
 
 
 @app.command()
