@@ -20,7 +20,7 @@ from raylt.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """Stored and labels of one client, or of the test set.
+    """Images and labels of one client, or of the test set.
 
     Args:
         x: uint8 [n, H, W, channels].
