@@ -81,14 +81,15 @@ def device_here() -> torch.device:
     return torch.device("cuda" if ray.get_gpu_ids() and torch.cuda.is_available() else "cpu")
 
 
-def label_of(ids: list[int], counts: Any) -> str:
+def label_of(ids: list[int], sizes: Any, counts: Any) -> str:
     """`client 3 · 620 samples · 6/10 classes`; several clients as `clients 0-9 · 1407 samples`.
 
     Args:
         ids: ascending.
-        counts: samples per client and class, int64 [K, C].
+        sizes: samples per client, int64 [K].
+        counts: samples or pixels per client and class, int64 [K, C].
     """
     if len(ids) == 1:
         mine = counts[ids[0]]
-        return f"client {ids[0]} · {mine.sum()} samples · {(mine > 0).sum()}/{len(mine)} classes"
-    return f"clients {ids[0]}-{ids[-1]} · {counts[ids].sum()} samples"
+        return f"client {ids[0]} · {sizes[ids[0]]} samples · {(mine > 0).sum()}/{len(mine)} classes"
+    return f"clients {ids[0]}-{ids[-1]} · {sizes[ids].sum()} samples"

@@ -133,8 +133,8 @@ class RayFleet(Fleet):
         stacks = None if self._folder is None else self._folder / STACKS / f"{Path(name).name}.txt"
         options = ClientActor.options(name=name, num_cpus=self._placement.cpus, num_gpus=self._placement.gpus,
                                       scheduling_strategy=place)
-        return options.remote(label_of(slot.home, self._task.client_counts), self.config, self._method,
-                              self._task.facts, self._test, stacks)
+        label = label_of(slot.home, self._task.sizes, self._task.client_counts)
+        return options.remote(label, self.config, self._method, self._task.facts, self._test, stacks)
 
     def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int,
                  usable: Callable[[Reply], bool]) -> Iterator[Answer]:

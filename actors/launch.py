@@ -83,7 +83,7 @@ def open_experiment(config: Config, task: Task, folder: Path, address: str | Non
     try:
         joined = connect(address)
         interrupt_on_sigterm()
-        clients = int((task.client_counts.sum(1) > 0).sum())
+        clients = int((task.sizes > 0).sum())
         place(config, clients, ray.cluster_resources())         # what all nodes cannot do together, none can
         nodes = nodes_of(ray.nodes())
         chosen = plan(config, clients, nodes)

@@ -22,7 +22,7 @@ TIMEOUT_S = 120
 
 def probe(config: Config, method: Method, task: Task, gpus: float) -> Need | None:
     """The need of the largest client; None where it could not be measured, and Ray's shares alone decide."""
-    largest = max(range(len(task.shards)), key=lambda id: len(task.shards[id].y))
+    largest = max(range(len(task.shards)), key=lambda id: len(task.shards[id]))
     remote: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_two_steps)
     shard = task.shards[largest]
     try:
@@ -39,7 +39,7 @@ def _two_steps(config: Config, method: Method, facts: Facts, test: Shard, id: in
     device = device_here()
     short = config.model_copy(update={"local": config.local.model_copy(update={"epochs": 1})})
     host = Host(short, method, facts, test, device)
-    x, y = load(shard.x), shard.y
+    x, y = load(shard.x), shard.labels()
     few = Shard(x[:2 * config.local.batch], y[:2 * config.local.batch])
     _, private = host.run(method.join, {}, 0, id, few, None)
     message: Tree = method.message(Server(short, facts, method.new_model(facts, short), torch.device("cpu")))

@@ -1,5 +1,5 @@
-"""The command line: raylt run | resume | tune | plan | debug | features | clusters | clients | methods | settings |
-data | doctor. Exit code 2 for input that cannot be used, 1 for a failed run."""
+"""The command line: raylt run | resume | tune | plan | debug | features | clusters | show | clients | methods |
+settings | data | doctor. Exit code 2 for input that cannot be used, 1 for a failed run."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from raylt.cli_debug import debug
-from raylt.cli_pictures import clients, clusters, features
+from raylt.cli_pictures import clients, clusters, features, show
 from raylt.cli_tune import tune
 from raylt.config import Config, load
 from raylt.errors import ConfigError, RayltError, one_line
@@ -80,6 +80,7 @@ app.command()(tune)
 app.command()(debug)
 app.command()(features)
 app.command()(clusters)
+app.command()(show)
 app.command()(clients)
 
 
@@ -88,14 +89,14 @@ def methods(format: FormatOption = Format.table) -> None:
     """List the methods with their fields: default, search range and equation."""
     from raylt.hyper import range_of
     from raylt.methods import METHODS
-    listing = {name: {"paper": method.paper, "fields": {
+    listing = {name: {"paper": method.paper, "tasks": list(method.tasks), "fields": {
         field: {"default": info.default, "range": str(range_of(info)), "source": info.description}
         for field, info in method.model_fields.items()}} for name, method in METHODS.items()}
     if format is Format.json:
         _print_json(listing)
         return
     for name, entry in listing.items():
-        out.print(f"[bold]{name}[/bold]  {entry['paper']}")
+        out.print(f"[bold]{name}[/bold]  {entry['paper']}; {' and '.join(entry['tasks'])}")
         table = Table("field", "default", "range", "what", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
         table.columns[0].no_wrap = True
         for field, f in entry["fields"].items():
@@ -142,9 +143,10 @@ def data(settings: Settings = None,
     from raylt.summary import split_table
     out.print(f"split {task.split.sha256}", soft_wrap=True)
     out.print(split_table(task, out.width))
+    unit = {"classification": "samples", "segmentation": "pixels"}[task.kind]
     for group in ("many", "medium", "few"):
         sizes = [int(n) for n, its in zip(task.counts, task.groups, strict=True) if its == group]
-        out.print(f"{group}: {len(sizes)} classes, {sum(sizes)} samples")
+        out.print(f"{group}: {len(sizes)} classes, {sum(sizes)} {unit}")
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`raylt features | clusters | clients`: the commands that draw."""
+"""`raylt features | clusters | show | clients`: the commands that draw."""
 
 import json
 import sys
@@ -28,10 +28,22 @@ def clusters(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The
     out.print(str(draw_clusters(run_folder, round)), soft_wrap=True)
 
 
+def show(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Of segmentation, finished.")],
+         image: Annotated[list[int] | None, typer.Option(help="Number of a test image; may be given several times.")
+                          ] = None,
+         client: Annotated[int | None, typer.Option(help="Whose own model, and classes as it sees them; else the "
+                                                    "global model, or of personal methods the first client's.")] = None,
+         ) -> None:
+    """Draw test images, their true and their predicted label maps into a run's folder."""
+    from raylt.gallery import draw_predictions
+    out.print(str(draw_predictions(run_folder, image or (), client)), soft_wrap=True)
+
+
 def clients(run_folders: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Folders of finished runs "
                                                               "over the same split.")],
-            metric: Annotated[Literal["owned", "matched", "global"], typer.Option(
-                help="Over the classes that a client owns, its own class mix, or all classes.")] = "owned",
+            metric: Annotated[Literal["owned", "matched", "global", "miou"], typer.Option(
+                help="Accuracy over the classes that a client owns, its own class mix or all classes; or mean IoU.")
+                ] = "owned",
             picture: Annotated[Path | None, typer.Option(help="Where the bar chart goes; by default clients.png in "
                                                          "the first run folder.")] = None,
             format: Annotated[Literal["table", "json"], typer.Option(help="How to print the result.")] = "table"

@@ -40,7 +40,7 @@ class Client:
 
     Attributes:
         samples: its images and labels, on its device.
-        counts: samples per class, int64 [C], on its device.
+        counts: samples, or pixels, per class, int64 [C], on its device.
         model: weights are what the call's message brought (`receive`) and, for the entries that a method does not
             share, what this client's last call left.
         state: anything else it must remember; a tree of CPU tensors, part of every checkpoint.
@@ -51,7 +51,7 @@ class Client:
     def __init__(self, id: int, samples: Samples, test: Callable[[], Samples], model: SplitModel, config: Config,
                  device: torch.device):
         self.id, self.samples, self.model, self.config, self.device = id, samples, model, config, device
-        self.counts = torch.bincount(samples.y, minlength=model.classes)
+        self.counts = samples.counts(model.classes)
         self.state: Tree = {}
         self.cache: dict[str, Any] = {}
         self.round = 0

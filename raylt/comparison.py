@@ -15,8 +15,10 @@ from raylt.metrics import worst_decile
 from raylt.pictures import COLOURS
 from raylt.summary import percent
 
-Metric = Literal["owned", "matched", "global"]
-OVER = {"owned": "the classes it owns", "matched": "its own class mix", "global": "all classes"}
+Metric = Literal["owned", "matched", "global", "miou"]
+WHAT = {"owned": "Accuracy of each client over the classes it owns", "matched": "Accuracy of each client over its own "
+        "class mix", "global": "Accuracy of each client over all classes", "miou": "Mean IoU of each client over the "
+        "classes it owns"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        return f"Accuracy of each client over {OVER[self.metric]}"
+        return WHAT[self.metric]
 
     def spread(self) -> dict[str, dict[str, float]]:
         """Of each run: mean, standard deviation and worst decile over its clients."""
@@ -74,7 +76,7 @@ class Comparison:
         every = -(-len(clients) // max(1, int(inches / 0.42)))          # labels that do not run into each other
         ax.set_xticks(clients[::every], [f"{k}\n{self.sizes[k]}" for k in clients[::every]], fontsize=9)
         ax.set(xlim=(-0.6, len(clients) - 0.4), ylim=(0, 100), xlabel="client, and below it its training samples",
-               ylabel="accuracy / %", title=self.title)
+               ylabel="mean IoU / %" if self.metric == "miou" else "accuracy / %", title=self.title)
         ax.grid(axis="y", color="#e3e3e3", zorder=0)
         ax.spines[["top", "right"]].set_visible(False)
         figure.legend(loc="outside lower center", ncols=max(1, min(len(self.runs), int(inches / 3))), frameon=False)

@@ -36,15 +36,18 @@ class Section(BaseModel):
 class DataConfig(Section):
     """Which data, how it is made long-tailed and who gets what."""
 
-    source: str = setting("digits", "digits, cifar10, cifar100, fashion_mnist, cinic10, imagenet_lt, folder:PATH or "
-                          "npz:PATH")
+    source: str = setting("digits", "digits, cifar10, cifar100, fashion_mnist, cinic10, imagenet_lt, folder:PATH, "
+                          "npz:PATH; with label maps: shapes, camvid, cityscapes, npz:PATH")
     root: str = setting("data", "folder that holds the data sets and the cache of decoded images")
     download: bool = setting(False, "whether torchvision may fetch a data set that is not under root")
-    size: int = setting(224, "side in pixels to which image trees (folder:, imagenet_lt) are decoded", ge=8)
-    imbalance: float = setting(20.0, "IF: size of the first class over that of the last; 1 keeps the data as it is",
-                               ge=1, allow_inf_nan=False)
-    partition: Literal["creff", "dirichlet", "dirichlet_min", "iid", "by_id"] = setting(
+    size: int = setting(224, "side in pixels to which image trees (folder:, imagenet_lt) are decoded; of camvid and "
+                        "cityscapes the height", ge=8)
+    imbalance: float = setting(20.0, "IF: size of the first class over that of the last, 1 keeps the data as it is; "
+                               "with label maps, of the first client over the last", ge=1, allow_inf_nan=False)
+    partition: Literal["creff", "dirichlet", "dirichlet_min", "iid", "by_id", "classes"] = setting(
         "dirichlet", "how the samples are dealt to clients")
+    beta: int = setting(1, "of partition classes: classes of label maps that a client keeps, all others are background "
+                        "to it", ge=1)
     alpha: float = setting(0.5, "concentration of the Dirichlet draws", gt=0, allow_inf_nan=False)
     min_size: int | None = setting(None, "samples that every client gets at least; by default 0 for dirichlet and 10 "
                                    "for dirichlet_min", ge=0)
@@ -56,7 +59,8 @@ class DataConfig(Section):
     validation: float = setting(0.0, "share of each class's training samples that no client gets: a search judges on "
                                 "them", ge=0, lt=1)
     groups: tuple[int, int] | None = setting(None, "few-shot classes have fewer samples than the first, many-shot ones "
-                                             "more than the second; by default the literature's for the source")
+                                             "more than the second; by default the literature's for the source, and of "
+                                             "label maps 1 % and 5 % of the labelled pixels")
 
 
 class FederationConfig(Section):
@@ -131,10 +135,13 @@ class Config(Section):
 
     seed: int = setting(0, "of initial weights, sampling, batches and augmentation", ge=0)
     data: DataConfig = DataConfig()
-    model: Literal["resnet8", "resnet8_proj", "resnet18", "resnet50", "resnet50_proj", "cnn", "small"] = setting(
-        "small", "a model")
+    model: Literal["resnet8", "resnet8_proj", "resnet18", "resnet50", "resnet50_proj", "cnn", "small",
+                   "lraspp"] = setting("small", "a model; lraspp gives label maps")
+    weights: str | None = setting(None, "of lraspp's encoder at the start: imagenet fetches torchvision's of "
+                                  "mobilenet_v3_small, a path is such a file on every node; else random")
     method: dict[str, Any] = setting(DIGITS_METHOD, "a method's name; its own fields as method.FIELD")
-    augment: Literal["none", "crop_flip", "resized_crop_flip"] = setting("none", "of training images")
+    augment: Literal["none", "crop_flip", "resized_crop_flip", "scale_crop_flip"] = setting(
+        "none", "of training images, and of their label maps alike")
     federation: FederationConfig = FederationConfig()
     local: LocalConfig = LocalConfig()
     resources: ResourcesConfig = ResourcesConfig()

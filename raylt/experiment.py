@@ -34,9 +34,11 @@ class Report:
         phase: "round" or "finish".
         seconds: of training and aggregation; `evaluation_seconds` apart.
         accuracy: of what is deployed, on the balanced test set; None when it was not due. For personal methods the
-            mean over the clients' own models, and `global_accuracy` is the global model's.
+            mean over the clients' own models, and `global_accuracy` is the global model's. Where clients see the
+            classes in their own ways, as they see them; `global_accuracy` then is still over the true ones.
+        macro, miou: means over the classes of accuracy and of intersection over union, of what `accuracy` is of.
         groups: accuracy over the many-, medium- and few-shot classes; None for a group without classes.
-        clients: per-client figures ("owned", "matched", "global"), each with its mean and worst decile.
+        clients: per-client figures ("owned", "matched", "global", "miou"), each with its mean and worst decile.
         by_client: the same of each client by id, None for one that is not judged; kept of clients' own models, and
             of the last evaluation of all.
         traffic: bytes and replies by client function.
@@ -61,6 +63,8 @@ class Report:
     figures: dict[str, Any] = field(default_factory=dict)
     by_client: dict[str, list[float | None]] | None = None
     stages: dict[str, float] = field(default_factory=dict)
+    macro: float | None = None
+    miou: float | None = None
 
 
 class Experiment:
@@ -74,6 +78,7 @@ class Experiment:
     """
 
     def __init__(self, config: Config, method: Method, task: Task, fleet: Fleet, device: torch.device, folder: Path):
+        method.check(task.facts, config)
         self.config, self.method, self.task, self.fleet, self.folder = config, method, task, fleet, folder
         self.server = Server(config, task.facts, method.new_model(task.facts, config).to(device), device)
         self.finishes = type(method).finish is not Method.finish
@@ -146,7 +151,7 @@ class Experiment:
         model = {name: value.detach().cpu().contiguous()
                  for name, value in self.method.deployed(self.server).state_dict().items()}
         save_file(model, self.folder / "model.safetensors")
-        return {"model_sha256": checkpoint.hash_tensors(model)}
+        return {"model_sha256": checkpoint.hash_tensors(model), "task": self.task.kind}
 
     def save(self, report: Report) -> None:
         """Commits a checkpoint of everything that the next step depends on, with the report of the step before."""
@@ -178,8 +183,8 @@ class Experiment:
 
     def _evaluate(self, last: bool) -> dict[str, Any]:
         every = self.config.evaluation
-        judged: dict[str, Any] = dict.fromkeys(("accuracy", "global_accuracy", "groups", "clients",
-                                                       "by_client"))
+        judged: dict[str, Any] = dict.fromkeys(("accuracy", "global_accuracy", "macro", "miou", "groups", "clients",
+                                                "by_client"))
         personal = self.method.personal or bool(self.server.model.stays)
         matrices: Tensor | dict[int, Tensor] | None = None
         # a global model without running statistics (federation.batchnorm = local) cannot be judged
@@ -190,10 +195,12 @@ class Experiment:
             due = last or (every.personal > 0 and self._step % every.personal == 0)
             matrices = self._judge_clients() if due else None
         if matrices is not None:
-            pooled = torch.stack(list(matrices.values())).sum(0) if isinstance(matrices, dict) else matrices
+            seen = metrics.seen_by_each(matrices, torch.from_numpy(self.task.views), self.fleet.ids)
+            pooled = sum(seen.values(), start=torch.zeros_like(next(iter(seen.values()))))
             judged["accuracy"] = metrics.accuracy(pooled)
+            judged["macro"], judged["miou"] = metrics.macro(pooled), metrics.mean_iou(pooled)
             judged["groups"] = metrics.group_accuracy(pooled, self.task.groups)
-            each = metrics.by_client(matrices, torch.from_numpy(self.task.client_counts))
+            each = metrics.by_client(seen, torch.from_numpy(self.task.client_counts))
             judged["clients"] = metrics.client_figures(each)
             judged["by_client"] = each if personal or last else None
         return judged

@@ -100,7 +100,7 @@ class Fleet(ABC):
 
     def __init__(self, config: Config, task: Task):
         self.config = config
-        self.sizes = {k: int(n) for k, n in enumerate(task.client_counts.sum(1)) if n > 0}
+        self.sizes = {k: len(shard) for k, shard in enumerate(task.shards) if len(shard)}
         self.ids = list(self.sizes)
         self.round = 0
         self.ledger = Ledger()

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raylt.client import Client
-from raylt.data.samples import Augmentation, Batch, Samples
+from raylt.data.samples import IGNORED, Augmentation, Batch, Samples
 from raylt.metrics import confusion
+from raylt.ops.pixels import pixel_features
 
 Objective = Callable[[Batch], Tensor]
 Schedule = Literal["epoch", "iteration", "constant"]
@@ -80,18 +81,22 @@ def sgd(client: Client, objective: Objective, params: Iterable[Tensor] | None = 
 
 
 @torch.no_grad()
-def features(client: Client, augment: Augmentation | None = None) -> tuple[Tensor, Tensor]:
+def features(client: Client, augment: Augmentation | None = None, pixels: int = 16) -> tuple[Tensor, Tensor]:
     """The features of all of a client's samples under its model as it is, in evaluation mode and the samples' order.
 
     Args:
         augment: drawn from the call's own generator; by default the images are taken as they are.
+        pixels: of an image with a label map, so many features of each class that it shows, at random places, drawn
+            from the call's own generator.
 
     Returns:
         z float32 [n, d] and y int64 [n], on the client's device.
     """
     encoder, size = client.model.encoder.eval(), client.config.evaluation.batch
-    parts = [encoder(batch.x) for batch in client.samples.in_order(size, augment, client.noise)]
-    return torch.cat(parts), client.samples.y
+    parts = [pixel_features(encoder(batch.x), batch.y, pixels, client.noise)
+             for batch in client.samples.in_order(size, augment, client.noise)]
+    z, y = zip(*parts, strict=True)
+    return torch.cat(z), torch.cat(y)
 
 
 def fit_classifier(classifier: nn.Module, z: Tensor, y: Tensor, *, epochs: int, batch: int, lr: float, momentum: float,
@@ -125,13 +130,13 @@ def fit_classifier(classifier: nn.Module, z: Tensor, y: Tensor, *, epochs: int, 
 
 @torch.no_grad()
 def confusion_of(predict: Callable[[Tensor], Tensor], samples: Samples, classes: int, size: int) -> Tensor:
-    """Counts of (true class, predicted class) over all samples, int64 [C, C] on the CPU.
+    """Counts of (true class, predicted class) over all samples or labelled pixels, int64 [C, C] on the CPU.
 
     Args:
-        predict: images [B, channels, H, W] to logits [B, C], in evaluation mode.
+        predict: images [B, channels, H, W] to logits [B, C] or [B, C, H, W], in evaluation mode.
         size: images at a time.
     """
     total = torch.zeros(classes, classes, dtype=torch.int64, device=samples.y.device)
     for batch in samples.in_order(size):
-        total += confusion(predict(batch.x).argmax(1), batch.y, classes)
+        total += confusion(predict(batch.x).argmax(1), batch.y, classes, IGNORED)
     return total.cpu()

@@ -18,10 +18,12 @@ from torch.nn import functional as F
 from raylt import tree
 from raylt.client import Client, Message, Reply
 from raylt.config import Config
+from raylt.data.sources import Kind
 from raylt.data.task import Facts, Task
+from raylt.errors import ConfigError
 from raylt.fleet import Cohort, Fleet
 from raylt.local import Objective, confusion_of, sgd
-from raylt.models import build_model
+from raylt.models import MODELS, SEGMENTERS, build_model
 from raylt.models.split import Params, SplitModel, running_statistics
 from raylt.seeds import seeded
 from raylt.server import Server
@@ -35,6 +37,7 @@ class Method(BaseModel):
         name: what a configuration calls it.
         paper: authors, venue and year.
         personal: whether clients are judged by their own models.
+        tasks: the kinds of tasks that the paper's algorithm is defined for; others are refused.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -42,6 +45,7 @@ class Method(BaseModel):
     name: ClassVar[str]
     paper: ClassVar[str]
     personal: ClassVar[bool] = False
+    tasks: ClassVar[tuple[Kind, ...]] = ("classification",)
 
     def prepare(self, task: Task, config: Config) -> None:
         """Before any process starts, where the run is started: fetches what is missing, refuses what cannot work.
@@ -114,7 +118,7 @@ class Method(BaseModel):
         return client.model
 
     def predict(self, model: nn.Module, x: Tensor) -> Tensor:
-        """Logits [B, C] of images [B, channels, H, W]."""
+        """Logits [B, C], or [B, C, H, W] where labels are maps, of images [B, channels, H, W]."""
         return model(x)
 
     def judge(self, client: Client, message: Message) -> Reply:
@@ -138,10 +142,25 @@ class Method(BaseModel):
 
     # used by the framework
 
+    def check(self, facts: Facts, config: Config) -> None:
+        """Before anything starts: whether method and model are made for this kind of task.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        if facts.kind not in self.tasks:
+            raise ConfigError(f"method = {self.name}: is for {' and '.join(self.tasks)}, and {facts.name} is a task of "
+                              f"{facts.kind}; raylt methods shows which methods can do it")
+        maps = facts.kind == "segmentation"
+        if (config.model in SEGMENTERS) != maps:
+            fitting = ", ".join(name for name in MODELS if (name in SEGMENTERS) == maps)
+            raise ConfigError(f"model = {config.model}: does not do {facts.kind}, which {facts.name} is a task of; "
+                              f"there are: {fitting}")
+
     def new_model(self, facts: Facts, config: Config) -> SplitModel:
         """The model that every participant starts from, the same everywhere."""
         with seeded(config.seed, "model"):
-            model = self.build(facts, build_model(config.model, len(facts.class_names), facts.shape))
+            model = self.build(facts, build_model(config.model, facts.classes, facts.shape, config.weights))
         if config.federation.batchnorm == "local":
             model.stays = running_statistics(model)
         # images come as channels-last views of their bytes; convolutions are 1.1 to 1.3 times as fast on them

@@ -45,6 +45,7 @@ def start(config: Config, out: Path, name: str | None, fleet: FleetKind, address
     method = make_method(config.method)
     config = config.model_copy(update={"method": {"name": method.name, **method.model_dump()}})
     task = build_task(config.data)
+    method.check(task.facts, config)
     source = Path(task.name.partition(":")[2] or task.name).stem        # of folder:PATH and npz:PATH, the last name
     name = name or f"{method.name}-{source}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
     journal = Journal.create(out / name, config, task.split)

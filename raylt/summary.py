@@ -31,6 +31,8 @@ def summarise(reports: list[Report], method: str, split_sha256: str, concluded: 
             "last10": sum(curve[-10:]) / len(curve[-10:]),      # mean over the last ten judged rounds
             "best": max([*curve, final["accuracy"]]),
         },
+        "macro": final["macro"],
+        "miou": final["miou"],
         "before_finish": rounds[-1]["accuracy"] if final["phase"] == "finish" else None,
         "groups_before_finish": rounds[-1]["groups"] if final["phase"] == "finish" else None,
         "global_accuracy": final["global_accuracy"],
@@ -56,6 +58,9 @@ def table_of(summary: dict[str, Any], folder: str) -> Table:
         table.add_row("accuracy, before the last phase", percent(summary["before_finish"]))
     table.add_row("accuracy, mean of the last 10", percent(accuracy["last10"]))
     table.add_row("accuracy, best", percent(accuracy["best"]))
+    if summary["task"] == "segmentation":
+        table.add_row("mIoU, mAcc", f"{percent(summary['miou'])}, {percent(summary['macro'])}")
+        table.add_row("clients' mIoU, mean (own classes)", percent(clients["by"]["miou"]["mean"]))
     table.add_row("many / medium / few", " / ".join(percent(value) for value in summary["groups"].values()))
     if summary["groups_before_finish"] is not None:
         table.add_row("many / medium / few, before it",
@@ -78,24 +83,30 @@ def table_of(summary: dict[str, Any], folder: str) -> Table:
 
 def split_table(task: Task, width: int) -> Table:
     """Who holds what: clients by classes, or, where `width` columns are too few for it, each client in short."""
-    wide = 14 + sum(max(len(name), 6) + 1 for name in task.class_names) > width
-    heads = ("samples", "classes", "of the largest") if wide else (*task.class_names, "all")
-    table = Table("client", *heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    heads = ("samples", "classes", "of the largest")
+    whole = 22 + sum(max(len(name), 6) + 1 for name in task.class_names) <= width
+    table = Table("client", *((*task.class_names, "samples") if whole else heads), box=box.SIMPLE_HEAD,
+                  padding=(0, 1, 0, 0), show_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    for k, row in enumerate(task.client_counts):
-        if wide:
-            largest = f"{task.class_names[row.argmax()]} {percent(row.max() / row.sum())}" if row.any() else ""
-            table.add_row(str(k), str(row.sum()), str((row > 0).sum()), largest)
+    for k, (row, size) in enumerate(zip(task.client_counts, task.sizes, strict=True)):
+        if whole:
+            table.add_row(str(k), *(_short(n) if n else "·" for n in row), str(size))
         else:
-            table.add_row(str(k), *(str(n) if n else "·" for n in row), str(row.sum()))
+            largest = f"{task.class_names[row.argmax()]} {percent(row.max() / row.sum())}" if row.any() else ""
+            table.add_row(str(k), str(size), str((row > 0).sum()), largest)
     table.add_section()
-    if wide:
-        table.add_row("all", str(task.counts.sum()), str(task.classes), "")
-    else:
-        table.add_row("all", *(str(n) for n in task.counts), str(task.counts.sum()))
+    if whole:
+        table.add_row("all", *(_short(n) for n in task.counts), str(task.sizes.sum()))
         table.add_row("group", *task.groups, "")
+    else:
+        table.add_row("all", str(task.sizes.sum()), str(task.classes), "")
     return table
+
+
+def _short(count: int) -> str:
+    """Samples as they are; pixels in thousands or millions."""
+    return str(count) if count < 100_000 else f"{count / 1e3:.0f}k" if count < 1e7 else f"{count / 1e6:.0f}M"
 
 
 def percent(value: float | None) -> str:

@@ -27,6 +27,11 @@ def tiny_task() -> Task:
 
 
 @pytest.fixture(scope="session")
+def tiny_scenes() -> Task:
+    return tiny.make_scenes()
+
+
+@pytest.fixture(scope="session")
 def tiny_config() -> Config:
     return tiny.configure()
 

@@ -6,13 +6,18 @@ from torchvision.transforms import v2
 from raylt.data.augment import (
     AUGMENTATIONS,
     apply_boxes,
+    apply_boxes_to_maps,
     apply_crops,
-    crop_flip,
     draw_boxes,
     draw_crops,
+    draw_scaled_boxes,
     normalise,
-    resized_crop_flip,
 )
+from raylt.data.maps import VOID
+
+Y = torch.arange(8)
+every_augmentation = pytest.mark.parametrize("augment", [a for a in AUGMENTATIONS.values() if a],
+                                             ids=[name for name, a in AUGMENTATIONS.items() if a])
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -82,18 +87,19 @@ def test_draws_of_boxes_lie_inside_and_cover_64_to_100_percent():
     assert abs(flips.float().mean() - 0.5) < 4 * 0.5 / n ** 0.5
 
 
-@pytest.mark.parametrize("augment", [crop_flip, resized_crop_flip])
+@every_augmentation
 def test_equal_seeds_give_equal_images_and_others_do_not(augment):
     x = images(8)
-    assert torch.equal(augment(x, seeded(1)), augment(x, seeded(1)))
-    assert not torch.equal(augment(x, seeded(1)), augment(x, seeded(2)))
+    first, again, other = (augment(x, Y, seeded(seed))[0] for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
-@pytest.mark.parametrize("augment", [crop_flip, resized_crop_flip])
+@every_augmentation
 def test_augmentation_leaves_its_argument_and_the_global_generator_alone(augment):
     x, state = images(8), torch.get_rng_state()
     before = x.clone()
-    assert augment(x, seeded()).shape == x.shape
+    assert augment(x, Y, seeded())[0].shape == x.shape
     assert torch.equal(x, before)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -113,7 +119,68 @@ def test_normalise_equals_torchvisions(channels):
 def test_normalised_batches_are_channels_last(augment, channels):
     x = images(5, 8, 12, channels)
     if augment is not None:
-        x = augment(x, seeded())
+        x, _ = augment(x, Y[:5], seeded())
     y = normalise(x, torch.zeros(channels), torch.ones(channels))
     assert y.shape == (5, channels, 8, 12)
     assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+def coded(batch: int, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images whose grey value tells the label of their map: blocks of 8 x 8 pixels, class c is 40 * c."""
+    blocks = torch.randint(0, 6, (batch, height // 8, width // 8), generator=seeded(5), dtype=torch.uint8)
+    maps = blocks.repeat_interleave(8, 1).repeat_interleave(8, 2)
+    return (40 * maps)[..., None].repeat(1, 1, 1, 3), maps
+
+
+def inner(maps: torch.Tensor) -> torch.Tensor:
+    """Pixels whose whole neighbourhood has their label: interpolation mixes nothing else into them."""
+    near = torch.nn.functional.unfold(maps[:, None].float(), 5, padding=2).view(len(maps), 25, *maps.shape[1:])
+    return (near == near[:, :1]).all(1)
+
+
+@every_augmentation
+@pytest.mark.parametrize("seed", range(5))
+def test_image_and_map_stay_aligned(augment, seed):
+    x, y = coded(16, 48, 64)
+    moved, maps = augment(x, y, seeded(seed))
+    assert (moved.shape, maps.shape, maps.dtype) == (x.shape, y.shape, y.dtype)
+    seen = inner(maps) & (maps != VOID)
+    assert seen.float().mean() > 0.1
+    assert (moved[seen].float() - 40.0 * maps[seen][:, None]).abs().max() < 0.02
+    assert not torch.equal(maps, y)
+
+
+@every_augmentation
+def test_images_are_moved_alike_whatever_their_labels_are(augment):
+    x, y = coded(16, 48, 64)
+    moved, labels = augment(x, torch.arange(16), seeded())
+    assert torch.equal(moved, augment(x, y, seeded())[0])
+    assert torch.equal(labels, torch.arange(16))
+
+
+def test_scaled_boxes_are_of_half_to_double_scale_and_cover_or_lie_in_the_image():
+    n = 20_000
+    boxes, _ = draw_scaled_boxes(n, (48, 64), seeded())
+    corners, sides, full = boxes[:, :2], boxes[:, 2:], torch.tensor([48, 64])
+    scale = 48 / sides[:, 0]
+    assert sides[:, 0].min() == 24
+    assert sides[:, 0].max() == 96
+    # s is uniform in 0.5..2, with the mean 1.25
+    assert abs(scale.mean() - 1.25) < 0.01
+    assert ((sides[:, 1] - sides[:, 0] * 64 / 48).abs() < 0.5 * (1 + 64 / 48)).all()        # both are rounded
+    inside, around = sides <= full, sides >= full
+    assert (corners >= 0)[inside].all()
+    assert (corners + sides <= full)[inside].all()
+    assert (corners <= 0)[around].all()
+    assert (corners + sides >= full)[around].all()
+
+
+def test_what_lies_outside_a_scaled_image_is_void_and_looks_like_its_border():
+    x, y = coded(1, 48, 64)
+    boxes = torch.tensor([[-24, -32, 96, 128]])         # half the size, in the middle
+    flips = torch.zeros(1, dtype=torch.bool)
+    maps = apply_boxes_to_maps(y[..., None], boxes, flips)[..., 0]
+    assert (maps[0, 12:36, 16:48] != VOID).all()
+    assert (maps == VOID).sum() == 48 * 64 - 24 * 32
+    moved = apply_boxes(x, boxes, flips)
+    assert torch.allclose(moved[0, 0, 32], moved[0, 12, 32], atol=0.02)

@@ -92,6 +92,9 @@ def refused(outcome: Outcome, *named: str) -> None:
 
 # refused input
 
+SCENES = "data.source=shapes", "data.partition=iid", "data.imbalance=1"
+
+
 @pytest.mark.parametrize(("arguments", "named"), [
     (["federation.round=2"], ["federation.round", "did you mean federation.rounds?"]),
     (["method=fedprix"], ["'fedprix'", "did you mean fedprox?"]),
@@ -101,6 +104,11 @@ def refused(outcome: Outcome, *named: str) -> None:
     (["data.source=cifar10"], ["cifar10", "data.download=true"]),
     (["data.imbalance=0.5"], ["data.imbalance = 0.5", "greater than or equal to 1"]),
     (["data.alpha=0"], ["data.alpha = 0", "greater than 0"]),
+    (["method=sfd", *SCENES, "model=lraspp"], ["method = sfd: is for classification", "raylt methods"]),
+    (["method=bpfed", *SCENES, "model=lraspp"], ["method = bpfed: is for classification"]),
+    (["method=fedavg", *SCENES], ["model = small: does not do segmentation", "there are: lraspp"]),
+    (["method=fedavg", "model=lraspp"], ["model = lraspp: does not do classification", "resnet8"]),
+    (["method=fedavg", "model=lraspp", "data.source=shapes"], ["data.partition = dirichlet", "data.partition=classes"]),
     (["data.clients=5000"], ["data.clients = 5000", "training samples", "lower"]),
     (["data.partition=creff", "data.clients=5"], ["data.clients = 5", "at least 10"]),
     (["absent.yaml"], ["absent.yaml", "exists"]),

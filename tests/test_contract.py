@@ -1,4 +1,4 @@
-"""What every registered method keeps to, on the tiny task of conftest.py, in one process."""
+"""What every registered method keeps to, on the tiny task of each kind that it claims, in one process."""
 
 import functools
 import math
@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from tiny import CPU, Recorder, configure, fingerprint, make_experiment, private_states
+from tiny import CPU, Recorder, configure, fingerprint, make_experiment, pixels, private_states
 from torch import Tensor
 
 from raylt import checkpoint, tree
 from raylt.client import Client, Host
 from raylt.config import Config
 from raylt.data.samples import Samples
+from raylt.errors import ConfigError
 from raylt.experiment import Experiment, Report
 from raylt.fleet import LocalFleet
 from raylt.hyper import in_range, range_of
 from raylt.methods import METHODS, make_method
+from raylt.models import MODELS
 
 # fields of a method that only decide how long it computes, cut down: {"creff": {"classifier_epochs": 2}}
 QUICK: dict[str, dict[str, Any]] = {
@@ -27,7 +29,10 @@ QUICK: dict[str, dict[str, Any]] = {
     "mupfl": {"m": 5, "tau": 2, "matching_steps": 3},
     "fedsm": {"teacher": "none", "rounds": 1, "size": 5, "epochs": 2}}
 
+CASES = [(name, kind) for name, method in METHODS.items() for kind in method.tasks]
 every_method = pytest.mark.parametrize("name", METHODS)
+every_case = pytest.mark.parametrize(("name", "kind"), CASES, ids=["-".join(case) for case in CASES])
+MODEL = {"classification": "small", "segmentation": "lraspp"}
 # ceil(0.3 * 6) = 2 clients in each of 2 rounds: at least one of the 5 that hold samples is never asked to train
 SOME = 0.3
 all_or_some = pytest.mark.parametrize("participation", [1.0, SOME])
@@ -42,9 +47,9 @@ class Run:
     bits: dict[str, str]
 
 
-def settings(name: str, participation: float = 1.0, **parts: Any) -> Config:
+def settings(name: str, kind: str = "classification", participation: float = 1.0, **parts: Any) -> Config:
     federation = {"participation": participation} | parts.pop("federation", {})
-    return configure(method={"name": name} | QUICK.get(name, {}), federation=federation, **parts)
+    return configure(model=MODEL[kind], method={"name": name} | QUICK.get(name, {}), federation=federation, **parts)
 
 
 def finish(experiment: Experiment, reports: list[Report] | None = None) -> Run:
@@ -55,14 +60,27 @@ def finish(experiment: Experiment, reports: list[Report] | None = None) -> Run:
     return Run(experiment, reports, states | experiment.conclude() | {"server": fingerprint(experiment.server.state)})
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_models():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "lraspp", pixels)
+        yield
+
+
+@pytest.fixture
+def task(kind, tiny_task, tiny_scenes):
+    return {"classification": tiny_task, "segmentation": tiny_scenes}[kind]
+
+
 @pytest.fixture(scope="module")
-def straight(tiny_task, tmp_path_factory):
-    """`straight(name, participation)`: an undisturbed run, whose host is a `Watcher`; made once."""
+def straight(tiny_task, tiny_scenes, tmp_path_factory):
+    """`straight(name, kind, participation)`: an undisturbed run, whose host is a `Watcher`; made once."""
+    tasks = {"classification": tiny_task, "segmentation": tiny_scenes}
 
     @functools.cache
-    def run(name: str, participation: float = 1.0) -> Run:
+    def run(name: str, kind: str, participation: float = 1.0) -> Run:
         folder = tmp_path_factory.mktemp(name)
-        return finish(make_experiment(settings(name, participation), tiny_task, folder, host=Watcher))
+        return finish(make_experiment(settings(name, kind, participation), tasks[kind], folder, host=Watcher))
 
     return run
 
@@ -149,64 +167,64 @@ def test_every_field_has_a_search_range_that_holds_its_default_and_a_source(name
 
 
 @all_or_some
-@every_method
-def test_run_ends_with_a_judged_model(straight, name, participation):
-    run = straight(name, participation)
+@every_case
+def test_run_ends_with_a_judged_model(straight, name, kind, participation):
+    run = straight(name, kind, participation)
     assert [report.phase for report in run.reports[:2]] == ["round", "round"]
     assert run.reports[-1].accuracy is not None
     assert 0 <= run.reports[-1].accuracy <= 1
     assert not any(report.lost or report.retried or report.rejected for report in run.reports)
 
 
-@every_method
-def test_run_leaves_the_method_as_it_was(straight, name):
-    assert straight(name).experiment.method == make_method(settings(name).method)
+@every_case
+def test_run_leaves_the_method_as_it_was(straight, name, kind):
+    assert straight(name, kind).experiment.method == make_method(settings(name, kind).method)
 
 
 @all_or_some
-@every_method
-def test_same_seed_gives_same_bits(straight, tiny_task, tmp_path, name, participation):
-    again = finish(make_experiment(settings(name, participation), tiny_task, tmp_path))
-    assert again.bits == straight(name, participation).bits
+@every_case
+def test_same_seed_gives_same_bits(straight, task, tmp_path, name, kind, participation):
+    again = finish(make_experiment(settings(name, kind, participation), task, tmp_path))
+    assert again.bits == straight(name, kind, participation).bits
 
 
-@every_method
-def test_another_seed_gives_other_bits(straight, tiny_task, tmp_path, name):
-    other = finish(make_experiment(settings(name, seed=1), tiny_task, tmp_path))
-    assert other.bits["model_sha256"] != straight(name).bits["model_sha256"]
+@every_case
+def test_another_seed_gives_other_bits(straight, task, tmp_path, name, kind):
+    other = finish(make_experiment(settings(name, kind, seed=1), task, tmp_path))
+    assert other.bits["model_sha256"] != straight(name, kind).bits["model_sha256"]
 
 
-@every_method
-def test_order_of_clients_does_not_change_a_bit(straight, tiny_task, tmp_path, name):
-    backwards = finish(make_experiment(settings(name), tiny_task, tmp_path, fleet=Backwards))
-    assert backwards.bits == straight(name).bits
+@every_case
+def test_order_of_clients_does_not_change_a_bit(straight, task, tmp_path, name, kind):
+    backwards = finish(make_experiment(settings(name, kind), task, tmp_path, fleet=Backwards))
+    assert backwards.bits == straight(name, kind).bits
 
 
 @pytest.mark.parametrize("hosts", [OwnHosts, NewHosts])
-@every_method
-def test_spread_of_clients_over_hosts_does_not_change_a_bit(straight, tiny_task, tmp_path, name, hosts):
-    spread = finish(make_experiment(settings(name), tiny_task, tmp_path, host=hosts))
-    assert spread.bits == straight(name).bits
+@every_case
+def test_spread_of_clients_over_hosts_does_not_change_a_bit(straight, task, tmp_path, name, kind, hosts):
+    spread = finish(make_experiment(settings(name, kind), task, tmp_path, host=hosts))
+    assert spread.bits == straight(name, kind).bits
 
 
-@every_method
-def test_retried_calls_do_not_change_a_bit(straight, tiny_task, tmp_path, name):
-    retried = finish(make_experiment(settings(name), tiny_task, tmp_path, host=FailsFirst))
+@every_case
+def test_retried_calls_do_not_change_a_bit(straight, task, tmp_path, name, kind):
+    retried = finish(make_experiment(settings(name, kind), task, tmp_path, host=FailsFirst))
     assert set(retried.reports[0].retried) == set(retried.experiment.fleet.ids)
-    assert retried.bits == straight(name).bits
+    assert retried.bits == straight(name, kind).bits
 
 
-@every_method
-def test_judging_personal_models_in_between_does_not_change_a_bit(straight, tiny_task, tmp_path, name):
-    judged = finish(make_experiment(settings(name, evaluation={"personal": 1}), tiny_task, tmp_path))
-    assert judged.bits == straight(name).bits
+@every_case
+def test_judging_personal_models_in_between_does_not_change_a_bit(straight, task, tmp_path, name, kind):
+    judged = finish(make_experiment(settings(name, kind, evaluation={"personal": 1}), task, tmp_path))
+    assert judged.bits == straight(name, kind).bits
 
 
 @all_or_some
-@every_method
-def test_run_resumed_after_every_step_equals_a_straight_run(straight, tiny_task, tmp_path, name, participation):
-    config = settings(name, participation)
-    experiment = make_experiment(config, tiny_task, tmp_path)
+@every_case
+def test_run_resumed_after_every_step_equals_a_straight_run(straight, task, tmp_path, name, kind, participation):
+    config = settings(name, kind, participation)
+    experiment = make_experiment(config, task, tmp_path)
     reports = []
     while True:
         reports.append(experiment.step())
@@ -216,16 +234,16 @@ def test_run_resumed_after_every_step_equals_a_straight_run(straight, tiny_task,
         saved, faults = checkpoint.latest(tmp_path / "checkpoints")
         assert saved is not None
         assert not faults
-        experiment = make_experiment(config, tiny_task, tmp_path)
+        experiment = make_experiment(config, task, tmp_path)
         experiment.load(saved)
     resumed = finish(experiment, reports)
-    assert resumed.bits == straight(name, participation).bits
-    assert [r.accuracy for r in resumed.reports] == [r.accuracy for r in straight(name, participation).reports]
+    assert resumed.bits == straight(name, kind, participation).bits
+    assert [r.accuracy for r in resumed.reports] == [r.accuracy for r in straight(name, kind, participation).reports]
 
 
-@every_method
-def test_messages_and_replies_are_trees_that_can_be_sent(straight, name):
-    host = straight(name).experiment.fleet._host
+@every_case
+def test_messages_and_replies_are_trees_that_can_be_sent(straight, name, kind):
+    host = straight(name, kind).experiment.fleet._host
     assert {function for function, *_ in host.replies} >= {"join", "train"}
     for sent in [*host.messages, *(reply for *_, reply in host.replies)]:
         for path, leaf in tree.leaves(sent):
@@ -239,21 +257,21 @@ def test_messages_and_replies_are_trees_that_can_be_sent(straight, name):
         assert fingerprint(pickle.loads(pickle.dumps(sent))) == fingerprint(sent)
 
 
-@every_method
-def test_client_functions_do_not_change_their_message(straight, name):
-    assert straight(name).experiment.fleet._host.changed == set()
+@every_case
+def test_client_functions_do_not_change_their_message(straight, name, kind):
+    assert straight(name, kind).experiment.fleet._host.changed == set()
 
 
 @pytest.mark.parametrize("batchnorm", ["average", "local"])
-@every_method
-def test_receive_takes_the_shared_entries_and_leaves_the_private_ones(tiny_task, name, batchnorm):
-    config, method = settings(name, federation={"batchnorm": batchnorm}), make_method(settings(name).method)
-    model = method.new_model(tiny_task.facts, config)
-    other = method.new_model(tiny_task.facts, config.model_copy(update={"seed": 1}))
+@every_case
+def test_receive_takes_the_shared_entries_and_leaves_the_private_ones(task, name, kind, batchnorm):
+    config, method = settings(name, kind, federation={"batchnorm": batchnorm}), make_method(settings(name, kind).method)
+    model = method.new_model(task.facts, config)
+    other = method.new_model(task.facts, config.model_copy(update={"seed": 1}))
     with torch.no_grad():
         for value in other.state_dict().values():
             value.add_(1)
-    client = Client(0, Samples(tiny_task.shards[0], tiny_task.facts, CPU), lambda: None, model, config, CPU)
+    client = Client(0, Samples(task.shards[0], task.facts, CPU), lambda: None, model, config, CPU)
     before = fingerprint(method.private(model))
     client.receive(tree.snapshot(method.shared(other)))
     assert fingerprint(method.private(model)) == before
@@ -261,21 +279,22 @@ def test_receive_takes_the_shared_entries_and_leaves_the_private_ones(tiny_task,
     assert method.shared(model).keys() | method.private(model).keys() == model.state_dict().keys()
 
 
-@every_method
-def test_predict_gives_one_logit_per_class(straight, name):
-    experiment = straight(name).experiment
-    x = torch.zeros(3, 1, 8, 8)
+@every_case
+def test_predict_gives_one_logit_per_class_and_pixel_where_labels_are_maps(straight, task, name, kind):
+    experiment = straight(name, kind).experiment
+    height, width, channels = task.shape
+    x = torch.zeros(3, channels, height, width)
     with torch.no_grad():
         logits = experiment.method.predict(experiment.method.deployed(experiment.server).eval(), x)
-    assert logits.shape == (3, 4)
+    assert logits.shape == (3, task.classes, *{"classification": (), "segmentation": (height, width)}[kind])
     assert torch.isfinite(logits).all()
 
 
-@every_method
-def test_declared_traffic_equals_the_measured_bytes(straight, tiny_task, name):
-    experiment, reports = straight(name).experiment, straight(name).reports
+@every_case
+def test_declared_traffic_equals_the_measured_bytes(straight, task, name, kind):
+    experiment, reports = straight(name, kind).experiment, straight(name, kind).reports
     ids = experiment.fleet.ids
-    declared = {id: experiment.method.traffic(experiment.server.model, tiny_task.client_counts[id].tolist())
+    declared = {id: experiment.method.traffic(experiment.server.model, task.client_counts[id].tolist())
                 for id in ids}
     assert all(functions.keys() == {f for report in reports for f in report.traffic} for functions in declared.values())
     for report in reports:
@@ -286,7 +305,18 @@ def test_declared_traffic_equals_the_measured_bytes(straight, tiny_task, name):
             assert measured["up"] == calls * sum(declared[id][function][1] for id in ids), function
 
 
+@every_method
+def test_tasks_that_a_method_does_not_claim_are_refused_before_anything_starts(tiny_task, tiny_scenes, tmp_path, name):
+    for task in (tiny_task, tiny_scenes):
+        experiment = functools.partial(make_experiment, settings(name, task.kind), task, tmp_path)
+        if task.kind in METHODS[name].tasks:
+            experiment()
+        else:
+            with pytest.raises(ConfigError, match=f"method = {name}: is for .*, and scenes is a task of segmentation"):
+                experiment()
+
+
 def test_some_client_is_never_sampled_at_low_participation(straight, tiny_task):
-    run = straight("fedavg", SOME)
+    run = straight("fedavg", "classification", SOME)
     asked = {id for function, _, id, _ in run.experiment.fleet._host.replies if function == "train"}
     assert asked < set(run.experiment.fleet.ids) == {0, 1, 2, 3, 5}

@@ -21,12 +21,12 @@ LAYERS = (
     ("raylt.checkpoint", "raylt.experiment", "raylt.journal", "raylt.summary"),
     ("actors",),
     ("tune",),
-    ("raylt.run", "raylt.replay", "raylt.pictures", "raylt.comparison", "raylt.clusters", "raylt.cli_debug",
-     "raylt.cli_tune", "raylt.cli_pictures", "raylt.cli"),
+    ("raylt.run", "raylt.replay", "raylt.pictures", "raylt.comparison", "raylt.clusters", "raylt.gallery",
+     "raylt.cli_debug", "raylt.cli_tune", "raylt.cli_pictures", "raylt.cli"),
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
-WITHOUT_TORCH = ("raylt.config", *(f"raylt.data.{name}" for name in ("longtail", "partition", "sources", "cache",
-                                                                     "task")))
+WITHOUT_TORCH = ("raylt.config", *(f"raylt.data.{name}" for name in ("longtail", "partition", "sources", "scenes",
+                                                                     "maps", "cache", "task")))
 
 
 @dataclass(frozen=True)

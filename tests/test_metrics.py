@@ -8,6 +8,7 @@ from torch import tensor
 
 from raylt.metrics import (
     accuracy,
+    as_seen,
     by_client,
     class_accuracy,
     client_figures,
@@ -17,6 +18,8 @@ from raylt.metrics import (
     matched_accuracy,
     mean_iou,
     owned_accuracy,
+    owned_iou,
+    seen_by_each,
     worst_decile,
 )
 
@@ -114,7 +117,7 @@ def test_client_figures_of_one_shared_model():
     counts = tensor([[2, 0, 0], [1, 3, 0], [0, 0, 0], [0, 0, 5]])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        each = by_client(BY_HAND, counts)
+        each = by_client(seen_by_each(BY_HAND, torch.arange(3).expand(4, 3), range(4)), counts)
         figures = client_figures(each)
     assert each["owned"] == [pytest.approx(0.8), pytest.approx(0.65), None, None]
     assert each["matched"] == [pytest.approx(0.8), pytest.approx(0.575), None, None]
@@ -132,3 +135,52 @@ def test_client_figures_of_own_models_use_each_clients_own_matrix():
     figures = client_figures(each)
     assert figures["owned"] == {"mean": pytest.approx(0.9), "worst_decile": pytest.approx(0.8)}
     assert figures["global"] == {"mean": pytest.approx((1 + 5 / 7) / 2), "worst_decile": pytest.approx(5 / 7)}
+
+
+# label maps
+
+@pytest.mark.parametrize("seed", range(4))
+def test_figures_of_maps_with_ignored_pixels_equal_brute_force_and_scikit_learn(seed):
+    rng = np.random.default_rng(seed)
+    truth = rng.choice([0, 1, 2, 4, 5, 255], (3, 20, 30))          # class 3 occurs in predictions alone, 6 nowhere
+    predicted = np.where(rng.random(truth.shape) < 0.6, np.minimum(truth, 5), rng.integers(0, 6, truth.shape))
+    matrix = confusion(torch.from_numpy(predicted), torch.from_numpy(truth), C, ignore=255)
+    labelled = truth != 255
+    ious, accuracies = [], []
+    for c in range(C):
+        mine, its = labelled & (truth == c), labelled & (predicted == c)
+        if (mine | its).any():
+            ious.append((mine & its).sum() / (mine | its).sum())
+        if mine.any():
+            accuracies.append((mine & its).sum() / mine.sum())
+    assert len(ious) == 6
+    assert mean_iou(matrix) == pytest.approx(np.mean(ious), abs=1e-12)
+    assert macro(matrix) == pytest.approx(np.mean(accuracies), abs=1e-12)
+    assert accuracy(matrix) == pytest.approx((truth == predicted)[labelled].mean(), abs=1e-12)
+    flat = truth[labelled], predicted[labelled]
+    assert mean_iou(matrix) == pytest.approx(sk.jaccard_score(*flat, average="macro", labels=range(6)), abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_counts_as_seen_are_those_of_relabelled_maps(seed):
+    rng = np.random.default_rng(seed)
+    truth, predicted = torch.from_numpy(rng.integers(0, C, (2, 2, 10, 10)))
+    view = tensor([6, 1, 2, 6, 6, 6, 6])
+    assert torch.equal(as_seen(confusion(predicted, truth, C), view), confusion(view[predicted], view[truth], C))
+
+
+def test_each_client_judges_the_classes_it_keeps_and_background():
+    # truth has 4 pixels of class 0, 4 of class 1 and 2 of class 2; class 3 is background
+    matrix = tensor([[3, 1, 0, 0], [0, 2, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]])
+    views = tensor([[0, 3, 3, 3], [3, 1, 3, 3], [0, 1, 2, 3]])
+    seen = seen_by_each(matrix, views, [0, 1, 2])
+    assert seen[0].tolist() == [[3, 0, 0, 1], [0] * 4, [0] * 4, [0, 0, 0, 6]]
+    assert seen[1].tolist() == [[0] * 4, [0, 2, 0, 2], [0] * 4, [0, 2, 0, 4]]
+    assert torch.equal(seen[2], matrix)
+    counts = tensor([[5, 0, 0, 9], [0, 5, 0, 5], [1, 1, 0, 0]])
+    each = by_client(seen, counts)
+    # (3 / 4 + 6 / 7) / 2; (2 / 6 + 4 / 8) / 2; (3 / 4 + 2 / 6) / 2: the third client holds classes 0 and 1
+    assert each["miou"] == pytest.approx([(3 / 4 + 6 / 7) / 2, (2 / 6 + 4 / 8) / 2, (3 / 4 + 2 / 6) / 2])
+    assert each["global"] == pytest.approx([0.9, 0.6, 0.6])
+    assert each["matched"][0] == pytest.approx((5 * 3 / 4 + 9 * 1) / 14)
+    assert owned_iou(seen[0], counts[0]) == each["miou"][0]

@@ -43,6 +43,11 @@ def test_every_cell_of_fedsms_tables_that_a_method_here_has_is_in_a_recipe():
     assert len(runs) == 6 * 4 + 6 * 5 + 2 * 2 * (5 + 1) + 3 + 4
 
 
+def test_both_ratios_of_mupfls_table_3_have_a_recipe_and_segmentation_has_one_without_data():
+    names = {name.removeprefix("mupfl/segmentation/") for name in NAMES if name.startswith("mupfl/segmentation/")}
+    assert names >= {"cityscapes_if10_beta1.yaml", "cityscapes_if100_beta1.yaml", "shapes.yaml"}
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
 def test_recipe_loads_and_its_method_builds(path):
     config = load(path)

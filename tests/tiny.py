@@ -1,5 +1,6 @@
 """What most tests share: a task small enough to train on in a blink, with every kind of client that makes trouble."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,17 +8,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raylt import tree
 from raylt.checkpoint import hash_tensors
 from raylt.client import Host
 from raylt.config import Config
+from raylt.data.maps import VOID, class_counts, class_views
 from raylt.data.task import Shard, Split, Task, hash_labels
 from raylt.experiment import Experiment
 from raylt.fleet import LocalFleet
 from raylt.method import Method
 from raylt.methods import make_method
+from raylt.models.split import PixelModel
 from raylt.tree import Tree
 
 CPU = torch.device("cpu")
@@ -47,13 +50,48 @@ def _draw(rng: np.random.Generator, counts: np.ndarray) -> Shard:
     return Shard(x.astype(np.uint8), y)
 
 
+# of each client, images; the last holds none. Client k keeps classes k and k + 1, the rest is background to it
+SCENES = (5, 4, 3, 1, 0)
+
+
+def make_scenes() -> Task:
+    """C = 3 and background, K = 5, 16x16x3: blocks of classes with void between them in noisy images."""
+    rng = np.random.default_rng(0)
+    views = class_views(len(SCENES), 3, 2)
+    shards = tuple(Shard(*_paint(rng, n), view) for n, view in zip(SCENES, views, strict=True))
+    ends = np.cumsum(SCENES)
+    rows = tuple(np.arange(end - n, end) for end, n in zip(ends, SCENES, strict=True))
+    maps = np.concatenate([shard.y for shard in shards])
+    split = Split(rows, hash_labels(maps), "scenes", 1.0, "classes", 1.0, 0, 2)
+    counts = np.stack([class_counts(shard.labels(), 4) for shard in shards])
+    return Task("scenes", ("a", "b", "c", "background"), (16, 16, 3), (0.5,) * 3, (0.25,) * 3, counts,
+                ("many", "medium", "few", "-"), shards, Shard(*_paint(rng, 6)), split, kind="segmentation")
+
+
+def pixels(classes: int, shape: tuple[int, int, int]) -> PixelModel:
+    """What stands in for lraspp where its size would only cost time: two convolutions, d = 16."""
+    encoder = nn.Sequential(OrderedDict(
+        stage1=nn.Sequential(nn.Conv2d(shape[2], 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+        stage2=nn.Sequential(nn.Conv2d(8, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU())))
+    return PixelModel(encoder, 16, classes)
+
+
+def _paint(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
+    blocks = rng.choice(3, (n, 2, 2), p=(0.5, 0.3, 0.2)).astype(np.uint8)
+    maps = blocks.repeat(8, axis=1).repeat(8, axis=2)
+    maps[:, 7:9] = VOID
+    x = rng.integers(0, 60, (n, 16, 16, 3)) + 60 * maps[..., None].clip(0, 2)
+    return x.astype(np.uint8), maps
+
+
 def configure(**parts: Any) -> Config:
     """The tiny configuration with some parts replaced: `configure(seed=1, federation={"participation": 0.5})`."""
     federation = {"rounds": 2} | parts.pop("federation", {})
     local = {"batch": 8} | parts.pop("local", {})
     data = {"clients": 6} | parts.pop("data", {})
     method = parts.pop("method", {"name": "fedavg"})
-    return Config(model="small", method=method, data=data, federation=federation, local=local, **parts)
+    model = parts.pop("model", "small")
+    return Config(model=model, method=method, data=data, federation=federation, local=local, **parts)
 
 
 def make_experiment(config: Config, task: Task, tmp_path: Path, method: Method | None = None,

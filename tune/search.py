@@ -23,6 +23,7 @@ from typing import Any, Literal, Protocol
 from raylt.config import Config, DataConfig
 from raylt.data.task import Task, build_task
 from raylt.errors import CheckpointError, ConfigError, RayltError, one_line
+from raylt.methods import make_method
 from tune import report
 from tune.halving import rungs
 from tune.plan import SAMPLES, Metric, Plan, Point, Record, Scheduler, Searcher, State
@@ -142,7 +143,7 @@ def task_of(config: Config) -> Task:
 
 def sizes(config: Config) -> list[int]:
     """Samples of each client that holds any."""
-    return [n for n in task_of(config).client_counts.sum(1).tolist() if n]
+    return [n for n in task_of(config).sizes.tolist() if n]
 
 
 class Desk:
@@ -269,6 +270,9 @@ def _create(folder: Path, plan: Plan) -> None:
 
 def _check(plan: Plan) -> None:
     """What can be known to be wrong before anything is started."""
+    for name, space in plan.spaces.items():
+        if "model" not in space:
+            make_method({"name": name}).check(task_of(plan.base).facts, plan.base)
     if plan.metric in ("many", "medium", "few") and plan.metric not in task_of(plan.base).groups:
         raise ConfigError(f"--metric {plan.metric}: this split has no {plan.metric}-shot class; choose another, or set "
                           "data.groups")

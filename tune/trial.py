@@ -198,14 +198,14 @@ def judge(experiment: Experiment) -> dict[str, float | None]:
     if _personal(experiment):
         replies = experiment.fleet.call(judge_client, experiment.fleet.ids,
                                         method.message(server) | {"judged": _parcel(shard)})
-        own = {id: balance(reply["confusion"]) for id, reply in replies.items()}
-        pooled, judged = torch.stack(list(own.values())).sum(0), own
+        judged = {id: balance(reply["confusion"]) for id, reply in replies.items()}
     else:
         model = method.deployed(server).eval()
-        pooled = judged = balance(confusion_of(lambda x: method.predict(model, x),
-                                               Samples(shard, task.facts, server.device), task.classes,
-                                               experiment.config.evaluation.batch))
-    clients = metrics.client_figures(metrics.by_client(judged, torch.from_numpy(task.client_counts)))
+        judged = balance(confusion_of(lambda x: method.predict(model, x), Samples(shard, task.facts, server.device),
+                                      task.classes, experiment.config.evaluation.batch))
+    seen = metrics.seen_by_each(judged, torch.from_numpy(task.views), experiment.fleet.ids)
+    pooled = torch.stack(list(seen.values())).sum(0)
+    clients = metrics.client_figures(metrics.by_client(seen, torch.from_numpy(task.client_counts)))
     return {"accuracy": metrics.accuracy(pooled), **metrics.group_accuracy(pooled, task.groups),
             "owned": clients["owned"]["mean"], "matched": clients["matched"]["mean"], "miou": metrics.mean_iou(pooled)}
 
@@ -241,7 +241,7 @@ def _personal(experiment: Experiment) -> bool:
 def _parcel(shard: Shard) -> dict[str, Any]:
     images = ({"path": shard.x.path, "rows": view(shard.x.rows)} if isinstance(shard.x, Mapped)
               else {"images": view(load(shard.x))})
-    return images | {"labels": view(shard.y)}
+    return images | {"labels": view(shard.labels())}
 
 
 def _test_figures(report: Report) -> dict[str, float | None]:

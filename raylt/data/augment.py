@@ -1,7 +1,9 @@
-"""Random crops and flips of whole batches, one decision per sample, on the device the images are on.
+"""Random crops, scales and flips of whole batches, one decision per sample, on the device the images are on.
 
-Images are [B, H, W, channels] with values 0..255: uint8 in memory, float32 where an augmentation interpolates. Every
-augmentation has two parts, one that draws and one that applies. Departure: CReFF's code makes one decision per batch.
+Images are [B, H, W, channels] with values 0..255: uint8 in memory, float32 where an augmentation interpolates. Labels
+[B] stay as they are; label maps uint8 [B, H, W] move with their images, by nearest neighbour, and are VOID where there
+is nothing of the image. Every augmentation has two parts, one that draws and one that applies. Departure: CReFF's code
+makes one decision per batch.
 """
 
 from collections.abc import Callable
@@ -10,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raylt.data.maps import VOID
+
 PADDING = 4
 
 
-def crop_flip(x: Tensor, generator: torch.Generator) -> Tensor:
+def crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Each image cut at random out of its zero-padded self, and mirrored with probability 1/2.
 
     The border is black, as in torchvision's usual recipe; CReFF's code pads after normalisation, so there it has the
@@ -21,13 +25,14 @@ def crop_flip(x: Tensor, generator: torch.Generator) -> Tensor:
 
     Args:
         x: uint8 [B, H, W, channels].
+        y: int64 [B], or uint8 [B, H, W].
         generator: on the device of `x`.
 
     Returns:
-        uint8 [B, H, W, channels].
+        uint8 [B, H, W, channels], and the labels in the form they came in.
     """
     offsets, flips = draw_crops(len(x), generator)
-    return apply_crops(x, offsets, flips)
+    return apply_crops(x, offsets, flips), _moved(y, lambda maps: apply_crops(maps, offsets, flips, VOID))
 
 
 def draw_crops(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -36,10 +41,10 @@ def draw_crops(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return offsets, _draw_flips(batch, generator)
 
 
-def apply_crops(x: Tensor, offsets: Tensor, flips: Tensor) -> Tensor:
-    """`x` padded, cut at `offsets` and mirrored where `flips` says so."""
+def apply_crops(x: Tensor, offsets: Tensor, flips: Tensor, fill: int = 0) -> Tensor:
+    """`x` padded with `fill`, cut at `offsets` and mirrored where `flips` says so."""
     batch, height, width, channels = x.shape
-    padded = F.pad(x, (0, 0, PADDING, PADDING, PADDING, PADDING))
+    padded = F.pad(x, (0, 0, PADDING, PADDING, PADDING, PADDING), value=fill)
     tall, wide = padded.shape[1:3]
     rows = torch.arange(batch, device=x.device)[:, None] * tall + offsets[:, :1] + _steps(height, x)
     columns = offsets[:, 1:] + torch.where(flips[:, None], _steps(width, x).flip(0), _steps(width, x))
@@ -48,19 +53,39 @@ def apply_crops(x: Tensor, offsets: Tensor, flips: Tensor) -> Tensor:
     return padded.view(-1, channels).index_select(0, pixels.view(-1)).view(x.shape)
 
 
-def resized_crop_flip(x: Tensor, generator: torch.Generator, least: float = 0.64) -> Tensor:
+def resized_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator,
+                      least: float = 0.64) -> tuple[Tensor, Tensor]:
     """SFD's: a random part of 64 to 100 % of each image's area, brought to its size, and mirrored with probability 1/2.
 
     Args:
         x: uint8 [B, H, W, channels].
+        y: int64 [B], or uint8 [B, H, W].
         generator: on the device of `x`.
         least: the smallest share of the area.
 
     Returns:
-        float32 [B, H, W, channels] in 0..255.
+        float32 [B, H, W, channels] in 0..255, and the labels in the form they came in.
     """
     boxes, flips = draw_boxes(len(x), (x.shape[1], x.shape[2]), generator, least)
-    return apply_boxes(x, boxes, flips)
+    return apply_boxes(x, boxes, flips), _moved(y, lambda maps: apply_boxes_to_maps(maps, boxes, flips))
+
+
+def scale_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Street scenes': each image scaled by 0.5 to 2, cut at random to its size, and mirrored with probability 1/2.
+
+    Where the scaled image is the smaller one it lies at a random place; from there its border pixels go on to the edge,
+    where the map is VOID.
+
+    Args:
+        x: uint8 [B, H, W, channels].
+        y: int64 [B], or uint8 [B, H, W].
+        generator: on the device of `x`.
+
+    Returns:
+        float32 [B, H, W, channels] in 0..255, and the labels in the form they came in.
+    """
+    boxes, flips = draw_scaled_boxes(len(x), (x.shape[1], x.shape[2]), generator)
+    return apply_boxes(x, boxes, flips), _moved(y, lambda maps: apply_boxes_to_maps(maps, boxes, flips))
 
 
 def draw_boxes(batch: int, size: tuple[int, int], generator: torch.Generator,
@@ -73,16 +98,38 @@ def draw_boxes(batch: int, size: tuple[int, int], generator: torch.Generator,
     return torch.cat([corners, sides], dim=1).long(), _draw_flips(batch, generator)
 
 
+def draw_scaled_boxes(batch: int, size: tuple[int, int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """What images scaled by s, uniform in 0.5..2, show of themselves in their own size: top, left, height, width,
+    int64 [B, 4], larger than the image where s < 1; and whether to mirror, bool [B]."""
+    scale, *corner = torch.rand(3, batch, 1, generator=generator, device=generator.device)
+    full = torch.tensor(size, device=generator.device)
+    sides = (full / (0.5 + 1.5 * scale)).round()                                         # [B, 2]
+    corners = torch.floor(torch.cat(corner, dim=1) * ((full - sides).abs() + 1)) * (full - sides).sign()
+    return torch.cat([corners, sides], dim=1).long(), _draw_flips(batch, generator)
+
+
 def apply_boxes(x: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
-    """The parts `boxes` of `x`, bilinearly enlarged to its size and mirrored where `flips` says so."""
+    """The parts `boxes` of `x`, bilinearly brought to its size and mirrored where `flips` says so."""
+    parts = F.grid_sample(x.float().permute(0, 3, 1, 2), _grid(x, boxes, flips), mode="bilinear",
+                          padding_mode="border", align_corners=False)
+    return parts.permute(0, 2, 3, 1).contiguous()
+
+
+def apply_boxes_to_maps(maps: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
+    """The same of label maps [B, H, W, 1] by nearest neighbour; VOID outside of them."""
+    # what grid_sample fills in is 0, so VOID is brought to 0 and back
+    shifted = F.grid_sample(maps.permute(0, 3, 1, 2).float() - VOID, _grid(maps, boxes, flips), mode="nearest",
+                            padding_mode="zeros", align_corners=False)
+    return (shifted + VOID).to(maps.dtype).permute(0, 2, 3, 1)
+
+
+def _grid(x: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
+    """Where each pixel of the parts lies in the images, as grid_sample wants it, float32 [B, H, W, 2]."""
     height, width = x.shape[1:3]
     down = _centres(boxes[:, 0], boxes[:, 2], height)[:, :, None]                # [B, H, 1]
     across = _centres(boxes[:, 1], boxes[:, 3], width)
     across = torch.where(flips[:, None], across.flip(1), across)[:, None, :]     # [B, 1, W]
-    grid = torch.stack(torch.broadcast_tensors(across, down), dim=-1)            # [B, H, W, 2]
-    parts = F.grid_sample(x.float().permute(0, 3, 1, 2), grid, mode="bilinear", padding_mode="border",
-                          align_corners=False)
-    return parts.permute(0, 2, 3, 1).contiguous()
+    return torch.stack(torch.broadcast_tensors(across, down), dim=-1)
 
 
 def normalise(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -103,11 +150,16 @@ def normalise(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return rows.view(x.shape).permute(0, 3, 1, 2)
 
 
-AUGMENTATIONS: dict[str, Callable[[Tensor, torch.Generator], Tensor] | None] = {
+AUGMENTATIONS: dict[str, Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]] | None] = {
     "none": None,
     "crop_flip": crop_flip,
     "resized_crop_flip": resized_crop_flip,
+    "scale_crop_flip": scale_crop_flip,
 }
+
+
+def _moved(y: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor:
+    return y if y.ndim == 1 else move(y[..., None])[..., 0]
 
 
 def _draw_flips(batch: int, generator: torch.Generator) -> Tensor:

@@ -1,19 +1,26 @@
-"""Image files decoded once into a memory-mapped uint8 array, from which every process copies the rows it needs."""
+"""Images and label maps decoded once into memory-mapped uint8 arrays, from which every process copies its rows."""
 
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from raylt.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +28,7 @@ class Mapped:
     """Rows of an array on disk. Pickles as a path and row numbers, so that images travel to no other process.
 
     Args:
-        path: absolute path of an images.npy, uint8 [N, H, W, channels], that every node can read.
+        path: absolute path of a .npy that every node can read: images uint8 [N, H, W, channels] or maps [N, H, W].
         rows: int64 [n].
     """
 
@@ -39,7 +46,7 @@ class Mapped:
         return Mapped(self.path, self.rows[indices])
 
     def load(self) -> np.ndarray:
-        """A copy of the rows in memory, uint8 [n, H, W, channels]."""
+        """A copy of the rows in memory, uint8 [n, H, W, channels] or [n, H, W]."""
         return np.array(self._open()[self.rows])
 
     def _open(self) -> np.ndarray:
@@ -50,15 +57,15 @@ class Mapped:
                             "data.root must be a folder that every node sees") from None
 
 
-Images = np.ndarray | Mapped
+Stored = np.ndarray | Mapped
 
 
-def take(x: Images, rows: np.ndarray) -> Images:
+def take(x: Stored, rows: np.ndarray) -> Stored:
     """The given rows of `x`."""
     return x.take(rows) if isinstance(x, Mapped) else x[rows]
 
 
-def load(x: Images) -> np.ndarray:
+def load(x: Stored) -> np.ndarray:
     """`x` in memory."""
     return x.load() if isinstance(x, Mapped) else x
 
@@ -78,40 +85,133 @@ def decode_tree(name: str, folder: Path, files: Sequence[str], size: int, cache:
     Raises:
         DataError: a file cannot be decoded, or the cache does not fit on the disk.
     """
-    key = json.dumps([str(folder.resolve()), size, list(files)])
-    place = cache.resolve() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    path = place / "images.npy"
+    place = _place(name, [str(folder.resolve()), size, list(files)], cache)
+    return _decoded(place / "images.npy", (len(files), size, size, 3), lambda row: _decode(folder / files[row], size))
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Pictures of one size and their label maps, as they lie on disk.
+
+    Args:
+        key: what identifies them, as JSON; another key is another cache.
+        count: N, at least one.
+        image: row -> RGB image.
+        labels: row -> uint8 [H, W].
+    """
+
+    key: Any
+    count: int
+    image: "Callable[[int], Image.Image]"
+    labels: Callable[[int], np.ndarray]
+
+
+def decode_frames(name: str, frames: Frames, height: int, cache: Path) -> tuple[Mapped, Mapped]:
+    """Images uint8 [N, height, W, 3] and label maps uint8 [N, height, W]; W keeps the ratio of the first image.
+
+    Images are resized with antialiasing, of a map the nearest label is taken. A second call with the same key and
+    height opens the cache.
+
+    Raises:
+        DataError: a frame is unlike the first or its map, cannot be decoded, or the cache does not fit on the disk.
+    """
+    from PIL import Image
+
+    place = _place(name, [frames.key, height], cache)
+    paths = place / "images.npy", place / "labels.npy"
+    if all(path.exists() for path in paths):
+        return Mapped(str(paths[0]), np.arange(frames.count)), Mapped(str(paths[1]), np.arange(frames.count))
+    wide, tall = frames.image(0).size
+    width = max(1, round(wide * height / tall))
+
+    def image(row: int) -> np.ndarray:
+        found = frames.image(row)
+        if found.size != (wide, tall):
+            raise DataError(f"{name}: image {row} is {found.size[0]}x{found.size[1]}, the first {wide}x{tall}; "
+                            "all must be of one size")
+        return np.asarray(found.resize((width, height), Image.Resampling.BILINEAR))
+
+    def labels(row: int) -> np.ndarray:
+        found = frames.labels(row)
+        if found.shape != (tall, wide):
+            raise DataError(f"{name}: label map {row} is {list(found.shape)}, one index for each of {tall}x{wide} "
+                            "pixels is expected; colours must be turned into indices")
+        return np.asarray(Image.fromarray(found).resize((width, height), Image.Resampling.NEAREST))
+
+    return (_decoded(paths[0], (frames.count, height, width, 3), image),
+            _decoded(paths[1], (frames.count, height, width), labels))
+
+
+def open_image(file: Path) -> "Image.Image":
+    """An image file, decoded, in the colours it was written in.
+
+    Raises:
+        DataError: it cannot be decoded.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(file) as image:
+            image.load()
+            return image
+    except Exception as error:                  # PIL's decoders raise whatever they trip over
+        raise _undecodable(file, error) from None
+
+
+def read_npz(path: Path, keys: Sequence[str]) -> dict[str, np.ndarray]:
+    """The arrays of these names that a npz file has.
+
+    Raises:
+        DataError: not such a file, or damaged.
+    """
+    try:
+        file = np.load(path, allow_pickle=False)
+        if isinstance(file, np.ndarray):
+            raise ValueError("a single array")
+        with file:
+            return {key: file[key] for key in keys if key in file}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        cause = "no such file" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
+        raise DataError(f"{path.resolve()}: not a readable npz file ({cause}); write it with numpy.savez_compressed "
+                        "and without Python objects") from None
+
+
+def _place(name: str, key: Any, cache: Path) -> Path:
+    return cache.resolve() / f"{name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
+
+
+def _decoded(path: Path, shape: tuple[int, ...], decode: Callable[[int], np.ndarray]) -> Mapped:
     if not path.exists():
-        place.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         # trials that start together decode once; what a killed process left is overwritten under the same lock
-        with (place / "lock").open("w") as lock:
+        with (path.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
-                _decode_all([folder / file for file in files], size, place / "partial.npy")
-                os.replace(place / "partial.npy", path)
-    return Mapped(str(path), np.arange(len(files)))
+                _decode_all(decode, shape, path.with_name("partial.npy"))
+                os.replace(path.with_name("partial.npy"), path)
+    return Mapped(str(path), np.arange(shape[0]))
 
 
-def _decode_all(files: list[Path], size: int, path: Path) -> None:
+def _decode_all(decode: Callable[[int], np.ndarray], shape: tuple[int, ...], path: Path) -> None:
     from rich.console import Console
     from rich.progress import track
 
     path.unlink(missing_ok=True)
-    needed, free = len(files) * size * size * 3, shutil.disk_usage(path.parent).free
+    needed, free = math.prod(shape), shutil.disk_usage(path.parent).free
     if needed > free:           # writing past the end of the disk through a memory map would kill the process
-        raise DataError(f"{path.parent}: the cache of {len(files)} images at data.size = {size} takes "
+        raise DataError(f"{path.parent}: the cache of {shape[0]} images at data.size = {shape[1]} takes "
                         f"{needed / 1e9:.1f} GB, {free / 1e9:.1f} are free; lower data.size or move data.root")
-    images = np.lib.format.open_memmap(path, "w+", np.uint8, (len(files), size, size, 3))
+    rows = np.lib.format.open_memmap(path, "w+", np.uint8, shape)
 
-    def decode(row: int) -> None:
-        images[row] = _decode(files[row], size)
+    def write(row: int) -> None:
+        rows[row] = decode(row)
 
     try:
         with ThreadPoolExecutor() as pool:      # PIL decodes outside the interpreter lock
-            for _ in track(pool.map(decode, range(len(files))), f"decoding {len(files)} images", len(files),
+            for _ in track(pool.map(write, range(shape[0])), f"decoding {shape[0]} images", shape[0],
                            console=Console(stderr=True), disable=not sys.stderr.isatty()):
                 pass
-        images.flush()
+        rows.flush()
     except BaseException:
         path.unlink()
         raise
@@ -125,5 +225,8 @@ def _decode(file: Path, size: int) -> np.ndarray:
             image.draft("RGB", (size, size))    # a JPEG is decoded at the smallest scale that still covers the crop
             return np.asarray(ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BILINEAR))
     except Exception as error:                  # PIL's decoders raise whatever they trip over
-        raise DataError(f"{file}: not an image that can be decoded ({' '.join(str(error).split())}); "
-                        "replace or remove it") from None
+        raise _undecodable(file, error) from None
+
+
+def _undecodable(file: Path, error: Exception) -> DataError:
+    return DataError(f"{file}: not an image that can be decoded ({' '.join(str(error).split())}); replace or remove it")

@@ -1,4 +1,5 @@
-"""Who gets which sample: CReFF's partition, Dirichlet partitions with and without a smallest size, IID, recorded ids.
+"""Who gets which sample: CReFF's partition, Dirichlet partitions with and without a smallest size, IID, recorded ids,
+and, of images with label maps, classes.
 
 Every function returns one sorted int64 array of positions into `labels` per client; together they hold each position
 once. Clients may be empty unless a smallest size is asked for.
@@ -22,8 +23,9 @@ def partition(labels: np.ndarray, config: DataConfig, ids: np.ndarray | None) ->
     """The partition that `config` asks for, seeded by `config.seed`.
 
     Args:
-        labels: of the (long-tailed) training samples, int64 [n].
-        config: its `partition`, `clients`, `alpha`, `min_size` and `seed` matter.
+        labels: of the (long-tailed) training samples, int64 [n]; where they are maps, the classes that each image
+            shows, bool [n, C].
+        config: its `partition`, `clients`, `alpha`, `beta`, `imbalance`, `min_size` and `seed` matter.
         ids: recorded id of each sample, [n], or None where the source has none.
 
     Raises:
@@ -32,6 +34,12 @@ def partition(labels: np.ndarray, config: DataConfig, ids: np.ndarray | None) ->
     if config.clients > len(labels):
         raise DataError(f"data.clients = {config.clients} is more than the {len(labels)} training samples; "
                         "lower data.clients or data.imbalance")
+    if labels.ndim == 2 and config.partition not in ("classes", "iid", "by_id"):
+        raise DataError(f"data.partition = {config.partition}: deals samples by their one class, and an image of "
+                        f"{config.source} shows many; set data.partition=classes, iid or by_id")
+    if labels.ndim == 1 and config.partition == "classes":
+        raise DataError(f"data.partition = classes: relabels pixels, and {config.source} has one label per image; set "
+                        "data.partition=dirichlet, creff, iid or by_id")
     rng = np.random.default_rng(seed_for(config.seed, "partition"))
     match config.partition:
         case "creff":
@@ -45,6 +53,8 @@ def partition(labels: np.ndarray, config: DataConfig, ids: np.ndarray | None) ->
             parts = iid(labels, config.clients, rng)
         case "by_id":
             parts = by_id(ids, config.clients)
+        case "classes":
+            parts = by_class(labels, config.clients, config.beta, config.imbalance, rng)
     smallest = min(len(part) for part in parts)
     if smallest < (config.min_size or 0):
         raise DataError(f"data.min_size = {config.min_size}, but the smallest client of partition {config.partition} "
@@ -114,6 +124,37 @@ def by_id(ids: np.ndarray | None, clients: int) -> list[np.ndarray]:
     if len(distinct) != clients:
         raise DataError(f"data.clients = {clients}: the samples record {len(distinct)} different ids and by_id makes "
                         f"one client of each; set data.clients={len(distinct)}")
+    return _by_owner(owner, clients)
+
+
+def by_class(shows: np.ndarray, clients: int, beta: int, imbalance: float,
+             rng: np.random.Generator) -> list[np.ndarray]:
+    """MuPFL's class-heterogeneous partition (4.1): disjoint images for clients that keep `beta` classes each.
+
+    Sizes fall exponentially, the first client has `imbalance` times as many images as the last. The paper does not say
+    which images a client gets: here those that show one of its classes, at random, the clients with the rarest classes
+    first, and others only where these run out.
+
+    Args:
+        shows: the classes that each image shows, bool [n, C].
+        beta: see `raylt.data.maps.class_views`.
+
+    Raises:
+        DataError: more classes to keep than there are, or a client without an image.
+    """
+    n, classes = shows.shape
+    if beta > classes:
+        raise DataError(f"data.beta = {beta}: there are {classes} classes; give at most as many")
+    shares = (1 / imbalance) ** (np.arange(clients) / max(clients - 1, 1))
+    sizes = np.diff(_cut_exact(shares / shares.sum(), n), prepend=0, append=n)
+    if not sizes.all():
+        raise DataError(f"data.imbalance = {imbalance:g} leaves the last of {clients} clients without one of {n} "
+                        "images; lower data.imbalance or data.clients")
+    suits = np.stack([shows[:, (np.arange(k, k + beta)) % classes].any(1) for k in range(clients)])      # [K, n]
+    owner = np.full(n, -1)
+    for k in np.argsort(suits.sum(1), kind="stable"):
+        free = rng.permutation(np.flatnonzero(owner < 0))
+        owner[free[np.argsort(~suits[k, free], kind="stable")][:sizes[k]]] = k
     return _by_owner(owner, clients)
 
 

@@ -8,15 +8,17 @@ from torch import Tensor
 
 from raylt.data.augment import normalise
 from raylt.data.cache import load
+from raylt.data.maps import VOID
 from raylt.data.task import Facts, Shard
 from raylt.tree import view
 
-Augmentation = Callable[[Tensor, torch.Generator], Tensor]
+Augmentation = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]
+IGNORED = -100          # what torch's cross-entropy leaves out unless told otherwise
 
 
 class Batch(NamedTuple):
-    """x float32 [B, channels, H, W] normalised; y int64 [B], or soft labels float32 [B, C]; rows int64 [B], the places
-    in their shard."""
+    """x float32 [B, channels, H, W] normalised; y int64 [B], or soft labels float32 [B, C], or maps int64 [B, H, W]
+    with IGNORED; rows int64 [B], the places in their shard."""
 
     x: Tensor
     y: Tensor
@@ -24,23 +26,32 @@ class Batch(NamedTuple):
 
 
 class Samples:
-    """The images and labels of one shard, on one device; `ids` are the shard's."""
+    """The images and labels of one shard, on one device; labels int64 [n], or uint8 maps [n, H, W] with VOID. `ids`
+    are the shard's."""
 
     def __init__(self, shard: Shard, facts: Facts, device: torch.device):
-        self.x, self.y, self.ids = view(load(shard.x)).to(device), view(shard.y).to(device), shard.ids
+        self.x, self.y = view(load(shard.x)).to(device), view(shard.labels()).to(device)
+        self.ids = shard.ids
         self.mean, self.std = torch.tensor(facts.mean, device=device), torch.tensor(facts.std, device=device)
 
     def __len__(self) -> int:
         return len(self.y)
 
+    def counts(self, classes: int) -> Tensor:
+        """Images or labelled pixels of each class, int64 [C]."""
+        return sum((torch.bincount(part.flatten(), minlength=classes)[:classes] for part in self.y.split(64)),
+                   start=torch.zeros(classes, dtype=torch.int64, device=self.y.device))
+
     def batch(self, rows: Tensor, augment: Augmentation | None = None,
               generator: torch.Generator | None = None) -> Batch:
         """The samples at `rows` (int64 [B], on the device), augmented when asked."""
-        x = self.x.index_select(0, rows)
+        x, y = self.x.index_select(0, rows), self.y.index_select(0, rows)
         if augment is not None:
             assert generator is not None
-            x = augment(x, generator)
-        return Batch(normalise(x, self.mean, self.std), self.y.index_select(0, rows), rows)
+            x, y = augment(x, y, generator)
+        if y.dtype == torch.uint8:
+            y = torch.where(y == VOID, IGNORED, y.long())
+        return Batch(normalise(x, self.mean, self.std), y, rows)
 
     def in_order(self, size: int, augment: Augmentation | None = None,
                  generator: torch.Generator | None = None) -> Iterator[Batch]:

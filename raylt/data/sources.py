@@ -1,33 +1,39 @@
 """Data sets as they are on disk: training and balanced test images, labels, class names, normalisation.
 
 `digits` comes with scikit-learn; `cifar10`, `cifar100` and `fashion_mnist` are read by torchvision; `cinic10`,
-`imagenet_lt` and `folder:PATH` are trees of image files; `npz:PATH` is one file of arrays.
+`imagenet_lt` and `folder:PATH` are trees of image files; `npz:PATH` is one file of arrays. Those with label maps are in
+scenes.py.
 """
 
 import difflib
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from raylt.config import DataConfig
-from raylt.data.cache import Images, decode_tree, load, take
+from raylt.data.cache import Stored, decode_tree, load, read_npz, take
+from raylt.data.maps import VOID
+from raylt.data.scenes import Scenes, camvid, cityscapes, shapes
 from raylt.errors import ConfigError, DataError
 from raylt.seeds import seed_for
 
 Channels = tuple[float, ...]
+Kind = Literal["classification", "segmentation"]
 
 TORCHVISION = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "fashion_mnist": "FashionMNIST"}
-NAMES = ("digits", *TORCHVISION, "cinic10", "imagenet_lt", "folder", "npz")
+NAMES = ("digits", *TORCHVISION, "cinic10", "imagenet_lt", "shapes", "camvid", "cityscapes", "folder", "npz")
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CIFAR = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)      # CReFF's code uses them for CIFAR-100 too
 PUBLISHED = {
     "cifar10": CIFAR,
     "cifar100": CIFAR,
     "fashion_mnist": ((0.2860,), (0.3530,)),
     "cinic10": ((0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835)),
-    "imagenet_lt": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "imagenet_lt": IMAGENET,
+    "camvid": IMAGENET,             # so that weights from ImageNet see what they saw there
+    "cityscapes": IMAGENET,
 }
 GROUPS = {"cifar10": (200, 1000), "fashion_mnist": (200, 1000), "cinic10": (200, 1000), "digits": (20, 60)}
 ARRAYS = "x_train", "y_train", "x_test", "y_test", "class_names"
@@ -39,21 +45,30 @@ class Source:
 
     Args:
         x_train, x_test: uint8 [N, H, W, channels].
-        y_train, y_test: int64 [N], in [0, C).
+        y_train, y_test: int64 [N], in [0, C); or label maps uint8 [N, H, W], in [0, C) or VOID.
         class_names: C names.
         ids: recorded id of each training sample, [N], where there is one.
         mean, std: per channel, of pixels in [0, 1].
     """
 
     name: str
-    x_train: Images
-    y_train: np.ndarray
-    x_test: Images
-    y_test: np.ndarray
+    x_train: Stored
+    y_train: Stored
+    x_test: Stored
+    y_test: Stored
     class_names: tuple[str, ...]
     mean: Channels
     std: Channels
     ids: np.ndarray | None = None
+
+    @property
+    def kind(self) -> Kind:
+        return "classification" if len(self.y_train.shape) == 1 else "segmentation"
+
+    @property
+    def strata(self) -> np.ndarray:
+        """What a validation part is to be representative of: the labels; images with maps are all of one kind."""
+        return load(self.y_train) if self.kind == "classification" else np.zeros(len(self.y_train), dtype=np.int64)
 
 
 def open_source(config: DataConfig) -> Source:
@@ -74,6 +89,12 @@ def open_source(config: DataConfig) -> Source:
             return _tree("cinic10", root / "cinic10", 32, root / "cache")
         case "imagenet_lt", False:
             return _imagenet_lt(root / "imagenet_lt", config)
+        case "shapes", False:
+            return _scenes("shapes", shapes())
+        case "camvid", False:
+            return _scenes("camvid", camvid(root, config.size))
+        case "cityscapes", False:
+            return _scenes("cityscapes", cityscapes(root, config.size))
         case "folder", True:
             return _tree(config.source, path, config.size, root / "cache")
         case "npz", True:
@@ -88,15 +109,20 @@ def open_source(config: DataConfig) -> Source:
                       "folder:PATH, npz:PATH.")
 
 
-def group_thresholds(config: DataConfig) -> tuple[int, int]:
-    """(low, high) for `group_of`: what is configured, or the literature's for the source."""
-    low, high = config.groups or GROUPS.get(config.source, (20, 100))
+def group_thresholds(config: DataConfig, pixels: int | None = None) -> tuple[int, int]:
+    """(low, high) for `group_of`: what is configured, or the literature's for the source.
+
+    Args:
+        pixels: labelled ones, where labels are maps: then 1 % and 5 % of them, which are ours.
+    """
+    usual = GROUPS.get(config.source, (20, 100)) if pixels is None else (pixels // 100, pixels // 20)
+    low, high = config.groups or usual
     if not 0 <= low <= high:
         raise ConfigError(f"data.groups = [{low}, {high}]: few < first and many > second overlap; order them")
     return low, high
 
 
-def channel_statistics(x: Images) -> tuple[Channels, Channels]:
+def channel_statistics(x: Stored) -> tuple[Channels, Channels]:
     """Mean and standard deviation per channel of pixels in [0, 1], of at most 2,000 evenly spaced images if `x` is
     mapped. A constant channel gets the deviation of one grey level, so that dividing by it is safe."""
     if not isinstance(x, np.ndarray):
@@ -122,6 +148,12 @@ def _digits() -> Source:
     test = np.sort(np.concatenate([rng.choice(np.flatnonzero(y == c), 30, replace=False) for c in range(10)]))
     train = np.setdiff1d(np.arange(len(y)), test)
     return Source("digits", x[train], y[train], x[test], y[test], tuple("0123456789"), *channel_statistics(x[train]))
+
+
+def _scenes(name: str, scenes: Scenes) -> Source:
+    x_train, y_train, x_test, y_test, names, ids = scenes
+    mean, std = PUBLISHED.get(name) or channel_statistics(x_train)
+    return Source(name, x_train, y_train, x_test, y_test, names, mean, std, ids)
 
 
 def _torchvision(name: str, root: Path, download: bool) -> Source:
@@ -200,7 +232,7 @@ def _read_list(path: Path) -> tuple[list[str], np.ndarray]:
 
 
 def _npz(name: str, path: Path) -> Source:
-    arrays = _read_npz(path)
+    arrays = read_npz(path, (*ARRAYS, "id_train"))
     missing = [key for key in ARRAYS if key not in arrays]
     if missing:
         raise DataError(f"{path}: has no {', '.join(missing)}; {', '.join(ARRAYS)} are expected, id_train is optional")
@@ -210,29 +242,19 @@ def _npz(name: str, path: Path) -> Source:
     x, y = {}, {}
     for part in ("train", "test"):
         x[part] = _checked_images(path, f"x_{part}", arrays[f"x_{part}"])
-        y[part] = _checked_labels(path, f"y_{part}", arrays[f"y_{part}"], len(x[part]), len(names))
+        y[part] = _checked_labels(path, f"y_{part}", arrays[f"y_{part}"], x[part].shape[:3], len(names))
+    if y["train"].ndim != y["test"].ndim:
+        raise DataError(f"{path}: y_train is {list(y['train'].shape)} and y_test {list(y['test'].shape)}; both must be "
+                        "labels of images or both label maps")
     if x["train"].shape[1:] != x["test"].shape[1:]:
         raise DataError(f"{path}: images of x_train are {list(x['train'].shape[1:])}, of x_test "
                         f"{list(x['test'].shape[1:])}; they must be alike")
     ids = arrays.get("id_train")
-    if ids is not None and ids.shape != y["train"].shape:
+    if ids is not None and ids.shape != y["train"].shape[:1]:
         raise DataError(f"{path}: id_train is {list(ids.shape)}; one id for each of the {len(y['train'])} training "
                         "images is expected")
     return Source(name, x["train"], y["train"], x["test"], y["test"], tuple(names.tolist()),
                   *channel_statistics(x["train"]), ids)
-
-
-def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    try:
-        file = np.load(path, allow_pickle=False)
-        if isinstance(file, np.ndarray):
-            raise ValueError("a single array")
-        with file:
-            return {key: file[key] for key in (*ARRAYS, "id_train") if key in file}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        cause = "no such file" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
-        raise DataError(f"{path.resolve()}: not a readable npz file ({cause}); write it with numpy.savez_compressed "
-                        "and without Python objects") from None
 
 
 def _checked_images(path: Path, key: str, x: np.ndarray) -> np.ndarray:
@@ -242,11 +264,13 @@ def _checked_images(path: Path, key: str, x: np.ndarray) -> np.ndarray:
     return x if x.ndim == 4 else x[..., None]
 
 
-def _checked_labels(path: Path, key: str, y: np.ndarray, images: int, classes: int) -> np.ndarray:
-    if y.dtype.kind not in "iu" or y.shape != (images,):
-        raise DataError(f"{path}: {key} is {y.dtype} {list(y.shape)}; one integer label for each of the {images} "
-                        "images is expected")
-    if y.min() < 0 or y.max() >= classes:
-        raise DataError(f"{path}: {key} holds labels from {y.min()} to {y.max()}; class_names has {classes} names, "
-                        f"so 0 to {classes - 1} is expected")
-    return y.astype(np.int64)
+def _checked_labels(path: Path, key: str, y: np.ndarray, images: tuple[int, ...], classes: int) -> np.ndarray:
+    maps = y.dtype == np.uint8 and y.shape == images
+    if not maps and (y.dtype.kind not in "iu" or y.shape != images[:1]):
+        raise DataError(f"{path}: {key} is {y.dtype} {list(y.shape)}; one integer label for each of the {images[0]} "
+                        f"images is expected, or label maps uint8 {list(images)}")
+    found = y[y != VOID] if maps else y
+    if found.size and (found.min() < 0 or found.max() >= classes):
+        raise DataError(f"{path}: {key} holds labels from {found.min()} to {found.max()}; class_names has {classes} "
+                        f"names, so 0 to {classes - 1} is expected" + f", or {VOID} for none" * maps)
+    return y if maps else y.astype(np.int64)

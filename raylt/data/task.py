@@ -2,17 +2,18 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from raylt.config import DataConfig
-from raylt.data.cache import Images, take
+from raylt.data.cache import Stored, load, take
 from raylt.data.longtail import group_of, long_tail_subset
+from raylt.data.maps import BACKGROUND, class_counts, class_views, relabel, shown
 from raylt.data.partition import partition
-from raylt.data.sources import Source, group_thresholds, open_source
+from raylt.data.sources import Kind, Source, group_thresholds, open_source
 from raylt.data.validation import carve
 from raylt.errors import DataError
 
@@ -23,16 +24,22 @@ class Shard:
 
     Args:
         x: uint8 [n, H, W, channels].
-        y: int64 [n].
+        y: int64 [n], or label maps uint8 [n, H, W] (raylt/data/maps.py).
         ids: places in the source's training set, int64 [n]; None for a test set.
+        view: the class that each class is to whoever holds the shard, int64 [C]; None: itself.
     """
 
-    x: Images
-    y: np.ndarray
+    x: Stored
+    y: Stored
     ids: np.ndarray | None = None
+    view: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.y)
+
+    def labels(self) -> np.ndarray:
+        """`y` in memory, as the holder sees it."""
+        return load(self.y) if self.view is None else relabel(load(self.y), self.view)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +50,7 @@ class Split:
         clients: of each client, int64 [n], ascending.
         labels_sha256: of the source's training labels, see `hash_labels`.
         source, imbalance, partition, alpha, seed: the settings they were drawn with.
+        beta: the classes that each client keeps, of partition classes alone.
     """
 
     clients: tuple[np.ndarray, ...]
@@ -52,6 +60,7 @@ class Split:
     partition: str
     alpha: float
     seed: int
+    beta: int | None = None
 
     @property
     def sha256(self) -> str:
@@ -59,7 +68,8 @@ class Split:
         return hashlib.sha256(json.dumps(self._lists(), separators=(",", ":")).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        return {"sha256": self.sha256, **(asdict(self) | {"clients": self._lists()})}
+        tree = {"sha256": self.sha256, **(asdict(self) | {"clients": self._lists()})}
+        return {name: value for name, value in tree.items() if value is not None}
 
     @classmethod
     def from_json(cls, tree: Any) -> "Split":
@@ -68,8 +78,8 @@ class Split:
         Raises:
             DataError: another structure, or lists that do not have the hash beside them.
         """
-        names = {"sha256", *(field.name for field in fields(cls))}
-        if not isinstance(tree, dict) or set(tree) != names:
+        names = {"sha256", *(field.name for field in fields(cls) if field.name != "beta")}
+        if not isinstance(tree, dict) or set(tree) - {"beta"} != names:
             raise DataError(f"not a split; a mapping with {', '.join(sorted(names))} is expected")
         lists = tree["clients"]
         if not (isinstance(lists, list) and all(isinstance(rows, list) and all(type(row) is int for row in rows)
@@ -79,7 +89,7 @@ class Split:
             clients = tuple(np.array(rows, dtype=np.int64) for rows in lists)
         except OverflowError:
             raise DataError("an index of the split is not a 64-bit number") from None
-        split = cls(**{name: tree[name] for name in names - {"sha256", "clients"}}, clients=clients)
+        split = cls(**{name: tree[name] for name in set(tree) - {"sha256", "clients"}}, clients=clients)
         if split.sha256 != tree["sha256"]:
             raise DataError("the index lists were changed after the split was saved: they do not have the sha256 "
                             "beside them; draw the split anew or take the original file")
@@ -117,6 +127,7 @@ class Facts:
         class_names: C names.
         shape: height, width and channels of an image.
         mean, std: per channel, of pixels in [0, 1].
+        kind: what a label is: a class, or a map of them.
     """
 
     name: str
@@ -124,6 +135,7 @@ class Facts:
     shape: tuple[int, int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    kind: Kind = field(default="classification", kw_only=True)
 
     @property
     def classes(self) -> int:
@@ -135,8 +147,9 @@ class Task(Facts):
     """The data of an experiment.
 
     Args:
-        client_counts: training samples per client and class, int64 [K, C].
-        groups: "many", "medium" or "few" for each class, by its global training count (with those for validation).
+        client_counts: training samples, or pixels, per client and class as the client sees it, int64 [K, C].
+        groups: "many", "medium" or "few" for each class, by its global training count (with those for validation); "-"
+            for a background that stands for all classes.
         shards: training samples of each client; a client may have none.
         test: the balanced test set.
         split: which training samples of the source the shards and the validation set are.
@@ -152,8 +165,19 @@ class Task(Facts):
 
     @property
     def counts(self) -> np.ndarray:
-        """Global training samples per class, int64 [C]."""
+        """Global training samples, or pixels, per class, int64 [C]."""
         return self.client_counts.sum(0)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Images of each client, int64 [K]."""
+        return np.array([len(shard) for shard in self.shards])
+
+    @property
+    def views(self) -> np.ndarray:
+        """The class that each class is to each client, int64 [K, C]."""
+        itself = np.arange(self.classes)
+        return np.stack([itself if shard.view is None else shard.view for shard in self.shards])
 
     @property
     def clients(self) -> int:
@@ -171,36 +195,58 @@ def build_task(config: DataConfig) -> Task:
         ConfigError: no such source.
         DataError: the data are missing or malformed, or cannot be split as asked.
     """
-    low, high = group_thresholds(config)
     source = open_source(config)
     split = _draw(source, config) if config.split is None else _import(source, config, Path(config.split).expanduser())
-    groups = group_of(np.bincount(source.y_train[np.concatenate(split.clients)], minlength=len(source.class_names)),
-                      low, high)
+    names, views = source.class_names, None
+    everyone = class_counts(take(source.y_train, np.concatenate(split.clients)), len(names))
+    groups = group_of(everyone, *group_thresholds(config, everyone.sum() if source.kind == "segmentation" else None))
+    if split.beta is not None:
+        views = class_views(len(split.clients), len(names), split.beta)
+        names, groups = (*names, BACKGROUND), [*groups, "-"]
 
-    def shard(rows: np.ndarray) -> Shard:
-        return Shard(take(source.x_train, rows), source.y_train[rows], rows)
+    def shard(rows: np.ndarray, client: int | None = None) -> Shard:
+        view = None if views is None or client is None else views[client]
+        return Shard(take(source.x_train, rows), take(source.y_train, rows), rows, view)
 
     kept, held = split.clients, None
     if config.validation:
-        kept, held = carve(split.clients, source.y_train, config.validation, config.seed)
-    shards = tuple(shard(rows) for rows in kept)
-    client_counts = np.stack([np.bincount(its.y, minlength=len(source.class_names)) for its in shards])
+        kept, held = carve(split.clients, source.strata, config.validation, config.seed)
+    shards = tuple(shard(rows, k) for k, rows in enumerate(kept))
+    client_counts = np.stack([class_counts(its.labels(), len(names)) for its in shards])
     _, height, width, channels = source.x_train.shape
     mean, std = (source.mean, source.std) if config.normalise else ((0.0,) * channels, (1.0,) * channels)
-    return Task(source.name, source.class_names, (height, width, channels), mean, std, client_counts, tuple(groups),
-                shards, Shard(source.x_test, source.y_test), split, None if held is None else shard(held))
+    return Task(source.name, names, (height, width, channels), mean, std, client_counts, tuple(groups),
+                shards, Shard(source.x_test, source.y_test), split, None if held is None else shard(held),
+                kind=source.kind)
 
 
-def hash_labels(labels: np.ndarray) -> str:
-    """SHA-256 of labels as little-endian int64."""
-    return hashlib.sha256(labels.astype("<i8").tobytes()).hexdigest()
+def hash_labels(labels: Stored) -> str:
+    """SHA-256 of labels as little-endian int64, of maps as they are."""
+    digest = hashlib.sha256()
+    for rows in np.array_split(np.arange(len(labels)), 1 + len(labels) // 64):
+        part = load(take(labels, rows))
+        digest.update(part.astype("<i8" if part.ndim == 1 else "u1").tobytes())
+    return digest.hexdigest()
 
 
 def _draw(source: Source, config: DataConfig) -> Split:
-    subset = long_tail_subset(source.y_train, config.imbalance, len(source.class_names), config.seed)
-    parts = partition(source.y_train[subset], config, None if source.ids is None else source.ids[subset])
+    subset, labels = _thinned(source, config)
+    parts = partition(labels, config, None if source.ids is None else source.ids[subset])
     return Split(tuple(subset[part] for part in parts), hash_labels(source.y_train), source.name, config.imbalance,
-                 config.partition, config.alpha, config.seed)
+                 config.partition, config.alpha, config.seed, config.beta if config.partition == "classes" else None)
+
+
+def _thinned(source: Source, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the training set, and what a partition goes by."""
+    classes = len(source.class_names)
+    if source.kind == "classification":
+        labels = load(source.y_train)
+        subset = long_tail_subset(labels, config.imbalance, classes, config.seed)
+        return subset, labels[subset]
+    if config.imbalance != 1 and config.partition in ("iid", "by_id"):
+        raise DataError(f"data.imbalance = {config.imbalance:g}: the classes of {source.name} share its images, so "
+                        "none can be thinned; set data.imbalance=1")
+    return np.arange(len(source.y_train)), shown(source.y_train, classes)
 
 
 def _import(source: Source, config: DataConfig, path: Path) -> Split:

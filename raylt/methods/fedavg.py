@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from raylt.data.sources import Kind
 from raylt.method import Method
 
 
@@ -10,3 +11,4 @@ class FedAvg(Method):
 
     name: ClassVar[str] = "fedavg"
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
+    tasks: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")

@@ -6,6 +6,7 @@ more. All classifiers start from the same random weights.
 
 from typing import ClassVar
 
+from raylt.data.sources import Kind
 from raylt.method import Method
 from raylt.models.split import Params, SplitModel
 
@@ -15,6 +16,7 @@ class FedPer(Method):
 
     name: ClassVar[str] = "fedper"
     paper: ClassVar[str] = "Arivazhagan et al., arXiv 2019"
+    tasks: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
 
     def shared(self, model: SplitModel) -> Params:

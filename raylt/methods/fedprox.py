@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from raylt.client import Client, Message
 from raylt.data.samples import Batch
+from raylt.data.sources import Kind
 from raylt.hyper import LogUniform, hp
 from raylt.local import Objective
 from raylt.method import Method
@@ -22,6 +23,7 @@ class FedProx(Method):
 
     name: ClassVar[str] = "fedprox"
     paper: ClassVar[str] = "Li et al., MLSys 2020"
+    tasks: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
 
     mu: float = hp(0.01, LogUniform(1e-4, 1.0), "weight of the proximal term, Eq. 2", ge=0)
 

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from raylt.errors import ConfigError
 from raylt.models.cnn import cnn, small
 from raylt.models.resnet import resnet8, resnet8_proj, resnet18, resnet50, resnet50_proj
+from raylt.models.segment import LRASPPEncoder, lraspp
 from raylt.models.split import SplitModel
 
-__all__ = ["MODELS", "SplitModel", "build_model"]
+__all__ = ["MODELS", "SEGMENTERS", "SplitModel", "build_model"]
 
 MODELS: dict[str, Callable[[int, tuple[int, int, int]], SplitModel]] = {
     "resnet8": resnet8,
@@ -17,27 +18,37 @@ MODELS: dict[str, Callable[[int, tuple[int, int, int]], SplitModel]] = {
     "resnet50_proj": resnet50_proj,
     "cnn": cnn,
     "small": small,
+    "lraspp": lraspp,
 }
+SEGMENTERS = frozenset({"lraspp"})          # give logits for each pixel; the others for each image
 
 # the side at which every stride still halves something
 _SMALLEST = {"resnet8": 4, "resnet8_proj": 4, "resnet18": 8, "resnet50": 32, "resnet50_proj": 32, "cnn": 16,
-             "small": 2}
+             "small": 2, "lraspp": 16}
 
 
-def build_model(name: str, classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """A new model with random weights.
+def build_model(name: str, classes: int, shape: tuple[int, int, int], weights: str | None = None) -> SplitModel:
+    """A new model with random weights, but those of the encoder that `weights` brings.
 
     Args:
         name: a key of `MODELS`.
         classes: C.
         shape: height, width and channels of an image.
+        weights: "imagenet" or a file, see `LRASPPEncoder.load_imagenet`.
 
     Raises:
-        ConfigError: the images are too small for this model.
+        ConfigError: the images are too small for this model, or the weights cannot be had.
     """
     height, width, _ = shape
     if min(height, width) < _SMALLEST[name]:
-        fitting = [other for other, side in _SMALLEST.items() if min(height, width) >= side]
+        fitting = [other for other, side in _SMALLEST.items() if min(height, width) >= side
+                   and (other in SEGMENTERS) == (name in SEGMENTERS)]
         raise ConfigError(f"model = {name}: images are {height}x{width}, it needs at least "
                           f"{_SMALLEST[name]}x{_SMALLEST[name]}; for these there are: {', '.join(fitting) or 'none'}")
-    return MODELS[name](classes, shape)
+    model = MODELS[name](classes, shape)
+    if weights is not None:
+        if not isinstance(model.encoder, LRASPPEncoder):
+            raise ConfigError(f"weights = {weights}: model = {name} starts from random weights; leave weights out, or "
+                              "set model=lraspp")
+        model.encoder.load_imagenet(weights)
+    return model

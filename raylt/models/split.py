@@ -1,6 +1,9 @@
 """`SplitModel`: an encoder and a classifier, the two halves that every method here speaks of."""
 
+from typing import ClassVar
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -16,10 +19,12 @@ class SplitModel(nn.Module):
         classes: C; the classifier starts as `nn.Linear(d, C)` and may be replaced.
     """
 
+    head: ClassVar[type[nn.Linear]] = nn.Linear
+
     def __init__(self, encoder: nn.Module, dim: int, classes: int):
         super().__init__()
         self.encoder: nn.Module = encoder
-        self.classifier: nn.Module = nn.Linear(dim, classes)
+        self.classifier: nn.Module = self.head(dim, classes)
         self.dim, self.classes = dim, classes
         self.stays: frozenset[str] = frozenset()        # entries that never leave a client, whatever the method
 
@@ -40,21 +45,41 @@ def part(entries: Params, prefix: str | None) -> Params:
     return {} if prefix is None else {name: value for name, value in entries.items() if name.startswith(prefix)}
 
 
+class PixelLinear(nn.Linear):
+    """A 1x1 convolution with the weights of a linear layer [C, d]: of maps [B, d, h, w] and of pixels [n, d] alike."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.movedim(1, -1)).movedim(-1, 1)
+
+
+class PixelModel(SplitModel):
+    """A SplitModel whose features are maps [B, d, h, w]; logits are brought to the images' size, [B, C, H, W].
+
+    The classifier acts on one pixel's features at a time, so it may be trained on, or replaced by one trained on,
+    features [n, d] of single pixels, like that of any SplitModel.
+    """
+
+    head: ClassVar[type[nn.Linear]] = PixelLinear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(super().forward(x), x.shape[2:], mode="bilinear", align_corners=False)
+
+
 def with_classifier(model: SplitModel, weight: Tensor, bias: Tensor | None) -> SplitModel:
     """The model with another linear classifier and without further heads; it shares the encoder.
 
     Args:
         weight: [C, d]; bias: [C], or None for a classifier without one. Used as they are, not copied.
     """
-    other = SplitModel(model.encoder, model.dim, model.classes)
-    other.classifier = linear(weight, bias)
+    other = type(model)(model.encoder, model.dim, model.classes)
+    other.classifier = linear(weight, bias, model.head)
     other.stays = model.stays
     return other
 
 
-def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def linear(weight: Tensor, bias: Tensor | None, kind: type[nn.Linear] = nn.Linear) -> nn.Linear:
     """A linear layer over the given tensors."""
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer = kind(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight)
     layer.register_parameter("bias", None if bias is None else nn.Parameter(bias))
     return layer

@@ -239,5 +239,5 @@ def test_all_actors_get_their_places_or_none_does(make_fleet, monkeypatch):
 
 
 def test_labels_say_whose_data_an_actor_holds(tiny_task):
-    assert label_of([1], tiny_task.client_counts) == "client 1 · 14 samples · 3/4 classes"
-    assert label_of([0, 2, 5], tiny_task.client_counts) == "clients 0-5 · 45 samples"
+    assert label_of([1], tiny_task.sizes, tiny_task.client_counts) == "client 1 · 14 samples · 3/4 classes"
+    assert label_of([0, 2, 5], tiny_task.sizes, tiny_task.client_counts) == "clients 0-5 · 45 samples"

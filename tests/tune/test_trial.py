@@ -6,16 +6,20 @@ from typing import ClassVar
 
 import pytest
 import torch
+from tiny import make_experiment, pixels
 
 from raylt.config import load
+from raylt.data.task import build_task
+from raylt.errors import ConfigError
 from raylt.hyper import Choice, hp
 from raylt.method import Method
 from raylt.methods import METHODS
 from raylt.methods.fedavg import FedAvg
+from raylt.models import MODELS
 from tune.plan import client_steps
 from tune.search import search, sizes
 from tune.space import configure, space
-from tune.trial import Job, Trial, balance, local_fleet
+from tune.trial import Job, Trial, balance, judge, local_fleet
 
 SETTINGS = ["data.clients=4", "data.validation=0.2", "data.imbalance=5", "local.lr=0.1"]
 
@@ -165,3 +169,24 @@ def test_nothing_of_a_trial_is_left_but_its_record(tmp_path):
     finish(trial(tmp_path, "federation.rounds=2"))
     assert not (tmp_path / "trials/t/checkpoints").exists()
     shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedper"])
+def test_trials_of_segmentation_are_judged_on_held_out_images_as_each_client_sees_them(method, tmp_path, monkeypatch):
+    monkeypatch.setitem(MODELS, "lraspp", pixels)
+    config = load(None, ["data.source=shapes", "data.partition=classes", "data.clients=6", "data.imbalance=2",
+                         "data.validation=0.2", "model=lraspp", f"method={method}", "local.batch=64",
+                         "federation.participation=0.2", "evaluation.batch=80"])
+    experiment = make_experiment(config, build_task(config.data), tmp_path)
+    experiment.step()
+    figures = judge(experiment)
+    assert len(experiment.task.validation) == 64
+    assert set(figures) == {"accuracy", "many", "medium", "few", "owned", "matched", "miou"}
+    assert all(0 <= value <= 1 for value in figures.values())
+
+
+def test_methods_that_cannot_do_the_task_are_refused_before_a_search_starts(tmp_path):
+    config = load(None, ["data.source=shapes", "data.partition=iid", "data.imbalance=1", "model=lraspp", "method=sfd"])
+    with pytest.raises(ConfigError, match="method = sfd: is for classification"):
+        search(config, {"gamma": Choice(0.1, 1.0)}, samples=1, out=tmp_path, fleet="local")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,51 @@
+"""Label maps: what segmentation adds to labels. A map gives each pixel of an image a class, or VOID where nobody says.
+
+One code path serves both tasks. Labels are int64 [N], or uint8 maps [N, H, W]; a sample is an image either way (clients
+are weighted by images, batches count images), and what is counted per class is images or pixels. Where a batch is made,
+VOID becomes the index that torch's cross-entropy leaves out; models give logits [B, C] or [B, C, H, W], and the
+confusion matrix counts images or pixels.
+
+A client may see the classes in its own way: a view [C] names the class that each class is to it. Its training labels
+are relabelled by it, and so are truth and prediction when it is judged.
+"""
+
+import numpy as np
+
+from raylt.data.cache import Stored, load, take
+
+VOID = 255              # in a map: no class, not trained on and not counted
+BACKGROUND = "background"
+AT_ONCE = 2**24         # labels counted at a time
+
+
+def class_counts(labels: Stored, classes: int) -> np.ndarray:
+    """Images or labelled pixels of each class, int64 [C]."""
+    per_row = int(np.prod(labels.shape[1:]))
+    total = np.zeros(classes, dtype=np.int64)
+    for rows in np.array_split(np.arange(len(labels)), 1 + len(labels) * per_row // AT_ONCE):
+        total += np.bincount(load(take(labels, rows)).ravel(), minlength=classes)[:classes]
+    return total
+
+
+def shown(maps: Stored, classes: int) -> np.ndarray:
+    """Which classes each image shows, bool [N, C]."""
+    return np.stack([class_counts(take(maps, np.array([row])), classes) > 0 for row in range(len(maps))])
+
+
+def class_views(clients: int, classes: int, beta: int) -> np.ndarray:
+    """What each class is to each client when it keeps `beta` of them, int64 [K, C + 1].
+
+    Client k keeps classes k, k + 1, .., k + beta - 1 (modulo C); all others are one background, class C.
+    """
+    views = np.full((clients, classes + 1), classes)
+    for k in range(clients):
+        kept = np.arange(k, k + beta) % classes
+        views[k, kept] = kept
+    return views
+
+
+def relabel(labels: np.ndarray, view: np.ndarray) -> np.ndarray:
+    """Maps as a client with this view sees them, uint8 [N, H, W]; VOID stays VOID."""
+    table = np.arange(256, dtype=np.uint8)
+    table[:len(view)] = view
+    return table[labels]

@@ -1,0 +1,95 @@
+"""MobileNetV3-small with an LR-ASPP head (Howard et al., ICCV 2019), the network of MuPFL's street scenes.
+
+torchvision's head ends in two 1x1 convolutions whose outputs are added: one of the low-level features at stride 8
+[24, H/8, W/8], one of the pooled and gated high-level features brought there [128, H/8, W/8]. Their sum is one 1x1
+convolution of both stacked, so the encoder ends with the stack, d = 152, and the classifier is that convolution (with
+one bias instead of two).
+
+Departure: BatchNorm has torch's usual momentum 0.1. torchvision's 0.01 follows the statistics over some hundred steps,
+more than a client takes before its model is averaged.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raylt.errors import ConfigError
+from raylt.models.split import PixelModel
+
+LOW, WIDE, HIGH = 24, 576, 128
+
+
+class LRASPPEncoder(nn.Module):
+    """Images [B, channels, H, W] -> features [B, 152, H/8, W/8]. `stage1` ends at stride 8, `stage2` at 16 with 576
+    channels: dilation keeps it from 32."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        from torchvision.models import mobilenet_v3_small  # slow to import, and no other model needs it
+        from torchvision.models.segmentation.lraspp import LRASPPHead
+
+        blocks = list(mobilenet_v3_small(weights=None, dilated=True).features)
+        self.stage1, self.stage2 = nn.Sequential(*blocks[:3]), nn.Sequential(*blocks[3:])
+        if channels != 3:
+            stem = nn.Conv2d(channels, 16, 3, stride=2, padding=1, bias=False)
+            nn.init.kaiming_normal_(stem.weight, mode="fan_out")
+            self.stage1.get_submodule("0").register_module("0", stem)
+        head = LRASPPHead(LOW, WIDE, num_classes=1, inter_channels=HIGH)        # its classifiers are not used
+        self.cbr, self.scale = head.cbr, head.scale
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.momentum = 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = self.stage1(x)
+        high = self.stage2(low)
+        gated = self.cbr(high) * self.scale(high)
+        return torch.cat([low, F.interpolate(gated, low.shape[2:], mode="bilinear", align_corners=False)], dim=1)
+
+    def load_imagenet(self, weights: str) -> None:
+        """The backbone from a state dict of torchvision's `mobilenet_v3_small`.
+
+        Args:
+            weights: its file, or "imagenet" to fetch torchvision's.
+
+        Raises:
+            ConfigError: no such file, another content, or no net.
+        """
+        found = _fetch() if weights == "imagenet" else _read(Path(weights).expanduser())
+        blocks = nn.Sequential(*self.stage1, *self.stage2)
+        own = {name.removeprefix("features."): value for name, value in found.items() if name.startswith("features.")}
+        try:
+            blocks.load_state_dict(own)
+        except RuntimeError as error:
+            raise ConfigError(f"weights = {weights}: not the state dict of torchvision's mobilenet_v3_small "
+                              f"({' '.join(str(error).split())[:200]})") from None
+
+
+def lraspp(classes: int, shape: tuple[int, int, int]) -> PixelModel:
+    """1,076,556 parameters with 12 classes."""
+    return PixelModel(LRASPPEncoder(shape[2]), LOW + HIGH, classes)
+
+
+def _fetch() -> dict[str, Tensor]:
+    from torchvision.models import MobileNet_V3_Small_Weights
+
+    weights = MobileNet_V3_Small_Weights.IMAGENET1K_V1
+    try:
+        return dict(weights.get_state_dict(progress=False, check_hash=True))
+    except (OSError, RuntimeError) as error:            # no net, or another content than its name says
+        raise ConfigError(f"weights = imagenet: {weights.url} could not be fetched ({' '.join(str(error).split())}); "
+                          "fetch it elsewhere and set weights=PATH to the file") from None
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise ConfigError(f"weights = {path}: no such file; give a state dict of torchvision's mobilenet_v3_small, or "
+                          "imagenet to fetch it") from None
+    except Exception as error:          # whatever torch's unpickler trips over
+        raise ConfigError(f"weights = {path}: not a file of weights that can be read "
+                          f"({' '.join(str(error).split())[:200]})") from None
+    return found if isinstance(found, dict) else {}
