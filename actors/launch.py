@@ -5,7 +5,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +135,7 @@ def _start(config: Config, task: Task, folder: Path, chosen: Plan) -> Any:
         raise ConfigError(f"resources: no room for the server actor within {START_TIMEOUT_S} s ({chosen.server_gpus} "
                           "of a GPU); wait until the cluster is free") from None
     # references inside lists stay references: the server never sees the clients' data
-    rest = ray.put(replace(task, shards=()))
+    rest = ray.put(task.without_data())
     _get(server.open.remote(config, rest, shards, [test], chosen.placement, folder.resolve()))
     return server
 

@@ -1,8 +1,11 @@
 """What one client actor needs, seen in two steps of a real client: it decides how many share a GPU."""
 
 import resource
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 
@@ -11,10 +14,11 @@ from actors.placement import Need
 from raylt.client import Host
 from raylt.config import Config
 from raylt.data.cache import load
-from raylt.data.task import Facts, Shard, Task
+from raylt.data.maps import class_counts
+from raylt.data.task import Shard, Task
+from raylt.experiment import Experiment
+from raylt.fleet import LocalFleet
 from raylt.method import Method
-from raylt.server import Server
-from raylt.tree import Tree
 
 CONTEXT = 600 * 2**20       # device memory of a CUDA context, which torch does not count
 TIMEOUT_S = 120
@@ -27,23 +31,31 @@ def probe(config: Config, method: Method, task: Task, gpus: float) -> Need | Non
     shard = task.shards[largest]
     try:
         memory, used, device_memory = ray.get(
-            remote.remote(config, method, task.facts, ray.put(task.test), largest, ray.put(shard)), timeout=TIMEOUT_S)
-    except Exception:       # a message that needs earlier rounds, a device that is full: then nothing is known
+            remote.remote(config, method, ray.put(task.without_data()), largest, ray.put(shard)),
+            timeout=TIMEOUT_S)
+    except Exception:       # a device that is full, a process that died: then nothing is known
         return None
     return Need(memory, used / device_memory if device_memory else 0.0)
 
 
-def _two_steps(config: Config, method: Method, facts: Facts, test: Shard, id: int,
-               shard: Shard) -> tuple[float, float, float]:
-    """Bytes of this process at its peak, of its device, and of the whole device (0 on a CPU)."""
-    device = device_here()
-    short = config.model_copy(update={"local": config.local.model_copy(update={"epochs": 1})})
-    host = Host(short, method, facts, test, device)
+def _two_steps(config: Config, method: Method, task: Task, id: int, shard: Shard) -> tuple[float, float, float]:
+    """Bytes of this process at its peak, of its device, and of the whole device (0 on a CPU).
+
+    The first round of an experiment whose only client has two batches, so everything that clients do in it is seen.
+    """
+    device, size = device_here(), 2 * config.local.batch
+    short = config.model_copy(update={
+        "local": config.local.model_copy(update={"epochs": 1}),
+        "federation": config.federation.model_copy(update={"rounds": 2}),
+        "evaluation": config.evaluation.model_copy(update={"every": 2, "personal": 0})})
     x, y = load(shard.x), shard.labels()
-    few = Shard(x[:2 * config.local.batch], y[:2 * config.local.batch])
-    _, private = host.run(method.join, {}, 0, id, few, None)
-    message: Tree = method.message(Server(short, facts, method.new_model(facts, short), torch.device("cpu")))
-    host.run(method.train, message, 1, id, few, private)
+    few = Shard(x[:size], y[:size], None if shard.ids is None else shard.ids[:size])
+    shards = [Shard(x[:0], y[:0]) for _ in task.client_counts]
+    counts = np.zeros_like(task.client_counts)
+    shards[id], counts[id] = few, class_counts(few.y, task.classes)
+    alone = replace(task, shards=tuple(shards), client_counts=counts)
+    fleet = LocalFleet(short, alone, Host(short, method, alone.facts, alone.test, device))
+    Experiment(short, method, alone, fleet, device, Path()).step()
     data = float(x.nbytes + y.nbytes)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0 + data
     if device.type == "cpu":

@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from raylt import tree
 from raylt.client import Client, Message, Reply
 from raylt.data.samples import Batch
+from raylt.data.sources import Kind
 from raylt.data.task import Facts
 from raylt.errors import TooFewReplies
 from raylt.fleet import Fleet
@@ -57,6 +58,7 @@ class MuPFL(Method):
 
     name: ClassVar[str] = "mupfl"
     paper: ClassVar[str] = "Zhang et al., Multi-level Personalized FL"
+    tasks: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
 
     bavd: bool = hp(True, Choice(True, False), "biased activation value dropout, 3.3, Table 6")
@@ -186,7 +188,9 @@ class MuPFL(Method):
         replies = fleet.call(self.train, self.sample(server, fleet), message)
         if self.acmu:
             starts: dict[int, Params] = {id: message["model"] | reply["start"] for id, reply in replies.items()}
-            for members in self.clusters(server, starts, replies):
+            with server.stages.time("clustering"):
+                clusters = self.clusters(server, starts, replies)
+            for members in clusters:
                 update = mean_update([replies[id]["model"] for id in members], [starts[id] for id in members])  # Eq. 14
                 for id in members:                              # Eq. 15
                     model = {name: starts[id][name] + update[name] for name in update}
@@ -200,7 +204,8 @@ class MuPFL(Method):
         server.receive(mean.mean()["model"])
         server.log(loss=mean.mean()["loss"])
         if self.pkcf:
-            self.match(server, [reply["gradients"] for reply in replies.values()])
+            with server.stages.time("matching"):
+                self.match(server, [reply["gradients"] for reply in replies.values()])
 
     def clusters(self, server: Server, starts: dict[int, Params], replies: dict[int, Tree]) -> list[list[int]]:
         """The ids of each cluster's members, Eq. 7-13 [4]."""

@@ -172,3 +172,11 @@ def test_building_an_npz_task_imports_no_torch(tmp_path):
             f"build_task(DataConfig(source='npz:{tmp_path / 'it.npz'}', imbalance=1, clients=2))\n"
             "sys.exit(str({'torch', 'torchvision', 'sklearn', 'PIL'} & set(sys.modules) or ''))")
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).stderr.strip() == b""
+
+
+def test_without_data_sizes_and_views_alone_are_left(tiny_scenes):
+    bare = tiny_scenes.without_data()
+    assert bare.sizes.tolist() == tiny_scenes.sizes.tolist()
+    assert (bare.views == tiny_scenes.views).all()
+    assert sum(shard.x.nbytes + shard.y.nbytes for shard in bare.shards) == 0
+    assert bare.client_counts is tiny_scenes.client_counts
