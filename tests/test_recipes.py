@@ -43,9 +43,14 @@ def test_every_cell_of_fedsms_tables_that_a_method_here_has_is_in_a_recipe():
     assert len(runs) == 6 * 4 + 6 * 5 + 2 * 2 * (5 + 1) + 3 + 4
 
 
-def test_both_ratios_of_mupfls_table_3_have_a_recipe_and_segmentation_has_one_without_data():
-    names = {name.removeprefix("mupfl/segmentation/") for name in NAMES if name.startswith("mupfl/segmentation/")}
-    assert names >= {"cityscapes_if10_beta1.yaml", "cityscapes_if100_beta1.yaml", "shapes.yaml"}
+def test_every_cell_of_mupfls_tables_3_and_4_that_a_method_here_has_is_in_a_recipe():
+    files = {path.name: path.read_text() for path in RECIPES if path.parent.name == "segmentation"}
+    assert {name for name in files if name.startswith("cityscapes")} == {
+        "cityscapes_if100_beta1.yaml", *(f"cityscapes_if10_beta{beta}.yaml" for beta in (1, 2, 3))}
+    runs = [line for name, text in files.items() if name.startswith("cityscapes") for line in text.splitlines()
+            if line.startswith("#   ")]
+    assert len(runs) == 2 * 3 + 3 * 4           # Table 3: three methods; Table 4: local epochs
+    assert "shapes.yaml" in files               # one that needs no data
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
