@@ -14,7 +14,7 @@ from tiny import CPU, Recorder, configure, fingerprint, make_experiment, private
 from torch import nn
 from torch.nn import functional as F
 
-from raylt import checkpoint, tree
+from raylt import checkpoint, metrics, tree
 from raylt.client import Client, Host
 from raylt.data.samples import Samples
 from raylt.data.task import Shard, build_task
@@ -392,7 +392,7 @@ def test_client_that_never_took_part_is_judged_by_the_global_model(tiny_task, tm
     assert all(torch.equal(judged[id], matrix) for id in never)
     assert any(not torch.equal(judged[id], matrix) for id in asked)
     figures = reports[-1].clients
-    assert figures.keys() == {"owned", "matched", "global"}
+    assert figures.keys() == set(metrics.KINDS)
     assert all(kind.keys() == {"mean", "worst_decile"} for kind in figures.values())
     assert [value is not None for value in reports[-1].by_client["matched"]] == [True, True, True, True, False, True]
     assert all(private_states(experiment)[id]["state"] == {} for id in never)
