@@ -52,8 +52,9 @@ class Quiet:
 
 
 def figures(folder):
-    """What a run came to, but for the time it took."""
+    """What a run came to, but for the time it took and, of a trial, what it was judged by."""
     summary = json.loads((folder / "summary.json").read_text())
+    summary["figures"].pop("validation", None)
     return {key: value for key, value in summary.items() if "seconds" not in key}
 
 
