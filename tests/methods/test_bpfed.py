@@ -1,15 +1,10 @@
-import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from killed import resume, run_and_kill
 from tiny import CPU, Recorder, configure, fingerprint, make_experiment, private_states
 from torch import tensor
 from torch.nn import functional as F
@@ -525,10 +520,6 @@ def test_finish_that_broke_off_between_its_halves_is_repeated_to_the_same_bits(f
 @pytest.mark.slow
 def test_killed_during_retraining_and_resumed_it_ends_with_the_same_classifiers(tmp_path):
     settings = ["method=bpfed", "federation.rounds=2", "local.epochs=1", "data.clients=4", "method.epochs=300"]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-
-    def command(*words: str) -> list[str]:
-        return [sys.executable, "-m", "raylt.cli", *words, "--fleet", "local"]
 
     def classifiers(folder: Path) -> dict[str, str]:
         saved, _ = checkpoint.latest(folder / "checkpoints")
@@ -536,22 +527,8 @@ def test_killed_during_retraining_and_resumed_it_ends_with_the_same_classifiers(
         assert saved.facts["step"] == 3
         return {part: fingerprint(saved.read(part)) for part in saved.parts if part.startswith("client-")}
 
-    whole = ["run", *settings, "--out", str(tmp_path), "--name"]
-    subprocess.run(command(*whole, "straight"), check=True, env=environment, capture_output=True)
-    process = subprocess.Popen(command(*whole, "killed"), env=environment, stderr=subprocess.DEVNULL)
-    lines = tmp_path / "killed" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (lines.exists() and lines.read_text().count("\n") == 2):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.01)
-    time.sleep(0.5)                                     # covariances take a few milliseconds, re-training seconds
-    assert process.poll() is None
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "killed" / "checkpoints" / "000003").exists()
-    subprocess.run(command("resume", str(tmp_path / "killed")), check=True, env=environment, capture_output=True)
-    straight, killed = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("straight", "killed"))
+    run_and_kill(tmp_path, settings, 0.5)               # covariances take a few milliseconds, re-training seconds
+    straight, killed = resume(tmp_path)
     assert straight["model_sha256"] == killed["model_sha256"]
     assert straight["accuracy"] == killed["accuracy"]
     assert len(classifiers(tmp_path / "straight")) == 4

@@ -1,9 +1,3 @@
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import asdict
 
 import numpy as np
@@ -11,6 +5,7 @@ import pytest
 import teachers
 import torch
 import yaml
+from killed import resume, run_and_kill
 from test_contract import Backwards, FailsFirst, NewHosts, OwnHosts
 from tiny import CPU, Recorder, configure, fingerprint, make_experiment, private_states
 from torch.nn import functional as F
@@ -390,30 +385,11 @@ class Quiet:
 def test_killed_during_a_retraining_round_and_resumed_it_ends_with_the_same_model(tmp_path, clip_folder):
     settings = ["method=fedsm", f"method.teacher=local-dir:{clip_folder}", "federation.rounds=3", "local.epochs=1",
                 "data.clients=4", "method.rounds=2", "method.epochs=100"]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-
-    def command(*words: str) -> list[str]:
-        return [sys.executable, "-m", "raylt.cli", *words, "--fleet", "local"]
-
-    whole = ["run", *settings, "--out", str(tmp_path), "--name"]
-    subprocess.run(command(*whole, "straight"), check=True, env=environment, capture_output=True)
-    process = subprocess.Popen(command(*whole, "killed"), env=environment, stderr=subprocess.DEVNULL)
-    lines = tmp_path / "killed" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (lines.exists() and lines.read_text().count("\n") == 2):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.01)
-    time.sleep(0.5)                                     # local training takes milliseconds, re-training seconds
-    assert process.poll() is None
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "killed" / "checkpoints" / "000003").exists()
+    run_and_kill(tmp_path, settings, 0.5)               # local training takes milliseconds, re-training seconds
     saved, _ = checkpoint.latest(tmp_path / "killed" / "checkpoints")
     assert saved is not None
     assert saved.read("client-000")["state"].keys() == {"phrase"}      # text features, and none of images
-    subprocess.run(command("resume", str(tmp_path / "killed")), check=True, env=environment, capture_output=True)
-    straight, killed = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("straight", "killed"))
+    straight, killed = resume(tmp_path)
     assert straight["model_sha256"] == killed["model_sha256"]
     assert straight["accuracy"] == killed["accuracy"]
     assert straight["figures"] == killed["figures"]

@@ -1,15 +1,10 @@
-import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from killed import resume, run_and_kill
 from torch.nn import functional as F
 
 from raylt import tree
@@ -288,24 +283,6 @@ def test_sfd_is_what_runs_by_default():
 def test_killed_during_synthesis_and_resumed_it_ends_with_the_same_model(tmp_path):
     settings = ["federation.rounds=2", "local.epochs=1", "data.clients=4", "method.rf_dim=2000",
                 "method.synthesis_steps=20", "method.epochs=5"]
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-
-    def command(*words: str) -> list[str]:
-        return [sys.executable, "-m", "raylt.cli", *words, "--fleet", "local"]
-
-    whole = ["run", *settings, "--out", str(tmp_path), "--name"]
-    subprocess.run(command(*whole, "straight"), check=True, env=environment, capture_output=True)
-    process = subprocess.Popen(command(*whole, "killed"), env=environment, stderr=subprocess.DEVNULL)
-    lines = tmp_path / "killed" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (lines.exists() and lines.read_text().count("\n") == 2):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.01)
-    time.sleep(0.3)                                     # statistics take a few milliseconds, synthesis seconds
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "killed" / "checkpoints" / "000003").exists()
-    subprocess.run(command("resume", str(tmp_path / "killed")), check=True, env=environment, capture_output=True)
-    straight, killed = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("straight", "killed"))
+    run_and_kill(tmp_path, settings, 0.3)               # statistics take a few milliseconds, synthesis seconds
+    straight, killed = resume(tmp_path)
     assert straight["model_sha256"] == killed["model_sha256"]

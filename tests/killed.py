@@ -1,0 +1,39 @@
+"""A run that is killed in the midst of its third step, and the same run left alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+COMMAND = [sys.executable, "-m", "raylt.cli"]
+ENVIRONMENT = os.environ | {"PYTHONUNBUFFERED": "1"}
+
+
+def run_and_kill(folder: Path, settings: list[str], pause: float) -> None:
+    """Runs in `folder`: "straight" ends, "killed" dies `pause` seconds after its second step was committed."""
+    whole = [*COMMAND, "run", *settings, "--fleet", "local", "--out", str(folder), "--name"]
+    subprocess.run([*whole, "straight"], check=True, env=ENVIRONMENT, capture_output=True)
+    process = subprocess.Popen([*whole, "killed"], env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+    lines = folder / "killed" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (lines.exists() and lines.read_text().count("\n") == 2):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(pause)
+    assert process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (folder / "killed" / "checkpoints" / "000003").exists()
+
+
+def resume(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Takes up the killed run; the summaries of the straight one and of this."""
+    subprocess.run([*COMMAND, "resume", str(folder / "killed"), "--fleet", "local"], check=True, env=ENVIRONMENT,
+                   capture_output=True)
+    straight, killed = (json.loads((folder / name / "summary.json").read_text()) for name in ("straight", "killed"))
+    return straight, killed
