@@ -1,6 +1,8 @@
 """`ClientActor`: a Ray actor that holds clients, pinned to its share of a GPU."""
 
 import faulthandler
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,8 @@ from raylt.fleet import ItemFunction, compute
 from raylt.method import Method
 from raylt.tree import Tree, from_arrays, to_arrays
 
+GONE_S = 30.0           # a killed process is gone in a second or two; its memory on a GPU too
+
 
 @ray.remote
 class ClientActor:
@@ -32,8 +36,16 @@ class ClientActor:
     def __repr__(self) -> str:
         return self.label                # what the dashboard shows
 
-    def ready(self) -> None:
-        """Returns once the actor is up."""
+    def ready(self) -> tuple[str, int]:
+        """Node and pid of the actor, once it is up."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    def outlive(self, processes: list[tuple[str, int]]) -> None:
+        """Waits until those of them that were on this node are gone, for `GONE_S` at most."""
+        here, end = ray.get_runtime_context().get_node_id(), time.monotonic() + GONE_S
+        pids = [pid for node, pid in processes if node == here]
+        while any(_lives(pid) for pid in pids) and time.monotonic() < end:
+            time.sleep(0.05)
 
     def run(self, fn: ClientFunction, message: Tree, round: int, id: int, shard: Shard | None,
             private: Tree | None, patience: float) -> tuple[Reply | str, Tree]:
@@ -74,6 +86,14 @@ class ClientActor:
                 faulthandler.cancel_dump_traceback_later()
         if self.stacks.stat().st_size == 0:
             self.stacks.unlink()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def device_here() -> torch.device:

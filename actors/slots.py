@@ -30,6 +30,7 @@ class Slot:
     home: list[int]                                     # its clients
     bundle: int                                         # of the placement group
     actor: Any = None
+    process: tuple[str, int] | None = None              # node and pid of the actor, once it is up
     lives: int = 0
     held: set[int] = field(default_factory=set)         # clients whose data the actor has
     late: Any = None                                    # a call that nobody waits for any more
@@ -75,11 +76,17 @@ class Slots:
         self._await(slots, lives=3)
 
     def halve(self) -> list[Slot]:
-        """Gives up every second place, when there is more than one; returns those."""
+        """Gives up every second place, when there is more than one; returns those.
+
+        A process frees its device memory when it is gone, which is later than `ray.kill` returns: those that are left
+        on its node wait for that before their next call.
+        """
         given_up = self._slots[1::2]
         for slot in given_up:
             ray.kill(slot.actor)
         self._slots = self._slots[::2]
+        for slot in self._slots:
+            slot.actor.outlive.remote([other.process for other in given_up if other.process])
         return given_up
 
     def close(self) -> None:
@@ -106,7 +113,7 @@ class Slots:
             for ref in ray.wait(list(waiting), num_returns=len(waiting), timeout=timeout)[0]:
                 slot = waiting.pop(ref)
                 try:
-                    ray.get(ref)
+                    slot.process = ray.get(ref)
                 except LOST as error:
                     left[id(slot)] -= 1
                     if left[id(slot)] == 0:
