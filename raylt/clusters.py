@@ -72,14 +72,14 @@ def read_clusters(folder: Path, round: int | None = None) -> Clusters:
         raise CheckpointError(f"{folder}: similarities are kept of rounds {', '.join(similarities)}, not of {round}; "
                               "give one of them with --round")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    figures = {line["step"]: line["figures"] for line in lines if line["phase"] == "round"}
-    own = figures[round]
+    reports = {line["step"]: line for line in lines if line["phase"] == "round"}
+    own, ids = reports[round]["figures"], reports[round]["participants"]
     task = build_task(config.data.model_copy(update={"split": str(folder / "split.json")}))
     points, pca = embed(similarities[str(round)].double()).numpy(), PCA(2)
     places = pca.fit_transform(points)
-    return Clusters(round, own["participants"], own["clusters"], own["silhouettes"].get(str(own["kappa"])), places,
-                    pca.explained_variance_ratio_, task.client_counts[own["participants"]], task.class_names,
-                    {step: its["kappa"] for step, its in figures.items()})
+    return Clusters(round, ids, own["clusters"], own["silhouettes"].get(str(own["kappa"])), places,
+                    pca.explained_variance_ratio_, task.client_counts[ids], task.class_names,
+                    {step: its["figures"]["kappa"] for step, its in reports.items()})
 
 
 def _names(found: Clusters) -> list[tuple[str, tuple[float, float]]]:

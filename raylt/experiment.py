@@ -42,6 +42,7 @@ class Report:
         by_client: the same of each client by id, None for one that is not judged; kept of clients' own models, and
             of the last evaluation of all.
         traffic: bytes and replies by client function.
+        participants: ids of the clients sampled for the round whose replies were used.
         lost, retried, rejected: client ids; rejected ones with the reason.
         figures: what the method reports.
         stages: seconds by stage: the waits for clients by client function, "aggregation", what the method times of
@@ -57,6 +58,7 @@ class Report:
     groups: dict[str, float | None] | None
     clients: dict[str, dict[str, float]] | None
     traffic: dict[str, dict[str, int]]
+    participants: list[int] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
     retried: list[int] = field(default_factory=list)
     rejected: dict[int, str] = field(default_factory=dict)
@@ -116,6 +118,7 @@ class Experiment:
             step=self._step, phase=phase, seconds=trained - start, evaluation_seconds=evaluation,
             stages={**stages, "evaluation": evaluation},
             traffic={name: asdict(t) for name, t in _merge(joined.traffic, ledger.traffic).items()},
+            participants=sorted(ledger.participants),
             lost=joined.lost + ledger.lost, retried=joined.retried + ledger.retried,
             rejected=joined.rejected | ledger.rejected, figures=server.figures, **judged)
 

@@ -67,6 +67,7 @@ class Ledger:
     lost: list[int] = field(default_factory=list)           # no usable answer, for whatever reason but a bad reply
     retried: list[int] = field(default_factory=list)
     rejected: dict[int, str] = field(default_factory=dict)  # reply not usable, and why
+    participants: set[int] = field(default_factory=set)     # of a cohort, those who replied usably
     stages: Stages = field(default_factory=Stages)
 
 
@@ -180,7 +181,7 @@ class Fleet(ABC):
     def _replies(self, fn: ClientFunction, ids: Sequence[int], message: Message, verb: Verb) -> Iterator[
             tuple[int, Reply]]:
         name = getattr(fn, "__name__", "call")
-        wanted = ids.enough if isinstance(ids, Cohort) else len(ids)
+        sampled, wanted = isinstance(ids, Cohort), ids.enough if isinstance(ids, Cohort) else len(ids)
         ids, size = sorted(ids), tree.nbytes(message)
         if not ids:
             raise TooFewReplies(f"round {self.round}, {name}: no client was asked; give it at least one")
@@ -210,6 +211,8 @@ class Fleet(ABC):
                     usable += 1
                     self._private[answer.id] = answer.private
                     self.changed.add(answer.id)
+                    if sampled:
+                        self.ledger.participants.add(answer.id)
                     yield answer.id, answer.reply
                     continue
                 self.ledger.rejected[answer.id] = fault

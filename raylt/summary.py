@@ -6,6 +6,7 @@ from rich import box
 from rich.table import Table
 
 from raylt.data.task import Task
+from raylt.metrics import client_figures
 
 Report = dict[str, Any]
 
@@ -37,7 +38,7 @@ def summarise(reports: list[Report], method: str, split_sha256: str, concluded: 
         "groups_before_finish": rounds[-1]["groups"] if final["phase"] == "finish" else None,
         "global_accuracy": final["global_accuracy"],
         "groups": final["groups"],
-        "clients": final["clients"]["matched"] | {"by": final["clients"]},
+        "clients": final["clients"]["matched"] | {"by": final["clients"]} | _by_sampling(reports),
         "bytes": {"up": sum(t["up"] for t in traffic), "down": sum(t["down"] for t in traffic)},
         "seconds": sum(r["seconds"] + r["evaluation_seconds"] for r in reports),
         "seconds_per_round": seconds / len(rounds),
@@ -45,6 +46,18 @@ def summarise(reports: list[Report], method: str, split_sha256: str, concluded: 
         "troubles": {kind: sum(len(r[kind]) for r in reports) for kind in ("lost", "retried", "rejected")},
         **concluded,
     }
+
+
+def _by_sampling(reports: list[Report]) -> dict[str, dict[str, Any] | None]:
+    """The figures of the judged clients that took part in some round, and of those that never did; None of nobody."""
+    ever = {id for report in reports for id in report["participants"]}
+    found: dict[str, dict[str, Any] | None] = {}
+    for name, wanted in (("sampled", True), ("never_sampled", False)):
+        mine = {kind: [value for id, value in enumerate(values) if value is not None and (id in ever) == wanted]
+                for kind, values in reports[-1]["by_client"].items()}
+        count = len(mine["matched"])
+        found[name] = {"count": count, **client_figures(mine)} if count else None
+    return found
 
 
 def table_of(summary: dict[str, Any], folder: str) -> Table:
@@ -67,6 +80,10 @@ def table_of(summary: dict[str, Any], folder: str) -> Table:
                       " / ".join(percent(value) for value in summary["groups_before_finish"].values()))
     table.add_row("clients, mean (own class mix)", percent(clients["mean"]))
     table.add_row("clients, worst decile", percent(clients["worst_decile"]))
+    parts = clients["sampled"], clients["never_sampled"]
+    if all(parts):
+        table.add_row("clients, ever / never sampled",
+                      " / ".join(f"{percent(each['matched']['mean'])} ({each['count']})" for each in parts))
     table.add_row("bytes up / down", f"{size(summary['bytes']['up'])} / {size(summary['bytes']['down'])}")
     table.add_row("seconds per round", f"{summary['seconds_per_round']:.2f}")
     troubles = {kind: count for kind, count in summary["troubles"].items() if count}

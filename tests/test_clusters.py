@@ -45,7 +45,7 @@ def test_what_is_drawn_is_what_the_run_recorded(finished, round):
     line = json.loads((finished / "metrics.jsonl").read_text().splitlines()[(round or 7) - 1])
     figures = line["figures"]
     assert found.round == line["step"] == (round or 7)
-    assert (found.ids, found.labels) == (figures["participants"], figures["clusters"])
+    assert (found.ids, found.labels) == (line["participants"], figures["clusters"])
     assert len(found.ids) == 5
     task = build_task(load(finished / "config.yaml").data.model_copy(update={"split": str(finished / "split.json")}))
     assert np.array_equal(found.counts, task.client_counts[found.ids])

@@ -16,6 +16,8 @@ def report(step, accuracy, phase="round", seconds=1.0, evaluation_seconds=0.5, *
             "clients": {"owned": {"mean": 0.6, "worst_decile": 0.2}, "matched": {"mean": 0.7, "worst_decile": 0.3},
                         "global": {"mean": 0.5, "worst_decile": 0.5}} if judged else None,
             "traffic": {"train": {"down": 1000, "up": 2000, "replies": 2}}, "lost": [], "retried": [], "rejected": {},
+            "participants": [0, 2], "by_client": {"owned": [0.5, None, 0.7], "matched": [0.6, None, 0.8],
+                                                  "global": [0.5, None, 0.5], "miou": [0.25, None, 0.5]},
             "figures": {}} | changes
 
 
@@ -68,6 +70,26 @@ def test_clients_are_judged_on_their_own_class_mix():
     assert (summary["clients"]["mean"], summary["clients"]["worst_decile"]) == (0.7, 0.3)
     assert summary["clients"]["by"]["owned"] == {"mean": 0.6, "worst_decile": 0.2}
     assert set(summary["clients"]["by"]) == {"owned", "matched", "global"}
+
+
+def test_clients_that_took_part_and_those_that_never_did_have_means_of_their_own():
+    each = {"owned": [0.5, None, 0.25, 1.0], "matched": [0.25, None, 0.5, 0.75], "global": [0.5] * 4, "miou": [0.5] * 4}
+    clients = summary_of(report(1, 0.5, participants=[0]), report(2, 0.5, participants=[0, 1]),
+                         report(3, 0.5, participants=[2], by_client=each))["clients"]
+    # client 1 took part and is not judged
+    assert {kind: figure["mean"] for kind, figure in clients["sampled"].items() if kind != "count"} == {
+        "owned": 0.375, "matched": 0.375, "global": 0.5, "miou": 0.5}
+    assert clients["sampled"]["matched"]["worst_decile"] == 0.25
+    assert clients["never_sampled"]["matched"] == {"mean": 0.75, "worst_decile": 0.75}
+    assert (clients["sampled"]["count"], clients["never_sampled"]["count"]) == (2, 1)
+
+
+def test_the_table_tells_those_that_never_took_part_only_where_there_are_some():
+    some = summary_of(report(1, 0.5, participants=[0]))
+    assert "60.00 % (1) / 80.00 % (1)" in printed(some)
+    everyone = summary_of(report(1, 0.5))
+    assert everyone["clients"]["never_sampled"] is None
+    assert "never sampled" not in printed(everyone)
 
 
 def test_bytes_are_summed_over_rounds_and_kinds_of_call():

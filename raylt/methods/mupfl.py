@@ -218,7 +218,7 @@ class MuPFL(Method):
         kappas = range(2, min(self.kappa_max, n - 1) + 1) if self.kappa is None else [min(self.kappa, n)]
         found = cluster(similarity, kappas if n > 2 else [], server.seed("acmu"))                   # [5]
         server.log(kappa=found.kappa, silhouettes={str(kappa): value for kappa, value in found.silhouettes.items()},
-                   participants=list(replies), clusters=found.labels)
+                   clusters=found.labels)
         kept = dict(list(server.state.get("similarity", {}).items())[1 - KEPT_ROUNDS:])
         server.state["similarity"] = kept | {str(server.round): similarity.float()}
         return [[id for id, its in zip(replies, found.labels, strict=True) if its == c] for c in range(found.kappa)]

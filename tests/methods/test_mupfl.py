@@ -120,7 +120,7 @@ def test_clusters_do_change_it_where_sizes_differ(tiny_task, tmp_path):
 def test_model_of_a_cluster_is_its_start_and_the_mean_update_and_the_global_one_their_mean(finished, tiny_task):
     experiment, reports = finished                                                                   # Eq. 14, 15
     start, replies = initial(tiny_task), replies_of(experiment)
-    labels = dict(zip(reports[0].figures["participants"], reports[0].figures["clusters"], strict=True))
+    labels = dict(zip(reports[0].participants, reports[0].figures["clusters"], strict=True))
     moved = {}
     for id in replies:
         mates = [other for other in replies if labels[other] == labels[id]]
@@ -144,7 +144,7 @@ def test_model_of_a_cluster_is_its_start_and_the_mean_update_and_the_global_one_
 def test_clients_keep_the_encoder_of_their_cluster_and_their_own_classifier(tiny_task, tmp_path):
     experiment, (report,) = run(tiny_task, tmp_path, until=1)
     start, replies, states = initial(tiny_task), replies_of(experiment), private_states(experiment)
-    labels = dict(zip(report.figures["participants"], report.figures["clusters"], strict=True))
+    labels = dict(zip(report.participants, report.figures["clusters"], strict=True))
     for id, reply in replies.items():
         state = states[id]["state"]
         assert state.keys() == {"own", "cluster"}
@@ -421,7 +421,7 @@ def test_clusters_of_every_round_are_reported(finished):
     experiment, reports = finished
     for report in reports:
         figures = report.figures
-        assert figures["participants"] == [0, 1, 2, 3, 5]
+        assert report.participants == [0, 1, 2, 3, 5]
         assert len(figures["clusters"]) == 5
         assert figures["kappa"] == len(set(figures["clusters"])) == max(figures["clusters"]) + 1
         assert figures["silhouettes"].keys() == {"2", "3", "4"}     # at most one fewer than participants
@@ -439,7 +439,7 @@ def test_only_the_last_similarities_are_kept(tiny_task, tmp_path):
     kept = experiment.server.state["similarity"]
     assert list(kept) == [str(round) for round in range(4, KEPT_ROUNDS + 4)]
     for round, similarity in kept.items():
-        assert len(similarity) == len(reports[int(round) - 1].figures["participants"]) == 3
+        assert len(similarity) == len(reports[int(round) - 1].participants) == 3
 
 
 def test_two_participants_form_one_cluster(tiny_task, tmp_path):

@@ -1,0 +1,117 @@
+"""The rows of BPFed's Table 4, with FedAvg and FedPer, over one split: accuracy on the classes that a client owns.
+
+    python benchmarks/bpfed_rows.py raylt/recipes/bpfed/cifar10_if50_alpha0.5_k20.yaml [SETTING=VALUE ...] --out FOLDER
+
+Rows that differ only in the second stage take it from the same first stage, so a table costs three runs, not seven:
+FedAvg, and BPFed without and with Mixup. FedPer is the first stage without Mixup. Its classifiers begin from weights of
+their own here, as BPFed's do, and not from common ones.
+
+Prints a line per row: mean, standard deviation and mean of the worst tenth over clients; writes the figures of every
+client to FOLDER/rows.json. Takes up after the rows that are there already.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raylt import metrics
+from raylt.client import Host
+from raylt.config import load
+from raylt.data.samples import Samples
+from raylt.data.task import build_task
+from raylt.experiment import Experiment
+from raylt.fleet import LocalFleet
+from raylt.local import confusion_of
+from raylt.methods import make_method
+from raylt.models.split import load_entries
+
+PLAIN = {"fa": False, "loss": "ce"}
+# first stages, and the second stages that follow each; the order is that of Table 4
+STAGES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "fedavg": ({"name": "fedavg"}, {"FedAvg": {}}),
+    "plain": ({"name": "bpfed", "alpha": 0.0}, {"FedPer": {"crt": False, "lws": False}, "CRT": PLAIN,
+                                                "CRT FA LS, no Mixup": {}}),
+    "mixup": ({"name": "bpfed"}, {"Mixup": {"crt": False, "lws": False}, "Mixup CRT": PLAIN,
+                                  "Mixup CRT FA": {"loss": "ce"}, "Mixup CRT FA LS(all)": {"loss": "ls_all"},
+                                  "Mixup CRT FA LS": {}, "Mixup CRT FA LS, delta 0.4": {"delta": 0.4}}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("settings", nargs="*")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--stage", choices=STAGES, help="only this one")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for stage in [arguments.stage] if arguments.stage else STAGES:
+        file = arguments.out / f"{stage}.json"
+        if not file.exists():
+            rows = measure(stage, arguments.recipe, arguments.settings)
+            file.write_text(json.dumps(rows, indent=1))
+        show(json.loads(file.read_text()))
+
+
+def measure(stage: str, recipe: Path, settings: list[str]) -> dict[str, dict[str, Any]]:
+    """The accuracies of each row of a stage, by client."""
+    first, rows = STAGES[stage]
+    config = load(recipe, settings)
+    rounds = config.federation.rounds
+    # a round more than is taken: the last one judges every client by itself, its encoder on all test images
+    federation = config.federation.model_copy(update={"rounds": rounds + 1})
+    evaluation = config.evaluation.model_copy(update={"every": rounds + 1, "personal": 0})
+    config = config.model_copy(update={"method": first, "federation": federation, "evaluation": evaluation})
+    task, device = build_task(config.data), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    method = make_method(first)
+    fleet = LocalFleet(config, task, Host(config, method, task.facts, task.test, device))
+    figures: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        experiment = Experiment(config, method, task, fleet, device, Path(folder))
+        for _ in range(rounds):
+            report = experiment.step()
+            print(f"{stage} {report.step}/{rounds}  {report.figures}  {report.seconds:.1f} s", flush=True)
+        for name, second in rows.items():
+            start = time.perf_counter()
+            experiment.method = make_method(first | second)
+            with experiment.rehearsal():
+                said, matrices = dict(experiment.server.figures), judged(experiment)
+            each = metrics.by_client(matrices, torch.from_numpy(task.client_counts))
+            figures[name] = {"figures": said, "seconds": time.perf_counter() - start, **each}
+    return figures
+
+
+def judged(experiment: Experiment) -> dict[int, Tensor]:
+    """What `Method.judge` gives, but the encoder, which all clients share, sees every test image once."""
+    server, fleet, task = experiment.server, experiment.fleet, experiment.task
+    test = Samples(task.test, task.facts, server.device)
+    if not experiment.method.personal:
+        matrix = confusion_of(server.model.eval(), test, task.classes, experiment.config.evaluation.batch)
+        return dict.fromkeys(fleet.ids, matrix)
+    model = server.model.eval()
+    with torch.inference_mode():
+        z = torch.cat([model.encoder(batch.x) for batch in test.in_order(experiment.config.evaluation.batch)])
+        matrices = {}
+        for id, private in fleet.private_states(fleet.ids):
+            load_entries(model, {name: private["model"][name] for name in ("classifier.weight", "classifier.bias")})
+            matrices[id] = metrics.confusion(model.classifier(z).argmax(1), test.y, task.classes)
+    return matrices
+
+
+def show(rows: dict[str, dict[str, Any]]) -> None:
+    for name, row in rows.items():
+        owned = [100 * value for value in row["owned"] if value is not None]
+        print(f"{name:28s} owned {fmean(owned):6.2f}  sd {pstdev(owned):5.2f}  worst tenth "
+              f"{metrics.worst_decile(owned):6.2f}  matched {100 * fmean(row['matched']):6.2f}")
+
+
+if __name__ == "__main__":
+    main()
