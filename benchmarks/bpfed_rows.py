@@ -37,10 +37,11 @@ PLAIN = {"fa": False, "loss": "ce"}
 STAGES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "fedavg": ({"name": "fedavg"}, {"FedAvg": {}}),
     "plain": ({"name": "bpfed", "alpha": 0.0}, {"FedPer": {"crt": False, "lws": False}, "CRT": PLAIN,
-                                                "CRT FA LS, no Mixup": {}}),
+                                                "CRT FA": {"loss": "ce"}, "CRT FA LS": {}}),
     "mixup": ({"name": "bpfed"}, {"Mixup": {"crt": False, "lws": False}, "Mixup CRT": PLAIN,
                                   "Mixup CRT FA": {"loss": "ce"}, "Mixup CRT FA LS(all)": {"loss": "ls_all"},
-                                  "Mixup CRT FA LS": {}, "Mixup CRT FA LS, delta 0.4": {"delta": 0.4}}),
+                                  "Mixup CRT FA LS": {}, "Mixup CRT FA, E 20": {"loss": "ce", "epochs": 20},
+                                  "Mixup CRT FA LS, E 20": {"epochs": 20}}),
 }
 
 

@@ -236,7 +236,8 @@ def main() -> None:
         code = app([a for a in arguments if a != "--debug"], standalone_mode=False) or 0
     except ClickException as error:
         if message := error.format_message():           # none where the help was printed
-            err.print(f"error: {message}; raylt --help shows what there is", soft_wrap=True, markup=False)
+            said = message.replace("Value error, ", "").rstrip(".")
+            err.print(f"error: {said}; raylt --help shows what there is", soft_wrap=True, markup=False)
         code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         code = 130
