@@ -17,6 +17,7 @@ REPORT = Report(3, "round", 1.5, 0.5, 0.75, 0.75, {"many": 0.9, "medium": None, 
                 figures={"clusters": 3, "names": ["a"]}, stages={"train": 1.5, "evaluation": 0.5})
 
 
+@pytest.mark.slow
 def test_prometheus_reads_the_figures_of_a_run(ray_session):
     figures = Figures("run-of-figures")
     port = next(node["MetricsExportPort"] for node in ray.nodes() if node["Alive"])

@@ -59,12 +59,13 @@ def pool(make_fleet):
     return get
 
 
-@pytest.mark.parametrize("actors", [1, 2, 5])
+@pytest.mark.parametrize("actors", [1, 2, pytest.param(5, marks=pytest.mark.slow)])
 def test_fleets_agree_bit_for_bit(pool, undisturbed, tiny_task, tmp_path, actors):
     config, method = configure(), Private()
     assert train(config, method, tiny_task, pool(actors), tmp_path)[0] == undisturbed(config, method)
 
 
+@pytest.mark.slow
 def test_fleets_agree_when_everything_travels_and_some_are_asked(make_fleet, undisturbed, tiny_task, tmp_path):
     config, method = configure(participation=0.5), FedAvg()
     fleet = make_fleet(config, 3, method)
@@ -99,6 +100,7 @@ def kill_when_written(file: Path) -> None:
     os.kill(int(file.read_text()), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_client_that_dies_too_often_is_lost_and_the_quorum_decides(pool, tmp_path):
     fleet = pool(2, retries=1, quorum=0.8)
     message = {"victims": [2], "times": 2, "folder": str(tmp_path)}
@@ -155,6 +157,7 @@ def test_a_process_that_starts_does_not_use_up_the_deadline(pool, tmp_path):
     assert list(fleet.call(trouble.die, [0, 1], message)) == [0, 1]
 
 
+@pytest.mark.slow
 def test_stragglers_are_left_behind_and_their_late_answers_ignored(pool, tmp_path):
     fleet = pool(5, quorum=1.0)
     start = time.monotonic()
@@ -169,6 +172,7 @@ def test_stragglers_are_left_behind_and_their_late_answers_ignored(pool, tmp_pat
     assert slot.late is None
 
 
+@pytest.mark.slow
 def test_an_actor_that_dies_on_a_late_call_costs_nobody_an_attempt(pool, tmp_path):
     fleet = pool(5, quorum=1.0, retries=0)
     fleet.call(trouble.stall, Cohort(IDS, 4), {"victims": [0], "seconds": 60.0, "folder": str(tmp_path)})
@@ -180,6 +184,7 @@ def test_an_actor_that_dies_on_a_late_call_costs_nobody_an_attempt(pool, tmp_pat
     assert (slot.late, fleet.ledger.lost) == (None, [])
 
 
+@pytest.mark.slow
 def test_a_late_call_that_hangs_ends_with_the_next_deadline(pool, tmp_path):
     fleet = pool(2)
     message = {"victims": [0, 1], "seconds": 60.0, "folder": str(tmp_path)}
@@ -199,6 +204,7 @@ def test_a_reply_that_is_not_finite_is_rejected_without_asking_again(pool):
     assert (fleet.ledger.rejected, fleet.ledger.retried, fleet.ledger.lost) == ({1: "x is not finite"}, [], [])
 
 
+@pytest.mark.slow
 def test_each_client_is_served_by_its_own_actor_while_that_is_free(pool):
     fleet = pool(5)
     pids = {id: reply["pid"] for id, reply in fleet.call(trouble.count, IDS, {}).items()}

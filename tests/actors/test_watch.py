@@ -12,7 +12,7 @@ from actors.placement import Placement
 from actors.probe import probe
 from raylt.methods.fedavg import FedAvg
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 @pytest.fixture

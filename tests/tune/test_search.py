@@ -67,6 +67,7 @@ def test_the_best_configuration_gives_the_trials_figures_to_the_bit(undisturbed,
     assert undisturbed.best.judged.test["accuracy"] == figures(folder)["accuracy"]["last"]
 
 
+@pytest.mark.slow
 def test_a_search_leaves_its_tables_and_a_picture(undisturbed):
     folder = undisturbed.folder
     with (folder / "trials.csv").open() as stream:
@@ -80,6 +81,7 @@ def test_a_search_leaves_its_tables_and_a_picture(undisturbed):
     assert not list(folder.glob("trials/*/checkpoints"))
 
 
+@pytest.mark.slow
 def test_test_figures_decide_nothing(undisturbed, monkeypatch, tmp_path):
     from tune import trial
     monkeypatch.setattr(trial, "_test_figures", lambda report: {"accuracy": 0.0})
@@ -144,6 +146,7 @@ def test_several_methods_spend_the_same_budget(tmp_path):
         assert 700 - mine[0].cost < sum(r.spent for r in mine) <= 700
 
 
+@pytest.mark.slow
 def test_a_search_folder_is_not_used_twice(undisturbed):
     with pytest.raises(CheckpointError, match="--resume"):
         small_search(undisturbed.folder.parent)
