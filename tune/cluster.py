@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 os.environ["RAY_AIR_NEW_OUTPUT"] = "0"                      # read by Tune when it is imported
 import ray
@@ -24,6 +24,7 @@ from raylt.data.task import Task
 from raylt.errors import ConfigError, RayltError, one_line
 from raylt.fleet import Fleet
 from raylt.method import Method
+from tune.desk import Desk
 from tune.plan import OVER, Point, Record
 from tune.trial import Job, Trial
 
@@ -31,14 +32,6 @@ Bundle = dict[str, float]
 PER_GPU = 8                     # trials at once on one GPU, when their shares are ours to choose
 QUIET = {"RAY_CHDIR_TO_TRIAL_DIR": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_DISABLE_SIGINT_HANDLER": "1",
          "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0"}
-
-
-class Desk(Protocol):
-    """The search, as its trials' processes reach it."""
-
-    def next(self) -> Record | str: ...
-    def told(self, id: str, points: list[Point]) -> bool: ...
-    def closed(self, id: str, failed: str | None) -> None: ...
 
 
 def place_trial(config: Config, clients: int, trials: float, have: Mapping[str, float]) -> Placement:

@@ -16,8 +16,9 @@ from raylt.method import Method
 from raylt.methods import METHODS
 from raylt.methods.fedavg import FedAvg
 from raylt.models import MODELS
+from tune.desk import sizes
 from tune.plan import client_steps
-from tune.search import search, sizes
+from tune.search import search
 from tune.space import configure, space
 from tune.trial import Job, Trial, balance, judge, local_fleet
 

@@ -1,0 +1,105 @@
+"""`Desk`: a search while it runs. Trials are taken from it and tell it how far they are, wherever they run."""
+
+import json
+import os
+import shutil
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from raylt.config import Config, DataConfig
+from raylt.data.task import Task, build_task
+from raylt.errors import CheckpointError
+from tune.plan import Plan, Point, Record, State
+
+
+class Watcher(Protocol):
+    """Told what happens, to show it."""
+
+    def says(self, text: str) -> None: ...
+    def starts(self, folder: Path, plan: Plan, state: State, at_once: int) -> None: ...
+    def ends(self, record: Record, state: State) -> None: ...
+
+
+@lru_cache(maxsize=64)
+def _task(data: str) -> Task:
+    return build_task(DataConfig.model_validate_json(data))
+
+
+def task_of(config: Config) -> Task:
+    """The task of a configuration, kept for the next that has the same data."""
+    return _task(config.data.model_dump_json())
+
+
+def sizes(config: Config) -> list[int]:
+    """Samples of each client that holds any."""
+    return [n for n in task_of(config).sizes.tolist() if n]
+
+
+class Desk:
+    """The search while it runs: gives out trials, takes in what they tell, writes down those that ended."""
+
+    def __init__(self, folder: Path, plan: Plan, watcher: Watcher):
+        self.folder, self.plan, self.watcher = folder, plan, watcher
+        self.state = State(plan, sizes)
+        self._records: dict[str, Record] = {}
+        self._ended = _read(folder / "trials.jsonl")
+
+    def next(self) -> Record | str:
+        """A trial to run, WAIT or OVER; those that ended before an interruption are only taken note of."""
+        while isinstance(record := self.state.next(), Record):
+            self._records[record.id] = record
+            line = self._ended.get(record.id)
+            if line is None:
+                return record
+            if line["values"] != record.values:
+                raise CheckpointError(f"{self.folder}: trial {record.id} was run with {line['values']}, the search now "
+                                      f"draws {record.values}; continue it with the versions it was started with")
+            for point in line["points"]:
+                record.points[point["step"]] = Point(**point)
+            record.closed = True
+            self.state.update(record)
+        return record
+
+    def told(self, id: str, points: list[Point]) -> bool:
+        """Takes in a trial's new points; whether it goes on."""
+        record = self._records[id]
+        record.points.update({point.step: point for point in points})
+        self.state.update(record)
+        return record.outcome is None or record.outcome.state != "stopped"
+
+    def closed(self, id: str, failed: str | None) -> None:
+        """A trial's process is through with it."""
+        record, folder = self._records[id], self.folder / "trials" / id
+        if record.closed:
+            return
+        record.closed = True
+        if failed is not None:
+            error = folder / "error.txt"
+            record.failed = error.read_text().strip() if error.is_file() else failed
+        self.state.update(record)
+        with (self.folder / "trials.jsonl").open("a") as stream:
+            stream.write(record.line() + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        if record.failed is None:
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        self.watcher.ends(record, self.state)
+
+
+def _read(file: Path) -> dict[str, dict[str, Any]]:
+    """The trials that ended; a line cut off by a kill is as if it were not there, a failed trial has not ended."""
+    found: dict[str, dict[str, Any]] = {}
+    lines = []
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        try:
+            tree = json.loads(line)
+        except ValueError:
+            continue
+        lines.append(line)
+        if tree["failed"] is None:
+            found[tree["trial"]] = tree
+    if file.is_file():
+        file.write_text("".join(line + "\n" for line in lines))
+    return found
+
