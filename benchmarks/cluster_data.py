@@ -1,0 +1,55 @@
+"""Whether MuPFL's clusters follow the clients' data: of a run, round by round.
+
+    python benchmarks/cluster_data.py RUN [RUN ...]
+
+Two clients differ by the total variation distance of their class shares. Prints, for each run, the mean over its
+rounds of the share of 300 random assignments (the same cluster sizes) whose clients differ more within clusters: 50 %
+is chance.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+from raylt.config import load
+from raylt.data.task import build_task
+
+DRAWS = 300
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path)
+    for run in parser.parse_args().runs:
+        beaten, kappas = follow(run)
+        print(f"{run.name}: {np.mean(kappas):.1f} clusters, beats {100 * np.mean(beaten):.0f} % of random ones "
+              f"({len(beaten)} rounds)")
+
+
+def follow(run: Path) -> tuple[list[float], list[int]]:
+    """Of each round with more than one cluster, the share of random assignments that are worse; and their number."""
+    config = load(run / "config.yaml")
+    counts = build_task(config.data.model_copy(update={"split": str(run / "split.json")})).client_counts
+    shares = counts / counts.sum(1, keepdims=True).clip(min=1)
+    distances = np.abs(shares[:, None] - shares[None]).sum(-1) / 2          # [K, K]
+    rng, beaten, kappas = np.random.default_rng(0), [], []
+    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        labels = np.array(line["figures"].get("clusters", []))
+        if len(set(labels.tolist())) > 1:
+            mine = distances[np.ix_(line["participants"], line["participants"])]
+            random = [within(rng.permutation(labels), mine) for _ in range(DRAWS)]
+            beaten.append(float(np.mean(within(labels, mine) < np.array(random))))
+            kappas.append(line["figures"]["kappa"])
+    return beaten, kappas
+
+
+def within(labels: np.ndarray, distances: np.ndarray) -> float:
+    """Mean distance of two members of one cluster; 0 where each is alone."""
+    same = (labels[:, None] == labels[None]) & ~np.eye(len(labels), dtype=bool)
+    return float(distances[same].mean()) if same.any() else 0.0
+
+
+if __name__ == "__main__":
+    main()
