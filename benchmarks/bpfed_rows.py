@@ -7,13 +7,14 @@ FedAvg, and BPFed without and with Mixup. FedPer is the first stage without Mixu
 their own here, as BPFed's do, and not from common ones.
 
 Prints a line per row: mean, standard deviation and mean of the worst tenth over clients; writes the figures of every
-client to FOLDER/rows.json. Takes up after the rows that are there already.
+client to FOLDER/STAGE.json, one file for each first stage; a stage whose file is there is not run again.
 """
 
 import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -91,7 +92,7 @@ def measure(stage: str, recipe: Path, settings: list[str]) -> dict[str, dict[str
     return figures
 
 
-def once() -> Any:
+def once() -> Callable[[Client], tuple[Tensor, Tensor]]:
     """`raylt.local.features`, computed once for each client."""
     known: dict[int, tuple[Tensor, Tensor]] = {}
 

@@ -102,4 +102,3 @@ def _read(file: Path) -> dict[str, dict[str, Any]]:
     if file.is_file():
         file.write_text("".join(line + "\n" for line in lines))
     return found
-
