@@ -77,7 +77,7 @@ class ClientActor:
         if self.stacks is None:
             yield
             return
-        self.stacks.parent.mkdir(exist_ok=True)
+        self.stacks.parent.mkdir(parents=True, exist_ok=True)
         with self.stacks.open("w") as stream:
             faulthandler.dump_traceback_later(patience, file=stream)
             try:

@@ -21,6 +21,7 @@ from raylt import tree
 from raylt.config import Config, FederationConfig
 from raylt.data.task import Facts
 from raylt.methods.mupfl import MuPFL
+from raylt.models.bavd import layers_of
 from raylt.models.split import part
 from raylt.ops.clustering import mean_update
 from raylt.server import Server
@@ -67,7 +68,7 @@ def main() -> None:
 
 def made(server: Server, method: MuPFL, start: tree.Tree, n: int) -> dict[int, tree.Tree]:
     """What n clients reply: the start and an update near their group's, i % 4, and a map near the group's."""
-    size = sum(layer.size for layer in server.model.modules() if hasattr(layer, "size"))
+    size = sum(layer.size for layer in layers_of(server.model))
     replies = {}
     for id in range(n):
         group, own = (torch.Generator().manual_seed(seed) for seed in (id % GROUPS, GROUPS + id))

@@ -45,7 +45,7 @@ def random_task(clients: int) -> Task:
     rng = np.random.default_rng(0)
     shards = tuple(Shard(rng.integers(0, 256, (8, 32, 32, 3), dtype=np.uint8), rng.integers(0, 10, 8))
                    for _ in range(clients))
-    counts = np.stack([np.bincount(shard.y, minlength=10) for shard in shards])
+    counts = np.stack([np.bincount(shard.labels(), minlength=10) for shard in shards])
     split = Split(tuple(np.arange(8) + 8 * k for k in range(clients)), "", "random", 1.0, "iid", 1.0, 0)
     return Task("random", tuple("0123456789"), (32, 32, 3), (0.5,) * 3, (0.25,) * 3, counts, ("many",) * 10, shards,
                 shards[0], split)

@@ -13,8 +13,10 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import psutil
@@ -22,7 +24,8 @@ import torch
 import torch.multiprocessing as mp
 from torch.nn import functional as F
 
-from actors.launch import MALLOC, open_experiment
+from actors.cluster import MALLOC
+from actors.launch import open_experiment
 from raylt.checkpoint import hash_tensors
 from raylt.client import Client
 from raylt.config import Config, load
@@ -36,7 +39,8 @@ from raylt.seeds import seed_for
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="the first is not counted: it holds first-time costs")
+    parser.add_argument("--rounds", type=int, default=7,
+                        help="at least 2; the first is not counted: it holds first-time costs")
     parser.add_argument("--model", default="resnet8")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--actors", type=int, default=2)
@@ -65,7 +69,7 @@ def random_task() -> Task:
     shards = tuple(Shard(rng.integers(0, 256, (620, 32, 32, 3), dtype=np.uint8), rng.integers(0, 10, 620))
                    for _ in range(20))
     test = Shard(rng.integers(0, 256, (500, 32, 32, 3), dtype=np.uint8), rng.integers(0, 10, 500))
-    counts = np.stack([np.bincount(shard.y, minlength=10) for shard in shards])
+    counts = np.stack([np.bincount(shard.labels(), minlength=10) for shard in shards])
     split = Split(tuple(np.arange(620) + 620 * k for k in range(20)), "", "random", 1.0, "iid", 1.0, 0)
     return Task("random", tuple("0123456789"), (32, 32, 3), (0.5,) * 3, (0.25,) * 3, counts, ("many",) * 10, shards,
                 test, split)
@@ -89,7 +93,7 @@ class Bare:
             worker.start()
         for _ in self.workers:
             self.done.get()
-        self.pids = [worker.pid for worker in self.workers]
+        self.pids = [worker.pid for worker in self.workers if worker.pid]
         self.number = 0
 
     def round(self) -> None:
@@ -143,15 +147,21 @@ def work(config, task, shared, returned, todo, done) -> None:
         done.put(k)
 
 
-def spend(act, bare: list[int], own: bool) -> tuple[float, float, Counter[str]]:
+class Spent(NamedTuple):
+    cpu: float
+    wall: float
+    kinds: dict[str, float]
+
+
+def spend(act: Callable[[], object], bare: list[int], own: bool) -> Spent:
     """CPU and wall seconds of one call, over this process and the children of one side; and CPU by kind of process."""
     before, start = cpu_seconds(bare, own), time.perf_counter()
     act()
     wall = time.perf_counter() - start
-    kinds: Counter[str] = Counter()
+    kinds: defaultdict[str, float] = defaultdict(float)
     for (pid, kind), seconds in cpu_seconds(bare, own).items():
         kinds[kind] += seconds - before.get((pid, kind), 0.0)
-    return kinds.total(), wall, kinds
+    return Spent(sum(kinds.values()), wall, kinds)
 
 
 def cpu_seconds(bare: list[int], own: bool) -> dict[tuple[int, str], float]:
@@ -169,19 +179,20 @@ def cpu_seconds(bare: list[int], own: bool) -> dict[tuple[int, str], float]:
     return found
 
 
-def show(rows: list[dict[str, tuple[float, float, Counter[str]]]], same: bool) -> None:
+def show(rows: list[dict[str, Spent]], same: bool) -> None:
     print("round   CPU s raylt   bare   ratio     wall s raylt   bare   ratio")
     for i, row in enumerate(rows, 2):
         (cpu, wall, _), (bare_cpu, bare_wall, _) = row["raylt"], row["bare"]
         print(f"{i:5d}   {cpu:11.2f} {bare_cpu:6.2f}  {cpu / bare_cpu:6.3f}   {wall:14.2f} {bare_wall:6.2f}  "
               f"{wall / bare_wall:6.3f}")
-    for i, what in enumerate(("CPU", "wall")):
-        ratio = statistics.median(row["raylt"][i] / row["bare"][i] for row in rows)
-        print(f"median ratio of {what} seconds per round: {ratio:.3f}")
+    for what, ratios in (("CPU", [row["raylt"].cpu / row["bare"].cpu for row in rows]),
+                         ("wall", [row["raylt"].wall / row["bare"].wall for row in rows])):
+        print(f"median ratio of {what} seconds per round: {statistics.median(ratios):.3f}")
     for side in ("raylt", "bare"):
-        total = sum((row[side][2] for row in rows), Counter[str]())
+        kinds = {kind: sum(row[side].kinds.get(kind, 0.0) for row in rows) / len(rows)
+                 for kind in {kind for row in rows for kind in row[side].kinds}}
         print(f"CPU seconds per round of {side}: "
-              + ", ".join(f"{kind} {seconds / len(rows):.2f}" for kind, seconds in total.most_common()))
+              + ", ".join(f"{kind} {kinds[kind]:.2f}" for kind in sorted(kinds, key=lambda kind: -kinds[kind])))
     print(f"same weights, bit for bit: {'yes' if same else 'NO'}")
 
 

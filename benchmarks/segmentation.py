@@ -74,15 +74,15 @@ def measure(height: int, batch: int, precision: str, epochs: int) -> Cost:
     config = load(None, ["data.source=npz:random", "model=lraspp", "method=fedavg", f"local.batch={batch}",
                          f"local.epochs={epochs}", f"local.precision={precision}", "augment=scale_crop_flip",
                          "evaluation.batch=8"])
-    shard, test = (random_scenes(n, height) for n in (IMAGES, TEST))
-    assert class_counts(shard.y, CLASSES).all()
+    (x, y), test = random_scenes(IMAGES, height), Shard(*random_scenes(TEST, height))
+    shard, few = Shard(x, y), Shard(x[:2], y[:2])
+    assert class_counts(y, CLASSES).all()
     facts = Facts("random", tuple(map(str, range(CLASSES))), (height, round(height * RATIO), 3), (0.5,) * 3,
                   (0.25,) * 3, kind="segmentation")
     method, device = make_method(config.method), torch.device("cpu")
     host = Host(config, method, facts, test, device)
     message = method.message(Server(config, facts, method.new_model(facts, config), device))
-    bare = peak() - (shard.x.nbytes + shard.labels().nbytes) / 2**20
-    few = Shard(shard.x[:2], shard.labels()[:2])
+    bare = peak() - (x.nbytes + y.nbytes) / 2**20
     Host(config, method, facts, test, device).run(method.train, message, 1, 0, few, None)
     wall, cpu = time.perf_counter(), time.process_time()
     host.run(method.train, message, 1, 0, shard, None)
@@ -93,12 +93,12 @@ def measure(height: int, batch: int, precision: str, epochs: int) -> Cost:
     return Cost(wall / steps, cpu / steps, (time.process_time() - began) / TEST, peak(), bare)
 
 
-def random_scenes(n: int, height: int) -> Shard:
+def random_scenes(n: int, height: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     width = round(height * RATIO)
     maps = rng.integers(0, CLASSES, (n, height // 10 + 1, width // 10 + 1), dtype=np.uint8)
     maps = maps.repeat(10, axis=1).repeat(10, axis=2)[:, :height, :width].copy()
-    return Shard(rng.integers(0, 256, (n, height, width, 3), dtype=np.uint8), maps)
+    return rng.integers(0, 256, (n, height, width, 3), dtype=np.uint8), maps
 
 
 def peak() -> float:

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raylt.config import load
+from raylt.data import cache
 from raylt.data.augment import crop_flip, normalise
+from raylt.data.cache import Stored
 from raylt.data.sources import Source, channel_statistics, open_source
 from raylt.local import SGD
 from raylt.models import build_model
@@ -57,8 +59,9 @@ def main() -> None:
     trained_on = zero_shot(tower, source, text, device)
     about = (f"stand-in for CLIP: {arguments.model} fitted to text embeddings on {arguments.images.stem}, "
              f"{arguments.epochs} epochs, zero-shot {100 * accuracy:.1f} % on {arguments.target.stem}")
-    np.savez(arguments.out, image=encode(tower, target.x_train, device).half().cpu().numpy(), y=target.y_train,
-             text=target_text.cpu().numpy(), class_names=np.array(target.class_names), about=np.array(about))
+    image = encode(tower, target.x_train, device).half().cpu().numpy()
+    np.savez(arguments.out, image=image, y=cache.load(target.y_train), text=target_text.cpu().numpy(),
+             class_names=np.array(target.class_names), about=np.array(about))
     print(f"accuracy on the test set of {arguments.images.stem}: {100 * trained_on:.2f} %")
     print(f"zero-shot accuracy on the test set of {arguments.target.stem}: {100 * accuracy:.2f} %")
     print(f"{arguments.out}: {about}")
@@ -79,9 +82,9 @@ class Tower(nn.Module):
         return F.normalize(self.projection(self.encoder(normalise(x, self.mean, self.std))), dim=1)
 
 
-def shrink(x: np.ndarray, side: int) -> Tensor:
+def shrink(images: Stored, side: int) -> Tensor:
     """uint8 [n, H, W, 3] to uint8 [n, side, side, 3] by means over squares; H must be a multiple of the side."""
-    assert isinstance(x, np.ndarray)
+    x = cache.load(images)
     assert x.shape[1] % side == 0, f"{x.shape[1]} is no multiple of {side}"
     step = x.shape[1] // side
     parts = [part.reshape(len(part), side, step, side, step, 3).mean((2, 4)).round().astype(np.uint8)
@@ -94,8 +97,8 @@ def fit(tower: Tower, source: Source, text: Tensor, arguments: argparse.Namespac
     generator = torch.Generator(device).manual_seed(arguments.seed)
     order = torch.Generator().manual_seed(arguments.seed)
     chosen = torch.randperm(len(source.y_train), generator=order)[:arguments.limit].numpy()
-    x = shrink(np.asarray(source.x_train)[chosen], tower.side).to(device)
-    y = torch.from_numpy(source.y_train[chosen]).to(device)
+    x = shrink(cache.load(source.x_train)[chosen], tower.side).to(device)
+    y = torch.from_numpy(cache.load(source.y_train)[chosen]).to(device)
     optimiser = SGD(tower.parameters(), arguments.lr, 0.9, 5e-4)
     steps, done, began = arguments.epochs * -(-len(x) // arguments.batch), 0, time.monotonic()
     for epoch in range(arguments.epochs):
@@ -104,7 +107,7 @@ def fit(tower: Tower, source: Source, text: Tensor, arguments: argparse.Namespac
         for rows in torch.randperm(len(x), generator=order).to(device).split(arguments.batch):
             optimiser.lr = arguments.lr * 0.5 * (1 + np.cos(np.pi * done / steps))
             with torch.autocast(device.type, torch.bfloat16):
-                u = tower(crop_flip(x[rows], generator))
+                u = tower(crop_flip(x[rows], y[rows], generator)[0])
             loss = F.cross_entropy(SCALE * u.float() @ text.T, y[rows])
             optimiser.step(loss)
             total += loss.item() * len(rows)
@@ -115,16 +118,16 @@ def fit(tower: Tower, source: Source, text: Tensor, arguments: argparse.Namespac
 
 
 @torch.no_grad()
-def encode(tower: Tower, x: np.ndarray, device: torch.device) -> Tensor:
+def encode(tower: Tower, images: Stored, device: torch.device) -> Tensor:
     """Unit features of all images, float32 [n, d]."""
     tower.eval()
-    return torch.cat([tower(part.to(device)) for part in shrink(np.asarray(x), tower.side).split(500)])
+    return torch.cat([tower(part.to(device)) for part in shrink(images, tower.side).split(500)])
 
 
 def zero_shot(tower: Tower, source: Source, text: Tensor, device: torch.device) -> float:
     """Share of test images whose nearest text is their class's."""
     found = (encode(tower, source.x_test, device) @ text.T).argmax(1).cpu()
-    return (found == torch.from_numpy(source.y_test)).float().mean().item()
+    return (found == torch.from_numpy(cache.load(source.y_test))).float().mean().item()
 
 
 if __name__ == "__main__":

@@ -87,8 +87,8 @@ class LocalConfig(Section):
     lr_decay_every: int = setting(1, "rounds between steps of lr_decay", ge=1)
     momentum: float = setting(0.9, "of SGD", ge=0, lt=1)
     weight_decay: float = setting(0.0, "of SGD", ge=0, allow_inf_nan=False)
-    precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16: autocast in local training, twice as "
-                                                        "fast on CPUs and GPUs that have it")
+    precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16: autocast in local training and of "
+                                                        "features, twice as fast on CPUs and GPUs that have it")
 
 
 class ResourcesConfig(Section):

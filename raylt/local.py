@@ -53,6 +53,11 @@ def learning_rate(client: Client) -> float:
     return local.lr * (1 - local.lr_decay) ** (max(client.round - 1, 0) // local.lr_decay_every)
 
 
+def autocast(client: Client) -> torch.autocast:
+    """The precision that `local.precision` asks for, of what is computed inside the block."""
+    return torch.autocast(client.device.type, torch.bfloat16, enabled=client.config.local.precision == "bfloat16")
+
+
 def sgd(client: Client, objective: Objective, params: Iterable[Tensor] | None = None, epochs: int | None = None,
         lr: float | None = None, batches: Iterable[Batch] | None = None) -> float:
     """Trains a client's model on its own batches and returns the mean loss per sample.
@@ -68,11 +73,10 @@ def sgd(client: Client, objective: Objective, params: Iterable[Tensor] | None = 
     optimiser = SGD(model.parameters() if params is None else params, learning_rate(client) if lr is None else lr,
                     local.momentum, local.weight_decay)
     total, seen = torch.zeros((), device=client.device), 0
-    half = local.precision == "bfloat16"
     if batches is None:
         batches = client.batches(local.epochs if epochs is None else epochs, local.batch)
     for batch in batches:
-        with torch.autocast(client.device.type, torch.bfloat16, enabled=half):
+        with autocast(client):
             loss = objective(batch)
         optimiser.step(loss)
         total += loss.detach() * len(batch.y)       # stays on the device: reading it here would stop a GPU every step
@@ -93,8 +97,9 @@ def features(client: Client, augment: Augmentation | None = None, pixels: int = 
         z float32 [n, d] and y int64 [n], on the client's device.
     """
     encoder, size = client.model.encoder.eval(), client.config.evaluation.batch
-    parts = [pixel_features(encoder(batch.x), batch.y, pixels, client.noise)
-             for batch in client.samples.in_order(size, augment, client.noise)]
+    with autocast(client):
+        parts = [pixel_features(encoder(batch.x).float(), batch.y, pixels, client.noise)
+                 for batch in client.samples.in_order(size, augment, client.noise)]
     z, y = zip(*parts, strict=True)
     return torch.cat(z), torch.cat(y)
 
