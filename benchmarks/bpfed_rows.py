@@ -31,7 +31,6 @@ from raylt.experiment import Experiment
 from raylt.fleet import LocalFleet
 from raylt.local import confusion_of, features
 from raylt.methods import bpfed, make_method
-from raylt.models.split import load_entries
 
 PLAIN = {"fa": False, "loss": "ce"}
 # first stages, and the second stages that follow each; the order is that of Table 4
@@ -105,20 +104,14 @@ def once() -> Callable[[Client], tuple[Tensor, Tensor]]:
 
 
 def judged(experiment: Experiment) -> dict[int, Tensor]:
-    """What `Method.judge` gives, but the encoder, which all clients share, sees every test image once."""
-    server, fleet, task = experiment.server, experiment.fleet, experiment.task
-    test = Samples(task.test, task.facts, server.device)
-    if not experiment.method.personal:
-        matrix = confusion_of(server.model.eval(), test, task.classes, experiment.config.evaluation.batch)
-        return dict.fromkeys(fleet.ids, matrix)
-    model = server.model.eval()
-    with torch.inference_mode():
-        z = torch.cat([model.encoder(batch.x) for batch in test.in_order(experiment.config.evaluation.batch)])
-        matrices = {}
-        for id, private in fleet.private_states(fleet.ids):
-            load_entries(model, {name: private["model"][name] for name in ("classifier.weight", "classifier.bias")})
-            matrices[id] = metrics.confusion(model.classifier(z).argmax(1), test.y, task.classes)
-    return matrices
+    """The confusion matrix of each client's model on the test set."""
+    server, fleet, task, method = experiment.server, experiment.fleet, experiment.task, experiment.method
+    if method.personal:
+        replies = fleet.call(method.judge, fleet.ids, method.message(server))
+        return {id: reply["confusion"] for id, reply in replies.items()}
+    matrix = confusion_of(server.model.eval(), Samples(task.test, task.facts, server.device), task.classes,
+                          experiment.config.evaluation.batch)
+    return dict.fromkeys(fleet.ids, matrix)
 
 
 def show(rows: dict[str, dict[str, Any]]) -> None:

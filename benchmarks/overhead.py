@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from actors.cluster import MALLOC
 from actors.launch import open_experiment
 from raylt.checkpoint import hash_tensors
-from raylt.client import Client
+from raylt.client import Client, EvaluationSet
 from raylt.config import Config, load
 from raylt.data.samples import Samples
 from raylt.data.task import Shard, Split, Task, build_task
@@ -130,8 +130,9 @@ def work(config, task, shared, returned, todo, done) -> None:
     torch.set_num_threads(1)
     model = FedAvg().new_model(task.facts, config).train()
     params = list(model.parameters())
-    samples = [Samples(shard, task.facts, torch.device("cpu")) for shard in task.shards]
-    orders = Client(0, samples[0], lambda: samples[0], model, config, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    samples = [Samples(shard, task.facts, cpu) for shard in task.shards]
+    orders = Client(0, samples[0], EvaluationSet(task.test, task.facts, cpu), model, config, cpu)
     done.put(None)
     while (order := todo.get()) is not None:
         k, number = order

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from raylt.client import Client
+from raylt.client import Client, EvaluationSet
 from raylt.config import Config, load
 from raylt.data.samples import Samples
 from raylt.data.task import Facts, Shard
@@ -82,7 +82,8 @@ def save(architecture: str, folder: Path) -> None:
 def open_client(method: FedSM, config: Config, samples: int) -> Client:
     rng = np.random.default_rng(0)
     shard = Shard(rng.integers(0, 256, (samples, 32, 32, 3), dtype=np.uint8), rng.integers(0, 10, samples))
-    client = Client(0, Samples(shard, FACTS, CPU), lambda: client.samples, method.new_model(FACTS, config), config, CPU)
+    model = method.new_model(FACTS, config)
+    client = Client(0, Samples(shard, FACTS, CPU), EvaluationSet(shard, FACTS, CPU), model, config, CPU)
     client.begin("train", 1)
     return client
 

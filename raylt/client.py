@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raylt import tree
 from raylt.config import Config
@@ -35,6 +36,29 @@ class Reply:
 ClientFunction = Callable[["Client", Message], Reply]
 
 
+class EvaluationSet:
+    """The test set of one process, in memory from when it is first asked for."""
+
+    def __init__(self, shard: Shard, facts: Facts, device: torch.device):
+        self._shard, self._facts, self._device = shard, facts, device
+        self._encoder: Params = {}
+        self._features = torch.empty(0)
+
+    @cached_property
+    def samples(self) -> Samples:
+        return Samples(self._shard, self._facts, self._device)
+
+    @torch.no_grad()
+    def features(self, encoder: nn.Module, size: int) -> Tensor:
+        """The features of all samples, in their order, `size` at a time; kept until an encoder comes that differs."""
+        entries = encoder.eval().state_dict()
+        known = self._encoder
+        if known.keys() != entries.keys() or not all(map(torch.equal, entries.values(), known.values())):
+            self._features = torch.cat([encoder(batch.x) for batch in self.samples.in_order(size)])
+            self._encoder = {name: value.clone() for name, value in entries.items()}
+        return self._features
+
+
 class Client:
     """One participant: its data, its model and its private state.
 
@@ -48,7 +72,7 @@ class Client:
         round: number of the round, from 1; 0 before the first.
     """
 
-    def __init__(self, id: int, samples: Samples, test: Callable[[], Samples], model: SplitModel, config: Config,
+    def __init__(self, id: int, samples: Samples, test: EvaluationSet, model: SplitModel, config: Config,
                  device: torch.device):
         self.id, self.samples, self.model, self.config, self.device = id, samples, model, config, device
         self.counts = samples.counts(model.classes)
@@ -63,7 +87,12 @@ class Client:
     @property
     def test(self) -> Samples:
         """The balanced test set of the experiment; for judging personal models, never for training."""
-        return self._test()
+        return self._test.samples
+
+    def test_features(self) -> Tensor:
+        """The test set's features under this client's encoder, [N, d]; clients of one process that have the same
+        encoder share them."""
+        return self._test.features(self.model.encoder, self.config.evaluation.batch)
 
     def receive(self, params: Params) -> None:
         """Takes over the entries that came with a message; the others stay as they are."""
@@ -108,8 +137,7 @@ class Host:
         self.model = method.new_model(facts, config).to(device)
         self.clients: dict[int, Client] = {}
         self._initial = tree.snapshot(method.private(self.model))
-        self._test_shard = test
-        self._test: Samples | None = None
+        self._test = EvaluationSet(test, facts, device)
         self._threads = max(1, int(config.resources.cpus_per_client))
 
     def run(self, fn: ClientFunction, message: Message, round: int, id: int, shard: Shard | None,
@@ -127,7 +155,7 @@ class Host:
         if client is None:
             assert shard is not None, f"client {id} is not here and came without its data"
             samples = Samples(shard, self.facts, self.device)
-            client = self.clients[id] = Client(id, samples, self._open_test, self.model, self.config, self.device)
+            client = self.clients[id] = Client(id, samples, self._test, self.model, self.config, self.device)
         entries, client.state = (self._initial, {}) if private is None else (private["model"], private["state"])
         client.receive(entries)
         self.model.train()              # whoever ran before: a call starts from the same mode
@@ -142,11 +170,6 @@ class Host:
             torch.set_num_threads(threads)
         after = {"model": self.method.private(self.model), "state": client.state}
         return Reply(reply.weight, _outgoing(reply.tree)), _outgoing(after)
-
-    def _open_test(self) -> Samples:
-        if self._test is None:
-            self._test = Samples(self._test_shard, self.facts, self.device)
-        return self._test
 
 
 def _outgoing(parts: Tree) -> Tree:

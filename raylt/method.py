@@ -23,6 +23,7 @@ from raylt.data.task import Facts, Task
 from raylt.errors import ConfigError
 from raylt.fleet import Cohort, Fleet
 from raylt.local import Objective, confusion_of, sgd
+from raylt.metrics import confusion
 from raylt.models import MODELS, SEGMENTERS, build_model
 from raylt.models.split import Params, SplitModel, running_statistics
 from raylt.seeds import seeded
@@ -37,6 +38,8 @@ class Method(BaseModel):
         name: what a configuration calls it.
         paper: authors, venue and year.
         personal: whether clients are judged by their own models.
+        one_encoder: whether these differ in their classifiers alone; each process then encodes the test set once, not
+            once per client, and `predict` is not asked.
         tasks: the kinds of tasks that the paper's algorithm is defined for; others are refused.
     """
 
@@ -45,6 +48,7 @@ class Method(BaseModel):
     name: ClassVar[str]
     paper: ClassVar[str]
     personal: ClassVar[bool] = False
+    one_encoder: ClassVar[bool] = False
     tasks: ClassVar[tuple[Kind, ...]] = ("classification",)
 
     def prepare(self, task: Task, config: Config) -> None:
@@ -113,7 +117,7 @@ class Method(BaseModel):
         """The global model that users get."""
         return server.model
 
-    def personal_model(self, client: Client) -> nn.Module:
+    def personal_model(self, client: Client) -> SplitModel:
         """The model that this client uses; its shared entries have just been received."""
         return client.model
 
@@ -125,9 +129,12 @@ class Method(BaseModel):
         """Counts [C, C] of (true, predicted) classes of this client's own model on the test set."""
         client.receive(message["model"])
         model = self.personal_model(client).eval()
-        matrix = confusion_of(lambda x: self.predict(model, x), client.test, client.model.classes,
-                              client.config.evaluation.batch)
-        return client.reply(confusion=matrix)
+        test, classes, size = client.test, client.model.classes, client.config.evaluation.batch
+        if self.one_encoder and test.y.ndim == 1:       # features of every pixel would not fit into memory
+            with torch.no_grad():
+                found = torch.cat([model.classifier(z).argmax(1) for z in client.test_features().split(size)])
+            return client.reply(confusion=confusion(found, test.y, classes).cpu())
+        return client.reply(confusion=confusion_of(lambda x: self.predict(model, x), test, classes, size))
 
     # what is counted
 

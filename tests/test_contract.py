@@ -13,7 +13,7 @@ from tiny import CPU, Recorder, configure, fingerprint, make_experiment, pixels,
 from torch import Tensor
 
 from raylt import checkpoint, tree
-from raylt.client import Client, Host
+from raylt.client import Client, EvaluationSet, Host
 from raylt.config import Config
 from raylt.data.samples import Samples
 from raylt.errors import ConfigError
@@ -271,7 +271,8 @@ def test_receive_takes_the_shared_entries_and_leaves_the_private_ones(task, name
     with torch.no_grad():
         for value in other.state_dict().values():
             value.add_(1)
-    client = Client(0, Samples(task.shards[0], task.facts, CPU), lambda: None, model, config, CPU)
+    unseen = EvaluationSet(task.test, task.facts, CPU)
+    client = Client(0, Samples(task.shards[0], task.facts, CPU), unseen, model, config, CPU)
     before = fingerprint(method.private(model))
     client.receive(tree.snapshot(method.shared(other)))
     assert fingerprint(method.private(model)) == before

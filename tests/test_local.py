@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import COUNTS, CPU, configure, fingerprint, make_experiment
+from tiny import COUNTS, CPU, configure, fingerprint, make_experiment, open_client
 from torch import nn, tensor
 from torch.nn import functional as F
 
@@ -18,12 +18,7 @@ from raylt.seeds import seed_for, seeded
 
 
 def make_client(task, id: int, config=None) -> Client:
-    config = config or configure()
-    model = FedAvg().new_model(task.facts, config)
-    samples = Samples(task.shards[id], task.facts, CPU)
-    client = Client(id, samples, lambda: Samples(task.test, task.facts, CPU), model, config, CPU)
-    client.begin("train", 1)
-    return client
+    return open_client(task, FedAvg(), id, config)
 
 
 def order_of(client: Client, epochs: int = 1, size: int = 8) -> list[int]:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from raylt import tree
 from raylt.checkpoint import hash_tensors
-from raylt.client import Host
+from raylt.client import Client, EvaluationSet, Host
 from raylt.config import Config
 from raylt.data.maps import VOID, class_counts, class_views
+from raylt.data.samples import Samples
 from raylt.data.task import Shard, Split, Task, hash_labels
 from raylt.experiment import Experiment
 from raylt.fleet import LocalFleet
@@ -92,6 +93,15 @@ def configure(**parts: Any) -> Config:
     method = parts.pop("method", {"name": "fedavg"})
     model = parts.pop("model", "small")
     return Config(model=model, method=method, data=data, federation=federation, local=local, **parts)
+
+
+def open_client(task: Task, method: Method, id: int = 0, config: Config | None = None) -> Client:
+    """A client without a host, in its first training."""
+    config, facts = config or configure(), task.facts
+    client = Client(id, Samples(task.shards[id], facts, CPU), EvaluationSet(task.test, facts, CPU),
+                    method.new_model(facts, config), config, CPU)
+    client.begin("train", 1)
+    return client
 
 
 def make_experiment(config: Config, task: Task, tmp_path: Path, method: Method | None = None,

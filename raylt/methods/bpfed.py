@@ -46,6 +46,7 @@ class BPFed(Method):
     name: ClassVar[str] = "bpfed"
     paper: ClassVar[str] = "Balanced Personalized Federated Learning"
     personal: ClassVar[bool] = True
+    one_encoder: ClassVar[bool] = True
 
     alpha: float = hp(1.0, Choice(0.0, 0.2, 0.5, 1.0, 2.0), "lambda ~ Beta(alpha, alpha), Eq. 7, Fig. 3; 0: no Mixup",
                       ge=0)
@@ -158,7 +159,7 @@ class BPFed(Method):
 
     # what is judged and counted
 
-    def personal_model(self, client: Client) -> nn.Module:
+    def personal_model(self, client: Client) -> SplitModel:
         if self.argmax == "all":
             return client.model
         own = _linear(client.model)

@@ -28,7 +28,7 @@ from contextlib import suppress
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from raylt import tree
@@ -235,7 +235,7 @@ class MuPFL(Method):
 
     # what is judged and counted
 
-    def personal_model(self, client: Client) -> nn.Module:
+    def personal_model(self, client: Client) -> SplitModel:
         own, shared = (client.state.get(name, {}) for name in ("own", "cluster"))
         client.receive({"cluster": shared | part(own, "classifier."), "post_local": own,
                         "deploy": self.remembered(client)}[self.judged])                            # [10]

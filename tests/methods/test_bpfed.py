@@ -3,15 +3,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from killed import resume, run_and_kill
-from tiny import CPU, Recorder, configure, fingerprint, make_experiment, private_states
+from tiny import Recorder, configure, fingerprint, make_experiment, private_states
 from torch import tensor
 from torch.nn import functional as F
 
 from raylt import checkpoint, tree
 from raylt.client import Client
-from raylt.data.samples import Samples
 from raylt.errors import TooFewReplies
 from raylt.local import SGD, features, sgd
 from raylt.methods.bpfed import BPFed, ScaledLinear, balance, mix
@@ -53,11 +53,7 @@ def retrained_loss(method: BPFed, logits, y, counts):
 
 
 def open_client(task, id=0, method=None, **parts) -> Client:
-    config, method = configure(**parts), method or BPFed()
-    samples = Samples(task.shards[id], task.facts, CPU)
-    client = Client(id, samples, lambda: samples, method.new_model(task.facts, config), config, CPU)
-    client.begin("train", 1)
-    return client
+    return tiny.open_client(task, method or BPFed(), id, configure(**parts))
 
 
 def run(task, folder, method=None, until=None, **parts):

@@ -73,3 +73,27 @@ def test_private_state_of_clients_that_are_not_sampled_stays(tiny_task, tmp_path
     assert {id for id in after if after[id] != before[id]} <= asked
     assert asked
     assert experiment.server.device == CPU
+
+
+@pytest.mark.parametrize("method", [FedPer(), BPFed(alpha=0, epochs=1), BPFed(alpha=0, epochs=1, argmax="owned")],
+                         ids=["fedper", "bpfed", "bpfed-owned"])
+def test_clients_are_judged_as_if_each_had_encoded_the_test_set_itself(tiny_task, tmp_path, method, monkeypatch):
+    experiment, _ = run(tiny_task, tmp_path, method, federation={"rounds": 2})
+    fleet, encodings = experiment.fleet, []
+    fleet._host.model.encoder.register_forward_hook(lambda *_: encodings.append(1))
+
+    def judged():
+        encodings.clear()
+        replies = fleet.call(method.judge, fleet.ids, method.message(experiment.server))
+        return {id: reply["confusion"].tolist() for id, reply in replies.items()}, len(encodings)
+
+    found, passes = judged()
+    assert passes == 0                                  # the last step's evaluation has encoded it, in one batch
+    with monkeypatch.context() as patch:
+        patch.setattr(type(method), "one_encoder", False)
+        assert judged() == (found, len(fleet.ids))
+    with torch.no_grad():
+        experiment.server.model.get_parameter("encoder.stage2.0.weight").mul_(-1)
+    moved, passes = judged()
+    assert passes == 1
+    assert moved != found

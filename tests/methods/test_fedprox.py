@@ -1,20 +1,16 @@
 import pytest
 import torch
-from tiny import CPU, configure, fingerprint, make_experiment
+from tiny import configure, fingerprint, make_experiment, open_client
 from torch.nn import functional as F
 
 from raylt.client import Client
-from raylt.data.samples import Samples
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedprox import FedProx
 
 
 @pytest.fixture
 def client(tiny_task) -> Client:
-    config = configure()
-    model = FedProx().new_model(tiny_task.facts, config)
-    samples = Samples(tiny_task.shards[0], tiny_task.facts, CPU)
-    return Client(0, samples, lambda: samples, model, config, CPU)
+    return open_client(tiny_task, FedProx())
 
 
 def move(model, by: float) -> None:

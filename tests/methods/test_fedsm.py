@@ -3,17 +3,17 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import teachers
+import tiny
 import torch
 import yaml
 from killed import resume, run_and_kill
 from test_contract import Backwards, FailsFirst, NewHosts, OwnHosts
-from tiny import CPU, Recorder, configure, fingerprint, make_experiment, private_states
+from tiny import Recorder, configure, fingerprint, make_experiment, private_states
 from torch.nn import functional as F
 
 from raylt import checkpoint
 from raylt.checkpoint import hash_tensors
 from raylt.client import Client
-from raylt.data.samples import Samples
 from raylt.errors import ClientError, ConfigError, TooFewReplies
 from raylt.local import SGD, features
 from raylt.methods import make_method
@@ -50,10 +50,7 @@ def bits(experiment) -> dict[str, str]:
 
 
 def open_client(task, method, id=0, state=None, **parts) -> Client:
-    config = configure(**parts)
-    samples = Samples(task.shards[id], task.facts, CPU)
-    client = Client(id, samples, lambda: samples, method.new_model(task.facts, config), config, CPU)
-    client.begin("train", 1)
+    client = tiny.open_client(task, method, id, configure(**parts))
     client.state = state or {}
     return client
 

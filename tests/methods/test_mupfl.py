@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from sklearn.metrics import adjusted_rand_score
-from tiny import CPU, Recorder, configure, fingerprint, make_experiment, private_states
+from tiny import Recorder, configure, fingerprint, make_experiment, private_states
 from torch import nn
 from torch.nn import functional as F
 
 from raylt import checkpoint, metrics, tree
 from raylt.client import Client, Host
-from raylt.data.samples import Samples
 from raylt.data.task import Shard, build_task
 from raylt.errors import ConfigError
 from raylt.local import SGD, features
@@ -33,12 +33,7 @@ QUICK = {"m": 5, "tau": 2, "matching_steps": 3}
 
 
 def open_client(task, id=0, method=None, **parts) -> Client:
-    config, method = configure(**parts), method or MuPFL(**QUICK)
-    samples = Samples(task.shards[id], task.facts, CPU)
-    test = Samples(task.test, task.facts, CPU)
-    client = Client(id, samples, lambda: test, method.new_model(task.facts, config), config, CPU)
-    client.begin("train", 1)
-    return client
+    return tiny.open_client(task, method or MuPFL(**QUICK), id, configure(**parts))
 
 
 def run(task, folder, method=None, until=None, host=Recorder, **parts):
