@@ -20,6 +20,8 @@ the text, each marked at its line:
     clusters can only act on personal models: a client keeps the encoder of its cluster and its own classifier.
 [11] The step size for Eq. 20 is not stated. 100 steps of CReFF's 0.1 leave its cosine at 0.02 (d = 1024) to 0.08 (256),
     since CReFF sums over the rows of gradients; 100 steps of 100 bring it to 0.98.
+[12] Where clients keep some classes of label maps and call the others background, a client is tuned on the features of
+    a class as what that class is to it: Eq. 21 to the letter teaches a classifier what its client's maps contradict.
 All three modules off is FedAvg to the bit, and with `judged=deploy` in every figure.
 """
 
@@ -157,6 +159,7 @@ class MuPFL(Method):
         """Eq. 21: tau epochs of the classifier on the features of the classes that somebody owned so far [7]."""
         local, known = client.config.local, message["known"]
         y = torch.nonzero(known).repeat(1, self.m).flatten()
+        y = y if client.samples.view is None else client.samples.view[y]                            # [12]
         fit_classifier(client.model.classifier, message["features"][known].flatten(0, 1), y, epochs=self.tau,
                        batch=local.batch, lr=learning_rate(client), momentum=local.momentum,
                        weight_decay=local.weight_decay, schedule="constant",

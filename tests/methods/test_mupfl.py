@@ -240,12 +240,14 @@ def test_class_that_no_participant_owns_keeps_its_features_and_tunes_nothing(tin
     assert seen == {tuple(row.tolist()) for row in state["features"][:3].flatten(0, 1)}
 
 
-def test_classifier_is_tuned_by_sgd_on_all_pairs(tiny_task):                                         # Eq. 21
+@pytest.mark.parametrize("view", [None, [0, 3, 2, 3]], ids=["all", "as-the-client-sees-them"])
+def test_classifier_is_tuned_by_sgd_on_all_pairs(tiny_task, view):                                   # Eq. 21
     method = MuPFL(m=5, tau=3)
     client = open_client(tiny_task, method=method)
+    client.samples.view = None if view is None else torch.tensor(view)
     h = torch.randn(4, 5, 64, generator=torch.Generator().manual_seed(0))
     params = [p.detach().clone().requires_grad_() for p in client.model.classifier.parameters()]
-    z, y, velocity = h.flatten(0, 1), torch.arange(4).repeat_interleave(5), [0.0, 0.0]
+    z, y, velocity = h.flatten(0, 1), torch.tensor(view or [0, 1, 2, 3]).repeat_interleave(5), [0.0, 0.0]
     order = torch.Generator().manual_seed(seed_for(0, "tune", 1, 0))
     for _ in range(3):
         for rows in torch.randperm(20, generator=order).split(8):
