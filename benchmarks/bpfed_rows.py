@@ -27,6 +27,7 @@ from raylt.client import Client, Host
 from raylt.config import load
 from raylt.data.samples import Samples
 from raylt.data.task import build_task
+from raylt.errors import RayltError
 from raylt.experiment import Experiment
 from raylt.fleet import LocalFleet
 from raylt.local import confusion_of, features
@@ -122,4 +123,7 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RayltError as error:
+        raise SystemExit(f"error: {error}") from None

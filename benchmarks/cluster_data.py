@@ -15,6 +15,7 @@ import numpy as np
 
 from raylt.config import load
 from raylt.data.task import build_task
+from raylt.errors import RayltError
 
 DRAWS = 300
 
@@ -52,4 +53,7 @@ def within(labels: np.ndarray, distances: np.ndarray) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RayltError as error:
+        raise SystemExit(f"error: {error}") from None

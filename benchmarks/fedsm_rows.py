@@ -23,9 +23,11 @@ from raylt import checkpoint
 from raylt.client import Host
 from raylt.config import Config, load
 from raylt.data.task import build_task
+from raylt.errors import ConfigError, RayltError
 from raylt.experiment import Experiment, Report
 from raylt.fleet import LocalFleet
 from raylt.methods import make_method
+from raylt.methods.fedsm import FedSM
 
 # first stages, and the rows that go on from each
 STAGES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
@@ -62,19 +64,25 @@ def measure(stage: str, config: Config, out: Path) -> None:
     if not rows:
         return
     first = {**config.method, **first}
-    task, device = build_task(config.data), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     method = make_method(first)
+    if not isinstance(method, FedSM):
+        raise ConfigError(f"method = {method.name}: this compares the parts of fedsm")
+    last, common = method.rounds, config.federation.rounds - method.rounds
+    if last < 1 or common < 1:
+        raise ConfigError(f"method.rounds = {last}: must be from 1 to federation.rounds - 1, "
+                          f"{config.federation.rounds - 1}")
+    task, device = build_task(config.data), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    method.prepare(task, config)
     fleet = LocalFleet(config, task, Host(config, method, task.facts, task.test, device))
     with tempfile.TemporaryDirectory() as folder:
         experiment = Experiment(config, method, task, fleet, device, Path(folder))
-        common = config.federation.rounds - first["rounds"]
         reports = [told(stage, experiment.step()) for _ in range(common)]
         experiment.save(reports[-1])
         saved = checkpoint.at(Path(folder) / "checkpoints", common)
         for name, row in rows.items():
             experiment.method = make_method(first | row)
             experiment.load(saved)
-            reports = [told(name, experiment.step()) for _ in range(first["rounds"])]
+            reports = [told(name, experiment.step()) for _ in range(last)]
             file_of(out, name).write_text(json.dumps(asdict(reports[-1]), indent=1))
 
 
@@ -90,4 +98,7 @@ def show(name: str, report: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RayltError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -46,6 +46,8 @@ def main() -> None:
     parser.add_argument("--actors", type=int, default=2)
     parser.add_argument("--source", help="a data source instead of random images of CIFAR-10-LT's size")
     arguments = parser.parse_args()
+    if arguments.rounds < 2:
+        parser.error(f"--rounds {arguments.rounds}: at least 2")
     config = load(None, [
         f"data.source={arguments.source or 'npz:random'}", "data.imbalance=100", "data.partition=creff",
         "data.clients=20", "federation.participation=0.4", f"federation.rounds={arguments.rounds + 1}",

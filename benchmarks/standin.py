@@ -30,6 +30,7 @@ from raylt.data import cache
 from raylt.data.augment import crop_flip, normalise
 from raylt.data.cache import Stored
 from raylt.data.sources import Source, channel_statistics, open_source
+from raylt.errors import RayltError
 from raylt.local import SGD
 from raylt.models import build_model
 
@@ -135,4 +136,7 @@ def zero_shot(tower: Tower, source: Source, text: Tensor, device: torch.device) 
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RayltError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -97,9 +97,13 @@ def features(client: Client, augment: Augmentation | None = None, pixels: int = 
         z float32 [n, d] and y int64 [n], on the client's device.
     """
     encoder, size = client.model.encoder.eval(), client.config.evaluation.batch
-    with autocast(client):
-        parts = [pixel_features(encoder(batch.x).float(), batch.y, pixels, client.noise)
-                 for batch in client.samples.in_order(size, augment, client.noise)]
+
+    def encoded(x: Tensor) -> Tensor:
+        with autocast(client):                      # the encoder alone: crops and means are of full precision
+            return encoder(x).float()
+
+    parts = [pixel_features(encoded(batch.x), batch.y, pixels, client.noise)
+             for batch in client.samples.in_order(size, augment, client.noise)]
     z, y = zip(*parts, strict=True)
     return torch.cat(z), torch.cat(y)
 

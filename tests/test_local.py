@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from raylt.client import Client
 from raylt.data.augment import normalise
 from raylt.data.samples import Samples
-from raylt.local import SGD, confusion_of, learning_rate, sgd
+from raylt.local import SGD, confusion_of, features, learning_rate, sgd
 from raylt.methods.fedavg import FedAvg
 from raylt.models import build_model
 from raylt.seeds import seed_for, seeded
@@ -267,3 +267,20 @@ def test_training_steps_are_as_large_as_the_learning_rate_of_the_round(tiny_task
         moved[round, decay] = client.model.classifier.weight - before
     assert torch.allclose(moved[2, 0.5], moved[1, 0.5] / 2, atol=1e-6)
     assert torch.equal(moved[2, 0.0], moved[1, 0.5])
+
+
+def test_only_the_encoder_of_features_follows_the_precision_of_training(tiny_task):
+    cropped = []
+
+    def crop(x, y, generator):
+        cropped.append(torch.is_autocast_enabled("cpu"))
+        return x, y
+
+    whole, half = (make_client(tiny_task, 0, configure(local={"precision": precision}))
+                   for precision in ("float32", "bfloat16"))
+    (z, y), (rounded, labels) = features(whole, crop), features(half, crop)
+    assert z.dtype == rounded.dtype == torch.float32
+    assert torch.equal(y, labels)
+    assert not torch.equal(z, rounded)
+    assert torch.allclose(z, rounded, atol=0.03 * z.abs().max().item())
+    assert not any(cropped)
