@@ -11,12 +11,13 @@ from typing import Any
 import ray
 import torch
 
-from raylt.client import ClientFunction, Host, Reply
 from raylt.config import Config
+from raylt.core.client import ClientFunction, Reply
+from raylt.core.fleet import ItemFunction, compute
+from raylt.core.host import Host
+from raylt.core.method import Method
 from raylt.data.task import Facts, Shard
 from raylt.errors import one_line
-from raylt.fleet import ItemFunction, compute
-from raylt.method import Method
 from raylt.tree import Tree, from_arrays, to_arrays
 
 GONE_S = 30.0           # a killed process is gone in a second or two; its memory on a GPU too

@@ -9,9 +9,9 @@ import ray
 from ray.exceptions import RayTaskError
 
 from actors.slots import LOST, Slot
-from raylt.client import ClientFunction, Reply
+from raylt.core.client import ClientFunction, Reply
+from raylt.core.fleet import Answer
 from raylt.errors import ClientError, ClientLost, one_line
-from raylt.fleet import Answer
 from raylt.tree import from_arrays
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from actors.client import ClientActor, label_of
 from actors.dispatch import FIRST_PATIENCE_S, PATIENCE_S, Dispatch
 from actors.placement import Placement, nodes_of
 from actors.slots import LOST, Slot, Slots
-from raylt.client import ClientFunction, Message, Reply
 from raylt.config import Config
+from raylt.core.client import ClientFunction, Message, Reply
+from raylt.core.fleet import Answer, Fleet, ItemFunction
+from raylt.core.method import Method
 from raylt.data.task import Task
 from raylt.errors import RayltError, one_line
-from raylt.fleet import Answer, Fleet, ItemFunction
-from raylt.method import Method
 from raylt.tree import Tree, from_arrays, to_arrays
 
 START_TIMEOUT_S = 180

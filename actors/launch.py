@@ -19,9 +19,9 @@ from actors.probe import probe
 from actors.server import ServerActor
 from actors.slots import LOST
 from raylt.config import Config
+from raylt.core.experiment import Report
 from raylt.data.task import Task
 from raylt.errors import ConfigError, RayltError, ServerLost
-from raylt.experiment import Report
 from raylt.methods import make_method
 
 __all__ = ["SERVER_GPUS", "connect", "foresee", "interrupt_on_sigterm", "open_experiment", "place"]

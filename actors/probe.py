@@ -11,14 +11,14 @@ import torch
 
 from actors.client import device_here
 from actors.placement import Need
-from raylt.client import Host
 from raylt.config import Config
+from raylt.core.experiment import Experiment
+from raylt.core.host import Host
+from raylt.core.in_process import LocalFleet
+from raylt.core.method import Method
 from raylt.data.cache import load
 from raylt.data.maps import class_counts
 from raylt.data.task import Shard, Task
-from raylt.experiment import Experiment
-from raylt.fleet import LocalFleet
-from raylt.method import Method
 
 CONTEXT = 600 * 2**20       # device memory of a CUDA context, which torch does not count
 TIMEOUT_S = 120

@@ -12,11 +12,11 @@ from actors.client import device_here
 from actors.figures import Figures
 from actors.fleet import RayFleet
 from actors.placement import Placement
-from raylt.checkpoint import latest
 from raylt.config import Config
+from raylt.core.checkpoint import latest
+from raylt.core.experiment import Experiment, Report
 from raylt.data.task import Task
 from raylt.errors import RayltError, one_line
-from raylt.experiment import Experiment, Report
 from raylt.methods import make_method
 
 

@@ -23,15 +23,18 @@ import torch
 from torch import Tensor
 
 from raylt import metrics
-from raylt.client import Client, Host
 from raylt.config import load
+from raylt.core.client import Client
+from raylt.core.evaluation import confusion_of
+from raylt.core.experiment import Experiment
+from raylt.core.features import features
+from raylt.core.host import Host
+from raylt.core.in_process import LocalFleet
 from raylt.data.samples import Samples
 from raylt.data.task import build_task
 from raylt.errors import RayltError
-from raylt.experiment import Experiment
-from raylt.fleet import LocalFleet
-from raylt.local import confusion_of, features
-from raylt.methods import bpfed, make_method
+from raylt.methods import make_method
+from raylt.methods.bpfed import method as bpfed
 
 PLAIN = {"fa": False, "loss": "ce"}
 # first stages, and the second stages that follow each; the order is that of Table 4
@@ -93,7 +96,7 @@ def measure(stage: str, recipe: Path, settings: list[str]) -> dict[str, dict[str
 
 
 def once() -> Callable[[Client], tuple[Tensor, Tensor]]:
-    """`raylt.local.features`, computed once for each client."""
+    """`raylt.core.features`, computed once for each client."""
     known: dict[int, tuple[Tensor, Tensor]] = {}
 
     def remembered(client: Client) -> tuple[Tensor, Tensor]:

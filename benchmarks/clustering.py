@@ -19,12 +19,12 @@ import torch
 
 from raylt import tree
 from raylt.config import Config, FederationConfig
+from raylt.core.server import Server
 from raylt.data.task import Facts
-from raylt.methods.mupfl import MuPFL
-from raylt.models.bavd import layers_of
+from raylt.methods.mupfl.bavd import layers_of
+from raylt.methods.mupfl.clustering import mean_update
+from raylt.methods.mupfl.method import MuPFL
 from raylt.models.split import part
-from raylt.ops.clustering import mean_update
-from raylt.server import Server
 from raylt.tree import Fold, nbytes
 
 GROUPS = 4

@@ -19,15 +19,15 @@ from typing import Any
 
 import torch
 
-from raylt import checkpoint
-from raylt.client import Host
 from raylt.config import Config, load
+from raylt.core import checkpoint
+from raylt.core.experiment import Experiment, Report
+from raylt.core.host import Host
+from raylt.core.in_process import LocalFleet
 from raylt.data.task import build_task
 from raylt.errors import ConfigError, RayltError
-from raylt.experiment import Experiment, Report
-from raylt.fleet import LocalFleet
 from raylt.methods import make_method
-from raylt.methods.fedsm import FedSM
+from raylt.methods.fedsm.method import FedSM
 
 # first stages, and the rows that go on from each
 STAGES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {

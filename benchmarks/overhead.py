@@ -26,12 +26,13 @@ from torch.nn import functional as F
 
 from actors.cluster import MALLOC
 from actors.launch import open_experiment
-from raylt.checkpoint import hash_tensors
-from raylt.client import Client, EvaluationSet
 from raylt.config import Config, load
+from raylt.core.checkpoint import hash_tensors
+from raylt.core.client import Client
+from raylt.core.evaluation import EvaluationSet
+from raylt.core.optimisers import SGD
 from raylt.data.samples import Samples
 from raylt.data.task import Shard, Split, Task, build_task
-from raylt.local import SGD
 from raylt.methods.fedavg import FedAvg
 from raylt.models.split import load_entries
 from raylt.seeds import seed_for

@@ -26,12 +26,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from raylt.client import Host
 from raylt.config import load
+from raylt.core.host import Host
+from raylt.core.server import Server
 from raylt.data.maps import class_counts
 from raylt.data.task import Facts, Shard
 from raylt.methods import make_method
-from raylt.server import Server
 
 IMAGES, TEST, CLASSES, RATIO = 33, 24, 12, 480 / 360
 

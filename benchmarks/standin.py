@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raylt.config import load
+from raylt.core.optimisers import SGD
 from raylt.data import cache
 from raylt.data.augment import crop_flip, normalise
 from raylt.data.cache import Stored
 from raylt.data.sources import Source, channel_statistics, open_source
 from raylt.errors import RayltError
-from raylt.local import SGD
 from raylt.models import build_model
 
 SCALE = 30.0            # of the cosines: 100, CLIP's own, overfits so small a set

@@ -24,13 +24,22 @@ import time
 import numpy as np
 import torch
 
+from raylt.core.fitting import fit_classifier
 from raylt.data.longtail import long_tail_counts
-from raylt.local import fit_classifier
-from raylt.methods.sfd import SFD
+from raylt.methods.sfd.fourier import draw_frequencies, fourier_sum
+from raylt.methods.sfd.method import SFD
+from raylt.methods.sfd.synthesis import (
+    Prepared,
+    Target,
+    Terms,
+    align,
+    bank_gradient,
+    bank_sizes,
+    cholesky,
+    synthesis_loss,
+)
 from raylt.models.split import linear
-from raylt.ops.fourier import draw_frequencies, fourier_sum
 from raylt.ops.moments import class_sums, moments
-from raylt.ops.synthesis import Prepared, Target, Terms, align, bank_gradient, bank_sizes, cholesky, synthesis_loss
 from raylt.tree import Tree
 
 SEED = 0

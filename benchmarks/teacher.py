@@ -19,14 +19,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from raylt.client import Client, EvaluationSet
 from raylt.config import Config, load
+from raylt.core.client import Client
+from raylt.core.evaluation import EvaluationSet
+from raylt.core.optimisers import SGD
+from raylt.core.training import Objective
 from raylt.data.samples import Samples
 from raylt.data.task import Facts, Shard
-from raylt.local import SGD, Objective
-from raylt.methods.fedsm import FedSM
+from raylt.methods.fedsm.method import FedSM
+from raylt.methods.fedsm.teaching import encoded
 from raylt.models.clip import open_teacher
-from raylt.ops.teaching import encoded
 
 CPU = torch.device("cpu")
 FACTS = Facts("random", tuple("0123456789"), (32, 32, 3), (0.5,) * 3, (0.25,) * 3)

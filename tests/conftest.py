@@ -9,8 +9,8 @@ import tiny
 import torch
 
 from raylt.config import Config
+from raylt.core.experiment import Experiment
 from raylt.data.task import Task
-from raylt.experiment import Experiment
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-COMMAND = [sys.executable, "-m", "raylt.cli"]
+COMMAND = [sys.executable, "-m", "raylt"]
 ENVIRONMENT = os.environ | {"PYTHONUNBUFFERED": "1"}
 
 

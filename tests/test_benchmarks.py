@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raylt.cli import app
+from raylt.cli.main import app
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import tensor
 
-from raylt import checkpoint
-from raylt.checkpoint import Checkpoint, hash_tensors, latest, write
+from raylt.core import checkpoint
+from raylt.core.checkpoint import Checkpoint, hash_tensors, latest, write
 from raylt.errors import CheckpointError
 from raylt.tree import leaves
 

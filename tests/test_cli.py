@@ -13,9 +13,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from raylt import cli
-from raylt.checkpoint import hash_tensors
+from raylt.cli import main as cli
 from raylt.config import settings
+from raylt.core.checkpoint import hash_tensors
 from raylt.errors import RayltError
 
 SMALL = ["method=fedavg", "data.clients=3", "local.epochs=1", "data.imbalance=50", "federation.rounds=2"]
@@ -50,7 +50,7 @@ def raylt(monkeypatch, capsys, tmp_path):
 def finished(tmp_path_factory) -> tuple[Path, Outcome]:
     """A run of two rounds, from a process of its own: its folder and what it printed."""
     out = tmp_path_factory.mktemp("runs")
-    done = subprocess.run([sys.executable, "-m", "raylt.cli", "run", *SMALL, "method=fedprox", "method.mu=1e-2",
+    done = subprocess.run([sys.executable, "-m", "raylt", "run", *SMALL, "method=fedprox", "method.mu=1e-2",
                            "--fleet", "local", "--format", "json", "--out", str(out), "--name", "one"],
                           capture_output=True, text=True, cwd=out)
     return out / "one", Outcome(done.returncode, done.stdout, done.stderr)
@@ -170,7 +170,7 @@ def test_split_that_cannot_be_written_or_read_is_refused(raylt, tmp_path):
 
 @pytest.mark.slow
 def test_address_where_no_cluster_answers_is_refused(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "raylt.cli", "run", "--address", "127.0.0.1:1", "--name", "one"],
+    done = subprocess.run([sys.executable, "-m", "raylt", "run", "--address", "127.0.0.1:1", "--name", "one"],
                           capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     last = done.stderr.splitlines()[-1]
@@ -179,13 +179,13 @@ def test_address_where_no_cluster_answers_is_refused(tmp_path):
 
 
 def test_error_of_a_real_process_is_one_line_and_exit_code_2(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "raylt.cli", "run", "data.alpha=0"], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, "-m", "raylt", "run", "data.alpha=0"], capture_output=True, text=True,
                           cwd=tmp_path)
     refused(Outcome(done.returncode, done.stdout, done.stderr), "data.alpha = 0")
 
 
 def test_debug_shows_the_traceback_anywhere_on_the_line(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "raylt.cli", "--debug", "run", "data.alpha=0"], capture_output=True,
+    done = subprocess.run([sys.executable, "-m", "raylt", "--debug", "run", "data.alpha=0"], capture_output=True,
                           text=True, cwd=tmp_path)
     assert done.returncode != 0
     assert "Traceback (most recent call last)" in done.stderr
@@ -197,14 +197,14 @@ def test_debug_shows_the_traceback_anywhere_on_the_line(tmp_path):
 def test_failure_that_raylt_foresees_ends_with_its_own_exit_code(raylt, monkeypatch):
     def fail(*_):
         raise RayltError("the [bold]server[/bold] is gone")
-    monkeypatch.setattr("raylt.run.start", fail)
+    monkeypatch.setattr("raylt.runs.runner.start", fail)
     assert raylt("run") == Outcome(1, "", "error: the [bold]server[/bold] is gone\n")
 
 
 def test_failure_that_nobody_foresaw_is_one_line_with_its_place(raylt, monkeypatch):
     def fail(*_):
         raise ZeroDivisionError("division\nby zero")
-    monkeypatch.setattr("raylt.run.start", fail)
+    monkeypatch.setattr("raylt.runs.runner.start", fail)
     code, out, err = raylt("run")
     assert (code, out) == (1, "")
     assert err.startswith("error: ZeroDivisionError: division by zero (test_cli.py:")
@@ -215,7 +215,7 @@ def test_failure_that_nobody_foresaw_is_one_line_with_its_place(raylt, monkeypat
 def test_interrupted_run_says_how_to_go_on(raylt, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
-    monkeypatch.setattr("raylt.run.start", interrupt)
+    monkeypatch.setattr("raylt.runs.runner.start", interrupt)
     assert raylt("run") == Outcome(130, "", "stopped; to go on: raylt resume RUN, or raylt tune --resume SEARCH\n")
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from raylt.clusters import draw_clusters, read_clusters
 from raylt.config import load
 from raylt.data.task import build_task
 from raylt.errors import CheckpointError
-from raylt.run import start
+from raylt.plots.clusters import draw_clusters, read_clusters
+from raylt.runs.runner import start
 
 SETTINGS = ["federation.rounds=7", "local.epochs=1", "data.clients=6", "federation.participation=0.7"]
 MUPFL = ["method=mupfl", "method.m=5", "method.tau=2", "method.matching_steps=2"]

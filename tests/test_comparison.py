@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from raylt.comparison import Comparison, compare
 from raylt.config import load
 from raylt.errors import CheckpointError
-from raylt.run import start
+from raylt.plots.clients import Comparison, compare
+from raylt.runs.runner import start
 
 
 class Silent:

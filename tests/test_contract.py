@@ -12,13 +12,16 @@ from pydantic import ValidationError
 from tiny import CPU, Recorder, configure, fingerprint, make_experiment, pixels, private_states
 from torch import Tensor
 
-from raylt import checkpoint, tree
-from raylt.client import Client, EvaluationSet, Host
+from raylt import tree
 from raylt.config import Config
+from raylt.core import checkpoint
+from raylt.core.client import Client
+from raylt.core.evaluation import EvaluationSet
+from raylt.core.experiment import Experiment, Report
+from raylt.core.host import Host
+from raylt.core.in_process import LocalFleet
 from raylt.data.samples import Samples
 from raylt.errors import ConfigError
-from raylt.experiment import Experiment, Report
-from raylt.fleet import LocalFleet
 from raylt.hyper import in_range, range_of
 from raylt.methods import METHODS, make_method
 from raylt.models import MODELS

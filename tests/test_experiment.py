@@ -6,10 +6,10 @@ import torch
 from tiny import COUNTS, CPU, Recorder, configure, fingerprint, make_experiment, private_states
 from torch import tensor
 
-from raylt import checkpoint
+from raylt.core import checkpoint
+from raylt.core.experiment import Experiment
+from raylt.core.method import Method
 from raylt.data.samples import Samples
-from raylt.experiment import Experiment
-from raylt.method import Method
 from raylt.methods.fedavg import FedAvg
 from raylt.tree import snapshot
 

@@ -1,4 +1,4 @@
-"""The second half of raylt/local.py: features aside, what re-trains classifiers; and half precision in the first."""
+"""The second half of raylt/core: features aside, what re-trains classifiers; and half precision in the first."""
 
 import copy
 import math
@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from raylt.client import Host
 from raylt.config import Config
+from raylt.core.fitting import fit_classifier
+from raylt.core.host import Host
+from raylt.core.training import sgd
 from raylt.data.task import build_task
-from raylt.local import fit_classifier, sgd
 from raylt.methods import make_method
 
 Z = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))

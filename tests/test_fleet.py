@@ -7,11 +7,13 @@ import torch
 from tiny import COUNTS, CPU, configure, fingerprint, make_experiment, private_states
 from torch import tensor
 
-from raylt.client import Client, Host, Message, Reply
+from raylt.core.client import Client, Message, Reply
+from raylt.core.cohort import Cohort
+from raylt.core.host import Host
+from raylt.core.in_process import LocalFleet
+from raylt.core.server import Server
 from raylt.errors import TooFewReplies
-from raylt.fleet import Cohort, LocalFleet
 from raylt.methods.fedavg import FedAvg
-from raylt.server import Server
 
 IDS = [0, 1, 2, 3, 5]                       # client 4 holds no samples
 SIZES = [24, 14, 9, 1, 12]                  # 60 in all
@@ -250,7 +252,7 @@ def test_loss_of_a_client_names_its_error_and_place(make_fleet):
 
 def test_deadline_leaves_out_the_clients_that_were_not_asked_in_time(make_fleet, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("raylt.fleet.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("raylt.core.in_process.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Slow(Host):
         def run(self, *call):

@@ -4,8 +4,8 @@ from test_pictures import run
 from tiny import pixels
 
 from raylt.errors import CheckpointError, ConfigError
-from raylt.gallery import draw_predictions
 from raylt.models import MODELS
+from raylt.plots.predictions import draw_predictions
 
 SHAPES = ("data.source=shapes", "data.clients=3", "data.imbalance=1", "model=lraspp", "local.batch=32",
           "federation.participation=0.3", "evaluation.batch=40")

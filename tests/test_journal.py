@@ -9,12 +9,12 @@ import yaml
 from tensorboardX.proto.event_pb2 import Event
 from torch import tensor
 
-from raylt import checkpoint
 from raylt.config import Config, load
+from raylt.core import checkpoint
+from raylt.core.experiment import Report
 from raylt.data.task import Split
 from raylt.errors import CheckpointError
-from raylt.experiment import Report
-from raylt.journal import Journal
+from raylt.runs.journal import Journal
 
 SPLIT = Split((np.array([0, 2]), np.array([1])), "0" * 64, "digits", 1.0, "iid", 0.5, 0)
 CONFIG = load(None, ["method=fedprox", "method.mu=0.1", "seed=3"])
@@ -108,7 +108,7 @@ def test_folder_held_by_another_process_is_refused_until_that_is_killed(journal)
     script = f"""
 import time
 from pathlib import Path
-from raylt.journal import Journal
+from raylt.runs.journal import Journal
 held = Journal.open(Path({str(journal.folder)!r}))
 print("held", flush=True)
 time.sleep(60)

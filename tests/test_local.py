@@ -8,10 +8,13 @@ from tiny import COUNTS, CPU, configure, fingerprint, make_experiment, open_clie
 from torch import nn, tensor
 from torch.nn import functional as F
 
-from raylt.client import Client
+from raylt.core.client import Client
+from raylt.core.evaluation import confusion_of
+from raylt.core.features import features
+from raylt.core.optimisers import SGD
+from raylt.core.training import learning_rate, sgd
 from raylt.data.augment import normalise
 from raylt.data.samples import Samples
-from raylt.local import SGD, confusion_of, features, learning_rate, sgd
 from raylt.methods.fedavg import FedAvg
 from raylt.models import build_model
 from raylt.seeds import seed_for, seeded

@@ -5,8 +5,8 @@ from PIL import Image
 
 from raylt.config import load
 from raylt.errors import CheckpointError
-from raylt.pictures import draw_features
-from raylt.run import start
+from raylt.plots.features import draw_features
+from raylt.runs.runner import start
 
 
 class Silent:

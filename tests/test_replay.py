@@ -4,10 +4,10 @@ import pytest
 import torch
 from tiny import Recorder, configure, make_experiment
 
-from raylt import replay as module
 from raylt.errors import CheckpointError, ConfigError
-from raylt.journal import Journal
-from raylt.replay import replay
+from raylt.runs import replay as module
+from raylt.runs.journal import Journal
+from raylt.runs.replay import replay
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ import copy
 import pytest
 from rich.console import Console
 
-from raylt.summary import percent, size, summarise, table_of
+from raylt.runs.summary import percent, size, summarise, table_of
 
 CONCLUDED = {"model_sha256": "ab" * 32, "task": "classification"}
 

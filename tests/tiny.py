@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from raylt import tree
-from raylt.checkpoint import hash_tensors
-from raylt.client import Client, EvaluationSet, Host
 from raylt.config import Config
+from raylt.core.checkpoint import hash_tensors
+from raylt.core.client import Client
+from raylt.core.evaluation import EvaluationSet
+from raylt.core.experiment import Experiment
+from raylt.core.host import Host
+from raylt.core.in_process import LocalFleet
+from raylt.core.method import Method
 from raylt.data.maps import VOID, class_counts, class_views
 from raylt.data.samples import Samples
 from raylt.data.task import Shard, Split, Task, hash_labels
-from raylt.experiment import Experiment
-from raylt.fleet import LocalFleet
-from raylt.method import Method
 from raylt.methods import make_method
 from raylt.models.split import PixelModel
 from raylt.tree import Tree

@@ -20,10 +20,10 @@ from ray.tune.search import Searcher as RaySearcher
 from actors.fleet import Placement, RayFleet
 from actors.launch import SERVER_GPUS, connect, interrupt_on_sigterm
 from raylt.config import Config
+from raylt.core.fleet import Fleet
+from raylt.core.method import Method
 from raylt.data.task import Task
 from raylt.errors import ConfigError, RayltError, one_line
-from raylt.fleet import Fleet
-from raylt.method import Method
 from tune.desk import Desk
 from tune.plan import OVER, Point, Record
 from tune.trial import Job, Trial

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from raylt.hyper import Choice, LogUniform
-from raylt.summary import percent
+from raylt.runs.summary import percent
 from tune.plan import Plan, Record, State
 from tune.space import Axis, Grid
 

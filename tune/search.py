@@ -2,7 +2,7 @@
 
     search.json      what was asked for
     trials.jsonl     one line per trial that ended; what a resumed search goes by
-    trials/<trial>/  each a run folder (raylt/journal.py) with its judgements on the validation set
+    trials/<trial>/  each a run folder (raylt/runs/journal.py) with its judgements on the validation set
     best.yaml        the best configuration, for raylt run
     trials.csv, trials.json, search.png
     tune/            Ray Tune's own notes; nothing reads them

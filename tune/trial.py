@@ -19,19 +19,21 @@ import torch
 from torch import Tensor
 
 from raylt import metrics
-from raylt.client import Client, Host, Message, Reply
 from raylt.config import Config
+from raylt.core.client import Client, Message, Reply
+from raylt.core.evaluation import confusion_of
+from raylt.core.experiment import Experiment, Report
+from raylt.core.fleet import Fleet
+from raylt.core.host import Host
+from raylt.core.in_process import LocalFleet
+from raylt.core.method import Method
 from raylt.data.cache import Mapped, load
 from raylt.data.samples import Samples
 from raylt.data.task import Shard, Task, build_task
 from raylt.errors import CheckpointError
-from raylt.experiment import Experiment, Report
-from raylt.fleet import Fleet, LocalFleet
-from raylt.journal import Journal
-from raylt.local import confusion_of
-from raylt.method import Method
 from raylt.methods import make_method
-from raylt.summary import summarise
+from raylt.runs.journal import Journal
+from raylt.runs.summary import summarise
 from raylt.tree import view
 from tune.halving import rungs
 from tune.plan import Metric, Point

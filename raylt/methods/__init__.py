@@ -4,15 +4,15 @@ import difflib
 from typing import Any
 
 from raylt.config import check
+from raylt.core.method import Method
 from raylt.errors import UnknownMethod
-from raylt.method import Method
-from raylt.methods.bpfed import BPFed
+from raylt.methods.bpfed.method import BPFed
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedper import FedPer
 from raylt.methods.fedprox import FedProx
-from raylt.methods.fedsm import FedSM
-from raylt.methods.mupfl import MuPFL
-from raylt.methods.sfd import SFD
+from raylt.methods.fedsm.method import FedSM
+from raylt.methods.mupfl.method import MuPFL
+from raylt.methods.sfd.method import SFD
 
 METHODS: dict[str, type[Method]] = {
     FedAvg.name: FedAvg,

@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
+from raylt.core.method import Method
 from raylt.data.sources import Kind
-from raylt.method import Method
 
 
 class FedAvg(Method):

@@ -6,8 +6,8 @@ more. All classifiers start from the same random weights.
 
 from typing import ClassVar
 
+from raylt.core.method import Method
 from raylt.data.sources import Kind
-from raylt.method import Method
 from raylt.models.split import Params, SplitModel
 
 

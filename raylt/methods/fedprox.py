@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from raylt.client import Client, Message
+from raylt.core.client import Client, Message
+from raylt.core.method import Method
+from raylt.core.training import Objective
 from raylt.data.samples import Batch
 from raylt.data.sources import Kind
 from raylt.hyper import LogUniform, hp
-from raylt.local import Objective
-from raylt.method import Method
 
 
 class FedProx(Method):

@@ -11,7 +11,7 @@ import ray
 
 from actors.fleet import Placement, RayFleet
 from raylt.config import Config
-from raylt.method import Method
+from raylt.core.method import Method
 from raylt.methods import make_method
 
 _names = itertools.count()

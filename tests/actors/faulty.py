@@ -12,13 +12,13 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from raylt import checkpoint
-from raylt.client import Client, Message, Reply
-from raylt.fleet import Fleet
-from raylt.method import Method
+from raylt.core import checkpoint
+from raylt.core.client import Client, Message, Reply
+from raylt.core.fleet import Fleet
+from raylt.core.method import Method
+from raylt.core.server import Server
 from raylt.methods import METHODS
 from raylt.models.split import Params, SplitModel
-from raylt.server import Server
 
 # each stage has a round of its own, and one after it
 STAGES = {"train": 2, "upload": 4, "aggregate": 6, "checkpoint": 8, "evaluate": 10}
@@ -136,5 +136,5 @@ def hook(runtime_env: dict | None) -> dict:
 if __name__ == "__main__":
     import faulty  # under the name by which others can import its classes
     faulty.register()
-    from raylt.cli import main
+    from raylt.cli.main import main
     sys.exit(main())

@@ -7,7 +7,7 @@ import pytest
 
 from actors.cluster import whereabouts
 from actors.placement import SERVER_GPUS, Need, Node, Placement, nodes_of, parse_nodes, plan, room
-from raylt import cli
+from raylt.cli import main as cli
 from raylt.config import Config
 from raylt.errors import ConfigError
 

@@ -14,10 +14,10 @@ from trouble import IDS, Broken, Private, configure
 
 from actors.client import label_of
 from raylt import tree
-from raylt.checkpoint import hash_tensors
+from raylt.core.checkpoint import hash_tensors
+from raylt.core.cohort import Cohort
+from raylt.core.experiment import Experiment
 from raylt.errors import RayltError, TooFewReplies
-from raylt.experiment import Experiment
-from raylt.fleet import Cohort
 from raylt.methods.fedavg import FedAvg
 
 CPU = torch.device("cpu")

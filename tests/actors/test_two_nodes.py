@@ -87,20 +87,20 @@ def wait_for_nodes(address, env):
 
 def test_a_run_joins_them_and_goes_where_the_labels_say(nodes, clean, tmp_path):
     address, _, env = nodes
-    planned = call(sys.executable, "-m", "raylt.cli", "plan", "--address", address, "--format", "json", env=env)
+    planned = call(sys.executable, "-m", "raylt", "plan", "--address", address, "--format", "json", env=env)
     plan = json.loads(planned.stdout)
     assert (plan["placement"]["actors"], plan["placement"]["gpus"]) == (2, 0.95)
     assert (plan["placement"]["labels"], plan["server_labels"]) == ({"role": "client"}, {"role": "server"})
-    done = call(sys.executable, "-m", "raylt.cli", *RUN, "--address", address, "--out", tmp_path, env=env)
+    done = call(sys.executable, "-m", "raylt", *RUN, "--address", address, "--out", tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert f"joined the Ray cluster at {address} (--address), 2: 4 CPUs and 2 GPUs; dashboard" in done.stderr
-    alone = call(sys.executable, "-m", "raylt.cli", *RUN, "--fleet", "local", "--out", tmp_path / "alone", env=clean)
+    alone = call(sys.executable, "-m", "raylt", *RUN, "--fleet", "local", "--out", tmp_path / "alone", env=clean)
     assert json.loads(done.stdout)["model_sha256"] == json.loads(alone.stdout)["model_sha256"]
 
 
 def test_a_job_joins_the_cluster_that_it_was_submitted_to(nodes, tmp_path):
     _, board, env = nodes
-    done = call(BIN / "ray", "job", "submit", "--address", board, "--", sys.executable, "-m", "raylt.cli", *RUN,
+    done = call(BIN / "ray", "job", "submit", "--address", board, "--", sys.executable, "-m", "raylt", *RUN,
                 "--out", tmp_path, "--name", "job", env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "(this is a Ray job)" in done.stdout + done.stderr
@@ -111,7 +111,7 @@ def test_without_the_token_nobody_gets_in(nodes, clean, tmp_path):
     address, board, _ = nodes
     stranger = clean | {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "wrong" * 8}
     start = time.monotonic()
-    refused = call(sys.executable, "-m", "raylt.cli", *RUN, "--address", address, "--out", tmp_path, env=stranger)
+    refused = call(sys.executable, "-m", "raylt", *RUN, "--address", address, "--out", tmp_path, env=stranger)
     assert refused.returncode == 2
     assert f"error: --address {address}: no Ray cluster could be joined there" in refused.stderr
     assert time.monotonic() - start < 60

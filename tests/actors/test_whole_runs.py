@@ -29,7 +29,7 @@ def environment():
 def start(folder, *arguments, **variables):
     with (folder / "out.txt").open("w") as out, (folder / "err.txt").open("w") as err:
         # a shell that runs the tests in the background has SIGINT ignored, by its children too
-        return subprocess.Popen([sys.executable, "-m", "raylt.cli", *arguments], stdout=out, stderr=err,
+        return subprocess.Popen([sys.executable, "-m", "raylt", *arguments], stdout=out, stderr=err,
                                 env=environment() | variables, start_new_session=True,
                                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from raylt.client import Client, Message, Reply
 from raylt.config import Config
-from raylt.method import Method
+from raylt.core.client import Client, Message, Reply
+from raylt.core.method import Method
 from raylt.methods.fedprox import FedProx
 from raylt.models.split import Params, SplitModel
 

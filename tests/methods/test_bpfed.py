@@ -10,12 +10,15 @@ from tiny import Recorder, configure, fingerprint, make_experiment, private_stat
 from torch import tensor
 from torch.nn import functional as F
 
-from raylt import checkpoint, tree
-from raylt.client import Client
+from raylt import tree
+from raylt.core import checkpoint
+from raylt.core.client import Client
+from raylt.core.features import features
+from raylt.core.optimisers import SGD
+from raylt.core.training import sgd
 from raylt.errors import TooFewReplies
-from raylt.local import SGD, features, sgd
-from raylt.methods.bpfed import BPFed, ScaledLinear, balance, mix
-from raylt.ops.losses import smooth_labels
+from raylt.methods.bpfed.method import BPFed, ScaledLinear, balance, mix
+from raylt.methods.bpfed.smoothing import smooth_labels
 from raylt.ops.moments import class_scatter, perturb, unpack
 from raylt.seeds import seed_for, seeded
 

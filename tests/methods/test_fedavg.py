@@ -1,7 +1,7 @@
 import torch
 from tiny import CPU, configure, make_experiment
 
-from raylt.client import Host
+from raylt.core.host import Host
 from raylt.methods.fedavg import FedAvg
 
 

@@ -4,7 +4,7 @@ from tiny import COUNTS, CPU, Recorder, configure, fingerprint, make_experiment,
 
 from raylt import tree
 from raylt.methods import make_method
-from raylt.methods.bpfed import BPFed
+from raylt.methods.bpfed.method import BPFed
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedper import FedPer
 

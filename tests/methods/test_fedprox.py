@@ -3,7 +3,7 @@ import torch
 from tiny import configure, fingerprint, make_experiment, open_client
 from torch.nn import functional as F
 
-from raylt.client import Client
+from raylt.core.client import Client
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedprox import FedProx
 

@@ -11,19 +11,20 @@ from test_contract import Backwards, FailsFirst, NewHosts, OwnHosts
 from tiny import Recorder, configure, fingerprint, make_experiment, private_states
 from torch.nn import functional as F
 
-from raylt import checkpoint
-from raylt.checkpoint import hash_tensors
-from raylt.client import Client
+from raylt.core import checkpoint
+from raylt.core.checkpoint import hash_tensors
+from raylt.core.client import Client
+from raylt.core.features import features
+from raylt.core.optimisers import SGD
 from raylt.errors import ClientError, ConfigError, TooFewReplies
-from raylt.local import SGD, features
 from raylt.methods import make_method
-from raylt.methods.fedsm import OFFICIAL, FedSM
+from raylt.methods.fedsm import teaching
+from raylt.methods.fedsm.method import OFFICIAL, FedSM
+from raylt.methods.fedsm.mixup import relevance
 from raylt.models.clip import open_teacher
-from raylt.ops import teaching
-from raylt.ops.mixup import relevance
-from raylt.run import start
+from raylt.runs.runner import start
+from raylt.runs.summary import summarise
 from raylt.seeds import seed_for
-from raylt.summary import summarise
 
 QUICK = {"rounds": 1, "size": 5, "epochs": 2}
 

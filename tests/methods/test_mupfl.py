@@ -15,17 +15,20 @@ from tiny import Recorder, configure, fingerprint, make_experiment, private_stat
 from torch import nn
 from torch.nn import functional as F
 
-from raylt import checkpoint, metrics, tree
-from raylt.client import Client, Host
+from raylt import metrics, tree
+from raylt.core import checkpoint
+from raylt.core.client import Client
+from raylt.core.features import features
+from raylt.core.host import Host
+from raylt.core.optimisers import SGD
 from raylt.data.task import Shard, build_task
 from raylt.errors import ConfigError
-from raylt.local import SGD, features
 from raylt.methods.fedavg import FedAvg
-from raylt.methods.mupfl import KEPT_ROUNDS, MuPFL
-from raylt.models.bavd import BAVD, layers_of
+from raylt.methods.mupfl.bavd import BAVD, layers_of
+from raylt.methods.mupfl.clustering import cosines
+from raylt.methods.mupfl.matching import class_gradients, match_features, mean_gradients
+from raylt.methods.mupfl.method import KEPT_ROUNDS, MuPFL
 from raylt.models.split import part
-from raylt.ops.clustering import cosines
-from raylt.ops.matching import class_gradients, match_features, mean_gradients
 from raylt.seeds import seed_for
 
 OFF = {"bavd": False, "acmu": False, "pkcf": False}
@@ -532,7 +535,7 @@ def test_killed_between_upload_and_clustering_and_resumed_it_ends_the_same(tmp_p
         assert saved is not None
         return {name: fingerprint(saved.read(name)) for name in saved.parts}
 
-    plain = [sys.executable, "-m", "raylt.cli"]
+    plain = [sys.executable, "-m", "raylt"]
     subprocess.run([*plain, "run", *settings, "straight"], check=True, env=os.environ, capture_output=True)
     killed = subprocess.run([sys.executable, "-c", KILLED_IN_CLUSTERING, "run", *settings, "killed"],
                             env=os.environ, capture_output=True)

@@ -8,16 +8,16 @@ from killed import resume, run_and_kill
 from torch.nn import functional as F
 
 from raylt import tree
-from raylt.client import Host
 from raylt.config import Config
+from raylt.core.experiment import Experiment
+from raylt.core.features import features
+from raylt.core.host import Host
+from raylt.core.in_process import LocalFleet
 from raylt.data.task import Task, build_task
 from raylt.errors import ConfigError
-from raylt.experiment import Experiment
-from raylt.fleet import LocalFleet
-from raylt.local import features
 from raylt.methods import METHODS, make_method
-from raylt.methods.sfd import OFFICIAL, SFD, encoder
-from raylt.ops.losses import adaptive_supcon
+from raylt.methods.sfd.losses import adaptive_supcon
+from raylt.methods.sfd.method import OFFICIAL, SFD, encoder
 from raylt.ops.moments import moments
 
 CPU = torch.device("cpu")

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from raylt.ops.losses import adaptive_supcon, adjusted_prior, distillation, logit_shift, margin_softmax
+from raylt.methods.fedsm.losses import distillation, margin_softmax
+from raylt.methods.sfd.losses import adaptive_supcon, adjusted_prior, logit_shift
 
 COUNTS = torch.tensor([40, 0, 10, 4])
 

@@ -1,7 +1,7 @@
 import torch
 from tiny import pixels
 
-from raylt.ops.pixels import pixel_features
+from raylt.core.pixels import pixel_features
 
 H, W = 24, 32
 

@@ -15,7 +15,7 @@ import yaml
 
 from raylt.config import load
 from raylt.errors import CheckpointError, ConfigError
-from raylt.run import start
+from raylt.runs.runner import start
 from tune import resume, search, space, spaces_of
 from tune.cluster import bundles_of, check_fit, fitting, place_trial
 from tune.desk import Desk
@@ -198,7 +198,7 @@ ENVIRONMENT = {key: value for key, value in os.environ.items() if key not in ("P
 
 
 def command(*arguments):
-    return [sys.executable, "-m", "raylt.cli", "tune", *arguments]
+    return [sys.executable, "-m", "raylt", "tune", *arguments]
 
 
 @pytest.mark.slow

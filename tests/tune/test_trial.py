@@ -9,10 +9,10 @@ import torch
 from tiny import make_experiment, pixels
 
 from raylt.config import load
+from raylt.core.method import Method
 from raylt.data.task import build_task
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, hp
-from raylt.method import Method
 from raylt.methods import METHODS
 from raylt.methods.fedavg import FedAvg
 from raylt.models import MODELS

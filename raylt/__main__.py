@@ -1,0 +1,5 @@
+"""`python -m raylt`."""
+
+from raylt.cli.main import main
+
+main()

@@ -1,0 +1,243 @@
+"""`Experiment`: a run that can be stepped, saved and loaded; by this process, the server actor or a Tune trial."""
+
+import copy
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from raylt import metrics, tree
+from raylt.config import Config
+from raylt.core import checkpoint
+from raylt.core.checkpoint import Checkpoint
+from raylt.core.cohort import Ledger, Traffic
+from raylt.core.evaluation import confusion_of
+from raylt.core.fleet import Fleet
+from raylt.core.method import Method
+from raylt.core.server import Server, Stages
+from raylt.data.samples import Samples
+from raylt.data.task import Task
+from raylt.tree import Tree
+
+
+@dataclass(frozen=True)
+class Report:
+    """One step of a run: a round, or what a method does after the last one.
+
+    Attributes:
+        step: 1..R for rounds, R + 1 for the finish.
+        phase: "round" or "finish".
+        seconds: of training and aggregation; `evaluation_seconds` apart.
+        accuracy: of what is deployed, on the balanced test set; None when it was not due. For personal methods the
+            mean over the clients' own models, and `global_accuracy` is the global model's. Where clients see the
+            classes in their own ways, as they see them; `global_accuracy` then is still over the true ones.
+        macro, miou: means over the classes of accuracy and of intersection over union, of what `accuracy` is of.
+        groups: accuracy over the many-, medium- and few-shot classes; None for a group without classes.
+        clients: per-client figures ("owned", "matched", "global", "miou"), each with its mean and worst decile.
+        by_client: the same of each client by id, None for one that is not judged; kept of clients' own models, and
+            of the last evaluation of all.
+        traffic: bytes and replies by client function.
+        participants: ids of the clients sampled for the round whose replies were used.
+        lost, retried, rejected: client ids; rejected ones with the reason.
+        figures: what the method reports.
+        stages: seconds by stage: the waits for clients by client function, "aggregation", what the method times of
+            its own ("synthesis"), "evaluation" and "checkpoint".
+    """
+
+    step: int
+    phase: str
+    seconds: float
+    evaluation_seconds: float
+    accuracy: float | None
+    global_accuracy: float | None
+    groups: dict[str, float | None] | None
+    clients: dict[str, dict[str, float]] | None
+    traffic: dict[str, dict[str, int]]
+    participants: list[int] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+    retried: list[int] = field(default_factory=list)
+    rejected: dict[int, str] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+    by_client: dict[str, list[float | None]] | None = None
+    stages: dict[str, float] = field(default_factory=dict)
+    macro: float | None = None
+    miou: float | None = None
+
+
+class Experiment:
+    """A method, a task and a fleet, taken step by step.
+
+    Args:
+        folder: the run folder, where checkpoints and the final model go.
+
+    Attributes:
+        finishes: whether the method does something after the last round.
+    """
+
+    def __init__(self, config: Config, method: Method, task: Task, fleet: Fleet, device: torch.device, folder: Path):
+        method.check(task.facts, config)
+        self.config, self.method, self.task, self.fleet, self.folder = config, method, task, fleet, folder
+        self.server = Server(config, task.facts, method.new_model(task.facts, config).to(device), device)
+        self.finishes = type(method).finish is not Method.finish
+        self._test: Samples | None = None
+        self._saved: Checkpoint | None = None
+        self._step = 0
+
+    @property
+    def done(self) -> bool:
+        return self._step >= self.server.rounds + self.finishes
+
+    def step(self) -> Report:
+        """One round, or the finish; then an evaluation when it is due."""
+        assert not self.done
+        start = time.perf_counter()
+        server, fleet, joined = self.server, self.fleet, Ledger()
+        server.figures, server.stages = {}, Stages()
+        if self._step == 0:
+            fleet.begin(0)
+            self.method.start(server, fleet)
+            joined = fleet.ledger
+        self._step += 1
+        server.round = self._step
+        fleet.begin(self._step)
+        last = self._step >= server.rounds
+        phase = "round" if self._step <= server.rounds else "finish"
+        getattr(self.method, phase)(server, fleet)
+        ledger, trained = fleet.ledger, time.perf_counter()
+        stages = Stages(joined.stages)
+        for more in (ledger.stages, server.stages):         # before anybody is judged, which calls clients too
+            stages.add(more)
+        judged = self._evaluate(last)
+        evaluation = time.perf_counter() - trained
+        return Report(
+            step=self._step, phase=phase, seconds=trained - start, evaluation_seconds=evaluation,
+            stages={**stages, "evaluation": evaluation},
+            traffic={name: asdict(t) for name, t in _merge(joined.traffic, ledger.traffic).items()},
+            participants=sorted(ledger.participants),
+            lost=joined.lost + ledger.lost, retried=joined.retried + ledger.retried,
+            rejected=joined.rejected | ledger.rejected, figures=server.figures, **judged)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Inside the block the method is finished, as if this had been the last round; after it nothing has happened.
+
+        What it draws differs from the finish to come, whose seeds follow the last round's number.
+        """
+        server, fleet = self.server, self.fleet
+        before = server.model, server.state, server.round, server.figures, server.stages
+        server.model, server.state = copy.deepcopy(server.model), copy.deepcopy(server.state)
+        try:
+            with fleet.rehearsing():
+                server.round, server.figures, server.stages = self._step + 1, {}, Stages()
+                fleet.begin(self._step + 1)
+                self.method.finish(server, fleet)
+                yield
+        finally:
+            server.model, server.state, server.round, server.figures, server.stages = before
+
+    def advance(self) -> Report:
+        """A step, then a checkpoint when it is due."""
+        report = self.step()
+        if self._step % self.config.output.checkpoint_every == 0 or self._step >= self.server.rounds:
+            start = time.perf_counter()
+            self.save(report)
+            report.stages["checkpoint"] = time.perf_counter() - start
+        return report
+
+    def conclude(self) -> dict[str, str]:
+        """Writes the deployed model and returns what a summary says of it."""
+        model = {name: value.detach().cpu().contiguous()
+                 for name, value in self.method.deployed(self.server).state_dict().items()}
+        save_file(model, self.folder / "model.safetensors")
+        return {"model_sha256": checkpoint.hash_tensors(model), "task": self.task.kind}
+
+    def save(self, report: Report) -> None:
+        """Commits a checkpoint of everything that the next step depends on, with the report of the step before."""
+        facts = {"step": self._step, "report": asdict(report)}
+        self._saved = checkpoint.write(self.folder / "checkpoints", self._step, self._parts(), facts, self._saved,
+                                       self.config.output.keep)
+        self.fleet.changed.clear()
+
+    def load(self, saved: Checkpoint) -> None:
+        """Takes up a run where a checkpoint left it."""
+        part = saved.read("server")
+        self.server.receive(part["model"])
+        self.server.state = part["state"]
+        self._step = self.server.round = saved.facts["step"]
+        for name in saved.parts:
+            if name != "server":
+                self.fleet.restore(int(name.removeprefix("client-")), saved.read(name))
+        self.fleet.changed.clear()
+        self._saved = saved
+
+    def _parts(self) -> Iterator[tuple[str, Tree | None]]:
+        yield "server", {"model": tree.snapshot(self.server.model.state_dict()),
+                         "state": tree.snapshot(self.server.state)}
+        before = set() if self._saved is None else {int(n[7:]) for n in self._saved.parts if n != "server"}
+        for id in sorted(before - self.fleet.changed):
+            yield f"client-{id:03d}", None
+        for id, private in self.fleet.private_states(sorted(self.fleet.changed)):
+            yield f"client-{id:03d}", private
+
+    def _evaluate(self, last: bool) -> dict[str, Any]:
+        every = self.config.evaluation
+        judged: dict[str, Any] = dict.fromkeys(("accuracy", "global_accuracy", "macro", "miou", "groups", "clients",
+                                                "by_client"))
+        personal = self.method.personal or bool(self.server.model.stays)
+        matrices: Tensor | dict[int, Tensor] | None = None
+        # a global model without running statistics (federation.batchnorm = local) cannot be judged
+        if (last or self._step % every.every == 0) and not self.server.model.stays:
+            matrices = self._judge_global()
+            judged["global_accuracy"] = metrics.accuracy(matrices)
+        if personal:
+            due = last or (every.personal > 0 and self._step % every.personal == 0)
+            matrices = self._judge_clients() if due else None
+        if matrices is not None:
+            seen = metrics.seen_by_each(matrices, torch.from_numpy(self.task.views), self.fleet.ids)
+            pooled = sum(seen.values(), start=torch.zeros_like(next(iter(seen.values()))))
+            judged["accuracy"] = metrics.accuracy(pooled)
+            judged["macro"], judged["miou"] = metrics.macro(pooled), metrics.mean_iou(pooled)
+            judged["groups"] = metrics.group_accuracy(pooled, self.task.groups)
+            each = metrics.by_client(seen, torch.from_numpy(self.task.client_counts))
+            judged["clients"] = metrics.client_figures(each)
+            judged["by_client"] = each if personal or last else None
+        return judged
+
+    def _judge_global(self) -> Tensor:
+        if self._test is None:
+            self._test = Samples(self.task.test, self.task.facts, self.server.device)
+        model = self.method.deployed(self.server).eval()
+        with _all_threads():
+            return confusion_of(lambda x: self.method.predict(model, x), self._test, self.task.classes,
+                                self.config.evaluation.batch)
+
+    def _judge_clients(self) -> dict[int, Tensor]:
+        changed = set(self.fleet.changed)
+        replies = self.fleet.call(self.method.judge, self.fleet.ids, self.method.message(self.server))
+        self.fleet.changed = changed                # judging leaves private states as they were
+        del self.fleet.ledger.traffic["judge"]      # no federation would send these: they are for our eyes
+        return {id: reply["confusion"] for id, reply in replies.items()}
+
+
+def _merge(first: dict[str, Traffic], second: dict[str, Traffic]) -> dict[str, Traffic]:
+    none = Traffic()
+    return {name: Traffic(a.down + b.down, a.up + b.up, a.replies + b.replies) for name in first | second
+            for a, b in [(first.get(name, none), second.get(name, none))]}
+
+
+@contextmanager
+def _all_threads() -> Iterator[None]:
+    """All cores for an evaluation: clients are idle then, and it decides counts, not weights."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,67 @@
+"""`Host`: the clients that one process runs."""
+
+import torch
+
+from raylt import tree
+from raylt.config import Config
+from raylt.core.client import Client, ClientFunction, Message, Reply
+from raylt.core.evaluation import EvaluationSet
+from raylt.core.method import Method
+from raylt.data.samples import Samples
+from raylt.data.task import Facts, Shard
+from raylt.seeds import seeded
+from raylt.tree import Tree
+
+
+class Host:
+    """The clients of one process.
+
+    They share one model object: what is private to a client is put into it before the client's call and taken out
+    afterwards. So a process with a hundred clients holds one model, and a call's result depends on (private state,
+    message, seed) alone, whichever process runs it.
+    """
+
+    def __init__(self, config: Config, method: Method, facts: Facts, test: Shard, device: torch.device):
+        self.config, self.method, self.facts, self.device = config, method, facts, device
+        self.model = method.new_model(facts, config).to(device)
+        self.clients: dict[int, Client] = {}
+        self._initial = tree.snapshot(method.private(self.model))
+        self._test = EvaluationSet(test, facts, device)
+        self._threads = max(1, int(config.resources.cpus_per_client))
+
+    def run(self, fn: ClientFunction, message: Message, round: int, id: int, shard: Shard | None,
+            private: Tree | None) -> tuple[Reply, Tree]:
+        """Runs one client's function once.
+
+        Args:
+            shard: the client's data; needed the first time only.
+            private: what the client's last call returned, or None before its first.
+
+        Returns:
+            The reply and the client's private state, both on the CPU.
+        """
+        client = self.clients.get(id)
+        if client is None:
+            assert shard is not None, f"client {id} is not here and came without its data"
+            samples = Samples(shard, self.facts, self.device)
+            client = self.clients[id] = Client(id, samples, self._test, self.model, self.config, self.device)
+        entries, client.state = (self._initial, {}) if private is None else (private["model"], private["state"])
+        client.receive(entries)
+        self.model.train()              # whoever ran before: a call starts from the same mode
+        name = getattr(fn, "__name__", "call")
+        client.begin(name, round)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self._threads)        # the same everywhere: it decides the order of some sums
+        try:
+            with seeded(self.config.seed, name, round, id, device=self.device):
+                reply = fn(client, tree.to(message, self.device))
+        finally:
+            torch.set_num_threads(threads)
+        after = {"model": self.method.private(self.model), "state": client.state}
+        return Reply(reply.weight, _outgoing(reply.tree)), _outgoing(after)
+
+
+def _outgoing(parts: Tree) -> Tree:
+    """On the CPU and contiguous: other layouts cannot be sent without a copy. Shares memory where it can."""
+    return tree.map_tensors(lambda t: t.detach().cpu().contiguous(), parts)
+

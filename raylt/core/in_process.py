@@ -1,0 +1,77 @@
+"""`LocalFleet`: the fleet whose clients all live in this process."""
+
+import pickle
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from raylt.config import Config
+from raylt.core.client import ClientFunction, Message, Reply
+from raylt.core.fleet import Answer, Fleet, ItemFunction, compute
+from raylt.core.host import Host
+from raylt.data.task import Task
+from raylt.errors import ClientError, RayltError, one_line
+from raylt.tree import Tree
+
+
+class LocalFleet(Fleet):
+    """All clients in this process, one after another: for tests and for small runs.
+
+    Function, message and reply are pickled both ways, so a method that leans on shared memory fails here, in a unit
+    test, and not on a cluster.
+    """
+
+    def __init__(self, config: Config, task: Task, host: Host):
+        super().__init__(config, task)
+        self._shards, self._host = task.shards, host
+
+    def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
+        threads, results = max(1, int(self.config.resources.cpus_per_client)), []
+        for place, item in enumerate(items):
+            try:
+                ours, its = pickle.loads(pickle.dumps((fn, item)))
+                results.append(compute(ours, its, threads))
+            except Exception as error:
+                raise RayltError(f"{getattr(fn, '__name__', 'map')}, item {place}: {one_line(error)}") from error
+        return results
+
+    def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int,
+                 usable: Callable[[Reply], bool]) -> Iterator[Answer]:
+        name = getattr(fn, "__name__", "call")
+        call = pickle.dumps((fn, message))
+        deadline = self.config.federation.deadline_s
+        start, answered = time.monotonic(), 0
+        for id in ids:
+            if answered >= enough:
+                return
+            if deadline is not None and time.monotonic() - start > deadline:
+                yield Answer(id, None, None, ClientError(id, self.round, name, f"not done after {deadline:g} s"))
+                continue
+            answer = self._ask(call, id, name)
+            answered += answer.reply is not None and usable(answer.reply)
+            yield answer
+
+    def _ask(self, call: bytes, id: int, name: str) -> Answer:
+        for retries in range(self.config.federation.retries, -1, -1):
+            fn, message = pickle.loads(call)
+            private = self._private.get(id)
+            try:
+                result = self._host.run(fn, message, self.round, id, self._shards[id],
+                                        None if private is None else pickle.loads(private))
+            except Exception as raised:
+                if retries == 0:
+                    return Answer(id, None, None, ClientError(id, self.round, name, one_line(raised)))
+                self.ledger.retried.append(id)
+            else:
+                reply, after = pickle.loads(pickle.dumps(result))
+                return Answer(id, reply, pickle.dumps(after))
+        raise AssertionError("unreachable")
+
+    def private_states(self, ids: Iterable[int]) -> Iterator[tuple[int, Tree]]:
+        for id in ids:
+            yield id, pickle.loads(self._private[id])
+
+    def restore(self, id: int, private: Tree) -> None:
+        self._private[id] = pickle.dumps(private)
+
+    def close(self) -> None:
+        self._private.clear()

@@ -1,0 +1,1 @@
+"""BPFed: the method, and the operations that it alone needs."""

@@ -1,0 +1,228 @@
+"""BPFed: an encoder learned together with private classifiers, which are then re-trained on balanced features.
+
+Balanced Personalized Federated Learning; equation and algorithm numbers are the paper's. Departures from the text, each
+marked at its line:
+[1] alpha = 0 trains on D_k itself: the paper equates it with no Mixup, while Beta(0, 0) would draw a bootstrap of D_k.
+[2] Clients upload sum_c n_c M_c and its weight, in float32, not M_k: sums of these are all that Eq. 16 needs.
+[3] A class with one sample has no covariance of its own: it counts as zero (`cov_weight=n`), or not at all.
+[4] N(0, M_glo) is sampled by eigenvectors, which a covariance without full rank has too.
+[5] Perturbations go to copies of the samples, taken in turn, and originals stay as they are: Eq. 17 says how many.
+[6] g = 0 for a client with one class: Eq. 19 would divide by zero.
+[7] p is a softmax over all classes, as Eq. 3 has it; `softmax=owned` leaves the others out.
+[8] E epochs, not the E + 1 that Algorithm 2 counts; its batch size and rate schedule are not stated.
+[9] The features of Eq. 12 stay in the client's private state from one call to the next, so the encoder travels once.
+[10] Clients report the loss of re-training, and how many of their smoothed labels do not favour their own class: with
+    delta = 0.5 and two classes the larger one's label is (1/2, 1/2); with two of equal size both are, and Eq. 18 drives
+    the client's classifier to tell nothing. delta below 0.5 does not.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raylt import tree
+from raylt.core.client import Client, Message, Reply
+from raylt.core.features import features
+from raylt.core.fitting import fit_classifier
+from raylt.core.fleet import Fleet
+from raylt.core.method import Method
+from raylt.core.server import Server
+from raylt.core.training import sgd
+from raylt.data.samples import Batch
+from raylt.hyper import Choice, LogUniform, Uniform, hp
+from raylt.methods.bpfed.smoothing import smooth_labels
+from raylt.models.split import Params, SplitModel, with_classifier
+from raylt.ops.moments import class_scatter, pack, perturb, unpack
+from raylt.seeds import seed_for
+from raylt.tree import nbytes
+
+
+class BPFed(Method):
+    """Table 4 from its first row on: `alpha=0 fa=false loss=ce`, `fa=false loss=ce`, `loss=ce`, `loss=ls_all`, nothing.
+    `alpha=0 crt=false lws=false initial=common` is FedPer."""
+
+    name: ClassVar[str] = "bpfed"
+    paper: ClassVar[str] = "Balanced Personalized Federated Learning"
+    personal: ClassVar[bool] = True
+    one_encoder: ClassVar[bool] = True
+
+    alpha: float = hp(1.0, Choice(0.0, 0.2, 0.5, 1.0, 2.0), "lambda ~ Beta(alpha, alpha), Eq. 7, Fig. 3; 0: no Mixup",
+                      ge=0)
+    mixup: Literal["round", "batch"] = hp("round", Choice("round", "batch"), "pairs and lambdas drawn once a round, "
+                                          "Algorithm 1; or a lambda per batch, mixed with itself permuted (MiSLAS)")
+    initial: Literal["own", "common"] = hp("own", Choice("own", "common"), "classifiers start from weights of their "
+                                           "own, 3.2.1, or all from the same")
+    fa: bool = hp(True, Choice(True, False), "feature augmentation, Eq. 12-17, Table 4")
+    cov_weight: Literal["n", "n-1"] = hp("n", Choice("n", "n-1"), "of a class's covariance, Eq. 15; n-1: pooled")
+    loss: Literal["ls", "ls_all", "ce"] = hp("ls", Choice("ls", "ls_all", "ce"), "smoothing over owned classes, Eq. "
+                                             "18, over all classes, or cross-entropy, Table 4")
+    delta: float = hp(0.5, Uniform(0.0, 0.5), "smoothing of the largest class, Eq. 20, Fig. 4", ge=0, le=1)
+    gamma: float = hp(0.4, Uniform(0.1, 2.0), "how fast smoothing falls with class size, Eq. 20, Fig. 4", ge=0)
+    softmax: Literal["all", "owned"] = hp("all", Choice("all", "owned"), "classes that p of Eq. 18 is over; "
+                                           "ls_all needs all")
+    crt: bool = hp(True, Choice(True, False), "classifiers are re-trained, 3.2.2")
+    lws: bool = hp(True, Choice(True, False), "with a learnable scale per class, 3.2.2")
+    restart: bool = hp(False, Choice(True, False), "re-training starts from new weights, not from those of stage 1")
+    epochs: int = hp(5, Choice(5, 10, 20), "E, 4.1", ge=0)
+    batch: int = hp(32, Choice(32, 64, 128), "of re-training; not stated", ge=1)
+    lr: float = hp(0.01, LogUniform(1e-3, 0.1), "of re-training, 4.1", gt=0)
+    momentum: float = hp(0.9, Uniform(0, 0.99), "of re-training, 4.1", ge=0, lt=1)
+    weight_decay: float = hp(5e-4, LogUniform(1e-5, 1e-2), "of re-training, 4.1", ge=0)
+    argmax: Literal["all", "owned"] = hp("all", Choice("all", "owned"), "classes that a personal model chooses from")
+
+    def shared(self, model: SplitModel) -> Params:
+        return model.entries("encoder.")
+
+    # stage 1 (3.2.1, Algorithm 1)
+
+    def join(self, client: Client, message: Message) -> Reply:
+        if self.initial == "own":
+            _linear(client.model).reset_parameters()            # V_k^0; the call is seeded by the client
+        return client.reply()
+
+    def train(self, client: Client, message: Message) -> Reply:
+        """Eq. 9 and 10; V_k stays at the client."""
+        client.receive(message["model"])
+        mixed = self.mixed(client) if self.alpha > 0 else None  # [1]
+        loss = sgd(client, self.objective(client, message), batches=mixed)
+        return client.reply(model=self.shared(client.model), loss=loss)
+
+    def mixed(self, client: Client) -> Iterator[Batch]:
+        """Batches of the mixed set D~_k of Eq. 7 and 8, over all local epochs.
+
+        Images are mixed when their batch is made, each augmented by itself.
+        """
+        local, n = client.config.local, len(client)
+        rng = np.random.default_rng(seed_for(client.config.seed, "mixup", client.round, client.id))
+        i, j = torch.from_numpy(rng.integers(n, size=(2, n))).to(client.device)                  # [n] each
+        lam = torch.from_numpy(rng.beta(self.alpha, self.alpha, n)).float().to(client.device)    # [n]
+        for rows in client.rows(local.epochs, local.batch):
+            if self.mixup == "round":
+                yield mix(client.batch(i[rows]), client.batch(j[rows]), lam[rows], client.model.classes)
+            else:
+                batch, order = client.batch(rows), torch.from_numpy(rng.permutation(len(rows))).to(client.device)
+                one = torch.full_like(batch.y, rng.beta(self.alpha, self.alpha), dtype=torch.float32)
+                yield mix(batch, Batch(*(part[order] for part in batch)), one, client.model.classes)
+
+    # stage 2 (3.2.2, Algorithm 2)
+
+    def finish(self, server: Server, fleet: Fleet) -> None:
+        if not (self.crt or self.lws):
+            return
+        message: Message = {"model": tree.snapshot(self.shared(server.model))}
+        if self.fa:
+            sums = fleet.sum(self.covariance, fleet.ids, message)
+            covariance = sums["scatter"] / max(sums["n"], 1)    # M_glo, Eq. 16
+            message = {"covariance": covariance.float()}        # [9]
+        replies = fleet.call(self.retrain, fleet.ids, message).values()
+        server.log(**{name: sum(reply[key] for reply in replies) / len(replies)
+                      for name, key in [("retrain_loss", "loss"), ("undecided", "undecided")]})  # [10]
+
+    def covariance(self, client: Client, message: Message) -> Reply:
+        """n_k M_k, packed float32 [d (d + 1) / 2], and n_k, Eq. 12-15 [2]."""
+        client.receive(message["model"])
+        z, y = features(client)                                 # [n, d], [n]
+        client.state["z"] = z.cpu()                             # [9]
+        scatter, n = class_scatter(z, y, self.cov_weight)       # [3]
+        return client.reply(scatter=pack(scatter).float(), n=n)
+
+    def retrain(self, client: Client, message: Message) -> Reply:
+        """V_k trained on balanced features with smoothed labels, Eq. 17-20, and a scale that ends up in its weights."""
+        if "model" in message:                                  # no augmentation: nothing was computed before
+            client.receive(message["model"])
+            z = features(client)[0]
+        elif "z" in client.state:
+            z = client.state.pop("z").to(client.device)
+        else:
+            raise RuntimeError("this client did not take part in BPFed.covariance, so it has no features to train on")
+        y, owned = client.samples.y, client.counts > 0
+        if self.fa:
+            z, y = balance(z, y, unpack(message["covariance"], z.shape[1]), client.order)          # [4]
+        delta = 0.0 if self.loss == "ce" else self.delta
+        labels = smooth_labels(client.counts, delta, self.gamma, self.loss == "ls_all")  # [C, C] [6]
+        fewer = self.softmax == "owned" and self.loss != "ls_all"
+        classes = owned if fewer else torch.ones_like(owned)    # [7]
+        head = ScaledLinear(_linear(client.model), self.crt, self.lws, self.restart).to(client.device)
+        loss = 0.0
+        if classes.sum() > 1:                                   # a softmax over one class is 1, whatever the weights
+            loss = fit_classifier(
+                head, z, labels[y], epochs=self.epochs, batch=self.batch, lr=self.lr, momentum=self.momentum,
+                weight_decay=self.weight_decay, schedule="constant",                                 # [8]
+                seed=seed_for(client.config.seed, "retrain", client.round, client.id),
+                loss=lambda logits, q: F.cross_entropy(logits[:, classes], q[:, classes]))           # Eq. 18
+        client.receive(head.folded())
+        own = labels.diagonal()
+        others = labels - own.diag()
+        return client.reply(loss=loss, undecided=int((own <= others.amax(1))[owned].sum()))
+
+    # what is judged and counted
+
+    def personal_model(self, client: Client) -> SplitModel:
+        if self.argmax == "all":
+            return client.model
+        own = _linear(client.model)
+        return with_classifier(client.model, own.weight.detach(),
+                               own.bias.detach().masked_fill(client.counts == 0, -torch.inf))
+
+    def traffic(self, model: SplitModel, counts: Sequence[int]) -> dict[str, tuple[int, int]]:
+        size, triangle = nbytes(self.shared(model)), 4 * model.dim * (model.dim + 1) // 2
+        calls = super().traffic(model, counts)
+        if self.crt or self.lws:
+            calls["retrain"] = (triangle if self.fa else size, 16)                               # [10]
+            if self.fa:
+                calls["covariance"] = (size, triangle + 8)      # 8: n
+        return calls
+
+
+class ScaledLinear(nn.Module):
+    """s * (W z + b), the scale after the bias as in MiSLAS; a copy, so that a failed call leaves nothing behind.
+
+    Args:
+        crt, lws: whether W and b, and whether s, are trained.
+        restart: whether W and b are drawn anew.
+    """
+
+    def __init__(self, start: nn.Linear, crt: bool, lws: bool, restart: bool):
+        super().__init__()
+        self.linear = nn.Linear(start.in_features, start.out_features)      # new weights
+        if not restart:
+            self.linear.load_state_dict(start.state_dict())
+        self.linear.requires_grad_(crt)
+        self.scale = nn.Parameter(torch.ones(start.out_features), requires_grad=lws)
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.scale * self.linear(z)
+
+    def folded(self) -> Params:
+        """The entries of the linear classifier that gives the same logits."""
+        return {"classifier.weight": self.scale[:, None] * self.linear.weight,
+                "classifier.bias": self.scale * self.linear.bias}
+
+
+def mix(a: Batch, b: Batch, lam: Tensor, classes: int) -> Batch:
+    """Eq. 7 and 8: lam [B] parts of the first batch, the rest of the second; labels float32 [B, C]."""
+    y, other = (F.one_hot(batch.y, classes).float() for batch in (a, b))
+    weight = lam.view(-1, 1, 1, 1)
+    return Batch(weight * a.x + (1 - weight) * b.x, lam[:, None] * y + (1 - lam[:, None]) * other, a.rows)
+
+
+def balance(z: Tensor, y: Tensor, covariance: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The features, then perturbed copies that bring every class that occurs to the size of the largest, Eq. 17 [5]."""
+    counts = torch.bincount(y)
+    most, rows = int(counts.max()), []
+    for c in y.unique():
+        own = torch.nonzero(y == c).flatten()
+        rows.append(own[torch.arange(most - len(own), device=y.device) % len(own)])
+    extra = torch.cat(rows)
+    if not len(extra):
+        return z, y
+    return torch.cat([z, (z[extra] + perturb(covariance, len(extra), generator)).to(z.dtype)]), torch.cat([y, y[extra]])
+
+
+def _linear(model: SplitModel) -> nn.Linear:
+    assert isinstance(model.classifier, nn.Linear)
+    return model.classifier

@@ -1,0 +1,1 @@
+"""FedSM: the method, and the operations that it alone needs."""

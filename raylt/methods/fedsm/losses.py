@@ -1,0 +1,28 @@
+"""What a student learns from its teacher, and a teacher from its texts."""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def distillation(logits: Tensor, log_teacher: Tensor, temperature: float) -> Tensor:
+    """T^2 KL(q || p), the mean over a batch, second term of Eq. 1 of FedSM; a scalar, in float32 also under autocast.
+
+    Args:
+        logits: the student's, [B, C]; p is their softmax at the temperature.
+        log_teacher: log q, [B, C].
+    """
+    log_p = F.log_softmax(logits.float() / temperature, dim=1)
+    return temperature ** 2 * F.kl_div(log_p, log_teacher, reduction="batchmean", log_target=True)
+
+
+def margin_softmax(u: Tensor, y: Tensor, text: Tensor, margin: float, scale: float) -> Tensor:
+    """Margin Metric Softmax (CLIPood, ICML 2023): CE(s (u - m t_y) T^T, y), the mean over a batch, a scalar.
+
+    What it takes from the true class's logit exceeds what it takes from class j's by s m (1 - cos(t_y, t_j)).
+
+    Args:
+        u: unit image features [B, d].
+        y: int64 [B].
+        text: unit text features T [C, d].
+    """
+    return F.cross_entropy(scale * (u - margin * text[y]) @ text.T, y)

@@ -1,0 +1,55 @@
+"""What a client has of a frozen image-text teacher: features of its images, and a projection that it may train."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from raylt.core.client import Client
+from raylt.methods.fedsm.losses import margin_softmax
+from raylt.models.clip import open_teacher
+
+
+def encoded(client: Client, teacher: str, projected: bool = True) -> Tensor:
+    """The teacher's features of a client's images, float16 [n, w], in the order of its samples.
+
+    They are encoded where this process has not got them, in batches and without augmentation, and kept in the client's
+    cache: never in a checkpoint, and the same wherever they are computed again.
+
+    Args:
+        teacher: its name.
+        projected: whether in the joint space, of unit length; else what comes before the projection.
+    """
+    if "teacher" not in client.cache:
+        source = open_teacher(teacher)
+        h = source.images(client.samples)
+        if projected:
+            projection = source.projection(client.device)
+            h = F.normalize(h if projection is None else h @ projection, dim=1)
+        client.cache["teacher"] = h.half()
+    return client.cache["teacher"]
+
+
+class Projection:
+    """The matrix [w, d] behind an image tower, trained by Margin Metric Softmax and AdamW, a step for each batch.
+
+    Weight decay 0.1 as in CLIPood. It starts as the teacher's, and from one round to the next it is private to the
+    client: `client.state["projection"]`.
+    """
+
+    def __init__(self, client: Client, teacher: str, lr: float):
+        start = client.state.get("projection")
+        if start is None:
+            start = open_teacher(teacher).projection(client.device)
+            assert start is not None, "Teacher.check refuses those without one"
+        self.matrix = start.to(client.device, copy=True).requires_grad_()
+        client.state["projection"] = self.matrix
+        self._optimiser = torch.optim.AdamW([self.matrix], lr, weight_decay=0.1)
+
+    def step(self, h: Tensor, y: Tensor, text: Tensor, margin: float, scale: float) -> Tensor:
+        """The unit features u [B, d] that the step started from; the arguments are those of `margin_softmax`."""
+        with torch.autocast(h.device.type, enabled=False):
+            u = F.normalize(h.float() @ self.matrix, dim=1)
+            self._optimiser.zero_grad()
+            margin_softmax(u, y, text, margin, scale).backward()
+            self._optimiser.step()
+        return u.detach()

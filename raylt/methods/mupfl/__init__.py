@@ -1,0 +1,1 @@
+"""MuPFL: the method, and the operations that it alone needs."""

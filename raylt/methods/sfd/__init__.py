@@ -1,0 +1,1 @@
+"""SFD: the method, and the operations that it alone needs."""

@@ -1,0 +1,1 @@
+"""Run folders: making, resuming, reading and replaying them."""

@@ -1,0 +1,160 @@
+"""`Journal`: the run folder.
+
+    config.yaml      resolved; what `raylt resume` runs
+    split.json       index lists per client and their SHA-256
+    metrics.jsonl    one line per committed step
+    checkpoints/     see checkpoint.py
+    events.*         TensorBoard
+    summary.json     when the run is done; model.safetensors beside it
+
+A step is committed in this order: checkpoint renamed into its place, then its line. A run that was killed in between
+has the line in the checkpoint.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raylt.config import Config, load
+from raylt.core import checkpoint
+from raylt.core.checkpoint import Checkpoint
+from raylt.core.experiment import Report
+from raylt.data.task import Split
+from raylt.errors import CheckpointError
+
+
+class Journal:
+    """A run folder, held by one process at a time."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._lock = (folder / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{folder}: another process is running this; wait for it or stop it") from None
+        self._events: Any = None
+
+    @classmethod
+    def create(cls, folder: Path, config: Config, split: Split) -> "Journal":
+        """A new run folder.
+
+        Raises:
+            CheckpointError: it exists already.
+        """
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            raise CheckpointError(f"{folder}: exists already; give another --name, or continue it with "
+                                  f"raylt resume {folder}") from None
+        except OSError as error:
+            raise CheckpointError(f"{folder}: {error.strerror}; give another --out") from None
+        journal = cls(folder)
+        split.save(folder / "split.json")
+        # written last: a folder with a config.yaml can be resumed
+        _write(folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        return journal
+
+    @classmethod
+    def open(cls, folder: Path) -> "Journal":
+        """The folder of a run that was started before.
+
+        Raises:
+            CheckpointError: it is not one.
+        """
+        if not (folder / "config.yaml").is_file():
+            raise CheckpointError(f"{folder}: not a run folder (it has no config.yaml); give one that raylt run made")
+        return cls(folder)
+
+    def config(self) -> Config:
+        """The configuration that the run was started with."""
+        return load(self.folder / "config.yaml")
+
+    def append(self, report: Report) -> None:
+        """Records a committed step."""
+        line = json.dumps(asdict(report))
+        with (self.folder / "metrics.jsonl").open("a") as stream:
+            stream.write(line + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        self._board(json.loads(line))
+
+    def reports(self) -> list[dict[str, Any]]:
+        """The committed steps, oldest first."""
+        file = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def rewind(self) -> tuple[Checkpoint | None, list[str]]:
+        """The checkpoint to continue from, with warnings about damaged ones; later lines are dropped.
+
+        Raises:
+            CheckpointError: steps were committed and no checkpoint is usable.
+        """
+        saved, faults = checkpoint.latest(self.folder / "checkpoints")
+        step = 0 if saved is None else saved.facts["step"]
+        file = self.folder / "metrics.jsonl"
+        lines = []
+        for line in file.read_text().splitlines() if file.exists() else []:
+            try:
+                if json.loads(line)["step"] <= step:
+                    lines.append(line)
+            except ValueError:
+                break                                   # a line cut off by a kill: everything from here on is later
+        if saved is not None and len(lines) < step:     # killed between the checkpoint and its line
+            lines.append(json.dumps(saved.facts["report"]))
+        _write(file, "".join(line + "\n" for line in lines))
+        return saved, faults
+
+    def discard(self) -> None:
+        """Removes the folder of a run that committed nothing."""
+        if not self.reports():
+            shutil.rmtree(self.folder)
+
+    def conclude(self, summary: dict[str, Any]) -> None:
+        """Writes summary.json: the run is done."""
+        _write(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Lets another process have the folder."""
+        if self._events is not None:
+            self._events.close()
+        self._lock.close()
+
+    def _board(self, report: dict[str, Any]) -> None:
+        if self._events is None:
+            from tensorboardX import SummaryWriter  # a second of imports that --help need not wait for
+            self._events = SummaryWriter(str(self.folder), purge_step=report["step"], flush_secs=5)
+        for name, value in _scalars(report):
+            if name != "step":
+                self._events.add_scalar(name, value, report["step"])
+
+
+def _scalars(tree: dict[str, Any], path: str = "") -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for key, value in tree.items():
+        here = f"{path}/{key}" if path else key
+        if isinstance(value, dict):
+            found += _scalars(value, here)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found.append((here, value))
+    return found
+
+
+def _write(file: Path, text: str) -> None:
+    """Replaces a file in one step."""
+    beside = file.with_name(f".{file.name}.writing")
+    with beside.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    beside.replace(file)
+    checkpoint.sync(file.parent)

@@ -1,0 +1,103 @@
+"""`raylt debug`: one client's call of a run again, in this process, where a debugger and prints work."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raylt import tree
+from raylt.config import Config, load
+from raylt.core import checkpoint
+from raylt.core.client import ClientFunction, Message, Reply
+from raylt.core.experiment import Experiment
+from raylt.core.fleet import Answer
+from raylt.core.host import Host
+from raylt.core.in_process import LocalFleet
+from raylt.data.task import Task, build_task
+from raylt.errors import CheckpointError, ConfigError
+from raylt.methods import make_method
+
+
+@dataclass
+class Replayed(Exception):
+    """What came of the call."""
+
+    function: str
+    seconds: float
+    reply: Reply
+
+    def entries(self) -> list[tuple[str, str, str]]:
+        """Path, kind and range of each part of the reply."""
+        return [(path, *_describe(leaf)) for path, leaf in tree.leaves(self.reply.tree)]
+
+
+class OneClient(LocalFleet):
+    """Takes a round up to the call that is asked for; calls before it are answered by all clients, as they were."""
+
+    def __init__(self, config: Config, task: Task, host: Host, round: int, client: int, function: str | None):
+        super().__init__(config, task, host)
+        self._wanted = round, client, function
+
+    def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int,
+                 usable: Callable[[Reply], bool]) -> Iterator[Answer]:
+        round, client, function = self._wanted
+        name = getattr(fn, "__name__", "call")
+        if self.round != round or client not in ids or function not in (None, name):
+            return super()._answers(fn, ids, message, enough, usable)
+        private = next((state for _, state in self.private_states([client])), None) if client in self._private else None
+        start = time.perf_counter()
+        reply, _ = self._host.run(fn, message, self.round, client, self._shards[client], private)
+        raise Replayed(name, time.perf_counter() - start, reply)
+
+
+def replay(folder: Path, round: int, client: int, function: str | None) -> Replayed:
+    """The first call of a client in a round, or the one of `function`; what it raises is raised here.
+
+    Args:
+        round: 1..R, R + 1 for what the method does after the last one, 0 for how clients join.
+
+    Raises:
+        CheckpointError: the checkpoint before that round is no longer there.
+        ConfigError: the client was not asked.
+    """
+    if not (folder / "config.yaml").is_file():
+        raise CheckpointError(f"{folder}: not a run folder (it has no config.yaml); give one that raylt run made")
+    config = load(folder / "config.yaml")
+    saved = None
+    if round > 1:
+        kept = checkpoint.steps(folder / "checkpoints")
+        if round - 1 not in kept:
+            there = ", ".join(str(step + 1) for step in [0, *kept])
+            raise CheckpointError(f"{folder}: the checkpoint after round {round - 1} is not kept; rounds that can be "
+                                  f"replayed: {there}; output.keep={config.federation.rounds} keeps all")
+        saved = checkpoint.at(folder / "checkpoints", round - 1)
+    task = build_task(config.data.model_copy(update={"split": str(folder / "split.json")}))
+    torch.set_num_threads(1)        # as the server does: the same bits
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    method = make_method(config.method)
+    fleet = OneClient(config, task, Host(config, method, task.facts, task.test, device), round, client, function)
+    experiment = Experiment(config, method, task, fleet, device, folder)
+    if saved is not None:
+        experiment.load(saved)
+    try:
+        if not experiment.done:
+            experiment.step()
+    except Replayed as found:
+        return found
+    called = f"not called with {function}" if function else "not asked"
+    raise ConfigError(f"--client {client}: {called} in round {round}; metrics.jsonl names the calls of each round")
+
+
+def _describe(leaf: Any) -> tuple[str, str]:
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__, f"{leaf}"
+    kind = f"{leaf.dtype} {list(leaf.shape)}".removeprefix("torch.")
+    if leaf.numel() == 0:
+        return kind, "empty"
+    values = leaf.double()
+    bad = int((~torch.isfinite(values)).sum())
+    return kind, f"{values.min():.4g} .. {values.max():.4g}" + (f", {bad} not finite" if bad else "")

@@ -1,0 +1,115 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import tensor
+
+from raylt.methods.fedsm.mixup import draw_partners, mix_features, relevance
+
+TEXT = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+OFF = ~torch.eye(5, dtype=torch.bool)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def by_hand(i: int, j: int, similarity: str) -> float:
+    a, b = TEXT[i].double().numpy(), TEXT[j].double().numpy()
+    return {"cosine": a @ b / math.sqrt(a @ a) / math.sqrt(b @ b), "dot": a @ b, "l1": 1 / (1 + np.abs(a - b).sum()),
+            "l2": 1 / (1 + np.sqrt(((a - b) ** 2).sum()))}[similarity]
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot", "l1", "l2"])
+def test_relevance_is_the_similarity_with_its_diagonal_replaced_by_row_means(similarity):            # T-FSM-10
+    whole = tensor([[by_hand(i, j, similarity) for j in range(5)] for i in range(5)]).float()
+    alpha = relevance(TEXT, similarity)
+    assert torch.allclose(alpha[OFF], whole[OFF].clamp(min=0), atol=1e-5)
+    assert torch.allclose(alpha.diagonal(), whole.mean(1).clamp(min=0), atol=1e-5)
+    assert (alpha >= 0).all()
+
+
+def test_cosine_alone_does_not_see_the_length_of_a_text_vector():
+    longer = TEXT * tensor([1.0, 2, 3, 4, 5])[:, None]
+    for similarity, same in [("cosine", True), ("dot", False), ("l1", False), ("l2", False)]:
+        assert torch.allclose(relevance(longer, similarity), relevance(TEXT, similarity), atol=1e-6) == same
+
+
+def test_softmax_of_each_row_is_taken_before_anything_is_clipped():
+    # cosines 0.6 and -1 with class 0; row mean (1 + 0.6 - 1) / 3 = 0.2
+    text = tensor([[1.0, 0], [0.6, 0.8], [-1, 0]])
+    weights = np.exp(np.array([0.2, 0.6, -1.0]) / 0.5)
+    assert np.allclose(relevance(text, "cosine", 0.5)[0], weights / weights.sum(), atol=1e-6)
+    assert np.allclose(relevance(text, "cosine")[0], [0.2, 0.6, 0], atol=1e-6)
+
+
+def test_classes_are_drawn_with_the_renormalised_relevance():                                        # T-FSM-6
+    alpha = tensor([[0.2, 0.5, 0.9, 0.3], [1.0, 0.0, 0.5, 0.5], [0.1, 0.1, 0.1, 0.7]])
+    y = tensor([3, 0, 0, 2, 0, 2, 0])                                   # class 1 is not owned
+    n = 20_000
+    rows = draw_partners(alpha, tensor([0, 1, 2]), y, n, "probabilistic", "class", generator())
+    assert rows.shape == (3, n)
+    for c in range(3):
+        share = alpha[c, [0, 2, 3]].double().numpy()
+        counts = np.bincount(y[rows[c]], minlength=4)
+        assert counts[1] == 0
+        assert stats.chisquare(counts[[0, 2, 3]], n * share / share.sum()).pvalue > 0.001
+        for owned in (0, 2, 3):                                         # within a class, every sample alike
+            places = np.bincount(rows[c], minlength=7)[(y == owned).numpy()]
+            assert places.sum() == counts[owned]
+            assert len(places) == 1 or stats.chisquare(places).pvalue > 0.001
+
+
+def test_row_of_relevance_belongs_to_the_class_it_was_asked_for():
+    alpha = torch.eye(3).roll(1, 1)                                     # class c goes with c + 1
+    rows = draw_partners(alpha, tensor([2, 0]), tensor([0, 1, 2]), 4, "probabilistic", "class", generator())
+    assert rows.tolist() == [[0] * 4, [1] * 4]
+
+
+def test_row_without_weight_on_owned_classes_is_uniform():
+    alpha = tensor([[0.0, 0, 1], [1, 1, 0], [1, 1, 1]])
+    y = tensor([0, 0, 0, 1])
+    drawn = y[draw_partners(alpha, tensor([0]), y, 4000, "probabilistic", "class", generator())[0]]
+    assert stats.chisquare(np.bincount(drawn)).pvalue > 0.001
+
+
+def test_random_partners_ignore_the_relevance():
+    alpha = tensor([[1.0, 0, 0], [1, 0, 0], [1, 0, 0]])
+    y = tensor([0, 1, 1, 1, 2])
+    drawn = y[draw_partners(alpha, tensor([1]), y, 6000, "random", "class", generator())[0]]
+    assert stats.chisquare(np.bincount(drawn)).pvalue > 0.001
+
+
+@pytest.mark.parametrize("unit", ["class", "sample"])
+def test_deterministic_partners_are_of_the_most_relevant_class_other_than_itself(unit):
+    alpha = tensor([[0.9, 0.3, 0.5], [0.8, 0.1, 0.2], [0.4, 0.6, 1.0]])
+    y = tensor([0, 1, 2, 1])
+    rows = draw_partners(alpha, tensor([0, 1, 2]), y, 6, "deterministic", unit, generator())
+    assert [set(y[row].tolist()) for row in rows] == [{2}, {0}, {1}]
+    alone = draw_partners(alpha, tensor([0, 1]), tensor([1, 1]), 6, "deterministic", unit, generator())
+    assert alone.shape == (2, 6)                                        # class 1 itself: there is nothing else
+
+
+def test_weighted_samples_favour_large_classes_and_are_not_drawn_twice():
+    alpha = tensor([[1.0, 3.0]])
+    y = tensor([0] * 90 + [1] * 10)
+    rows = torch.cat([draw_partners(alpha, tensor([0]), y, 1, "probabilistic", "sample", generator(s))
+                      for s in range(3000)]).flatten()
+    # 90 * 1 against 10 * 3
+    assert stats.chisquare(np.bincount(y[rows]), [3000 * 0.75, 3000 * 0.25]).pvalue > 0.001
+    once = draw_partners(alpha, tensor([0]), y, 100, "probabilistic", "sample", generator())[0]
+    assert sorted(once.tolist()) == list(range(100))
+    more = draw_partners(alpha, tensor([0]), y, 101, "probabilistic", "sample", generator())[0]
+    assert len(more) == 101
+
+
+def test_mixed_features_are_those_of_equation_4():
+    z, prototypes = torch.randn(2, 3, 4, generator=generator(1)), torch.randn(2, 4, generator=generator(2))
+    lam = torch.rand(2, 3, generator=generator(3))
+    r = mix_features(z, prototypes, lam)
+    for c in range(2):
+        for s in range(3):
+            expected = (1 - lam[c, s]) * z[c, s] + lam[c, s] * prototypes[c]
+            assert torch.allclose(r[c, s], expected)

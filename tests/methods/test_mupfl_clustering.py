@@ -1,0 +1,151 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import adjusted_rand_score, silhouette_score
+from torch import tensor
+
+from raylt.methods.mupfl.clustering import cluster, cosines, embed, mean_update, update_gram
+
+ALL = range(2, 7)
+
+
+def models(n, seed=0):
+    """n ends and starts of three entries, one of which is not trained."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def one():
+        return {"a": torch.randn(3, 4, 2, 2, generator=generator), "b": torch.randn(5, generator=generator),
+                "statistics": torch.randn(5, generator=generator), "counter": tensor(3)}
+    return [one() for _ in range(n)], [one() for _ in range(n)]
+
+
+def similarity_of(points) -> torch.Tensor:
+    x = torch.as_tensor(points, dtype=torch.float64)
+    return cosines(x @ x.T)
+
+
+def silhouette(distance, labels) -> float:
+    """Eq. 9-12 written out."""
+    total = 0.0
+    for i, own in enumerate(labels):
+        mates = [j for j, label in enumerate(labels) if label == own and j != i]
+        if not mates:
+            continue
+        a = np.mean([distance[i][j] for j in mates])
+        b = min(np.mean([distance[i][j] for j, label in enumerate(labels) if label == other])
+                for other in set(labels) - {own})
+        total += (b - a) / max(a, b)
+    return total / len(labels)
+
+
+@pytest.mark.parametrize("block", [1, 7, 2 ** 16])
+def test_gram_matrix_in_blocks_is_that_of_whole_vectors(block):
+    ends, starts = models(5)
+    ends[2] = ends[2] | {"a": ends[2]["a"].to(memory_format=torch.channels_last)}
+    shared = starts[0]["a"]
+    starts = [start | {"a": shared} for start in starts]
+    vectors = torch.stack([torch.cat([(end[name] - start[name]).reshape(-1) for name in ("a", "b")])
+                           for end, start in zip(ends, starts, strict=True)]).double()
+    found = update_gram(ends, starts, ["a", "b"], block=block)
+    assert found.dtype == torch.float64
+    assert torch.allclose(found, vectors @ vectors.T, atol=1e-5)
+
+
+def test_cosines_are_those_of_the_vectors_and_a_zero_vector_is_like_itself_alone():
+    x = torch.randn(5, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[3] = 0
+    found = cosines(x @ x.T)
+    for i, j in itertools.product(range(5), range(5)):
+        expected = 1.0 if i == j else 0.0 if 3 in (i, j) else torch.cosine_similarity(x[i], x[j], dim=0)
+        assert found[i, j].item() == pytest.approx(float(expected), abs=1e-12)
+
+
+def test_mean_update_counts_every_member_the_same():
+    ends, starts = models(3)
+    ends[0]["counter"] = tensor(9)
+    mean = mean_update(ends, starts)
+    for name in ("a", "b", "statistics"):
+        expected = torch.stack([end[name] - start[name] for end, start in zip(ends, starts, strict=True)]).mean(0)
+        assert torch.allclose(mean[name], expected, atol=1e-6)
+        assert mean[name].dtype == torch.float32
+    assert mean["counter"] == 6
+
+
+@pytest.mark.parametrize("rank", [2, 5, 30])
+def test_embedding_has_the_distances_asked_for(rank):                                                # T-MUP-7
+    points = torch.randn(12, rank, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    other = torch.randn(12, 3, generator=torch.Generator().manual_seed(99), dtype=torch.float64)
+    similarity = 0.5 * similarity_of(points) + 0.5 * similarity_of(other)
+    e = embed(similarity)
+    assert torch.allclose(torch.cdist(e, e).square(), 2 * (1 - similarity), atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_silhouettes_are_those_of_equations_9_to_12_and_of_scikit_learn(seed):                       # T-MUP-6
+    similarity = similarity_of(np.random.default_rng(seed).normal(size=(9, 3)))
+    for kappa in range(2, 9):
+        labels, silhouettes = cluster(similarity, [kappa], seed)
+        assert len(set(labels)) == kappa
+        distance = (1 - similarity).numpy()
+        assert silhouettes[kappa] == pytest.approx(silhouette(distance, labels), abs=1e-12)
+        assert silhouettes[kappa] == pytest.approx(silhouette_score(distance, labels, metric="precomputed"), abs=1e-12)
+
+
+def test_participant_alone_counts_as_zero():                                                         # T-MUP-6
+    # two pairs of equals and one apart from both: (4 * 1 + 0) / 5
+    labels, silhouettes = cluster(similarity_of(np.eye(3)[[0, 0, 1, 1, 2]]), [3], 0)
+    assert labels == [0, 0, 1, 1, 2]
+    assert silhouettes[3] == pytest.approx(0.8)
+    assert cluster(similarity_of(np.eye(3)), [3], 0) == ([0, 1, 2], {3: 0.0})       # everybody alone
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_two_opposite_directions_are_found(noise):                                                   # T-MUP-8
+    rng = np.random.default_rng(0)
+    planted = rng.permutation([0, 1] * 5)
+    direction = rng.normal(size=200)
+    points = np.where(planted, 1, -1)[:, None] * direction + noise * rng.normal(size=(10, 200))
+    found = cluster(similarity_of(points), ALL, 0)
+    assert found.kappa == 2
+    assert adjusted_rand_score(planted, found.labels) == 1
+    assert found.labels[0] == 0                     # numbered by first member
+
+
+@pytest.mark.parametrize("groups", [3, 4, 5])
+def test_number_of_clusters_is_the_one_that_was_planted(groups):
+    rng = np.random.default_rng(groups)
+    planted = np.repeat(np.arange(groups), 4)
+    points = rng.normal(size=(groups, 300))[planted] + 0.2 * rng.normal(size=(4 * groups, 300))
+    found = cluster(similarity_of(points), ALL, 0)
+    assert found.kappa == groups
+    assert adjusted_rand_score(planted, found.labels) == 1
+    assert max(found.silhouettes, key=lambda kappa: found.silhouettes[kappa]) == groups
+
+
+def test_of_equal_silhouettes_the_smallest_number_wins():
+    found = cluster(similarity_of(np.eye(8)), ALL, 0)               # all at the same distance: every silhouette is 0
+    assert found.kappa == 2
+    assert found.silhouettes == pytest.approx(dict.fromkeys(ALL, 0.0), abs=1e-9)
+
+
+def test_participants_that_coincide_form_one_cluster_without_a_warning(recwarn):
+    assert cluster(torch.ones(5, 5, dtype=torch.float64), range(2, 5), 0) == ([0] * 5, {})
+    two = cluster(similarity_of(np.eye(2)[[0, 0, 1, 1, 1]]), range(2, 5), 0)
+    assert two.labels == [0, 0, 1, 1, 1]
+    assert two.silhouettes == {2: 1.0}              # three and four clusters cannot be made of two points
+    assert not recwarn.list
+
+
+def test_one_cluster_and_none_to_try():
+    similarity = similarity_of(np.random.default_rng(0).normal(size=(4, 3)))
+    assert cluster(similarity, [1], 0) == ([0, 0, 0, 0], {1: 0.0})
+    assert cluster(similarity, [], 0) == ([0, 0, 0, 0], {})
+
+
+def test_same_seed_gives_the_same_clusters_and_the_seed_may_be_large():
+    similarity = similarity_of(np.random.default_rng(0).normal(size=(20, 40)))
+    found = [cluster(similarity, ALL, 2 ** 62 + 5) for _ in range(2)]
+    assert found[0] == found[1]
+    assert cluster(similarity, ALL, 7).silhouettes.keys() == set(ALL)
