@@ -341,7 +341,8 @@ def test_there_is_a_last_phase_if_and_only_if_the_method_says_so(straight, name,
 
 
 @every_method
-def test_problems_that_a_method_does_not_claim_are_refused_before_anything_starts(tiny_task, tiny_scenes, tmp_path, name):
+def test_problems_that_a_method_does_not_claim_are_refused_before_anything_starts(tiny_task, tiny_scenes, tmp_path,
+                                                                                  name):
     for task in (tiny_task, tiny_scenes):
         experiment = functools.partial(make_experiment, settings(name, task.kind), task, tmp_path)
         if task.kind in METHODS[name].problems:

@@ -22,7 +22,8 @@ from raylt.core.method import Method
 from raylt.core.setup import Setup
 from raylt.data.maps import VOID, class_counts, class_views
 from raylt.data.samples import Samples
-from raylt.data.task import Shard, Split, Task, hash_labels
+from raylt.data.split import Split, hash_labels
+from raylt.data.task import Shard, Task
 from raylt.models.split import PixelModel, SplitModel
 from raylt.registry import resolve
 from raylt.tree import Tree
