@@ -56,6 +56,7 @@ class Clients(Protocol):
 
     def patience(self, name: str) -> float:
         """Seconds after which a client that is still at this call is called stuck."""
+        ...
 
     def took(self, name: str, id: int, seconds: float) -> None:
         """Records the seconds of a call."""
