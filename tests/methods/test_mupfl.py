@@ -24,10 +24,11 @@ from raylt.core.optimisers import SGD
 from raylt.data.task import Shard, build_task
 from raylt.errors import ConfigError
 from raylt.methods.fedavg import FedAvg
+from raylt.methods.mupfl.acmu import KEPT_ROUNDS
 from raylt.methods.mupfl.bavd import BAVD, layers_of
 from raylt.methods.mupfl.clustering import cosines
 from raylt.methods.mupfl.matching import class_gradients, match_features, mean_gradients
-from raylt.methods.mupfl.method import KEPT_ROUNDS, MuPFL
+from raylt.methods.mupfl.method import MuPFL
 from raylt.models.split import part
 from raylt.seeds import seed_for
 
