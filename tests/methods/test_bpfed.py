@@ -439,20 +439,21 @@ def test_client_with_one_class_and_a_softmax_over_it_keeps_its_classifier(tiny_t
     {"alpha": 0, "fa": False, "loss": "ce"}, {"fa": False, "loss": "ce"}, {"loss": "ce"}, {"loss": "ls_all"}, {},
     {"lws": False}, {"crt": False}, {"restart": True}, {"mixup": "batch"}, {"cov_weight": "n-1"}, {"softmax": "owned"},
     {"argmax": "owned"}, {"delta": 0, "gamma": 0}, {"epochs": 0}, {"alpha": 0.2}], ids=str)
-def test_variants_run_and_declare_their_traffic(tiny_task, tmp_path, fields):
+def test_variants_run_and_send_what_they_should(tiny_task, tmp_path, fields):
     experiment, reports = run(tiny_task, tmp_path, BPFed(**fields))
     assert reports[-1].phase == "finish"
     assert math.isfinite(reports[-1].figures["retrain_loss"])
-    declared = [experiment.method.traffic(experiment.server.model, tiny_task.client_counts[id].tolist())
-                for id in experiment.fleet.ids]
-    for name, measured in reports[-1].traffic.items():
-        assert measured["down"] == sum(calls[name][0] for calls in declared)
-        assert measured["up"] == sum(calls[name][1] for calls in declared)
+    clients, traffic = len(experiment.fleet.ids), reports[-1].traffic
     encoder = tree.nbytes(experiment.method.shared(experiment.server.model))
-    if not fields:                                  # 5.1: the encoder and M_k, then M_glo alone
-        triangle = 4 * 64 * 65 // 2
-        assert declared[0]["covariance"] == (encoder, triangle + 8)
-        assert declared[0]["retrain"] == (triangle, 16)
+    triangle = 4 * 64 * 65 // 2                     # 5.1: the encoder and M_k, then M_glo alone
+    if experiment.method.fa:
+        assert traffic == {
+            "covariance": {"down": clients * encoder, "up": clients * (triangle + 8), "replies": clients},
+            "retrain": {"down": clients * triangle, "up": clients * 16, "replies": clients}}
+    else:
+        assert traffic == {"retrain": {"down": clients * encoder, "up": clients * 16, "replies": clients}}
+    assert reports[1].traffic == {
+        "train": {"down": clients * encoder, "up": clients * (encoder + 8), "replies": clients}}
 
 
 def test_only_what_is_switched_on_is_trained(tiny_task, tmp_path):
@@ -477,7 +478,7 @@ def test_labels_that_do_not_favour_their_own_class_are_counted(finished):
 def test_choice_among_owned_classes_never_names_another(tiny_task):
     client = open_client(tiny_task, 1)              # lacks class 3
     for argmax, possible in [("all", {0, 1, 2, 3}), ("owned", {0, 1, 2})]:
-        model = BPFed(argmax=argmax).personal_model(client).eval()
+        model = BPFed(argmax=argmax).client_model(client).eval()
         with torch.no_grad():
             client.model.classifier.bias[3] = 100
             found = set(model(torch.randn(50, 1, 8, 8)).argmax(1).tolist())

@@ -6,16 +6,19 @@ import teachers
 import tiny
 import torch
 import yaml
+from hosts import Backwards, FailsFirst, NewHosts, OwnHosts
 from killed import resume, run_and_kill
-from test_contract import Backwards, FailsFirst, NewHosts, OwnHosts
-from tiny import Recorder, configure, fingerprint, make_experiment, private_states
+from tiny import Recorder, configure, fingerprint, make_experiment, make_setup, private_states
 from torch.nn import functional as F
 
+from raylt import tree
 from raylt.core import checkpoint
 from raylt.core.checkpoint import hash_tensors
 from raylt.core.client import Client
 from raylt.core.features import features
+from raylt.core.judging import judged_entries
 from raylt.core.optimisers import SGD
+from raylt.core.reductions import mean
 from raylt.errors import ClientError, ConfigError, TooFewReplies
 from raylt.methods import make_method
 from raylt.methods.fedsm import teaching
@@ -42,6 +45,11 @@ def run(task, folder, method, until=None, host=Recorder, fleet=None, **parts):
     while not experiment.done and len(reports) != until:
         reports.append(experiment.step())
     return experiment, reports
+
+
+def prepare(method, task, config=None) -> None:
+    setup = make_setup(config or configure(), method)
+    method.prepare(task, setup.config, setup.new_model(task.facts))
 
 
 def bits(experiment) -> dict[str, str]:
@@ -201,7 +209,7 @@ def test_retrained_classifiers_are_averaged_and_fed_back(tiny_task, tmp_path, np
     sizes = {id: len(tiny_task.shards[id]) for id in replies}
     mean = sum(n * replies[id]["model"]["classifier.weight"].double() for id, n in sizes.items()) / sum(sizes.values())
     assert torch.allclose(experiment.server.model.classifier.weight.double(), mean, atol=1e-6)
-    assert experiment.method.deployed(experiment.server) is experiment.server.model
+    assert experiment.method.global_model(experiment.server) is experiment.server.model
 
 
 # the authors' schedule, B1-B13
@@ -222,16 +230,17 @@ def test_official_classifiers_are_judged_and_never_fed_back(tiny_task, tmp_path)
     replies = {id: reply for name, _, id, reply in experiment.fleet._host.replies if name == "refit"}
     sizes = {id: len(tiny_task.shards[id]) for id in replies}
     mean = sum(n * replies[id]["classifier"]["weight"].double() for id, n in sizes.items()) / sum(sizes.values())
-    deployed = experiment.method.deployed(experiment.server)
+    deployed = experiment.method.global_model(experiment.server)
     assert torch.allclose(deployed.classifier.weight.double(), mean, atol=1e-6)
     assert not torch.allclose(deployed.classifier.weight, experiment.server.model.classifier.weight, atol=1e-3)
-    judged = experiment.method.message(experiment.server)["model"]
+    judged = judged_entries(experiment.server, method)
     assert torch.equal(judged["classifier.weight"], deployed.classifier.weight)
-    declared = method.traffic(experiment.server.model, tiny_task.client_counts[0].tolist())
-    assert declared["refit"][1] == 4 * (64 * 4 + 4) + 8
-    for name, measured in (reports[0].traffic | reports[1].traffic).items():
-        assert measured["down"] == sum(method.traffic(experiment.server.model, tiny_task.client_counts[id].tolist())[
-            name][0] for id in experiment.fleet.ids), name
+    clients, encoder = len(experiment.fleet.ids), tree.nbytes(experiment.server.model.entries("encoder."))
+    assert reports[-1].traffic["refit"] == {
+        "down": clients * (encoder + 4 * 64 * 4 + 4), "up": clients * (4 * (64 * 4 + 4) + 8), "replies": clients}
+    owned = int((tiny_task.client_counts > 0).sum())            # of each: its count and its mean
+    assert reports[-1].traffic["prototypes"] == {"down": clients * encoder, "up": owned * (8 + 64 * 4),
+                                                 "replies": clients}
 
 
 def test_official_mixing_is_of_unit_features_with_unit_weighted_prototypes_and_texts_of_labels(tiny_task, tmp_path):
@@ -283,21 +292,20 @@ def test_bits_do_not_depend_on_where_and_how_often_features_are_encoded(tiny_tas
 
 def test_both_towers_of_an_open_clip_model_teach(tiny_task, tmp_path, clip_folder):
     method = FedSM(teacher=f"local-dir:{clip_folder}", **QUICK)
-    method.prepare(tiny_task, configure())
+    prepare(method, tiny_task)
     experiment, reports = run(tiny_task, tmp_path, method)
     joins = [m for m in experiment.fleet._host.messages if "phrase" in m]
     assert joins[0]["phrase"].shape == (4, 64)
     assert reports[-1].figures["teacher"] == f"local-dir:{clip_folder}"
-    declared = [method.traffic(experiment.server.model, [1] * 4)["join"][0]] * len(experiment.fleet.ids)
-    assert reports[0].traffic["join"]["down"] == sum(declared) == 5 * 4 * 4 * 64
+    assert reports[0].traffic["join"]["down"] == 5 * 4 * 4 * 64
 
 
 def test_client_that_did_not_join_says_so(tiny_task, tmp_path, npz):
     experiment = make_experiment(configure(), tiny_task, tmp_path, FedSM(teacher=npz))
     experiment.fleet.begin(1)
     with pytest.raises(TooFewReplies, match=r"did not take part in FedSM\.join") as raised:
-        experiment.fleet.call(experiment.method.train, experiment.fleet.ids, experiment.method.message(
-            experiment.server))
+        experiment.fleet.ask(experiment.method.train, experiment.fleet.everyone,
+                             experiment.method.message(experiment.server), model=mean, loss=mean)
     assert isinstance(raised.value.__cause__, ClientError)
 
 
@@ -336,12 +344,13 @@ def test_fine_tuning_steps_are_those_of_margin_softmax_adamw_and_squared_errors(
 
 def test_trained_projection_stays_with_its_client_and_is_never_uploaded(tiny_task, tmp_path, npz):
     experiment, _ = run(tiny_task, tmp_path, FedSM(teacher=npz, finetune=True, teacher_lr=1e-3, **QUICK))
-    matrices = [state["state"]["projection"] for state in private_states(experiment).values()]
-    # client 3 has one sample, too few for a step
-    assert sum(not torch.equal(m, torch.eye(64)) for m in matrices) == len(matrices) - 1
+    states = {id: state["state"] for id, state in private_states(experiment).items()}
+    assert "projection" not in states.pop(3)        # one sample, too few for a step
+    matrices = [state["projection"] for state in states.values()]
+    assert not any(torch.equal(m, torch.eye(64)) for m in matrices)
     assert len({hash_tensors({"m": m}) for m in matrices}) == len(matrices)
     replies = [reply for *_, reply in experiment.fleet._host.replies]
-    assert all(reply.keys() <= {"model", "loss", "retrain_loss", "0", "1", "2", "3", "confusion"} for reply in replies)
+    assert all(reply.keys() <= {"model", "loss", "retrain_loss", "classes", "confusion"} for reply in replies)
 
 
 # what is refused before anything starts
@@ -354,14 +363,14 @@ def test_trained_projection_stays_with_its_client_and_is_never_uploaded(tiny_tas
 ])
 def test_settings_that_cannot_work_are_refused(tiny_task, fields, said):
     with pytest.raises(ConfigError, match=said):
-        FedSM(**fields).prepare(tiny_task, configure())
+        prepare(FedSM(**fields), tiny_task)
 
 
 def test_student_of_another_width_cannot_be_fine_tuned(tiny_task, npz):
     config = configure().model_copy(update={"model": "resnet8_proj"})
-    FedSM(teacher=npz).prepare(tiny_task, config)
+    prepare(FedSM(teacher=npz), tiny_task, config)
     with pytest.raises(ConfigError, match="its features have d = 512"):
-        FedSM(teacher=npz, finetune=True).prepare(tiny_task, config)
+        prepare(FedSM(teacher=npz, finetune=True), tiny_task, config)
 
 
 def test_missing_teacher_ends_a_run_before_it_begins_and_leaves_no_folder(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from sklearn.metrics import adjusted_rand_score
-from tiny import Recorder, configure, fingerprint, make_experiment, private_states
+from tiny import Recorder, configure, fingerprint, make_experiment, make_setup, private_states
 from torch import nn
 from torch.nn import functional as F
 
@@ -57,7 +57,7 @@ def average(models, weights) -> dict[str, torch.Tensor]:
 
 
 def initial(task, method=None, **parts) -> dict[str, torch.Tensor]:
-    return tree.snapshot((method or MuPFL(**QUICK)).new_model(task.facts, configure(**parts)).state_dict())
+    return tree.snapshot(make_setup(configure(**parts), method or MuPFL(**QUICK)).new_model(task.facts).state_dict())
 
 
 @pytest.fixture(scope="module")
@@ -346,7 +346,7 @@ def test_nothing_waits_for_the_device_in_a_batch(tiny_task, monkeypatch):
 
 def test_stage_that_is_not_there_is_refused_before_anything_runs(tiny_task):
     with pytest.raises(ConfigError, match=r"bavd_layers = \('stage7',\): the model's stages are stage1, stage2"):
-        MuPFL(bavd_layers=("stage7",)).new_model(tiny_task.facts, configure())
+        make_setup(configure(), MuPFL(bavd_layers=("stage7",))).new_model(tiny_task.facts)
 
 
 # what is personal
@@ -368,7 +368,7 @@ def test_clients_start_and_are_judged_as_the_settings_say(tiny_task, tmp_path, n
         client = open_client(tiny_task, id, method)
         client.state = states[id]["state"]
         client.receive(after)
-        found = method.personal_model(client).state_dict()
+        found = method.client_model(client).state_dict()
         assert {n for n in found if not torch.allclose(found[n].double(), expected[n].double(), atol=1e-6)} == set()
     experiment.step()
     for id, reply in replies_of(experiment, round=2).items():
@@ -460,28 +460,39 @@ def test_number_of_clusters_can_be_fixed(tiny_task, tmp_path, kappa, expected): 
     {"bavd_reset": "never"}, {"bavd_layers": "all"}, {"distance": "rows"}, {"gradients": "global"},
     {"next_init": "own"}, {"next_init": "cluster", "judged": "post_local"}, {"judged": "deploy"},
     {"next_init": "global", "judged": "deploy"}, {"tau": 0}], ids=str)
-def test_variants_run_and_declare_their_traffic(tiny_task, tmp_path, fields):
+def test_variants_run_and_send_what_they_should(tiny_task, tmp_path, fields):
     experiment, reports = run(tiny_task, tmp_path, MuPFL(**QUICK | fields))
     assert math.isfinite(reports[-1].figures["loss"])
-    declared = [experiment.method.traffic(experiment.server.model, tiny_task.client_counts[id].tolist())
-                for id in experiment.fleet.ids]
+    method, model, clients = experiment.method, experiment.server.model, len(experiment.fleet.ids)
+    whole, classifier = tree.nbytes(model.entries()), tree.nbytes(model.entries("classifier."))
+    knowledge = 4 * 5 * 64 * 4 + 4                              # h_glo, and whose are known
+    gradients = int((tiny_task.client_counts > 0).sum()) * 4 * (64 + 1) * 4
+    start = {None: 0, "": whole, "classifier.": classifier}[method.own_start]
+    kept = {None: 0, "": whole, "encoder.": whole - classifier}[method.kept_of_cluster]
+    layers = {"hw": 4 * 4, "chw": 64 * 4 * 4, "bchw": 64 * 4 * 4}[method.bavd_map] if method.bavd else 0
+    layers += 32 * 8 * 8 if method.bavd_layers == "all" else 0
+    up = clients * (whole + 8 + method.acmu * (start + 4 * layers)) + method.pkcf * gradients
     for report in reports:
-        assert report.traffic.keys() - {"join"} == declared[0].keys() - {"join"}
-        for name, measured in report.traffic.items():
-            assert measured["down"] == sum(calls[name][0] for calls in declared)
-            assert measured["up"] == sum(calls[name][1] for calls in declared)
+        assert report.traffic["train"] == {"down": clients * (whole + method.pkcf * knowledge), "up": up,
+                                           "replies": clients}
+        assert report.traffic.keys() - {"join"} == ({"train", "keep"} if method.acmu and kept else {"train"})
+        if "keep" in report.traffic:
+            assert report.traffic["keep"] == {"down": clients * kept, "up": 0, "replies": clients}
 
 
-def test_traffic_is_that_of_the_papers_setting(tiny_task):
-    # ResNet-8, C = 10, m = 100, d = 256: 1.0 MiB of features; 10 * 257 * 4 bytes of gradient per class; 64 KiB of map
-    facts = replace(tiny_task.facts, class_names=tuple("abcdefghij"), shape=(32, 32, 3))
-    config = configure().model_copy(update={"model": "resnet8"})
+def test_upload_in_the_papers_setting_is_that_of_section_3(tiny_task):
+    # ResNet-8, C = 10, m = 100, d = 256: 10 * 257 * 4 bytes of gradient per class; 64 KiB of map; the classifier
+    y = np.array([0, 0, 0, 1, 1], dtype=np.int64)
+    x = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3)).astype(np.uint8)
+    task = replace(tiny_task, class_names=tuple("abcdefghij"), shape=(32, 32, 3), mean=(0.5,) * 3, std=(0.25,) * 3,
+                   shards=(Shard(x, y),), client_counts=np.bincount(y, minlength=10)[None])
     method = MuPFL()
-    model = method.new_model(facts, config)
-    plain = FedAvg().traffic(model, [5, 3] + [0] * 8)["train"]
-    down, up = method.traffic(model, [5, 3] + [0] * 8)["train"]
-    assert down - plain[0] == 10 * 100 * 256 * 4 + 10
-    assert up - plain[1] == 2 * (10 * 256 + 10) * 4 + (10 * 256 + 10) * 4 + 256 * 8 * 8 * 4
+    client = open_client(task, method=method, model="resnet8", local={"epochs": 1})
+    model = method.shared(client.model)
+    reply = method.train(client, {"model": tree.snapshot(model), "features": torch.zeros(10, 100, 256),
+                                  "known": torch.zeros(10, dtype=torch.bool)})
+    classifier = (10 * 256 + 10) * 4
+    assert tree.nbytes(reply.tree) == tree.nbytes(model) + 8 + 2 * classifier + classifier + 256 * 8 * 8 * 4
 
 
 # real digits
@@ -509,8 +520,8 @@ def test_two_groups_with_permuted_labels_are_found(tmp_path, fields):           
 
 KILLED_IN_CLUSTERING = """
 import os, signal, sys
-from raylt.methods import mupfl
-from raylt import cli
+from raylt.cli.main import main
+from raylt.methods.mupfl import method as mupfl
 inner, calls = mupfl.update_gram, []
 def update_gram(*parts):
     calls.append(None)
@@ -518,7 +529,7 @@ def update_gram(*parts):
         os.kill(os.getpid(), signal.SIGKILL)
     return inner(*parts)
 mupfl.update_gram = update_gram
-cli.main()
+main()
 """
 
 

@@ -4,7 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hosts import Backwards
 from killed import resume, run_and_kill
+from tiny import make_experiment
 from torch.nn import functional as F
 
 from raylt import tree
@@ -12,15 +14,14 @@ from raylt.config import Config
 from raylt.core.experiment import Experiment
 from raylt.core.features import features
 from raylt.core.host import Host
-from raylt.core.in_process import LocalFleet
+from raylt.core.reductions import total
 from raylt.data.task import Task, build_task
 from raylt.errors import ConfigError
-from raylt.methods import METHODS, make_method
+from raylt.methods import METHODS
 from raylt.methods.sfd.losses import adaptive_supcon
-from raylt.methods.sfd.method import OFFICIAL, SFD, encoder
+from raylt.methods.sfd.method import OFFICIAL, SFD, encoder, sums_like
 from raylt.ops.moments import moments
 
-CPU = torch.device("cpu")
 QUICK = {"name": "sfd", "rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 4, "epochs": 3}
 
 
@@ -36,9 +37,17 @@ def task() -> Task:
 
 
 def open_experiment(config: Config, task: Task, folder: Path, host=Host) -> Experiment:
-    method = make_method(config.method)
-    fleet = LocalFleet(config, task, host(config, method, task.facts, task.test, CPU))
-    return Experiment(config, method, task, fleet, CPU, folder)
+    return make_experiment(config, task, folder, host=host)
+
+
+def statistics(experiment: Experiment) -> dict:
+    """Sums over all clients, of frequencies drawn from seed 5."""
+    experiment.fleet.begin(9)
+    method, model = experiment.method, experiment.server.model
+    parts = {"n": 0, "z": sums_like(64), "zz": sums_like(64 * 65 // 2), "phi": sums_like(method.rf_dim)}
+    return experiment.fleet.ask(method.statistics, experiment.fleet.everyone,
+                                {"model": tree.snapshot(encoder(model)), "seed": 5},
+                                classes=total.within({str(c): parts for c in range(10)}))["classes"]
 
 
 def finish(experiment: Experiment) -> list:
@@ -77,7 +86,7 @@ def client(task, tmp_path):
 
 def test_model_has_no_bias_and_a_projector_that_is_not_deployed(finished, task):
     experiment, _ = finished
-    model, deployed = experiment.server.model, experiment.method.deployed(experiment.server)
+    model, deployed = experiment.server.model, experiment.method.global_model(experiment.server)
     assert "classifier.bias" not in model.state_dict()
     assert model.get_submodule("projector")(torch.randn(3, 64)).shape == (3, 128)
     assert {name.partition(".")[0] for name in deployed.state_dict()} == {"encoder", "classifier"}
@@ -132,9 +141,8 @@ def test_weight_of_the_contrastive_loss_falls_along_a_cosine(finished):
 
 def test_summed_statistics_are_those_of_all_features_pooled(finished, task):          # T-SFD-7, at the fleet
     experiment, _ = finished
-    method, server, fleet = experiment.method, experiment.server, experiment.fleet
-    fleet.begin(9)
-    sums = fleet.sum(method.statistics, fleet.ids, {"model": tree.snapshot(encoder(server.model)), "seed": 5})
+    method, server = experiment.method, experiment.server
+    sums = statistics(experiment)
     model = server.model.eval()
     images = np.concatenate([shard.x for shard in task.shards])
     labels = np.concatenate([shard.y for shard in task.shards])
@@ -154,21 +162,22 @@ def test_summed_statistics_are_those_of_all_features_pooled(finished, task):    
         assert np.allclose(sums[str(c)]["phi"] / n, phi, atol=1e-5)
 
 
-def test_statistics_hold_the_clients_own_classes_only_and_traffic_counts_them(finished, task):
+def test_statistics_hold_the_clients_own_classes_only(finished, task):
     experiment, reports = finished
     measured = reports[-1].traffic["statistics"]
-    declared = [experiment.method.traffic(experiment.server.model, counts.tolist()) for counts in task.client_counts]
-    assert measured["up"] == sum(calls["statistics"][1] for calls in declared)
-    assert measured["down"] == sum(calls["statistics"][0] for calls in declared)
+    model, clients = experiment.server.model, len(experiment.fleet.ids)
+    assert measured["down"] == clients * (tree.nbytes(encoder(model)) + 8)              # and the seed
     # 8 bytes for count, mean, triangle and Fourier mean of each owned class
     assert measured["up"] == int((task.client_counts > 0).sum()) * 8 * (1 + 64 + 64 * 65 // 2 + 60)
-    assert reports[0].traffic["train"]["down"] == sum(calls["train"][0] for calls in declared)
+    whole = tree.nbytes(model.entries())
+    assert reports[0].traffic["train"] == {"down": clients * (whole + 8), "up": clients * (whole + 8),
+                                           "replies": clients}                          # and beta; and the loss
 
 
 def test_finish_retrains_the_classifier_alone(finished):
     experiment, reports = finished
     server = experiment.server
-    deployed = experiment.method.deployed(server).state_dict()
+    deployed = experiment.method.global_model(server).state_dict()
     for name, value in encoder(server.model).items():
         assert torch.equal(deployed[name], value)
     assert not torch.equal(deployed["classifier.weight"], server.model.state_dict()["classifier.weight"])
@@ -179,8 +188,8 @@ def test_finish_retrains_the_classifier_alone(finished):
 
 def test_synthetic_features_have_the_moments_of_the_real_ones(finished, task):
     experiment, _ = finished
-    method, fleet, server = experiment.method, experiment.fleet, experiment.server
-    sums = fleet.sum(method.statistics, fleet.ids, {"model": tree.snapshot(encoder(server.model)), "seed": 5})
+    method, fleet = experiment.method, experiment.fleet
+    sums = statistics(experiment)
     made = fleet.map(method.synthesise, [{"sums": sums["2"], "size": 100, "fourier": 5, "bank": 1}])[0]
     _, mean, cov = moments(sums["2"])
     z = made["z"].double()
@@ -189,21 +198,10 @@ def test_synthetic_features_have_the_moments_of_the_real_ones(finished, task):
 
 
 def test_result_depends_neither_on_the_order_of_the_clients_nor_on_saving_between(finished, task, tmp_path):
-    class Backwards(LocalFleet):                                                      # T-SFD-12
-        def _answers(self, fn, ids, *rest):
-            yield from reversed(list(super()._answers(fn, ids[::-1], *rest)))
-
-    def backwards(folder):
-        config = configure()
-        method = make_method(config.method)
-        fleet = Backwards(config, task, Host(config, method, task.facts, task.test, CPU))
-        return Experiment(config, method, task, fleet, CPU, folder)
-
-    first = backwards(tmp_path)
+    first, second = (make_experiment(configure(), task, tmp_path, fleet=Backwards) for _ in range(2))   # T-SFD-12
     for _ in range(2):
         report = first.step()
         first.save(report)
-    second = backwards(tmp_path)
     second.load(first._saved)
     second.step()
     assert second.conclude() == finished[0].conclude()
@@ -220,9 +218,10 @@ def test_variants_run(task, tmp_path, fields):
 def test_without_synthesis_nothing_is_sent_and_the_model_stays(task, tmp_path):
     experiment = open_experiment(configure(safs=False), task, tmp_path)
     reports = finish(experiment)
-    assert reports[-1].traffic == {}
-    assert reports[-1].accuracy == reports[-2].accuracy
-    assert "statistics" not in experiment.method.traffic(experiment.server.model, [1] * 10)
+    assert [report.phase for report in reports] == ["round", "round"]
+    assert reports[-1].traffic.keys() == {"train"}
+    judged = experiment.method.global_model(experiment.server)
+    assert torch.equal(judged.classifier.weight, experiment.server.model.classifier.weight)
 
 
 def test_local_batchnorm_judges_clients_with_the_retrained_classifier(task, tmp_path):
