@@ -1,87 +1,19 @@
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hosts import Backwards
 from killed import resume, run_and_kill
+from sfd_runs import configure, finish, open_experiment, statistics
 from tiny import make_experiment
-from torch.nn import functional as F
 
 from raylt import tree
 from raylt.config import Config
-from raylt.core.experiment import Experiment
-from raylt.core.features import features
-from raylt.core.host import Host
-from raylt.core.reductions import total
-from raylt.data.task import Task, build_task
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
-from raylt.methods.sfd.losses import adaptive_supcon
-from raylt.methods.sfd.method import OFFICIAL, SFD, encoder, sums_like
+from raylt.methods.sfd.method import OFFICIAL, SFD, encoder
 from raylt.ops.moments import moments
-
-QUICK = {"name": "sfd", "rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 4, "epochs": 3}
-
-
-def configure(data=None, **fields) -> Config:
-    # alpha 0.1: most clients lack some classes
-    return Config(data={"clients": 4, "alpha": 0.1} | (data or {}), method=QUICK | fields, federation={"rounds": 2},
-                  local={"epochs": 1})
-
-
-@pytest.fixture(scope="module")
-def task() -> Task:
-    return build_task(configure().data)
-
-
-def open_experiment(config: Config, task: Task, folder: Path, host=Host) -> Experiment:
-    return make_experiment(config, task, folder, host=host)
-
-
-def statistics(experiment: Experiment) -> dict:
-    """Sums over all clients, of frequencies drawn from seed 5."""
-    experiment.fleet.begin(9)
-    method, model = experiment.method, experiment.server.model
-    parts = {"n": 0, "z": sums_like(64), "zz": sums_like(64 * 65 // 2), "phi": sums_like(method.rf_dim)}
-    return experiment.fleet.ask(method.statistics, experiment.fleet.everyone,
-                                {"model": tree.snapshot(encoder(model)), "seed": 5},
-                                classes=total.within({str(c): parts for c in range(10)}))["classes"]
-
-
-def finish(experiment: Experiment) -> list:
-    reports = []
-    while not experiment.done:
-        reports.append(experiment.step())
-    return reports
-
-
-@pytest.fixture(scope="module")
-def finished(task, tmp_path_factory) -> tuple[Experiment, list]:
-    experiment = open_experiment(configure(), task, tmp_path_factory.mktemp("sfd"))
-    return experiment, finish(experiment)
-
-
-class Keeper(Host):
-    """Keeps each client object, with the message of its last call."""
-
-    def run(self, fn, message, *rest):
-        self.message = message
-        return super().run(fn, message, *rest)
-
-
-@pytest.fixture
-def client(task, tmp_path):
-    """A client that lacks classes, in the middle of a round, and the message it got."""
-    def open_client(**fields):
-        experiment = open_experiment(configure(**fields), task, tmp_path, Keeper)
-        experiment.step()
-        host = experiment.fleet._host
-        mine = next(c for c in host.clients.values() if 1 < (c.counts > 0).sum() < 10 and len(c) > 40)
-        mine.begin("train", 2)
-        return experiment, mine, host.message
-    return open_client
 
 
 def test_model_has_no_bias_and_a_projector_that_is_not_deployed(finished, task):
@@ -99,44 +31,6 @@ def test_projector_of_the_paper_has_164736_parameters():
     parameters = sum(p.numel() for p in model.get_submodule("projector").parameters())
     assert parameters == 164_736
     assert sum(p.numel() for p in model.parameters()) == 11_168_832 + 512 * 10 + parameters
-
-
-def test_objective_is_equation_8(client):
-    _, mine, message = client(gamma=1.0, beta1=0.5)
-    batch = next(mine.batches(1, 16))
-    mine.model.train()
-    # the first round's message: r = 0, beta = beta1
-    assert message["beta"] == 0.5
-    loss = SFD(gamma=1.0, beta1=0.5).objective(mine, message)(batch)
-    mine.model.train()
-    z = mine.model.encoder(batch.x)
-    prior = torch.where(mine.counts > 0, mine.counts, mine.counts[mine.counts > 0].min())
-    h = F.normalize(mine.model.get_submodule("projector")(z), dim=1)
-    expected = (F.cross_entropy(mine.model.classifier(z) + prior.log(), batch.y)
-                + 0.5 * adaptive_supcon(h, batch.y, mine.counts.log(), 0.07))
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-
-
-@pytest.mark.parametrize(("fields", "shifted"), [
-    ({"abbl": "ce"}, False), ({"abbl": "la"}, True), ({"beta1": 0.0, "beta_pi": 0.0}, True),
-    ({"beta1": 0.0, "gamma": 0.0}, False)])
-def test_ablations_of_the_local_loss(client, fields, shifted):
-    _, mine, message = client(**fields)
-    batch = next(mine.batches(1, 16))
-    loss = SFD(**fields).objective(mine, message)(batch)
-    logits = mine.model(batch.x)
-    expected = F.cross_entropy(logits + 0.1 * mine.counts.log() if shifted else logits, batch.y)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
-
-
-def test_weight_of_the_contrastive_loss_falls_along_a_cosine(finished):
-    experiment, _ = finished
-    server, betas = experiment.server, []
-    before = server.round
-    for server.round in (1, 2):
-        betas.append(experiment.method.message(server)["beta"])
-    server.round = before
-    assert betas == pytest.approx([0.1, 0.05])          # R = 2: 0.1 (1 + cos 0) / 2 and 0.1 (1 + cos(pi/2)) / 2
 
 
 def test_summed_statistics_are_those_of_all_features_pooled(finished, task):          # T-SFD-7, at the fleet
@@ -241,12 +135,6 @@ def test_official_preset_selects_the_codes_variants_and_explicit_fields_win():
     assert SFD().delta == "all"
 
 
-def test_official_preset_weighs_clients_by_batches(client):
-    _, mine, message = client(preset="official")
-    reply = SFD(preset="official").train(mine, message)
-    assert reply.weight == math.ceil(len(mine) / 32)
-
-
 @pytest.mark.parametrize(("fields", "message"), [
     ({"m_min": 64}, r"method.m_min = 64: features have d = 64.*at least d \+ 1 = 65.*m_min=152"),
     ({"m_min": 100, "m_max": 90}, "m_min = 100 and method.m_max = 90"),
@@ -260,17 +148,6 @@ def test_settings_that_cannot_work_are_refused_before_the_first_round(task, tmp_
 @pytest.mark.parametrize(("dim", "bank"), [(64, (600, 2000)), (512, (600, 2000)), (1024, (1112, 3706))])
 def test_banks_grow_with_the_features(dim, bank):
     assert SFD().bank(dim) == bank
-
-
-def test_features_are_extracted_in_evaluation_mode_without_augmentation(client):
-    _, mine, _ = client()
-    mine.model.train()
-    before = tree.snapshot(mine.model.state_dict())
-    z, y = features(mine)
-    assert torch.equal(z, features(mine)[0])
-    assert z.shape == (len(mine), 64)
-    assert torch.equal(y, mine.samples.y)
-    assert all(torch.equal(value, before[name]) for name, value in mine.model.state_dict().items())
 
 
 def test_sfd_is_what_runs_by_default():
