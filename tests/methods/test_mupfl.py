@@ -26,9 +26,9 @@ from raylt.errors import ConfigError
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.mupfl.bavd import BAVD, layers_of
 from raylt.methods.mupfl.clustering import cosines
-from raylt.methods.mupfl.matching import class_gradients, match_features, mean_gradients
 from raylt.methods.mupfl.method import KEPT_ROUNDS, MuPFL
 from raylt.models.split import part
+from raylt.ops.matching import class_gradients, match_features, mean_gradients
 from raylt.seeds import seed_for
 
 OFF = {"bavd": False, "acmu": False, "pkcf": False}

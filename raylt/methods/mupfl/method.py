@@ -50,8 +50,8 @@ from raylt.errors import TooFewReplies
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.methods.mupfl.bavd import add_bavd, layers_of, memory, recall
 from raylt.methods.mupfl.clustering import cluster, cosines, mean_update, update_gram
-from raylt.methods.mupfl.matching import class_gradients, match_features, mean_gradients
 from raylt.models.split import Params, SplitModel, part
+from raylt.ops.matching import class_gradients, match_features, mean_gradients
 from raylt.seeds import seed_for
 from raylt.tree import Fold, Tree
 
