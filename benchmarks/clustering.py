@@ -39,7 +39,8 @@ def main() -> None:
     torch.set_num_threads(1)
     n, shape = arguments.updates, SHAPES[arguments.model]
     facts = Facts("synthetic", tuple("abcdefghij"), shape, (0.5,) * shape[2], (0.25,) * shape[2])
-    config, method = Config(model=arguments.model, federation=FederationConfig(rounds=1)), MuPFL()
+    config = Config(model=arguments.model, method={"name": "mupfl"}, federation=FederationConfig(rounds=1))
+    method = MuPFL()
     server = Server(config, facts, method.new_model(facts, config), torch.device("cpu"))
     server.round = 1
     message = {"model": tree.snapshot(method.shared(server.model))}

@@ -1,5 +1,7 @@
 """`raylt methods | settings | recipes`: what there is."""
 
+import json
+
 from rich import box
 from rich.table import Table
 
@@ -36,8 +38,7 @@ def settings(format: FormatOption = Format.table) -> None:
     if format is Format.json:
         print_json(listing)
         return
-    table = Table("setting", "default", "takes", "what it means", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
-                  show_edge=False)
+    table = _plain("setting", "default", "takes", "what it means")
     table.columns[0].no_wrap = True
     for key, entry in listing.items():
         default = "must be named" if key == "method" else _yaml(entry["default"])
@@ -68,5 +69,4 @@ def _plain(*heads: str) -> Table:
 
 def _yaml(value: object) -> str:
     """A value as it is written in a file of settings."""
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if value is None or isinstance(
-        value, bool) else str(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

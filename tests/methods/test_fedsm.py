@@ -11,6 +11,7 @@ from test_contract import Backwards, FailsFirst, NewHosts, OwnHosts
 from tiny import Recorder, configure, fingerprint, make_experiment, private_states
 from torch.nn import functional as F
 
+import raylt
 from raylt.core import checkpoint
 from raylt.core.checkpoint import hash_tensors
 from raylt.core.client import Client
@@ -22,7 +23,6 @@ from raylt.methods.fedsm import teaching
 from raylt.methods.fedsm.method import OFFICIAL, FedSM
 from raylt.methods.fedsm.mixup import relevance
 from raylt.models.clip import open_teacher
-from raylt.runs.runner import start
 from raylt.runs.summary import summarise
 from raylt.seeds import seed_for
 
@@ -367,14 +367,8 @@ def test_student_of_another_width_cannot_be_fine_tuned(tiny_task, npz):
 def test_missing_teacher_ends_a_run_before_it_begins_and_leaves_no_folder(tmp_path):
     config = configure(method={"name": "fedsm", "teacher": "npz:/nowhere/f.npz"})
     with pytest.raises(ConfigError, match="no such file"):
-        start(config, tmp_path, "r", "ray", None, watcher=Quiet())
+        raylt.run(config, out=tmp_path, name="r", quiet=True)
     assert list(tmp_path.iterdir()) == []
-
-
-class Quiet:
-    def says(self, text, minor=False): ...
-    def starts(self, folder, config, reports): ...
-    def steps(self, report): ...
 
 
 # killed

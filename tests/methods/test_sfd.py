@@ -8,7 +8,7 @@ from killed import resume, run_and_kill
 from torch.nn import functional as F
 
 from raylt import tree
-from raylt.config import Config
+from raylt.config import Config, load
 from raylt.core.experiment import Experiment
 from raylt.core.features import features
 from raylt.core.host import Host
@@ -275,8 +275,9 @@ def test_features_are_extracted_in_evaluation_mode_without_augmentation(client):
 
 
 def test_sfd_is_what_runs_by_default():
-    assert Config().method["name"] == "sfd"
-    assert set(METHODS["sfd"].model_fields) >= set(Config().method) - {"name"}
+    demonstration = load("recipe:demo").method
+    assert demonstration["name"] == "sfd"
+    assert set(METHODS["sfd"].model_fields) >= set(demonstration) - {"name"}
 
 
 @pytest.mark.slow
