@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raylt.config import load as load_config
     from raylt.core.method import Method
+    from raylt.core.reductions import each, mean, total
     from raylt.errors import RayltError
     from raylt.hyper import hp
     from raylt.runs.callbacks import Callback
@@ -20,17 +21,21 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["Callback", "Method", "RayltError", "Run", "__version__", "hp", "load_config", "resume", "run"]
+__all__ = ["Callback", "Method", "RayltError", "Run", "__version__", "each", "hp", "load_config", "mean", "resume", "run",
+           "total"]
 
 _PLACES = {
     "Callback": ("raylt.runs.callbacks", "Callback"),
     "Method": ("raylt.core.method", "Method"),
     "RayltError": ("raylt.errors", "RayltError"),
     "Run": ("raylt.runs.run", "Run"),
+    "each": ("raylt.core.reductions", "each"),
     "hp": ("raylt.hyper", "hp"),
     "load_config": ("raylt.config", "load"),
+    "mean": ("raylt.core.reductions", "mean"),
     "resume": ("raylt.runs.start", "resume"),
     "run": ("raylt.runs.start", "run"),
+    "total": ("raylt.core.reductions", "total"),
 }
 
 

@@ -13,7 +13,6 @@ from raylt.config import Config, load, load_data, settings
 from raylt.errors import ConfigError, UnknownMethod
 from raylt.methods import make_method
 
-
 FEDAVG = "method=fedavg"
 
 
@@ -64,7 +63,7 @@ def test_a_mistyped_setting_is_said_before_the_missing_method():
 def test_a_split_needs_no_method(file):
     assert load_data(None, ["data.clients=7"]).clients == 7
     assert load_data(file("data: {alpha: 0.1}"), ["method=sfd"]).alpha == 0.1
-    with pytest.raises(ConfigError, match="data.clients = 0"):
+    with pytest.raises(ConfigError, match=r"data\.clients = 0"):
         load_data(None, ["data.clients=0"])
 
 
@@ -72,7 +71,7 @@ def test_a_recipe_is_a_file_by_its_name():
     config = load("recipe:demo", ["seed=3"])
     assert (config.seed, config.method) == (3, {"name": "sfd", "rf_dim": 1000})
     assert config == Config(method={"name": "sfd", "rf_dim": 1000}, seed=3)
-    with pytest.raises(ConfigError, match=r"recipe:dem: no such recipe; did you mean recipe:demo\? raylt recipes lists"):
+    with pytest.raises(ConfigError, match=r"recipe:dem: no such recipe; did you mean recipe:demo\?"):
         load("recipe:dem")
 
 
@@ -122,8 +121,8 @@ def test_scientific_notation_is_a_number(file, text):
 
 
 def test_overrides_are_yaml_values():
-    config = load(None, [FEDAVG, "data.groups=[3, 9]", "data.min_size=null", "data.download=true", "resources.actors=auto",
-                         "data.source=npz:/a=b.npz", "resources.gpus_per_client=0.25"])
+    config = load(None, [FEDAVG, "data.groups=[3, 9]", "data.min_size=null", "data.download=true",
+                         "resources.actors=auto", "data.source=npz:/a=b.npz", "resources.gpus_per_client=0.25"])
     assert config.data.groups == (3, 9)
     assert (config.data.min_size, config.data.download, config.data.source) == (None, True, "npz:/a=b.npz")
     assert (config.resources.actors, config.resources.gpus_per_client) == ("auto", 0.25)

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from raylt.core.client import Client, Message, Reply
 from raylt.core.experiment import Experiment
 from raylt.core.host import Host
+from raylt.core.judging import judged_entries, judged_model
 from raylt.core.method import Method
+from raylt.core.setup import Setup
 from raylt.data.augment import normalise
 from raylt.data.task import Facts
 from raylt.errors import ConfigError, DataError
-from raylt.tree import view
+from raylt.tree import Tree, view
 
 
 @dataclass(frozen=True)
@@ -101,14 +103,17 @@ def global_model(experiment: Experiment, folder: Path) -> TrainedModel:
     if experiment.server.model.stays:
         raise ConfigError("federation.batchnorm = local: each client keeps its own running statistics, so there is no "
                           "global model to use; take client_model(id)")
-    network = experiment.method.deployed(experiment.server)
+    network = experiment.method.global_model(experiment.server)
     if (file := folder / "model.safetensors").is_file():
         network.load_state_dict(load_file(file))
     return _ready(experiment, network)
 
 
-def client_model(experiment: Experiment, id: int) -> TrainedModel:
+def client_model(experiment: Experiment, setup: Setup, id: int, private: Tree | None) -> TrainedModel:
     """A client's own model, as it would be judged now.
+
+    Args:
+        private: what the client keeps; None before its first call.
 
     Raises:
         ConfigError: no such client, or it holds no samples.
@@ -116,18 +121,15 @@ def client_model(experiment: Experiment, id: int) -> TrainedModel:
     fleet, method, task = experiment.fleet, experiment.method, experiment.task
     if id not in fleet.ids:
         raise ConfigError(f"client {id}: holds no samples; those that do: {', '.join(map(str, fleet.ids))}")
-    if not method.personal and not experiment.server.model.stays:
-        return _ready(experiment, method.deployed(experiment.server))
     kept: list[nn.Module] = []
 
     def keep(client: Client, message: Message) -> Reply:
-        client.receive(message["model"])
-        kept.append(copy.deepcopy(method.personal_model(client)))
+        kept.append(copy.deepcopy(judged_model(method, client, message["model"])))
         return client.reply()
 
-    host = Host(experiment.config, method, task.facts, task.test, experiment.server.device)
-    private = dict(fleet.private_states([id])).get(id)
-    host.run(keep, method.message(experiment.server), experiment.server.round, id, task.shards[id], private)
+    host = Host(setup, task.facts, task.test, experiment.server.device)
+    message = {"model": judged_entries(experiment.server, method)}
+    host.run(keep, message, experiment.server.round, id, task.shards[id], private)
     return _ready(experiment, kept[0])
 
 

@@ -12,11 +12,11 @@ from raylt.core.experiment import Experiment
 from raylt.core.fleet import Fleet
 from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
+from raylt.core.setup import Setup
 from raylt.data.task import Task
-from raylt.methods import make_method
 
 
-def open_here(config: Config, task: Task, folder: Path, saved: Checkpoint | None,
+def open_here(setup: Setup, task: Task, folder: Path, saved: Checkpoint | None,
               fleet: Callable[[Config, Task, Host], Fleet] = LocalFleet) -> Experiment:
     """The experiment of a run folder with all clients in this process, on its GPU where it has one.
 
@@ -25,9 +25,8 @@ def open_here(config: Config, task: Task, folder: Path, saved: Checkpoint | None
         fleet: called as `LocalFleet` is.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    method = make_method(config.method)
-    clients = fleet(config, task, Host(config, method, task.facts, task.test, device))
-    experiment = Experiment(config, method, task, clients, device, folder)
+    clients = fleet(setup.config, task, Host(setup, task.facts, task.test, device))
+    experiment = Experiment(setup, task, clients, device, folder)
     if saved is not None:
         experiment.load(saved)
     return experiment

@@ -76,7 +76,7 @@ def replay(run: Run, round: int, client: int, function: str | None) -> Replayed:
         return OneClient(config, task, host, round, client, function)
 
     with one_thread():              # as the server does: the same bits
-        experiment = open_here(run.config, run.task, run.folder, saved, fleet)
+        experiment = open_here(run.setup, run.task, run.folder, saved, fleet)
         try:
             if not experiment.done:
                 experiment.step()

@@ -11,9 +11,10 @@ from raylt.core import checkpoint
 from raylt.core.checkpoint import Checkpoint
 from raylt.core.experiment import Experiment
 from raylt.core.method import Method
+from raylt.core.setup import Setup
 from raylt.data.task import Split, Task, build_task
 from raylt.errors import CheckpointError
-from raylt.methods import make_method
+from raylt.registry import resolve
 from raylt.runs import export, frames
 from raylt.runs.callbacks import Callback, Callbacks
 from raylt.runs.here import open_here
@@ -77,9 +78,14 @@ class Run:
         return load(self.folder / "config.yaml")
 
     @cached_property
+    def setup(self) -> Setup:
+        """What the configuration names: method, model and augmentation, as values."""
+        return resolve(self.config)
+
+    @property
     def method(self) -> Method:
         """The method with its fields."""
-        return make_method(self.config.method)
+        return self.setup.method
 
     @cached_property
     def split(self) -> Split:
@@ -144,7 +150,7 @@ class Run:
         saved = self.checkpoint()
         if saved is None:
             raise CheckpointError(f"{self.folder}: has no checkpoint that can be read; run it again")
-        return open_here(self.config, task or self.task, self.folder, saved)
+        return open_here(self.setup, task or self.task, self.folder, saved)
 
     # what can be done with it
 
@@ -166,7 +172,7 @@ class Run:
             raise CheckpointError(f"{self.folder}: a resumed run keeps its settings ({'; '.join(differences)}); only "
                                   "resources.* and output.* may change; start a new run for others")
         screen = [] if quiet else [Screen()]
-        carry_out(config, self.task, Journal(self.folder), fleet, address, Callbacks([*screen, *callbacks]))
+        carry_out(resolve(config), self.task, Journal(self.folder), fleet, address, Callbacks([*screen, *callbacks]))
         return self
 
     def model(self) -> export.TrainedModel:
@@ -185,7 +191,10 @@ class Run:
             CheckpointError: nothing was committed yet.
             ConfigError: no such client, or it holds no samples.
         """
-        return export.client_model(self.experiment(), id)
+        experiment, saved = self.experiment(), self.checkpoint()
+        part = f"client-{id:03d}"
+        private = saved.read(part) if saved is not None and part in saved.parts else None
+        return export.client_model(experiment, self.setup, id, private)
 
 
 def _differences(key: str, old: Any, new: Any) -> list[str]:

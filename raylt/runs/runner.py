@@ -5,12 +5,11 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from raylt.config import Config
 from raylt.core import checkpoint
 from raylt.core.experiment import Report
+from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import ConfigError, ServerLost
-from raylt.methods import make_method
 from raylt.runs.callbacks import Callback
 from raylt.runs.here import one_thread, open_here
 from raylt.runs.journal import Journal
@@ -29,7 +28,7 @@ class Steps(Protocol):
     def conclude(self) -> dict[str, str]: ...
 
 
-def carry_out(config: Config, task: Task, journal: Journal, fleet: FleetKind, address: str | None,
+def carry_out(setup: Setup, task: Task, journal: Journal, fleet: FleetKind, address: str | None,
               callback: Callback) -> None:
     """Takes a run from its last committed step to its end, and lets go of its folder.
 
@@ -51,9 +50,9 @@ def carry_out(config: Config, task: Task, journal: Journal, fleet: FleetKind, ad
                 for fault in faults:
                     callback.on_message(f"{fault}; continuing after step {saved.facts['step'] if saved else 0}")
                 if deaths == 0:
-                    callback.on_start(journal.folder, config, journal.reports())
+                    callback.on_start(journal.folder, setup.config, journal.reports())
                 try:
-                    summary = _take_steps(config, task, journal, fleet, address, callback)
+                    summary = _take_steps(setup, task, journal, fleet, address, callback)
                 except ServerLost as error:
                     before, committed = committed, len(journal.reports())
                     deaths = deaths + 1 if committed == before else 1
@@ -65,27 +64,27 @@ def carry_out(config: Config, task: Task, journal: Journal, fleet: FleetKind, ad
         callback.on_end(summary)
 
 
-def _take_steps(config: Config, task: Task, journal: Journal, fleet: FleetKind, address: str | None,
+def _take_steps(setup: Setup, task: Task, journal: Journal, fleet: FleetKind, address: str | None,
                 callback: Callback) -> dict[str, Any]:
-    make_method(config.method).prepare(task, config)
-    with _experiment(config, task, journal.folder, fleet, address, callback) as experiment:
+    setup.method.prepare(task, setup.config, setup.check(task.facts))
+    with _experiment(setup, task, journal.folder, fleet, address, callback) as experiment:
         while not experiment.done:
             report = experiment.advance()
             journal.append(report)
             callback.on_step(report)
-        return summarise(journal.reports(), config.method["name"], task.split.sha256, experiment.conclude())
+        return summarise(journal.reports(), setup.method.name, task.split.sha256, experiment.conclude())
 
 
-def _experiment(config: Config, task: Task, folder: Path, fleet: FleetKind, address: str | None,
+def _experiment(setup: Setup, task: Task, folder: Path, fleet: FleetKind, address: str | None,
                 callback: Callback) -> AbstractContextManager[Steps]:
     if fleet == "local":
-        return _in_this_process(config, task, folder)
+        return _in_this_process(setup, task, folder)
     from actors.launch import open_experiment  # the only way from here to Ray
-    return open_experiment(config, task, folder, address, callback.on_message)
+    return open_experiment(setup, task, folder, address, callback.on_message)
 
 
 @contextmanager
-def _in_this_process(config: Config, task: Task, folder: Path) -> Iterator[Steps]:
+def _in_this_process(setup: Setup, task: Task, folder: Path) -> Iterator[Steps]:
     saved, _ = checkpoint.latest(folder / "checkpoints")
     with one_thread():
-        yield open_here(config, task, folder, saved)
+        yield open_here(setup, task, folder, saved)

@@ -9,7 +9,8 @@ from raylt.config import Config, apply, assign, check, override, read
 from raylt.core.method import Method
 from raylt.data.task import build_task
 from raylt.errors import ConfigError
-from raylt.methods import METHODS, make_method
+from raylt.methods import METHODS
+from raylt.registry import resolve
 from raylt.runs.callbacks import Callback, Callbacks
 from raylt.runs.journal import Journal
 from raylt.runs.run import Run
@@ -43,16 +44,16 @@ def run(what: "str | Path | Config | Method", /, out: Path | str = "runs", name:
     if name is not None and (Path(name).name != name or name in ("", ".", "..")):
         raise ConfigError(f"name {name}: must be the name of one folder; the folder that it is made in is out")
     config = configure(what, overrides, settings)
-    method = make_method(config.method)
+    method = resolve(config).method
     config = config.model_copy(update={"method": {"name": method.name, **method.model_dump()}})
-    task = build_task(config.data)
-    method.check(task.facts, config)
+    task, setup = build_task(config.data), resolve(config)
+    setup.check(task.facts)
     source = Path(task.name.partition(":")[2] or task.name).stem        # of folder:PATH and npz:PATH, the last name
     name = name or f"{method.name}-{source}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
     journal = Journal.create(Path(out) / name, config, task.split)
     screen = [] if quiet else [Screen()]
     try:
-        carry_out(config, task, journal, fleet, address, Callbacks([*screen, *callbacks]))
+        carry_out(setup, task, journal, fleet, address, Callbacks([*screen, *callbacks]))
     except ConfigError:             # the cluster is not there or too small, or a setting does not fit the data
         journal.discard()
         raise
@@ -93,6 +94,8 @@ def _tree(what: "str | Path | Config | Method") -> dict[str, Any]:
     if isinstance(what, Config):
         return what.model_dump()
     if isinstance(what, Method):
+        if METHODS.get(what.name) is not type(what):
+            raise ConfigError(f"{type(what).__name__}: is none of raylt's methods; raylt methods lists them")
         return {"method": {"name": what.name, **what.model_dump(mode="json")}}
     if not isinstance(what, str | Path):
         raise ConfigError(f"{what!r}: must be a method's name, a Method, a Config, a YAML file or recipe:NAME")

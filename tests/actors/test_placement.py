@@ -86,7 +86,8 @@ def test_nodes_that_cannot_be_read_are_refused(text):
 
 def test_plan_prints_and_starts_nothing(monkeypatch, capsys):
     monkeypatch.setattr("ray.init", lambda **_: pytest.fail("started Ray"))
-    monkeypatch.setattr("sys.argv", ["raylt", "plan", "method=fedavg", "data.clients=20", "--nodes", "1x8gpu96cpu", "--format", "json"])
+    monkeypatch.setattr("sys.argv", ["raylt", "plan", "method=fedavg", "data.clients=20", "--nodes", "1x8gpu96cpu",
+                                     "--format", "json"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     got = json.loads(capsys.readouterr().out)

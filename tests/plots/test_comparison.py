@@ -16,9 +16,9 @@ SETTINGS = "federation.rounds=2", "data.clients=4", "data.alpha=0.2"
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("runs")
-    return {"fedper": make_run(folder, "fedper", *SETTINGS, "method=fedper"), "fedavg": make_run(folder, "fedavg", *SETTINGS, "method=fedavg"),
-            "bpfed": make_run(folder, "bpfed", *SETTINGS, "method=bpfed"),
-            "other": make_run(folder, "other", *SETTINGS, "method=fedavg", "data.seed=1")}
+    settings = {name: f"method={name}" for name in ("fedper", "fedavg", "bpfed")}
+    made = {name: make_run(folder, name, *SETTINGS, method) for name, method in settings.items()}
+    return made | {"other": make_run(folder, "other", *SETTINGS, "method=fedavg", "data.seed=1")}
 
 
 def copied(run: Run, place: Path) -> Run:

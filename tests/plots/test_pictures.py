@@ -5,7 +5,6 @@ from small_runs import make_run
 from raylt.errors import CheckpointError, ConfigError
 from raylt.plots.features import draw_features
 
-
 QUICK = ("method=sfd", "method.rf_dim=60", "method.m_min=80", "method.m_max=90", "method.synthesis_steps=2",
          "method.epochs=2")
 
