@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["Callback", "Method", "RayltError", "Run", "__version__", "each", "hp", "load_config", "mean", "resume", "run",
-           "total"]
+__all__ = ["Callback", "Method", "RayltError", "Run", "__version__", "each", "hp", "load_config", "mean", "resume",
+           "run", "total"]
 
 _PLACES = {
     "Callback": ("raylt.runs.callbacks", "Callback"),
