@@ -29,7 +29,7 @@ def test_the_blocks_of_a_page_run(name, tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "did you mean rounds?" in out
     assert "stopped\ndone 8\n" in out
-    assert {path.name for path in tmp_path.glob("runs/first/*.png")} == {"features.png", "data.png", "clients.png"}
+    assert {path.name for path in tmp_path.glob("runs/first/*.png")} == {"data.png", "clients.png"}
 
 
 def test_blocks_keep_the_lines_of_their_page():
