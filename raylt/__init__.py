@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from raylt.core.reductions import each, mean, total
     from raylt.errors import RayltError
     from raylt.hyper import hp
+    from raylt.registry import register
     from raylt.runs.callbacks import Callback
     from raylt.runs.run import Run
     from raylt.runs.start import resume, run
 
     __version__: str
 
-__all__ = ["Callback", "Method", "RayltError", "Run", "__version__", "each", "hp", "load_config", "mean", "resume",
-           "run", "total"]
+__all__ = ["Callback", "Method", "RayltError", "Run", "__version__", "each", "hp", "load_config", "mean",
+           "register", "resume", "run", "total"]
 
 _PLACES = {
     "Callback": ("raylt.runs.callbacks", "Callback"),
@@ -33,6 +34,7 @@ _PLACES = {
     "hp": ("raylt.hyper", "hp"),
     "load_config": ("raylt.config", "load"),
     "mean": ("raylt.core.reductions", "mean"),
+    "register": ("raylt.registry", "register"),
     "resume": ("raylt.runs.start", "resume"),
     "run": ("raylt.runs.start", "run"),
     "total": ("raylt.core.reductions", "total"),

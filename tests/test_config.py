@@ -187,7 +187,6 @@ def test_unknown_setting_is_named_with_the_nearest_known(override, named):
     ("local.lr=[1]", ["local.lr = [1]", "valid number"]),
     ("data.download=perhaps", ["data.download = 'perhaps'", "valid boolean"]),
     ("data.partition=dirichlett", ["data.partition = 'dirichlett'", "'creff', 'dirichlet'", "'by_id'"]),
-    ("model=resnet9", ["model = 'resnet9'", "resnet8"]),
     ("data.groups=[1]", ["data.groups", "required"]),
     ("data.root=123", ["data.root = 123", "valid string"]),
     ("data=null", ["data = None", "dictionary"]),

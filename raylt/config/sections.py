@@ -13,9 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic.fields import FieldInfo
 
 
-def setting(default: Any, what: str, **checks: Any) -> Any:
-    """A field that says what it means, for `raylt settings`."""
-    return Field(default=default, description=what, **checks)
+def setting(default: Any, what: str, takes: str | None = None, **checks: Any) -> Any:
+    """A field that says what it means, for `raylt settings`, and what it takes where its type does not say so."""
+    return Field(default=default, description=what, json_schema_extra=None if takes is None else {"takes": takes},
+                 **checks)
 
 
 class Section(BaseModel):
@@ -27,8 +28,9 @@ class Section(BaseModel):
 class DataConfig(Section):
     """Which data, how it is made long-tailed and who gets what."""
 
-    source: str = setting("digits", "The data set: digits, cifar10, cifar100, fashion_mnist, cinic10, imagenet_lt, "
-                          "folder:PATH or npz:PATH; shapes, camvid, cityscapes and npz:PATH come with label maps.")
+    source: str = setting("digits", "The data set. Those from shapes on, and npz:PATH, have label maps.",
+                          "digits, cifar10, cifar100, fashion_mnist, cinic10, imagenet_lt, shapes, camvid, cityscapes, "
+                          "folder:PATH, npz:PATH, or one's own")
     root: str = setting("data", "The folder that holds the data sets and the cache of decoded images.")
     download: bool = setting(False, "Whether torchvision may fetch a data set that is not under data.root.")
     size: int = setting(224, "The side in pixels to which trees of image files (folder:, imagenet_lt) are decoded; for "
@@ -137,15 +139,16 @@ class Config(Section):
 
     seed: int = setting(0, "The seed of initial weights, sampling, batches and augmentation.", ge=0)
     data: DataConfig = DataConfig()
-    model: Literal["resnet8", "resnet8_proj", "resnet18", "resnet50", "resnet50_proj", "cnn", "small",
-                   "lraspp"] = setting("small", "The network; lraspp gives label maps, the others classes.")
+    model: str = setting("small", "The network; lraspp gives label maps, the others classes.",
+                         "resnet8, resnet8_proj, resnet18, resnet50, resnet50_proj, cnn, small, lraspp, "
+                         "torchvision:NAME, timm:NAME, or one's own")
     weights: str | None = setting(None, "Where the weights of lraspp's encoder come from: imagenet fetches "
                                   "torchvision's for mobilenet_v3_small, a path names such a file on every node; null "
                                   "starts from random weights.")
     method: dict[str, Any] = setting(..., "The method's name, as in method=sfd; its own fields are written "
                                      "method.FIELD, and raylt methods lists them.")
-    augment: Literal["none", "crop_flip", "resized_crop_flip", "scale_crop_flip"] = setting(
-        "none", "How training images, and their label maps alike, are varied.")
+    augment: str = setting("none", "How training images, and their label maps alike, are varied.",
+                           "none, crop_flip, resized_crop_flip, scale_crop_flip, or one's own")
     federation: FederationConfig = FederationConfig()
     local: LocalConfig = LocalConfig()
     resources: ResourcesConfig = ResourcesConfig()
@@ -173,6 +176,8 @@ def settings() -> Iterator[tuple[str, FieldInfo]]:
 
 def allowed(field: FieldInfo) -> str:
     """The values that a setting takes, as a person reads them: words, or a kind of number and its bounds."""
+    if isinstance(field.json_schema_extra, dict):
+        return str(field.json_schema_extra["takes"])
     branches = typing.get_args(field.annotation) if typing.get_origin(field.annotation) in (
         typing.Union, types.UnionType) else (field.annotation,)
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}

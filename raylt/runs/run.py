@@ -14,7 +14,7 @@ from raylt.core.method import Method
 from raylt.core.setup import Setup
 from raylt.data.task import Split, Task, build_task
 from raylt.errors import CheckpointError
-from raylt.registry import resolve
+from raylt.registry import resolve, seek
 from raylt.runs import export, frames
 from raylt.runs.callbacks import Callback, Callbacks
 from raylt.runs.here import open_here
@@ -95,6 +95,7 @@ class Run:
     @cached_property
     def task(self) -> Task:
         """The data, split as they were; they must be where they were."""
+        seek(self.config)               # the source may be an installed package's
         return build_task(self.config.data.model_copy(update={"split": str(self.folder / "split.json")}))
 
     # what came of it

@@ -10,7 +10,7 @@ from raylt.core.method import Method
 from raylt.data.task import build_task
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
-from raylt.registry import resolve
+from raylt.registry import register, resolve
 from raylt.runs.callbacks import Callback, Callbacks
 from raylt.runs.journal import Journal
 from raylt.runs.run import Run
@@ -94,8 +94,7 @@ def _tree(what: "str | Path | Config | Method") -> dict[str, Any]:
     if isinstance(what, Config):
         return what.model_dump()
     if isinstance(what, Method):
-        if METHODS.get(what.name) is not type(what):
-            raise ConfigError(f"{type(what).__name__}: is none of raylt's methods; raylt methods lists them")
+        register(type(what))
         return {"method": {"name": what.name, **what.model_dump(mode="json")}}
     if not isinstance(what, str | Path):
         raise ConfigError(f"{what!r}: must be a method's name, a Method, a Config, a YAML file or recipe:NAME")

@@ -7,6 +7,9 @@ import numpy as np
 from commands import SMALL
 
 from raylt.config import settings
+from raylt.data.augment import AUGMENTATIONS
+from raylt.data.sources import NAMES
+from raylt.models import MODELS
 
 
 def test_classes_and_clients_of_a_split_sum_up(raylt):
@@ -71,6 +74,9 @@ def test_settings_say_which_values_they_take(raylt):
     assert listing["data.min_size"]["allowed"] == "a whole number >= 0 or null"
     assert listing["resources.actors"]["allowed"] == "a whole number or auto"
     assert listing["method"]["default"] is None
+    assert all(name in listing["model"]["allowed"] for name in MODELS)
+    assert all(name in listing["data.source"]["allowed"] for name in NAMES)
+    assert all(name in listing["augment"]["allowed"] for name in AUGMENTATIONS)
     table = raylt("settings").out
     assert "must be named" in table
     assert "[number, number] or null" in " ".join(table.split())

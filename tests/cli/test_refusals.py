@@ -23,6 +23,8 @@ SCENES = "data.source=shapes", "data.partition=iid", "data.imbalance=1"
     (["method=fedavg", *SCENES], ["model = small: does not do segmentation", "raylt settings"]),
     (["method=fedavg", "model=lraspp"], ["model = lraspp: "]),
     (["method=fedavg", "model=lraspp", "data.source=shapes"], ["data.partition = dirichlet", "data.partition=classes"]),
+    (["model=resnet9"], ["model = 'resnet9': no such model", "resnet8"]),
+    (["augment=crop"], ["augment = 'crop': no such augmentation", "crop_flip"]),
     (["data.clients=5000"], ["data.clients = 5000", "training samples", "lower"]),
     (["data.partition=creff", "data.clients=5"], ["data.clients = 5", "at least 10"]),
     (["absent.yaml"], ["absent.yaml", "exists"]),

@@ -135,3 +135,17 @@ def test_a_run_shows_how_it_goes_unless_it_is_quiet(tmp_path, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == f"fedavg on digits, run folder {run.folder}"
     assert [line.split("  ")[0] for line in lines[1:]] == ["round 1/2", "round 2/2"]
+
+
+# one's own
+
+class Mine(FedProx):
+    """A method of somebody's own."""
+
+    name = "mine_of_this_test"
+
+
+def test_a_method_of_ones_own_runs_as_a_value_and_is_read_again(tmp_path):
+    run = raylt.run(Mine(mu=0.5), out=tmp_path, name="one", fleet="local", quiet=True, **SMALL)
+    assert run.summary["method"] == "mine_of_this_test"
+    assert raylt.Run.open(tmp_path / "one").method == Mine(mu=0.5)
