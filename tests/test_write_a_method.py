@@ -4,23 +4,19 @@ from pathlib import Path
 
 import pytest
 import tiny
+from test_docs import blocks
 
 from raylt.contract.engine import run_checks
 from raylt.registry import TABLES, load_plugin
 
 PAGE = Path(__file__).parents[1] / "docs" / "write-a-method.md"
 NAMES = ("mine", "mine_means", "mine_memory", "mine_own", "mine_tuned", "mine_nearest", "mine_momentum")
-WRITTEN, _, USED = PAGE.read_text().partition("\n## Bring it in\n")
 
 
-def blocks(text: str) -> str:
-    """The Python blocks of a text as one source whose lines have the numbers that they have there."""
-    inside, source = False, []
-    for line in text.splitlines():
-        if line.startswith("```"):
-            inside, line = line == "```python", ""
-        source.append(line if inside else "")
-    return "\n".join(source)
+def sources() -> tuple[str, str]:
+    """Of the blocks before and after the heading; lines have the numbers that they have in the page."""
+    lines, end = blocks(PAGE).split("\n"), PAGE.read_text().splitlines().index("## Bring it in")
+    return "\n".join([*lines[:end], ""]), "\n" * end + "\n".join(lines[end:])
 
 
 @pytest.fixture
@@ -31,7 +27,7 @@ def my_method(tmp_path, monkeypatch):
             monkeypatch.setitem(table, name, None)
             monkeypatch.delitem(table, name)
     file = tmp_path / "my_method.py"
-    file.write_text(blocks(WRITTEN) + "\n")
+    file.write_text(sources()[0])
     return file
 
 
@@ -64,5 +60,5 @@ def test_each_keeps_the_contract(my_method):
 def test_the_methods_are_run_as_values(my_method, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    exec(compile(blocks(USED), str(PAGE), "exec"), {"__name__": "docs"})
+    exec(compile(sources()[1], str(PAGE), "exec"), {"__name__": "docs"})
     assert capsys.readouterr().out.endswith("done\n")
