@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from raylt.core.reductions import each, mean, total
     from raylt.errors import RayltError
     from raylt.hyper import hp
+    from raylt.models.split import SplitModel
     from raylt.registry import register
     from raylt.runs.callbacks import Callback
     from raylt.runs.run import Run
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["Callback", "Method", "RayltError", "Run", "__version__", "each", "hp", "load_config", "mean",
+__all__ = ["Callback", "Method", "RayltError", "Run", "SplitModel", "__version__", "each", "hp", "load_config", "mean",
            "register", "resume", "run", "total"]
 
 _PLACES = {
@@ -30,6 +31,7 @@ _PLACES = {
     "Method": ("raylt.core.method", "Method"),
     "RayltError": ("raylt.errors", "RayltError"),
     "Run": ("raylt.runs.run", "Run"),
+    "SplitModel": ("raylt.models.split", "SplitModel"),
     "each": ("raylt.core.reductions", "each"),
     "hp": ("raylt.hyper", "hp"),
     "load_config": ("raylt.config", "load"),
