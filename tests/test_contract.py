@@ -35,9 +35,12 @@ from raylt.hyper import in_range, range_of
 from raylt.methods import METHODS, make_method
 from raylt.models import MODELS
 
-# fields of a method that only decide how long it computes, cut down: {"creff": {"classifier_epochs": 2}}
+# fields of a method that only decide how long it computes, cut down: {"creff": {"epochs": 2}}
 QUICK: dict[str, dict[str, Any]] = {
     "sfd": {"rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 3, "epochs": 2},
+    "creff": {"per_class": 5, "matching_steps": 3, "epochs": 2},
+    "ccvr": {"virtual": 20, "epochs": 2},
+    "fedrep": {"head_epochs": 1},
     "mupfl": {"m": 5, "tau": 2, "matching_steps": 3},
     "fedsm": {"teacher": "none", "rounds": 1, "size": 5, "epochs": 2}}
 
