@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from raylt.config import Config
+from raylt.config import Config, DataConfig
 from raylt.core.fitting import fit_classifier
 from raylt.core.host import Host
 from raylt.core.training import sgd
@@ -70,10 +70,10 @@ def test_half_precision_trains_float32_weights_close_to_those_of_full_precision(
         config = Config(data={"clients": 2}, method={"name": "fedavg"}, local={"epochs": 1, "precision": precision})
         task = build_task(config.data)
         setup = resolve(config)
-        host, method = Host(setup, task.facts, task.test, torch.device("cpu")), setup.method
+        host = Host(setup, task.facts, task.test, torch.device("cpu"))
         found = []
 
-        def train(client, message, method=method, found=found):
+        def train(client, message, method=setup.method, found=found):
             found.append(sgd(client, method.objective(client, message)))
             return client.reply(model=method.shared(client.model))
 
@@ -86,6 +86,6 @@ def test_half_precision_trains_float32_weights_close_to_those_of_full_precision(
 
 
 def test_without_normalisation_pixels_stay_between_0_and_1():
-    task = build_task(Config(data={"normalise": False}).data)
+    task = build_task(DataConfig(normalise=False))
     assert (task.mean, task.std) == ((0.0,), (1.0,))
-    assert build_task(Config().data).mean != task.mean
+    assert build_task(DataConfig()).mean != task.mean

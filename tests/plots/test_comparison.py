@@ -1,0 +1,85 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from small_runs import make_run
+
+from raylt import Run
+from raylt.errors import CheckpointError
+from raylt.plots.clients import Comparison, compare, draw_clients
+
+SETTINGS = "federation.rounds=2", "data.clients=4", "data.alpha=0.2"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Run]:
+    folder = tmp_path_factory.mktemp("runs")
+    settings = {name: f"method={name}" for name in ("fedper", "fedavg", "bpfed")}
+    made = {name: make_run(folder, name, *SETTINGS, method) for name, method in settings.items()}
+    return made | {"other": make_run(folder, "other", *SETTINGS, "method=fedavg", "data.seed=1")}
+
+
+def copied(run: Run, place: Path) -> Run:
+    return Run.open(shutil.copytree(run.folder, place))
+
+
+def test_figures_of_every_client_are_kept_at_the_end_and_average_to_the_mean(runs):
+    for name in ("fedper", "fedavg", "bpfed"):
+        reports = runs[name].reports
+        assert [r["step"] for r in reports if r["by_client"]] == ([2, 3] if name == "bpfed" else [2])
+        for kind, values in reports[-1]["by_client"].items():
+            assert len(values) == 4
+            assert sum(values) / 4 == pytest.approx(reports[-1]["clients"][kind]["mean"])
+
+
+@pytest.mark.parametrize("metric", ["owned", "matched", "global"])
+def test_runs_over_the_same_split_stand_side_by_side(runs, metric):
+    found = compare([runs["fedper"], runs["bpfed"]], metric)
+    assert list(found.runs) == ["fedper", "bpfed"]
+    split = runs["fedper"].split
+    assert found.sizes == [len(rows) for rows in split.clients]
+    assert found.split_sha256 == split.sha256
+    for name, values in found.runs.items():
+        last = runs[name].reports[-1]
+        assert values == last["by_client"][metric]
+        assert found.spread()[name]["mean"] == pytest.approx(last["clients"][metric]["mean"])
+        assert found.spread()[name]["worst_decile"] == pytest.approx(min(values))
+
+
+def test_spread_by_hand_leaves_out_clients_that_are_not_judged():
+    found = Comparison("owned", "0", [3, 0, 5], {"one": [0.5, None, 1.0]})
+    assert found.spread() == {"one": {"mean": 0.75, "deviation": 0.25, "worst_decile": 0.5}}
+
+
+@pytest.mark.parametrize(("clients", "names"), [(1, 1), (20, 5), (100, 3)])
+def test_picture_shows_a_group_of_bars_per_client(tmp_path, clients, names):
+    runs = {f"run {i}": [0.2 + 0.1 * i if k else None for k in range(clients)] or [0.5] for i in range(names)}
+    if clients == 1:
+        runs = {"run": [0.5]}
+    draw_clients(Comparison("owned", "0", [7] * clients, runs), tmp_path / "clients.png")
+    with Image.open(tmp_path / "clients.png") as image:
+        assert image.width <= 6000
+        assert len(image.convert("RGB").getcolors(image.width * image.height) or []) > 20
+
+
+def test_other_splits_and_runs_that_cannot_be_used_are_refused(runs, tmp_path):
+    with pytest.raises(CheckpointError, match=r"other: its clients hold other samples .*give runs over the same"):
+        compare([runs["fedper"], runs["other"]], "owned")
+    unfinished = copied(runs["fedper"], tmp_path / "unfinished")
+    (unfinished.folder / "summary.json").unlink()
+    with pytest.raises(CheckpointError, match="not finished; continue it with raylt resume"):
+        compare([unfinished], "owned")
+    older = copied(runs["fedper"], tmp_path / "older")
+    lines = [{key: value for key, value in report.items() if key != "by_client"} for report in older.reports]
+    (older.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(CheckpointError, match="kept no figures of each client"):
+        compare([older], "owned")
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(runs, tmp_path):
+    again = copied(runs["fedper"], tmp_path / "fedper")
+    assert list(compare([runs["fedper"], again], "owned").runs) == [
+        str(runs["fedper"].folder), str(again.folder)]
+    assert len(compare([again, again], "owned").runs) == 1

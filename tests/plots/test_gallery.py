@@ -1,0 +1,63 @@
+import pytest
+from PIL import Image
+from small_runs import make_run
+from tiny import pixels
+
+from raylt.errors import CheckpointError, ConfigError
+from raylt.models import MODELS
+from raylt.plots.predictions import draw_predictions
+
+SHAPES = ("data.source=shapes", "data.clients=3", "data.imbalance=1", "model=lraspp", "local.batch=32",
+          "federation.participation=0.3", "evaluation.batch=40")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_models():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "lraspp", pixels)
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs"), "plain", *SHAPES, "data.partition=iid", "method=fedavg")
+
+
+def colours(path) -> set[tuple[int, int, int]]:
+    with Image.open(path) as image:
+        return {colour for n, colour in image.convert("RGB").getcolors(image.width * image.height) if n > 2000}
+
+
+def test_picture_shows_chosen_images_in_the_colours_of_their_classes(finished):
+    path = draw_predictions(finished, [0, 5])
+    assert path == finished.folder / "predictions.png"
+    with Image.open(path) as image:
+        assert image.size == (1560, round(120 * (1.5 + 2 * 4.2)))
+    assert {(48, 18, 59), (255, 255, 255)} < colours(path)          # the first of turbo is sky; void is white
+
+
+def test_a_client_of_a_personal_method_sees_its_classes_and_background(tmp_path):
+    run = make_run(tmp_path, "own", *SHAPES, "data.partition=classes", "method=fedper")
+    sky, background = (48, 18, 59), (0, 0, 0)
+    assert {sky, background} <= colours(draw_predictions(run))
+    seen = colours(draw_predictions(run, client=1))
+    assert background in seen
+    assert sky not in seen
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ({"images": [3, 80]}, r"--image 80: shapes has the test images 0 to 79"),
+    ({"client": 7}, r"client 7: holds no samples; those that do: 0, 1, 2"),
+])
+def test_images_and_clients_that_there_are_not_are_refused(finished, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        draw_predictions(finished, **arguments)
+
+
+def test_unfinished_runs_and_other_tasks_are_refused(tmp_path):
+    digits = make_run(tmp_path, "digits", "method=fedavg")
+    with pytest.raises(CheckpointError, match="digits is a task of classification, it has no label maps"):
+        draw_predictions(digits)
+    (digits.folder / "summary.json").unlink()
+    with pytest.raises(CheckpointError, match="not finished; continue it with raylt resume"):
+        draw_predictions(digits)

@@ -1,0 +1,222 @@
+import json
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+from tensorboardX.proto.event_pb2 import Event
+from torch import tensor
+
+from raylt.config import Config, load
+from raylt.core import checkpoint
+from raylt.core.experiment import Report
+from raylt.data.split import Split
+from raylt.errors import CheckpointError
+from raylt.runs.journal import Journal
+
+SPLIT = Split((np.array([0, 2]), np.array([1])), "0" * 64, "digits", 1.0, "iid", 0.5, 0)
+CONFIG = load(None, ["method=fedprox", "method.mu=0.1", "seed=3"])
+
+
+def report(step: int, **changes) -> Report:
+    values = {"step": step, "phase": "round", "seconds": 0.5, "evaluation_seconds": 0.25, "accuracy": 0.1 * step,
+              "global_accuracy": 0.1 * step, "groups": {"many": 0.5, "medium": None, "few": 0.0},
+              "clients": {"matched": {"mean": 0.5, "worst_decile": 0.25}},
+              "traffic": {"train": {"down": 10, "up": 12, "replies": 2}}, "figures": {"loss": 1.5, "kind": "text"}}
+    return Report(**(values | changes))
+
+
+def commit(journal: Journal, *steps: int, lines: bool = True) -> None:
+    """Checkpoints, and their lines, of these steps."""
+    previous = None
+    for step in steps:
+        facts = {"step": step, "report": json.loads(json.dumps(vars(report(step))))}
+        previous = checkpoint.write(journal.folder / "checkpoints", step, [("server", {"w": tensor([float(step)])})],
+                                    facts, previous, 2)
+        if lines:
+            journal.append(report(step))
+
+
+def release(journal: Journal) -> None:
+    """Ends the block of a run."""
+    journal.__exit__()
+
+
+def steps_of(journal: Journal) -> list[int]:
+    return [line["step"] for line in journal.reports()]
+
+
+def events_of(folder) -> list[tuple[str, int, float]]:
+    """Tag, step and value of every scalar in TensorBoard's files: records of length, CRC, bytes, CRC."""
+    found = []
+    for file in sorted(folder.glob("events.*")):
+        content, at = file.read_bytes(), 0
+        while at < len(content):
+            (length,) = struct.unpack_from("<Q", content, at)
+            event = Event.FromString(content[at + 12:at + 12 + length])
+            found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+            at += 12 + length + 4
+    return found
+
+
+@pytest.fixture
+def journal(tmp_path):
+    with Journal.create(tmp_path / "out" / "run", CONFIG, SPLIT) as journal:
+        yield journal
+
+
+def test_new_folder_holds_the_resolved_configuration_and_the_split(journal):
+    assert Config.model_validate(yaml.safe_load((journal.folder / "config.yaml").read_text())) == CONFIG
+    assert Split.load(journal.folder / "split.json").sha256 == SPLIT.sha256
+    assert journal.reports() == []
+
+
+def test_create_refuses_a_folder_that_exists_and_says_how_to_continue_it(tmp_path):
+    (tmp_path / "run").mkdir()
+    with pytest.raises(CheckpointError, match=r"run: exists already; .*--name.*raylt resume .*run$"):
+        Journal.create(tmp_path / "run", CONFIG, SPLIT)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_create_refuses_a_place_where_no_folder_can_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="--out"):
+        Journal.create(tmp_path / "file" / "run", CONFIG, SPLIT)
+
+
+def test_folder_is_held_until_its_block_ends(journal):
+    with journal, pytest.raises(CheckpointError, match="another process is running this"):
+        Journal(journal.folder)
+    release(Journal(journal.folder))
+
+
+def test_folder_held_by_another_process_is_refused_until_that_is_killed(journal):
+    release(journal)
+    script = f"""
+import time
+from pathlib import Path
+from raylt.runs.journal import Journal
+held = Journal(Path({str(journal.folder)!r}))
+print("held", flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match="another process"):
+            Journal(journal.folder)
+        holder.kill()
+    release(Journal(journal.folder))
+
+
+def test_appended_reports_come_back(journal):
+    journal.append(report(1, rejected={3: "w is not finite"}, lost=[2], retried=[2, 2]))
+    journal.append(report(2, accuracy=None, groups=None, clients=None))
+    first, second = journal.reports()
+    assert first["rejected"] == {"3": "w is not finite"}        # JSON has no numbers as keys
+    assert (first["lost"], first["retried"], first["groups"]["medium"]) == ([2], [2, 2], None)
+    assert (second["step"], second["accuracy"], second["clients"]) == (2, None, None)
+
+
+def test_rewind_of_an_undisturbed_run_changes_nothing(journal):
+    commit(journal, 1, 2, 3)
+    before = (journal.folder / "metrics.jsonl").read_bytes()
+    saved, faults = journal.rewind()
+    assert (saved.facts["step"], faults) == (3, [])
+    assert (journal.folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_rewind_before_the_first_checkpoint_drops_all_lines(journal):
+    journal.append(report(1))
+    assert journal.rewind() == (None, [])
+    assert journal.reports() == []
+
+
+def test_rewind_drops_lines_after_the_checkpoint(journal):
+    commit(journal, 1, 2)
+    journal.append(report(3))
+    journal.append(report(4))
+    assert journal.rewind()[0].facts["step"] == 2
+    assert steps_of(journal) == [1, 2]
+
+
+def test_rewind_restores_a_missing_line_from_the_checkpoint(journal):
+    commit(journal, 1, 2)
+    commit(journal, 3, lines=False)         # killed between the checkpoint and its line
+    complete = [json.loads(json.dumps(vars(report(step)))) for step in (1, 2, 3)]
+    journal.rewind()
+    assert journal.reports() == complete
+
+
+@pytest.mark.parametrize("left", [1, 40, -1])
+def test_rewind_takes_a_cut_off_last_line_from_the_checkpoint(journal, left):
+    commit(journal, 1, 2, 3)
+    file = journal.folder / "metrics.jsonl"
+    *whole, last = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(whole) + last[:-1][:left])
+    journal.rewind()
+    assert file.read_text() == "".join([*whole, last])
+
+
+def test_rewind_drops_a_cut_off_line_after_the_checkpoint(journal):
+    commit(journal, 1, 2)
+    with (journal.folder / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 3, "pha')
+    journal.rewind()
+    assert steps_of(journal) == [1, 2]
+    journal.append(report(3))
+    assert steps_of(journal) == [1, 2, 3]
+
+
+def test_rewind_passes_over_a_damaged_checkpoint_and_drops_its_line(journal):
+    commit(journal, 1, 2, 3)
+    (journal.folder / "checkpoints/000003/server.safetensors").write_bytes(b"")
+    saved, faults = journal.rewind()
+    assert saved.facts["step"] == 2
+    assert [fault[:28] for fault in faults] == ["checkpoint 000003 is damaged"]
+    assert steps_of(journal) == [1, 2]
+
+
+def test_rewind_keeps_the_lines_when_no_checkpoint_is_usable(journal):
+    commit(journal, 1, 2)
+    for manifest in journal.folder.glob("checkpoints/*/manifest.json"):
+        manifest.unlink()
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):
+        journal.rewind()
+    assert steps_of(journal) == [1, 2]
+
+
+def test_tensorboard_shows_every_number_under_its_path(journal):
+    journal.append(report(1))
+    journal.append(report(2))
+    release(journal)
+    found = {(tag, step): value for tag, step, value in events_of(journal.folder)}
+    assert found["accuracy", 1] == pytest.approx(0.1)
+    assert found["accuracy", 2] == pytest.approx(0.2)
+    assert found["clients/matched/worst_decile", 2] == 0.25
+    assert found["traffic/train/up", 1] == 12
+    assert found["figures/loss", 1] == 1.5
+    assert found["groups/few", 1] == 0
+    tags = {tag for tag, _ in found}
+    assert not tags & {"step", "phase", "figures/kind", "groups/medium"}
+
+
+def test_conclude_writes_the_summary(journal):
+    journal.append(report(1))
+    journal.conclude({"accuracy": {"last": 0.1}})
+    assert json.loads((journal.folder / "summary.json").read_text()) == {"accuracy": {"last": 0.1}}
+
+
+def test_folder_is_free_after_a_run_that_raised(journal):
+    with pytest.raises(KeyError), journal:
+        raise KeyError
+    release(Journal(journal.folder))
+
+
+def test_no_half_written_files_are_left(journal):
+    commit(journal, 1)
+    journal.rewind()
+    journal.conclude({})
+    assert list(journal.folder.rglob(".*writing*")) == []
