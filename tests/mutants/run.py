@@ -1,0 +1,96 @@
+"""Plausible mistakes, each of which the fast tests must notice: `make mutants`, or python tests/mutants/run.py [WORD].
+
+Each table of tests/mutants/*.toml names a file, a text that occurs in it once, what the mistake makes of it, why that
+matters and the tests that must fail. It is made in a copy of the project, one after the other. With a word only those
+whose name holds it are run. A mutant that survives, or whose line is gone, ends this with code 1.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("raylt", "actors", "tune", "tests", "pyproject.toml")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake.
+
+    Attributes:
+        name: file of the table and name in it, as "sfd.labels".
+        file: where it is made, from the root of the project.
+        line: a text that occurs there once; `becomes`: what stands there instead.
+        why: what it would do to results.
+        tests: arguments of pytest.
+    """
+
+    name: str
+    file: str
+    line: str
+    becomes: str
+    why: str
+    tests: tuple[str, ...]
+
+    def fault(self) -> str | None:
+        """Why it cannot be made, or None."""
+        times = (ROOT / self.file).read_text().count(self.line)
+        if self.line == self.becomes:
+            return "changes nothing"
+        return None if times == 1 else f"its line occurs {times} times in {self.file}"
+
+
+def mutants() -> list[Mutant]:
+    """All of them; a table [name] may leave out `file` and `tests`, which then are those at the top of its file."""
+    return [Mutant(f"{path.stem}.{name}", table.get("file", tables.get("file")), table["line"], table["becomes"],
+                   table["why"], tuple(table.get("tests", tables.get("tests", []))))
+            for path in sorted(Path(__file__).parent.glob("*.toml")) for tables in [tomllib.loads(path.read_text())]
+            for name, table in tables.items() if isinstance(table, dict)]
+
+
+def survives(mutant: Mutant, copy: Path) -> str | None:
+    """What is wrong with a mutant, made in a copy of the project, that does not fail its tests; or None."""
+    file = copy / mutant.file
+    source = file.read_text()
+    file.write_text(source.replace(mutant.line, mutant.becomes))
+    try:
+        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider",
+                               *mutant.tests], cwd=copy, capture_output=True, text=True,
+                              env=os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1",
+                                                "PYTHONDONTWRITEBYTECODE": "1"})
+    finally:
+        file.write_text(source)
+    if done.returncode == 1:        # tests were run, and one failed
+        return None
+    return "survives" if done.returncode == 0 else f"pytest ended with code {done.returncode}: {done.stdout[-300:]}"
+
+
+def copy_to(folder: Path) -> Path:
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def main(word: str = "") -> int:
+    bad = 0
+    chosen = [mutant for mutant in mutants() if word in mutant.name]
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copy_to(Path(folder))
+        for mutant in chosen:
+            fault = mutant.fault() or survives(mutant, copy)
+            bad += fault is not None
+            print(f"{mutant.name}: {fault or 'noticed'}" + (f" ({mutant.why})" if fault else ""), flush=True)
+    print(f"{len(chosen) - bad} of {len(chosen)} mutants are noticed")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
