@@ -7,12 +7,15 @@ whose name holds it are run. A mutant that survives, or whose line is gone, ends
 
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("raylt", "actors", "tune", "tests", "pyproject.toml")
@@ -59,15 +62,29 @@ def survives(mutant: Mutant, copy: Path) -> str | None:
     source = file.read_text()
     file.write_text(source.replace(mutant.line, mutant.becomes))
     try:
-        done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider",
-                               *mutant.tests], cwd=copy, capture_output=True, text=True,
-                              env=os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1",
-                                                "PYTHONDONTWRITEBYTECODE": "1"})
+        child = os.fork()                       # of a process that has torch in memory: loading it takes seconds
+        if child == 0:
+            _run_tests(copy, list(mutant.tests))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     finally:
         file.write_text(source)
-    if done.returncode == 1:        # tests were run, and one failed
+    if code == 1:                               # tests were run, and one failed
         return None
-    return "survives" if done.returncode == 0 else f"pytest ended with code {done.returncode}: {done.stdout[-300:]}"
+    return "survives" if code == 0 else f"pytest ended with code {code}: {(copy / 'out').read_text()[-300:]}"
+
+
+def _run_tests(copy: Path, tests: list[str]) -> NoReturn:
+    """In a process of its own: runs tests of the copy with the copy's code, and ends with pytest's exit code."""
+    code = 2
+    try:
+        os.chdir(copy)
+        sys.path.insert(0, str(copy))
+        out = os.open("out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        code = pytest.main(["-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", f"--rootdir={copy}", *tests])
+    finally:
+        os._exit(int(code))
 
 
 def copy_to(folder: Path) -> Path:
@@ -93,4 +110,6 @@ def main(word: str = "") -> int:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)                    # threads do not survive a fork
+    sys.dont_write_bytecode = True              # a mutant of the same second and size must not be taken for the last
     sys.exit(main(*sys.argv[1:]))
