@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from raylt.core.host import Host
 from raylt.data.task import Shard, build_task
 from raylt.methods.fedavg import FedAvg
+from raylt.methods.mupfl.acmu import KEPT_ROUNDS
 from raylt.methods.mupfl.clustering import cosines
-from raylt.methods.mupfl.method import KEPT_ROUNDS, MuPFL
+from raylt.methods.mupfl.method import MuPFL
 
 # reductions
 
