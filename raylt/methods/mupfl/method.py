@@ -51,8 +51,8 @@ from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.methods.mupfl.acmu import form_clusters
 from raylt.methods.mupfl.bavd import add_bavd, layers_of, memory, recall
 from raylt.methods.mupfl.clustering import mean_update
-from raylt.methods.mupfl.matching import class_gradients, match_features, mean_gradients
 from raylt.models.split import Params, SplitModel, part
+from raylt.ops.matching import class_gradients, match_features, mean_gradients
 from raylt.seeds import seed_for
 from raylt.tree import Fold, Tree
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from raylt.core.features import features
 from raylt.data.task import Shard
-from raylt.methods.mupfl.matching import class_gradients, match_features, mean_gradients
 from raylt.methods.mupfl.method import MuPFL
+from raylt.ops.matching import class_gradients, match_features, mean_gradients
 from raylt.seeds import seed_for
 
 
