@@ -5,6 +5,7 @@
     metrics.jsonl    one line per committed step
     checkpoints/     see checkpoint.py
     events.*         TensorBoard
+    provenance.jsonl what made it: versions and machine, one line for each start
     summary.json     when the run is done; model.safetensors beside it
 
 A step is committed in this order: checkpoint renamed into its place, then its line. A run that was killed in between
@@ -27,6 +28,7 @@ from raylt.core.checkpoint import Checkpoint
 from raylt.core.experiment import Report
 from raylt.data.task import Split
 from raylt.errors import CheckpointError
+from raylt.runs import provenance
 
 
 class Journal:
@@ -78,7 +80,7 @@ class Journal:
 
     def append(self, report: Report) -> None:
         """Records a committed step."""
-        line = json.dumps(asdict(report))
+        line = json.dumps({"schema": provenance.SCHEMA, "date": provenance.now(), **asdict(report)})
         with (self.folder / "metrics.jsonl").open("a") as stream:
             stream.write(line + "\n")
             stream.flush()
@@ -107,7 +109,7 @@ class Journal:
             except ValueError:
                 break                                   # a line cut off by a kill: everything from here on is later
         if saved is not None and len(lines) < step:     # killed between the checkpoint and its line
-            lines.append(json.dumps(saved.facts["report"]))
+            lines.append(json.dumps({"schema": provenance.SCHEMA, "date": None, **saved.facts["report"]}))
         _write(file, "".join(line + "\n" for line in lines))
         return saved, faults
 

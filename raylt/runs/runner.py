@@ -11,6 +11,7 @@ from raylt.core.experiment import Report
 from raylt.data.task import Task, build_task
 from raylt.errors import CheckpointError, ConfigError, ServerLost
 from raylt.methods import make_method
+from raylt.runs import provenance
 from raylt.runs.journal import Journal
 from raylt.runs.summary import summarise
 
@@ -88,6 +89,7 @@ def _run(config: Config, task: Task, journal: Journal, fleet: FleetKind, address
                 watcher.says(f"{fault}; continuing after step {saved.facts['step'] if saved else 0}")
             if deaths == 0:
                 watcher.starts(folder, config, journal.reports())
+                provenance.note(folder, fleet, len(journal.reports()))
             try:
                 summary = _take_steps(config, task, journal, fleet, address, watcher)
                 break
@@ -97,6 +99,7 @@ def _run(config: Config, task: Task, journal: Journal, fleet: FleetKind, address
                 if deaths == SERVER_LIVES:
                     raise
                 watcher.says(f"{error.cause}; starting it again from the last checkpoint")
+        summary |= provenance.of_summary(folder)
         journal.conclude(summary)
     return summary, folder
 

@@ -1,0 +1,86 @@
+"""A process that does one run of a study after another: `python -m raylt.studies.worker`, started by the schedule.
+
+Jobs come as lines of JSON on its standard input; what happens goes out as lines of JSON on its standard output. When
+its input ends, as it does when the study's process dies in whatever way, it ends at once: a run is resumed from its
+last committed round anyway, and nobody is left behind who holds a folder.
+"""
+
+import json
+import os
+import queue
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from raylt.config import Config, check
+from raylt.errors import RayltError, one_line
+from raylt.studies.records import failure_file
+
+if TYPE_CHECKING:
+    from raylt.core.experiment import Report
+
+
+class Teller:
+    """Passes what happens in a run on to the schedule."""
+
+    def __init__(self, channel: TextIO):
+        self._channel = channel
+
+    def tell(self, event: str, **facts: Any) -> None:
+        self._channel.write(json.dumps({"event": event, **facts}) + "\n")
+        self._channel.flush()
+
+    def says(self, text: str, minor: bool = False) -> None:
+        if not minor:
+            self.tell("says", text=text)
+
+    def starts(self, folder: Path, config: Config, reports: list[dict[str, Any]]) -> None:
+        self.tell("starts", steps=len(reports))
+
+    def steps(self, report: "Report") -> None:
+        self.tell("step", step=report.step, seconds=report.seconds + report.evaluation_seconds)
+
+
+def main() -> None:
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)                           # what libraries print is no message
+    teller = Teller(channel)
+    jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
+    while True:
+        job = jobs.get()
+        folder = Path(job["folder"])
+        try:
+            do(folder, check(Config, job["config"]), job["fleet"], job["address"], teller)
+        except Exception as error:
+            text = str(error) if isinstance(error, RayltError) else one_line(error)
+            failure_file(folder).write_text(text + "\n")
+            teller.tell("failed", problem=text)
+        else:
+            teller.tell("done")
+
+
+def do(folder: Path, config: Config, fleet: Any, address: str | None, watcher: Any) -> None:
+    """Takes a run from wherever it is to its end."""
+    from raylt.runs.runner import resume, start  # torch: a second that a wrong job need not wait for
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    failure_file(folder).unlink(missing_ok=True)
+    if (folder / "config.yaml").is_file():
+        resume(folder, [], fleet, address, watcher)
+        return
+    if folder.is_dir():                     # left by a process that died while it made the folder
+        shutil.rmtree(folder)
+    start(config, folder.parent, folder.name, fleet, address, watcher)
+
+
+def _listen(jobs: "queue.SimpleQueue[dict[str, Any]]") -> None:
+    for line in sys.stdin:
+        jobs.put(json.loads(line))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
