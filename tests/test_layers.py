@@ -18,7 +18,7 @@ LAYERS = (
     ("raylt.ops",),
     ("raylt.methods",),
     ("raylt.runs",),
-    ("raylt.plots",),
+    ("raylt.plots", "raylt.studies"),
     ("actors",),
     ("tune",),
     ("raylt.cli", "raylt", "raylt.__main__"),

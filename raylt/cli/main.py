@@ -16,6 +16,7 @@ from rich.table import Table
 
 from raylt.cli.debug import debug
 from raylt.cli.plot import clients, clusters, features, show
+from raylt.cli.study import register as register_study
 from raylt.cli.tune import tune
 from raylt.config import Config, load
 from raylt.errors import ConfigError, RayltError, one_line
@@ -82,6 +83,7 @@ app.command()(features)
 app.command()(clusters)
 app.command()(show)
 app.command()(clients)
+register_study(app)
 
 
 @app.command()
@@ -249,7 +251,7 @@ def main() -> None:
                   soft_wrap=True, markup=False)
         code = error.exit_code if isinstance(error, RayltError) else 1
     if code == 130:                                     # typer makes Ctrl-C an exit
-        err.print("stopped; to go on: raylt resume RUN, or raylt tune --resume SEARCH")
+        err.print("stopped; to go on: raylt resume RUN, raylt tune --resume SEARCH, or the same raylt study again")
     sys.exit(code)
 
 

@@ -44,6 +44,13 @@ class Study:
         self.definition, self.folder, self.records = definition, folder, records
 
     @classmethod
+    def preview(cls, definition: Definition, out: Path) -> "Study":
+        """What `create` would take up; makes nothing."""
+        study = cls(definition, out / definition.name, [])
+        study.read()
+        return study
+
+    @classmethod
     def create(cls, definition: Definition, out: Path) -> "Study":
         """The study's folder, made or taken up. What was run before stays, arms, cells and seeds may have been added.
 
