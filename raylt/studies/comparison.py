@@ -1,7 +1,6 @@
 """`Comparison`: arms side by side, cell by cell, with what the seeds allow one to claim."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any
@@ -13,6 +12,7 @@ from raylt.studies.records import Record
 from raylt.studies.statistics import Interval, Paired, holm, improvement, mean_interval, over_cells, paired
 
 SIGNIFICANT = 0.05
+Values = dict[tuple[str, str], dict[int, float]]        # by (arm, cell) and seed
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,9 @@ def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] =
             at: At = "last", level: float = 0.95) -> Comparison:
     """Compares the finished runs; the others are named and left out.
 
+    Args:
+        reference: the arm that the others are compared to.
+
     Raises:
         ConfigError: no such measure, or it is known of the last round only.
         CheckpointError: runs of one cell and seed differ in split, budget, evaluation or code.
@@ -102,7 +105,7 @@ def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] =
     done = [record for record in records if record.state == "done"]
     check_comparable(done)
     left_out = [_why(record) for record in records if record.state != "done"]
-    values: dict[str, _Values] = {}
+    values: dict[str, Values] = {}
     for name in {measure, *(claim.measure for claim in claims)}:
         values[name], without = _values(done, name, at if MEASURES[name].every_round else "last")
         left_out += without if name == measure else []
@@ -113,7 +116,7 @@ def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] =
     rows = []
     for cell in cells:
         for arm in arms:
-            if seeds := mine[arm, cell]:
+            if seeds := mine.get((arm, cell)):
                 rows.append(Row(cell, arm, seeds, mean_interval(list(seeds.values()), level),
                                 stdev(seeds.values()) if len(seeds) > 1 else None,
                                 None if arm == reference else _pair(mine, arm, reference, cell, level),
@@ -122,7 +125,7 @@ def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] =
                       _overall(mine, arms, cells, reference, level), left_out)
 
 
-def judge(claims: Sequence[Claim], values: "dict[str, _Values]", cells: Sequence[str], level: float) -> list[Judged]:
+def judge(claims: Sequence[Claim], values: Mapping[str, Values], cells: Sequence[str], level: float) -> list[Judged]:
     """Every claim in every cell that has both its arms; all of them are one family."""
     pairs = [(claim, cell, pair) for claim in claims for cell in cells
              if (pair := _pair(values[claim.measure], claim.better, claim.worse, cell, level)) is not None]
@@ -183,23 +186,20 @@ def value_of(record: Record, measure: str, at: At) -> float | None:
     return fmean(curve[-10:]) if at == "last10" else max([*curve, last])
 
 
-class _Values(defaultdict[tuple[str, str], dict[int, float]]):
-    """Values by (arm, cell) and seed."""
-
-
-def _values(done: Sequence[Record], measure: str, at: At) -> tuple[_Values, list[str]]:
-    values, without = _Values(dict), []
+def _values(done: Sequence[Record], measure: str, at: At) -> tuple[Values, list[str]]:
+    values: Values = {}
+    without = []
     for record in sorted(done, key=lambda r: r.seed):
         value = value_of(record, measure, at)
         if value is None:
             without.append(f"{record.folder}: has no {measure}")
         else:
-            values[record.arm, record.cell][record.seed] = value
+            values.setdefault((record.arm, record.cell), {})[record.seed] = value
     return values, without
 
 
-def _pair(values: _Values, arm: str, reference: str, cell: str, level: float) -> Paired | None:
-    ours, theirs = values[arm, cell], values[reference, cell]
+def _pair(values: Values, arm: str, reference: str, cell: str, level: float) -> Paired | None:
+    ours, theirs = values.get((arm, cell), {}), values.get((reference, cell), {})
     both = [seed for seed in ours if seed in theirs]
     return paired([ours[s] for s in both], [theirs[s] for s in both], level) if both else None
 
@@ -216,10 +216,10 @@ def _optimism(done: Sequence[Record], arm: str, cell: str, measure: str) -> floa
     return fmean(gaps) if gaps else None
 
 
-def _overall(values: _Values, arms: Sequence[str], cells: Sequence[str], reference: str, level: float) -> list[Overall]:
+def _overall(values: Values, arms: Sequence[str], cells: Sequence[str], reference: str, level: float) -> list[Overall]:
     """Over the cells in which every arm has the same seeds; none where there are fewer than two."""
-    whole = [cell for cell in cells if values[arms[0], cell]
-             and all(values[arm, cell].keys() == values[arms[0], cell].keys() for arm in arms)]
+    whole = [cell for cell in cells if (first := values.get((arms[0], cell)))
+             and all(values.get((arm, cell), {}).keys() == first.keys() for arm in arms)]
     if len(whole) < 2:
         return []
     lists = {arm: [list(values[arm, cell].values()) for cell in whole] for arm in arms}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 import raylt
 from raylt.config import Config, Section, check
@@ -100,36 +100,36 @@ class Definition(Section):
             raise ValueError("must be different seeds, each at least 0")
         return value
 
-    @model_validator(mode="after")
-    def _names(self) -> "Definition":
+    def check_names(self) -> None:
+        """Raises a ConfigError where a name is no folder, or a claim, measure or reference names what is not there."""
         for arm in self.arms:
             if not _ARM.fullmatch(arm) or " on " in arm:
-                raise ValueError(f"arm {arm!r}: a name has letters, digits, spaces and .,+()=/- and no ' on '")
+                raise ConfigError(f"study.arms: {arm!r}: a name has letters, digits, spaces and .,+()=/- and no ' on '")
         if len({slug(arm) for arm in self.arms}) < len(self.arms):
-            raise ValueError("two arms would share a folder; give names that differ in letters or digits")
+            raise ConfigError("study.arms: two arms would share a folder; give names that differ in letters or digits")
         if self.reference is not None and self.reference not in self.arms:
-            raise ValueError(f"reference {self.reference!r} is no arm; there are: {', '.join(self.arms)}")
-        for text in (self.measure, *(claim.measure for claim in self.parsed_claims)):
-            if text not in MEASURES:
-                raise ValueError(f"measure {text!r}: no such measure; there are: {', '.join(MEASURES)}")
-        return self
+            raise ConfigError(f"study.reference = {self.reference!r}: no such arm; there are: {', '.join(self.arms)}")
+        for measure in (self.measure, *(claim.measure for claim in self.parsed_claims)):
+            if measure not in MEASURES:
+                raise ConfigError(f"study: {measure!r}: no such measure; there are: {', '.join(MEASURES)}")
 
     @property
     def parsed_claims(self) -> list[Claim]:
         """The claims, "a > b", "a < b" or either with "on MEASURE".
 
         Raises:
-            ValueError: one cannot be read or names an arm that is not there.
+            ConfigError: one cannot be read or names an arm that is not there.
         """
         claims = []
         for text in self.claims:
             parts = re.fullmatch(r"(.+?)\s*([<>])\s*(.+?)(?:\s+on\s+(\w+))?", text.strip())
             if parts is None:
-                raise ValueError(f"claim {text!r}: is written ARM > ARM, or ARM > ARM on few")
+                raise ConfigError(f"study.claims: {text!r}: is written ARM > ARM, or ARM > ARM on few")
             left, sign, right, measure = parts.groups()
             for arm in (left, right):
                 if arm not in self.arms:
-                    raise ValueError(f"claim {text!r}: {arm!r} is no arm; there are: {', '.join(self.arms)}")
+                    raise ConfigError(f"study.claims: {text!r}: {arm!r} is no arm; there are: "
+                                      f"{', '.join(self.arms)}")
             better, worse = (left, right) if sign == ">" else (right, left)
             claims.append(Claim(better, worse, measure or self.measure))
         return claims
@@ -185,7 +185,8 @@ def read_definition(path: Path) -> Definition:
 
 def define(tree: Mapping[str, Any]) -> Definition:
     """A study from a mapping, checked to the settings of its last run."""
-    definition = check(Definition, dict(tree), prefix="study.")
+    definition: Definition = check(Definition, dict(tree), prefix="study.")
+    definition.check_names()
     definition.runs()
     return definition
 

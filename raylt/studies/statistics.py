@@ -47,13 +47,7 @@ class Paired:
 
 def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
     """Mean and t interval of independent values; without an interval where there is one value only."""
-    mean = float(np.mean(values))
-    if len(values) < 2:
-        return Interval(mean, None, None)
-    if np.ptp(values) == 0:
-        return Interval(mean, mean, mean)
-    found = stats.ttest_1samp(values, 0.0).confidence_interval(level)
-    return Interval(mean, float(found.low), float(found.high))
+    return _t_test(np.asarray(values, dtype=float), level)[0]
 
 
 def paired(arm: Sequence[float], reference: Sequence[float], level: float = 0.95) -> Paired:
@@ -63,10 +57,8 @@ def paired(arm: Sequence[float], reference: Sequence[float], level: float = 0.95
         arm, reference: values of the same seeds in the same order.
     """
     differences = np.asarray(arm, dtype=float) - np.asarray(reference, dtype=float)
-    p = None
-    if len(differences) >= LEAST_FOR_P and np.ptp(differences) > 0:
-        p = float(stats.ttest_1samp(differences, 0.0).pvalue)
-    return Paired(mean_interval(differences.tolist(), level), p, len(differences))
+    interval, p = _t_test(differences, level)
+    return Paired(interval, p if len(differences) >= LEAST_FOR_P else None, len(differences))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -85,7 +77,7 @@ def over_cells(cells: Sequence[Sequence[float]], level: float = 0.95) -> Interva
         cells: values by cell and seed.
     """
     return _stratified([np.asarray(cell, dtype=float) for cell in cells],
-                       lambda drawn: stats.trim_mean(np.concatenate(drawn), 0.25), level)
+                       lambda drawn: stats.trim_mean(np.concatenate(drawn, axis=-1), 0.25, axis=-1), level)
 
 
 def improvement(arm: Sequence[Sequence[float]], reference: Sequence[Sequence[float]], level: float = 0.95) -> Interval:
@@ -94,27 +86,46 @@ def improvement(arm: Sequence[Sequence[float]], reference: Sequence[Sequence[flo
     Args:
         arm, reference: values by cell and seed, of the same seeds in the same order.
     """
-    def probability(drawn: list[np.ndarray]) -> float:
-        return float(np.mean([np.mean(_wins(pair[:, 0], pair[:, 1])) for pair in drawn]))
+    def probability(drawn: list[np.ndarray]) -> np.ndarray:
+        return np.mean([_wins(pair[..., 0], pair[..., 1]).mean(axis=(-2, -1)) for pair in drawn], axis=0)
 
     return _stratified([np.column_stack(pair).astype(float) for pair in zip(arm, reference, strict=True)],
                        probability, level)
 
 
+def _t_test(values: np.ndarray, level: float) -> tuple[Interval, float | None]:
+    """Mean with its t interval, and the two-sided p value of a mean of zero; None where there is no spread."""
+    mean = float(values.mean())
+    if len(values) < 2:
+        return Interval(mean, None, None), None
+    if np.ptp(values) == 0:
+        return Interval(mean, mean, mean), None
+    test = stats.ttest_1samp(values, 0.0)
+    interval = test.confidence_interval(level)
+    return Interval(mean, float(interval.low), float(interval.high)), float(test.pvalue)
+
+
 def _wins(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    difference = a[:, None] - b[None, :]
+    """[..., n] and [..., n] to [..., n, n]: 1 where a is above b, 0.5 where they tie."""
+    difference = a[..., :, None] - b[..., None, :]
     return (difference > 0) + 0.5 * (difference == 0)
 
 
-def _stratified(cells: list[np.ndarray], statistic: Callable[[list[np.ndarray]], float], level: float) -> Interval:
-    """scipy's bootstrap draws each of several samples by itself: here a sample is the rows of one cell."""
+def _stratified(cells: list[np.ndarray], statistic: Callable[[list[np.ndarray]], np.ndarray], level: float) -> Interval:
+    """scipy's bootstrap draws each of several samples by itself: here a sample is the rows of one cell.
+
+    Args:
+        cells: [n] or [n, 2] each.
+        statistic: of the cells with any number of axes before theirs.
+    """
     estimate = float(statistic(cells))
     if len(cells) < 2 or min(map(len, cells)) < LEAST_FOR_CELLS:
         return Interval(estimate, None, None)
 
-    def of_rows(*rows: np.ndarray) -> float:
-        return float(statistic([cell[row.astype(int)] for cell, row in zip(cells, rows, strict=True)]))
+    def of_rows(*rows: np.ndarray, axis: int) -> np.ndarray:
+        assert axis == -1
+        return statistic([cell[row] for cell, row in zip(cells, rows, strict=True)])
 
-    found = stats.bootstrap([np.arange(len(cell)) for cell in cells], of_rows, n_resamples=RESAMPLES, vectorized=False,
-                            confidence_level=level, method="percentile", rng=np.random.default_rng(0))
-    return Interval(estimate, float(found.confidence_interval.low), float(found.confidence_interval.high))
+    drawn = stats.bootstrap([np.arange(len(cell)) for cell in cells], of_rows, n_resamples=RESAMPLES, vectorized=True,
+                            batch=500, confidence_level=level, method="percentile", rng=np.random.default_rng(0))
+    return Interval(estimate, float(drawn.confidence_interval.low), float(drawn.confidence_interval.high))

@@ -97,10 +97,10 @@ class Study:
                 raise CheckpointError(f"{record.folder}: not a run folder that can be read "
                                       f"({record.problem or 'it has no config.yaml'})")
         trees = [_flat(record.config) for record in records]
-        arms = _labels([{k: v for k, v in tree.items() if k.startswith(("method.", "model"))} for tree in trees])
+        arms = _arms(trees)
         cells = _labels([{k: v for k, v in tree.items() if k.startswith("data.") and k not in (
             "data.seed", "data.root", "data.download", "data.split")} for tree in trees])
-        records = [replace(record, arm=arm or tree["method.name"], cell=cell, seed=tree["seed"])
+        records = [replace(record, arm=arm, cell=cell, seed=tree["seed"])
                    for record, tree, arm, cell in zip(records, trees, arms, cells, strict=True)]
         seen: dict[tuple[str, str, int], str] = {}
         for record in records:
@@ -220,12 +220,24 @@ def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return flat
 
 
+def _arms(trees: list[dict[str, Any]]) -> list[str]:
+    """The method of each run, with those fields that differ between the runs of that method, and the models."""
+    names = [tree["method.name"] for tree in trees]
+    models = _labels([{"model": tree["model"]} for tree in trees])
+    labels = [""] * len(trees)
+    for name in dict.fromkeys(names):
+        places = [place for place, each in enumerate(names) if each == name]
+        fields = [{k: v for k, v in trees[p].items() if k.startswith("method.") and k != "method.name"} for p in places]
+        for place, text in zip(places, _labels(fields), strict=True):
+            labels[place] = ", ".join(part for part in (name, text, models[place]) if part)
+    return labels
+
+
 def _labels(parts: list[dict[str, Any]]) -> list[str]:
     """What each of several mappings has that not all have alike, in words."""
     keys = [key for key in dict.fromkeys(key for part in parts for key in part)
             if len({str(part.get(key)) for part in parts}) > 1]
-    return [label({("model" if key == "method.name" else key): part[key] for key in keys if key in part})
-            for part in parts]
+    return [label({key: part[key] for key in keys if key in part}) for part in parts]
 
 
 def _replace(file: Path, text: str) -> None:

@@ -21,7 +21,7 @@ def of_comparison(comparison: Comparison) -> Group:
     table = Table(*_head(comparison), title=_title(comparison), title_justify="left", box=box.SIMPLE_HEAD,
                   padding=(0, 1, 0, 0), show_edge=False)
     for column in table.columns[2:-1]:
-        column.justify = "right"
+        column.justify, column.no_wrap = "right", True
     cell = None
     for row in comparison.rows:
         if cell not in (None, row.cell):
