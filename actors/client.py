@@ -11,11 +11,10 @@ from typing import Any
 import ray
 import torch
 
-from raylt.config import Config
 from raylt.core.client import ClientFunction, Reply
 from raylt.core.fleet import ItemFunction, compute
 from raylt.core.host import Host
-from raylt.core.method import Method
+from raylt.core.setup import Setup
 from raylt.data.task import Facts, Shard
 from raylt.errors import one_line
 from raylt.tree import Tree, from_arrays, to_arrays
@@ -29,10 +28,9 @@ class ClientActor:
 
     label = "client"        # Ray asks for the name of one whose constructor could not be called
 
-    def __init__(self, label: str, config: Config, method: Method, facts: Facts, test: Shard,
-                 stacks: Path | None):
+    def __init__(self, label: str, setup: Setup, facts: Facts, test: Shard, stacks: Path | None):
         self.label, self.stacks = label, stacks
-        self.host = Host(config, method, facts, test, device_here())
+        self.host = Host(setup, facts, test, device_here())
 
     def __repr__(self) -> str:
         return self.label                # what the dashboard shows
@@ -67,7 +65,7 @@ class ClientActor:
     def compute(self, fn: ItemFunction, item: Tree) -> Tree | str:
         """An item of `Fleet.map`, with arrays for tensors; one line for a function that raises."""
         try:
-            threads = max(1, int(self.host.config.resources.cpus_per_client))
+            threads = max(1, int(self.host.setup.config.resources.cpus_per_client))
             return to_arrays(compute(fn, from_arrays(item), threads))
         except Exception as error:
             return one_line(error)

@@ -17,10 +17,9 @@ from actors.client import ClientActor, label_of
 from actors.dispatch import FIRST_PATIENCE_S, PATIENCE_S, Dispatch
 from actors.placement import Placement, nodes_of
 from actors.slots import LOST, Slot, Slots
-from raylt.config import Config
 from raylt.core.client import ClientFunction, Message, Reply
 from raylt.core.fleet import Answer, Fleet, ItemFunction
-from raylt.core.method import Method
+from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import RayltError, one_line
 from raylt.tree import Tree, from_arrays, to_arrays
@@ -44,10 +43,10 @@ class RayFleet(Fleet):
         RayltError: an actor died while it started.
     """
 
-    def __init__(self, config: Config, method: Method, task: Task, shards: list[Any], test: Any, placement: Placement,
+    def __init__(self, setup: Setup, task: Task, shards: list[Any], test: Any, placement: Placement,
                  run: str, folder: Path | None = None):
-        super().__init__(config, task)
-        self._method, self._task, self._test, self.shards = method, task, test, shards
+        super().__init__(setup.config, task)
+        self._setup, self._task, self._test, self.shards = setup, task, test, shards
         self._placement, self._folder = placement, folder
         self._spread = len(nodes_of(ray.nodes())) > 1
         self._longest: dict[str, float] = {}            # seconds, by client function
@@ -134,7 +133,7 @@ class RayFleet(Fleet):
         options = ClientActor.options(name=name, num_cpus=self._placement.cpus, num_gpus=self._placement.gpus,
                                       scheduling_strategy=place)
         label = label_of(slot.home, self._task.sizes, self._task.client_counts)
-        return options.remote(label, self.config, self._method, self._task.facts, self._test, stacks)
+        return options.remote(label, self._setup, self._task.facts, self._test, stacks)
 
     def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int,
                  usable: Callable[[Reply], bool]) -> Iterator[Answer]:

@@ -20,9 +20,9 @@ from actors.server import ServerActor
 from actors.slots import LOST
 from raylt.config import Config
 from raylt.core.experiment import Report
+from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import ConfigError, RayltError, ServerLost
-from raylt.methods import make_method
 
 __all__ = ["SERVER_GPUS", "connect", "foresee", "interrupt_on_sigterm", "open_experiment", "place"]
 
@@ -71,7 +71,7 @@ class RemoteExperiment:
 
 
 @contextmanager
-def open_experiment(config: Config, task: Task, folder: Path, address: str | None,
+def open_experiment(setup: Setup, task: Task, folder: Path, address: str | None,
                     says: Says = _quiet) -> Iterator[RemoteExperiment]:
     """Starts the server and client actors of a run, on a new local cluster or the one that `connect` joins.
 
@@ -79,6 +79,7 @@ def open_experiment(config: Config, task: Task, folder: Path, address: str | Non
         ConfigError: the address does not answer, or the cluster is too small.
         ServerLost: from the experiment's calls.
     """
+    config = setup.config
     try:
         joined = connect(address)
         interrupt_on_sigterm()
@@ -88,10 +89,10 @@ def open_experiment(config: Config, task: Task, folder: Path, address: str | Non
         chosen = plan(config, clients, nodes)
         if config.resources.gpus_per_client == "auto" and 0 < chosen.placement.gpus < 0.5:
             # several would share a GPU: so many as its memory holds
-            chosen = plan(config, clients, nodes, probe(config, make_method(config.method), task, 1))
+            chosen = plan(config, clients, nodes, probe(setup, task, 1))
         where = f"{joined or 'a new local Ray cluster'}, {chosen.reasons['nodes']}; dashboard {dashboard() or 'off'}"
         says(where, minor=joined is None)
-        yield RemoteExperiment(_start(config, task, folder, chosen), folder / NOTES, says)
+        yield RemoteExperiment(_start(setup, task, folder, chosen), folder / NOTES, says)
     finally:
         ray.shutdown()
 
@@ -124,11 +125,11 @@ def interrupt_on_sigterm() -> None:
         signal.signal(signal.SIGTERM, interrupt)
 
 
-def _start(config: Config, task: Task, folder: Path, chosen: Plan) -> Any:
+def _start(setup: Setup, task: Task, folder: Path, chosen: Plan) -> Any:
     shards, test = [ray.put(shard) for shard in task.shards], ray.put(task.test)
     options = ServerActor.options(name=f"{folder.name}/server", num_cpus=0, num_gpus=chosen.server_gpus,
                                   label_selector=dict(chosen.server_labels))
-    server: Any = options.remote(config.method["name"])
+    server: Any = options.remote(setup.method.name)
     try:
         ray.get(server.__ray_ready__.remote(), timeout=START_TIMEOUT_S)
     except GetTimeoutError:
@@ -136,7 +137,7 @@ def _start(config: Config, task: Task, folder: Path, chosen: Plan) -> Any:
                           "of a GPU); wait until the cluster is free") from None
     # references inside lists stay references: the server never sees the clients' data
     rest = ray.put(task.without_data())
-    _get(server.open.remote(config, rest, shards, [test], chosen.placement, folder.resolve()))
+    _get(server.open.remote(setup, rest, shards, [test], chosen.placement, folder.resolve()))
     return server
 
 

@@ -11,11 +11,10 @@ import torch
 
 from actors.client import device_here
 from actors.placement import Need
-from raylt.config import Config
 from raylt.core.experiment import Experiment
 from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
-from raylt.core.method import Method
+from raylt.core.setup import Setup
 from raylt.data.cache import load
 from raylt.data.maps import class_counts
 from raylt.data.task import Shard, Task
@@ -24,26 +23,27 @@ CONTEXT = 600 * 2**20       # device memory of a CUDA context, which torch does 
 TIMEOUT_S = 120
 
 
-def probe(config: Config, method: Method, task: Task, gpus: float) -> Need | None:
+def probe(setup: Setup, task: Task, gpus: float) -> Need | None:
     """The need of the largest client; None where it could not be measured, and Ray's shares alone decide."""
     largest = max(range(len(task.shards)), key=lambda id: len(task.shards[id]))
     remote: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_two_steps)
     shard = task.shards[largest]
     try:
         memory, used, device_memory = ray.get(
-            remote.remote(config, method, ray.put(task.without_data()), largest, ray.put(shard)),
+            remote.remote(setup, ray.put(task.without_data()), largest, ray.put(shard)),
             timeout=TIMEOUT_S)
     except Exception:       # a device that is full, a process that died: then nothing is known
         return None
     return Need(memory, used / device_memory if device_memory else 0.0)
 
 
-def _two_steps(config: Config, method: Method, task: Task, id: int, shard: Shard) -> tuple[float, float, float]:
+def _two_steps(setup: Setup, task: Task, id: int, shard: Shard) -> tuple[float, float, float]:
     """Bytes of this process at its peak, of its device, and of the whole device (0 on a CPU).
 
     The first round of an experiment whose only client has two batches, so everything that clients do in it is seen.
     """
-    device, size = device_here(), 2 * config.local.batch
+    config, device = setup.config, device_here()
+    size = 2 * config.local.batch
     short = config.model_copy(update={
         "local": config.local.model_copy(update={"epochs": 1}),
         "federation": config.federation.model_copy(update={"rounds": 2}),
@@ -54,8 +54,9 @@ def _two_steps(config: Config, method: Method, task: Task, id: int, shard: Shard
     counts = np.zeros_like(task.client_counts)
     shards[id], counts[id] = few, class_counts(few.y, task.classes)
     alone = replace(task, shards=tuple(shards), client_counts=counts)
-    fleet = LocalFleet(short, alone, Host(short, method, alone.facts, alone.test, device))
-    Experiment(short, method, alone, fleet, device, Path()).step()
+    shortened = replace(setup, config=short)
+    fleet = LocalFleet(short, alone, Host(shortened, alone.facts, alone.test, device))
+    Experiment(shortened, alone, fleet, device, Path()).step()
     data = float(x.nbytes + y.nbytes)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0 + data
     if device.type == "cpu":

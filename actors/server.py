@@ -12,12 +12,11 @@ from actors.client import device_here
 from actors.figures import Figures
 from actors.fleet import RayFleet
 from actors.placement import Placement
-from raylt.config import Config
 from raylt.core.checkpoint import latest
 from raylt.core.experiment import Experiment, Report
+from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import RayltError, one_line
-from raylt.methods import make_method
 
 
 @contextmanager
@@ -41,15 +40,14 @@ class ServerActor:
     def __repr__(self) -> str:
         return f"server · {self.method}"            # what the dashboard shows
 
-    def open(self, config: Config, task: Task, shards: list[Any], test: list[Any], placement: Placement,
+    def open(self, setup: Setup, task: Task, shards: list[Any], test: list[Any], placement: Placement,
              folder: Path) -> None:
         """Starts the client actors, and takes up the run where its last checkpoint left it."""
         torch.set_num_threads(1)        # weights computed here must not depend on the machine's cores
         device = device_here()
         with _one_line():
-            method = make_method(config.method)
-            self.fleet = RayFleet(config, method, task, shards, test[0], placement, folder.name, folder)
-            self.experiment = Experiment(config, method, task, self.fleet, device, folder)
+            self.fleet = RayFleet(setup, task, shards, test[0], placement, folder.name, folder)
+            self.experiment = Experiment(setup, task, self.fleet, device, folder)
             self.figures = Figures(folder.name)
             saved, _ = latest(folder / "checkpoints")
             if saved is not None:

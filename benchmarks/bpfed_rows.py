@@ -30,11 +30,14 @@ from raylt.core.experiment import Experiment
 from raylt.core.features import features
 from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
+from raylt.core.judging import Judge, judged_entries
+from raylt.core.reductions import each
 from raylt.data.samples import Samples
 from raylt.data.task import build_task
 from raylt.errors import RayltError
 from raylt.methods import make_method
 from raylt.methods.bpfed import method as bpfed
+from raylt.registry import resolve
 
 PLAIN = {"fa": False, "loss": "ce"}
 # first stages, and the second stages that follow each; the order is that of Table 4
@@ -76,11 +79,11 @@ def measure(stage: str, recipe: Path, settings: list[str]) -> dict[str, dict[str
     evaluation = config.evaluation.model_copy(update={"every": rounds + 1, "personal": 0})
     config = config.model_copy(update={"method": first, "federation": federation, "evaluation": evaluation})
     task, device = build_task(config.data), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    method = make_method(first)
-    fleet = LocalFleet(config, task, Host(config, method, task.facts, task.test, device))
+    setup = resolve(config)
+    fleet = LocalFleet(config, task, Host(setup, task.facts, task.test, device))
     figures: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        experiment = Experiment(config, method, task, fleet, device, Path(folder))
+        experiment = Experiment(setup, task, fleet, device, Path(folder))
         for _ in range(rounds):
             report = experiment.step()
             print(f"{stage} {report.step}/{rounds}  {report.figures}  {report.seconds:.1f} s", flush=True)
@@ -90,8 +93,8 @@ def measure(stage: str, recipe: Path, settings: list[str]) -> dict[str, dict[str
             experiment.method = make_method(first | second)
             with experiment.rehearsal():
                 said, matrices = dict(experiment.server.figures), judged(experiment)
-            each = metrics.by_client(matrices, torch.from_numpy(task.client_counts))
-            figures[name] = {"figures": said, "seconds": time.perf_counter() - start, **each}
+            by_client = metrics.by_client(matrices, torch.from_numpy(task.client_counts))
+            figures[name] = {"figures": said, "seconds": time.perf_counter() - start, **by_client}
     return figures
 
 
@@ -111,8 +114,8 @@ def judged(experiment: Experiment) -> dict[int, Tensor]:
     """The confusion matrix of each client's model on the test set."""
     server, fleet, task, method = experiment.server, experiment.fleet, experiment.task, experiment.method
     if method.personal:
-        replies = fleet.call(method.judge, fleet.ids, method.message(server))
-        return {id: reply["confusion"] for id, reply in replies.items()}
+        message = {"model": judged_entries(server, method)}
+        return fleet.ask(Judge(method).judge, fleet.everyone, message, confusion=each)["confusion"]
     matrix = confusion_of(server.model.eval(), Samples(task.test, task.facts, server.device), task.classes,
                           experiment.config.evaluation.batch)
     return dict.fromkeys(fleet.ids, matrix)

@@ -19,12 +19,14 @@ import torch
 
 from raylt import tree
 from raylt.config import Config, FederationConfig
+from raylt.core.gathering import Replies
 from raylt.core.server import Server
 from raylt.data.task import Facts
 from raylt.methods.mupfl.bavd import layers_of
 from raylt.methods.mupfl.clustering import mean_update
 from raylt.methods.mupfl.method import MuPFL
 from raylt.models.split import part
+from raylt.registry import resolve
 from raylt.tree import Fold, nbytes
 
 GROUPS = 4
@@ -39,8 +41,9 @@ def main() -> None:
     torch.set_num_threads(1)
     n, shape = arguments.updates, SHAPES[arguments.model]
     facts = Facts("synthetic", tuple("abcdefghij"), shape, (0.5,) * shape[2], (0.25,) * shape[2])
-    config, method = Config(model=arguments.model, federation=FederationConfig(rounds=1)), MuPFL()
-    server = Server(config, facts, method.new_model(facts, config), torch.device("cpu"))
+    config = Config(model=arguments.model, method={"name": "mupfl"}, federation=FederationConfig(rounds=1))
+    method = MuPFL()
+    server = Server(config, facts, resolve(config).new_model(facts), torch.device("cpu"))
     server.round = 1
     message = {"model": tree.snapshot(method.shared(server.model))}
     replies = made(server, method, message["model"], n)
@@ -48,7 +51,8 @@ def main() -> None:
 
     wall, cpu = time.perf_counter(), time.process_time()
     starts = {id: message["model"] | reply["start"] for id, reply in replies.items()}
-    clusters = method.clusters(server, starts, replies)
+    clusters = method.clusters(server, starts, Replies({name: {id: reply[name] for id, reply in replies.items()}
+                                                 for name in ("model", "map")}, dict.fromkeys(replies, 1.0)))
     found = time.process_time() - cpu
     mean = Fold()
     for members in clusters:

@@ -28,6 +28,7 @@ from raylt.data.task import build_task
 from raylt.errors import ConfigError, RayltError
 from raylt.methods import make_method
 from raylt.methods.fedsm.method import FedSM
+from raylt.registry import resolve
 
 # first stages, and the rows that go on from each
 STAGES: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
@@ -72,10 +73,11 @@ def measure(stage: str, config: Config, out: Path) -> None:
         raise ConfigError(f"method.rounds = {last}: must be from 1 to federation.rounds - 1, "
                           f"{config.federation.rounds - 1}")
     task, device = build_task(config.data), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    method.prepare(task, config)
-    fleet = LocalFleet(config, task, Host(config, method, task.facts, task.test, device))
+    setup = resolve(config.model_copy(update={"method": first}))
+    method.prepare(task, config, setup.check(task.facts))
+    fleet = LocalFleet(config, task, Host(setup, task.facts, task.test, device))
     with tempfile.TemporaryDirectory() as folder:
-        experiment = Experiment(config, method, task, fleet, device, Path(folder))
+        experiment = Experiment(setup, task, fleet, device, Path(folder))
         reports = [told(stage, experiment.step()) for _ in range(common)]
         experiment.save(reports[-1])
         saved = checkpoint.at(Path(folder) / "checkpoints", common)

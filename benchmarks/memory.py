@@ -18,6 +18,7 @@ import psutil
 from actors.launch import open_experiment
 from raylt.config import load
 from raylt.data.task import Shard, Split, Task
+from raylt.registry import resolve
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
                              "method=fedavg", f"model={arguments.model}", "local.batch=8", "local.epochs=1",
                              "evaluation.every=1000"])
         with tempfile.TemporaryDirectory() as folder, \
-                open_experiment(config, random_task(clients), Path(folder) / "run", None) as experiment:
+                open_experiment(resolve(config), random_task(clients), Path(folder) / "run", None) as experiment:
             children = psutil.Process().children(recursive=True)
             server = next(child for child in children if "ServerActor" in " ".join(child.cmdline()))
             before = server.memory_full_info().uss

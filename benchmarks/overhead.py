@@ -33,8 +33,8 @@ from raylt.core.evaluation import EvaluationSet
 from raylt.core.optimisers import SGD
 from raylt.data.samples import Samples
 from raylt.data.task import Shard, Split, Task, build_task
-from raylt.methods.fedavg import FedAvg
 from raylt.models.split import load_entries
+from raylt.registry import resolve
 from raylt.seeds import seed_for
 
 
@@ -55,7 +55,8 @@ def main() -> None:
         "method=fedavg", f"model={arguments.model}", "local.epochs=1", f"local.batch={arguments.batch}", "local.lr=0.1",
         "local.momentum=0", "evaluation.every=1000", f"resources.actors={arguments.actors}"])
     task = build_task(config.data) if arguments.source else random_task()
-    with tempfile.TemporaryDirectory() as folder, open_experiment(config, task, Path(folder) / "run", None) as ours:
+    setup = resolve(config)
+    with tempfile.TemporaryDirectory() as folder, open_experiment(setup, task, Path(folder) / "run", None) as ours:
         bare = Bare(config, task, arguments.actors)
         rows = [{"raylt": spend(ours.advance, bare.pids, own=False), "bare": spend(bare.round, bare.pids, own=True)}
                 for _ in range(arguments.rounds)]
@@ -83,7 +84,7 @@ class Bare:
 
     def __init__(self, config: Config, task: Task, workers: int):
         self.config, self.sizes = config, {k: len(shard) for k, shard in enumerate(task.shards)}
-        self.model = FedAvg().new_model(task.facts, config)
+        self.model = resolve(config).new_model(task.facts)
         self.shared = {name: torch.zeros_like(value, memory_format=torch.contiguous_format).share_memory_()
                        for name, value in self.model.state_dict().items()}
         context = mp.get_context("spawn")
@@ -131,7 +132,7 @@ class Bare:
 def work(config, task, shared, returned, todo, done) -> None:
     """A worker process of the bare loop."""
     torch.set_num_threads(1)
-    model = FedAvg().new_model(task.facts, config).train()
+    model = resolve(config).new_model(task.facts).train()
     params = list(model.parameters())
     cpu = torch.device("cpu")
     samples = [Samples(shard, task.facts, cpu) for shard in task.shards]

@@ -28,10 +28,11 @@ import torch
 
 from raylt.config import load
 from raylt.core.host import Host
+from raylt.core.judging import Judge
 from raylt.core.server import Server
 from raylt.data.maps import class_counts
 from raylt.data.task import Facts, Shard
-from raylt.methods import make_method
+from raylt.registry import resolve
 
 IMAGES, TEST, CLASSES, RATIO = 33, 24, 12, 480 / 360
 
@@ -79,17 +80,17 @@ def measure(height: int, batch: int, precision: str, epochs: int) -> Cost:
     assert class_counts(y, CLASSES).all()
     facts = Facts("random", tuple(map(str, range(CLASSES))), (height, round(height * RATIO), 3), (0.5,) * 3,
                   (0.25,) * 3, kind="segmentation")
-    method, device = make_method(config.method), torch.device("cpu")
-    host = Host(config, method, facts, test, device)
-    message = method.message(Server(config, facts, method.new_model(facts, config), device))
+    setup, device = resolve(config), torch.device("cpu")
+    method, host = setup.method, Host(setup, facts, test, device)
+    message = method.message(Server(config, facts, setup.new_model(facts), device))
     bare = peak() - (x.nbytes + y.nbytes) / 2**20
-    Host(config, method, facts, test, device).run(method.train, message, 1, 0, few, None)
+    Host(setup, facts, test, device).run(method.train, message, 1, 0, few, None)
     wall, cpu = time.perf_counter(), time.process_time()
     host.run(method.train, message, 1, 0, shard, None)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     steps = epochs * (-(-IMAGES // batch) - (IMAGES % batch == 1))
     began = time.process_time()
-    host.run(method.judge, message, 1, 0, shard, None)
+    host.run(Judge(method).judge, message, 1, 0, shard, None)
     return Cost(wall / steps, cpu / steps, (time.process_time() - began) / TEST, peak(), bare)
 
 

@@ -14,6 +14,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +24,13 @@ from raylt.config import Config, load
 from raylt.core.client import Client
 from raylt.core.evaluation import EvaluationSet
 from raylt.core.optimisers import SGD
+from raylt.core.setup import Setup
 from raylt.core.training import Objective
 from raylt.data.samples import Samples
 from raylt.data.task import Facts, Shard
 from raylt.methods.fedsm.method import FedSM
 from raylt.methods.fedsm.teaching import encoded
+from raylt.models import build_model
 from raylt.models.clip import open_teacher
 
 CPU = torch.device("cpu")
@@ -84,7 +87,7 @@ def save(architecture: str, folder: Path) -> None:
 def open_client(method: FedSM, config: Config, samples: int) -> Client:
     rng = np.random.default_rng(0)
     shard = Shard(rng.integers(0, 256, (samples, 32, 32, 3), dtype=np.uint8), rng.integers(0, 10, samples))
-    model = method.new_model(FACTS, config)
+    model = Setup(config, method, partial(build_model, config.model), None).new_model(FACTS)
     client = Client(0, Samples(shard, FACTS, CPU), EvaluationSet(shard, FACTS, CPU), model, config, CPU)
     client.begin("train", 1)
     return client

@@ -3,6 +3,7 @@
     RayltError ─ ConfigError   ─ UnknownMethod      input: exit code 2
                ├ DataError                          input: exit code 2
                ├ ClientError   ─ ClientLost         one client's call failed
+               ├ LateWrite                          a tensor was changed after it was handed over
                ├ TooFewReplies                      a round fell below its quorum
                ├ ServerLost                         the process that aggregates died
                └ CheckpointError                    a run folder that cannot be used
@@ -57,6 +58,18 @@ class ClientError(RayltError):
 
 class ClientLost(ClientError):
     """The process that held a client died before it replied."""
+
+
+class LateWrite(RayltError):
+    """A tensor of a reply or of a client's state was changed in place after it was handed over."""
+
+    def __init__(self, path: str):
+        super().__init__(f"{path} was changed after it was handed over; hand over a copy (tree.snapshot), or change "
+                         "it before")
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.path,)
 
 
 class TooFewReplies(RayltError):

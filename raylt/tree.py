@@ -66,6 +66,52 @@ def nbytes(tree: Tree) -> int:
     return total
 
 
+def zip_tensors(fn: Callable[..., Any], *trees: Tree) -> Tree:
+    """A tree with `fn` of the tensors or numbers that the trees have at each place; they have the same names.
+
+    Raises:
+        KeyError: a name of the first is missing in another.
+    """
+    first = trees[0]
+    return {key: zip_tensors(fn, *(other[key] for other in trees)) if isinstance(value, dict)
+            else fn(*(other[key] for other in trees)) for key, value in first.items()}
+
+
+def add(a: Tree, b: Tree) -> Tree:
+    """a + b, for the names of a."""
+    return zip_tensors(lambda x, y: x + y, a, b)
+
+
+def sub(a: Tree, b: Tree) -> Tree:
+    """a - b, for the names of a."""
+    return zip_tensors(lambda x, y: x - y, a, b)
+
+
+def scale(a: Tree, factor: float) -> Tree:
+    """factor * a."""
+    return zip_tensors(lambda x: factor * x, a)
+
+
+class Stamps:
+    """Tensors as they were when they were handed over: one that is changed in place afterwards is found.
+
+    It costs no copy: torch counts the changes of each tensor's memory, over all its views.
+    """
+
+    def __init__(self) -> None:
+        self._handed_over: dict[str, tuple[Tensor, int]] = {}
+
+    def add(self, tree: Tree, path: str) -> None:
+        """Remembers the tensors of a tree; those that were handed over under the same names before are forgotten."""
+        for here, leaf in leaves(tree, path):
+            if isinstance(leaf, Tensor):
+                self._handed_over[here] = leaf, leaf._version
+
+    def changed(self) -> str | None:
+        """The path of the first tensor that is no longer what it was, or None."""
+        return next((path for path, (tensor, version) in self._handed_over.items() if tensor._version != version), None)
+
+
 class Fold:
     """Adds trees up one by one, in float64, without keeping them.
 

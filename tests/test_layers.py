@@ -17,6 +17,7 @@ LAYERS = (
     ("raylt.core",),
     ("raylt.ops",),
     ("raylt.methods",),
+    ("raylt.registry",),
     ("raylt.runs",),
     ("raylt.plots", "raylt.studies"),
     ("actors",),

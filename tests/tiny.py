@@ -19,11 +19,12 @@ from raylt.core.experiment import Experiment
 from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
 from raylt.core.method import Method
+from raylt.core.setup import Setup
 from raylt.data.maps import VOID, class_counts, class_views
 from raylt.data.samples import Samples
 from raylt.data.task import Shard, Split, Task, hash_labels
-from raylt.methods import make_method
 from raylt.models.split import PixelModel
+from raylt.registry import resolve
 from raylt.tree import Tree
 
 CPU = torch.device("cpu")
@@ -97,11 +98,17 @@ def configure(**parts: Any) -> Config:
     return Config(model=model, method=method, data=data, federation=federation, local=local, **parts)
 
 
+def make_setup(config: Config, method: Method | None = None) -> Setup:
+    """What the configuration names, or another method in its place."""
+    setup = resolve(config)
+    return setup if method is None else replace(setup, method=method)
+
+
 def open_client(task: Task, method: Method, id: int = 0, config: Config | None = None) -> Client:
     """A client without a host, in its first training."""
-    config, facts = config or configure(), task.facts
+    setup, facts = make_setup(config or configure(), method), task.facts
     client = Client(id, Samples(task.shards[id], facts, CPU), EvaluationSet(task.test, facts, CPU),
-                    method.new_model(facts, config), config, CPU)
+                    setup.new_model(facts), setup.config, CPU, setup.augment)
     client.begin("train", 1)
     return client
 
@@ -109,9 +116,9 @@ def open_client(task: Task, method: Method, id: int = 0, config: Config | None =
 def make_experiment(config: Config, task: Task, tmp_path: Path, method: Method | None = None,
                     fleet: type[LocalFleet] = LocalFleet, host: Callable[..., Any] = Host) -> Experiment:
     """An experiment in this process, on the CPU; `host` is called as `Host` is."""
-    method = method or make_method(config.method)
-    clients = fleet(config, task, host(config, method, task.facts, task.test, CPU))
-    return Experiment(config, method, task, clients, CPU, tmp_path)
+    setup = make_setup(config, method)
+    clients = fleet(config, task, host(setup, task.facts, task.test, CPU))
+    return Experiment(setup, task, clients, CPU, tmp_path)
 
 
 def fingerprint(parts: Tree) -> str:

@@ -21,7 +21,7 @@ from actors.fleet import Placement, RayFleet
 from actors.launch import SERVER_GPUS, connect, interrupt_on_sigterm
 from raylt.config import Config
 from raylt.core.fleet import Fleet
-from raylt.core.method import Method
+from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import ConfigError, RayltError, one_line
 from tune.desk import Desk
@@ -186,9 +186,9 @@ class TrialActor(ray_tune.Trainable):
         config = Config.model_validate_json(self._config["config"])
         return Trial(self._job, self._config["trial"], config, self._config["cost"], self._fleet)
 
-    def _fleet(self, config: Config, method: Method, task: Task, name: str) -> Fleet:
+    def _fleet(self, setup: Setup, task: Task, name: str) -> Fleet:
         # no scheduling strategy: so Ray puts the actors into the trial's placement group
-        return RayFleet(config, method, task, [ray.put(shard) for shard in task.shards], ray.put(task.test),
+        return RayFleet(setup, task, [ray.put(shard) for shard in task.shards], ray.put(task.test),
                         self._placement, name)
 
 

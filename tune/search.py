@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from raylt.config import Config
 from raylt.errors import CheckpointError, ConfigError, RayltError, one_line
-from raylt.methods import make_method
+from raylt.registry import resolve
 from tune import report
 from tune.desk import Desk, Watcher, sizes, task_of
 from tune.halving import rungs
@@ -196,7 +196,7 @@ def _check(plan: Plan) -> None:
     """What can be known to be wrong before anything is started."""
     for name, space in plan.spaces.items():
         if "model" not in space:
-            make_method({"name": name}).check(task_of(plan.base).facts, plan.base)
+            resolve(plan.base.model_copy(update={"method": {"name": name}})).check(task_of(plan.base).facts)
     if plan.metric in ("many", "medium", "few") and plan.metric not in task_of(plan.base).groups:
         raise ConfigError(f"--metric {plan.metric}: this split has no {plan.metric}-shot class; choose another, or set "
                           "data.groups")

@@ -26,12 +26,15 @@ from raylt.core.experiment import Experiment, Report
 from raylt.core.fleet import Fleet
 from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
+from raylt.core.judging import judged_entries, judged_model
 from raylt.core.method import Method
+from raylt.core.reductions import each
+from raylt.core.setup import Setup
 from raylt.data.cache import Mapped, load
 from raylt.data.samples import Samples
 from raylt.data.task import Shard, Task, build_task
 from raylt.errors import CheckpointError
-from raylt.methods import make_method
+from raylt.registry import resolve
 from raylt.runs.journal import Journal
 from raylt.runs.summary import summarise
 from raylt.tree import view
@@ -39,7 +42,7 @@ from tune.halving import rungs
 from tune.plan import Metric, Point
 
 LOCK_TIMEOUT_S = 60
-OpenFleet = Callable[[Config, Method, Task, str], Fleet]
+OpenFleet = Callable[[Setup, Task, str], Fleet]
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Trial:
 
     Args:
         cost: client-steps of all rounds.
-        open_fleet: called with configuration, method, task and a name for the actors.
+        open_fleet: called with setup, task and a name for the actors.
     """
 
     def __init__(self, job: Job, id: str, config: Config, cost: int, open_fleet: OpenFleet):
@@ -112,13 +115,13 @@ class Trial:
         self._journal = _hold(self.folder)
         if self._journal.config() != self.config:
             raise CheckpointError(f"{self.folder}: has another configuration; give the search another --name")
-        method = make_method(self.config.method)
-        method.prepare(self.task, self.config)
+        setup = resolve(self.config)
+        setup.method.prepare(self.task, self.config, setup.check(self.task.facts))
         saved, _ = self._journal.rewind()
         name = f"{self.job.folder.name}/{self.id}" + (f"~{os.getpid()}" if there else "")
-        self.fleet = open_fleet(self.config, method, self.task, name)
+        self.fleet = open_fleet(setup, self.task, name)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._experiment = Experiment(self.config, method, self.task, self.fleet, device, self.folder)
+        self._experiment = Experiment(setup, self.task, self.fleet, device, self.folder)
         self._reports = self._journal.reports()
         if saved is not None:
             self._experiment.load(saved)
@@ -170,13 +173,13 @@ class Trial:
     def _kind(self, report: Report) -> Any:
         assert self._experiment is not None
         experiment, every, rounds = self._experiment, self.config.evaluation.every, self.config.federation.rounds
-        if report.step == rounds + experiment.finishes:
+        if report.step == rounds + experiment.method.finishes:
             return "final"
         if self.job.rungs and report.step in rungs(rounds, self.job.grace):
-            return "rehearsal" if experiment.finishes else "round"
+            return "rehearsal" if experiment.method.finishes else "round"
         if report.step % every or _personal(experiment):        # asking every client for it each round is too dear
             return None
-        return "proxy" if experiment.finishes else "round"
+        return "proxy" if experiment.method.finishes else "round"
 
     def _read(self) -> dict[int, Point]:
         file = self.folder / "scores.jsonl"
@@ -198,11 +201,11 @@ def judge(experiment: Experiment) -> dict[str, float | None]:
     shard = task.validation
     assert shard is not None
     if _personal(experiment):
-        replies = experiment.fleet.call(judge_client, experiment.fleet.ids,
-                                        method.message(server) | {"judged": _parcel(shard)})
-        judged = {id: balance(reply["confusion"]) for id, reply in replies.items()}
+        message = {"model": judged_entries(server, method), "judged": _parcel(shard)}
+        got = experiment.fleet.ask(ValidationJudge(method).judge, experiment.fleet.everyone, message, confusion=each)
+        judged = {id: balance(matrix) for id, matrix in got["confusion"].items()}
     else:
-        model = method.deployed(server).eval()
+        model = method.global_model(server).eval()
         judged = balance(confusion_of(lambda x: method.predict(model, x), Samples(shard, task.facts, server.device),
                                       task.classes, experiment.config.evaluation.batch))
     seen = metrics.seen_by_each(judged, torch.from_numpy(task.views), experiment.fleet.ids)
@@ -212,17 +215,21 @@ def judge(experiment: Experiment) -> dict[str, float | None]:
             "owned": clients["owned"]["mean"], "matched": clients["matched"]["mean"], "miou": metrics.mean_iou(pooled)}
 
 
-def judge_client(client: Client, message: Message) -> Reply:
-    """Counts [C, C] of (true, predicted) classes of this client's own model on the images that the message brought."""
-    method = make_method(client.config.method)
-    client.receive(message["model"])
-    model, parcel = method.personal_model(client).eval(), message["judged"]
-    samples = copy.copy(client.samples)             # normalised as its own
-    samples.y = parcel["labels"]
-    samples.x = parcel["images"] if "images" in parcel else view(
-        Mapped(parcel["path"], parcel["rows"].cpu().numpy()).load()).to(client.device)
-    return client.reply(confusion=confusion_of(lambda x: method.predict(model, x), samples, client.model.classes,
-                                               client.config.evaluation.batch))
+@dataclass(frozen=True)
+class ValidationJudge:
+    """The client function that judges clients' own models on validation images."""
+
+    method: Method
+
+    def judge(self, client: Client, message: Message) -> Reply:
+        """Counts [C, C] of (true, predicted) classes of this client's model on the images that the message brought."""
+        model, parcel = judged_model(self.method, client, message["model"]).eval(), message["judged"]
+        samples = copy.copy(client.samples)             # normalised as its own
+        samples.y = parcel["labels"]
+        samples.x = parcel["images"] if "images" in parcel else view(
+            Mapped(parcel["path"], parcel["rows"].cpu().numpy()).load()).to(client.device)
+        return client.reply(confusion=confusion_of(lambda x: self.method.predict(model, x), samples,
+                                                   client.model.classes, client.config.evaluation.batch))
 
 
 def balance(matrix: Tensor) -> Tensor:
@@ -230,10 +237,10 @@ def balance(matrix: Tensor) -> Tensor:
     return matrix.double() / matrix.sum(dim=1, keepdim=True).clamp(min=1)
 
 
-def local_fleet(config: Config, method: Method, task: Task, name: str) -> Fleet:
+def local_fleet(setup: Setup, task: Task, name: str) -> Fleet:
     """All clients in this process."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return LocalFleet(config, task, Host(config, method, task.facts, task.test, device))
+    return LocalFleet(setup.config, task, Host(setup, task.facts, task.test, device))
 
 
 def _personal(experiment: Experiment) -> bool:

@@ -91,14 +91,14 @@ def methods(format: FormatOption = Format.table) -> None:
     """List the methods with their fields: default, search range and equation."""
     from raylt.hyper import range_of
     from raylt.methods import METHODS
-    listing = {name: {"paper": method.paper, "tasks": list(method.tasks), "fields": {
+    listing = {name: {"paper": method.paper, "problems": list(method.problems), "fields": {
         field: {"default": info.default, "range": str(range_of(info)), "source": info.description}
         for field, info in method.model_fields.items()}} for name, method in METHODS.items()}
     if format is Format.json:
         _print_json(listing)
         return
     for name, entry in listing.items():
-        out.print(f"[bold]{name}[/bold]  {entry['paper']}; {' and '.join(entry['tasks'])}")
+        out.print(f"[bold]{name}[/bold]  {entry['paper']}; {' and '.join(entry['problems'])}")
         table = Table("field", "default", "range", "what", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
         table.columns[0].no_wrap = True
         for field, f in entry["fields"].items():

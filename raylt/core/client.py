@@ -11,11 +11,11 @@ from torch import Tensor
 
 from raylt.config import Config
 from raylt.core.evaluation import EvaluationSet
-from raylt.data.augment import AUGMENTATIONS
-from raylt.data.samples import Batch, Samples
+from raylt.data.samples import Augmentation, Batch, Samples
+from raylt.errors import LateWrite
 from raylt.models.split import Params, SplitModel, load_entries
 from raylt.seeds import seed_for
-from raylt.tree import Tree
+from raylt.tree import Stamps, Tree
 
 Message = Tree
 
@@ -31,8 +31,27 @@ class Reply:
 ClientFunction = Callable[["Client", Message], Reply]
 
 
+class State(dict[str, Any]):
+    """What a client must remember: a tree of CPU tensors. Each value is stamped as it is handed over."""
+
+    def __init__(self, values: Tree, stamps: Stamps):
+        super().__init__()
+        self._stamps = stamps
+        self.update(values)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self._stamps.add({key: value}, "state")
+
+    def update(self, *values: Any, **more: Any) -> None:
+        for key, value in dict(*values, **more).items():
+            self[key] = value
+
+
 class Client:
     """One participant: its data, its model and its private state.
+
+    What it hands over, in a reply or to its state, is a value: changing a tensor of it afterwards is an error.
 
     Attributes:
         samples: its images and labels, on its device.
@@ -42,37 +61,58 @@ class Client:
         state: anything else it must remember; a tree of CPU tensors, part of every checkpoint.
         cache: what can be computed again from its data (a teacher's features); never in a checkpoint.
         round: number of the round, from 1; 0 before the first.
+        test: the balanced test set of the experiment; for the framework's judgements, never for training.
     """
 
     def __init__(self, id: int, samples: Samples, test: EvaluationSet, model: SplitModel, config: Config,
-                 device: torch.device):
+                 device: torch.device, augment: Augmentation | None = None):
         self.id, self.samples, self.model, self.config, self.device = id, samples, model, config, device
         self.counts = samples.counts(model.classes)
-        self.state: Tree = {}
         self.cache: dict[str, Any] = {}
         self.round = 0
-        self._test = test
+        self.test = test
+        self._augment = augment
+        self.recall({})
+
+    def recall(self, state: Tree) -> None:
+        """Starts a call: the state is what the last call left, and nothing has been handed over yet."""
+        self._stamps = Stamps()
+        self._state = State(state, self._stamps)
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @state.setter
+    def state(self, values: Tree) -> None:
+        self._state = State(values, self._stamps)
+
+    def check_stamps(self) -> None:
+        """Ends a call.
+
+        Raises:
+            LateWrite: a tensor was changed after it was handed over.
+        """
+        if (path := self._stamps.changed()) is not None:
+            raise LateWrite(f"client {self.id}: {path}")
 
     def __len__(self) -> int:
         return len(self.samples)
-
-    @property
-    def test(self) -> Samples:
-        """The balanced test set of the experiment; for judging personal models, never for training."""
-        return self._test.samples
-
-    def test_features(self) -> Tensor:
-        """The test set's features under this client's encoder, [N, d]; clients of one process that have the same
-        encoder share them."""
-        return self._test.features(self.model.encoder, self.config.evaluation.batch)
 
     def receive(self, params: Params) -> None:
         """Takes over the entries that came with a message; the others stay as they are."""
         load_entries(self.model, params)
 
     def reply(self, **parts: Any) -> Reply:
-        """A reply weighted by this client's number of samples."""
+        """A reply weighted by this client's number of samples. Its tensors may not be changed afterwards."""
+        self._stamps.add(parts, "reply")
         return Reply(float(len(self)), parts)
+
+    def steps(self, epochs: int | None = None, batch: int | None = None) -> int:
+        """How many batches `batches` gives: SGD steps of so many epochs; those of `local` by default."""
+        local = self.config.local
+        batch = local.batch if batch is None else batch
+        return (local.epochs if epochs is None else epochs) * (len(self) // batch + (len(self) % batch > 1))
 
     def batches(self, epochs: int, size: int) -> Iterator[Batch]:
         """Shuffled, augmented batches of [2, size] samples; the order depends on (seed, function, round, client)."""
@@ -85,8 +125,8 @@ class Client:
             yield from (rows for rows in order.to(self.device).split(size) if len(rows) > 1)
 
     def batch(self, rows: Tensor) -> Batch:
-        """The samples at `rows`, augmented as `augment` says."""
-        return self.samples.batch(rows, AUGMENTATIONS[self.config.augment], self.noise)
+        """The samples at `rows`, augmented as the configuration says."""
+        return self.samples.batch(rows, self._augment, self.noise)
 
     def begin(self, purpose: str, round: int) -> None:
         """Sets the round and the generators of one call."""

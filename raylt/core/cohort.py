@@ -1,9 +1,36 @@
 """`Cohort`: who is asked. `Ledger`: what came of it in one round."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from raylt.core.server import Stages
+
+
+@dataclass(frozen=True, init=False)
+class Cohort:
+    """Clients that are asked.
+
+    Attributes:
+        ids: ascending.
+        needed: so many usable answers are waited for; by default all (fewer with federation.over_select).
+        everyone: whether these are all clients, asked whatever they were sampled for; they are not the participants of
+            a round.
+    """
+
+    ids: tuple[int, ...]
+    needed: int
+    everyone: bool = False
+
+    def __init__(self, ids: Iterable[int], needed: int | None = None, *, everyone: bool = False):
+        object.__setattr__(self, "ids", tuple(sorted(int(id) for id in ids)))
+        object.__setattr__(self, "needed", len(self.ids) if needed is None else needed)
+        object.__setattr__(self, "everyone", everyone)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
 
 
 @dataclass
@@ -26,13 +53,5 @@ class Ledger:
     lost: list[int] = field(default_factory=list)           # no usable answer, for whatever reason but a bad reply
     retried: list[int] = field(default_factory=list)
     rejected: dict[int, str] = field(default_factory=dict)  # reply not usable, and why
-    participants: set[int] = field(default_factory=set)     # of a cohort, those who replied usably
+    participants: set[int] = field(default_factory=set)     # usable repliers to calls that were not for everyone
     stages: Stages = field(default_factory=Stages)
-
-
-class Cohort(list[int]):
-    """The clients asked in a round; the answers of `enough` of them are waited for (federation.over_select)."""
-
-    def __init__(self, ids: Iterable[int], enough: int):
-        super().__init__(ids)
-        self.enough = enough

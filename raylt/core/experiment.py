@@ -14,14 +14,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from raylt import metrics, tree
-from raylt.config import Config
 from raylt.core import checkpoint
 from raylt.core.checkpoint import Checkpoint
 from raylt.core.cohort import Ledger, Traffic
 from raylt.core.evaluation import confusion_of
 from raylt.core.fleet import Fleet
-from raylt.core.method import Method
+from raylt.core.judging import Judge, judged_entries
+from raylt.core.reductions import each
 from raylt.core.server import Server, Stages
+from raylt.core.setup import Setup
 from raylt.data.samples import Samples
 from raylt.data.task import Task
 from raylt.tree import Tree
@@ -76,23 +77,19 @@ class Experiment:
 
     Args:
         folder: the run folder, where checkpoints and the final model go.
-
-    Attributes:
-        finishes: whether the method does something after the last round.
     """
 
-    def __init__(self, config: Config, method: Method, task: Task, fleet: Fleet, device: torch.device, folder: Path):
-        method.check(task.facts, config)
-        self.config, self.method, self.task, self.fleet, self.folder = config, method, task, fleet, folder
-        self.server = Server(config, task.facts, method.new_model(task.facts, config).to(device), device)
-        self.finishes = type(method).finish is not Method.finish
+    def __init__(self, setup: Setup, task: Task, fleet: Fleet, device: torch.device, folder: Path):
+        self.config, self.method, self.task, self.fleet, self.folder = setup.config, setup.method, task, fleet, folder
+        model = setup.check(task.facts).to(device)
+        self.server = Server(setup.config, task.facts, model, device, setup.method.server_optimiser())
         self._test: Samples | None = None
         self._saved: Checkpoint | None = None
         self._step = 0
 
     @property
     def done(self) -> bool:
-        return self._step >= self.server.rounds + self.finishes
+        return self._step >= self.server.rounds + self.method.finishes
 
     def step(self) -> Report:
         """One round, or the finish; then an evaluation when it is due."""
@@ -109,7 +106,10 @@ class Experiment:
         fleet.begin(self._step)
         last = self._step >= server.rounds
         phase = "round" if self._step <= server.rounds else "finish"
-        getattr(self.method, phase)(server, fleet)
+        if phase == "round":
+            self.method.round(server, fleet)
+        else:
+            self.method.finish(server, fleet)
         ledger, trained = fleet.ledger, time.perf_counter()
         stages = Stages(joined.stages)
         for more in (ledger.stages, server.stages):         # before anybody is judged, which calls clients too
@@ -154,7 +154,7 @@ class Experiment:
     def conclude(self) -> dict[str, str]:
         """Writes the deployed model and returns what a summary says of it."""
         model = {name: value.detach().cpu().contiguous()
-                 for name, value in self.method.deployed(self.server).state_dict().items()}
+                 for name, value in self.method.global_model(self.server).state_dict().items()}
         save_file(model, self.folder / "model.safetensors")
         return {"model_sha256": checkpoint.hash_tensors(model), "task": self.task.kind}
 
@@ -213,17 +213,18 @@ class Experiment:
     def _judge_global(self) -> Tensor:
         if self._test is None:
             self._test = Samples(self.task.test, self.task.facts, self.server.device)
-        model = self.method.deployed(self.server).eval()
+        model = self.method.global_model(self.server).eval()
         with _all_threads():
             return confusion_of(lambda x: self.method.predict(model, x), self._test, self.task.classes,
                                 self.config.evaluation.batch)
 
     def _judge_clients(self) -> dict[int, Tensor]:
         changed = set(self.fleet.changed)
-        replies = self.fleet.call(self.method.judge, self.fleet.ids, self.method.message(self.server))
+        message = {"model": judged_entries(self.server, self.method)}
+        got = self.fleet.ask(Judge(self.method).judge, self.fleet.everyone, message, confusion=each)
         self.fleet.changed = changed                # judging leaves private states as they were
         del self.fleet.ledger.traffic["judge"]      # no federation would send these: they are for our eyes
-        return {id: reply["confusion"] for id, reply in replies.items()}
+        return got["confusion"]
 
 
 def _merge(first: dict[str, Traffic], second: dict[str, Traffic]) -> dict[str, Traffic]:

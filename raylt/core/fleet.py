@@ -1,14 +1,12 @@
-"""`Fleet`: the only way to reach clients. Its three verbs say what the server gets to see.
+"""`Fleet`: the only way to reach clients. The server says what it wants to see of each part of their replies:
 
-    fleet.mean(fn, ids, message)   the sample-weighted mean of the replies
-    fleet.sum(fn, ids, message)    their sum
-    fleet.call(fn, ids, message)   every reply, by client
+    got = fleet.ask(fn, cohort, message, model=mean, gradients=total, map=each)
 
-A fourth, `fleet.map(fn, items)`, reaches no client: it spreads the server's own work over the processes that are there.
+`fleet.map(fn, items)` reaches no client: it spreads the server's own work over the processes that are there.
 
 A transport (this process, or Ray) supplies one thing, `_answers`: run a client function on some clients and yield what
 came of it in the order of the ids. Everything that decides a result is here, once: replies are checked before they
-count, summed in id order in float64, and counted in bytes.
+count, reduced in id order in float64, and counted in bytes.
 """
 
 import math
@@ -16,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -24,13 +22,14 @@ from raylt import tree
 from raylt.config import Config
 from raylt.core.client import ClientFunction, Message, Reply
 from raylt.core.cohort import Cohort, Ledger, Traffic
-from raylt.core.schema import Form
+from raylt.core.gathering import Gathering, Replies
+from raylt.core.reductions import Reduction
+from raylt.core.schema import Form, Schema, difference
 from raylt.data.task import Task
 from raylt.errors import ClientError, TooFewReplies
-from raylt.tree import Fold, Tree
+from raylt.tree import Tree
 
 ItemFunction = Callable[[Tree], Tree]
-Verb = Literal["mean", "sum", "call"]
 
 
 def compute(fn: ItemFunction, item: Tree, threads: int) -> Tree:
@@ -74,6 +73,11 @@ class Fleet(ABC):
         self.changed: set[int] = set()
         self._private: dict[int, Any] = {}      # handles of the clients' private states: what an actor is rebuilt from
 
+    @property
+    def everyone(self) -> Cohort:
+        """All clients that hold samples."""
+        return Cohort(self.ids, everyone=True)
+
     def begin(self, round: int) -> None:
         """Starts a round: seeds follow its number, and its ledger is empty."""
         self.round, self.ledger = round, Ledger()
@@ -87,31 +91,48 @@ class Fleet(ABC):
         finally:
             self._private, self.changed, self.round, self.ledger = before
 
-    def mean(self, fn: ClientFunction, ids: Sequence[int], message: Message) -> Tree:
-        """The mean of the replies weighted by the clients' samples; integer tensors take the maximum.
+    def ask(self, fn: ClientFunction, cohort: Cohort | Iterable[int], message: Message, /,
+            **parts: Reduction) -> Replies:
+        """Calls a client function on clients and reduces each part of their replies as asked for.
+
+        A reply counts only if it has exactly the parts that are named, each as its template says or, without one, as
+        most of the replies have it (where two forms are equally frequent there is no telling, and none counts).
+
+        Args:
+            fn: runs at each client, with the message; its name is that of the call in reports.
+            cohort: who is asked; a plain list of ids is one that waits for all.
+            parts: `mean`, `total` or `each` by name of the part.
 
         Raises:
             TooFewReplies: fewer than `federation.quorum` of the clients replied usably.
         """
-        fold, stages = Fold(), self.ledger.stages
-        for _, reply in self._replies(fn, ids, message, verb="mean"):
-            with stages.time("aggregation"):
-                fold.add(reply.tree, reply.weight)
-        with stages.time("aggregation"):
-            return fold.mean()
-
-    def sum(self, fn: ClientFunction, ids: Sequence[int], message: Message) -> Tree:
-        """The sum of the replies in float64; a key that a client leaves out counts as zero."""
-        fold, stages = Fold(), self.ledger.stages
-        for _, reply in self._replies(fn, ids, message, verb="sum"):
-            with stages.time("aggregation"):
-                fold.add(reply.tree)
-        with stages.time("aggregation"):
-            return fold.sum()
-
-    def call(self, fn: ClientFunction, ids: Sequence[int], message: Message) -> dict[int, Tree]:
-        """Every usable reply, by client id, ascending."""
-        return {id: reply.tree for id, reply in self._replies(fn, ids, message, verb="call")}
+        cohort = cohort if isinstance(cohort, Cohort) else Cohort(cohort)
+        name, schema = getattr(fn, "__name__", "call"), Schema(parts)
+        if not cohort.ids:
+            raise TooFewReplies(f"round {self.round}, {name}: no client was asked; give it at least one")
+        gathered: dict[Form, Gathering] = {}
+        errors: list[ClientError | None] = []
+        for answer in self._counted(name, fn, cohort, message, schema):
+            fault = None if answer.reply is None else schema.fault(answer.reply)
+            if answer.reply is None:
+                self.ledger.lost.append(answer.id)
+                errors.append(answer.error)
+            elif fault is not None:
+                errors.append(self._reject(answer.id, name, fault))
+            else:
+                with self.ledger.stages.time("aggregation"):
+                    form = schema.form(answer.reply)
+                    gathered.setdefault(form, Gathering(parts)).add(answer.id, answer.reply, answer.private)
+        usual, faults = _usual(gathered)
+        errors += [self._reject(id, name, fault) for id, fault in faults.items()]
+        self._check_quorum(name, cohort, 0 if usual is None else len(usual), errors)
+        assert usual is not None
+        self._private.update(usual.private)
+        self.changed.update(usual.private)
+        if not cohort.everyone:
+            self.ledger.participants.update(usual.private)
+        with self.ledger.stages.time("aggregation"):
+            return usual.replies()
 
     @abstractmethod
     def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
@@ -144,49 +165,45 @@ class Fleet(ABC):
     def close(self) -> None:
         """Frees what the fleet holds."""
 
-    def _replies(self, fn: ClientFunction, ids: Sequence[int], message: Message, verb: Verb) -> Iterator[
-            tuple[int, Reply]]:
-        name = getattr(fn, "__name__", "call")
-        sampled, wanted = isinstance(ids, Cohort), ids.enough if isinstance(ids, Cohort) else len(ids)
-        ids, size = sorted(ids), tree.nbytes(message)
-        if not ids:
-            raise TooFewReplies(f"round {self.round}, {name}: no client was asked; give it at least one")
-        # a model comes back under the names and in the shapes that the message gave it; all of it, to a mean
-        like = {"model": message["model"]} if verb != "sum" and "model" in message else {}
-        form, given = Form(like, verb != "mean"), Form(like, verb != "mean")
+    def _counted(self, name: str, fn: ClientFunction, cohort: Cohort, message: Message, schema: Schema) -> Iterator[
+            Answer]:
+        """The answers, with their bytes and the wait for them in the ledger."""
+        size, traffic = tree.nbytes(message), self.ledger.traffic.setdefault(name, Traffic())
         # only where some may be left out does it matter, while calls run, which replies are usable
-        accept = (lambda _: True) if wanted == len(ids) else (lambda reply: given.fault(reply) is None)
-        traffic = self.ledger.traffic.setdefault(name, Traffic())
-        needed = max(1, math.ceil(self.config.federation.quorum * wanted - 1e-9))
-        usable, errors = 0, []
-        answers = self._answers(fn, ids, message, wanted, accept)
+        everybody = cohort.needed == len(cohort)
+        answers = self._answers(fn, list(cohort), message, cohort.needed,
+                                lambda reply: everybody or schema.fault(reply) is None)
         while True:
             with self.ledger.stages.time(name):
                 answer = next(answers, None)
             if answer is None:
-                break
+                return
             traffic.down += size
-            error = answer.error
             if answer.reply is not None:
                 traffic.up += tree.nbytes(answer.reply.tree)
                 traffic.replies += 1
-                fault = form.fault(answer.reply)
-                if fault is None:
-                    if verb != "call":
-                        form.extend(answer.reply)
-                    usable += 1
-                    self._private[answer.id] = answer.private
-                    self.changed.add(answer.id)
-                    if sampled:
-                        self.ledger.participants.add(answer.id)
-                    yield answer.id, answer.reply
-                    continue
-                self.ledger.rejected[answer.id] = fault
-                error = ClientError(answer.id, self.round, name, f"reply rejected: {fault}")
-            else:
-                self.ledger.lost.append(answer.id)
-            errors.append(error)
+            yield answer
+
+    def _reject(self, id: int, name: str, fault: str) -> ClientError:
+        self.ledger.rejected[id] = fault
+        return ClientError(id, self.round, name, f"reply rejected: {fault}")
+
+    def _check_quorum(self, name: str, cohort: Cohort, usable: int, errors: list[ClientError | None]) -> None:
+        quorum = self.config.federation.quorum
+        needed = max(1, math.ceil(quorum * cohort.needed - 1e-9))
         if usable < needed:
             raise TooFewReplies(
-                f"round {self.round}, {name}: {usable} of {wanted} clients replied usably, federation.quorum = "
-                f"{self.config.federation.quorum:g} needs {needed}; first failure: {errors[0]}") from errors[0]
+                f"round {self.round}, {name}: {usable} of {cohort.needed} clients replied usably, federation.quorum = "
+                f"{quorum:g} needs {needed}; first failure: {errors[0]}") from errors[0]
+
+
+def _usual(gathered: dict[Form, Gathering]) -> tuple[Gathering | None, dict[int, str]]:
+    """The replies of the most frequent form, and why each of the others does not count, by client id."""
+    ranked = sorted(gathered, key=lambda form: -len(gathered[form]))
+    if not ranked:
+        return None, {}
+    if len(ranked) > 1 and len(gathered[ranked[0]]) == len(gathered[ranked[1]]):
+        text = difference(ranked[1], ranked[0]).replace("most replies", "as many replies")
+        return None, {id: f"two forms are equally frequent: {text}" for form in ranked for id in gathered[form].private}
+    faults = {id: difference(form, ranked[0]) for form in ranked[1:] for id in gathered[form].private}
+    return gathered[ranked[0]], dict(sorted(faults.items()))

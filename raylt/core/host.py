@@ -3,10 +3,9 @@
 import torch
 
 from raylt import tree
-from raylt.config import Config
 from raylt.core.client import Client, ClientFunction, Message, Reply
 from raylt.core.evaluation import EvaluationSet
-from raylt.core.method import Method
+from raylt.core.setup import Setup, private_entries
 from raylt.data.samples import Samples
 from raylt.data.task import Facts, Shard
 from raylt.seeds import seeded
@@ -21,13 +20,13 @@ class Host:
     message, seed) alone, whichever process runs it.
     """
 
-    def __init__(self, config: Config, method: Method, facts: Facts, test: Shard, device: torch.device):
-        self.config, self.method, self.facts, self.device = config, method, facts, device
-        self.model = method.new_model(facts, config).to(device)
+    def __init__(self, setup: Setup, facts: Facts, test: Shard, device: torch.device):
+        self.setup, self.facts, self.device = setup, facts, device
+        self.model = setup.new_model(facts).to(device)
         self.clients: dict[int, Client] = {}
-        self._initial = tree.snapshot(method.private(self.model))
+        self._initial = tree.snapshot(private_entries(setup.method, self.model))
         self._test = EvaluationSet(test, facts, device)
-        self._threads = max(1, int(config.resources.cpus_per_client))
+        self._threads = max(1, int(setup.config.resources.cpus_per_client))
 
     def run(self, fn: ClientFunction, message: Message, round: int, id: int, shard: Shard | None,
             private: Tree | None) -> tuple[Reply, Tree]:
@@ -39,29 +38,36 @@ class Host:
 
         Returns:
             The reply and the client's private state, both on the CPU.
+
+        Raises:
+            LateWrite: the function changed what it had handed over.
         """
-        client = self.clients.get(id)
-        if client is None:
-            assert shard is not None, f"client {id} is not here and came without its data"
-            samples = Samples(shard, self.facts, self.device)
-            client = self.clients[id] = Client(id, samples, self._test, self.model, self.config, self.device)
-        entries, client.state = (self._initial, {}) if private is None else (private["model"], private["state"])
+        client = self.clients.get(id) or self._admit(id, shard)
+        entries, state = (self._initial, {}) if private is None else (private["model"], private["state"])
+        client.recall(state)
         client.receive(entries)
         self.model.train()              # whoever ran before: a call starts from the same mode
-        name = getattr(fn, "__name__", "call")
+        name, seed = getattr(fn, "__name__", "call"), self.setup.config.seed
         client.begin(name, round)
         threads = torch.get_num_threads()
         torch.set_num_threads(self._threads)        # the same everywhere: it decides the order of some sums
         try:
-            with seeded(self.config.seed, name, round, id, device=self.device):
+            with seeded(seed, name, round, id, device=self.device):
                 reply = fn(client, tree.to(message, self.device))
         finally:
             torch.set_num_threads(threads)
-        after = {"model": self.method.private(self.model), "state": client.state}
+        client.check_stamps()
+        after = {"model": private_entries(self.setup.method, self.model), "state": dict(client.state)}
         return Reply(reply.weight, _outgoing(reply.tree)), _outgoing(after)
+
+    def _admit(self, id: int, shard: Shard | None) -> Client:
+        assert shard is not None, f"client {id} is not here and came without its data"
+        samples = Samples(shard, self.facts, self.device)
+        self.clients[id] = Client(id, samples, self._test, self.model, self.setup.config, self.device,
+                                  self.setup.augment)
+        return self.clients[id]
 
 
 def _outgoing(parts: Tree) -> Tree:
     """On the CPU and contiguous: other layouts cannot be sent without a copy. Shares memory where it can."""
     return tree.map_tensors(lambda t: t.detach().cpu().contiguous(), parts)
-

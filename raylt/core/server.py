@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from raylt.config import Config
+from raylt.core.server_optimisers import ServerOptimiser
 from raylt.data.task import Facts
-from raylt.models.split import Params, SplitModel, load_entries
+from raylt.models.split import Params, SplitModel, load_entries, trained_names
 from raylt.seeds import seed_for
 from raylt.tree import Tree
 
@@ -38,15 +39,18 @@ class Server:
     Attributes:
         model: the global model.
         state: anything else the server must remember between rounds; a tree of CPU tensors, numbers and strings,
-            part of every checkpoint.
+            part of every checkpoint. What the optimiser remembers is in it too, as "server_optimiser".
+        optimiser: the rule of `step`; None: the clients' mean is the new model.
         round: number of the round, from 1; 0 before the first.
         rounds: R.
         figures: what the method reports of this round, on top of the framework's own figures.
         stages: seconds of the server's own work in this round; `with server.stages.time("synthesis"): ...`.
     """
 
-    def __init__(self, config: Config, facts: Facts, model: SplitModel, device: torch.device):
+    def __init__(self, config: Config, facts: Facts, model: SplitModel, device: torch.device,
+                 optimiser: ServerOptimiser | None = None):
         self.config, self.facts, self.model, self.device = config, facts, model, device
+        self.optimiser = optimiser
         self.state: Tree = {}
         self.round, self.rounds = 0, config.federation.rounds
         self.figures: dict[str, Any] = {}
@@ -59,6 +63,24 @@ class Server:
     def receive(self, params: Params) -> None:
         """Takes over the entries of the global model that clients agreed on; the others stay as they are."""
         load_entries(self.model, params)
+
+    @torch.no_grad()
+    def step(self, mean: Params) -> None:
+        """Moves the global model towards the clients' mean, as the method's server optimiser says.
+
+        Args:
+            mean: entries of the model; those that are not trained are taken over whatever the optimiser.
+        """
+        if self.optimiser is None:
+            self.receive(mean)
+            return
+        trained = trained_names(self.model) & mean.keys()
+        now = self.model.state_dict()
+        before = {name: now[name].double().cpu() for name in mean if name in trained}
+        remembered = dict(self.state.get("server_optimiser", {}))
+        steps = self.optimiser.step(remembered, {name: mean[name].double().cpu() - old for name, old in before.items()})
+        self.state["server_optimiser"] = remembered
+        self.receive(mean | {name: old + steps[name] for name, old in before.items()})
 
     def log(self, **figures: Any) -> None:
         """Adds figures (numbers, strings, lists and dicts of them) to this round's line in metrics.jsonl."""

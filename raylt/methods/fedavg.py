@@ -11,4 +11,4 @@ class FedAvg(Method):
 
     name: ClassVar[str] = "fedavg"
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
-    tasks: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
+    problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")

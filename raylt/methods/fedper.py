@@ -16,9 +16,8 @@ class FedPer(Method):
 
     name: ClassVar[str] = "fedper"
     paper: ClassVar[str] = "Arivazhagan et al., arXiv 2019"
-    tasks: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
+    problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
-    one_encoder: ClassVar[bool] = True
 
     def shared(self, model: SplitModel) -> Params:
         return model.entries("encoder.")

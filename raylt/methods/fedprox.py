@@ -23,7 +23,7 @@ class FedProx(Method):
 
     name: ClassVar[str] = "fedprox"
     paper: ClassVar[str] = "Li et al., MLSys 2020"
-    tasks: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
+    problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
 
     mu: float = hp(0.01, LogUniform(1e-4, 1.0), "weight of the proximal term, Eq. 2", ge=0)
 

@@ -1,6 +1,7 @@
 """`SplitModel`: an encoder and a classifier, the two halves that every method here speaks of."""
 
-from typing import ClassVar
+import copy
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ class SplitModel(nn.Module):
     """
 
     head: ClassVar[type[nn.Linear]] = nn.Linear
+    problem: ClassVar[Literal["classification", "segmentation"]] = "classification"
 
     def __init__(self, encoder: nn.Module, dim: int, classes: int):
         super().__init__()
@@ -60,6 +62,7 @@ class PixelModel(SplitModel):
     """
 
     head: ClassVar[type[nn.Linear]] = PixelLinear
+    problem: ClassVar[Literal["classification", "segmentation"]] = "segmentation"
 
     def forward(self, x: Tensor) -> Tensor:
         return F.interpolate(super().forward(x), x.shape[2:], mode="bilinear", align_corners=False)
@@ -83,6 +86,18 @@ def linear(weight: Tensor, bias: Tensor | None, kind: type[nn.Linear] = nn.Linea
     layer.weight = nn.Parameter(weight)
     layer.register_parameter("bias", None if bias is None else nn.Parameter(bias))
     return layer
+
+
+def with_encoder(model: SplitModel, encoder: nn.Module) -> SplitModel:
+    """The model with another encoder; it shares everything else."""
+    other = copy.copy(model)
+    other._modules = {**model._modules, "encoder": encoder}
+    return other
+
+
+def trained_names(model: nn.Module) -> frozenset[str]:
+    """Names of the entries that are trained: no buffers, nothing frozen."""
+    return frozenset(name for name, value in model.named_parameters() if value.requires_grad)
 
 
 def running_statistics(model: nn.Module) -> frozenset[str]:

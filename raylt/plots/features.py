@@ -14,8 +14,8 @@ from raylt.data.cache import take
 from raylt.data.samples import Samples
 from raylt.data.task import Shard, Task, build_task
 from raylt.errors import CheckpointError
-from raylt.methods import make_method
 from raylt.plots.style import COLOURS
+from raylt.registry import resolve
 from raylt.seeds import seed_for
 
 
@@ -56,14 +56,14 @@ def _reopen(folder: Path) -> tuple[Config, Task, Server]:
     if not (folder / "summary.json").is_file():
         raise CheckpointError(f"{folder}: this run is not finished; continue it with raylt resume {folder}")
     config = load(folder / "config.yaml")
-    method = make_method(config.method)
+    setup = resolve(config)
     saved, _ = checkpoint.latest(folder / "checkpoints")
     part = {} if saved is None else saved.read("server")
     if "synthetic" not in part.get("state", {}):
-        raise CheckpointError(f"{folder}: {method.name} left no synthetic features; give a run of sfd with "
+        raise CheckpointError(f"{folder}: {setup.method.name} left no synthetic features; give a run of sfd with "
                               "method.safs=true")
     task = build_task(config.data.model_copy(update={"split": str(folder / "split.json")}))
-    server = Server(config, task.facts, method.new_model(task.facts, config), torch.device("cpu"))
+    server = Server(config, task.facts, setup.new_model(task.facts), torch.device("cpu"))
     server.receive(part["model"])
     server.state = part["state"]
     return config, task, server

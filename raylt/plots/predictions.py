@@ -14,7 +14,9 @@ from raylt.core.client import Client, Message, Reply
 from raylt.core.experiment import Experiment
 from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
+from raylt.core.judging import judged_entries, judged_model
 from raylt.core.method import Method
+from raylt.core.reductions import each
 from raylt.data.cache import load as load_images
 from raylt.data.cache import take
 from raylt.data.maps import VOID, relabel
@@ -22,7 +24,7 @@ from raylt.data.samples import Samples
 from raylt.data.scenes import COLOURS
 from raylt.data.task import Shard, Task, build_task
 from raylt.errors import CheckpointError, ConfigError
-from raylt.methods import make_method
+from raylt.registry import resolve
 
 SHOWN = 4
 BACKGROUND, NOBODY = (0, 0, 0), (255, 255, 255)     # a client's other classes; VOID
@@ -48,9 +50,10 @@ def draw_predictions(folder: Path, images: Sequence[int] = (), client: int | Non
     if (strange := rows[(rows < 0) | (rows >= len(task.test))]).size:
         raise ConfigError(f"--image {strange[0]}: {task.name} has the test images 0 to {len(task.test) - 1}")
     chosen = Shard(take(task.test.x, rows), take(task.test.y, rows))
-    method, device = make_method(config.method), torch.device("cpu")
-    fleet = LocalFleet(config, task, Host(config, method, task.facts, chosen, device))
-    experiment = Experiment(config, method, task, fleet, device, folder)
+    setup, device = resolve(config), torch.device("cpu")
+    method = setup.method
+    fleet = LocalFleet(config, task, Host(setup, task.facts, chosen, device))
+    experiment = Experiment(setup, task, fleet, device, folder)
     saved, _ = checkpoint.latest(folder / "checkpoints")
     if saved is None:
         raise CheckpointError(f"{folder}: has no checkpoint that can be read; run it again")
@@ -59,11 +62,12 @@ def draw_predictions(folder: Path, images: Sequence[int] = (), client: int | Non
         client = fleet.ids[0]
     if client is None:
         truth = chosen.labels()
-        predicted = _maps(method, method.deployed(experiment.server), Samples(chosen, task.facts, device)).numpy()
+        predicted = _maps(method, method.global_model(experiment.server), Samples(chosen, task.facts, device)).numpy()
     elif client in fleet.ids:
-        asked = fleet.call(partial(_ask, method), [client], method.message(experiment.server))
+        message = {"model": judged_entries(experiment.server, method)}
+        asked = fleet.ask(partial(_ask, method), [client], message, maps=each)["maps"]
         truth, predicted = (relabel(maps, task.views[client]) for maps in (
-            chosen.labels(), asked[client]["maps"].numpy()))
+            chosen.labels(), asked[client].numpy()))
     else:
         raise ConfigError(f"--client {client}: holds no samples; those that do: {', '.join(map(str, fleet.ids))}")
     path = folder / "predictions.png"
@@ -87,8 +91,7 @@ def _reopen(folder: Path) -> tuple[Config, Task]:
 
 
 def _ask(method: Method, client: Client, message: Message) -> Reply:
-    client.receive(message["model"])
-    return client.reply(maps=_maps(method, method.personal_model(client), client.test))
+    return client.reply(maps=_maps(method, judged_model(method, client, message["model"]), client.test.samples))
 
 
 @torch.no_grad()

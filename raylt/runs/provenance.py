@@ -19,7 +19,7 @@ from typing import Any
 SCHEMA = 1              # of summary.json and of the lines of metrics.jsonl; raylt/runs/schemas has both
 FILE = "provenance.jsonl"
 _ROOT = Path(__file__).parents[1]
-_DECISIVE = ("config.py", "hyper.py", "metrics.py", "seeds.py", "tree.py", "data", "models", "core", "ops", "methods")
+_DECISIVE = ("config", "hyper", "metrics", "seeds", "tree", "registry", "data", "models", "core", "ops", "methods")
 
 
 def now() -> str:
@@ -32,8 +32,7 @@ def code_sha256() -> str:
     """SHA-256 over the names and contents of the sources that results depend on."""
     digest = hashlib.sha256()
     for name in _DECISIVE:
-        place = _ROOT / name
-        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+        for file in sorted((_ROOT / name).rglob("*.py")) or [_ROOT / f"{name}.py"]:
             digest.update(f"{file.relative_to(_ROOT).as_posix()}\0".encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()

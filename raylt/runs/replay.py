@@ -19,7 +19,7 @@ from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
 from raylt.data.task import Task, build_task
 from raylt.errors import CheckpointError, ConfigError
-from raylt.methods import make_method
+from raylt.registry import resolve
 
 
 @dataclass
@@ -78,9 +78,9 @@ def replay(folder: Path, round: int, client: int, function: str | None) -> Repla
     task = build_task(config.data.model_copy(update={"split": str(folder / "split.json")}))
     torch.set_num_threads(1)        # as the server does: the same bits
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    method = make_method(config.method)
-    fleet = OneClient(config, task, Host(config, method, task.facts, task.test, device), round, client, function)
-    experiment = Experiment(config, method, task, fleet, device, folder)
+    setup = resolve(config)
+    fleet = OneClient(config, task, Host(setup, task.facts, task.test, device), round, client, function)
+    experiment = Experiment(setup, task, fleet, device, folder)
     if saved is not None:
         experiment.load(saved)
     try:

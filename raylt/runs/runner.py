@@ -8,9 +8,10 @@ from typing import Any, Literal, Protocol
 
 from raylt.config import Config, load
 from raylt.core.experiment import Report
+from raylt.core.setup import Setup
 from raylt.data.task import Task, build_task
 from raylt.errors import CheckpointError, ConfigError, ServerLost
-from raylt.methods import make_method
+from raylt.registry import resolve
 from raylt.runs import provenance
 from raylt.runs.journal import Journal
 from raylt.runs.summary import summarise
@@ -43,10 +44,10 @@ def start(config: Config, out: Path, name: str | None, fleet: FleetKind, address
     Returns:
         The summary and the run folder.
     """
-    method = make_method(config.method)
+    method = resolve(config).method
     config = config.model_copy(update={"method": {"name": method.name, **method.model_dump()}})
     task = build_task(config.data)
-    method.check(task.facts, config)
+    resolve(config).check(task.facts)
     source = Path(task.name.partition(":")[2] or task.name).stem        # of folder:PATH and npz:PATH, the last name
     name = name or f"{method.name}-{source}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
     journal = Journal.create(out / name, config, task.split)
@@ -106,8 +107,9 @@ def _run(config: Config, task: Task, journal: Journal, fleet: FleetKind, address
 
 def _take_steps(config: Config, task: Task, journal: Journal, fleet: FleetKind, address: str | None,
                 watcher: Watcher) -> dict[str, Any]:
-    make_method(config.method).prepare(task, config)
-    with _experiment(config, task, journal.folder, fleet, address, watcher) as experiment:
+    setup = resolve(config)
+    setup.method.prepare(task, config, setup.check(task.facts))
+    with _experiment(setup, task, journal.folder, fleet, address, watcher) as experiment:
         while not experiment.done:
             report = experiment.advance()
             journal.append(report)
@@ -115,16 +117,16 @@ def _take_steps(config: Config, task: Task, journal: Journal, fleet: FleetKind, 
         return summarise(journal.reports(), config.method["name"], task.split.sha256, experiment.conclude())
 
 
-def _experiment(config: Config, task: Task, folder: Path, fleet: FleetKind, address: str | None,
+def _experiment(setup: Setup, task: Task, folder: Path, fleet: FleetKind, address: str | None,
                 watcher: Watcher) -> AbstractContextManager[Steps]:
     if fleet == "local":
-        return _in_this_process(config, task, folder)
+        return _in_this_process(setup, task, folder)
     from actors.launch import open_experiment  # the only way from here to Ray
-    return open_experiment(config, task, folder, address, watcher.says)
+    return open_experiment(setup, task, folder, address, watcher.says)
 
 
 @contextmanager
-def _in_this_process(config: Config, task: Task, folder: Path) -> Iterator[Steps]:
+def _in_this_process(setup: Setup, task: Task, folder: Path) -> Iterator[Steps]:
     import torch
 
     from raylt.core import checkpoint
@@ -134,9 +136,8 @@ def _in_this_process(config: Config, task: Task, folder: Path) -> Iterator[Steps
 
     torch.set_num_threads(1)        # weights must not depend on the machine's cores
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    method = make_method(config.method)
-    fleet = LocalFleet(config, task, Host(config, method, task.facts, task.test, device))
-    experiment = Experiment(config, method, task, fleet, device, folder)
+    fleet = LocalFleet(setup.config, task, Host(setup, task.facts, task.test, device))
+    experiment = Experiment(setup, task, fleet, device, folder)
     saved, _ = checkpoint.latest(folder / "checkpoints")
     if saved is not None:
         experiment.load(saved)

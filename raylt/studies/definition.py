@@ -28,7 +28,7 @@ from pydantic import Field, field_validator
 import raylt
 from raylt.config import Config, Section, check
 from raylt.errors import ConfigError
-from raylt.methods import make_method
+from raylt.registry import resolve
 from raylt.studies.measures import MEASURES
 
 RECIPES = Path(raylt.__path__[0]) / "recipes"
@@ -214,7 +214,7 @@ def resolved(tree: Mapping[str, Any], who: str = "") -> Config:
     """The configuration of a run with all fields of its method, as a run folder records it."""
     try:
         config: Config = check(Config, dict(tree))
-        method = make_method(config.method)
+        method = resolve(config).method
     except ConfigError as error:
         raise ConfigError(f"{who}: {error}" if who else str(error)) from None
     return config.model_copy(update={"method": {"name": method.name, **method.model_dump(mode="json")}})

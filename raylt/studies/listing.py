@@ -2,8 +2,11 @@
 
 from collections import Counter
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from raylt.errors import ConfigError
 from raylt.studies.records import age, read_run
@@ -64,7 +67,19 @@ def _study(folder: Path) -> Entry:
     states = Counter(record.state for record in records)
     methods = sorted({record.config["method"]["name"] for record in records if record.config})
     ages = [seconds for run in runs if (seconds := age(run)) is not None]
-    order = ("running", "failed", "damaged", "stopped", "done")
-    state = next((state for state in order if states[state]), "missing")
-    return Entry(folder.name, "study", ", ".join(methods), state, f"{states['done']}/{len(records)} runs", None,
+    total = _planned(folder / STUDY)
+    state = next((state for state in ("running", "failed", "damaged") if states[state]),
+                 "done" if total and states["done"] >= total else "stopped")
+    return Entry(folder.name, "study", ", ".join(methods), state, f"{states['done']}/{total or '?'} runs", None,
                  min(ages, default=None))
+
+
+def _planned(file: Path) -> int | None:
+    """Runs of a study; counted here and not by its definition, which would take a second to import torch."""
+    try:
+        tree = yaml.safe_load(file.read_text())
+        cells, seeds = tree.get("cells") or [{}], tree.get("seeds", 3)
+        count = prod(map(len, cells.values())) if isinstance(cells, dict) else len(cells)
+        return len(tree["arms"]) * count * (seeds if isinstance(seeds, int) else len(seeds))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+        return None

@@ -104,10 +104,10 @@ def test_a_finish_is_a_step_and_no_round(run):
 def test_listing_has_runs_and_counts_those_of_a_study(tmp_path, run):
     write_run(tmp_path / "study" / "fedavg" / "seed-0", PLAN, [0.1, 0.3, 0.2])
     write_run(tmp_path / "study" / "fedavg" / "seed-1", PLAN, [0.1], done=False)
-    (tmp_path / "study" / "study.yaml").write_text("arms: {fedavg: fedavg}")
+    (tmp_path / "study" / "study.yaml").write_text("arms: {fedavg: fedavg}\nseeds: 3")
     (tmp_path / "else").mkdir()
     entries = {entry.name: entry for entry in listing(tmp_path)}
     assert set(entries) == {"run", "study"}
     assert (entries["run"].state, entries["run"].accuracy, entries["run"].progress) == ("done", 0.2, "3/3")
-    assert (entries["study"].state, entries["study"].progress) == ("stopped", "1/2 runs")
+    assert (entries["study"].state, entries["study"].progress) == ("stopped", "1/3 runs")
     assert {entry.name for entry in listing(tmp_path / "study")} == {"fedavg/seed-0", "fedavg/seed-1"}

@@ -16,7 +16,7 @@ marked at its line:
     the client's classifier to tell nothing. delta below 0.5 does not.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -30,6 +30,7 @@ from raylt.core.features import features
 from raylt.core.fitting import fit_classifier
 from raylt.core.fleet import Fleet
 from raylt.core.method import Method
+from raylt.core.reductions import total
 from raylt.core.server import Server
 from raylt.core.training import sgd
 from raylt.data.samples import Batch
@@ -38,7 +39,6 @@ from raylt.methods.bpfed.smoothing import smooth_labels
 from raylt.models.split import Params, SplitModel, with_classifier
 from raylt.ops.moments import class_scatter, pack, perturb, unpack
 from raylt.seeds import seed_for
-from raylt.tree import nbytes
 
 
 class BPFed(Method):
@@ -48,7 +48,6 @@ class BPFed(Method):
     name: ClassVar[str] = "bpfed"
     paper: ClassVar[str] = "Balanced Personalized Federated Learning"
     personal: ClassVar[bool] = True
-    one_encoder: ClassVar[bool] = True
 
     alpha: float = hp(1.0, Choice(0.0, 0.2, 0.5, 1.0, 2.0), "lambda ~ Beta(alpha, alpha), Eq. 7, Fig. 3; 0: no Mixup",
                       ge=0)
@@ -110,17 +109,19 @@ class BPFed(Method):
 
     # stage 2 (3.2.2, Algorithm 2)
 
+    @property
+    def finishes(self) -> bool:
+        return self.crt or self.lws
+
     def finish(self, server: Server, fleet: Fleet) -> None:
-        if not (self.crt or self.lws):
-            return
         message: Message = {"model": tree.snapshot(self.shared(server.model))}
         if self.fa:
-            sums = fleet.sum(self.covariance, fleet.ids, message)
-            covariance = sums["scatter"] / max(sums["n"], 1)    # M_glo, Eq. 16
+            got = fleet.ask(self.covariance, fleet.everyone, message, scatter=total, n=total)
+            covariance = got["scatter"] / max(got["n"], 1)      # M_glo, Eq. 16
             message = {"covariance": covariance.float()}        # [9]
-        replies = fleet.call(self.retrain, fleet.ids, message).values()
-        server.log(**{name: sum(reply[key] for reply in replies) / len(replies)
-                      for name, key in [("retrain_loss", "loss"), ("undecided", "undecided")]})  # [10]
+        got = fleet.ask(self.retrain, fleet.everyone, message, loss=total, undecided=total)
+        replies = len(got.weights)
+        server.log(retrain_loss=got["loss"] / replies, undecided=got["undecided"] / replies)    # [10]
 
     def covariance(self, client: Client, message: Message) -> Reply:
         """n_k M_k, packed float32 [d (d + 1) / 2], and n_k, Eq. 12-15 [2]."""
@@ -159,23 +160,14 @@ class BPFed(Method):
         others = labels - own.diag()
         return client.reply(loss=loss, undecided=int((own <= others.amax(1))[owned].sum()))
 
-    # what is judged and counted
+    # what is judged
 
-    def personal_model(self, client: Client) -> SplitModel:
+    def client_model(self, client: Client) -> SplitModel:
         if self.argmax == "all":
             return client.model
         own = _linear(client.model)
         return with_classifier(client.model, own.weight.detach(),
                                own.bias.detach().masked_fill(client.counts == 0, -torch.inf))
-
-    def traffic(self, model: SplitModel, counts: Sequence[int]) -> dict[str, tuple[int, int]]:
-        size, triangle = nbytes(self.shared(model)), 4 * model.dim * (model.dim + 1) // 2
-        calls = super().traffic(model, counts)
-        if self.crt or self.lws:
-            calls["retrain"] = (triangle if self.fa else size, 16)                               # [10]
-            if self.fa:
-                calls["covariance"] = (size, triangle + 8)      # 8: n
-        return calls
 
 
 class ScaledLinear(nn.Module):

@@ -19,7 +19,6 @@ and judged, but never fed back. Fields given besides it win. Not taken: prototyp
 lambdas of two decimals, classifiers weighted by other clients' sizes, and the report of the best test accuracy.
 """
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -34,6 +33,7 @@ from raylt.core.features import features
 from raylt.core.fitting import fit_classifier
 from raylt.core.fleet import Fleet
 from raylt.core.method import Method
+from raylt.core.reductions import mean, total
 from raylt.core.server import Server
 from raylt.core.training import Objective, sgd
 from raylt.data.samples import Batch
@@ -107,15 +107,14 @@ class FedSM(Method):
         """Of the class names that the teacher is asked for."""
         return {"phrase", self.wording} if self.distils or (self.teacher != "none" and self.rounds > 0) else set()
 
-    def prepare(self, task: Task, config: Config) -> None:
+    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         if self.lam_low > self.lam_high:
             raise ConfigError(f"method.lam_low = {self.lam_low:g}, method.lam_high = {self.lam_high:g}: swap them")
         if self.teacher == "none" and (self.finetune or (self.partner == "deterministic" and self.rounds > 0)):
             what = "method.finetune=true" if self.finetune else "method.partner=deterministic"
             raise ConfigError(f"method.teacher = none: {what} needs a teacher; name one, as ViT-B-32/openai")
         if self.wordings:
-            dim = self.new_model(task.facts, config).dim if self.finetune else None
-            open_teacher(self.teacher).check(task, self.wordings, dim)
+            open_teacher(self.teacher).check(task, self.wordings, model.dim if self.finetune else None)
 
     # at a client
 
@@ -156,7 +155,7 @@ class FedSM(Method):
     def prototypes(self, client: Client, message: Message) -> Reply:
         """n_c^k f_c^k and n_c^k of each class that the client holds, Eq. 3."""
         client.receive(message["encoder"])
-        return client.reply(**class_means(*features(client), self.norm == "l2"))
+        return client.reply(classes=class_means(*features(client), self.norm == "l2"))
 
     def train_and_retrain(self, client: Client, message: Message) -> Reply:
         """Algorithm 1, lines 5 to 11: local training, then the classifier learns from pseudo-features."""
@@ -200,50 +199,42 @@ class FedSM(Method):
             teacher, names = open_teacher(self.teacher), server.facts.class_names
             message = {wording: teacher.text(names, wording, server.device) for wording in sorted(self.wordings)}
             server.state["teacher"] = teacher.about
-        fleet.call(self.join, fleet.ids, message)
-
-    def message(self, server: Server) -> Message:
-        """What clients are judged with, the classifier of `retrain=after` included. Training gets Method's."""
-        return {"model": tree.snapshot(self.shared(self.deployed(server)))}
+        fleet.ask(self.join, fleet.everyone, message)
 
     def round(self, server: Server, fleet: Fleet) -> None:
         """Algorithm 1: in the last rounds the prototypes are taken first [3]; with `retrain=after`, last."""
         server.log(teacher=server.state["teacher"])
         retrain = self.retrain if server.round > server.rounds - self.rounds else None
-        cohort, message, train = self.sample(server, fleet), super().message(server), self.train
+        cohort, message = self.sample(server, fleet), self.message(server)
+        model = mean.like(message["model"])
         if retrain == "before":
-            message, train = message | self.global_prototypes(server, fleet), self.train_and_retrain
-        mean = fleet.mean(train, cohort, message)
-        server.receive(mean.pop("model"))
-        server.log(**mean)
+            message |= self.global_prototypes(server, fleet)
+            got = fleet.ask(self.train_and_retrain, cohort, message, model=model, loss=mean, retrain_loss=mean)
+            server.log(retrain_loss=got["retrain_loss"])
+        else:
+            got = fleet.ask(self.train, cohort, message, model=model, loss=mean)
+        server.step(got["model"])
+        server.log(loss=got["loss"])
         if retrain == "after":
-            mean = fleet.mean(self.refit, cohort, encoder(server.model) | self.global_prototypes(server, fleet))
-            server.state["classifier"] = mean.pop("classifier")
-            server.log(**mean)
+            message = encoder(server.model) | self.global_prototypes(server, fleet)
+            got = fleet.ask(self.refit, cohort, message, classifier=mean, retrain_loss=mean)
+            server.state["classifier"] = got["classifier"]
+            server.log(retrain_loss=got["retrain_loss"])
 
     def global_prototypes(self, server: Server, fleet: Fleet) -> Message:
         """z^global of Eq. 3, float32 [C, d], and which classes have one, bool [C]."""
-        return pooled_means(fleet.sum(self.prototypes, fleet.ids, encoder(server.model)), server.model.classes)
+        model = server.model
+        of_class = {"n": 0, "z": torch.empty(model.dim, device="meta")}
+        got = fleet.ask(self.prototypes, fleet.everyone, encoder(model),
+                        classes=total.within({str(c): of_class for c in range(model.classes)}))
+        return pooled_means(got["classes"], model.classes)
 
-    # what is judged and counted
+    # what is judged
 
-    def deployed(self, server: Server) -> SplitModel:
+    def global_model(self, server: Server) -> SplitModel:
         if "classifier" not in server.state:
             return server.model
         return with_classifier(server.model, **tree.to(server.state["classifier"], server.device))
-
-    def traffic(self, model: SplitModel, counts: Sequence[int]) -> dict[str, tuple[int, int]]:
-        calls, size, part = super().traffic(model, counts), *map(tree.nbytes, (self.shared(model), encoder(model)))
-        if self.wordings:
-            calls["join"] = (4 * len(self.wordings) * model.classes * open_teacher(self.teacher).dim, 0)
-        if self.rounds:
-            mixing = model.classes * (4 * model.dim + 1)        # prototypes, and which there are
-            calls["prototypes"] = (part, sum(n > 0 for n in counts) * (4 * model.dim + 8))
-            if self.retrain == "before":
-                calls["train_and_retrain"] = (size + mixing, size + 16)         # 16: two losses
-            else:
-                calls["refit"] = (part + mixing, tree.nbytes(model.classifier.state_dict()) + 8)
-        return calls
 
 
 def encoder(model: SplitModel) -> Message:

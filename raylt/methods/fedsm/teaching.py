@@ -42,7 +42,7 @@ class Projection:
             start = open_teacher(teacher).projection(client.device)
             assert start is not None, "Teacher.check refuses those without one"
         self.matrix = start.to(client.device, copy=True).requires_grad_()
-        client.state["projection"] = self.matrix
+        self._client = client
         self._optimiser = torch.optim.AdamW([self.matrix], lr, weight_decay=0.1)
 
     def step(self, h: Tensor, y: Tensor, text: Tensor, margin: float, scale: float) -> Tensor:
@@ -52,4 +52,5 @@ class Projection:
             self._optimiser.zero_grad()
             margin_softmax(u, y, text, margin, scale).backward()
             self._optimiser.step()
+        self._client.state["projection"] = self.matrix.detach()     # as it is from now until the next step
         return u.detach()

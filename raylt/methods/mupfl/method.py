@@ -25,7 +25,6 @@ the text, each marked at its line:
 All three modules off is FedAvg to the bit, and with `judged=deploy` in every figure.
 """
 
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import ClassVar, Literal
 
@@ -35,10 +34,13 @@ from torch.nn import functional as F
 
 from raylt import tree
 from raylt.core.client import Client, Message, Reply
+from raylt.core.cohort import Cohort
 from raylt.core.features import features
 from raylt.core.fitting import fit_classifier
 from raylt.core.fleet import Fleet
+from raylt.core.gathering import Replies
 from raylt.core.method import Method
+from raylt.core.reductions import Reduction, each, mean
 from raylt.core.server import Server
 from raylt.core.training import Objective, learning_rate
 from raylt.data.samples import Batch
@@ -51,7 +53,7 @@ from raylt.methods.mupfl.clustering import cluster, cosines, mean_update, update
 from raylt.methods.mupfl.matching import class_gradients, match_features, mean_gradients
 from raylt.models.split import Params, SplitModel, part
 from raylt.seeds import seed_for
-from raylt.tree import Fold, Tree, nbytes
+from raylt.tree import Fold, Tree
 
 KEPT_ROUNDS = 5     # whose similarities stay in the server's state, for `raylt clusters`
 
@@ -62,7 +64,7 @@ class MuPFL(Method):
 
     name: ClassVar[str] = "mupfl"
     paper: ClassVar[str] = "Zhang et al., Multi-level Personalized FL"
-    tasks: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
+    problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
 
     bavd: bool = hp(True, Choice(True, False), "biased activation value dropout, 3.3, Table 6")
@@ -121,10 +123,10 @@ class MuPFL(Method):
 
     def train(self, client: Client, message: Message) -> Reply:
         start: Params = message["model"] | tree.to(self.remembered(client), client.device)         # w_i^(t-1) [6]
-        found: Tree = {}
+        parts: Tree = {}
         if self.pkcf and self.gradients == "global":
             client.receive(message["model"])
-            found["gradients"] = class_gradients(*features(client), client.model.classifier)
+            parts["gradients"] = class_gradients(*features(client), client.model.classifier)
         client.receive(start)
         if self.pkcf and message["known"].any():
             self.tune(client, message)
@@ -134,16 +136,16 @@ class MuPFL(Method):
         if self.bavd_reset == "never":
             client.state["bavd"] = memory(layers)
         if self.pkcf and self.gradients == "local":
-            found["gradients"] = class_gradients(*features(client), client.model.classifier)
+            parts["gradients"] = class_gradients(*features(client), client.model.classifier)
         if self.acmu:
-            found["start"] = part(start, self.own_start)
+            parts["start"] = part(start, self.own_start)
             if layers:
-                found["map"] = torch.cat([layer.normalised() for layer in layers])
+                parts["map"] = torch.cat([layer.normalised() for layer in layers])
             client.state["start"] = tree.snapshot(part(start, self.kept_of_cluster))
         else:                                                   # w~_i = w_i
             client.state["cluster"] = tree.snapshot(part(reply.tree["model"], self.kept_of_cluster))
         client.state["own"] = tree.snapshot(part(reply.tree["model"], self.kept_of_own))
-        return client.reply(**reply.tree, **found)
+        return client.reply(**reply.tree, **parts)
 
     def objective(self, client: Client, message: Message) -> Objective:
         """Eq. 2; each loss moves the maps of BAVD, Eq. 6 [1] [3]."""
@@ -189,36 +191,50 @@ class MuPFL(Method):
     def round(self, server: Server, fleet: Fleet) -> None:
         if not (self.acmu or self.pkcf):
             return super().round(server, fleet)
-        message, mean = self.message(server), Fold()
-        replies = fleet.call(self.train, self.sample(server, fleet), message)
+        message, model, cohort = self.message(server), server.model, self.sample(server, fleet)
+        wanted: dict[str, Reduction] = {"loss": mean}
+        if self.pkcf:
+            gradient = torch.empty(model.classes, model.dim + 1, device="meta")
+            wanted["gradients"] = each.within({str(c): gradient for c in range(model.classes)})
         if self.acmu:
-            starts: dict[int, Params] = {id: message["model"] | reply["start"] for id, reply in replies.items()}
-            with server.stages.time("clustering"):
-                clusters = self.clusters(server, starts, replies)
-            for members in clusters:
-                update = mean_update([replies[id]["model"] for id in members], [starts[id] for id in members])  # Eq. 14
-                for id in members:                              # Eq. 15
-                    model = {name: starts[id][name] + update[name] for name in update}
-                    mean.add({"model": model, "loss": replies[id]["loss"]}, fleet.sizes[id])
-                if kept := part(update, self.kept_of_cluster):
-                    with suppress(TooFewReplies):               # who misses it keeps its last; the report names it
-                        fleet.call(self.keep, members, {"update": kept})
+            got = self.train_in_clusters(server, fleet, cohort, message, wanted)
         else:
-            for id, reply in replies.items():
-                mean.add({"model": reply["model"], "loss": reply["loss"]}, fleet.sizes[id])
-        server.receive(mean.mean()["model"])
-        server.log(loss=mean.mean()["loss"])
+            got = fleet.ask(self.train, cohort, message, model=mean.like(message["model"]), **wanted)
+            server.step(got["model"])
+        server.log(loss=got["loss"])
         if self.pkcf:
             with server.stages.time("matching"):
-                self.match(server, [reply["gradients"] for reply in replies.values()])
+                self.match(server, list(got["gradients"].values()))
 
-    def clusters(self, server: Server, starts: dict[int, Params], replies: dict[int, Tree]) -> list[list[int]]:
+    def train_in_clusters(self, server: Server, fleet: Fleet, cohort: Cohort | list[int], message: Message,
+                          wanted: dict[str, Reduction]) -> Replies:
+        """ACMU: training, the mean update of each cluster, and the mean of where these lead to."""
+        layers, whole = layers_of(server.model), message["model"]
+        if layers:
+            wanted = wanted | {"map": each.like(torch.empty(sum(layer.size for layer in layers), device="meta"))}
+        got = fleet.ask(self.train, cohort, message, model=each.like(whole),
+                        start=each.like(part(whole, self.own_start)), **wanted)
+        starts: dict[int, Params] = {id: whole | start for id, start in got["start"].items()}
+        with server.stages.time("clustering"):
+            clusters = self.clusters(server, starts, got)
+        average = Fold()
+        for members in clusters:
+            update = mean_update([got["model"][id] for id in members], [starts[id] for id in members])  # Eq. 14
+            for id in members:                                  # Eq. 15
+                average.add({name: starts[id][name] + update[name] for name in update}, got.weights[id])
+            if kept := part(update, self.kept_of_cluster):
+                with suppress(TooFewReplies):                   # who misses it keeps its last; the report names it
+                    fleet.ask(self.keep, members, {"update": kept})
+        server.step(average.mean())
+        return got
+
+    def clusters(self, server: Server, starts: dict[int, Params], got: Replies) -> list[list[int]]:
         """The ids of each cluster's members, Eq. 7-13 [4]."""
         names = [name for name, p in server.model.named_parameters() if p.requires_grad]
-        ends: list[Params] = [reply["model"] for reply in replies.values()]
-        similarity, n = cosines(update_gram(ends, list(starts.values()), names)), len(replies)
+        ends: list[Params] = list(got["model"].values())
+        similarity, n = cosines(update_gram(ends, list(starts.values()), names)), len(starts)
         if self.bavd:
-            maps = torch.stack([reply["map"] for reply in replies.values()]).double()
+            maps = torch.stack(list(got["map"].values())).double()
             similarity = self.alpha * similarity + (1 - self.alpha) * cosines(maps @ maps.T)       # Eq. 8
         kappas = range(2, min(self.kappa_max, n - 1) + 1) if self.kappa is None else [min(self.kappa, n)]
         found = cluster(similarity, kappas if n > 2 else [], server.seed("acmu"))                   # [5]
@@ -226,7 +242,7 @@ class MuPFL(Method):
                    clusters=found.labels)
         kept = dict(list(server.state.get("similarity", {}).items())[1 - KEPT_ROUNDS:])
         server.state["similarity"] = kept | {str(server.round): similarity.float()}
-        return [[id for id, its in zip(replies, found.labels, strict=True) if its == c] for c in range(found.kappa)]
+        return [[id for id, label in zip(starts, found.labels, strict=True) if label == c] for c in range(found.kappa)]
 
     def match(self, server: Server, gradients: list[Tree]) -> None:
         """h_glo of the classes that a participant owns, Eq. 17-20 [7] [11]."""
@@ -238,22 +254,10 @@ class MuPFL(Method):
         server.state["known"] = server.state["known"].index_fill(0, classes, True)
         server.log(cosine=cosine.mean().item())
 
-    # what is judged and counted
+    # what is judged
 
-    def personal_model(self, client: Client) -> SplitModel:
+    def client_model(self, client: Client) -> SplitModel:
         own, shared = (client.state.get(name, {}) for name in ("own", "cluster"))
         client.receive({"cluster": shared | part(own, "classifier."), "post_local": own,
                         "deploy": self.remembered(client)}[self.judged])                            # [10]
         return client.model
-
-    def traffic(self, model: SplitModel, counts: Sequence[int]) -> dict[str, tuple[int, int]]:
-        shared, calls = self.shared(model), super().traffic(model, counts)
-        down, up = calls["train"]
-        if self.pkcf:
-            down += model.classes * (4 * self.m * model.dim + 1)        # 1: whether the class is known
-            up += sum(n > 0 for n in counts) * 4 * model.classes * (model.dim + 1)
-        if self.acmu:
-            up += nbytes(part(shared, self.own_start)) + sum(4 * layer.size for layer in layers_of(model))
-            if kept := part(shared, self.kept_of_cluster):
-                calls["keep"] = (nbytes(kept), 0)
-        return calls | {"train": (down, up)}

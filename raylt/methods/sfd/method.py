@@ -16,7 +16,6 @@ code's order of the orthogonal frequencies, which are as random in ours, and its
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -32,6 +31,7 @@ from raylt.core.features import features
 from raylt.core.fitting import fit_classifier
 from raylt.core.fleet import Fleet
 from raylt.core.method import Method
+from raylt.core.reductions import total
 from raylt.core.server import Server
 from raylt.core.training import Objective
 from raylt.data.augment import resized_crop_flip
@@ -45,7 +45,7 @@ from raylt.methods.sfd.synthesis import Target, Terms, bank_sizes, cholesky, syn
 from raylt.models.split import Params, SplitModel, with_classifier
 from raylt.ops.moments import class_sums, moments
 from raylt.seeds import seed_for
-from raylt.tree import Tree, nbytes
+from raylt.tree import Tree
 
 OFFICIAL: dict[str, Any] = {"delta": "negatives", "rf_dim": 3000, "weighting": "batches", "bias": "random",
                             "schedule": "iteration", "statistics_area": 0.93}
@@ -143,8 +143,8 @@ class SFD(Method):
         return loss
 
     def train(self, client: Client, message: Message) -> Reply:
-        reply, batches = super().train(client, message), math.ceil(len(client) / client.config.local.batch)
-        return reply if self.weighting == "samples" else replace(reply, weight=float(batches))
+        reply = super().train(client, message)
+        return reply if self.weighting == "samples" else replace(reply, weight=float(max(1, client.steps(epochs=1))))
 
     # statistics (4.2)
 
@@ -157,7 +157,7 @@ class SFD(Method):
         sums = class_sums(z, y)
         for c, of_class in sums.items():
             of_class["phi"] = fourier_sum(z[y == int(c)], omega)
-        return client.reply(**sums)
+        return client.reply(classes=sums)
 
     def frequencies(self, dim: int, seed: int) -> Tensor:
         """Omega [D/2, d] of Eq. 3; only the seed travels."""
@@ -174,15 +174,20 @@ class SFD(Method):
 
     def message(self, server: Server) -> Message:
         r = server.round - 1                                    # [4]
-        message = super().message(server) | {"beta": self.beta1 * 0.5 * (1 + math.cos(math.pi * r / server.rounds))}
-        return message | ({"classifier": server.state["classifier"]} if "classifier" in server.state else {})
+        return super().message(server) | {"beta": self.beta1 * 0.5 * (1 + math.cos(math.pi * r / server.rounds))}
+
+    @property
+    def finishes(self) -> bool:
+        return self.safs
 
     def finish(self, server: Server, fleet: Fleet) -> None:
         """Algorithm 2, Algorithm 1, then the classifier is trained on what they made."""
-        if not self.safs:
-            return
-        seed = server.seed("fourier")
-        sums = fleet.sum(self.statistics, fleet.ids, {"model": tree.snapshot(encoder(server.model)), "seed": seed})
+        seed, d = server.seed("fourier"), server.model.dim
+        of_class = {"n": 0, "z": sums_like(d), "zz": sums_like(d * (d + 1) // 2), "phi": sums_like(self.rf_dim)}
+        message = {"model": tree.snapshot(encoder(server.model)), "seed": seed}
+        got = fleet.ask(self.statistics, fleet.everyone, message,
+                        classes=total.within({str(c): of_class for c in range(server.model.classes)}))
+        sums = got["classes"]
         sums = {c: sums[c] for c in sorted(sums, key=lambda c: (sums[c]["n"], int(c)))}        # largest bank first [7]
         sizes = bank_sizes([of_class["n"] for of_class in sums.values()], *self.bank(server.model.dim))
         with server.stages.time("synthesis"):
@@ -225,29 +230,16 @@ class SFD(Method):
 
     # what is judged: the projector only served training
 
-    def deployed(self, server: Server) -> SplitModel:
+    def global_model(self, server: Server) -> SplitModel:
         own = {"weight": server.model.state_dict()["classifier.weight"], "bias": None}
         return with_classifier(server.model, **tree.to(server.state.get("classifier", own), server.device))
-
-    def judge(self, client: Client, message: Message) -> Reply:
-        reply = super().judge
-        if "classifier" not in message:
-            return reply(client, message)
-        own, client.model = client.model, with_classifier(client.model, **message["classifier"])
-        try:
-            return reply(client, {"model": {k: v for k, v in message["model"].items() if k.startswith("encoder.")}})
-        finally:
-            client.model = own
-
-    def traffic(self, model: SplitModel, counts: Sequence[int]) -> dict[str, tuple[int, int]]:
-        down, up = super().traffic(model, counts)["train"]
-        d, owned = model.dim, sum(n > 0 for n in counts)
-        calls = {"join": (0, 0), "train": (down + 8, up)}       # 8: beta
-        if self.safs:                                           # 8: the seed, and each class's count
-            calls["statistics"] = (nbytes(encoder(model)) + 8, owned * 8 * (d + d * (d + 1) // 2 + self.rf_dim + 1))
-        return calls
 
 
 def encoder(model: SplitModel) -> Params:
     """The entries of the encoder that travel."""
     return model.entries("encoder.")
+
+
+def sums_like(size: int) -> Tensor:
+    """What a sum over samples looks like: float64 [size]."""
+    return torch.empty(size, dtype=torch.float64, device="meta")

@@ -1,0 +1,58 @@
+"""How clients are judged: by the framework, from what a method says its models are."""
+
+from dataclasses import dataclass
+
+import torch
+
+from raylt import tree
+from raylt.core.client import Client, Message, Reply
+from raylt.core.method import Method
+from raylt.core.server import Server
+from raylt.models.split import Params, SplitModel, load_entries, with_classifier
+
+
+def judged_entries(server: Server, method: Method) -> Params:
+    """What clients need of the server to be judged: of a personal method the entries that it shares, else those of the
+    global model that may travel (federation.batchnorm = local keeps running statistics at the clients)."""
+    if method.personal:
+        return tree.snapshot(method.shared(server.model))
+    model = method.global_model(server)
+    return tree.snapshot({name: value for name, value in model.state_dict().items() if name not in server.model.stays})
+
+
+@torch.no_grad()
+def judged_model(method: Method, client: Client, entries: Params) -> SplitModel:
+    """The model that a client uses: its own, or the global one with the statistics that it keeps for itself.
+
+    Args:
+        entries: from `judged_entries`.
+    """
+    if method.personal:
+        client.receive(entries)
+        return method.client_model(client)
+    classifier = {name.removeprefix("classifier."): value for name, value in entries.items()
+                  if name.startswith("classifier.")}
+    model = client.model
+    if classifier.keys() != model.classifier.state_dict().keys():
+        # the global model has another linear classifier than the one that clients train
+        model = with_classifier(model, classifier["weight"], classifier.get("bias"))
+    names = model.state_dict().keys()
+    load_entries(model, {name: value for name, value in entries.items() if name in names})
+    return model
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The client function of a judgement.
+
+    Attributes:
+        method: whose models are judged.
+    """
+
+    method: Method
+
+    def judge(self, client: Client, message: Message) -> Reply:
+        """Counts [C, C] of (true, predicted) classes of this client's model on the test set."""
+        model = judged_model(self.method, client, message["model"])
+        return client.reply(confusion=client.test.confusion(model, self.method.predict,
+                                                            client.config.evaluation.batch))
