@@ -16,6 +16,7 @@ from rich.table import Table
 
 from raylt.cli.debug import debug
 from raylt.cli.plot import clients, clusters, features, show
+from raylt.cli.reproduce import register as register_reproduce
 from raylt.cli.study import register as register_study
 from raylt.cli.tune import tune
 from raylt.config import Config, load
@@ -84,6 +85,7 @@ app.command()(clusters)
 app.command()(show)
 app.command()(clients)
 register_study(app)
+register_reproduce(app)
 
 
 @app.command()

@@ -6,7 +6,7 @@
       fedavg: {method: fedavg}
       full: {method: sfd}
       without aligner: {method: {name: sfd, aligner: false}}
-    cells: {data.imbalance: [10, 50]}                   # a product, or a list of mappings
+    cells: {data.imbalance: [10, 50]}                   # a product, a list of mappings, or mappings by name
     seeds: 6
     claims: [full > fedavg on few, full > without aligner]
 
@@ -25,13 +25,12 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, field_validator
 
-import raylt
 from raylt.config import Config, Section, check
 from raylt.errors import ConfigError
 from raylt.registry import resolve
 from raylt.studies.measures import MEASURES
 
-RECIPES = Path(raylt.__path__[0]) / "recipes"
+RECIPES = Path(__file__).parents[1] / "recipes"
 # what a cell is called: the paper's letter, and nothing for a value that speaks for itself
 _LETTERS = {"data.imbalance": "IF", "data.alpha": "alpha", "data.clients": "K", "data.beta": "beta",
             "federation.rounds": "R", "federation.participation": "r", "data.source": "", "data.partition": "",
@@ -74,7 +73,8 @@ class Definition(Section):
     recipe: str | None = None
     base: dict[str, Any] = {}
     arms: dict[str, dict[str, Any]] = Field(min_length=1)
-    cells: dict[str, list[Any]] | list[dict[str, Any]] = {}
+    cells: dict[str, list[Any]] | list[dict[str, Any]] | dict[str, dict[str, Any]] = {}
+    only: dict[str, list[str]] = {}     # arms of a cell, by its label, where it has not all
     seeds: int | list[int] = 3
     measure: str = "accuracy"
     at: Literal["last", "last10", "best"] = "last"
@@ -109,6 +109,10 @@ class Definition(Section):
             raise ConfigError("study.arms: two arms would share a folder; give names that differ in letters or digits")
         if self.reference is not None and self.reference not in self.arms:
             raise ConfigError(f"study.reference = {self.reference!r}: no such arm; there are: {', '.join(self.arms)}")
+        for cell, arms in self.only.items():
+            if cell not in self.all_cells or not set(arms) <= set(self.arms):
+                raise ConfigError(f"study.only: {cell!r}: {arms}; there are the cells {', '.join(self.all_cells)} and the "
+                                  f"arms {', '.join(self.arms)}")
         for measure in (self.measure, *(claim.measure for claim in self.parsed_claims)):
             if measure not in MEASURES:
                 raise ConfigError(f"study: {measure!r}: no such measure; there are: {', '.join(MEASURES)}")
@@ -147,10 +151,13 @@ class Definition(Section):
     def all_cells(self) -> dict[str, dict[str, Any]]:
         """Settings of each cell by its label, in the order of the file; one cell without a name where none is asked."""
         if isinstance(self.cells, list):
-            settings = self.cells or [{}]
-        else:
-            settings = [dict(zip(self.cells, values, strict=True)) for values in itertools.product(*self.cells.values())]
-        return {label(each): each for each in settings}
+            return {label(each): each for each in self.cells or [{}]}
+        named = {name: each for name, each in self.cells.items() if isinstance(each, dict)}
+        if named:
+            return named
+        lists = {key: each for key, each in self.cells.items() if isinstance(each, list)}
+        product = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+        return {label(each): each for each in product}
 
     def runs(self) -> list[Planned]:
         """Every run, cell by cell, seed by seed, arm by arm.
@@ -164,9 +171,11 @@ class Definition(Section):
         base = merge(base, self.base)
         planned = []
         for cell, settings in self.all_cells.items():
+            here = {key: value for key, value in settings.items() if key != "recipe"}
+            ground = merge(_read_yaml(recipe_path(settings["recipe"])), self.base) if "recipe" in settings else base
             for seed in self.all_seeds:
-                for arm, changes in self.arms.items():
-                    tree = merge(merge(base, settings), changes)
+                for arm in self.only.get(cell, self.arms):
+                    tree = merge(merge(ground, here), self.arms[arm])
                     tree = merge(tree, {"seed": seed, "data.seed": seed})
                     folder = "/".join(part for part in (slug(cell), slug(arm), f"seed-{seed}") if part)
                     planned.append(Planned(cell, arm, seed, resolved(tree, f"arm {arm!r}"), folder))
