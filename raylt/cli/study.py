@@ -35,7 +35,7 @@ At = Annotated[Literal["last", "last10", "best"] | None, typer.Option(
 
 def register(app: typer.Typer) -> None:
     """Adds the commands of this file."""
-    for command in (study, compare, ls, follow):
+    for command in (study, compare, report, ls, follow):
         app.command()(command)
 
 
@@ -100,6 +100,17 @@ def compare(paths: Annotated[list[Path], typer.Argument(metavar="STUDY | RUN [RU
             out.print(of_target(reaching))
     else:
         sys.stdout.write({"markdown": tables.markdown, "latex": tables.latex}[format](comparison))
+
+
+def report(paths: Annotated[list[Path], typer.Argument(metavar="STUDY | RUN [RUN ...]", help="The folder of a study, "
+                                                       "its results.json, or run folders.")],
+           to: Annotated[Path | None, typer.Option(help="The file; by default report.html in the folder.")] = None
+           ) -> None:
+    """Draw a study or runs into one HTML file: tables, curves, groups, clients, costs, versions and departures."""
+    from raylt.studies.report import write_report
+    opened = open_any(paths)
+    where = to or (paths[0] if paths[0].is_dir() else paths[0].parent) / "report.html"
+    out.print(str(write_report(opened, where)), soft_wrap=True)
 
 
 def open_any(paths: Sequence[Path]) -> "Study":

@@ -38,7 +38,8 @@ class Record:
         summary: as summary.json has it; None unless done.
         curve: lists by step: "step", "accuracy", the groups, cumulated "up", "down" (bytes) and "seconds"; values of
             rounds that were not judged are None.
-        made: of the processes that made it, see `raylt.runs.provenance`.
+        made: of the last process that worked at it, see `raylt.runs.provenance`, and under "codes" all their codes.
+        by_client: accuracies of each client by id, of the last evaluation; None for one that is not judged.
     """
 
     cell: str
@@ -53,6 +54,7 @@ class Record:
     summary: dict[str, Any] | None = None
     curve: dict[str, list[Any]] = field(default_factory=dict)
     made: dict[str, Any] = field(default_factory=dict)
+    by_client: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -100,6 +102,8 @@ def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: s
         if isinstance(error, KeyError):
             text = f"{text} is missing"
         return Record(**known | {"curve": {}}, state="damaged", problem=text)
+    by_client = reports[-1].get("by_client") or {}
+    known["by_client"] = {kind: by_client[kind] for kind in ("owned", "matched") if kind in by_client}
     return Record(**known, state="done", summary=summary)
 
 

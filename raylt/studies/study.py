@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import yaml
 
-from raylt.config import Config
-from raylt.errors import CheckpointError, ConfigError
+from raylt.config import Config, DataConfig
+from raylt.data.task import build_task
+from raylt.errors import CheckpointError, ConfigError, DataError
 from raylt.runs import provenance
 from raylt.studies import schedule
 from raylt.studies.comparison import Comparison, compare
@@ -40,8 +41,10 @@ class Study:
         records: of every planned run, as they were when they were last read.
     """
 
-    def __init__(self, definition: Definition, folder: Path | None, records: list[Record]):
+    def __init__(self, definition: Definition, folder: Path | None, records: list[Record],
+                 holdings: dict[str, dict[str, Any]] | None = None):
         self.definition, self.folder, self.records = definition, folder, records
+        self._holdings = holdings
 
     @classmethod
     def preview(cls, definition: Definition, out: Path) -> "Study":
@@ -115,6 +118,7 @@ class Study:
     def read(self, planned: list[Planned] | None = None) -> list[Record]:
         """Reads the state of every run off its folder."""
         assert self.folder is not None
+        self._holdings = None
         self.records = [replace(read_run(self.folder / plan.folder, plan.cell, plan.arm, plan.seed, plan.folder),
                                 planned_steps=plan.config.federation.rounds)
                         for plan in planned or self.definition.runs()]
@@ -152,11 +156,26 @@ class Study:
         return compare(self.records, reference or chosen.compared_to, chosen.parsed_claims, measure or chosen.measure,
                        at or chosen.at, level)
 
+    @property
+    def holdings(self) -> dict[str, dict[str, Any]]:
+        """Of each cell, for its first finished run: "names" and "groups" of the classes, "counts" by client and class.
+
+        Cells whose data are not on this machine are left out.
+        """
+        if self._holdings is None:
+            self._holdings = {}
+            for record in sorted(self.records, key=lambda r: r.seed):
+                if record.state == "done" and record.cell not in self._holdings:
+                    folder = (self.folder or Path()) / record.folder
+                    if (held := _held_in(record.config, folder)) is not None:
+                        self._holdings[record.cell] = held
+        return self._holdings
+
     def save_results(self) -> Path:
         """Writes results.json: the definition and every record, all that tables and reports are made from."""
         assert self.folder is not None
         content = {"schema": provenance.SCHEMA, "definition": self.definition.model_dump(mode="json"),
-                   "records": [record.to_json() for record in self.records]}
+                   "records": [record.to_json() for record in self.records], "holdings": self.holdings}
         _replace(self.folder / RESULTS, json.dumps(content, separators=(",", ":")) + "\n")
         return self.folder / RESULTS
 
@@ -166,7 +185,8 @@ class Study:
             content = json.loads(path.read_text())
             if content["schema"] != provenance.SCHEMA:
                 raise CheckpointError(f"{path}: has schema {content['schema']}, this raylt reads {provenance.SCHEMA}")
-            return cls(Definition(**content["definition"]), None, [Record.from_json(r) for r in content["records"]])
+            return cls(Definition(**content["definition"]), None, [Record.from_json(r) for r in content["records"]],
+                       content["holdings"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path}: not the results of a study ({' '.join(str(error).split())}); give a "
                                   "results.json that raylt study wrote") from None
@@ -207,6 +227,14 @@ def study(definition: "Mapping[str, Any] | Path | str | Definition", out: Path |
     if failed:
         raise ConfigError(f"{made.folder}: {len(failed)} runs failed ({', '.join(failed)}); see the .failed files there")
     return made
+
+
+def _held_in(config: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    try:
+        task = build_task(DataConfig(**config["data"]).model_copy(update={"split": str(folder / "split.json")}))
+    except (DataError, ConfigError):
+        return None
+    return {"names": list(task.class_names), "groups": list(task.groups), "counts": task.client_counts.tolist()}
 
 
 def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
