@@ -14,6 +14,7 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 
 from actors.cluster import connect, dashboard, whereabouts
 from actors.fleet import NOTES, START_TIMEOUT_S
+from actors.guests import send_by_value
 from actors.placement import SERVER_GPUS, Node, Plan, nodes_of, parse_nodes, place, plan
 from actors.probe import probe
 from actors.server import ServerActor
@@ -23,6 +24,7 @@ from raylt.core.experiment import Report
 from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import ConfigError, RayltError, ServerLost
+from raylt.registry import guests
 
 __all__ = ["SERVER_GPUS", "connect", "foresee", "interrupt_on_sigterm", "open_experiment", "place"]
 
@@ -82,6 +84,7 @@ def open_experiment(setup: Setup, task: Task, folder: Path, address: str | None,
     config = setup.config
     try:
         joined = connect(address)
+        send_by_value(guests())
         interrupt_on_sigterm()
         clients = int((task.sizes > 0).sum())
         place(config, clients, ray.cluster_resources())         # what all nodes cannot do together, none can

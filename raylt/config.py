@@ -135,13 +135,12 @@ class Config(Section):
 
     seed: int = setting(0, "of initial weights, sampling, batches and augmentation", ge=0)
     data: DataConfig = DataConfig()
-    model: Literal["resnet8", "resnet8_proj", "resnet18", "resnet50", "resnet50_proj", "cnn", "small",
-                   "lraspp"] = setting("small", "a model; lraspp gives label maps")
+    model: str = setting("small", "resnet8, resnet8_proj, resnet18, resnet50, resnet50_proj, cnn, small, lraspp, "
+                         "torchvision:NAME, timm:NAME, or one's own: " "a model; lraspp gives label maps")
     weights: str | None = setting(None, "of lraspp's encoder at the start: imagenet fetches torchvision's of "
                                   "mobilenet_v3_small, a path is such a file on every node; else random")
     method: dict[str, Any] = setting(DIGITS_METHOD, "a method's name; its own fields as method.FIELD")
-    augment: Literal["none", "crop_flip", "resized_crop_flip", "scale_crop_flip"] = setting(
-        "none", "of training images, and of their label maps alike")
+    augment: str = setting("none", "none, crop_flip, resized_crop_flip, scale_crop_flip, or one's own: of training images, and of their label maps alike")
     federation: FederationConfig = FederationConfig()
     local: LocalConfig = LocalConfig()
     resources: ResourcesConfig = ResourcesConfig()

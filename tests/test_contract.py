@@ -9,18 +9,27 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from tiny import CPU, Recorder, configure, fingerprint, make_experiment, pixels, private_states
+from tiny import (
+    CPU,
+    Recorder,
+    configure,
+    fingerprint,
+    make_experiment,
+    make_setup,
+    normed,
+    open_client,
+    pixels,
+    private_states,
+)
 from torch import Tensor
 
 from raylt import tree
 from raylt.config import Config
 from raylt.core import checkpoint
-from raylt.core.client import Client
-from raylt.core.evaluation import EvaluationSet
 from raylt.core.experiment import Experiment, Report
 from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
-from raylt.data.samples import Samples
+from raylt.core.setup import private_entries
 from raylt.errors import ConfigError
 from raylt.hyper import in_range, range_of
 from raylt.methods import METHODS, make_method
@@ -32,7 +41,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "mupfl": {"m": 5, "tau": 2, "matching_steps": 3},
     "fedsm": {"teacher": "none", "rounds": 1, "size": 5, "epochs": 2}}
 
-CASES = [(name, kind) for name, method in METHODS.items() for kind in method.tasks]
+CASES = [(name, kind) for name, method in METHODS.items() for kind in method.problems]
 every_method = pytest.mark.parametrize("name", METHODS)
 every_case = pytest.mark.parametrize(("name", "kind"), CASES, ids=["-".join(case) for case in CASES])
 MODEL = {"classification": "small", "segmentation": "lraspp"}
@@ -268,19 +277,19 @@ def test_client_functions_do_not_change_their_message(straight, name, kind):
 @pytest.mark.parametrize("batchnorm", ["average", "local"])
 @every_case
 def test_receive_takes_the_shared_entries_and_leaves_the_private_ones(task, name, kind, batchnorm):
-    config, method = settings(name, kind, federation={"batchnorm": batchnorm}), make_method(settings(name, kind).method)
-    model = method.new_model(task.facts, config)
-    other = method.new_model(task.facts, config.model_copy(update={"seed": 1}))
+    config = settings(name, kind, federation={"batchnorm": batchnorm})
+    setup, other_setup = make_setup(config), make_setup(config.model_copy(update={"seed": 1}))
+    client, method = open_client(task, setup.method, config=config), setup.method
+    other = other_setup.new_model(task.facts)
     with torch.no_grad():
         for value in other.state_dict().values():
             value.add_(1)
-    unseen = EvaluationSet(task.test, task.facts, CPU)
-    client = Client(0, Samples(task.shards[0], task.facts, CPU), unseen, model, config, CPU)
-    before = fingerprint(method.private(model))
+    before = fingerprint(private_entries(method, client.model))
     client.receive(tree.snapshot(method.shared(other)))
-    assert fingerprint(method.private(model)) == before
-    assert fingerprint(method.shared(model)) == fingerprint(method.shared(other))
-    assert method.shared(model).keys() | method.private(model).keys() == model.state_dict().keys()
+    assert fingerprint(private_entries(method, client.model)) == before
+    assert fingerprint(method.shared(client.model)) == fingerprint(method.shared(other))
+    names = method.shared(client.model).keys() | private_entries(method, client.model).keys()
+    assert names == client.model.state_dict().keys()
 
 
 @every_case
@@ -289,34 +298,57 @@ def test_predict_gives_one_logit_per_class_and_pixel_where_labels_are_maps(strai
     height, width, channels = task.shape
     x = torch.zeros(3, channels, height, width)
     with torch.no_grad():
-        logits = experiment.method.predict(experiment.method.deployed(experiment.server).eval(), x)
+        logits = experiment.method.predict(experiment.method.global_model(experiment.server).eval(), x)
     assert logits.shape == (3, task.classes, *{"classification": (), "segmentation": (height, width)}[kind])
     assert torch.isfinite(logits).all()
 
 
 @every_case
-def test_declared_traffic_equals_the_measured_bytes(straight, task, name, kind):
-    experiment, reports = straight(name, kind).experiment, straight(name, kind).reports
-    ids = experiment.fleet.ids
-    declared = {id: experiment.method.traffic(experiment.server.model, task.client_counts[id].tolist())
-                for id in ids}
-    assert all(functions.keys() == {f for report in reports for f in report.traffic} for functions in declared.values())
-    for report in reports:
-        for function, measured in report.traffic.items():
-            calls, rest = divmod(measured["replies"], len(ids))
-            assert rest == 0, function
-            assert measured["down"] == calls * sum(declared[id][function][0] for id in ids), function
-            assert measured["up"] == calls * sum(declared[id][function][1] for id in ids), function
+def test_run_with_local_running_statistics_judges_each_client_with_its_own(task, tmp_path, name, kind):
+    config = settings(name, kind, federation={"batchnorm": "local"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(MODELS, "small", normed)      # which has running statistics
+        run = finish(make_experiment(config, task, tmp_path))
+    assert run.reports[-1].by_client is not None
+    assert run.reports[-1].global_accuracy is None
+    assert run.experiment.server.model.stays
+
+
+@every_case
+def test_over_selection_ends_with_a_judged_model(task, tmp_path, name, kind):
+    run = finish(make_experiment(settings(name, kind, SOME, federation={"over_select": 0.5}), task, tmp_path))
+    assert run.reports[-1].accuracy is not None
+    assert {len(report.participants) for report in run.reports if report.phase == "round"} == {2}
+
+
+@every_case
+def test_sample_may_return_a_plain_list(straight, task, tmp_path, name, kind):
+    config = settings(name, kind, SOME)
+    with pytest.MonkeyPatch.context() as patch:
+        whole = METHODS[name].sample
+        patch.setattr(METHODS[name], "sample", lambda *call: list(whole(*call)))
+        run = finish(make_experiment(config, task, tmp_path))
+    assert run.bits == straight(name, kind, SOME).bits
+    assert [r.participants for r in run.reports] == [r.participants for r in straight(name, kind, SOME).reports]
+
+
+@every_case
+def test_there_is_a_last_phase_if_and_only_if_the_method_says_so(straight, name, kind):
+    run = straight(name, kind)
+    assert [r.phase for r in run.reports] == ["round", "round"] + ["finish"] * run.experiment.method.finishes
+    if run.experiment.method.finishes:
+        assert run.reports[-1].traffic
 
 
 @every_method
-def test_tasks_that_a_method_does_not_claim_are_refused_before_anything_starts(tiny_task, tiny_scenes, tmp_path, name):
+def test_problems_that_a_method_does_not_claim_are_refused_before_anything_starts(tiny_task, tiny_scenes, tmp_path, name):
     for task in (tiny_task, tiny_scenes):
         experiment = functools.partial(make_experiment, settings(name, task.kind), task, tmp_path)
-        if task.kind in METHODS[name].tasks:
+        if task.kind in METHODS[name].problems:
             experiment()
         else:
-            with pytest.raises(ConfigError, match=f"method = {name}: is for .*, and scenes is a task of segmentation"):
+            said = f"method = {name}: is for .*, and scenes is a problem of segmentation"
+            with pytest.raises(ConfigError, match=said):
                 experiment()
 
 

@@ -23,7 +23,7 @@ from raylt.core.setup import Setup
 from raylt.data.maps import VOID, class_counts, class_views
 from raylt.data.samples import Samples
 from raylt.data.task import Shard, Split, Task, hash_labels
-from raylt.models.split import PixelModel
+from raylt.models.split import PixelModel, SplitModel
 from raylt.registry import resolve
 from raylt.tree import Tree
 
@@ -78,6 +78,14 @@ def pixels(classes: int, shape: tuple[int, int, int]) -> PixelModel:
         stage1=nn.Sequential(nn.Conv2d(shape[2], 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
         stage2=nn.Sequential(nn.Conv2d(8, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU())))
     return PixelModel(encoder, 16, classes)
+
+
+def normed(classes: int, shape: tuple[int, int, int]) -> SplitModel:
+    """The smallest classifier with running statistics, d = 8."""
+    encoder = nn.Sequential(OrderedDict(
+        stage1=nn.Sequential(nn.Conv2d(shape[2], 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+        pool=nn.AdaptiveAvgPool2d(1), flat=nn.Flatten()))
+    return SplitModel(encoder, 8, classes)
 
 
 def _paint(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:

@@ -4,6 +4,8 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import cloudpickle
+
 from raylt.config import Config
 from raylt.core.client import ClientFunction, Message, Reply
 from raylt.core.fleet import Answer, Fleet, ItemFunction, compute
@@ -28,7 +30,7 @@ class LocalFleet(Fleet):
         threads, results = max(1, int(self.config.resources.cpus_per_client)), []
         for place, item in enumerate(items):
             try:
-                ours, its = pickle.loads(pickle.dumps((fn, item)))
+                ours, its = pickle.loads(cloudpickle.dumps((fn, item)))
                 results.append(compute(ours, its, threads))
             except Exception as error:
                 raise RayltError(f"{getattr(fn, '__name__', 'map')}, item {place}: {one_line(error)}") from error
@@ -37,7 +39,7 @@ class LocalFleet(Fleet):
     def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int,
                  usable: Callable[[Reply], bool]) -> Iterator[Answer]:
         name = getattr(fn, "__name__", "call")
-        call = pickle.dumps((fn, message))
+        call = cloudpickle.dumps((fn, message))     # which knows functions and classes of notebooks and plug-ins
         deadline = self.config.federation.deadline_s
         start, answered = time.monotonic(), 0
         for id in ids:

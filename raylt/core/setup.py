@@ -1,6 +1,5 @@
 """`Setup`: what an experiment is made of, as values. They travel to every process; nothing is looked up there."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +9,9 @@ from raylt.core.method import Method
 from raylt.data.samples import Augmentation
 from raylt.data.task import Facts
 from raylt.errors import ConfigError
+from raylt.models import ModelFactory
 from raylt.models.split import Params, SplitModel, running_statistics
 from raylt.seeds import seeded
-
-ModelFactory = Callable[[int, tuple[int, int, int]], SplitModel]
 
 
 @dataclass(frozen=True)

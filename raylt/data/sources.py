@@ -6,6 +6,7 @@ scenes.py.
 """
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -71,6 +72,9 @@ class Source:
         return load(self.y_train) if self.kind == "classification" else np.zeros(len(self.y_train), dtype=np.int64)
 
 
+SOURCES: dict[str, Callable[[DataConfig], Source]] = {}        # of one's own, by name: see raylt/registry.py
+
+
 def open_source(config: DataConfig) -> Source:
     """The data set named by `config.source`.
 
@@ -78,6 +82,8 @@ def open_source(config: DataConfig) -> Source:
         ConfigError: no such source.
         DataError: its files are missing or malformed.
     """
+    if config.source in SOURCES:
+        return SOURCES[config.source](config)
     kind, colon, place = config.source.partition(":")
     root, path = Path(config.root).expanduser(), Path(place).expanduser()
     match kind, bool(place):
@@ -106,7 +112,7 @@ def open_source(config: DataConfig) -> Source:
     nearest = difflib.get_close_matches(kind, NAMES, 1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
     raise ConfigError(f"data.source = {config.source!r}: no such source; {hint}There are: {', '.join(NAMES[:-2])}, "
-                      "folder:PATH, npz:PATH.")
+                      "folder:PATH, npz:PATH; one's own comes by --plugin FILE.")
 
 
 def group_thresholds(config: DataConfig, pixels: int | None = None) -> tuple[int, int]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import ray
+from tiny import make_setup
 
 from actors.fleet import Placement, RayFleet
 from raylt.config import Config
 from raylt.core.method import Method
-from raylt.methods import make_method
 
 _names = itertools.count()
 
@@ -39,7 +39,7 @@ def make_fleet(ray_session, tiny_task) -> Iterator[Callable[..., RayFleet]]:
 
     def make(config: Config, actors: int, method: Method | None = None, **placed: Any) -> RayFleet:
         shards, test = [ray.put(shard) for shard in tiny_task.shards], ray.put(tiny_task.test)
-        fleet = RayFleet(config, method or make_method(config.method), tiny_task, shards, test,
+        fleet = RayFleet(make_setup(config, method), tiny_task, shards, test,
                          Placement(**{"actors": actors, "cpus": 0.25, "gpus": 0.0} | placed), f"run{next(_names)}")
         made.append(fleet)
         return fleet

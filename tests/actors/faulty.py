@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from raylt.core import checkpoint
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet import Fleet
 from raylt.core.method import Method
+from raylt.core.reductions import mean
 from raylt.core.server import Server
 from raylt.methods import METHODS
 from raylt.models.split import Params, SplitModel
@@ -56,13 +56,13 @@ class Faulty(Method):
             self._hang()
         return Reply(reply.weight, {"model": model, "loss": reply.tree["loss"]})
 
-    def private(self, model: SplitModel) -> Params:
-        """Called last at a client, with its reply on the way."""
+    def shared(self, model: SplitModel) -> Params:
+        """Called last at a client, for its reply, once a round is under way."""
         if self.folder:
-            round = Path(self.folder, "at-client-0")
+            round = Path(self.folder, "under-way")
             if round.exists():
                 self._pause("upload", int(round.read_text()), 0)
-        return super().private(model)
+        return super().shared(model)
 
     def round(self, server: Server, fleet: Fleet) -> None:
         if not self.folder:
@@ -70,16 +70,18 @@ class Faulty(Method):
             return
         with Path(self.folder, "rounds").open("a") as stream:
             stream.write(f"{server.round}\n")
-        Path(self.folder, "at-client-0").write_text(str(server.round))
+        message = self.message(server)
+        Path(self.folder, "under-way").write_text(str(server.round))
         checkpoint.sync = lambda path: (self._pause("checkpoint", server.round), sync(path))[1]
-        mean = fleet.mean(self.train, self.sample(server, fleet), self.message(server))
+        got = fleet.ask(self.train, self.sample(server, fleet), message, model=mean, loss=mean)
+        Path(self.folder, "under-way").unlink()
         self._pause("aggregate", server.round)
-        server.receive(mean["model"])
-        server.log(loss=mean["loss"])
+        server.step(got["model"])
+        server.log(loss=got["loss"])
 
-    def deployed(self, server: Server) -> nn.Module:
+    def global_model(self, server: Server) -> SplitModel:
         self._pause("evaluate", server.round)
-        return super().deployed(server)
+        return super().global_model(server)
 
     def _pause(self, stage: str, round: int, client: int = 0) -> None:
         if self.folder and STAGES[stage] == round and client == 0 and self._mark(f"{stage}-reached"):

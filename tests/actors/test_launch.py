@@ -10,6 +10,7 @@ from actors.fleet import Placement
 from actors.launch import SERVER_GPUS, connect, open_experiment, place
 from raylt.config import Config
 from raylt.errors import ConfigError
+from raylt.registry import resolve
 
 
 def placed(clients, cpus, gpus=0, participation=1.0, over_select=0.0, **resources):
@@ -159,6 +160,6 @@ def test_settings_that_do_not_fit_leave_no_session_behind(monkeypatch, tiny_task
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
     config = Config.model_validate({"resources": {"actors": 5}})
-    with pytest.raises(ConfigError, match="enough for 2"), open_experiment(config, tiny_task, tmp_path, None):
+    with pytest.raises(ConfigError, match="enough for 2"), open_experiment(resolve(config), tiny_task, tmp_path, None):
         pass
     assert ended == [True]

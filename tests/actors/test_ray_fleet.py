@@ -10,6 +10,7 @@ import ray
 import torch
 import trouble
 from ray.util import placement_group_table
+from tiny import make_setup
 from trouble import IDS, Broken, Private, configure
 
 from actors.client import label_of
@@ -17,18 +18,21 @@ from raylt import tree
 from raylt.core.checkpoint import hash_tensors
 from raylt.core.cohort import Cohort
 from raylt.core.experiment import Experiment
+from raylt.core.reductions import each, mean
 from raylt.errors import RayltError, TooFewReplies
 from raylt.methods.fedavg import FedAvg
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.timeout(90)
+COUNTED = {"calls": each, "pid": each}       # the parts of a reply of `trouble.count`
 
 
 def train(config, method, task, fleet, tmp_path):
     """Two rounds; what the server and every client then hold, and the reports."""
-    fleet.config, fleet._method = config, method
+    setup = make_setup(config, method)
+    fleet.config, fleet._setup = config, setup
     fleet._private.clear()
-    experiment = Experiment(config, method, task, fleet, CPU, tmp_path)
+    experiment = Experiment(setup, task, fleet, CPU, tmp_path)
     reports = [experiment.step() for _ in range(2)]
     states = dict(fleet.private_states(sorted(fleet._private)))
     held = {"server": experiment.server.model.state_dict()} | {f"client-{id}": state for id, state in states.items()}
@@ -87,9 +91,9 @@ def test_an_actor_killed_from_outside_is_replaced(pool, tmp_path):
     fleet = pool(2)
     killer = threading.Thread(target=kill_when_written, args=(tmp_path / "1-0",))
     killer.start()
-    replies = fleet.call(trouble.stall, IDS, {"victims": [1], "seconds": 60.0, "folder": str(tmp_path)})
+    replies = fleet.ask(trouble.stall, IDS, {"victims": [1], "seconds": 60.0, "folder": str(tmp_path)}, **COUNTED)
     killer.join()
-    assert [reply["calls"] for reply in replies.values()] == [1] * 5
+    assert list(replies["calls"].values()) == [1] * 5
     assert (fleet.ledger.retried, fleet.ledger.lost) == ([1], [])
 
 
@@ -104,21 +108,21 @@ def kill_when_written(file: Path) -> None:
 def test_a_client_that_dies_too_often_is_lost_and_the_quorum_decides(pool, tmp_path):
     fleet = pool(2, retries=1, quorum=0.8)
     message = {"victims": [2], "times": 2, "folder": str(tmp_path)}
-    assert list(fleet.call(trouble.die, IDS, message)) == [0, 1, 3, 5]
+    assert list(fleet.ask(trouble.die, IDS, message), **COUNTED) == [0, 1, 3, 5]
     assert (fleet.ledger.retried, fleet.ledger.lost) == ([2], [2])
     fleet.config = configure(retries=0, quorum=1.0)
     fleet.begin(2)
     with pytest.raises(TooFewReplies, match=(
             r"round 2, die: 4 of 5 clients replied usably, federation.quorum = 1 needs 5; first failure: "
             r"client 2, round 2, die: its process died \(ActorDiedError\)")):
-        fleet.call(trouble.die, IDS, message | {"times": 3})
+        fleet.ask(trouble.die, IDS, message | {"times": 3}, **COUNTED)
 
 
 def test_a_client_that_leaves_its_process_is_lost(pool):
     fleet = pool(2, retries=0)
     with pytest.raises(TooFewReplies, match=r"0 of 1 clients .* client 3, round 1, leave: its process died"):
-        fleet.call(trouble.leave, [3], {})
-    assert list(fleet.call(trouble.count, IDS, {})) == IDS
+        fleet.ask(trouble.leave, [3], {}, **COUNTED)
+    assert list(fleet.ask(trouble.count, IDS, {}), **COUNTED) == IDS
 
 
 @pytest.mark.parametrize(("function", "said"), [
@@ -128,7 +132,7 @@ def test_a_client_that_leaves_its_process_is_lost(pool):
 def test_what_a_client_raises_reaches_the_server_as_one_line(pool, function, said):
     fleet = pool(2, retries=1)
     with pytest.raises(TooFewReplies, match=said) as raised:
-        fleet.call(function, [0, 1], {})
+        fleet.ask(function, [0, 1], {}, x=each)
     assert "\n" not in str(raised.value)
     assert (sorted(fleet.ledger.retried), fleet.ledger.lost) == ([0, 1], [0, 1])
 
@@ -138,49 +142,49 @@ def test_a_client_that_hangs_is_left_behind_at_the_deadline(pool, tmp_path, acto
     fleet = pool(actors, deadline_s=1.0, quorum=0.2)
     message = {"victims": [3], "seconds": 60.0, "folder": str(tmp_path)}        # the smallest, so asked last
     start = time.monotonic()
-    replies = fleet.call(trouble.stall, IDS, message)
+    replies = fleet.ask(trouble.stall, IDS, message, **COUNTED)
     assert time.monotonic() - start < 30
-    assert (list(replies), fleet.ledger.lost) == ([0, 1, 2, 5], [3])
-    assert {id: r["calls"] for id, r in fleet.call(trouble.stall, IDS, message).items()} == dict.fromkeys(IDS, 2) | {
+    assert (list(replies.weights), fleet.ledger.lost) == ([0, 1, 2, 5], [3])
+    assert fleet.ask(trouble.stall, IDS, message, **COUNTED)["calls"] == dict.fromkeys(IDS, 2) | {
         3: 1}
 
 
 def test_a_hung_client_below_the_quorum_is_named(pool, tmp_path):
     fleet = pool(2, deadline_s=0.5, quorum=1.0)
     with pytest.raises(TooFewReplies, match=r"client 1, .* not done after federation.deadline_s = 0.5 s"):
-        fleet.call(trouble.stall, [1], {"victims": [1], "seconds": 60.0, "folder": str(tmp_path)})
+        fleet.ask(trouble.stall, [1], {"victims": [1], "seconds": 60.0, "folder": str(tmp_path)}, **COUNTED)
 
 
 def test_a_process_that_starts_does_not_use_up_the_deadline(pool, tmp_path):
     fleet = pool(1, deadline_s=0.5, quorum=1.0)         # an actor takes seconds to start
     message = {"victims": [1], "times": 1, "folder": str(tmp_path)}
-    assert list(fleet.call(trouble.die, [0, 1], message)) == [0, 1]
+    assert list(fleet.ask(trouble.die, [0, 1], message), **COUNTED) == [0, 1]
 
 
 @pytest.mark.slow
 def test_stragglers_are_left_behind_and_their_late_answers_ignored(pool, tmp_path):
     fleet = pool(5, quorum=1.0)
     start = time.monotonic()
-    replies = fleet.call(trouble.stall, Cohort(IDS, 4), {"victims": [0], "seconds": 4.0, "folder": str(tmp_path)})
-    assert list(replies) == [1, 2, 3, 5]
-    again = fleet.call(trouble.count, IDS, {})          # client 0 as well, by another actor
+    replies = fleet.ask(trouble.stall, Cohort(IDS, 4), {"victims": [0], "seconds": 4.0, "folder": str(tmp_path)}, **COUNTED)
+    assert list(replies.weights) == [1, 2, 3, 5]
+    again = fleet.ask(trouble.count, IDS, {}, **COUNTED)          # client 0 as well, by another actor
     assert time.monotonic() - start < 4
-    assert {id: reply["calls"] for id, reply in again.items()} == dict.fromkeys(IDS, 2) | {0: 1}
+    assert again["calls"] == dict.fromkeys(IDS, 2) | {0: 1}
     slot = next(slot for slot in fleet._slots if slot.late is not None)
     ray.wait([slot.late], timeout=30)
-    assert fleet.call(trouble.count, IDS, {})[0]["calls"] == 2
+    assert fleet.ask(trouble.count, IDS, {}, **COUNTED)["calls"][0] == 2
     assert slot.late is None
 
 
 @pytest.mark.slow
 def test_an_actor_that_dies_on_a_late_call_costs_nobody_an_attempt(pool, tmp_path):
     fleet = pool(5, quorum=1.0, retries=0)
-    fleet.call(trouble.stall, Cohort(IDS, 4), {"victims": [0], "seconds": 60.0, "folder": str(tmp_path)})
+    fleet.ask(trouble.stall, Cohort(IDS, 4), {"victims": [0], "seconds": 60.0, "folder": str(tmp_path)}, **COUNTED)
     slot = next(slot for slot in fleet._slots if slot.late is not None)
     os.kill(int((tmp_path / "0-0").read_text()), signal.SIGKILL)
     ray.wait([slot.late], timeout=30)
     for _ in range(2):
-        assert list(fleet.call(trouble.count, IDS, {})) == IDS
+        assert list(fleet.ask(trouble.count, IDS, {}), **COUNTED) == IDS
     assert (slot.late, fleet.ledger.lost) == (None, [])
 
 
@@ -188,29 +192,29 @@ def test_an_actor_that_dies_on_a_late_call_costs_nobody_an_attempt(pool, tmp_pat
 def test_a_late_call_that_hangs_ends_with_the_next_deadline(pool, tmp_path):
     fleet = pool(2)
     message = {"victims": [0, 1], "seconds": 60.0, "folder": str(tmp_path)}
-    assert list(fleet.call(trouble.stall, Cohort([0, 3], 1), message)) == [3]       # client 0 hangs on one actor
+    assert list(fleet.ask(trouble.stall, Cohort([0, 3], 1), message), **COUNTED) == [3]       # client 0 hangs on one actor
     fleet.config = configure(deadline_s=1.0)
     with pytest.raises(TooFewReplies, match="not done after"):                      # client 1 on the other
-        fleet.call(trouble.stall, [1], message)
+        fleet.ask(trouble.stall, [1], message, **COUNTED)
     assert [slot.late for slot in fleet._slots] == [None, None]
     fleet.config = configure()
-    assert len({reply["pid"] for reply in fleet.call(trouble.stall, IDS, message).values()}) == 2
+    assert len(set(fleet.ask(trouble.stall, IDS, message, **COUNTED)["pid"].values())) == 2
 
 
 def test_a_reply_that_is_not_finite_is_rejected_without_asking_again(pool):
     fleet = pool(2)
-    mean = fleet.mean(trouble.spoil, IDS, {"victims": [1]})
-    assert mean["x"].tolist() == [1.0]
+    got = fleet.ask(trouble.spoil, IDS, {"victims": [1]}, x=mean)
+    assert got["x"].tolist() == [1.0]
     assert (fleet.ledger.rejected, fleet.ledger.retried, fleet.ledger.lost) == ({1: "x is not finite"}, [], [])
 
 
 @pytest.mark.slow
 def test_each_client_is_served_by_its_own_actor_while_that_is_free(pool):
     fleet = pool(5)
-    pids = {id: reply["pid"] for id, reply in fleet.call(trouble.count, IDS, {}).items()}
+    pids = fleet.ask(trouble.count, IDS, {}, **COUNTED)["pid"]
     assert len(set(pids.values())) == 5
     for ids in ([5], [1, 3], [0, 5], IDS):
-        assert {id: reply["pid"] for id, reply in fleet.call(trouble.count, ids, {}).items()} == {
+        assert fleet.ask(trouble.count, ids, {}, **COUNTED)["pid"] == {
             id: pids[id] for id in ids}
 
 
@@ -220,7 +224,7 @@ def test_more_actors_than_clients_with_samples_are_not_started(pool):
 
 
 def test_an_actor_that_cannot_start_is_one_line(make_fleet):
-    with pytest.raises(RayltError, match=r"a client actor died while it started: .*as a private model") as raised:
+    with pytest.raises(RayltError, match=r"a client actor died while it started: .*as a shared model") as raised:
         make_fleet(configure(), 1, Broken())
     assert "\n" not in str(raised.value)
 

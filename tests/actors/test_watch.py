@@ -5,11 +5,13 @@ import re
 import faulty
 import pytest
 import ray
+from tiny import make_setup
 from trouble import IDS, configure
 
 from actors.fleet import NOTES, STACKS, RayFleet
 from actors.placement import Placement
 from actors.probe import probe
+from raylt.core.reductions import each
 from raylt.methods.fedavg import FedAvg
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -18,15 +20,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 @pytest.fixture
 def fleet(ray_session, tiny_task, tmp_path):
     shards, test = [ray.put(shard) for shard in tiny_task.shards], ray.put(tiny_task.test)
-    made = RayFleet(configure(), FedAvg(), tiny_task, shards, test, Placement(4, 0.25, 0.0), tmp_path.name, tmp_path)
+    setup = make_setup(configure(), FedAvg())
+    made = RayFleet(setup, tiny_task, shards, test, Placement(4, 0.25, 0.0), tmp_path.name, tmp_path)
     made.begin(3)
     yield made
     made.close()
 
 
 def test_a_full_device_halves_the_actors_and_the_call_goes_on(fleet, tmp_path):
-    replies = fleet.call(faulty.fill, IDS, {"folder": str(tmp_path), "fit": 1})
-    assert [reply["id"] for reply in replies.values()] == IDS
+    replies = fleet.ask(faulty.fill, IDS, {"folder": str(tmp_path), "fit": 1}, id=each)["id"]
+    assert list(replies.values()) == IDS
     assert (len(fleet._slots), fleet.ledger.retried, fleet.ledger.lost) == (1, [], [])
     said = (tmp_path / NOTES).read_text().splitlines()
     assert len(said) == 2
@@ -36,8 +39,8 @@ def test_a_full_device_halves_the_actors_and_the_call_goes_on(fleet, tmp_path):
 
 def test_a_stuck_client_is_named_with_its_stack(fleet, tmp_path, monkeypatch):
     monkeypatch.setattr("actors.fleet.PATIENCE_S", 1.0)
-    fleet.call(faulty.sleep, IDS, {"seconds": {}})              # what others take
-    fleet.call(faulty.sleep, IDS, {"seconds": {"2": 3.0}})
+    fleet.ask(faulty.sleep, IDS, {"seconds": {}}, id=each)              # what others take
+    fleet.ask(faulty.sleep, IDS, {"seconds": {"2": 3.0}}, id=each)
     said, = (tmp_path / NOTES).read_text().splitlines()
     match = re.fullmatch(r"client 2, round 3, sleep: at work for 1 s, others took at most 0 s; set "
                          r"federation.deadline_s to go on without it; (stacks/client\S+txt) says where it is", said)
@@ -49,7 +52,7 @@ def test_a_stuck_client_is_named_with_its_stack(fleet, tmp_path, monkeypatch):
 
 
 def test_what_a_client_needs_is_measured(ray_session, tiny_task):
-    need = probe(configure(), FedAvg(), tiny_task, 0)
+    need = probe(make_setup(configure(), FedAvg()), tiny_task, 0)
     assert need is not None
     assert 100 * 2**20 < need.memory < 10 * 2**30
     assert need.gpu_memory == 0

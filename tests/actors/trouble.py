@@ -45,8 +45,8 @@ class Broken(Method):
 
     name: ClassVar[str] = "broken"
 
-    def private(self, model: SplitModel) -> Params:
-        raise ValueError("no such thing\nas a private model")
+    def shared(self, model: SplitModel) -> Params:
+        raise ValueError("no such thing\nas a shared model")
 
 
 def first(folder: str, id: int, times: int = 1) -> bool:

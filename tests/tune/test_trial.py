@@ -10,6 +10,7 @@ from tiny import make_experiment, pixels
 
 from raylt.config import load
 from raylt.core.method import Method
+from raylt.core.reductions import total
 from raylt.data.task import build_task
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, hp
@@ -37,15 +38,17 @@ class Late(Method):
         client.state["noted"] = client.state.get("noted", 0) + 1
         return client.reply(samples=len(client))
 
+    finishes: ClassVar[bool] = True
+
     def finish(self, server, fleet):
-        assert fleet.sum(self.note, fleet.ids, {})["samples"] > 0
+        assert fleet.ask(self.note, fleet.everyone, {}, samples=total)["samples"] > 0
         server.state["finished"] = server.state.get("finished", 0) + 1
         if not self.gains:
             with torch.no_grad():
                 for value in server.model.classifier.parameters():
                     value.zero_()
 
-    def deployed(self, server):
+    def global_model(self, server):
         return server.model if server.state.get("finished") or not self.gains else _Constant(server.facts.classes)
 
 

@@ -3,12 +3,13 @@ from typing import ClassVar
 
 import pytest
 import torch
-from tiny import COUNTS, CPU, Recorder, configure, fingerprint, make_experiment, private_states
+from tiny import COUNTS, CPU, Recorder, configure, fingerprint, make_experiment, make_setup, private_states
 from torch import tensor
 
 from raylt.core import checkpoint
 from raylt.core.experiment import Experiment
 from raylt.core.method import Method
+from raylt.core.setup import private_entries
 from raylt.data.samples import Samples
 from raylt.methods.fedavg import FedAvg
 from raylt.tree import snapshot
@@ -36,6 +37,8 @@ class Finishing(FedAvg):
         super().round(server, fleet)
         server.state["rounds"] = {"seen": server.state.get("rounds", {"seen": 0})["seen"] + 1}
         server.log(note=f"round {server.round}")
+
+    finishes: ClassVar[bool] = True
 
     def finish(self, server, fleet):
         server.model.classifier.weight.data.zero_()
@@ -84,7 +87,7 @@ def personal_models(experiment: Experiment):
     """Of every client: the server's shared entries and the client's own private ones."""
     method, server = experiment.method, experiment.server
     for id, private in private_states(experiment).items():
-        model = method.new_model(experiment.task.facts, experiment.config)
+        model = make_setup(experiment.config, method).new_model(experiment.task.facts)
         model.load_state_dict(dict(snapshot(method.shared(server.model))) | private["model"], strict=True)
         yield id, model
 
@@ -224,7 +227,8 @@ def test_clients_that_were_never_sampled_keep_their_initial_private_state(build,
     experiment = build(OwnClassifier(), federation={"participation": 0.3})
     run(experiment)
     trained = {id for function, _, id, _ in experiment.fleet._host.replies if function == "train"}
-    initial = experiment.method.private(experiment.method.new_model(tiny_task.facts, experiment.config))
+    initial = private_entries(experiment.method, make_setup(experiment.config, experiment.method).new_model(
+        tiny_task.facts))
     assert initial.keys() == {"classifier.weight", "classifier.bias"}
     states = private_states(experiment)
     assert set(IDS) - trained

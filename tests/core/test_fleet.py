@@ -4,13 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import COUNTS, CPU, configure, fingerprint, make_experiment, private_states
+from tiny import COUNTS, CPU, configure, fingerprint, make_experiment, make_setup, private_states
 from torch import tensor
 
 from raylt.core.client import Client, Message, Reply
 from raylt.core.cohort import Cohort
 from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
+from raylt.core.reductions import Reduction, each, mean, total
 from raylt.core.server import Server
 from raylt.errors import TooFewReplies
 from raylt.methods.fedavg import FedAvg
@@ -28,14 +29,24 @@ def tell(client: Client, message: Message) -> Reply:
 
 
 def tell_partly(client: Client, message: Message) -> Reply:
-    return client.reply(**{f"class{c}": tensor([1.0]) for c in range(4) if client.counts[c] > 0})
+    return client.reply(owners={f"class{c}": tensor([1.0]) for c in range(4) if client.counts[c] > 0})
+
+
+def told(kind: Reduction) -> dict[str, Reduction]:
+    """The parts of `tell`."""
+    return {"w": kind, "deep": kind, "id": kind}
+
+
+def remembered(kind: Reduction) -> dict[str, Reduction]:
+    """The parts of `remember`; what the model must look like is known beforehand."""
+    return {"model": kind.like(message()["model"]), "loss": kind}
 
 
 def remember(client: Client, message: Message) -> Reply:
     """Misbehaves in `message["faults"]`, after it has changed the private state."""
     client.state["last"] = tensor(float(client.round))
     client.state["calls"] = client.state.get("calls", 0) + 1
-    w, extra, weight = torch.full((2, 2), float(client.id)), {}, float(len(client))
+    w, extra, weight = torch.full((2, 2), float(client.id)), {"loss": 1.0}, float(len(client))
     match message["faults"].get(str(client.id)):
         case "nan":
             w[1, 0] = torch.nan
@@ -46,7 +57,9 @@ def remember(client: Client, message: Message) -> Reply:
         case "type":
             w = w.double()
         case "missing":
-            return Reply(weight, {"model": {}})
+            return Reply(weight, {"model": {}, **extra})
+        case "part":
+            del extra["loss"]
         case "additional":
             extra["more"] = 1.0
         case "weight":
@@ -54,6 +67,29 @@ def remember(client: Client, message: Message) -> Reply:
         case "raises":
             raise ValueError("no such luck")
     return Reply(weight, {"model": {"w": w}, **extra})
+
+
+def tell_name(client: Client, message: Message) -> Reply:
+    return client.reply(name=f"client {client.id}")
+
+
+def write_late(client: Client, message: Message) -> Reply:
+    w, kept = torch.ones(2), torch.ones(2)
+    client.state = {"deep": {"kept": kept[:1]}} if message["change"] == "nested" else {"kept": kept}
+    reply = client.reply(model={"w": w})
+    match message["change"]:
+        case "reply":
+            w[0] = 2
+        case "state":
+            kept.mul_(2)
+        case "nested":
+            kept.add_(1)
+    return reply
+
+
+def alias(client: Client, message: Message) -> Reply:
+    client.state["own"] = client.model.state_dict()
+    return client.reply(model=client.model.state_dict())
 
 
 def message(faults: dict[int, str] | None = None) -> Message:
@@ -102,50 +138,60 @@ def test_clients_without_samples_are_not_in_the_fleet(make_fleet):
 
 
 def test_mean_weights_each_reply_by_its_samples(make_fleet):
-    mean = make_fleet().mean(tell, IDS, {})
+    got = make_fleet().ask(tell, IDS, {}, **told(mean))
     # (24 * 0 + 14 * 1 + 9 * 2 + 1 * 3 + 12 * 5) / 60 = 95 / 60; integer tensors take the maximum
-    assert mean["w"].tolist() == pytest.approx([1.0, 95 / 60])
-    assert mean["w"].dtype == torch.float32
-    assert mean["deep"]["count"].item() == 5
-    assert mean["deep"]["count"].dtype == torch.int64
-    assert mean["deep"]["half"].dtype == torch.float16
-    assert mean["deep"]["half"].item() == pytest.approx(95 / 180, rel=1e-3)
-    assert mean["id"] == pytest.approx(95 / 60)
+    assert got["w"].tolist() == pytest.approx([1.0, 95 / 60])
+    assert got["w"].dtype == torch.float32
+    assert got["deep"]["count"].item() == 5
+    assert got["deep"]["count"].dtype == torch.int64
+    assert got["deep"]["half"].dtype == torch.float16
+    assert got["deep"]["half"].item() == pytest.approx(95 / 180, rel=1e-3)
+    assert got["id"] == pytest.approx(95 / 60)
 
 
 def test_mean_over_some_clients_weights_those_alone(make_fleet):
     # (14 * 1 + 12 * 5) / 26
-    assert make_fleet().mean(tell, [5, 1], {})["w"][1].item() == pytest.approx(74 / 26)
+    assert make_fleet().ask(tell, [5, 1], {}, **told(mean))["w"][1].item() == pytest.approx(74 / 26)
 
 
 def test_sum_adds_replies_without_weights(make_fleet):
-    total = make_fleet().sum(tell, IDS, {})
-    assert total["w"].tolist() == [5.0, 11.0]               # 0 + 1 + 2 + 3 + 5
-    assert total["w"].dtype == torch.float64
-    assert total["deep"]["count"].item() == 11
-    assert total["id"] == 11
+    got = make_fleet().ask(tell, IDS, {}, **told(total))
+    assert got["w"].tolist() == [5.0, 11.0]               # 0 + 1 + 2 + 3 + 5
+    assert got["w"].dtype == torch.float64
+    assert got["deep"]["count"].item() == 11
+    assert got["id"] == 11
 
 
 def test_sum_counts_a_name_that_a_client_leaves_out_as_zero(make_fleet):
-    total = make_fleet().sum(tell_partly, IDS, {})
+    template = {f"class{c}": torch.empty(1) for c in range(4)}
+    got = make_fleet().ask(tell_partly, IDS, {}, owners=total.within(template))
     owners = (COUNTS > 0).sum(0)                            # clients that hold each class
-    assert {name: value.item() for name, value in total.items()} == {f"class{c}": owners[c] for c in range(4)}
+    assert {name: value.item() for name, value in got["owners"].items()} == {f"class{c}": owners[c] for c in range(4)}
 
 
-def test_call_gives_every_reply_by_client_in_ascending_order(make_fleet):
-    replies = make_fleet().call(tell, [5, 0, 3], {})
-    assert list(replies) == [0, 3, 5]
-    assert [reply["w"][1].item() for reply in replies.values()] == [0, 3, 5]
+def test_each_gives_every_value_by_client_in_ascending_order_with_its_weight(make_fleet):
+    got = make_fleet().ask(tell, [5, 0, 3], {}, **told(each))
+    assert [value[1].item() for value in got["w"].values()] == [0, 3, 5]
+    assert list(got["w"]) == list(got.weights) == [0, 3, 5]
+    assert list(got.weights.values()) == [24, 1, 12]
 
 
-@pytest.mark.parametrize("verb", ["mean", "sum"])
-def test_folding_verbs_hold_two_replies_at_most(make_fleet, verb):
+def test_parts_are_reduced_each_in_its_own_way(make_fleet):
+    got = make_fleet().ask(tell, IDS, {}, w=mean, deep=each, id=total)
+    assert got["w"][1].item() == pytest.approx(95 / 60)
+    assert got["deep"][5]["count"].item() == 5
+    assert got["id"] == 11
+    assert set(got) == {"w", "deep", "id"}
+
+
+@pytest.mark.parametrize("kind", [mean, total])
+def test_reduced_parts_hold_two_replies_at_most(make_fleet, kind):
     fleet = make_fleet(Counting)
-    getattr(fleet, verb)(tell, IDS, {})
+    fleet.ask(tell, IDS, {}, **told(kind))
     # the one that has just come, and the one before, which still has its name in the loop
     assert 1 <= fleet.most <= 2
-    replies = fleet.call(tell, IDS, {})
-    assert fleet.most == len(replies) == 5                  # or the count above proves nothing
+    got = fleet.ask(tell, IDS, {}, **told(each))
+    assert fleet.most == len(got.weights) == 5              # or the count above proves nothing
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
@@ -155,18 +201,20 @@ def test_folding_verbs_hold_two_replies_at_most(make_fleet, verb):
     ("shape", "model.w is float32 [4], expected float32 [2, 2]"),
     ("type", "model.w is float64 [2, 2], expected float32 [2, 2]"),
     ("missing", "model.w is missing"),
+    ("part", "loss is missing"),
+    ("additional", "more was not asked for"),
     ("weight", "weight 0.0"),
 ])
 def test_mean_leaves_out_a_reply_that_cannot_be_used_and_says_why(make_fleet, fault, reason, culprit):
     fleet = make_fleet(quorum=0.8)                          # needs 4 of 5
     fleet.begin(1)
-    fleet.mean(remember, IDS, message())
+    fleet.ask(remember, IDS, message(), **remembered(mean))
     before = dict(fleet.private_states(IDS))
     fleet.begin(2)
-    mean = fleet.mean(remember, IDS, message({culprit: fault}))
+    got = fleet.ask(remember, IDS, message({culprit: fault}), **remembered(mean))
     others = [(id, size) for id, size in zip(IDS, SIZES, strict=True) if id != culprit]
     expected = sum(id * size for id, size in others) / sum(size for _, size in others)
-    assert mean["model"]["w"].flatten().tolist() == pytest.approx([expected] * 4)
+    assert got["model"]["w"].flatten().tolist() == pytest.approx([expected] * 4)
     assert fleet.ledger.rejected == {culprit: reason}
     assert fleet.ledger.lost == fleet.ledger.retried == []
     for id, state in fleet.private_states(IDS):
@@ -174,25 +222,16 @@ def test_mean_leaves_out_a_reply_that_cannot_be_used_and_says_why(make_fleet, fa
     assert fingerprint(dict(fleet.private_states([culprit]))[culprit]) == fingerprint(before[culprit])
 
 
-def test_mean_leaves_out_a_reply_with_a_name_that_the_others_have_not(make_fleet):
-    fleet = make_fleet()
-    mean = fleet.mean(remember, IDS, message({2: "additional"}))
-    assert fleet.ledger.rejected == {2: "more is additional"}
-    assert mean.keys() == {"model"}
-    # (14 * 1 + 1 * 3 + 12 * 5) / (60 - 9)
-    assert mean["model"]["w"][0, 0].item() == pytest.approx(77 / 51)
-
-
-@pytest.mark.parametrize("verb", ["sum", "call"])
+@pytest.mark.parametrize("kind", [total, each])
 @pytest.mark.parametrize("fault", ["nan", "infinite", "weight"])
-def test_sum_and_call_leave_out_replies_that_are_not_finite_or_weigh_nothing(make_fleet, verb, fault):
+def test_sums_and_values_leave_out_replies_that_are_not_finite_or_weigh_nothing(make_fleet, kind, fault):
     fleet = make_fleet()
-    found = getattr(fleet, verb)(remember, IDS, message({3: fault}))
+    got = fleet.ask(remember, IDS, message({3: fault}), **remembered(kind))
     assert list(fleet.ledger.rejected) == [3]
-    if verb == "call":
-        assert list(found) == [0, 1, 2, 5]
+    if kind is each:
+        assert list(got["model"]) == [0, 1, 2, 5]
     else:
-        assert found["model"]["w"][0, 0].item() == 0 + 1 + 2 + 5
+        assert got["model"]["w"][0, 0].item() == 0 + 1 + 2 + 5
 
 
 @pytest.mark.parametrize(("quorum", "enough"), [(1.0, False), (0.81, False), (0.8, True), (0.5, True)])
@@ -200,10 +239,10 @@ def test_quorum_is_the_share_of_clients_that_must_reply_usably(make_fleet, quoru
     fleet = make_fleet(quorum=quorum)                       # 4 of 5 do: 0.8 * 5 = 4, ceil(0.81 * 5) = 5
     fleet.begin(7)
     if enough:
-        fleet.mean(remember, IDS, message({2: "nan"}))
+        fleet.ask(remember, IDS, message({2: "nan"}), **remembered(mean))
         return
     with pytest.raises(TooFewReplies) as raised:
-        fleet.mean(remember, IDS, message({2: "nan"}))
+        fleet.ask(remember, IDS, message({2: "nan"}), **remembered(mean))
     text = str(raised.value)
     assert "client 2, round 7, remember: reply rejected: model.w is not finite" in text
     assert "4 of 5" in text
@@ -212,34 +251,33 @@ def test_quorum_is_the_share_of_clients_that_must_reply_usably(make_fleet, quoru
 
 def test_quorum_needs_one_reply_at_least(make_fleet):
     with pytest.raises(TooFewReplies, match="client 0"):
-        make_fleet(quorum=0.01).call(remember, IDS, message(dict.fromkeys(IDS, "nan")))
+        make_fleet(quorum=0.01).ask(remember, IDS, message(dict.fromkeys(IDS, "nan")), **remembered(each))
 
 
-@pytest.mark.parametrize("verb", ["mean", "sum", "call"])
-def test_a_call_on_no_client_raises_too_few_replies(make_fleet, verb):
+def test_a_call_on_no_client_raises_too_few_replies(make_fleet):
     with pytest.raises(TooFewReplies, match="no client"):
-        getattr(make_fleet(), verb)(tell, [], {})
+        make_fleet().ask(tell, [], {}, **told(mean))
 
 
 def test_client_that_raises_is_asked_again_and_then_counts_as_any_other(make_fleet):
     fleet = make_fleet(host=Flaky, retries=2, quorum=1.0)
-    mean = fleet.mean(tell, IDS, {})
-    assert mean["w"][1].item() == pytest.approx(95 / 60)
+    got = fleet.ask(tell, IDS, {}, **told(mean))
+    assert got["w"][1].item() == pytest.approx(95 / 60)
     assert fleet.ledger.retried == [2, 2]
     assert fleet.ledger.lost == []
 
 
 def test_failed_attempts_leave_nothing_in_the_private_state(make_fleet):
     fleet = make_fleet(host=Flaky, retries=2)
-    fleet.call(remember, IDS, message())
+    fleet.ask(remember, IDS, message(), **remembered(each))
     assert fleet.ledger.retried == [2, 2]
     assert dict(fleet.private_states([2]))[2]["state"]["calls"] == 1
 
 
 def test_client_that_raises_more_often_than_retries_is_lost(make_fleet):
     fleet = make_fleet(host=Flaky, retries=1)
-    mean = fleet.mean(tell, IDS, {})
-    assert mean["w"][1].item() == pytest.approx((95 - 18) / 51)
+    got = fleet.ask(tell, IDS, {}, **told(mean))
+    assert got["w"][1].item() == pytest.approx((95 - 18) / 51)
     assert fleet.ledger.retried == fleet.ledger.lost == [2]
     assert fleet.ledger.rejected == {}
     assert 2 not in dict(fleet.private_states(fleet.changed))
@@ -247,7 +285,7 @@ def test_client_that_raises_more_often_than_retries_is_lost(make_fleet):
 
 def test_loss_of_a_client_names_its_error_and_place(make_fleet):
     with pytest.raises(TooFewReplies, match=r"client 5, round 0, remember: ValueError: no such luck \(test_fleet.py:"):
-        make_fleet(quorum=1.0).call(remember, IDS, message({5: "raises"}))
+        make_fleet(quorum=1.0).ask(remember, IDS, message({5: "raises"}), **remembered(each))
 
 
 def test_deadline_leaves_out_the_clients_that_were_not_asked_in_time(make_fleet, monkeypatch):
@@ -261,10 +299,10 @@ def test_deadline_leaves_out_the_clients_that_were_not_asked_in_time(make_fleet,
 
     fleet = make_fleet(host=Slow, deadline_s=25, quorum=0.6)
     # asked at 0, 10 and 20 s; it is 30 s when the fourth would be
-    assert list(fleet.call(tell, IDS, {})) == [0, 1, 2]
+    assert list(fleet.ask(tell, IDS, {}, **told(each)).weights) == [0, 1, 2]
     assert fleet.ledger.lost == [3, 5]
     with pytest.raises(TooFewReplies, match=r"client 3, .* 25 s"):
-        make_fleet(host=Slow, deadline_s=25, quorum=0.8).call(tell, IDS, {})
+        make_fleet(host=Slow, deadline_s=25, quorum=0.8).ask(tell, IDS, {}, **told(each))
 
 
 @pytest.mark.parametrize(("participation", "over_select", "asked", "used"), [
@@ -277,43 +315,99 @@ def test_over_selection_asks_more_and_takes_the_first_share(make_fleet, tiny_tas
                                                             used):
     fleet = make_fleet(participation=participation, over_select=over_select, quorum=1.0)
     method = FedAvg()
-    server = Server(fleet.config, tiny_task.facts, method.new_model(tiny_task.facts, fleet.config), CPU)
+    server = Server(fleet.config, tiny_task.facts, make_setup(fleet.config).new_model(tiny_task.facts), CPU)
     ids = method.sample(server, fleet)
     assert len(ids) == asked
-    mean = fleet.mean(tell, ids, {})
-    first = [(id, SIZES[IDS.index(id)]) for id in ids[:used]]
-    assert mean["w"][1].item() == pytest.approx(sum(id * n for id, n in first) / sum(n for _, n in first))
+    got = fleet.ask(tell, ids, {}, **told(mean))
+    first = [(id, SIZES[IDS.index(id)]) for id in ids.ids[:used]]
+    assert got["w"][1].item() == pytest.approx(sum(id * n for id, n in first) / sum(n for _, n in first))
     assert fleet.ledger.traffic["tell"].replies == used
     assert fleet.ledger.lost == []
 
 
 def test_over_selection_waits_for_usable_replies(make_fleet):
     fleet = make_fleet(quorum=1.0)
-    mean = fleet.mean(remember, Cohort(IDS, enough=3), message({0: "nan", 2: "raises"}))
+    got = fleet.ask(remember, Cohort(IDS, 3), message({0: "nan", 2: "raises"}), **remembered(mean))
     # clients 1, 3 and 5 with 14, 1 and 12 samples: (14 * 1 + 1 * 3 + 12 * 5) / 27
-    assert mean["model"]["w"][0, 0].item() == pytest.approx(77 / 27)
+    assert got["model"]["w"][0, 0].item() == pytest.approx(77 / 27)
     assert list(fleet.ledger.rejected) == [0]
 
 
-def test_call_leaves_out_a_model_of_another_shape_than_was_sent(make_fleet):
-    fleet = make_fleet(quorum=0.1)
-    assert list(fleet.call(remember, IDS, message({2: "shape"}))) == [0, 1, 3, 5]
-    assert fleet.ledger.rejected[2] == "model.w is float32 [4], expected float32 [2, 2]"
-
-
+@pytest.mark.parametrize("kind", [mean, total, each])
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_sum_leaves_out_a_reply_of_another_shape_than_the_first(make_fleet, culprit):
+@pytest.mark.parametrize(("fault", "reason"), [
+    ("shape", "model.w is float32 [4], most replies have float32 [2, 2]"),
+    ("missing", "model.w is missing, most replies have it")])
+def test_without_a_template_the_form_of_most_replies_counts_whoever_comes_first(make_fleet, kind, culprit, fault,
+                                                                                reason):
+    fleet = make_fleet()
+    got = fleet.ask(remember, IDS, message({culprit: fault}), model=kind, loss=kind)
+    assert fleet.ledger.rejected == {culprit: reason}
+    assert list(got.weights) == [id for id in IDS if id != culprit]
+    assert culprit not in fleet.changed | fleet.ledger.participants
+
+
+def test_where_two_forms_are_equally_frequent_nobody_counts(make_fleet):
     fleet = make_fleet(quorum=0.1)
-    total = fleet.sum(remember, IDS, message({culprit: "shape"}))
-    assert fleet.ledger.rejected.keys() == ({2} if culprit else {1, 2, 3, 5})       # the first sets the form
-    assert total["model"]["w"].shape == ((2, 2) if culprit else (4,))
+    with pytest.raises(TooFewReplies, match=r"0 of 4 .*two forms are equally frequent: model.w is float32 \["):
+        fleet.ask(remember, [0, 1, 2, 5], message({0: "shape", 5: "shape"}), model=mean, loss=mean)
+    assert list(fleet.ledger.rejected) == [0, 5, 1, 2]
+    assert not fleet.changed
 
 
-@pytest.mark.parametrize("verb", ["sum", "call"])
-def test_over_selection_leaves_nobody_out_of_a_sum_or_a_call(make_fleet, verb):
+@pytest.mark.parametrize(("template", "reason"), [
+    ({"class0": torch.empty(1)}, "owners.class1 is additional"),
+    ({f"class{c}": torch.empty(2) for c in range(4)}, r"owners.class0 is float32 \[1\], expected float32 \[2\]")])
+def test_a_part_that_does_not_lie_within_its_template_is_refused(make_fleet, template, reason):
+    with pytest.raises(TooFewReplies, match=reason):
+        make_fleet().ask(tell_partly, [0], {}, owners=total.within(template))
+
+
+def test_names_of_a_template_may_be_left_out_within_it_but_not_like_it(make_fleet):
+    template = {f"class{c}": torch.empty(1) for c in range(4)}
+    fleet = make_fleet(quorum=1.0)
+    got = fleet.ask(tell_partly, [0, 2], {}, owners=each.within(template))
+    assert [sorted(owned) for owned in got["owners"].values()] == [sorted(template), ["class1"]]
+    with pytest.raises(TooFewReplies, match=r"client 2, .* owners.class0 is missing"):
+        fleet.ask(tell_partly, [0, 2], {}, owners=each.like(template))
+
+
+def test_only_values_by_client_may_be_texts(make_fleet):
+    fleet = make_fleet()
+    assert fleet.ask(tell_name, [0, 1], {}, name=each.like(""))["name"] == {0: "client 0", 1: "client 1"}
+    with pytest.raises(TooFewReplies, match="name is a str, of which there is no mean"):
+        fleet.ask(tell_name, [0, 1], {}, name=mean)
+
+
+def test_participants_are_those_who_replied_to_a_call_that_was_not_for_everyone(make_fleet):
+    fleet = make_fleet()
+    fleet.ask(tell, fleet.everyone, {}, **told(mean))
+    assert fleet.ledger.participants == set()
+    fleet.ask(tell, [3, 0], {}, **told(mean))               # a plain list is a cohort too
+    fleet.ask(tell, Cohort([5]), {}, **told(mean))
+    assert fleet.ledger.participants == {0, 3, 5}
+
+
+def test_over_selection_leaves_nobody_out_of_a_call_for_everyone(make_fleet):
     fleet = make_fleet(participation=0.5, over_select=0.5)
-    getattr(fleet, verb)(tell, IDS, {})
+    fleet.ask(tell, fleet.everyone, {}, **told(total))
     assert fleet.ledger.traffic["tell"].replies == 5
+
+
+@pytest.mark.parametrize(("change", "path"), [
+    ("reply", "reply.model.w"), ("state", "state.kept"), ("nested", "state.deep.kept")])
+def test_a_tensor_that_is_changed_after_it_was_handed_over_is_an_error_that_names_it(make_fleet, change, path):
+    fleet = make_fleet(retries=0)
+    with pytest.raises(TooFewReplies, match=f"client 1: {path} was changed after it was handed over"):
+        fleet.ask(write_late, [1], {"change": change}, model=mean)
+    assert fleet.ask(write_late, [1], {"change": "nothing"}, model=mean)["model"]["w"].tolist() == [1, 1]
+
+
+def test_what_is_handed_over_may_share_memory_with_a_model_that_is_left_as_it_is(make_fleet):
+    fleet = make_fleet()
+    fleet.ask(alias, [0], {}, model=each)
+    state, = [state for _, state in fleet.private_states([0])]
+    assert torch.equal(state["state"]["own"]["classifier.bias"], fleet._host.model.classifier.bias)
 
 
 @pytest.mark.parametrize(("participation", "clients", "k"), [
@@ -329,7 +423,7 @@ def sample(task, clients: int, ids, round: int = 1, seed: int = 0, **federation)
     config = configure(seed=seed, data={"clients": clients}, federation=federation)
     server = Server(config, task.facts, torch.nn.Identity(), CPU)
     server.round = round
-    return FedAvg().sample(server, SimpleNamespace(ids=list(ids)))
+    return list(FedAvg().sample(server, SimpleNamespace(ids=list(ids))))
 
 
 def test_sample_draws_from_clients_with_samples_only(tiny_task):
@@ -358,9 +452,9 @@ def test_sample_takes_every_client_equally_often(tiny_task):
 def test_traffic_counts_bytes_by_function(make_fleet):
     fleet = make_fleet()
     sent = {"model": {"w": torch.zeros(3, 5)}, "name": "abc", "mu": 0.1, "none": None}
-    fleet.call(tell, IDS, sent)
-    fleet.sum(tell, [0, 1], sent)
-    fleet.sum(tell_partly, [2], {})
+    fleet.ask(tell, IDS, sent, **told(each))
+    fleet.ask(tell, [0, 1], sent, **told(total))
+    fleet.ask(tell_partly, [2], {}, owners=total)
     # down: 15 floats of 4, 3 letters, a number of 8 = 71 to each of 7. up: two floats, an int64, a half, a number
     assert dataclasses.asdict(fleet.ledger.traffic["tell"]) == {"down": 7 * 71, "up": 7 * (8 + 8 + 2 + 8), "replies": 7}
     assert dataclasses.asdict(fleet.ledger.traffic["tell_partly"]) == {"down": 0, "up": 4, "replies": 1}
@@ -372,7 +466,7 @@ def test_client_state_is_handed_to_its_next_call_and_to_no_other_client(make_fle
     fleet = make_fleet()
     for round in (1, 2):
         fleet.begin(round)
-        fleet.call(remember, [0] if round == 2 else [0, 1], message())
+        fleet.ask(remember, [0] if round == 2 else [0, 1], message(), **remembered(each))
     states = dict(fleet.private_states([0, 1]))
     assert states[0]["state"] == {"last": 2, "calls": 2}
     assert states[1]["state"] == {"last": 1, "calls": 1}
@@ -381,7 +475,7 @@ def test_client_state_is_handed_to_its_next_call_and_to_no_other_client(make_fle
 
 def test_restored_private_states_are_those_of_the_next_call(make_fleet, tiny_task, tmp_path):
     first, second = (make_experiment(configure(), tiny_task, tmp_path / name) for name in ("a", "b"))
-    first.fleet.call(remember, IDS, message())
+    first.fleet.ask(remember, IDS, message(), **remembered(each))
     for id, state in private_states(first).items():
         second.fleet.restore(id, state)
     assert fingerprint(private_states(second)[5]) == fingerprint(private_states(first)[5])

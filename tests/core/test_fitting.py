@@ -13,7 +13,7 @@ from raylt.core.fitting import fit_classifier
 from raylt.core.host import Host
 from raylt.core.training import sgd
 from raylt.data.task import build_task
-from raylt.methods import make_method
+from raylt.registry import resolve
 
 Z = torch.randn(50, 6, generator=torch.Generator().manual_seed(0))
 Y = (Z[:, 0] > 0).long() + 2 * (Z[:, 1] > 0).long()
@@ -69,8 +69,8 @@ def test_half_precision_trains_float32_weights_close_to_those_of_full_precision(
     for precision in ("float32", "bfloat16"):
         config = Config(data={"clients": 2}, method={"name": "fedavg"}, local={"epochs": 1, "precision": precision})
         task = build_task(config.data)
-        method = make_method(config.method)
-        host = Host(config, method, task.facts, task.test, torch.device("cpu"))
+        setup = resolve(config)
+        host, method = Host(setup, task.facts, task.test, torch.device("cpu")), setup.method
         found = []
 
         def train(client, message, method=method, found=found):

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import COUNTS, CPU, configure, fingerprint, make_experiment, open_client
+from tiny import COUNTS, CPU, configure, fingerprint, make_experiment, make_setup, open_client
 from torch import nn, tensor
 from torch.nn import functional as F
 
@@ -12,6 +12,7 @@ from raylt.core.client import Client
 from raylt.core.evaluation import confusion_of
 from raylt.core.features import features
 from raylt.core.optimisers import SGD
+from raylt.core.reductions import each
 from raylt.core.training import learning_rate, sgd
 from raylt.data.augment import normalise
 from raylt.data.samples import Samples
@@ -203,9 +204,9 @@ def test_client_with_one_sample_returns_the_model_it_got(tiny_task, tmp_path):
     experiment = make_experiment(configure(), tiny_task, tmp_path)
     method, fleet = experiment.method, experiment.fleet
     message = method.message(experiment.server)
-    reply = fleet.call(method.train, [3], message)[3]
-    assert fingerprint(reply["model"]) == fingerprint(message["model"])
-    assert reply["loss"] == 0
+    got = fleet.ask(method.train, [3], message, model=each, loss=each)
+    assert fingerprint(got["model"][3]) == fingerprint(message["model"])
+    assert got["loss"][3] == 0
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -237,7 +238,7 @@ def test_fedavg_with_one_client_equals_centralised_training_bit_for_bit(tiny_tas
 
 @pytest.mark.parametrize("size", [7, 40, 500])
 def test_confusion_of_equals_a_loop_over_samples(tiny_task, size):
-    model = FedAvg().new_model(tiny_task.facts, configure()).eval()
+    model = make_setup(configure()).new_model(tiny_task.facts).eval()
     samples = Samples(tiny_task.test, tiny_task.facts, CPU)
     found = confusion_of(model, samples, 4, size)
     expected = torch.zeros(4, 4, dtype=torch.int64)
