@@ -31,8 +31,8 @@ def reproduce(paper: Annotated[str, typer.Argument(metavar="PAPER", help="sfd, f
               cells: Annotated[str | None, typer.Option(help="Only cells like this, as in "
                                                         "dataset=cifar10,IF=100,alpha=0.5.")] = None,
               arms: Annotated[str | None, typer.Option(help="Only these rows, as in MuPFL,FedAvg.")] = None,
-              scale: Annotated[float, typer.Option(min=0.001, max=1, help="Share of the paper's rounds; below 1 figures "
-                                                   "are shown and nothing is claimed.")] = 1.0,
+              scale: Annotated[float, typer.Option(min=0.001, max=1, help="Share of the paper's rounds; below 1 "
+                                                   "figures are shown and nothing is claimed.")] = 1.0,
               seeds: Annotated[int, typer.Option(min=1, help="Runs of each row; splits differ with them.")] = 3,
               name: Annotated[str | None, typer.Option(help="Name of the study's folder.")] = None,
               folder: Out = Path("runs"),
@@ -70,11 +70,12 @@ def verdicts(paths: Annotated[list[Path] | None, typer.Argument(
     """Hold recorded runs against every cell that the papers print; runs of no cell are not looked at."""
     from raylt.studies.page import page as written
     from raylt.studies.reproduce import select
+    from raylt.studies.single import of_runs
     from raylt.studies.study import Study
     from raylt.studies.verdicts import verdicts as judge_all
     records = []
     for path in paths or []:
-        one = Study.of_runs([path]) if (path / "config.yaml").is_file() else Study.open(path)
+        one = of_runs([path]) if (path / "config.yaml").is_file() else Study.open(path)
         records += one.records
     judged = judge_all(records, select(paper) if paper else None)
     if page is not None:
@@ -84,21 +85,20 @@ def verdicts(paths: Annotated[list[Path] | None, typer.Argument(
             page.write_text(written(judged))
         except OSError as error:
             raise ConfigError(f"--page {page}: {error.strerror}; give a file that can be written") from None
-    show([v for v in judged if v.ours is not None] if format == "table" else judged, format)
+    show(judged, format, only_run=True)
 
 
-def show(judged: "list[Verdict]", format: str) -> None:
-    """Verdicts and how many of each there are."""
+def show(judged: "list[Verdict]", format: str, only_run: bool = False) -> None:
+    """Verdicts, for a person perhaps only of cells with runs, and how many of each there are."""
     from raylt.studies.page import table_of
     from raylt.studies.verdicts import count
     counts = {kind: number for kind, number in count(judged).items() if number}
     if format == "json":
         sys.stdout.write(json.dumps({"count": counts, "cells": [asdict(v) for v in judged]}) + "\n")
         return
-    if judged:
-        out.print(table_of(judged))
-    out.print(f"{len(judged)} cells: " + (", ".join(f"{number} {kind}" for kind, number in counts.items())
-                                          or "none has recorded runs"))
+    if lines := [verdict for verdict in judged if verdict.ours is not None or not only_run]:
+        out.print(table_of(lines))
+    out.print(f"{len(judged)} cells: {', '.join(f'{number} {kind}' for kind, number in counts.items())}")
 
 
 def parse_cells(text: str | None) -> dict[str, str]:

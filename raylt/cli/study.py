@@ -115,10 +115,11 @@ def report(paths: Annotated[list[Path], typer.Argument(metavar="STUDY | RUN [RUN
 
 def open_any(paths: Sequence[Path]) -> "Study":
     """A study, its results, or run folders as a study of their own."""
+    from raylt.studies.single import of_runs
     from raylt.studies.study import Study
     if len(paths) == 1 and not (paths[0] / "config.yaml").is_file():
         return Study.open(paths[0])
-    return Study.of_runs(list(paths))
+    return of_runs(list(paths))
 
 
 def show_plan(planned: "Study", parallel: int | None, fleet: str) -> None:

@@ -20,21 +20,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import yaml
 from pydantic import Field, field_validator
 
 from raylt.config import Config, Section, check
 from raylt.errors import ConfigError
-from raylt.registry import resolve
-from raylt.studies.measures import MEASURES
+from raylt.studies.measures import MEASURES, At
+from raylt.studies.settings import label, merge, read_yaml, recipe_path, resolved, slug
 
-RECIPES = Path(__file__).parents[1] / "recipes"
-# what a cell is called: the paper's letter, and nothing for a value that speaks for itself
-_LETTERS = {"data.imbalance": "IF", "data.alpha": "alpha", "data.clients": "K", "data.beta": "beta",
-            "federation.rounds": "R", "federation.participation": "r", "data.source": "", "data.partition": "",
-            "model": ""}
 _ARM = re.compile(r"[\w(][\w .,+()=/-]*")
 
 
@@ -71,15 +65,15 @@ class Definition(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*$")
     about: str = ""
     recipe: str | None = None
-    base: dict[str, Any] = {}
+    base: dict[str, Any] = Field(default={})
     arms: dict[str, dict[str, Any]] = Field(min_length=1)
-    cells: dict[str, list[Any]] | list[dict[str, Any]] | dict[str, dict[str, Any]] = {}
-    only: dict[str, list[str]] = {}     # arms of a cell, by its label, where it has not all
+    cells: dict[str, list[Any]] | list[dict[str, Any]] | dict[str, dict[str, Any]] = Field(default={})
+    only: dict[str, list[str]] = Field(default={})      # arms of a cell, by its label, where it has not all
     seeds: int | list[int] = 3
     measure: str = "accuracy"
-    at: Literal["last", "last10", "best"] = "last"
+    at: At = "last"
     reference: str | None = None
-    claims: list[str] = []
+    claims: list[str] = Field(default=[])
     paper: str | None = None            # set by raylt reproduce: whose figures the runs are held against
     scale: float = Field(default=1.0, gt=0, le=1)
 
@@ -111,8 +105,8 @@ class Definition(Section):
             raise ConfigError(f"study.reference = {self.reference!r}: no such arm; there are: {', '.join(self.arms)}")
         for cell, arms in self.only.items():
             if cell not in self.all_cells or not set(arms) <= set(self.arms):
-                raise ConfigError(f"study.only: {cell!r}: {arms}; there are the cells {', '.join(self.all_cells)} and the "
-                                  f"arms {', '.join(self.arms)}")
+                raise ConfigError(f"study.only: {cell!r}: {arms}; there are the cells {', '.join(self.all_cells)} and "
+                                  f"the arms {', '.join(self.arms)}")
         for measure in (self.measure, *(claim.measure for claim in self.parsed_claims)):
             if measure not in MEASURES:
                 raise ConfigError(f"study: {measure!r}: no such measure; there are: {', '.join(MEASURES)}")
@@ -167,12 +161,12 @@ class Definition(Section):
         """
         base: dict[str, Any] = {}
         if self.recipe is not None:
-            base = _read_yaml(recipe_path(self.recipe))
+            base = read_yaml(recipe_path(self.recipe))
         base = merge(base, self.base)
         planned = []
         for cell, settings in self.all_cells.items():
             here = {key: value for key, value in settings.items() if key != "recipe"}
-            ground = merge(_read_yaml(recipe_path(settings["recipe"])), self.base) if "recipe" in settings else base
+            ground = merge(read_yaml(recipe_path(settings["recipe"])), self.base) if "recipe" in settings else base
             for seed in self.all_seeds:
                 for arm in self.only.get(cell, self.arms):
                     tree = merge(merge(ground, here), self.arms[arm])
@@ -188,7 +182,7 @@ def read_definition(path: Path) -> Definition:
     Raises:
         ConfigError: unreadable, or something in it is wrong; names the value and the remedy.
     """
-    tree = _read_yaml(path)
+    tree = read_yaml(path)
     return define({"name": path.stem} | tree)
 
 
@@ -198,69 +192,3 @@ def define(tree: Mapping[str, Any]) -> Definition:
     definition.check_names()
     definition.runs()
     return definition
-
-
-def merge(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with others laid over them; keys may be nested or dotted. A method that is named replaces the one before
-    with its fields, fields alone are added to it."""
-    merged = dict(tree)
-    for key, value in changes.items():
-        first, dot, rest = str(key).partition(".")
-        if first == "method" and not dot:
-            value = {"name": value} if isinstance(value, str) else dict(value)
-            merged["method"] = value if "name" in value else {**_as_method(merged.get("method")), **value}
-        elif dot:
-            below = _as_method(merged.get(first)) if first == "method" else merged.get(first, {})
-            merged[first] = merge(below, {rest: value})
-        elif isinstance(value, Mapping) and isinstance(merged.get(first), Mapping):
-            merged[first] = merge(merged[first], value)
-        else:
-            merged[first] = value
-    return merged
-
-
-def resolved(tree: Mapping[str, Any], who: str = "") -> Config:
-    """The configuration of a run with all fields of its method, as a run folder records it."""
-    try:
-        config: Config = check(Config, dict(tree))
-        method = resolve(config).method
-    except ConfigError as error:
-        raise ConfigError(f"{who}: {error}" if who else str(error)) from None
-    return config.model_copy(update={"method": {"name": method.name, **method.model_dump(mode="json")}})
-
-
-def label(settings: Mapping[str, Any]) -> str:
-    """What people call a cell: IF 100, alpha 0.5."""
-    words = []
-    for key, value in settings.items():
-        letter = _LETTERS.get(key, key.rpartition(".")[2])
-        text = f"{value:g}" if isinstance(value, float) else str(value)
-        words.append(f"{letter} {text}".strip())
-    return ", ".join(words)
-
-
-def slug(text: str) -> str:
-    """A name as a folder: IF 100, alpha 0.5 is if100_alpha0.5."""
-    joined = re.sub(r"([A-Za-z]) (?=[\d.])", r"\1", text.lower()).replace(", ", "_")
-    return re.sub(r"[^\w.+=-]+", "-", joined).strip("-")
-
-
-def recipe_path(name: str) -> Path:
-    """A recipe of the package by its name under raylt/recipes, or a file."""
-    return RECIPES / name if (RECIPES / name).is_file() else Path(name)
-
-
-def _as_method(value: Any) -> dict[str, Any]:
-    return {"name": value} if isinstance(value, str) else dict(value or {})
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give a YAML file that exists") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: must be a mapping, is a {type(tree).__name__}")
-    return tree

@@ -84,7 +84,7 @@ def curves(each: Sequence[Curve], what: str, highest: float) -> str:
             else:
                 parts.append(f'<circle class="touch {colour}" cx="{x(c.rounds[i]):.1f}" cy="{y(c.mean[i]):.1f}" r="4">'
                              f"<title>{escape(text)}</title></circle>")
-    return _svg(parts, what)
+    return svg(parts, what)
 
 
 def estimates(each: Sequence[Estimate], what: str, show_unit: str = "%", scale: float = 100) -> str:
@@ -117,16 +117,17 @@ def estimates(each: Sequence[Estimate], what: str, show_unit: str = "%", scale: 
         for value in e.values:
             parts.append(f'<circle class="seed {colour}" cx="{x(value):.1f}" cy="{y}" r="3">'
                          f"<title>{escape(e.name)}, a seed: {scale * value:.2f} {show_unit}</title></circle>")
-    return _svg(parts, what, height)
+    return svg(parts, what, height)
 
 
-def bars(groups: Sequence[str], each: Sequence[tuple[str, int, list[float | None], list[list[float]]]], what: str) -> str:
+def bars(groups: Sequence[str], each: Sequence[tuple[str, int, list[float | None], list[list[float]]]],
+         what: str) -> str:
     """Bars of arms beside each other in each group, with a point for every seed.
 
     Args:
         each: name, colour, mean by group and values of the seeds by group.
     """
-    top = _nice(max((v for _, _, means, seeds in each for v in [*(m or 0 for m in means), *sum(seeds, [])]), default=1))
+    top = _nice(max((value for _, _, _, seeds in each for values in seeds for value in values), default=1.0))
 
     def y(value: float) -> float:
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / top)
@@ -145,62 +146,11 @@ def bars(groups: Sequence[str], each: Sequence[tuple[str, int, list[float | None
                          f'width="{max(1.0, wide - 1):.1f}" height="{y(0) - y(mean):.1f}">'
                          f"<title>{escape(name)}, {group}: {100 * mean:.2f} %</title></rect>")
             parts += [f'<circle class="dot" cx="{x + wide / 2:.1f}" cy="{y(v):.1f}" r="1.5"/>' for v in seeds[g]]
-    return _svg(parts, what)
+    return svg(parts, what)
 
 
-def strips(each: Sequence[tuple[str, int, list[float]]], what: str) -> str:
-    """A point for every client, a line per arm, sorted from left to right by accuracy; a bar at the mean."""
-    height = TOP + BOTTOM + 36 * len(each)
-
-    def x(value: float) -> float:
-        return 12 + (WIDTH - 24) * value
-
-    bottom = height - BOTTOM
-    parts = [f'<line class="axis" x1="12" x2="{WIDTH - 12}" y1="{bottom}" y2="{bottom}"/>']
-    for value in (0.0, 0.25, 0.5, 0.75, 1.0):
-        parts.append(f'<line class="grid" x1="{x(value):.1f}" x2="{x(value):.1f}" y1="{TOP}" y2="{bottom}"/>'
-                     f'<text class="tick" x="{x(value):.1f}" y="{height - 10}" text-anchor="middle">{100 * value:g}'
-                     "</text>")
-    for place, (name, colour, values) in enumerate(each):
-        y = TOP + 36 * place + 24
-        parts.append(f'<text class="name" x="12" y="{y - 10}">{escape(name)}</text>')
-        for client, value in enumerate(values):
-            parts.append(f'<circle class="seed c{colour % COLOURS}" cx="{x(value):.1f}" cy="{y}" r="3"><title>'
-                         f"{escape(name)}: {100 * value:.2f} % (number {client + 1} from below)</title></circle>")
-        mean = sum(values) / len(values)
-        parts.append(f'<rect class="fill c{colour % COLOURS}" x="{x(mean) - 1.5:.1f}" y="{y - 8}" width="3" '
-                     f'height="16"><title>{escape(name)}, mean: {100 * mean:.2f} %</title></rect>')
-    return _svg(parts, what, height)
-
-
-def holdings(counts: Sequence[Sequence[int]], names: Sequence[str], what: str) -> str:
-    """Who holds what: a square per client and class, its area the number of samples."""
-    clients, classes = len(counts), len(names)
-    step = min(22.0, (WIDTH - LEFT - RIGHT) / max(1, classes))
-    tall = min(22.0, max(4.0, 420 / max(1, clients)))
-    height = round(TOP + tall * clients + BOTTOM)
-    largest = max((n for row in counts for n in row), default=1) or 1
-    parts = []
-    for k, row in enumerate(counts):
-        middle = TOP + tall * (k + 0.5)
-        if clients <= 40 or k % 10 == 0:
-            parts.append(f'<text class="tick" x="{LEFT - 5}" y="{middle + 3.5:.1f}" text-anchor="end">{k}</text>')
-        for c, n in enumerate(row):
-            if n:
-                side = max(0.8, min(step, tall) * 0.92 * (n / largest) ** 0.5)
-                x = LEFT + step * (c + 0.5)
-                parts.append(f'<rect class="held" x="{x - side / 2:.1f}" y="{middle - side / 2:.1f}" '
-                             f'width="{side:.1f}" height="{side:.1f}"><title>client {k}, class '
-                             f"{escape(str(names[c]))}: {n}</title></rect>")
-    every = max(1, -(-classes // 12))
-    for c in range(0, classes, every):
-        text = str(names[c]) if classes <= 12 and max(map(len, map(str, names))) <= 3 else str(c)
-        parts.append(f'<text class="tick" x="{LEFT + step * (c + 0.5):.1f}" y="{height - 10}" text-anchor="middle">'
-                     f"{escape(text)}</text>")
-    return _svg(parts, what, height)
-
-
-def _svg(parts: Sequence[str], what: str, height: int = HEIGHT) -> str:
+def svg(parts: Sequence[str], what: str, height: int = HEIGHT) -> str:
+    """A drawing of its parts; `what` is what a screen reader says of it."""
     return (f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(what, quote=True)}">'
             f"{''.join(parts)}</svg>")
 

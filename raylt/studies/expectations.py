@@ -18,17 +18,20 @@ import yaml
 
 from raylt.config import Config
 from raylt.methods import METHODS
-from raylt.studies.definition import RECIPES, merge, resolved
 from raylt.studies.measures import At
+from raylt.studies.settings import RECIPES, merge, resolved
 
-PAPERS = {"SFD": "SFD, KDD 2025; mean of 3 runs", "FedSM": "FedSM (semantic mixup), IoT-J 2026 and AAAI 2026; mean of 5 "
-          "runs, of 3 on ImageNet-LT", "MuPFL": "MuPFL; number of runs not stated", "BPFed": "BPFed; number of runs not "
-          "stated"}
+PAPERS = {
+    "SFD": "SFD, KDD 2025; mean of 3 runs",
+    "FedSM": "FedSM (semantic mixup), IoT-J 2026 and AAAI 2026; mean of 5 runs, of 3 on ImageNet-LT",
+    "MuPFL": "MuPFL; number of runs not stated",
+    "BPFed": "BPFed; number of runs not stated",
+}
 # the authors' code of FedSM reports the best round on the test set; the others say or suggest the last
 _AT: dict[str, At] = {"FedSM": "best"}
-_MEASURES = {"acc_top1": "accuracy", "acc_top1_overall": "accuracy", "acc_top1_many": "many", "acc_top1_medium": "medium",
-             "acc_top1_few": "few", "mean_client_acc": "matched", "mean_client_owned_class_acc": "owned",
-             "mIoU": "client_miou", "mAcc": "clients"}
+_MEASURES = {"acc_top1": "accuracy", "acc_top1_overall": "accuracy", "acc_top1_many": "many",
+             "acc_top1_medium": "medium", "acc_top1_few": "few", "mean_client_acc": "matched",
+             "mean_client_owned_class_acc": "owned", "mIoU": "client_miou", "mAcc": "clients"}
 _SOURCES = {"cifar10_lt": "cifar10", "cifar100_lt": "cifar100", "cinic10_lt": "cinic10", "fmnist_lt": "fashion_mnist",
             "imagenet_lt": "imagenet_lt", "cityscapes": "cityscapes"}
 _ROWS: dict[str, dict[str, Any]] = {        # rows that are a method of raylt with other fields

@@ -101,7 +101,8 @@ def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: s
         text = " ".join(str(error).split())
         if isinstance(error, KeyError):
             text = f"{text} is missing"
-        return Record(**known | {"curve": {}}, state="damaged", problem=text)
+        known["curve"] = {}
+        return Record(**known, state="damaged", problem=text)
     by_client = reports[-1].get("by_client") or {}
     known["by_client"] = {kind: by_client[kind] for kind in ("owned", "matched") if kind in by_client}
     return Record(**known, state="done", summary=summary)

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
-from raylt.studies import drawings
+from raylt.studies import client_drawings, drawings
 from raylt.studies.comparison import Comparison, value_of
 from raylt.studies.drawings import Curve, Estimate
 from raylt.studies.measures import MEASURES
@@ -51,9 +51,9 @@ def render(study: Study) -> str:
         "study": study.definition, "what": MEASURES[comparison.measure].what, "unit": unit(comparison.measure),
         "at": HEADINGS[comparison.at], "level": f"{100 * comparison.level:g}", "reference": comparison.reference,
         "arms": [(arm, place[arm] % drawings.COLOURS) for arm in arms], "counts": _counts(study.records),
-        "rows": [(row, margin(row.mean, show), "" if row.difference is None else
-                  margin(row.difference.difference, show, sign=True), "" if row.optimism is None else show(row.optimism))
-                 for row in comparison.rows],
+        "rows": [(row, margin(row.mean, show),
+                  "" if row.difference is None else margin(row.difference.difference, show, sign=True),
+                  "" if row.optimism is None else show(row.optimism)) for row in comparison.rows],
         "claims": [(each, margin(each.difference.difference, shown(each.claim.measure), sign=True), probability(each.p))
                    for each in comparison.claims],
         "overall": [(each.arm, interval(each.iqm, show), "" if each.improvement is None else
@@ -88,12 +88,13 @@ def _cell(study: Study, comparison: Comparison, cell: str, place: dict[str, int]
     return {
         "name": cell, "panels": panels,
         "estimates": _safe(drawings.estimates(
-            [Estimate(row.arm, place[row.arm], row.mean.estimate, row.mean.low, row.mean.high, list(row.values.values()))
+            [Estimate(row.arm, place[row.arm], row.mean.estimate, row.mean.low, row.mean.high, [*row.values.values()])
              for row in rows], f"{comparison.measure} of every seed, {cell}", unit(comparison.measure), scale)),
         "bars": _safe(drawings.bars(GROUPS, grouped, f"accuracy by group, {cell}")),
-        "clients": _safe(drawings.strips(clients, f"accuracy of every client on its own class mix, {cell}"))
+        "clients": _safe(client_drawings.strips(clients, f"accuracy of every client on its own class mix, {cell}"))
         if clients else "",
-        "holdings": _safe(drawings.holdings(held["counts"], held["names"], f"who holds what, {cell}")) if held else "",
+        "holdings": _safe(client_drawings.holdings(held["counts"], held["names"], f"who holds what, {cell}"))
+        if held else "",
         "groups": ", ".join(f"{sum(g == group for g in held['groups'])} {group}" for group in GROUPS) if held else "",
     }
 

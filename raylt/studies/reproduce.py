@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raylt.errors import ConfigError
-from raylt.studies.definition import RECIPES, Definition, define, slug
+from raylt.studies.definition import Definition, define
 from raylt.studies.expectations import PAPERS, Expectation, expectations
+from raylt.studies.settings import RECIPES, slug
 
 
 def select(paper: str, table: str | None = None, where: Mapping[str, str] | None = None,
@@ -35,16 +36,16 @@ def select(paper: str, table: str | None = None, where: Mapping[str, str] | None
         cells = [e for e in cells if _same(e.setting.get(key), value)]
         if not cells:
             raise ConfigError(f"--cells {key}={value}: no cell is like that; "
-                              + (f"{key} has {', '.join(known)}" if known else "keys are dataset, IF, alpha, beta, K, E, "
-                                 "lambda and clusters"))
+                              + (f"{key} has {', '.join(known)}" if known else
+                                 "keys are dataset, IF, alpha, beta, K, E, lambda and clusters"))
     if arms:
         labels = list(dict.fromkeys(e.arm for e in cells))
         lower = {label.lower() for label in labels}
         for arm in arms:
             if arm.lower() not in lower:
                 near = difflib.get_close_matches(arm, labels, 1)
-                raise ConfigError(f"--arms {arm}: no such row{f'; did you mean {near[0]}?' if near else ';'} There are: "
-                                  f"{', '.join(labels)}")
+                hint = f"; did you mean {near[0]}?" if near else "."
+                raise ConfigError(f"--arms {arm}: no such row{hint} There are: {', '.join(labels)}")
         cells = [e for e in cells if e.arm.lower() in {arm.lower() for arm in arms}]
     return cells
 

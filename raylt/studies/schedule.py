@@ -11,10 +11,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from raylt.registry import PLUGIN
 from raylt.studies.definition import Planned
 from raylt.studies.estimate import Pace
 from raylt.studies.records import Record, failure_file
@@ -83,6 +85,8 @@ class _Pool:
         self._messages: queue.SimpleQueue[tuple[int, Worker, dict[str, Any] | None]] = queue.SimpleQueue()
         self._done, self._total = done, done + len(jobs)
         self._failed: list[str] = []
+        # files that this process was given; what was registered by a call has no file that a worker could read
+        self._plugins = [str(module.__file__) for name, module in sys.modules.items() if name.startswith(PLUGIN)]
 
     def run(self) -> list[str]:
         folder = self._folder / "workers.log"
@@ -116,12 +120,10 @@ class _Pool:
         job.attempts += 1
         assert worker.process.stdin is not None
         content = {"folder": str(job.folder), "config": job.planned.config.model_dump(mode="json"),
-                   "fleet": self._fleet, "address": self._address}
-        try:
+                   "fleet": self._fleet, "address": self._address, "plugins": self._plugins}
+        with suppress(BrokenPipeError):             # it died: its output ends, too, and that is heard
             worker.process.stdin.write(json.dumps(content) + "\n")
             worker.process.stdin.flush()
-        except BrokenPipeError:
-            pass                                    # it died: its output ends, too, and that is heard
 
     def _hire(self, number: int, log: Any) -> Worker:
         # a session of its own: Ctrl-C is for the study, which then lets its workers go
@@ -196,10 +198,8 @@ class _Pool:
     def _dismiss(self) -> None:
         for worker in self._workers.values():
             assert worker.process.stdin is not None
-            try:
+            with suppress(BrokenPipeError):
                 worker.process.stdin.close()
-            except BrokenPipeError:
-                pass
         for worker in self._workers.values():
             try:
                 worker.process.wait(timeout=30)

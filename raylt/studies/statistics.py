@@ -8,6 +8,7 @@ together, so that pairs stay pairs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -19,7 +20,7 @@ RESAMPLES = 5000
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and where the truth lies with the confidence that was asked for; low and high None: cannot be said."""
+    """An estimate, and where the truth lies with the confidence that was asked for; None: that cannot be said."""
 
     estimate: float
     low: float | None
@@ -100,7 +101,7 @@ def _t_test(values: np.ndarray, level: float) -> tuple[Interval, float | None]:
         return Interval(mean, None, None), None
     if np.ptp(values) == 0:
         return Interval(mean, mean, mean), None
-    test = stats.ttest_1samp(values, 0.0)
+    test: Any = stats.ttest_1samp(values, 0.0)
     interval = test.confidence_interval(level)
     return Interval(mean, float(interval.low), float(interval.high)), float(test.pvalue)
 

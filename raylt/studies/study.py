@@ -15,9 +15,10 @@ from raylt.errors import CheckpointError, ConfigError, DataError
 from raylt.runs import provenance
 from raylt.studies import schedule
 from raylt.studies.comparison import Comparison, compare
-from raylt.studies.definition import Definition, Planned, define, label, read_definition
+from raylt.studies.definition import Definition, Planned, define, read_definition
 from raylt.studies.measures import At
 from raylt.studies.records import Record, read_run
+from raylt.studies.settings import flat
 
 FILE, RESULTS = "study.yaml", "results.json"
 
@@ -90,30 +91,6 @@ class Study:
             return study
         raise CheckpointError(f"{path}: no study (it has no {FILE}); give a folder that raylt study made, or its "
                               f"{RESULTS}")
-
-    @classmethod
-    def of_runs(cls, folders: list[Path]) -> "Study":
-        """Single runs side by side: arms differ in method or model, cells in the data, seeds in both seeds."""
-        records = [read_run(folder) for folder in folders]
-        for record in records:
-            if not record.config:
-                raise CheckpointError(f"{record.folder}: not a run folder that can be read "
-                                      f"({record.problem or 'it has no config.yaml'})")
-        trees = [_flat(record.config) for record in records]
-        arms = _arms(trees)
-        cells = _labels([{k: v for k, v in tree.items() if k.startswith("data.") and k not in (
-            "data.seed", "data.root", "data.download", "data.split")} for tree in trees])
-        records = [replace(record, arm=arm, cell=cell, seed=tree["seed"])
-                   for record, tree, arm, cell in zip(records, trees, arms, cells, strict=True)]
-        seen: dict[tuple[str, str, int], str] = {}
-        for record in records:
-            twin = seen.setdefault((record.arm, record.cell, record.seed), record.folder)
-            if twin != record.folder:
-                raise CheckpointError(f"{record.folder} and {twin} are runs of the same settings and seed; give one")
-        names = list(dict.fromkeys(record.arm for record in records))
-        definition = Definition(name="runs", arms={name: {} for name in names},
-                                seeds=sorted({record.seed for record in records}))
-        return cls(definition, None, records)
 
     def read(self, planned: list[Planned] | None = None) -> list[Record]:
         """Reads the state of every run off its folder."""
@@ -203,7 +180,7 @@ class Study:
 
 def differences(config: dict[str, Any], planned: Config) -> list[str]:
     """Settings of a run folder that are not those of its plan, resources and output apart."""
-    before, after = _flat(config), _flat(planned.model_dump(mode="json"))
+    before, after = flat(config), flat(planned.model_dump(mode="json"))
     return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in sorted(before | after)
             if before.get(key) != after.get(key) and not key.startswith(("resources.", "output."))]
 
@@ -225,7 +202,8 @@ def study(definition: "Mapping[str, Any] | Path | str | Definition", out: Path |
     made = Study.create(definition, Path(out))
     failed = made.run(**how)
     if failed:
-        raise ConfigError(f"{made.folder}: {len(failed)} runs failed ({', '.join(failed)}); see the .failed files there")
+        raise ConfigError(f"{made.folder}: {len(failed)} runs failed ({', '.join(failed)}); see the .failed "
+                          "files there")
     return made
 
 
@@ -235,37 +213,6 @@ def _held_in(config: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     except (DataError, ConfigError):
         return None
     return {"names": list(task.class_names), "groups": list(task.groups), "counts": task.client_counts.tolist()}
-
-
-def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        here = f"{path}.{key}" if path else str(key)
-        if isinstance(value, Mapping):
-            flat |= _flat(value, here)
-        else:
-            flat[here] = value
-    return flat
-
-
-def _arms(trees: list[dict[str, Any]]) -> list[str]:
-    """The method of each run, with those fields that differ between the runs of that method, and the models."""
-    names = [tree["method.name"] for tree in trees]
-    models = _labels([{"model": tree["model"]} for tree in trees])
-    labels = [""] * len(trees)
-    for name in dict.fromkeys(names):
-        places = [place for place, each in enumerate(names) if each == name]
-        fields = [{k: v for k, v in trees[p].items() if k.startswith("method.") and k != "method.name"} for p in places]
-        for place, text in zip(places, _labels(fields), strict=True):
-            labels[place] = ", ".join(part for part in (name, text, models[place]) if part)
-    return labels
-
-
-def _labels(parts: list[dict[str, Any]]) -> list[str]:
-    """What each of several mappings has that not all have alike, in words."""
-    keys = [key for key in dict.fromkeys(key for part in parts for key in part)
-            if len({str(part.get(key)) for part in parts}) > 1]
-    return [label({key: part[key] for key in keys if key in part}) for part in parts]
 
 
 def _replace(file: Path, text: str) -> None:

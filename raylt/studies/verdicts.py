@@ -73,7 +73,8 @@ def judge(cell: Expectation, runs: dict[str, list[Record]]) -> Verdict:
     facts: dict[str, Any] = {
         "ours": ours, "seeds": len(mine), "printed_difference": printed, "difference": difference, "scale": scale,
         "splits": tuple(_short(r, "split_sha256") for _, r in mine.values()),
-        "models": tuple(_short(r, "model_sha256") for _, r in mine.values()), "made": _made([r for _, r in mine.values()])}
+        "models": tuple(_short(r, "model_sha256") for _, r in mine.values()),
+        "made": _made([r for _, r in mine.values()])}
     if scale < 1:
         return Verdict(cell, "at reduced scale", **facts)
     if ours.low is None:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from raylt.config import Config, check
 from raylt.errors import RayltError, one_line
+from raylt.registry import load_plugin
+from raylt.runs.runner import resume, start
 from raylt.studies.records import failure_file
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ def main() -> None:
         job = jobs.get()
         folder = Path(job["folder"])
         try:
+            for file in job["plugins"]:
+                load_plugin(Path(file))
             do(folder, check(Config, job["config"]), job["fleet"], job["address"], teller)
         except Exception as error:
             text = str(error) if isinstance(error, RayltError) else one_line(error)
@@ -64,8 +68,6 @@ def main() -> None:
 
 def do(folder: Path, config: Config, fleet: Any, address: str | None, watcher: Any) -> None:
     """Takes a run from wherever it is to its end."""
-    from raylt.runs.runner import resume, start  # torch: a second that a wrong job need not wait for
-
     folder.parent.mkdir(parents=True, exist_ok=True)
     failure_file(folder).unlink(missing_ok=True)
     if (folder / "config.yaml").is_file():

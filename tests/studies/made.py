@@ -34,11 +34,13 @@ def write_run(folder: Path, plan: Planned, accuracies: list[float], split: str =
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(plan.config.model_dump(mode="json"), sort_keys=False))
     (folder / "split.json").write_text(json.dumps({"sha256": split}))
-    (folder / "provenance.jsonl").write_text(json.dumps({"code": code or provenance.code_sha256(), "torch": "2"}) + "\n")
+    made = {"code": code or provenance.code_sha256(), "torch": "2"}
+    (folder / "provenance.jsonl").write_text(json.dumps(made) + "\n")
     lines = [json.dumps(line(step, value)) + "\n" for step, value in enumerate(accuracies, 1)]
     (folder / "metrics.jsonl").write_text("".join(lines))
     if done:
-        (folder / "summary.json").write_text(json.dumps(summary(accuracies[-1], len(accuracies), max(accuracies), split)))
+        content = summary(accuracies[-1], len(accuracies), max(accuracies), split)
+        (folder / "summary.json").write_text(json.dumps(content))
 
 
 def record(arm: str, seed: int, accuracy: float, cell: str = "", **more: Any) -> Record:
@@ -49,7 +51,7 @@ def record(arm: str, seed: int, accuracy: float, cell: str = "", **more: Any) ->
     content: dict[str, Any] = {
         "state": "done", "steps": 10, "planned_steps": 10, "config": config,
         "summary": summary(accuracy, 10, accuracy, split=f"{cell}{seed}".ljust(64, "0")),
-        "curve": {"step": list(range(1, 11)), "accuracy": curve, **{group: curve for group in GROUPS},
+        "curve": {"step": list(range(1, 11)), "accuracy": curve, **dict.fromkeys(GROUPS, curve),
                   "up": [10 * s for s in range(1, 11)], "down": [20 * s for s in range(1, 11)],
                   "seconds": [2.0 * s for s in range(1, 11)]},
         "made": {"codes": ["c" * 64]}}

@@ -5,7 +5,8 @@ import pytest
 from raylt.config import load
 from raylt.errors import ConfigError
 from raylt.methods import make_method
-from raylt.studies.definition import define, label, merge, read_definition, resolved, slug
+from raylt.studies.definition import define, read_definition
+from raylt.studies.settings import label, merge, resolved, slug
 
 SMALL = {"name": "small", "base": {"federation": {"rounds": 2}}, "arms": {"fedavg": "fedavg", "prox": {
     "method": {"name": "fedprox", "mu": 0.1}}}, "cells": {"data.imbalance": [10, 50]}, "seeds": 2}
@@ -75,7 +76,8 @@ def test_what_cannot_be_run_is_refused_in_one_line(change, message):
 
 def test_a_file_gives_its_name_and_may_start_from_a_recipe(tmp_path):
     file = tmp_path / "aligner.yaml"
-    file.write_text("recipe: sfd/cifar10_if100_alpha0.05_k10.yaml\narms: {full: {}, plain: {method: {aligner: false}}}\n")
+    file.write_text("recipe: sfd/cifar10_if100_alpha0.05_k10.yaml\n"
+                    "arms: {full: {}, plain: {method: {aligner: false}}}\n")
     definition = read_definition(file)
     assert definition.name == "aligner"
     runs = definition.runs()

@@ -18,6 +18,7 @@ from raylt.runs import provenance
 from raylt.studies import tables
 from raylt.studies.definition import define
 from raylt.studies.schedule import makespan
+from raylt.studies.single import of_runs
 from raylt.studies.study import Study
 
 TINY = {"name": "tiny", "base": {"data": {"clients": 3}, "federation": {"rounds": 1}, "local": {"epochs": 1}},
@@ -88,11 +89,11 @@ def test_results_file_tells_the_same_as_the_folder(made):
 
 def test_single_runs_make_the_same_comparison(made):
     study, _ = made
-    alone = Study.of_runs([study.folder / record.folder for record in study.records])
+    alone = of_runs([study.folder / record.folder for record in study.records])
     assert [(row.arm, row.values) for row in alone.compare().rows] == [
         ("fedavg", study.compare().rows[0].values), ("fedprox", study.compare().rows[1].values)]
     with pytest.raises(CheckpointError, match="same settings and seed"):
-        Study.of_runs([study.folder / "fedavg/seed-0", study.folder / "." / "fedavg/seed-0/../seed-0"])
+        of_runs([study.folder / "fedavg/seed-0", study.folder / "." / "fedavg/seed-0/../seed-0"])
 
 
 def test_arms_and_seeds_may_be_added_but_settings_not_changed(tmp_path):

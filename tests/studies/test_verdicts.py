@@ -77,7 +77,7 @@ def test_the_page_counts_all_cells_and_has_a_line_for_each():
     # one run of MuPFL is Table 2's and Table 6's last row
     assert count(judged)["reproduced"] == 2
     assert "Of 640 printed cells 2 have recorded runs here" in text
-    lines = [line for line in text.splitlines() if re.match(r"\| \S+.*\| .*\d\d\.\d\d", line)]
+    lines = [line for line in text.splitlines() if re.match(r"\| \S+.*\| .*\d\.\d\d", line)]
     assert sum("`raylt run " in line for line in lines) == count(judged)["not run"]
     assert sum("raylt has no method" in line or "does not say" in line for line in lines) == count(judged)[
         "cannot be run"]
