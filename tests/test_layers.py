@@ -18,6 +18,7 @@ LAYERS = (
     ("raylt.ops",),
     ("raylt.methods",),
     ("raylt.registry",),
+    ("raylt.contract",),
     ("raylt.runs",),
     ("raylt.plots", "raylt.studies"),
     ("actors",),

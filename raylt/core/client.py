@@ -43,6 +43,9 @@ class State(dict[str, Any]):
         super().__setitem__(key, value)
         self._stamps.add({key: value}, "state")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
     def update(self, *values: Any, **more: Any) -> None:
         for key, value in dict(*values, **more).items():
             self[key] = value
