@@ -3,19 +3,18 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayTaskError
 
-from actors.slots import LOST, Slot
+from actors.slots import LOST, Slot, Slots
+from raylt.config import Config
 from raylt.core.client import ClientFunction, Reply
+from raylt.core.cohort import Ledger
 from raylt.core.fleet import Answer
 from raylt.errors import ClientError, ClientLost, one_line
 from raylt.tree import from_arrays
-
-if TYPE_CHECKING:
-    from actors.fleet import RayFleet
 
 PATIENCE_S = 60.0           # nothing is called stuck before
 FIRST_PATIENCE_S = 600.0    # where no client has done the same call yet
@@ -34,6 +33,41 @@ class Call:
     named: bool = False
 
 
+class Clients(Protocol):
+    """What a dispatch must know of the clients, and whom it tells what happens: the fleet.
+
+    Attributes:
+        sizes: samples per client, by id.
+        shards: references to the clients' data, by id.
+    """
+
+    config: Config
+    round: int
+    ledger: Ledger
+    sizes: dict[int, int]
+    shards: list[Any]
+    slots: Slots
+
+    def private(self, id: int) -> Any:
+        """A reference to a client's private state; None before its first call."""
+
+    def keep(self, private: Any) -> Any:
+        """A reference to the same state that the loss of a client's node does not touch."""
+
+    def patience(self, name: str) -> float:
+        """Seconds after which a client that is still at this call is called stuck."""
+        ...
+
+    def took(self, name: str, id: int, seconds: float) -> None:
+        """Records the seconds of a call."""
+
+    def note(self, text: str) -> None:
+        """Adds a line to the run's notes."""
+
+    def note_stuck(self, id: int, name: str, seconds: float, actor: str) -> None:
+        """Says who keeps everybody waiting."""
+
+
 class Dispatch:
     """A call's deadline counts from here, its retries are in the fleet's ledger.
 
@@ -42,7 +76,7 @@ class Dispatch:
         enough: usable answers after which nobody else is waited for.
     """
 
-    def __init__(self, fleet: "RayFleet", fn: ClientFunction, ids: list[int], message: Any, enough: int,
+    def __init__(self, fleet: Clients, fn: ClientFunction, ids: list[int], message: Any, enough: int,
                  usable: Callable[[Reply], bool]):
         self.fleet, self.fn, self.message, self.enough, self.usable = fleet, fn, message, enough, usable
         self.name = getattr(fn, "__name__", "call")
@@ -58,7 +92,7 @@ class Dispatch:
     def advance(self) -> None:
         """Starts what can start, waits for one call to end, and records it."""
         self._start()
-        late = [slot.late for slot in self.fleet._slots if slot.late is not None]
+        late = [slot.late for slot in self.fleet.slots if slot.late is not None]
         now = time.monotonic()
         soonest = min((call.start + call.patience for call in self.running.values() if not call.named), default=None)
         ends = [end for end in (self.deadline, soonest) if end is not None]
@@ -78,7 +112,7 @@ class Dispatch:
 
     def _start(self) -> None:
         busy = {id(call.slot) for call in self.running.values()}
-        free = [slot for slot in self.fleet._slots if id(slot) not in busy and slot.late is None]
+        free = [slot for slot in self.fleet.slots if id(slot) not in busy and slot.late is None]
         idle = [slot for slot in free if not self._take(slot, slot.home)]
         for slot in idle:
             self._take(slot, self.waiting)
@@ -97,7 +131,7 @@ class Dispatch:
         patience = self.fleet.patience(self.name)
         reply, private = slot.actor.run.options(num_returns=2).remote(
             self.fn, self.message, self.fleet.round, id, shard, self.fleet.private(id), patience)
-        self.running[reply] = Call(id, slot, private, time.monotonic(), patience, len(self.fleet._slots))
+        self.running[reply] = Call(id, slot, private, time.monotonic(), patience, len(self.fleet.slots))
 
     def _record(self, ref: Any, call: Call) -> None:
         id = call.id
@@ -108,7 +142,7 @@ class Dispatch:
             lost = ClientLost(id, self.fleet.round, self.name, f"its process died ({type(error).__name__})")
             self.fleet.note(str(lost))
             start = time.monotonic()
-            self.fleet._slots.replace([call.slot])
+            self.fleet.slots.replace([call.slot])
             if self.deadline is not None:
                 self.deadline += time.monotonic() - start
             self._fail(id, lost)
@@ -117,7 +151,7 @@ class Dispatch:
             self._fail(id, ClientError(id, self.fleet.round, self.name, one_line(error.cause)))
             return
         full = isinstance(reply, str) and reply.startswith("OutOfMemoryError")
-        if full and call.actors > len(self.fleet._slots):       # room was made meanwhile
+        if full and call.actors > len(self.fleet.slots):       # room was made meanwhile
             self.waiting.insert(0, id)
         elif full and call.actors > 1:
             self._make_room(call)
@@ -131,14 +165,14 @@ class Dispatch:
 
     def _make_room(self, call: Call) -> None:
         """A device is full: half the actors at once, and the same calls again. Nobody's attempt is counted."""
-        before, given_up = len(self.fleet._slots), self.fleet._slots.halve()
+        before, given_up = len(self.fleet.slots), self.fleet.slots.halve()
         self.waiting.insert(0, call.id)
         for ref, other in list(self.running.items()):
             if any(other.slot is slot for slot in given_up):
                 del self.running[ref]
                 self.waiting.insert(0, other.id)
         self.fleet.note(f"client {call.id}, round {self.fleet.round}, {self.name}: device out of memory; going on with "
-                        f"{len(self.fleet._slots)} of {before} client actors")
+                        f"{len(self.fleet.slots)} of {before} client actors")
 
     def _name_stuck(self) -> None:
         now = time.monotonic()
@@ -157,12 +191,12 @@ class Dispatch:
 
     def _release(self, ref: Any) -> None:
         """A late call of an earlier round is through, or its actor died."""
-        slot = next(slot for slot in self.fleet._slots if slot.late == ref)
+        slot = next(slot for slot in self.fleet.slots if slot.late == ref)
         slot.late = None
         try:
             ray.get(ref)
         except LOST:
-            self.fleet._slots.replace([slot])
+            self.fleet.slots.replace([slot])
         except RayTaskError:
             pass
 
@@ -179,5 +213,5 @@ class Dispatch:
             cause = f"not done after federation.deadline_s = {limit:g} s"
             self.answers[id] = Answer(id, None, None, ClientError(id, self.fleet.round, self.name, cause))
         self.over = True
-        self.fleet._slots.replace([call.slot for call in self.running.values()]
-                            + [slot for slot in self.fleet._slots if slot.late is not None])
+        self.fleet.slots.replace([call.slot for call in self.running.values()]
+                                 + [slot for slot in self.fleet.slots if slot.late is not None])

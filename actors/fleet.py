@@ -54,7 +54,7 @@ class RayFleet(Fleet):
         homes = [self.ids[i::actors] for actors in [min(placement.actors, len(self.ids))] for i in range(actors)]
         slots = [Slot(f"{run}/client-{home[0]:03d}" if len(home) == 1 else
                       f"{run}/clients-{home[0]:03d}-to-{home[-1]:03d}", home, i) for i, home in enumerate(homes)]
-        self._slots = Slots(slots, placement, self._start, self.note, START_TIMEOUT_S)
+        self.slots = Slots(slots, placement, self._start, self.note, START_TIMEOUT_S)
 
     def begin(self, round: int) -> None:
         super().begin(round)
@@ -68,7 +68,7 @@ class RayFleet(Fleet):
         self._private[id] = ray.put(to_arrays(private))
 
     def close(self) -> None:
-        self._slots.close()
+        self.slots.close()
 
     def note(self, text: str) -> None:
         """Adds a line to the run's notes, which the driver shows."""
@@ -105,7 +105,7 @@ class RayFleet(Fleet):
         running: dict[Any, tuple[int, Slot]] = {}
         while waiting or running:
             busy = {id(slot) for _, slot in running.values()}
-            for slot in self._slots:            # one that is still at a late call takes its item after it
+            for slot in self.slots:            # one that is still at a late call takes its item after it
                 if waiting and id(slot) not in busy:
                     place = waiting.pop(0)
                     running[slot.actor.compute.remote(fn, to_arrays(items[place]))] = place, slot
@@ -114,7 +114,7 @@ class RayFleet(Fleet):
             try:
                 result: Any = ray.get(ready[0])
             except LOST as error:
-                self._slots.replace([slot])
+                self.slots.replace([slot])
                 losses[place] += 1
                 if losses[place] > self.config.federation.retries:
                     raise RayltError(f"{name}, item {place}: its process died {losses[place]} times "

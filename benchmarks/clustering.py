@@ -22,6 +22,7 @@ from raylt.config import Config, FederationConfig
 from raylt.core.gathering import Replies
 from raylt.core.server import Server
 from raylt.data.task import Facts
+from raylt.methods.mupfl.acmu import form_clusters
 from raylt.methods.mupfl.bavd import layers_of
 from raylt.methods.mupfl.clustering import mean_update
 from raylt.methods.mupfl.method import MuPFL
@@ -51,8 +52,9 @@ def main() -> None:
 
     wall, cpu = time.perf_counter(), time.process_time()
     starts = {id: message["model"] | reply["start"] for id, reply in replies.items()}
-    clusters = method.clusters(server, starts, Replies({name: {id: reply[name] for id, reply in replies.items()}
-                                                 for name in ("model", "map")}, dict.fromkeys(replies, 1.0)))
+    got = Replies({name: {id: reply[name] for id, reply in replies.items()} for name in ("model", "map")},
+                  dict.fromkeys(replies, 1.0))
+    clusters = form_clusters(server, starts, got, method.alpha, method.kappa, method.kappa_max)
     found = time.process_time() - cpu
     mean = Fold()
     for members in clusters:

@@ -17,7 +17,8 @@ import psutil
 
 from actors.launch import open_experiment
 from raylt.config import load
-from raylt.data.task import Shard, Split, Task
+from raylt.data.split import Split
+from raylt.data.task import Shard, Task
 from raylt.registry import resolve
 
 

@@ -32,7 +32,8 @@ from raylt.core.client import Client
 from raylt.core.evaluation import EvaluationSet
 from raylt.core.optimisers import SGD
 from raylt.data.samples import Samples
-from raylt.data.task import Shard, Split, Task, build_task
+from raylt.data.split import Split
+from raylt.data.task import Shard, Task, build_task
 from raylt.models.split import load_entries
 from raylt.registry import resolve
 from raylt.seeds import seed_for

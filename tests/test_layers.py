@@ -27,7 +27,7 @@ LAYERS = (
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = ("raylt.config", *(f"raylt.data.{name}" for name in ("longtail", "partition", "sources", "scenes",
-                                                                     "maps", "cache", "task")))
+                                                                     "maps", "cache", "arrays", "split", "task")))
 
 
 @dataclass(frozen=True)

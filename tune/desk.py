@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from raylt.config import Config, DataConfig
 from raylt.data.task import Task, build_task
 from raylt.errors import CheckpointError
-from tune.plan import Plan, Point, Record, State
+from tune.plan import Plan, State
+from tune.record import Point, Record
 
 
 class Watcher(Protocol):

@@ -13,8 +13,9 @@ from rich.table import Table
 
 from raylt.hyper import Choice, LogUniform
 from raylt.runs.summary import percent
-from tune.plan import Plan, Record, State
-from tune.space import Axis, Grid
+from tune.axes import Axis, Grid
+from tune.plan import Plan, State
+from tune.record import Record
 
 PAPER, INK, MUTED = "#ffffff", "#1f2430", "#8a8f9c"
 COLOURS = ("#2f5d8a", "#c4622d", "#4f7f52", "#86548f", "#a08a2c", "#3d8f93")

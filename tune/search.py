@@ -24,7 +24,8 @@ from raylt.registry import resolve
 from tune import report
 from tune.desk import Desk, Watcher, sizes, task_of
 from tune.halving import rungs
-from tune.plan import SAMPLES, Metric, Plan, Record, Scheduler, Searcher, State
+from tune.plan import SAMPLES, Plan, Scheduler, Searcher, State
+from tune.record import Metric, Record
 from tune.space import Space
 
 FleetKind = Literal["ray", "local"]
@@ -176,7 +177,7 @@ def _open_cluster(fleet: FleetKind, address: str | None) -> AbstractContextManag
 
 
 def _place(plan: Plan, nodes: Sequence[Mapping[str, float]], parallel: int | None) -> tuple[Any, int]:
-    from tune.cluster import bundles_of, check_fit, place_trial
+    from tune.placement import bundles_of, check_fit, place_trial
     have = {key: sum(node.get(key, 0.0) for node in nodes) for key in ("CPU", "GPU")}
     total = sum(track.total for track in State(plan, sizes).tracks.values())
     most = int(min(total, parallel or 1000))

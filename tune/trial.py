@@ -5,7 +5,6 @@
 A trial takes itself up where its last checkpoint left it, so whoever starts it again need not know how far it was.
 """
 
-import copy
 import json
 import os
 import shutil
@@ -16,30 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from raylt import metrics
 from raylt.config import Config
-from raylt.core.client import Client, Message, Reply
-from raylt.core.evaluation import confusion_of
 from raylt.core.experiment import Experiment, Report
 from raylt.core.fleet import Fleet
 from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
-from raylt.core.judging import judged_entries, judged_model
-from raylt.core.method import Method
-from raylt.core.reductions import each
 from raylt.core.setup import Setup
-from raylt.data.cache import Mapped, load
-from raylt.data.samples import Samples
-from raylt.data.task import Shard, Task, build_task
+from raylt.data.task import Task, build_task
 from raylt.errors import CheckpointError
 from raylt.registry import resolve
 from raylt.runs.journal import Journal
 from raylt.runs.summary import summarise
-from raylt.tree import view
 from tune.halving import rungs
-from tune.plan import Metric, Point
+from tune.judging import judge, personal
+from tune.record import Metric, Point
 
 LOCK_TIMEOUT_S = 60
 OpenFleet = Callable[[Setup, Task, str], Fleet]
@@ -177,7 +167,7 @@ class Trial:
             return "final"
         if self.job.rungs and report.step in rungs(rounds, self.job.grace):
             return "rehearsal" if experiment.method.finishes else "round"
-        if report.step % every or _personal(experiment):        # asking every client for it each round is too dear
+        if report.step % every or personal(experiment):        # asking every client for it each round is too dear
             return None
         return "proxy" if experiment.method.finishes else "round"
 
@@ -195,62 +185,10 @@ class Trial:
         beside.replace(self.folder / "scores.jsonl")
 
 
-def judge(experiment: Experiment) -> dict[str, float | None]:
-    """Figures on the validation set, each class counting the same, as on the balanced test set."""
-    method, server, task = experiment.method, experiment.server, experiment.task
-    shard = task.validation
-    assert shard is not None
-    if _personal(experiment):
-        message = {"model": judged_entries(server, method), "judged": _parcel(shard)}
-        got = experiment.fleet.ask(ValidationJudge(method).judge, experiment.fleet.everyone, message, confusion=each)
-        judged = {id: balance(matrix) for id, matrix in got["confusion"].items()}
-    else:
-        model = method.global_model(server).eval()
-        judged = balance(confusion_of(lambda x: method.predict(model, x), Samples(shard, task.facts, server.device),
-                                      task.classes, experiment.config.evaluation.batch))
-    seen = metrics.seen_by_each(judged, torch.from_numpy(task.views), experiment.fleet.ids)
-    pooled = torch.stack(list(seen.values())).sum(0)
-    clients = metrics.client_figures(metrics.by_client(seen, torch.from_numpy(task.client_counts)))
-    return {"accuracy": metrics.accuracy(pooled), **metrics.group_accuracy(pooled, task.groups),
-            "owned": clients["owned"]["mean"], "matched": clients["matched"]["mean"], "miou": metrics.mean_iou(pooled)}
-
-
-@dataclass(frozen=True)
-class ValidationJudge:
-    """The client function that judges clients' own models on validation images."""
-
-    method: Method
-
-    def judge(self, client: Client, message: Message) -> Reply:
-        """Counts [C, C] of (true, predicted) classes of this client's model on the images that the message brought."""
-        model, parcel = judged_model(self.method, client, message["model"]).eval(), message["judged"]
-        samples = copy.copy(client.samples)             # normalised as its own
-        samples.y = parcel["labels"]
-        samples.x = parcel["images"] if "images" in parcel else view(
-            Mapped(parcel["path"], parcel["rows"].cpu().numpy()).load()).to(client.device)
-        return client.reply(confusion=confusion_of(lambda x: self.method.predict(model, x), samples,
-                                                   client.model.classes, client.config.evaluation.batch))
-
-
-def balance(matrix: Tensor) -> Tensor:
-    """A confusion matrix as if every class had the same number of samples, float64 [C, C]; absent classes stay 0."""
-    return matrix.double() / matrix.sum(dim=1, keepdim=True).clamp(min=1)
-
-
 def local_fleet(setup: Setup, task: Task, name: str) -> Fleet:
     """All clients in this process."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return LocalFleet(setup.config, task, Host(setup, task.facts, task.test, device))
-
-
-def _personal(experiment: Experiment) -> bool:
-    return experiment.method.personal or bool(experiment.server.model.stays)
-
-
-def _parcel(shard: Shard) -> dict[str, Any]:
-    images = ({"path": shard.x.path, "rows": view(shard.x.rows)} if isinstance(shard.x, Mapped)
-              else {"images": view(load(shard.x))})
-    return images | {"labels": view(shard.labels())}
 
 
 def _test_figures(report: Report) -> dict[str, float | None]:

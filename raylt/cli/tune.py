@@ -13,7 +13,8 @@ from raylt.config import load
 from raylt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tune.plan import Plan, Record, State
+    from tune.plan import Plan, State
+    from tune.record import Record
 
 out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 

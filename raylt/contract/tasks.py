@@ -8,7 +8,8 @@ from torch import nn
 
 from raylt.data.cache import load
 from raylt.data.maps import VOID, class_counts, class_views
-from raylt.data.task import Shard, Split, Task, hash_labels
+from raylt.data.split import Split, hash_labels
+from raylt.data.task import Shard, Task
 from raylt.models.split import PixelModel
 
 # of each client, samples per class: all classes; class 3 missing; class 1 only (and 9 = one batch of 8 and one sample

@@ -2,11 +2,11 @@
 
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from raylt.data.cache import Frames, Stored, decode_frames, open_image, read_npz
+from raylt.data.arrays import Arrays
+from raylt.data.cache import Frames, decode_frames, open_image, read_npz
 from raylt.data.maps import VOID
 from raylt.errors import DataError
 from raylt.seeds import seed_for
@@ -26,18 +26,7 @@ COLOURS = {
 }
 
 
-class Scenes(NamedTuple):
-    """Images uint8 [N, H, W, 3], label maps uint8 [N, H, W], class names, and a recorded id of each training image."""
-
-    x_train: Stored
-    y_train: Stored
-    x_test: Stored
-    y_test: Stored
-    class_names: tuple[str, ...]
-    ids: np.ndarray
-
-
-def camvid(root: Path, height: int) -> Scenes:
+def camvid(root: Path, height: int) -> Arrays:
     """CamVid's 367 training and 233 test frames with 11 classes (Brostow et al., 2008, as SegNet divided them).
 
     Read from `root`/camvid as SegNet's tutorial distributes it ({train,test}/*.png, {train,test}annot/*.png of class
@@ -58,10 +47,10 @@ def camvid(root: Path, height: int) -> Scenes:
         raise DataError(f"data.source = camvid: neither {folder.resolve()} nor {file.resolve()} is there; put SegNet's "
                         "CamVid folder (train, trainannot, test, testannot) there, or set data.root to where it is")
     x, y = decode_frames("camvid-train", train, height, root / "cache")
-    return Scenes(x, y, *decode_frames("camvid-test", test, height, root / "cache"), CAMVID, ids)
+    return Arrays(x, y, *decode_frames("camvid-test", test, height, root / "cache"), CAMVID, ids)
 
 
-def cityscapes(root: Path, height: int) -> Scenes:
+def cityscapes(root: Path, height: int) -> Arrays:
     """Cityscapes' 2975 finely labelled training images and its 500 validation images as test set, 19 classes.
 
     Read by torchvision's loader from `root`/cityscapes (leftImg8bit and gtFine, or the two archives). Ids are cities.
@@ -78,10 +67,10 @@ def cityscapes(root: Path, height: int) -> Scenes:
     test, _ = _cityscapes_files(root / "cityscapes", "val")
     x, y = decode_frames("cityscapes-train", train, height, root / "cache")
     names = tuple(c.name for c in Cityscapes.classes if 0 <= c.train_id < VOID)
-    return Scenes(x, y, *decode_frames("cityscapes-test", test, height, root / "cache"), names, ids)
+    return Arrays(x, y, *decode_frames("cityscapes-test", test, height, root / "cache"), names, ids)
 
 
-def shapes() -> Scenes:
+def shapes() -> Arrays:
     """Drawn scenes that are the same everywhere: ground under sky, with discs, squares, triangles and, rarely, crosses.
 
     64x64 pixels, 320 and 80 images; outlines are void. Light differs between four recordings, the ids.
@@ -92,7 +81,7 @@ def shapes() -> Scenes:
     drawn = [_draw(rng, tints[recording]) for recording in of]
     x, y = np.stack([image for image, _ in drawn]), np.stack([labels for _, labels in drawn])
     n = SHAPES_TRAIN
-    return Scenes(x[:n], y[:n], x[n:], y[n:], SHAPES, of[:n])
+    return Arrays(x[:n], y[:n], x[n:], y[n:], SHAPES, of[:n])
 
 
 def _draw(rng: np.random.Generator, tint: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,8 +1,8 @@
 """Data sets as they are on disk: training and balanced test images, labels, class names, normalisation.
 
 `digits` comes with scikit-learn; `cifar10`, `cifar100` and `fashion_mnist` are read by torchvision; `cinic10`,
-`imagenet_lt` and `folder:PATH` are trees of image files; `npz:PATH` is one file of arrays. Those with label maps are in
-scenes.py.
+`imagenet_lt` and `folder:PATH` are trees of image files; `npz:PATH` is one file of arrays, see arrays.py. Those with
+label maps are in scenes.py.
 """
 
 import difflib
@@ -14,9 +14,9 @@ from typing import Literal
 import numpy as np
 
 from raylt.config import DataConfig
-from raylt.data.cache import Stored, decode_tree, load, read_npz, take
-from raylt.data.maps import VOID
-from raylt.data.scenes import Scenes, camvid, cityscapes, shapes
+from raylt.data.arrays import Arrays, arrays
+from raylt.data.cache import Stored, decode_tree, load, take
+from raylt.data.scenes import camvid, cityscapes, shapes
 from raylt.errors import ConfigError, DataError
 from raylt.seeds import seed_for
 
@@ -37,7 +37,6 @@ PUBLISHED = {
     "cityscapes": IMAGENET,
 }
 GROUPS = {"cifar10": (200, 1000), "fashion_mnist": (200, 1000), "cinic10": (200, 1000), "digits": (20, 60)}
-ARRAYS = "x_train", "y_train", "x_test", "y_test", "class_names"
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,15 +95,15 @@ def open_source(config: DataConfig) -> Source:
         case "imagenet_lt", False:
             return _imagenet_lt(root / "imagenet_lt", config)
         case "shapes", False:
-            return _scenes("shapes", shapes())
+            return _source("shapes", shapes())
         case "camvid", False:
-            return _scenes("camvid", camvid(root, config.size))
+            return _source("camvid", camvid(root, config.size))
         case "cityscapes", False:
-            return _scenes("cityscapes", cityscapes(root, config.size))
+            return _source("cityscapes", cityscapes(root, config.size))
         case "folder", True:
             return _tree(config.source, path, config.size, root / "cache")
         case "npz", True:
-            return _npz(config.source, path)
+            return _source(config.source, arrays(path))
     if kind in ("folder", "npz"):
         raise ConfigError(f"data.source = {config.source!r} names no path; write {kind}:PATH")
     if colon and kind in NAMES:
@@ -156,8 +155,8 @@ def _digits() -> Source:
     return Source("digits", x[train], y[train], x[test], y[test], tuple("0123456789"), *channel_statistics(x[train]))
 
 
-def _scenes(name: str, scenes: Scenes) -> Source:
-    x_train, y_train, x_test, y_test, names, ids = scenes
+def _source(name: str, stored: Arrays) -> Source:
+    x_train, y_train, x_test, y_test, names, ids = stored
     mean, std = PUBLISHED.get(name) or channel_statistics(x_train)
     return Source(name, x_train, y_train, x_test, y_test, names, mean, std, ids)
 
@@ -235,48 +234,3 @@ def _read_list(path: Path) -> tuple[list[str], np.ndarray]:
     if not pairs:
         raise DataError(f"{path}: empty; put the published list there")
     return [file for file, _, _ in pairs], np.array([int(label) for _, _, label in pairs], dtype=np.int64)
-
-
-def _npz(name: str, path: Path) -> Source:
-    arrays = read_npz(path, (*ARRAYS, "id_train"))
-    missing = [key for key in ARRAYS if key not in arrays]
-    if missing:
-        raise DataError(f"{path}: has no {', '.join(missing)}; {', '.join(ARRAYS)} are expected, id_train is optional")
-    names = arrays["class_names"]
-    if names.ndim != 1 or names.dtype.kind != "U" or not len(names):
-        raise DataError(f"{path}: class_names is {names.dtype} {list(names.shape)}; a row of strings is expected")
-    x, y = {}, {}
-    for part in ("train", "test"):
-        x[part] = _checked_images(path, f"x_{part}", arrays[f"x_{part}"])
-        y[part] = _checked_labels(path, f"y_{part}", arrays[f"y_{part}"], x[part].shape[:3], len(names))
-    if y["train"].ndim != y["test"].ndim:
-        raise DataError(f"{path}: y_train is {list(y['train'].shape)} and y_test {list(y['test'].shape)}; both must be "
-                        "labels of images or both label maps")
-    if x["train"].shape[1:] != x["test"].shape[1:]:
-        raise DataError(f"{path}: images of x_train are {list(x['train'].shape[1:])}, of x_test "
-                        f"{list(x['test'].shape[1:])}; they must be alike")
-    ids = arrays.get("id_train")
-    if ids is not None and ids.shape != y["train"].shape[:1]:
-        raise DataError(f"{path}: id_train is {list(ids.shape)}; one id for each of the {len(y['train'])} training "
-                        "images is expected")
-    return Source(name, x["train"], y["train"], x["test"], y["test"], tuple(names.tolist()),
-                  *channel_statistics(x["train"]), ids)
-
-
-def _checked_images(path: Path, key: str, x: np.ndarray) -> np.ndarray:
-    if x.dtype != np.uint8 or x.ndim not in (3, 4) or not x.size or (x.ndim == 4 and x.shape[3] > 4):
-        raise DataError(f"{path}: {key} is {x.dtype} {list(x.shape)}; uint8 [N, H, W] or [N, H, W, channels] with at "
-                        "least one image and at most 4 channels is expected")
-    return x if x.ndim == 4 else x[..., None]
-
-
-def _checked_labels(path: Path, key: str, y: np.ndarray, images: tuple[int, ...], classes: int) -> np.ndarray:
-    maps = y.dtype == np.uint8 and y.shape == images
-    if not maps and (y.dtype.kind not in "iu" or y.shape != images[:1]):
-        raise DataError(f"{path}: {key} is {y.dtype} {list(y.shape)}; one integer label for each of the {images[0]} "
-                        f"images is expected, or label maps uint8 {list(images)}")
-    found = y[y != VOID] if maps else y
-    if found.size and (found.min() < 0 or found.max() >= classes):
-        raise DataError(f"{path}: {key} holds labels from {found.min()} to {found.max()}; class_names has {classes} "
-                        f"names, so 0 to {classes - 1} is expected" + f", or {VOID} for none" * maps)
-    return y if maps else y.astype(np.int64)

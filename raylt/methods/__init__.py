@@ -7,17 +7,32 @@ from raylt.config import check
 from raylt.core.method import Method
 from raylt.errors import UnknownMethod
 from raylt.methods.bpfed.method import BPFed
+from raylt.methods.creff import CReFF
+from raylt.methods.ditto import Ditto
 from raylt.methods.fedavg import FedAvg
+from raylt.methods.fedavgm import FedAvgM
+from raylt.methods.fednova import FedNova
+from raylt.methods.fedopt import FedAdam, FedYogi
 from raylt.methods.fedper import FedPer
 from raylt.methods.fedprox import FedProx
 from raylt.methods.fedsm.method import FedSM
 from raylt.methods.mupfl.method import MuPFL
+from raylt.methods.qfedavg import QFedAvg
+from raylt.methods.scaffold import Scaffold
 from raylt.methods.sfd.method import SFD
 
 METHODS: dict[str, type[Method]] = {
     FedAvg.name: FedAvg,
     FedProx.name: FedProx,
     FedPer.name: FedPer,
+    FedNova.name: FedNova,
+    Scaffold.name: Scaffold,
+    FedAvgM.name: FedAvgM,
+    FedAdam.name: FedAdam,
+    FedYogi.name: FedYogi,
+    QFedAvg.name: QFedAvg,
+    Ditto.name: Ditto,
+    CReFF.name: CReFF,
     SFD.name: SFD,
     BPFed.name: BPFed,
     MuPFL.name: MuPFL,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from raylt.data.samples import Samples
-from raylt.data.task import Task, hash_labels
+from raylt.data.split import hash_labels
+from raylt.data.task import Task
 from raylt.errors import ConfigError
 
 Wording = Literal["phrase", "label"]

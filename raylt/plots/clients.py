@@ -9,7 +9,7 @@ from typing import Literal
 
 from rich.table import Table
 
-from raylt.data.task import Split
+from raylt.data.split import Split
 from raylt.errors import CheckpointError
 from raylt.metrics import worst_decile
 from raylt.plots.style import COLOURS

@@ -26,7 +26,7 @@ from raylt.config import Config, load
 from raylt.core import checkpoint
 from raylt.core.checkpoint import Checkpoint
 from raylt.core.experiment import Report
-from raylt.data.task import Split
+from raylt.data.split import Split
 from raylt.errors import CheckpointError
 from raylt.runs import provenance
 

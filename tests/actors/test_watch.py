@@ -30,7 +30,7 @@ def fleet(ray_session, tiny_task, tmp_path):
 def test_a_full_device_halves_the_actors_and_the_call_goes_on(fleet, tmp_path):
     replies = fleet.ask(faulty.fill, IDS, {"folder": str(tmp_path), "fit": 1}, id=each)["id"]
     assert list(replies.values()) == IDS
-    assert (len(fleet._slots), fleet.ledger.retried, fleet.ledger.lost) == (1, [], [])
+    assert (len(fleet.slots), fleet.ledger.retried, fleet.ledger.lost) == (1, [], [])
     said = (tmp_path / NOTES).read_text().splitlines()
     assert len(said) == 2
     assert re.fullmatch(r"client \d, round 3, fill: device out of memory; going on with 2 of 4 client actors", said[0])

@@ -70,10 +70,10 @@ def test_half_precision_trains_float32_weights_close_to_those_of_full_precision(
         config = Config(data={"clients": 2}, method={"name": "fedavg"}, local={"epochs": 1, "precision": precision})
         task = build_task(config.data)
         setup = resolve(config)
-        host, method = Host(setup, task.facts, task.test, torch.device("cpu")), setup.method
+        host = Host(setup, task.facts, task.test, torch.device("cpu"))
         found = []
 
-        def train(client, message, method=method, found=found):
+        def train(client, message, method=setup.method, found=found):
             found.append(sgd(client, method.objective(client, message)))
             return client.reply(model=method.shared(client.model))
 

@@ -4,7 +4,8 @@ import pytest
 from raylt.config import DataConfig
 from raylt.data.maps import VOID, class_counts, class_views, relabel, shown
 from raylt.data.partition import by_class, partition
-from raylt.data.task import Split, build_task
+from raylt.data.split import Split
+from raylt.data.task import build_task
 from raylt.errors import DataError
 
 MAPS = np.array([[[0, 1], [1, VOID]], [[2, 2], [2, 2]], [[VOID, VOID], [0, 1]]], dtype=np.uint8)

@@ -10,7 +10,8 @@ import pytest
 from raylt.config import DataConfig
 from raylt.data.cache import load
 from raylt.data.sources import open_source
-from raylt.data.task import Split, build_task
+from raylt.data.split import Split
+from raylt.data.task import build_task
 from raylt.errors import DataError
 
 CONFIG = DataConfig(clients=10, alpha=0.3)

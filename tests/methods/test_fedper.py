@@ -1,8 +1,11 @@
 import pytest
 import torch
-from tiny import COUNTS, CPU, Recorder, configure, fingerprint, make_experiment, private_states
+from tiny import COUNTS, CPU, Recorder, configure, fingerprint, make_experiment, make_setup, private_states
 
 from raylt import tree
+from raylt.core.evaluation import EvaluationSet
+from raylt.core.judging import Judge, judged_entries
+from raylt.core.reductions import each
 from raylt.methods import make_method
 from raylt.methods.bpfed.method import BPFed
 from raylt.methods.fedavg import FedAvg
@@ -57,8 +60,8 @@ def test_classifiers_never_travel_and_differ_between_clients(tiny_task, tmp_path
     assert not any("classifier" in name for name in names)
     own = {fingerprint(state["model"]) for id, state in private_states(experiment).items() if id != 3}
     assert len(own) == 4                            # client 3 has one sample, which cannot be trained on
-    start = FedPer().new_model(tiny_task.facts, experiment.config)
-    assert fingerprint(private_states(experiment)[3]["model"]) == fingerprint(FedPer().private(start))
+    start = make_setup(experiment.config, FedPer()).new_model(tiny_task.facts)
+    assert fingerprint(private_states(experiment)[3]["model"]) == fingerprint(start.entries("classifier."))
 
 
 def test_private_state_of_clients_that_are_not_sampled_stays(tiny_task, tmp_path):
@@ -84,13 +87,14 @@ def test_clients_are_judged_as_if_each_had_encoded_the_test_set_itself(tiny_task
 
     def judged():
         encodings.clear()
-        replies = fleet.call(method.judge, fleet.ids, method.message(experiment.server))
-        return {id: reply["confusion"].tolist() for id, reply in replies.items()}, len(encodings)
+        message = {"model": judged_entries(experiment.server, method)}
+        got = fleet.ask(Judge(method).judge, fleet.everyone, message, confusion=each)
+        return {id: counts.tolist() for id, counts in got["confusion"].items()}, len(encodings)
 
     found, passes = judged()
     assert passes == 0                                  # the last step's evaluation has encoded it, in one batch
     with monkeypatch.context() as patch:
-        patch.setattr(type(method), "one_encoder", False)
+        patch.setattr(EvaluationSet, "_knows", lambda *_: False)
         assert judged() == (found, len(fleet.ids))
     with torch.no_grad():
         experiment.server.model.get_parameter("encoder.stage2.0.weight").mul_(-1)

@@ -17,8 +17,8 @@ from raylt.config import load
 from raylt.errors import CheckpointError, ConfigError
 from raylt.runs.runner import start
 from tune import resume, search, space, spaces_of
-from tune.cluster import bundles_of, check_fit, fitting, place_trial
 from tune.desk import Desk
+from tune.placement import bundles_of, check_fit, fitting, place_trial
 
 SETTINGS = ["method=fedprox", "data.clients=4", "data.imbalance=5", "federation.rounds=6", "local.epochs=1"]
 RANGES = {"local.lr": "loguniform(0.01, 0.3)"}

@@ -4,7 +4,8 @@ from raylt.config import Config
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Uniform, in_range
 from raylt.methods import METHODS, make_method
-from tune.space import Grid, combinations, configure, contains, draw, parse, separate, space, spaces_of, written
+from tune.axes import Grid, parse, written
+from tune.space import combinations, configure, contains, draw, separate, space, spaces_of
 
 LR = {"local.lr": "loguniform(0.01, 0.3)"}
 

@@ -18,10 +18,11 @@ from raylt.methods import METHODS
 from raylt.methods.fedavg import FedAvg
 from raylt.models import MODELS
 from tune.desk import sizes
+from tune.judging import balance, judge
 from tune.plan import client_steps
 from tune.search import search
 from tune.space import configure, space
-from tune.trial import Job, Trial, balance, judge, local_fleet
+from tune.trial import Job, Trial, local_fleet
 
 SETTINGS = ["data.clients=4", "data.validation=0.2", "data.imbalance=5", "local.lr=0.1"]
 

@@ -48,14 +48,13 @@ from raylt.data.sources import Kind
 from raylt.data.task import Facts
 from raylt.errors import TooFewReplies
 from raylt.hyper import Choice, LogUniform, Uniform, hp
+from raylt.methods.mupfl.acmu import form_clusters
 from raylt.methods.mupfl.bavd import add_bavd, layers_of, memory, recall
-from raylt.methods.mupfl.clustering import cluster, cosines, mean_update, update_gram
-from raylt.methods.mupfl.matching import class_gradients, match_features, mean_gradients
+from raylt.methods.mupfl.clustering import mean_update
 from raylt.models.split import Params, SplitModel, part
+from raylt.ops.matching import class_gradients, match_features, mean_gradients
 from raylt.seeds import seed_for
 from raylt.tree import Fold, Tree
-
-KEPT_ROUNDS = 5     # whose similarities stay in the server's state, for `raylt clusters`
 
 
 class MuPFL(Method):
@@ -216,7 +215,7 @@ class MuPFL(Method):
                         start=each.like(part(whole, self.own_start)), **wanted)
         starts: dict[int, Params] = {id: whole | start for id, start in got["start"].items()}
         with server.stages.time("clustering"):
-            clusters = self.clusters(server, starts, got)
+            clusters = form_clusters(server, starts, got, self.alpha, self.kappa, self.kappa_max)
         average = Fold()
         for members in clusters:
             update = mean_update([got["model"][id] for id in members], [starts[id] for id in members])  # Eq. 14
@@ -227,22 +226,6 @@ class MuPFL(Method):
                     fleet.ask(self.keep, members, {"update": kept})
         server.step(average.mean())
         return got
-
-    def clusters(self, server: Server, starts: dict[int, Params], got: Replies) -> list[list[int]]:
-        """The ids of each cluster's members, Eq. 7-13 [4]."""
-        names = [name for name, p in server.model.named_parameters() if p.requires_grad]
-        ends: list[Params] = list(got["model"].values())
-        similarity, n = cosines(update_gram(ends, list(starts.values()), names)), len(starts)
-        if self.bavd:
-            maps = torch.stack(list(got["map"].values())).double()
-            similarity = self.alpha * similarity + (1 - self.alpha) * cosines(maps @ maps.T)       # Eq. 8
-        kappas = range(2, min(self.kappa_max, n - 1) + 1) if self.kappa is None else [min(self.kappa, n)]
-        found = cluster(similarity, kappas if n > 2 else [], server.seed("acmu"))                   # [5]
-        server.log(kappa=found.kappa, silhouettes={str(kappa): value for kappa, value in found.silhouettes.items()},
-                   clusters=found.labels)
-        kept = dict(list(server.state.get("similarity", {}).items())[1 - KEPT_ROUNDS:])
-        server.state["similarity"] = kept | {str(server.round): similarity.float()}
-        return [[id for id, label in zip(starts, found.labels, strict=True) if label == c] for c in range(found.kappa)]
 
     def match(self, server: Server, gradients: list[Tree]) -> None:
         """h_glo of the classes that a participant owns, Eq. 17-20 [7] [11]."""

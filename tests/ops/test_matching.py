@@ -5,7 +5,7 @@ import torch
 from torch import nn, tensor
 from torch.nn import functional as F
 
-from raylt.methods.mupfl.matching import class_gradients, match_features, mean_gradients
+from raylt.ops.matching import class_gradients, match_features, mean_gradients
 
 C, D = 4, 6
 

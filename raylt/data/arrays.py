@@ -1,0 +1,73 @@
+"""`Arrays`: a data set as its arrays, and the npz file that holds them (`data.source=npz:PATH`)."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from raylt.data.cache import Stored, read_npz
+from raylt.data.maps import VOID
+from raylt.errors import DataError
+
+KEYS = "x_train", "y_train", "x_test", "y_test", "class_names"
+
+
+class Arrays(NamedTuple):
+    """Images uint8 [N, H, W, channels], labels int64 [N] or label maps uint8 [N, H, W], class names, and a recorded id
+    of each training image where there is one."""
+
+    x_train: Stored
+    y_train: Stored
+    x_test: Stored
+    y_test: Stored
+    class_names: tuple[str, ...]
+    ids: np.ndarray | None = None
+
+
+def arrays(path: Path) -> Arrays:
+    """The data set in an npz file of the arrays KEYS and, where samples have one, `id_train`.
+
+    Raises:
+        DataError: the file cannot be read, or its arrays are not there or do not fit each other.
+    """
+    entries = read_npz(path, (*KEYS, "id_train"))
+    missing = [key for key in KEYS if key not in entries]
+    if missing:
+        raise DataError(f"{path}: has no {', '.join(missing)}; {', '.join(KEYS)} are expected, id_train is optional")
+    names = entries["class_names"]
+    if names.ndim != 1 or names.dtype.kind != "U" or not len(names):
+        raise DataError(f"{path}: class_names is {names.dtype} {list(names.shape)}; a row of strings is expected")
+    x, y = {}, {}
+    for part in ("train", "test"):
+        x[part] = _checked_images(path, f"x_{part}", entries[f"x_{part}"])
+        y[part] = _checked_labels(path, f"y_{part}", entries[f"y_{part}"], x[part].shape[:3], len(names))
+    if y["train"].ndim != y["test"].ndim:
+        raise DataError(f"{path}: y_train is {list(y['train'].shape)} and y_test {list(y['test'].shape)}; both must be "
+                        "labels of images or both label maps")
+    if x["train"].shape[1:] != x["test"].shape[1:]:
+        raise DataError(f"{path}: images of x_train are {list(x['train'].shape[1:])}, of x_test "
+                        f"{list(x['test'].shape[1:])}; they must be alike")
+    ids = entries.get("id_train")
+    if ids is not None and ids.shape != y["train"].shape[:1]:
+        raise DataError(f"{path}: id_train is {list(ids.shape)}; one id for each of the {len(y['train'])} training "
+                        "images is expected")
+    return Arrays(x["train"], y["train"], x["test"], y["test"], tuple(names.tolist()), ids)
+
+
+def _checked_images(path: Path, key: str, x: np.ndarray) -> np.ndarray:
+    if x.dtype != np.uint8 or x.ndim not in (3, 4) or not x.size or (x.ndim == 4 and x.shape[3] > 4):
+        raise DataError(f"{path}: {key} is {x.dtype} {list(x.shape)}; uint8 [N, H, W] or [N, H, W, channels] with at "
+                        "least one image and at most 4 channels is expected")
+    return x if x.ndim == 4 else x[..., None]
+
+
+def _checked_labels(path: Path, key: str, y: np.ndarray, images: tuple[int, ...], classes: int) -> np.ndarray:
+    maps = y.dtype == np.uint8 and y.shape == images
+    if not maps and (y.dtype.kind not in "iu" or y.shape != images[:1]):
+        raise DataError(f"{path}: {key} is {y.dtype} {list(y.shape)}; one integer label for each of the {images[0]} "
+                        f"images is expected, or label maps uint8 {list(images)}")
+    found = y[y != VOID] if maps else y
+    if found.size and (found.min() < 0 or found.max() >= classes):
+        raise DataError(f"{path}: {key} holds labels from {found.min()} to {found.max()}; class_names has {classes} "
+                        f"names, so 0 to {classes - 1} is expected" + f", or {VOID} for none" * maps)
+    return y if maps else y.astype(np.int64)

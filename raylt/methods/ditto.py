@@ -1,0 +1,64 @@
+"""Ditto: a personal model for each client, held near the global one (Li et al., ICML 2021).
+
+Departures from the text of Algorithm 1:
+[1] The global model is FedAvg's, the solver of G(.) in the paper's experiments. A client trains it first, so that the
+    global stream is FedAvg's to the bit.
+[2] v_k starts from the w_t of the client's first round, not from v_k^0, and a client that never took part uses the
+    global model: both are the text's where all take part; else v_k^0 would be random weights after R rounds.
+[3] s local steps are `local.epochs` passes over the data, for w_k and v_k alike.
+"""
+
+import copy
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from raylt import tree
+from raylt.core.client import Client, Message, Reply
+from raylt.core.method import Method
+from raylt.core.training import Objective, sgd
+from raylt.data.samples import Batch
+from raylt.data.sources import Kind
+from raylt.hyper import LogUniform, hp
+from raylt.models.split import SplitModel, load_entries
+
+
+class Ditto(Method):
+    """Clients keep v_k; w_k alone is uploaded. With lam = 0 a client's model is its own data's alone."""
+
+    name: ClassVar[str] = "ditto"
+    paper: ClassVar[str] = "Li et al., ICML 2021"
+    problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
+    personal: ClassVar[bool] = True
+
+    lam: float = hp(1.0, LogUniform(0.01, 10), "lambda, how near v_k is held to w_t", ge=0)
+
+    def train(self, client: Client, message: Message) -> Reply:
+        client.receive(message["model"])
+        loss = sgd(client, self.objective(client, message))                     # w_k [1]
+        trained = tree.snapshot(client.model.state_dict())
+        client.receive(message["model"])
+        objective = self.near(client.model)
+        client.receive(client.state.get("personal", {}))                        # [2]
+        sgd(client, objective)                                                  # v_k [3]
+        client.state["personal"] = tree.snapshot(client.model.state_dict())
+        client.receive(trained)                     # running statistics that stay at the client are those of w_k
+        return client.reply(model={name: trained[name] for name in self.shared(client.model)}, loss=loss)
+
+    def near(self, model: SplitModel) -> Objective:
+        """h_k(v; w_t) = F_k(v) + lambda/2 ||v - w_t||^2, where w_t is the model as it is now."""
+        params = [p for p in model.parameters() if p.requires_grad]
+        anchor = [p.detach().clone() for p in params]
+
+        def loss(batch: Batch) -> Tensor:
+            square = torch.stack([(p - w).square().sum() for p, w in zip(params, anchor, strict=True)]).sum()
+            return F.cross_entropy(model(batch.x), batch.y) + self.lam / 2 * square
+
+        return loss
+
+    def client_model(self, client: Client) -> SplitModel:
+        personal = copy.deepcopy(client.model)
+        load_entries(personal, client.state.get("personal", {}))
+        return personal

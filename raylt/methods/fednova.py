@@ -1,0 +1,47 @@
+"""FedNova: normalised averaging, so that clients count by their data and not their steps (Wang et al., NeurIPS 2020).
+
+Sections are the paper's. Departures from the text:
+[1] p_i is over the participants of a round, not over all clients.
+[2] A client that takes no step, as it holds one sample, has no direction; it counts as a zero one of zero steps.
+[3] What no gradient moves (BatchNorm's statistics) is averaged as in FedAvg; the paper is silent.
+Clients that take equally many steps make it FedAvg.
+"""
+
+from typing import ClassVar
+
+from raylt import tree
+from raylt.core.client import Client, Message, Reply
+from raylt.core.fleet import Fleet
+from raylt.core.method import Method
+from raylt.core.reductions import mean
+from raylt.core.server import Server
+from raylt.core.training import sgd
+from raylt.data.sources import Kind
+from raylt.ops.local_updates import gradient_mass, trained_and_rest
+
+
+class FedNova(Method):
+    """Clients upload d_i and |a_i|_1; local SGD may have momentum."""
+
+    name: ClassVar[str] = "fednova"
+    paper: ClassVar[str] = "Wang et al., NeurIPS 2020"
+    problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
+
+    def train(self, client: Client, message: Message) -> Reply:
+        """d_i = G_i a_i / |a_i|_1, section 4, here times the learning rate: the update over |a_i|_1."""
+        client.receive(message["model"])
+        loss = sgd(client, self.objective(client, message))
+        mass = gradient_mass(client.steps(), client.config.local.momentum)
+        start, _ = trained_and_rest(client.model, message["model"])
+        end, rest = trained_and_rest(client.model, self.shared(client.model))
+        direction = tree.scale(tree.sub(start, end), 1 / max(mass, 1))          # [2]
+        return client.reply(direction=direction, mass=mass, rest=rest, loss=loss)
+
+    def round(self, server: Server, fleet: Fleet) -> None:
+        """x <- x - tau_eff sum_i p_i d_i with tau_eff = sum_i p_i |a_i|_1, section 5 [1]."""
+        message = self.message(server)
+        x, rest = trained_and_rest(server.model, message["model"])
+        got = fleet.ask(self.train, self.sample(server, fleet), message,
+                        direction=mean.like(x), mass=mean, rest=mean.like(rest), loss=mean)
+        server.step(tree.sub(x, tree.scale(got["direction"], got["mass"])) | got["rest"])                # [3]
+        server.log(loss=got["loss"], effective_steps=got["mass"])

@@ -1,0 +1,123 @@
+from dataclasses import asdict
+
+import pytest
+import teachers
+import torch
+from fedsm_runs import QUICK, bits, open_client, prepare, run, states_of
+from hosts import Backwards, FailsFirst, NewHosts, OwnHosts
+from tiny import configure, make_experiment, private_states
+from torch.nn import functional as F
+
+from raylt.core import checkpoint
+from raylt.core.checkpoint import hash_tensors
+from raylt.core.reductions import mean
+from raylt.errors import ClientError, ConfigError, TooFewReplies
+from raylt.methods.fedsm import teaching
+from raylt.methods.fedsm.method import FedSM
+from raylt.models.clip import open_teacher
+from raylt.runs.summary import summarise
+
+# the teacher at the clients
+
+def test_features_are_encoded_once_per_client_and_are_no_part_of_a_checkpoint(tiny_task, tmp_path, npz, monkeypatch):
+    opened = []
+    monkeypatch.setattr(teaching, "open_teacher", lambda name: opened.append(name) or open_teacher(name))
+    experiment, _ = run(tiny_task, tmp_path, FedSM(teacher=npz, **QUICK), federation={"rounds": 3})
+    assert len(opened) == len(experiment.fleet.ids)
+    caches = {id: client.cache for id, client in experiment.fleet._host.clients.items()}
+    assert all(cache["teacher"].dtype == torch.float16 for cache in caches.values())
+    assert all(cache["teacher"].shape == (len(tiny_task.shards[id]), 64) for id, cache in caches.items())
+    assert all(state["state"].keys() == {"phrase"} for state in private_states(experiment).values())
+    assert experiment.server.state.keys() == {"teacher"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("finetune", [False, True])
+@pytest.mark.parametrize("kind", ["npz", "clip"])
+def test_bits_do_not_depend_on_where_and_how_often_features_are_encoded(tiny_task, tmp_path, npz, clip_folder, kind,
+                                                                        finetune):
+    name = npz if kind == "npz" else f"local-dir:{clip_folder}"
+    method = FedSM(teacher=name, finetune=finetune, **QUICK)
+    straight = bits(run(tiny_task, tmp_path, method)[0])
+    # every model load takes time: all of these hosts for the file, the lost actors for both
+    for host in [NewHosts] if kind == "clip" else [OwnHosts, NewHosts, FailsFirst]:
+        assert bits(run(tiny_task, tmp_path, method, host=host)[0]) == straight
+    assert bits(run(tiny_task, tmp_path, method, fleet=Backwards)[0]) == straight
+    experiment, (report,) = run(tiny_task, tmp_path / kind, method, until=1)
+    experiment.save(report)
+    resumed = make_experiment(configure(), tiny_task, tmp_path / kind, method)
+    saved, _ = checkpoint.latest(tmp_path / kind / "checkpoints")
+    assert saved is not None
+    resumed.load(saved)
+    resumed.step()
+    assert bits(resumed) == straight
+
+
+def test_both_towers_of_an_open_clip_model_teach(tiny_task, tmp_path, clip_folder):
+    method = FedSM(teacher=f"local-dir:{clip_folder}", **QUICK)
+    prepare(method, tiny_task)
+    experiment, reports = run(tiny_task, tmp_path, method)
+    joins = [m for m in experiment.fleet._host.messages if "phrase" in m]
+    assert joins[0]["phrase"].shape == (4, 64)
+    assert reports[-1].figures["teacher"] == f"local-dir:{clip_folder}"
+    assert reports[0].traffic["join"]["down"] == 5 * 4 * 4 * 64
+
+
+def test_client_that_did_not_join_says_so(tiny_task, tmp_path, npz):
+    experiment = make_experiment(configure(), tiny_task, tmp_path, FedSM(teacher=npz))
+    experiment.fleet.begin(1)
+    with pytest.raises(TooFewReplies, match=r"did not take part in FedSM\.join") as raised:
+        experiment.fleet.ask(experiment.method.train, experiment.fleet.everyone,
+                             experiment.method.message(experiment.server), model=mean, loss=mean)
+    assert isinstance(raised.value.__cause__, ClientError)
+
+
+def test_result_says_that_there_was_no_teacher(tiny_task, tmp_path):
+    experiment, reports = run(tiny_task, tmp_path, FedSM(teacher="none", **QUICK))
+    summary = summarise([asdict(report) for report in reports], "fedsm", "", experiment.conclude())
+    assert summary["figures"]["teacher"] == "none: no distillation, uniform relevance"
+
+
+# fine-tuning, Table IV
+
+def test_fine_tuning_steps_are_those_of_margin_softmax_adamw_and_squared_errors(tiny_task, npz):
+    method = FedSM(teacher=npz, finetune=True, teacher_lr=1e-3, mse=0.5)
+    client = open_client(tiny_task, method, state=states_of(tiny_task))
+    objective = method.objective(client, {})
+    arrays = teachers.feature_arrays(tiny_task)
+    h = torch.from_numpy(arrays["image"][tiny_task.split.clients[0]]).float()
+    text = torch.from_numpy(arrays["text"])
+    matrix = torch.eye(64, requires_grad=True)
+    optimiser = torch.optim.AdamW([matrix], 1e-3, weight_decay=0.1)
+    client.model.eval()
+    for rows in torch.arange(24).split(8):
+        batch = client.samples.batch(rows)
+        u = h[rows] @ matrix
+        u = u / u.norm(dim=1, keepdim=True)
+        z = client.model.encoder(batch.x)
+        expected = F.cross_entropy(client.model(batch.x), batch.y) + 0.5 * (z - u).square().mean()
+        assert objective(batch).item() == pytest.approx(expected.item(), rel=1e-5)
+        logits = torch.stack([100 * text @ (u[i] - 0.3 * text[batch.y[i]]) for i in range(len(rows))])
+        optimiser.zero_grad()
+        F.cross_entropy(logits, batch.y).backward()
+        optimiser.step()
+    assert torch.allclose(client.state["projection"], matrix, atol=1e-5)
+    assert not torch.allclose(client.state["projection"], torch.eye(64), atol=1e-4)
+
+
+def test_trained_projection_stays_with_its_client_and_is_never_uploaded(tiny_task, tmp_path, npz):
+    experiment, _ = run(tiny_task, tmp_path, FedSM(teacher=npz, finetune=True, teacher_lr=1e-3, **QUICK))
+    states = {id: state["state"] for id, state in private_states(experiment).items()}
+    assert "projection" not in states.pop(3)        # one sample, too few for a step
+    matrices = [state["projection"] for state in states.values()]
+    assert not any(torch.equal(m, torch.eye(64)) for m in matrices)
+    assert len({hash_tensors({"m": m}) for m in matrices}) == len(matrices)
+    replies = [reply for *_, reply in experiment.fleet._host.replies]
+    assert all(reply.keys() <= {"model", "loss", "retrain_loss", "classes", "confusion"} for reply in replies)
+
+
+def test_student_of_another_width_cannot_be_fine_tuned(tiny_task, npz):
+    config = configure().model_copy(update={"model": "resnet8_proj"})
+    prepare(FedSM(teacher=npz), tiny_task, config)
+    with pytest.raises(ConfigError, match="its features have d = 512"):
+        prepare(FedSM(teacher=npz, finetune=True), tiny_task, config)

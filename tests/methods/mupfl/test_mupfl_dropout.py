@@ -1,0 +1,78 @@
+import math
+
+import pytest
+import torch
+from mupfl_runs import OFF, QUICK, open_client, run
+from tiny import configure, make_setup, private_states
+from torch.nn import functional as F
+
+from raylt import tree
+from raylt.core.optimisers import SGD
+from raylt.errors import ConfigError
+from raylt.methods.mupfl.bavd import BAVD, layers_of
+from raylt.methods.mupfl.method import MuPFL
+
+# dropout
+
+def test_local_training_with_dropout_is_that_of_the_equations_written_out(tiny_task):
+    method = MuPFL(**OFF | {"bavd": True})
+    client, plain = open_client(tiny_task, method=method), open_client(tiny_task, method=MuPFL(**OFF))
+    reply = method.train(client, {"model": tree.snapshot(method.shared(client.model))})
+    stage, optimiser = plain.model.encoder, SGD(plain.model.parameters(), 0.05, 0.9)
+    plain.model.train()
+    m = before = None
+    for batch in plain.batches(2, 8):
+        h = stage.stage2(stage.stage1(batch.x))
+        bar = h.detach().mean(0)
+        if m is not None:
+            h = h * (m >= m.mean()).float()
+        loss = F.cross_entropy(plain.model.classifier(stage.pool(h)), batch.y)
+        m = bar if m is None else m - (loss.item() - before) * bar
+        before = loss.item()
+        optimiser.step(loss)
+    for name, value in plain.model.state_dict().items():
+        assert torch.allclose(reply.tree["model"][name], value, atol=1e-5), name
+    (layer,) = layers_of(client.model)
+    assert torch.allclose(layer.map[0], m, atol=1e-4)
+
+
+@pytest.mark.parametrize("reset", ["round", "never"])
+def test_map_starts_anew_in_every_round_or_never(tiny_task, tmp_path, reset, monkeypatch):
+    plain, begun = BAVD.reset, []
+
+    def watched(layer, map=None, loss=None):
+        begun.append(map is not None)
+        plain(layer, map, loss)
+
+    monkeypatch.setattr(BAVD, "reset", watched)
+    experiment, _ = run(tiny_task, tmp_path, MuPFL(**QUICK, bavd_reset=reset), until=1)
+    begun.clear()
+    experiment.step()
+    kept = [state["state"].get("bavd") for _, state in sorted(private_states(experiment).items())]
+    if reset == "round":
+        assert begun == [False] * 5
+        assert kept == [None] * 5
+    else:
+        assert begun == [True, True, True, False, True]             # one sample: it has no map
+        assert [k["0"]["map"] is None for k in kept] == [False, False, False, True, False]
+
+
+def test_nothing_waits_for_the_device_in_a_batch(tiny_task, monkeypatch):
+    method = MuPFL(**QUICK)
+    client = open_client(tiny_task, method=method)
+    objective, batch = method.objective(client, {}), next(iter(client.batches(1, 8)))
+    client.model.train()
+
+    def refuse(*_):
+        raise AssertionError("reads a value from the device")
+
+    for name in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    values = [objective(batch) for _ in range(3)]
+    monkeypatch.undo()
+    assert all(math.isfinite(value.item()) for value in values)
+
+
+def test_stage_that_is_not_there_is_refused_before_anything_runs(tiny_task):
+    with pytest.raises(ConfigError, match=r"bavd_layers = \('stage7',\): the model's stages are stage1, stage2"):
+        make_setup(configure(), MuPFL(bavd_layers=("stage7",))).new_model(tiny_task.facts)

@@ -1,0 +1,50 @@
+"""Short runs of SFD on the digits."""
+
+from pathlib import Path
+
+from tiny import make_experiment
+
+from raylt import tree
+from raylt.config import Config
+from raylt.core.experiment import Experiment
+from raylt.core.host import Host
+from raylt.core.reductions import total
+from raylt.data.task import Task
+from raylt.methods.sfd.method import encoder, sums_like
+
+QUICK = {"name": "sfd", "rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 4, "epochs": 3}
+
+
+def configure(data=None, **fields) -> Config:
+    # alpha 0.1: most clients lack some classes
+    return Config(data={"clients": 4, "alpha": 0.1} | (data or {}), method=QUICK | fields, federation={"rounds": 2},
+                  local={"epochs": 1})
+
+
+def open_experiment(config: Config, task: Task, folder: Path, host=Host) -> Experiment:
+    return make_experiment(config, task, folder, host=host)
+
+
+def statistics(experiment: Experiment) -> dict:
+    """Sums over all clients, of frequencies drawn from seed 5."""
+    experiment.fleet.begin(9)
+    method, model = experiment.method, experiment.server.model
+    parts = {"n": 0, "z": sums_like(64), "zz": sums_like(64 * 65 // 2), "phi": sums_like(method.rf_dim)}
+    return experiment.fleet.ask(method.statistics, experiment.fleet.everyone,
+                                {"model": tree.snapshot(encoder(model)), "seed": 5},
+                                classes=total.within({str(c): parts for c in range(10)}))["classes"]
+
+
+def finish(experiment: Experiment) -> list:
+    reports = []
+    while not experiment.done:
+        reports.append(experiment.step())
+    return reports
+
+
+class Keeper(Host):
+    """Keeps each client object, with the message of its last call."""
+
+    def run(self, fn, message, *rest):
+        self.message = message
+        return super().run(fn, message, *rest)

@@ -1,0 +1,164 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hosts import Backwards
+from killed import resume, run_and_kill
+from sfd_runs import configure, finish, open_experiment, statistics
+from tiny import make_experiment
+
+from raylt import tree
+from raylt.config import Config
+from raylt.errors import ConfigError
+from raylt.methods import METHODS
+from raylt.methods.sfd.method import OFFICIAL, SFD, encoder
+from raylt.ops.moments import moments
+
+
+def test_model_has_no_bias_and_a_projector_that_is_not_deployed(finished, task):
+    experiment, _ = finished
+    model, deployed = experiment.server.model, experiment.method.global_model(experiment.server)
+    assert "classifier.bias" not in model.state_dict()
+    assert model.get_submodule("projector")(torch.randn(3, 64)).shape == (3, 128)
+    assert {name.partition(".")[0] for name in deployed.state_dict()} == {"encoder", "classifier"}
+    assert deployed(torch.randn(2, 1, 8, 8)).shape == (2, 10)
+
+
+def test_projector_of_the_paper_has_164736_parameters():
+    from raylt.models import build_model
+    model = SFD().build(None, build_model("resnet18", 10, (32, 32, 3)))
+    parameters = sum(p.numel() for p in model.get_submodule("projector").parameters())
+    assert parameters == 164_736
+    assert sum(p.numel() for p in model.parameters()) == 11_168_832 + 512 * 10 + parameters
+
+
+def test_summed_statistics_are_those_of_all_features_pooled(finished, task):          # T-SFD-7, at the fleet
+    experiment, _ = finished
+    method, server = experiment.method, experiment.server
+    sums = statistics(experiment)
+    model = server.model.eval()
+    images = np.concatenate([shard.x for shard in task.shards])
+    labels = np.concatenate([shard.y for shard in task.shards])
+    mean, std = np.array(task.mean), np.array(task.std)
+    x = torch.from_numpy(((images / 255 - mean) / std).transpose(0, 3, 1, 2)).float()
+    with torch.no_grad():
+        z = model.encoder(x).double().numpy()
+    omega = method.frequencies(64, 5).double().numpy()
+    for c in range(10):
+        own = z[labels == c]
+        n, mu, cov = moments(sums[str(c)])
+        assert n == len(own) == task.counts[c]
+        assert np.allclose(mu, own.mean(0), atol=1e-5)
+        assert np.allclose(cov, np.cov(own.T, bias=True), atol=1e-4)
+        waves = own @ omega.T
+        phi = np.concatenate([np.cos(waves), np.sin(waves)], 1).mean(0) * math.sqrt(2 / 60)
+        assert np.allclose(sums[str(c)]["phi"] / n, phi, atol=1e-5)
+
+
+def test_statistics_hold_the_clients_own_classes_only(finished, task):
+    experiment, reports = finished
+    measured = reports[-1].traffic["statistics"]
+    model, clients = experiment.server.model, len(experiment.fleet.ids)
+    assert measured["down"] == clients * (tree.nbytes(encoder(model)) + 8)              # and the seed
+    # 8 bytes for count, mean, triangle and Fourier mean of each owned class
+    assert measured["up"] == int((task.client_counts > 0).sum()) * 8 * (1 + 64 + 64 * 65 // 2 + 60)
+    whole = tree.nbytes(model.entries())
+    assert reports[0].traffic["train"] == {"down": clients * (whole + 8), "up": clients * (whole + 8),
+                                           "replies": clients}                          # and beta; and the loss
+
+
+def test_finish_retrains_the_classifier_alone(finished):
+    experiment, reports = finished
+    server = experiment.server
+    deployed = experiment.method.global_model(server).state_dict()
+    for name, value in encoder(server.model).items():
+        assert torch.equal(deployed[name], value)
+    assert not torch.equal(deployed["classifier.weight"], server.model.state_dict()["classifier.weight"])
+    assert reports[-1].phase == "finish"
+    assert reports[-1].figures["synthetic"] > 10 * 80
+    assert set(server.state["synthetic"]) == {str(c) for c in range(10)}
+
+
+def test_synthetic_features_have_the_moments_of_the_real_ones(finished, task):
+    experiment, _ = finished
+    method, fleet = experiment.method, experiment.fleet
+    sums = statistics(experiment)
+    made = fleet.map(method.synthesise, [{"sums": sums["2"], "size": 100, "fourier": 5, "bank": 1}])[0]
+    _, mean, cov = moments(sums["2"])
+    z = made["z"].double()
+    assert torch.allclose(z.mean(0), mean, atol=1e-5)
+    assert (torch.cov(z.T) - cov).abs().max() < 1e-4
+
+
+def test_result_depends_neither_on_the_order_of_the_clients_nor_on_saving_between(finished, task, tmp_path):
+    first, second = (make_experiment(configure(), task, tmp_path, fleet=Backwards) for _ in range(2))   # T-SFD-12
+    for _ in range(2):
+        report = first.step()
+        first.save(report)
+    second.load(first._saved)
+    second.step()
+    assert second.conclude() == finished[0].conclude()
+
+
+@pytest.mark.parametrize("fields", [{"aligner": False}, {"mmd": False}, {"arr": False}, {"mmd": False, "arr": False},
+                                    {"preset": "official", "rf_dim": 60}, {"rf_type": "iid", "abbl": "ce"}], ids=str)
+def test_variants_run(task, tmp_path, fields):
+    reports = finish(open_experiment(configure(**fields), task, tmp_path))
+    assert reports[-1].accuracy is not None
+    assert math.isfinite(reports[-1].figures["retrain_loss"])
+
+
+def test_without_synthesis_nothing_is_sent_and_the_model_stays(task, tmp_path):
+    experiment = open_experiment(configure(safs=False), task, tmp_path)
+    reports = finish(experiment)
+    assert [report.phase for report in reports] == ["round", "round"]
+    assert reports[-1].traffic.keys() == {"train"}
+    judged = experiment.method.global_model(experiment.server)
+    assert torch.equal(judged.classifier.weight, experiment.server.model.classifier.weight)
+
+
+def test_local_batchnorm_judges_clients_with_the_retrained_classifier(task, tmp_path):
+    config = configure().model_copy(update={"federation": configure().federation.model_copy(
+        update={"batchnorm": "local"})})
+    experiment = open_experiment(config, task, tmp_path)
+    reports = finish(experiment)
+    assert reports[-1].accuracy != reports[-2].accuracy
+
+
+def test_official_preset_selects_the_codes_variants_and_explicit_fields_win():
+    official = SFD(preset="official")
+    assert {name: getattr(official, name) for name in OFFICIAL} == OFFICIAL
+    assert SFD(preset="official", rf_dim=5000).rf_dim == 5000
+    again = SFD(**official.model_dump())                # as a run folder's config.yaml has it
+    assert again == official
+    assert SFD().delta == "all"
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"m_min": 64}, r"method.m_min = 64: features have d = 64.*at least d \+ 1 = 65.*m_min=152"),
+    ({"m_min": 100, "m_max": 90}, "m_min = 100 and method.m_max = 90"),
+    ({"aligner": False, "mmd": False}, "both false")])
+def test_settings_that_cannot_work_are_refused_before_the_first_round(task, tmp_path, fields, message):
+    experiment = open_experiment(configure(**fields), task, tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        experiment.step()
+
+
+@pytest.mark.parametrize(("dim", "bank"), [(64, (600, 2000)), (512, (600, 2000)), (1024, (1112, 3706))])
+def test_banks_grow_with_the_features(dim, bank):
+    assert SFD().bank(dim) == bank
+
+
+def test_sfd_is_what_runs_by_default():
+    assert Config().method["name"] == "sfd"
+    assert set(METHODS["sfd"].model_fields) >= set(Config().method) - {"name"}
+
+
+@pytest.mark.slow
+def test_killed_during_synthesis_and_resumed_it_ends_with_the_same_model(tmp_path):
+    settings = ["federation.rounds=2", "local.epochs=1", "data.clients=4", "method.rf_dim=2000",
+                "method.synthesis_steps=20", "method.epochs=5"]
+    run_and_kill(tmp_path, settings, 0.3)               # statistics take a few milliseconds, synthesis seconds
+    straight, killed = resume(tmp_path)
+    assert straight["model_sha256"] == killed["model_sha256"]

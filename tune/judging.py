@@ -1,0 +1,73 @@
+"""How the steps of a trial are judged on validation images, which no client trains on."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raylt import metrics
+from raylt.core.client import Client, Message, Reply
+from raylt.core.evaluation import confusion_of
+from raylt.core.experiment import Experiment
+from raylt.core.judging import judged_entries, judged_model
+from raylt.core.method import Method
+from raylt.core.reductions import each
+from raylt.data.cache import Mapped, load
+from raylt.data.samples import Samples
+from raylt.data.task import Shard
+from raylt.tree import view
+
+
+def judge(experiment: Experiment) -> dict[str, float | None]:
+    """Figures on the validation set, each class counting the same, as on the balanced test set."""
+    method, server, task = experiment.method, experiment.server, experiment.task
+    shard = task.validation
+    assert shard is not None
+    if personal(experiment):
+        message = {"model": judged_entries(server, method), "judged": _parcel(shard)}
+        got = experiment.fleet.ask(ValidationJudge(method).judge, experiment.fleet.everyone, message, confusion=each)
+        judged = {id: balance(matrix) for id, matrix in got["confusion"].items()}
+    else:
+        model = method.global_model(server).eval()
+        judged = balance(confusion_of(lambda x: method.predict(model, x), Samples(shard, task.facts, server.device),
+                                      task.classes, experiment.config.evaluation.batch))
+    seen = metrics.seen_by_each(judged, torch.from_numpy(task.views), experiment.fleet.ids)
+    pooled = torch.stack(list(seen.values())).sum(0)
+    clients = metrics.client_figures(metrics.by_client(seen, torch.from_numpy(task.client_counts)))
+    return {"accuracy": metrics.accuracy(pooled), **metrics.group_accuracy(pooled, task.groups),
+            "owned": clients["owned"]["mean"], "matched": clients["matched"]["mean"], "miou": metrics.mean_iou(pooled)}
+
+
+@dataclass(frozen=True)
+class ValidationJudge:
+    """The client function that judges clients' own models on validation images."""
+
+    method: Method
+
+    def judge(self, client: Client, message: Message) -> Reply:
+        """Counts [C, C] of (true, predicted) classes of this client's model on the images that the message brought."""
+        model, parcel = judged_model(self.method, client, message["model"]).eval(), message["judged"]
+        samples = copy.copy(client.samples)             # normalised as its own
+        samples.y = parcel["labels"]
+        samples.x = parcel["images"] if "images" in parcel else view(
+            Mapped(parcel["path"], parcel["rows"].cpu().numpy()).load()).to(client.device)
+        return client.reply(confusion=confusion_of(lambda x: self.method.predict(model, x), samples,
+                                                   client.model.classes, client.config.evaluation.batch))
+
+
+def balance(matrix: Tensor) -> Tensor:
+    """A confusion matrix as if every class had the same number of samples, float64 [C, C]; absent classes stay 0."""
+    return matrix.double() / matrix.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def personal(experiment: Experiment) -> bool:
+    """Whether its clients are judged by models of their own."""
+    return experiment.method.personal or bool(experiment.server.model.stays)
+
+
+def _parcel(shard: Shard) -> dict[str, Any]:
+    images = ({"path": shard.x.path, "rows": view(shard.x.rows)} if isinstance(shard.x, Mapped)
+              else {"images": view(load(shard.x))})
+    return images | {"labels": view(shard.labels())}
