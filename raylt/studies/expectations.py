@@ -191,6 +191,8 @@ def _changes(row: dict[str, str]) -> tuple[dict[str, Any], str | None]:
         name = {"FedAvg w/o clustering": "fedavg"}.get(label, label.lower().replace("-", "").replace(" ", ""))
         if name not in METHODS:
             return {}, f"raylt has no method {name}"
+        if row["dataset"] == "cityscapes" and "segmentation" not in METHODS[name].problems:
+            return {}, f"{name} is not defined for label maps here"
         changes["method"] = {"name": name, **_FIELDS.get(label, {})}
         if paper == "FedSM":                # the recipe's model has FedSM's projection, which the baselines have not
             changes["model"] = "resnet50" if row["dataset"] == "imagenet_lt" else "resnet8"

