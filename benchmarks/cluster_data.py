@@ -8,14 +8,12 @@ is chance.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import numpy as np
 
-from raylt.config import load
-from raylt.data.task import build_task
 from raylt.errors import RayltError
+from raylt.runs.run import Run
 
 DRAWS = 300
 
@@ -23,26 +21,26 @@ DRAWS = 300
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
-    for run in parser.parse_args().runs:
+    for folder in parser.parse_args().runs:
+        run = Run.open(folder)
         beaten, kappas = follow(run)
         print(f"{run.name}: {np.mean(kappas):.1f} clusters, beats {100 * np.mean(beaten):.0f} % of random ones "
               f"({len(beaten)} rounds)")
 
 
-def follow(run: Path) -> tuple[list[float], list[int]]:
+def follow(run: Run) -> tuple[list[float], list[int]]:
     """Of each round with more than one cluster, the share of random assignments that are worse; and their number."""
-    config = load(run / "config.yaml")
-    counts = build_task(config.data.model_copy(update={"split": str(run / "split.json")})).client_counts
+    counts = run.task.client_counts
     shares = counts / counts.sum(1, keepdims=True).clip(min=1)
     distances = np.abs(shares[:, None] - shares[None]).sum(-1) / 2          # [K, K]
     rng, beaten, kappas = np.random.default_rng(0), [], []
-    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
-        labels = np.array(line["figures"].get("clusters", []))
+    for report in run.reports:
+        labels = np.array(report["figures"].get("clusters", []))
         if len(set(labels.tolist())) > 1:
-            mine = distances[np.ix_(line["participants"], line["participants"])]
+            mine = distances[np.ix_(report["participants"], report["participants"])]
             random = [within(rng.permutation(labels), mine) for _ in range(DRAWS)]
             beaten.append(float(np.mean(within(labels, mine) < np.array(random))))
-            kappas.append(line["figures"]["kappa"])
+            kappas.append(report["figures"]["kappa"])
     return beaten, kappas
 
 

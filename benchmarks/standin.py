@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raylt.config import load
+from raylt.config import load_data
 from raylt.core.optimisers import SGD
 from raylt.data import cache
 from raylt.data.augment import crop_flip, normalise
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    source, target = (open_source(load(None, [f"data.source=npz:{path}"]).data)
+    source, target = (open_source(load_data(None, [f"data.source=npz:{path}"]))
                       for path in (arguments.images, arguments.target))
     text, target_text = (F.normalize(torch.from_numpy(np.load(path)).float(), dim=1).to(device)
                          for path in (arguments.text, arguments.target_text))

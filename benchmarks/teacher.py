@@ -50,7 +50,7 @@ def main() -> None:
         save(arguments.teacher, Path(folder))
         teacher = open_teacher(f"local-dir:{folder}")
         method = FedSM(teacher=teacher.name)
-        config = load(None, ["model=resnet8_proj", "local.batch=32", "local.momentum=0"])
+        config = load(None, ["method=fedsm", "model=resnet8_proj", "local.batch=32", "local.momentum=0"])
         client = open_client(method, config, arguments.samples)
         few = Samples(Shard(client.samples.x[:2].numpy(), client.samples.y[:2].numpy()), FACTS, CPU)
         opened = seconds(lambda: teacher.images(few))           # imports open_clip and reads the weights

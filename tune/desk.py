@@ -5,7 +5,7 @@ import os
 import shutil
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from raylt.config import Config, DataConfig
 from raylt.data.task import Task, build_task
@@ -14,12 +14,20 @@ from tune.plan import Plan, State
 from tune.record import Point, Record
 
 
-class Watcher(Protocol):
-    """Told what happens, to show it."""
+class Watcher:
+    """Told what happens in a search. Override what is of interest; nothing is done here."""
 
-    def says(self, text: str) -> None: ...
-    def starts(self, folder: Path, plan: Plan, state: State, at_once: int) -> None: ...
-    def ends(self, record: Record, state: State) -> None: ...
+    def on_start(self, folder: Path, plan: Plan, state: State, at_once: int) -> None:
+        """Before the first trial; of a search that is resumed, `state` has those that ended."""
+
+    def on_trial(self, record: Record, state: State) -> None:
+        """After a trial ended, however it did."""
+
+    def on_message(self, text: str, minor: bool = False) -> None:
+        """A line for people; minor: only for someone who watches."""
+
+    def on_end(self) -> None:
+        """At the end of the search, whatever it is."""
 
 
 @lru_cache(maxsize=64)
@@ -85,7 +93,7 @@ class Desk:
             os.fsync(stream.fileno())
         if record.failed is None:
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        self.watcher.ends(record, self.state)
+        self.watcher.on_trial(record, self.state)
 
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:

@@ -32,14 +32,6 @@ FleetKind = Literal["ray", "local"]
 VALIDATION = 0.2                # share of the training samples that a search judges on, unless data.validation says
 
 
-class Silent:
-    """A watcher that shows nothing."""
-
-    def says(self, text: str) -> None: ...
-    def starts(self, folder: Path, plan: Plan, state: State, at_once: int) -> None: ...
-    def ends(self, record: Record, state: State) -> None: ...
-
-
 @dataclass(frozen=True)
 class Found:
     """What a search came to.
@@ -101,7 +93,7 @@ def search(config: Config, spaces: Space | Mapping[str, Space], samples: int | N
         raise CheckpointError(f"{folder}: exists already; give another --name, or continue it with raylt tune "
                               f"--resume {folder}")
     _check(plan)
-    return _run(folder, plan, parallel, fleet, address, track, watcher or Silent())
+    return _run(folder, plan, parallel, fleet, address, track, watcher or Watcher())
 
 
 def resume(folder: Path | str, *, parallel: int | None = None, fleet: FleetKind = "ray", address: str | None = None,
@@ -119,7 +111,7 @@ def resume(folder: Path | str, *, parallel: int | None = None, fleet: FleetKind 
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{folder / 'search.json'}: damaged ({' '.join(str(error).split())}); start a new "
                               "search") from None
-    return _run(folder, plan, parallel, fleet, address, track, watcher or Silent())
+    return _run(folder, plan, parallel, fleet, address, track, watcher or Watcher())
 
 
 def _run(folder: Path, plan: Plan, parallel: int | None, fleet: FleetKind, address: str | None, track: Sequence[str],
@@ -138,14 +130,17 @@ def _run(folder: Path, plan: Plan, parallel: int | None, fleet: FleetKind, addre
                 raise CheckpointError(f"{folder}: another process is running this search; wait for it or stop "
                                       "it") from None
             desk = Desk(folder, plan, watcher)
-            watcher.starts(folder, plan, desk.state, at_once)
             from tune.trial import Job  # torch: not for those who only ask for help
             job = Job(folder, os.getcwd(), plan.metric, plan.scheduler == "asha", plan.grace)
-            if placement is None:
-                _run_here(desk, job, plan.retries)
-            else:
-                from tune.cluster import run_trials
-                run_trials(desk, job, placement, at_once, plan.retries, track)
+            try:
+                watcher.on_start(folder, plan, desk.state, at_once)
+                if placement is None:
+                    _run_here(desk, job, plan.retries)
+                else:
+                    from tune.cluster import run_trials
+                    run_trials(desk, job, placement, at_once, plan.retries, track)
+            finally:
+                watcher.on_end()
             return _conclude(folder, plan, desk.state)
 
 

@@ -26,6 +26,7 @@ from raylt.data.task import Task, build_task
 from raylt.errors import CheckpointError
 from raylt.registry import resolve
 from raylt.runs.journal import Journal
+from raylt.runs.run import Run
 from raylt.runs.summary import summarise
 from tune.halving import rungs
 from tune.judging import judge, personal
@@ -94,16 +95,14 @@ class Trial:
 
     def _open(self, open_fleet: OpenFleet) -> None:
         torch.set_num_threads(1)            # weights computed here must not depend on the machine's cores
-        data, there = self.config.data, (self.folder / "config.yaml").is_file()
-        if there:
-            data = data.model_copy(update={"split": str(self.folder / "split.json")})
-        self.task = build_task(data)
+        there = Run(self.folder).state != "missing"
+        self.task = Run(self.folder).task if there else build_task(self.config.data)
         assert self.task.validation is not None
         if not there:
             shutil.rmtree(self.folder, ignore_errors=True)      # of one that was killed before it began
             Journal.create(self.folder, self.config, self.task.split).__exit__()
         self._journal = _hold(self.folder)
-        if self._journal.config() != self.config:
+        if Run.open(self.folder).config != self.config:
             raise CheckpointError(f"{self.folder}: has another configuration; give the search another --name")
         setup = resolve(self.config)
         setup.method.prepare(self.task, self.config, setup.check(self.task.facts))
@@ -203,7 +202,7 @@ def _hold(folder: Path) -> Journal:
     until = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:
-            return Journal.open(folder)
+            return Journal(folder)
         except CheckpointError:
             if time.monotonic() > until:
                 raise

@@ -1,66 +1,90 @@
-"""`raylt features | clusters | show | clients`: the commands that draw."""
+"""`raylt plot features | clusters | predictions | clients | data`: the commands that draw."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
-from raylt.errors import ConfigError, one_line
+from raylt.cli.options import Format, FormatOption, RunFolder, divide, out, print_json
+from raylt.errors import ConfigError
 
-out = Console(highlight=False)
+app = typer.Typer(no_args_is_help=True, help="Draw a run, several runs, or a split.")
+Picture = Annotated[Path | None, typer.Option(help="Where the picture goes; by default into the first run folder.")]
 
 
-def features(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run of sfd.")]
-             ) -> None:
-    """Draw real and synthetic features of a finished run (t-SNE) into its folder."""
+@app.command()
+def features(run_folder: RunFolder, picture: Picture = None) -> None:
+    """Draw real and synthetic features of a finished run of sfd (t-SNE)."""
     from raylt.plots.features import draw_features
-    out.print(str(draw_features(run_folder)), soft_wrap=True)
+    from raylt.runs.run import Run
+    _say(draw_features(Run.open(run_folder), picture))
 
 
-def clusters(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run of mupfl.")],
-             round: Annotated[int | None, typer.Option(min=1, help="One of the last; by default the last.")] = None
-             ) -> None:
-    """Draw the clusters of a round's clients (PCA), beside the classes that these hold, into the run's folder."""
+@app.command()
+def clusters(run_folder: RunFolder,
+             round: Annotated[int | None, typer.Option(min=1, help="The round, one of the last; by default the last.")
+                              ] = None, picture: Picture = None) -> None:
+    """Draw the clusters of a round's clients in a run of mupfl (PCA), beside the classes that these hold."""
     from raylt.plots.clusters import draw_clusters
-    out.print(str(draw_clusters(run_folder, round)), soft_wrap=True)
+    from raylt.runs.run import Run
+    _say(draw_clusters(Run.open(run_folder), round, picture))
 
 
-def show(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Of segmentation, finished.")],
-         image: Annotated[list[int] | None, typer.Option(help="Number of a test image; may be given several times.")
-                          ] = None,
-         client: Annotated[int | None, typer.Option(help="Whose own model, and classes as it sees them; else the "
-                                                    "global model, or of personal methods the first client's.")] = None,
-         ) -> None:
-    """Draw test images, their true and their predicted label maps into a run's folder."""
+@app.command()
+def predictions(run_folder: RunFolder,
+                image: Annotated[list[int] | None, typer.Option(help="The number of a test image; may be given several "
+                                                                "times.")] = None,
+                client: Annotated[int | None, typer.Option(help="The client whose own model, and view of the classes, "
+                                                           "is shown; by default the global model, or the first "
+                                                           "client's of personal methods.")] = None,
+                picture: Picture = None) -> None:
+    """Draw test images of a finished run of segmentation with their true and their predicted label maps."""
     from raylt.plots.predictions import draw_predictions
-    out.print(str(draw_predictions(run_folder, image or (), client)), soft_wrap=True)
+    from raylt.runs.run import Run
+    _say(draw_predictions(Run.open(run_folder), image or (), client, picture))
 
 
+@app.command()
 def clients(run_folders: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Folders of finished runs "
                                                               "over the same split.")],
             metric: Annotated[Literal["owned", "matched", "global", "miou"], typer.Option(
-                help="Accuracy over the classes that a client owns, its own class mix or all classes; or mean IoU.")
-                ] = "owned",
-            picture: Annotated[Path | None, typer.Option(help="Where the bar chart goes; by default clients.png in "
-                                                         "the first run folder.")] = None,
-            format: Annotated[Literal["table", "json"], typer.Option(help="How to print the result.")] = "table"
-            ) -> None:
-    """Show and draw the accuracy of every client, of one run or of several side by side."""
-    from raylt.plots.clients import compare
-    found = compare(run_folders, metric)
-    path = picture or run_folders[0] / "clients.png"
-    try:
-        found.draw(path)
-    except (OSError, ValueError) as error:              # ValueError: a kind of picture that nobody knows
-        raise ConfigError(f"--picture {path}: {one_line(error)}; give a .png that can be written") from None
-    if format == "json":
-        content = {"metric": found.metric, "split_sha256": found.split_sha256, "samples": found.sizes,
-                   "runs": found.runs, "over_clients": found.spread(), "picture": str(path)}
-        sys.stdout.write(json.dumps(content, indent=2) + "\n")
-    else:
-        out.print(found.title)
-        out.print(found.table())
-        out.print(str(path), soft_wrap=True)
+                help="Accuracy over the classes that a client owns, over its own class mix or over all classes; or "
+                "mean IoU.")] = "owned",
+            picture: Picture = None, format: FormatOption = Format.table) -> None:
+    """Draw and print the accuracy of every client, of one run or of several side by side."""
+    from raylt.plots.clients import compare, draw_clients
+    from raylt.runs.run import Run
+    comparison = compare([Run.open(folder) for folder in run_folders], metric)
+    path = draw_clients(comparison, picture or run_folders[0] / "clients.png")
+    if format is Format.json:
+        print_json({"metric": comparison.metric, "split_sha256": comparison.split_sha256, "samples": comparison.sizes,
+                    "runs": comparison.runs, "over_clients": comparison.spread(), "picture": str(path)})
+        return
+    out.print(comparison.title)
+    out.print(comparison.table())
+    _say(path)
+
+
+@app.command()
+def data(what: Annotated[list[str] | None, typer.Argument(
+             metavar="[RUN | FILE.yaml | recipe:NAME] [key=value ...]", help="A run folder; or a configuration, then "
+             "settings that change it.")] = None,
+         picture: Annotated[Path | None, typer.Option(help="Where the picture goes; by default into the run folder, or "
+                                                      "here.")] = None) -> None:
+    """Draw who holds what: clients by classes, with their sums."""
+    from raylt.config import load_data
+    from raylt.data.task import build_task
+    from raylt.plots.data import draw_data
+    from raylt.runs.run import Run
+    first, settings = divide(what)
+    if first is None or not Path(first).is_dir():
+        _say(draw_data(build_task(load_data(first, settings)), picture or Path("data.png")))
+        return
+    if settings:
+        raise ConfigError(f"{settings[0]}: the split of a run is as it is; leave it out, or name no run folder")
+    run = Run.open(first)
+    _say(draw_data(run.task, picture or run.folder / "data.png"))
+
+
+def _say(path: Path) -> None:
+    out.print(str(path), soft_wrap=True)

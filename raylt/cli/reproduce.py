@@ -7,22 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
 
+from raylt.cli.options import err, out
 from raylt.cli.study import Address, Fleet, MixVersions, Out, Parallel, Screen, show_plan
 from raylt.errors import ConfigError, RayltError
 
 if TYPE_CHECKING:
     from raylt.studies.verdicts import Verdict
 
-out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 Format = Annotated[Literal["table", "json"], typer.Option(help="How to print it.")]
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the commands of this file."""
-    app.command()(reproduce)
-    app.command()(verdicts)
 
 
 def reproduce(paper: Annotated[str, typer.Argument(metavar="PAPER", help="sfd, fedsm, mupfl or bpfed.")],

@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from raylt.cli.options import err, out
 from raylt.errors import ConfigError, RayltError
 
 if TYPE_CHECKING:
     from raylt.studies.records import Record
     from raylt.studies.study import Study
-
-out, err = Console(highlight=False), Console(stderr=True, highlight=False)
 
 Parallel = Annotated[int | None, typer.Option(min=1, help="Runs at once; by default one per core, or per GPU.")]
 Fleet = Annotated[Literal["local", "ray"], typer.Option(
@@ -31,12 +29,6 @@ MixVersions = Annotated[bool, typer.Option(
 Measure = Annotated[str | None, typer.Option(help="What is compared, as in accuracy, few, owned; else the study's.")]
 At = Annotated[Literal["last", "last10", "best"] | None, typer.Option(
     help="The last round, the mean of the last ten judged, or the best on the test set.")]
-
-
-def register(app: typer.Typer) -> None:
-    """Adds the commands of this file."""
-    for command in (study, compare, report, ls, follow):
-        app.command()(command)
 
 
 def study(file: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="What is compared.")],

@@ -82,6 +82,7 @@ class Case:
         """The method with another `sample`, called with the method's own first."""
         kind = type(self.method)
         own = kind.sample
-        other = type(kind.__name__, (kind,), {"sample": lambda *call: sample(own, *call), "__module__": kind.__module__})
+        other = type(kind.__name__, (kind,), {
+            "sample": lambda *call: sample(own, *call), "__module__": kind.__module__})
         other.__pydantic_parent_namespace__ = None      # else this case would travel with every call
         return other(**self.method.model_dump())

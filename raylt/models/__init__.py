@@ -59,8 +59,8 @@ def build(classes: int, shape: tuple[int, int, int], *, name: str, factory: Mode
                           f"{_SMALLEST[name]}x{_SMALLEST[name]}; for these there are: {', '.join(fitting) or 'none'}")
     model = factory(classes, shape)
     if not isinstance(model, SplitModel):
-        raise ConfigError(f"model = {name}: gave a {type(model).__name__}; a raylt.SplitModel(encoder, dim, classes) is "
-                          "expected")
+        raise ConfigError(f"model = {name}: gave a {type(model).__name__}; a raylt.SplitModel(encoder, dim, classes) "
+                          "is expected")
     if weights is not None:
         if not isinstance(model.encoder, LRASPPEncoder):
             raise ConfigError(f"weights = {weights}: model = {name} starts from random weights; leave weights out, or "

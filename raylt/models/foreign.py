@@ -47,8 +47,8 @@ def foreign(name: str, classes: int, shape: tuple[int, int, int], weights: str |
         raise ConfigError(f"model = {name}: does not take images of {shape[0]}x{shape[1]} "
                           f"({' '.join(str(error).split())[:200]}); set data.size, or take another model") from None
     if made.shape != (1, dim):
-        raise ConfigError(f"model = {name}: its features have the shape {list(made.shape)[1:]}, [{dim}] is expected; take "
-                          "a model that classifies images")
+        raise ConfigError(f"model = {name}: its features have the shape {list(made.shape)[1:]}, [{dim}] is expected; "
+                          "take a model that classifies images")
     return SplitModel(encoder.train(), dim, classes)
 
 
@@ -84,7 +84,7 @@ def _timm(name: str, inner: str, shape: tuple[int, int, int]) -> tuple[nn.Module
     except ImportError:
         raise ConfigError(f"model = {name}: timm is not installed; pip install 'raylt[timm]'") from None
     if not timm.is_model(inner):
-        near = timm.list_models(f"{inner[:4]}*")[:5]
-        raise ConfigError(f"model = {name}: timm has no model {inner!r}" + (f"; near: {', '.join(near)}" if near else ""))
+        near = ", ".join(timm.list_models(f"{inner[:4]}*")[:5]) or "none"
+        raise ConfigError(f"model = {name}: timm has no model {inner!r}; those whose names begin alike: {near}")
     body = timm.create_model(inner, pretrained=False, num_classes=0, in_chans=shape[2])
     return Features(body), int(body.num_features)       # pyright: ignore[reportArgumentType]

@@ -1,6 +1,5 @@
-"""`raylt clients RUN [RUN ...]`: the accuracy of every client, of one run or of several over the same split."""
+"""`raylt plot clients RUN [RUN ...]`: the accuracy of every client, of one run or of several over the same split."""
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +8,10 @@ from typing import Literal
 
 from rich.table import Table
 
-from raylt.data.split import Split
 from raylt.errors import CheckpointError
 from raylt.metrics import worst_decile
-from raylt.plots.style import COLOURS
+from raylt.plots.style import COLOURS, new_figure, plain, save
+from raylt.runs.run import Run
 from raylt.runs.summary import percent
 
 Metric = Literal["owned", "matched", "global", "miou"]
@@ -56,62 +55,56 @@ class Comparison:
             table.add_row(kind.replace("_", " "), "", *(percent(spread[name][kind]) for name in self.runs))
         return table
 
-    def draw(self, path: Path) -> None:
-        """Writes a bar chart: a group of bars per client, a line at each run's mean (the paper of BPFed, Fig. 2)."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
 
-        clients, spread = range(len(self.sizes)), self.spread()
-        width = 0.84 / len(self.runs)
-        inches = min(40.0, max(7.0, 1.5 + len(clients) * (0.16 + 0.14 * len(self.runs))))
-        figure = Figure(figsize=(inches, 4.8), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)
-        ax = figure.subplots()
-        for i, (name, values) in enumerate(self.runs.items()):
-            colour, mean = COLOURS[i % len(COLOURS)], 100 * spread[name]["mean"]
-            places = [k + (i - (len(self.runs) - 1) / 2) * width for k in clients]
-            ax.bar(places, [100 * (a or 0) for a in values], width, color=colour, label=f"{name}: mean {mean:.1f} %",
-                   edgecolor="white", linewidth=0.3, zorder=2)
-            ax.axhline(mean, color=colour, linestyle="--", linewidth=1, zorder=3)
-        every = -(-len(clients) // max(1, int(inches / 0.42)))          # labels that do not run into each other
-        ax.set_xticks(clients[::every], [f"{k}\n{self.sizes[k]}" for k in clients[::every]], fontsize=9)
-        ax.set(xlim=(-0.6, len(clients) - 0.4), ylim=(0, 100), xlabel="client, and below it its training samples",
-               ylabel="mean IoU / %" if self.metric == "miou" else "accuracy / %", title=self.title)
-        ax.grid(axis="y", color="#e3e3e3", zorder=0)
-        ax.spines[["top", "right"]].set_visible(False)
-        figure.legend(loc="outside lower center", ncols=max(1, min(len(self.runs), int(inches / 3))), frameon=False)
-        figure.savefig(path)
+def draw_clients(comparison: Comparison, path: Path) -> Path:
+    """Writes a bar chart: a group of bars per client, a line at each run's mean (the paper of BPFed, Fig. 2).
+
+    Returns:
+        The picture's path.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    runs, spread = comparison.runs, comparison.spread()
+    clients, width = range(len(comparison.sizes)), 0.84 / len(runs)
+    inches = min(40.0, max(7.0, 1.5 + len(clients) * (0.16 + 0.14 * len(runs))))
+    figure = new_figure(inches, 4.8)
+    ax = figure.subplots()
+    for i, (name, values) in enumerate(runs.items()):
+        colour, mean = COLOURS[i % len(COLOURS)], 100 * spread[name]["mean"]
+        places = [k + (i - (len(runs) - 1) / 2) * width for k in clients]
+        ax.bar(places, [100 * (a or 0) for a in values], width, color=colour, label=f"{name}: mean {mean:.1f} %",
+               edgecolor="white", linewidth=0.3, zorder=2)
+        ax.axhline(mean, color=colour, linestyle="--", linewidth=1, zorder=3)
+    every = -(-len(clients) // max(1, int(inches / 0.42)))          # labels that do not run into each other
+    ax.set_xticks(clients[::every], [f"{k}\n{comparison.sizes[k]}" for k in clients[::every]], fontsize=9)
+    ax.set(xlim=(-0.6, len(clients) - 0.4), ylim=(0, 100), xlabel="client, and below it its training samples",
+           ylabel="mean IoU / %" if comparison.metric == "miou" else "accuracy / %", title=comparison.title)
+    plain(ax)
+    figure.legend(loc="outside lower center", ncols=max(1, min(len(runs), int(inches / 3))), frameon=False)
+    return save(figure, path)
 
 
-def compare(folders: Sequence[Path], metric: Metric) -> Comparison:
+def compare(runs: Sequence[Run], metric: Metric) -> Comparison:
     """The clients of finished runs side by side.
 
     Raises:
-        CheckpointError: not a finished run folder, one of before figures of each client were kept, or another split
-            than the first's.
+        CheckpointError: a run is not finished, kept no figures of each client, or has another split than the first.
     """
-    folders = list(dict.fromkeys(folders))
-    names = [folder.resolve().name for folder in folders]
-    names = names if len(set(names)) == len(names) else [str(folder) for folder in folders]
-    splits = [_split(folder) for folder in folders]
-    for folder, split in zip(folders, splits, strict=True):
-        if split.sha256 != splits[0].sha256:
-            raise CheckpointError(f"{folder}: its clients hold other samples (split {split.sha256[:16]}) than those of "
-                                  f"{folders[0]} ({splits[0].sha256[:16]}); give runs over the same split")
-    runs = {name: _last_figures(folder)[metric] for name, folder in zip(names, folders, strict=True)}
-    return Comparison(metric, splits[0].sha256, [len(rows) for rows in splits[0].clients], runs)
+    runs = list({run.folder: run.finished() for run in runs}.values())
+    names = [run.name for run in runs]
+    names = names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
+    first = runs[0].split
+    for run in runs:
+        if run.split.sha256 != first.sha256:
+            raise CheckpointError(f"{run.folder}: its clients hold other samples (split {run.split.sha256[:16]}) than "
+                                  f"those of {runs[0].folder} ({first.sha256[:16]}); give runs over the same split")
+    figures = {name: _last_figures(run)[metric] for name, run in zip(names, runs, strict=True)}
+    return Comparison(metric, first.sha256, [len(rows) for rows in first.clients], figures)
 
 
-def _split(folder: Path) -> Split:
-    if not (folder / "config.yaml").is_file():
-        raise CheckpointError(f"{folder}: not a run folder (it has no config.yaml); give one that raylt run made")
-    if not (folder / "summary.json").is_file():
-        raise CheckpointError(f"{folder}: this run is not finished; continue it with raylt resume {folder}")
-    return Split.load(folder / "split.json")
-
-
-def _last_figures(folder: Path) -> dict[str, list[float | None]]:
-    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    if not last.get("by_client"):
-        raise CheckpointError(f"{folder}: kept no figures of each client (an older raylt made it); run it again")
-    return last["by_client"]
+def _last_figures(run: Run) -> dict[str, list[float | None]]:
+    by_client = run.reports[-1].get("by_client")
+    if not by_client:
+        raise CheckpointError(f"{run.folder}: kept no figures of each client (an older raylt made it); run it again")
+    return by_client

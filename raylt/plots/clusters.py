@@ -1,17 +1,18 @@
-"""`raylt clusters RUN`: the clusters of one round's clients, and whether they follow the data (MuPFL, Fig. 10)."""
+"""`raylt plot clusters RUN`: the clusters of one round's clients, and whether they follow the data (MuPFL, Fig. 10)."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from raylt.config import load
-from raylt.core import checkpoint
-from raylt.data.task import build_task
 from raylt.errors import CheckpointError
 from raylt.methods.mupfl.clustering import embed
-from raylt.plots.style import COLOURS
+from raylt.plots.style import ACCENT, COLOURS, INK, new_figure, save
+from raylt.runs.run import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -37,55 +38,49 @@ class Clusters:
     kappas: dict[int, int]
 
 
-def draw_clusters(folder: Path, round: int | None = None) -> Path:
+def draw_clusters(run: Run, round: int | None = None, path: Path | None = None) -> Path:
     """Writes clusters.png into a run folder, whether or not the run is finished.
 
     Args:
         round: one of those whose similarities are kept; by default the last.
+        path: of the picture, if it is to go elsewhere.
 
     Returns:
         The picture's path.
 
     Raises:
-        CheckpointError: not a run folder, of a method that makes no clusters, or the round's similarity is not kept.
+        CheckpointError: the run is of a method that makes no clusters, or the round's similarity is not kept.
+        ConfigError: it cannot be written there.
     """
-    found = read_clusters(folder, round)
-    path = folder / "clusters.png"
-    _plot(path, folder.resolve().name, found)
-    return path
+    return save(_plot(run.name, read_clusters(run, round)), path or run.folder / "clusters.png")
 
 
-def read_clusters(folder: Path, round: int | None = None) -> Clusters:
+def read_clusters(run: Run, round: int | None = None) -> Clusters:
     """The clusters of a round; see `draw_clusters`."""
     from sklearn.decomposition import PCA  # a second of imports
 
-    if not (folder / "config.yaml").is_file():
-        raise CheckpointError(f"{folder}: not a run folder (it has no config.yaml); give one that raylt run made")
-    config = load(folder / "config.yaml")
-    saved, _ = checkpoint.latest(folder / "checkpoints")
+    saved = run.checkpoint()
     similarities = {} if saved is None else saved.read("server")["state"].get("similarity", {})
     if not similarities:
-        raise CheckpointError(f"{folder}: {config.method['name']} left no clusters; give a run of mupfl with "
+        raise CheckpointError(f"{run.folder}: {run.method.name} left no clusters; give a run of mupfl with "
                               "method.acmu=true and a round behind it")
     round = max(map(int, similarities)) if round is None else round
     if str(round) not in similarities:
-        raise CheckpointError(f"{folder}: similarities are kept of rounds {', '.join(similarities)}, not of {round}; "
-                              "give one of them with --round")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    reports = {line["step"]: line for line in lines if line["phase"] == "round"}
+        raise CheckpointError(f"{run.folder}: similarities are kept of rounds {', '.join(similarities)}, not of "
+                              f"{round}; give one of them with --round")
+    reports = {report["step"]: report for report in run.reports if report["phase"] == "round"}
     own, ids = reports[round]["figures"], reports[round]["participants"]
-    task = build_task(config.data.model_copy(update={"split": str(folder / "split.json")}))
     points, pca = embed(similarities[str(round)].double()).numpy(), PCA(2)
     places = pca.fit_transform(points)
     return Clusters(round, ids, own["clusters"], own["silhouettes"].get(str(own["kappa"])), places,
-                    pca.explained_variance_ratio_, task.client_counts[ids], task.class_names,
-                    {step: its["figures"]["kappa"] for step, its in reports.items()})
+                    pca.explained_variance_ratio_, run.task.client_counts[ids], run.task.class_names,
+                    {step: report["figures"]["kappa"] for step, report in reports.items()})
 
 
-def _names(found: Clusters) -> list[tuple[str, tuple[float, float]]]:
+def _names(clusters: Clusters) -> list[tuple[str, tuple[float, float]]]:
     """What is written beside the points: one text for those of a cluster that are too near each other for their own."""
-    near, texts = 0.05 * np.ptp(found.points, axis=0).clip(1e-9), []
-    for id, label, place in zip(found.ids, found.labels, found.points, strict=True):
+    near, texts = 0.05 * np.ptp(clusters.points, axis=0).clip(1e-9), []
+    for id, label, place in zip(clusters.ids, clusters.labels, clusters.points, strict=True):
         text = next((t for t in texts if t[0] == label and (abs(t[2] - place) < near).all()), None)
         if text is None:
             texts.append((label, [str(id)], place))
@@ -94,50 +89,48 @@ def _names(found: Clusters) -> list[tuple[str, tuple[float, float]]]:
     return [(", ".join(ids), (place[0], place[1])) for _, ids, place in texts]
 
 
-def _plot(path: Path, run: str, found: Clusters) -> None:
+def _plot(name: str, clusters: Clusters) -> "Figure":
     """The map of clients, their class shares, and how many clusters there were from round to round."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    n = len(found.ids)
+    n = len(clusters.ids)
     height = min(24.0, 5.0 + 0.16 * max(0, n - 16))
-    figure = Figure(figsize=(13, height + 1.6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(13, height + 1.6)
     axes = figure.subplot_mosaic([["map", "classes"], ["kappa", "kappa"]], height_ratios=[height, 1.3])
-    colours = [COLOURS[label % len(COLOURS)] for label in found.labels]
-    axes["map"].scatter(*found.points.T, s=110, c=colours, edgecolors="white", linewidths=0.8, zorder=2)
-    for ids, place in _names(found):
+    colours = [COLOURS[label % len(COLOURS)] for label in clusters.labels]
+    axes["map"].scatter(*clusters.points.T, s=110, c=colours, edgecolors="white", linewidths=0.8, zorder=2)
+    for ids, place in _names(clusters):
         axes["map"].annotate(ids, place, xytext=(7, 6), textcoords="offset points", fontsize=9)
-    first, second = (f"{100 * share:.0f} %" for share in np.nan_to_num(found.explained))
+    first, second = (f"{100 * share:.0f} %" for share in np.nan_to_num(clusters.explained))
     axes["map"].set(xlabel=f"first principal component ({first} of the variance)", ylabel=f"second ({second})",
                     title="participants by the similarity of their updates and maps")
     axes["map"].margins(0.2)
     axes["map"].grid(color="#eeeeee", zorder=0)
 
-    order = sorted(range(n), key=lambda i: (found.labels[i], found.ids[i]))
-    shares = found.counts[order] / found.counts[order].sum(1, keepdims=True)
+    order = sorted(range(n), key=lambda i: (clusters.labels[i], clusters.ids[i]))
+    shares = clusters.counts[order] / clusters.counts[order].sum(1, keepdims=True)
     ax = axes["classes"]
     image = ax.imshow(shares, aspect="auto", cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
     figure.colorbar(image, ax=ax, label="share of the client's samples")
-    ax.set_yticks(range(n), [f"{found.ids[i]} ({found.counts[i].sum()})" for i in order], fontsize=min(9, 300 / n))
+    names = [f"{clusters.ids[i]} ({clusters.counts[i].sum()})" for i in order]
+    ax.set_yticks(range(n), names, fontsize=min(9, 300 / n))
     for tick, i in zip(ax.get_yticklabels(), order, strict=True):
         tick.set_color(colours[i])
         tick.set_fontweight("bold")
-    ends = [place for place in range(1, n) if found.labels[order[place]] != found.labels[order[place - 1]]]
+    ends = [place for place in range(1, n) if clusters.labels[order[place]] != clusters.labels[order[place - 1]]]
     for place in ends:
-        ax.axhline(place - 0.5, color="#bd1f01", linewidth=1.5)
-    few = len(found.class_names) <= 20
-    ax.set_xticks(range(len(found.class_names)) if few else [], found.class_names if few else [], fontsize=9,
-                  rotation=45 if max(map(len, found.class_names)) > 3 else 0)
+        ax.axhline(place - 0.5, color=ACCENT, linewidth=1.5)
+    few = len(clusters.class_names) <= 20
+    ax.set_xticks(range(len(clusters.class_names)) if few else [], clusters.class_names if few else [], fontsize=9,
+                  rotation=45 if max(map(len, clusters.class_names)) > 3 else 0)
     ax.set(ylabel="client (its samples), by cluster", title="their classes", xlabel="class")
 
     ax = axes["kappa"]
-    ax.step(list(found.kappas), list(found.kappas.values()), where="mid", color="#555555")
-    ax.plot(found.round, found.kappas[found.round], "o", color="#bd1f01")
-    ax.set(xlabel="round", ylabel="clusters", ylim=(0.5, max(found.kappas.values()) + 0.5))
+    ax.step(list(clusters.kappas), list(clusters.kappas.values()), where="mid", color=INK)
+    ax.plot(clusters.round, clusters.kappas[clusters.round], "o", color=ACCENT)
+    ax.set(xlabel="round", ylabel="clusters", ylim=(0.5, max(clusters.kappas.values()) + 0.5))
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
-    quality = "" if found.silhouette is None else f", silhouette {found.silhouette:.2f}"
-    figure.suptitle(f"Clusters of {run} in round {found.round}: {max(found.labels) + 1}{quality}", fontsize=14)
-    figure.savefig(path)
+    quality = "" if clusters.silhouette is None else f", silhouette {clusters.silhouette:.2f}"
+    figure.suptitle(f"Clusters of {name} in round {clusters.round}: {max(clusters.labels) + 1}{quality}", fontsize=14)
+    return figure

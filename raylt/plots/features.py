@@ -1,39 +1,50 @@
-"""`raylt features RUN`: real and synthetic features of a finished run side by side, as the paper of SFD shows them."""
+"""`raylt plot features RUN`: real and synthetic features of a finished run, as the paper of SFD shows them."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raylt.config import Config, load
-from raylt.core import checkpoint
+from raylt.config import Config
 from raylt.core.server import Server
 from raylt.data.cache import load as load_images
 from raylt.data.cache import take
 from raylt.data.samples import Samples
-from raylt.data.task import Shard, Task, build_task
+from raylt.data.task import Shard, Task
 from raylt.errors import CheckpointError
-from raylt.plots.style import COLOURS
-from raylt.registry import resolve
+from raylt.plots.style import COLOURS, GRID, new_figure, save
+from raylt.runs.run import Run
 from raylt.seeds import seed_for
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-def draw_features(folder: Path) -> Path:
+
+def draw_features(run: Run, path: Path | None = None) -> Path:
     """Writes features.png into a run folder: t-SNE of real and synthetic features, fitted to both together.
 
     The real ones are those of training samples of all clients: only a simulation can look at them.
+
+    Args:
+        path: of the picture, if it is to go elsewhere.
 
     Returns:
         The picture's path.
 
     Raises:
-        CheckpointError: not a run folder, not finished, or of a method that synthesises no features.
+        CheckpointError: the run is not finished, or of a method that synthesises no features.
+        ConfigError: it cannot be written there.
     """
     from sklearn.manifold import TSNE  # a second of imports
     from threadpoolctl import threadpool_limits
 
-    config, task, server = _reopen(folder)
+    experiment = run.finished().experiment()
+    config, task, server = experiment.config, experiment.task, experiment.server
+    if "synthetic" not in server.state:
+        raise CheckpointError(f"{run.folder}: {run.method.name} left no synthetic features; give a run of sfd with "
+                              "method.safs=true")
     synthetic: dict[int, Tensor] = {int(c): z for c, z in server.state["synthetic"].items()}
     classes = sorted(synthetic)
     real = {c: _real_features(config, task, server, c, len(synthetic[c])) for c in classes}
@@ -43,30 +54,9 @@ def draw_features(folder: Path) -> Path:
     with threadpool_limits(1):      # its threads wait busily for each other: four times as slow on a shared machine
         points = TSNE(perplexity=perplexity, init="pca", random_state=0).fit_transform(z)
     cut = np.split(points, np.cumsum([len(part) for part in parts])[:-1])
-    path = folder / "features.png"
-    _plot(path, folder.name, [task.class_names[c] for c in classes], [int(task.counts[c]) for c in classes],
-          {"real": cut[:len(classes)], "synthetic": cut[len(classes):]})
-    return path
-
-
-def _reopen(folder: Path) -> tuple[Config, Task, Server]:
-    """The configuration, the data and the server of a finished run that kept synthetic features."""
-    if not (folder / "config.yaml").is_file():
-        raise CheckpointError(f"{folder}: not a run folder (it has no config.yaml); give one that raylt run made")
-    if not (folder / "summary.json").is_file():
-        raise CheckpointError(f"{folder}: this run is not finished; continue it with raylt resume {folder}")
-    config = load(folder / "config.yaml")
-    setup = resolve(config)
-    saved, _ = checkpoint.latest(folder / "checkpoints")
-    part = {} if saved is None else saved.read("server")
-    if "synthetic" not in part.get("state", {}):
-        raise CheckpointError(f"{folder}: {setup.method.name} left no synthetic features; give a run of sfd with "
-                              "method.safs=true")
-    task = build_task(config.data.model_copy(update={"split": str(folder / "split.json")}))
-    server = Server(config, task.facts, setup.new_model(task.facts), torch.device("cpu"))
-    server.receive(part["model"])
-    server.state = part["state"]
-    return config, task, server
+    figure = _plot(run.name, [task.class_names[c] for c in classes], [int(task.counts[c]) for c in classes],
+                   {"real": cut[:len(classes)], "synthetic": cut[len(classes):]})
+    return save(figure, path or run.folder / "features.png")
 
 
 @torch.no_grad()
@@ -81,19 +71,16 @@ def _real_features(config: Config, task: Task, server: Server, c: int, most: int
     return torch.cat([encoder(batch.x) for batch in samples.in_order(config.evaluation.batch)])
 
 
-def _plot(path: Path, run: str, names: list[str], counts: list[int], panels: dict[str, list[np.ndarray]]) -> None:
+def _plot(name: str, names: list[str], counts: list[int], panels: dict[str, list[np.ndarray]]) -> "Figure":
     """Two panels over the same map; in each, the other's points in grey."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    figure = Figure(figsize=(12, 6.4), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(12, 6.4)
     axes = figure.subplots(1, 2, sharex=True, sharey=True)
     other = dict(zip(panels, reversed(list(panels.values())), strict=True))
     for ax, (kind, clouds) in zip(axes, panels.items(), strict=True):
         shape = "o" if kind == "real" else "^"
-        ax.scatter(*np.concatenate(other[kind]).T, s=9, c="#e3e3e3", marker="o" if shape == "^" else "^", linewidths=0)
+        ax.scatter(*np.concatenate(other[kind]).T, s=9, c=GRID, marker="o" if shape == "^" else "^", linewidths=0)
         for i, cloud in enumerate(clouds):
             ax.scatter(*cloud.T, s=22 if kind == "real" else 16, color=COLOURS[i % len(COLOURS)], marker=shape,
                        linewidths=0.3, edgecolors="white", zorder=2)
@@ -101,8 +88,8 @@ def _plot(path: Path, run: str, names: list[str], counts: list[int], panels: dic
         ax.set_title(f"{kind}: {sum(map(len, clouds))} features (grey: the {unlike} ones)", fontsize=12)
         ax.set(xticks=[], yticks=[])
     keys = [Line2D([], [], linestyle="", marker="s", markersize=8, color=COLOURS[i % len(COLOURS)],
-                   label=f"{name} ({count})") for i, (name, count) in enumerate(zip(names, counts, strict=True))]
+                   label=f"{of} ({count})") for i, (of, count) in enumerate(zip(names, counts, strict=True))]
     figure.legend(handles=keys, loc="outside lower center", ncols=min(len(keys), 5), frameon=False, fontsize=10,
                   title="class (its training samples)", title_fontsize=10)
-    figure.suptitle(f"Features of {run}, t-SNE", fontsize=14)
-    figure.savefig(path)
+    figure.suptitle(f"Features of {name}, t-SNE", fontsize=14)
+    return figure

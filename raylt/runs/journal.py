@@ -1,11 +1,11 @@
-"""`Journal`: the run folder.
+"""`Journal`: the run folder, for the process that writes it; `Run` (run.py) reads it.
 
     config.yaml      resolved; what `raylt resume` runs
     split.json       index lists per client and their SHA-256
     metrics.jsonl    one line per committed step
     checkpoints/     see checkpoint.py
     events.*         TensorBoard
-    provenance.jsonl what made it: versions and machine, one line for each start
+    provenance.jsonl what made it: versions and machine, a line for each start
     summary.json     when the run is done; model.safetensors beside it
 
 A step is committed in this order: checkpoint renamed into its place, then its line. A run that was killed in between
@@ -16,13 +16,14 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from raylt.config import Config, load
+from raylt.config import Config
 from raylt.core import checkpoint
 from raylt.core.checkpoint import Checkpoint
 from raylt.core.experiment import Report
@@ -30,17 +31,28 @@ from raylt.data.split import Split
 from raylt.errors import CheckpointError
 from raylt.runs import provenance
 
+LOCK_ATTEMPTS = 5
+
 
 class Journal:
     """A run folder, held by one process at a time."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._lock = (folder / ".lock").open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(f"{folder}: another process is running this; wait for it or stop it") from None
+            self._lock = (folder / ".lock").open("w")
+        except OSError as error:
+            raise CheckpointError(f"{folder}: {error.strerror}; it must be writable to run there") from None
+        for attempt in range(LOCK_ATTEMPTS):
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt == LOCK_ATTEMPTS - 1:
+                    self._lock.close()
+                    raise CheckpointError(f"{folder}: another process is running this; wait for it or stop it"
+                                          ) from None
+                time.sleep(0.05)            # it may be someone who only looks whether it is held
         self._events: Any = None
 
     @classmethod
@@ -63,21 +75,6 @@ class Journal:
         _write(folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         return journal
 
-    @classmethod
-    def open(cls, folder: Path) -> "Journal":
-        """The folder of a run that was started before.
-
-        Raises:
-            CheckpointError: it is not one.
-        """
-        if not (folder / "config.yaml").is_file():
-            raise CheckpointError(f"{folder}: not a run folder (it has no config.yaml); give one that raylt run made")
-        return cls(folder)
-
-    def config(self) -> Config:
-        """The configuration that the run was started with."""
-        return load(self.folder / "config.yaml")
-
     def append(self, report: Report) -> None:
         """Records a committed step."""
         line = json.dumps({"schema": provenance.SCHEMA, "date": provenance.now(), **asdict(report)})
@@ -89,8 +86,7 @@ class Journal:
 
     def reports(self) -> list[dict[str, Any]]:
         """The committed steps, oldest first."""
-        file = self.folder / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return read_reports(self.folder)
 
     def rewind(self) -> tuple[Checkpoint | None, list[str]]:
         """The checkpoint to continue from, with warnings about damaged ones; later lines are dropped.
@@ -100,17 +96,10 @@ class Journal:
         """
         saved, faults = checkpoint.latest(self.folder / "checkpoints")
         step = 0 if saved is None else saved.facts["step"]
-        file = self.folder / "metrics.jsonl"
-        lines = []
-        for line in file.read_text().splitlines() if file.exists() else []:
-            try:
-                if json.loads(line)["step"] <= step:
-                    lines.append(line)
-            except ValueError:
-                break                                   # a line cut off by a kill: everything from here on is later
+        lines = [json.dumps(report) for report in read_reports(self.folder) if report["step"] <= step]
         if saved is not None and len(lines) < step:     # killed between the checkpoint and its line
             lines.append(json.dumps({"schema": provenance.SCHEMA, "date": None, **saved.facts["report"]}))
-        _write(file, "".join(line + "\n" for line in lines))
+        _write(self.folder / "metrics.jsonl", "".join(line + "\n" for line in lines))
         return saved, faults
 
     def discard(self) -> None:
@@ -138,6 +127,29 @@ class Journal:
         for name, value in _scalars(report):
             if name != "step":
                 self._events.add_scalar(name, value, report["step"])
+
+
+def read_reports(folder: Path) -> list[dict[str, Any]]:
+    """The committed steps of a run folder, oldest first; a line cut off by a kill, and what follows it, is none."""
+    file, reports = folder / "metrics.jsonl", []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            reports.append(json.loads(line))
+        except ValueError:
+            break
+    return reports
+
+
+def held(folder: Path) -> bool:
+    """Whether some process is running the run of this folder."""
+    try:
+        with (folder / ".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:                                     # never run by anyone, or nobody's to look at
+        return False
+    return False
 
 
 def _scalars(tree: dict[str, Any], path: str = "") -> list[tuple[str, float]]:

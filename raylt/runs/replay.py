@@ -3,23 +3,22 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from raylt import tree
-from raylt.config import Config, load
+from raylt.config import Config
 from raylt.core import checkpoint
 from raylt.core.client import ClientFunction, Message, Reply
-from raylt.core.experiment import Experiment
 from raylt.core.fleet import Answer
 from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
-from raylt.data.task import Task, build_task
+from raylt.data.task import Task
 from raylt.errors import CheckpointError, ConfigError
-from raylt.registry import resolve
+from raylt.runs.here import one_thread, open_here
+from raylt.runs.run import Run
 
 
 @dataclass
@@ -54,7 +53,7 @@ class OneClient(LocalFleet):
         raise Replayed(name, time.perf_counter() - start, reply)
 
 
-def replay(folder: Path, round: int, client: int, function: str | None) -> Replayed:
+def replay(run: Run, round: int, client: int, function: str | None) -> Replayed:
     """The first call of a client in a round, or the one of `function`; what it raises is raised here.
 
     Args:
@@ -64,30 +63,25 @@ def replay(folder: Path, round: int, client: int, function: str | None) -> Repla
         CheckpointError: the checkpoint before that round is no longer there.
         ConfigError: the client was not asked.
     """
-    if not (folder / "config.yaml").is_file():
-        raise CheckpointError(f"{folder}: not a run folder (it has no config.yaml); give one that raylt run made")
-    config = load(folder / "config.yaml")
-    saved = None
+    saved, checkpoints = None, run.folder / "checkpoints"
     if round > 1:
-        kept = checkpoint.steps(folder / "checkpoints")
+        kept = checkpoint.steps(checkpoints)
         if round - 1 not in kept:
             there = ", ".join(str(step + 1) for step in [0, *kept])
-            raise CheckpointError(f"{folder}: the checkpoint after round {round - 1} is not kept; rounds that can be "
-                                  f"replayed: {there}; output.keep={config.federation.rounds} keeps all")
-        saved = checkpoint.at(folder / "checkpoints", round - 1)
-    task = build_task(config.data.model_copy(update={"split": str(folder / "split.json")}))
-    torch.set_num_threads(1)        # as the server does: the same bits
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    setup = resolve(config)
-    fleet = OneClient(config, task, Host(setup, task.facts, task.test, device), round, client, function)
-    experiment = Experiment(setup, task, fleet, device, folder)
-    if saved is not None:
-        experiment.load(saved)
-    try:
-        if not experiment.done:
-            experiment.step()
-    except Replayed as found:
-        return found
+            raise CheckpointError(f"{run.folder}: the checkpoint after round {round - 1} is not kept; rounds that can "
+                                  f"be replayed: {there}; output.keep={run.config.federation.rounds} keeps all")
+        saved = checkpoint.at(checkpoints, round - 1)
+
+    def fleet(config: Config, task: Task, host: Host) -> OneClient:
+        return OneClient(config, task, host, round, client, function)
+
+    with one_thread():              # as the server does: the same bits
+        experiment = open_here(run.setup, run.task, run.folder, saved, fleet)
+        try:
+            if not experiment.done:
+                experiment.step()
+        except Replayed as replayed:
+            return replayed
     called = f"not called with {function}" if function else "not asked"
     raise ConfigError(f"--client {client}: {called} in round {round}; metrics.jsonl names the calls of each round")
 

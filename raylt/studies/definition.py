@@ -1,7 +1,7 @@
 """`Definition`: what a study compares, read from YAML and checked before anything runs.
 
     name: aligner
-    recipe: sfd/cifar10_if100_alpha0.05_k10.yaml      # or base: {...}, or both
+    recipe: sfd/cifar10_if100_alpha0.05_k10      # or base: {...}, or both
     arms:
       fedavg: {method: fedavg}
       full: {method: sfd}
@@ -27,7 +27,7 @@ from pydantic import Field, field_validator
 from raylt.config import Config, Section, check
 from raylt.errors import ConfigError
 from raylt.studies.measures import MEASURES, At
-from raylt.studies.settings import label, merge, read_yaml, recipe_path, resolved, slug
+from raylt.studies.settings import label, merge, read_recipe, read_yaml, resolved, slug
 
 _ARM = re.compile(r"[\w(][\w .,+()=/-]*")
 
@@ -161,12 +161,12 @@ class Definition(Section):
         """
         base: dict[str, Any] = {}
         if self.recipe is not None:
-            base = read_yaml(recipe_path(self.recipe))
+            base = read_recipe(self.recipe)
         base = merge(base, self.base)
         planned = []
         for cell, settings in self.all_cells.items():
             here = {key: value for key, value in settings.items() if key != "recipe"}
-            ground = merge(read_yaml(recipe_path(settings["recipe"])), self.base) if "recipe" in settings else base
+            ground = merge(read_recipe(settings["recipe"]), self.base) if "recipe" in settings else base
             for seed in self.all_seeds:
                 for arm in self.only.get(cell, self.arms):
                     tree = merge(merge(ground, here), self.arms[arm])

@@ -14,12 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from raylt.config import Config
+from raylt.config import Config, recipes
 from raylt.methods import METHODS
 from raylt.studies.measures import At
-from raylt.studies.settings import RECIPES, merge, resolved
+from raylt.studies.settings import merge, read_recipe, resolved
 
 PAPERS = {
     "SFD": "SFD, KDD 2025; mean of 3 runs",
@@ -64,7 +62,7 @@ class Expectation:
         setting: what the cell is about, by the papers' letters.
         note: what is known to be wrong or inferred; empty for most.
         measure, at: the figure of a run that it is.
-        recipe: of the setting, under raylt/recipes.
+        recipe: of the setting, by its name.
         changes: settings over the recipe's that make the method.
         problem: why it cannot be run; None where it can.
     """
@@ -129,13 +127,18 @@ def identity(config: Mapping[str, Any]) -> str:
 
 
 @cache
+def _known_recipes() -> frozenset[str]:
+    return frozenset(recipes())
+
+
+@cache
 def _identity_of(number: int) -> str:
     return identity(expectations()[number - 1].config().model_dump(mode="json"))
 
 
 @cache
 def _recipe(name: str) -> dict[str, Any]:
-    return yaml.safe_load((RECIPES / name).read_text())
+    return read_recipe(name)
 
 
 def _expectation(number: int, row: dict[str, str]) -> Expectation:
@@ -147,7 +150,7 @@ def _expectation(number: int, row: dict[str, str]) -> Expectation:
             setting[letter] = row[column]
     changes, problem = _changes(row)
     recipe = _recipe_of(row)
-    if problem is None and not (RECIPES / recipe).is_file():
+    if problem is None and recipe not in _known_recipes():
         problem = f"there is no recipe {recipe}"
     return Expectation(number, row["paper"], row["table"], row["method"], float(row["value"]) / 100,
                        float(row["std"]) / 100 if row["std"] else None, setting, row["note"], _MEASURES[row["metric"]],
@@ -168,9 +171,9 @@ def _mended(row: dict[str, str]) -> dict[str, str]:
 def _recipe_of(row: dict[str, str]) -> str:
     source, folder = _SOURCES[row["dataset"]], row["paper"].lower()
     if source == "cityscapes":
-        return f"mupfl/segmentation/cityscapes_if{row['IF']}_beta{row['beta']}.yaml"
+        return f"mupfl/segmentation/cityscapes_if{row['IF']}_beta{row['beta']}"
     imbalance = f"_if{row['IF']}" if row["IF"] else ""
-    return f"{folder}/{source}{imbalance}_alpha{row['alpha']}_k{row['K']}.yaml"
+    return f"{folder}/{source}{imbalance}_alpha{row['alpha']}_k{row['K']}"
 
 
 def _changes(row: dict[str, str]) -> tuple[dict[str, Any], str | None]:

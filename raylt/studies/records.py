@@ -10,7 +10,6 @@ Only a record whose state is "done" has figures that are compared. The states:
     done        every round and the summary are there and agree
 """
 
-import fcntl
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,7 +19,7 @@ from typing import Any, Literal
 
 import yaml
 
-from raylt.runs import provenance
+from raylt.runs import journal, provenance
 
 State = Literal["missing", "running", "stopped", "failed", "damaged", "done"]
 GROUPS = ("many", "medium", "few")
@@ -85,7 +84,7 @@ def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: s
         known["config"] = yaml.safe_load((folder / "config.yaml").read_text())
         known["planned_steps"] = known["config"]["federation"]["rounds"]
         known["made"] = _made(folder)
-        held = _held(folder)
+        held = journal.held(folder)
         reports = _reports(folder, forgiving=held or not (folder / "summary.json").exists())
         known["curve"] = _curve(reports)
         known["steps"] = len(reports)
@@ -124,18 +123,6 @@ def age(folder: Path) -> float | None:
 def _made(folder: Path) -> dict[str, Any]:
     lines = provenance.read(folder)
     return lines[-1] | {"codes": sorted({str(line.get("code")) for line in lines})} if lines else {}
-
-
-def _held(folder: Path) -> bool:
-    lock = folder / ".lock"
-    if not lock.exists():
-        return False
-    with lock.open() as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def _reports(folder: Path, forgiving: bool) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 from raylt.errors import ConfigError
 from raylt.studies.definition import Definition, define
 from raylt.studies.expectations import PAPERS, Expectation, expectations
-from raylt.studies.settings import RECIPES, slug
+from raylt.studies.settings import slug
 
 
 def select(paper: str, table: str | None = None, where: Mapping[str, str] | None = None,
@@ -98,7 +98,7 @@ def command(cell: Expectation) -> str:
     words = [f"method={cell.changes['method']['name']}"] if "name" in cell.changes.get("method", {}) else []
     words += [f"method.{key}={_word(value)}" for key, value in cell.changes.get("method", {}).items() if key != "name"]
     words += [f"{key}={_word(value)}" for key, value in cell.changes.items() if key != "method"]
-    return " ".join(["raylt run", f"{RECIPES.parent.name}/{RECIPES.name}/{cell.recipe}", *words])
+    return " ".join([f"raylt run recipe:{cell.recipe}", *words])
 
 
 def _cell_name(each: Expectation) -> str:

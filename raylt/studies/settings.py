@@ -7,11 +7,10 @@ from typing import Any
 
 import yaml
 
-from raylt.config import Config, check
+from raylt.config import Config, check, recipe
 from raylt.errors import ConfigError
 from raylt.registry import resolve
 
-RECIPES = Path(__file__).parents[1] / "recipes"
 # what a cell is called: the paper's letter, and nothing for a value that speaks for itself
 _LETTERS = {"data.imbalance": "IF", "data.alpha": "alpha", "data.clients": "K", "data.beta": "beta",
             "federation.rounds": "R", "federation.participation": "r", "data.source": "", "data.partition": "",
@@ -63,9 +62,13 @@ def slug(text: str) -> str:
     return re.sub(r"[^\w.+=-]+", "-", joined).strip("-")
 
 
-def recipe_path(name: str) -> Path:
-    """A recipe of the package by its name under raylt/recipes, or a file."""
-    return RECIPES / name if (RECIPES / name).is_file() else Path(name)
+def read_recipe(name: str) -> dict[str, Any]:
+    """The settings of a recipe of the package, or of a file.
+
+    Raises:
+        ConfigError: there is no such recipe or file.
+    """
+    return read_yaml(Path(name) if Path(name).is_file() else recipe(name.removeprefix("recipe:")))
 
 
 def _as_method(value: Any) -> dict[str, Any]:

@@ -12,19 +12,18 @@ import shutil
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from raylt.config import Config, check
+from raylt.core.experiment import Report
 from raylt.errors import RayltError, one_line
 from raylt.registry import load_plugin
-from raylt.runs.runner import resume, start
+from raylt.runs.callbacks import Callback
+from raylt.runs.start import resume, run
 from raylt.studies.records import failure_file
 
-if TYPE_CHECKING:
-    from raylt.core.experiment import Report
 
-
-class Teller:
+class Teller(Callback):
     """Passes what happens in a run on to the schedule."""
 
     def __init__(self, channel: TextIO):
@@ -34,14 +33,14 @@ class Teller:
         self._channel.write(json.dumps({"event": event, **facts}) + "\n")
         self._channel.flush()
 
-    def says(self, text: str, minor: bool = False) -> None:
+    def on_message(self, text: str, minor: bool = False) -> None:
         if not minor:
             self.tell("says", text=text)
 
-    def starts(self, folder: Path, config: Config, reports: list[dict[str, Any]]) -> None:
+    def on_start(self, folder: Path, config: Config, reports: list[dict[str, Any]]) -> None:
         self.tell("starts", steps=len(reports))
 
-    def steps(self, report: "Report") -> None:
+    def on_step(self, report: Report) -> None:
         self.tell("step", step=report.step, seconds=report.seconds + report.evaluation_seconds)
 
 
@@ -66,16 +65,16 @@ def main() -> None:
             teller.tell("done")
 
 
-def do(folder: Path, config: Config, fleet: Any, address: str | None, watcher: Any) -> None:
+def do(folder: Path, config: Config, fleet: Any, address: str | None, callback: Callback) -> None:
     """Takes a run from wherever it is to its end."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     failure_file(folder).unlink(missing_ok=True)
     if (folder / "config.yaml").is_file():
-        resume(folder, [], fleet, address, watcher)
+        resume(folder, fleet=fleet, address=address, quiet=True, callbacks=[callback])
         return
     if folder.is_dir():                     # left by a process that died while it made the folder
         shutil.rmtree(folder)
-    start(config, folder.parent, folder.name, fleet, address, watcher)
+    run(config, out=folder.parent, name=folder.name, fleet=fleet, address=address, quiet=True, callbacks=[callback])
 
 
 def _listen(jobs: "queue.SimpleQueue[dict[str, Any]]") -> None:

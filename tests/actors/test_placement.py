@@ -13,7 +13,7 @@ from raylt.errors import ConfigError
 
 
 def planned(nodes, clients, need=None, **resources):
-    return plan(Config.model_validate({"resources": resources}), clients, parse_nodes(nodes), need)
+    return plan(Config.model_validate({"method": "fedavg", "resources": resources}), clients, parse_nodes(nodes), need)
 
 
 @pytest.mark.parametrize(("nodes", "clients", "actors", "each"), [
@@ -56,7 +56,7 @@ def test_memory_bounds_the_actors():
     # 0.9 / 0.3 = 3 on a GPU, 0.9 * 100 / 10 = 9 in a node's memory
     assert planned("1x4gpu64cpu", 50, Need(gpu_memory=0.3)).placement.actors == 12
     node = Node(64, memory=100)
-    assert plan(Config(), 50, [node], Need(memory=10)).placement.actors == 9
+    assert plan(Config(method="fedavg"), 50, [node], Need(memory=10)).placement.actors == 9
 
 
 def test_what_fits_nowhere_is_refused_before_anything_starts():
@@ -86,7 +86,8 @@ def test_nodes_that_cannot_be_read_are_refused(text):
 
 def test_plan_prints_and_starts_nothing(monkeypatch, capsys):
     monkeypatch.setattr("ray.init", lambda **_: pytest.fail("started Ray"))
-    monkeypatch.setattr("sys.argv", ["raylt", "plan", "data.clients=20", "--nodes", "1x8gpu96cpu", "--format", "json"])
+    monkeypatch.setattr("sys.argv", ["raylt", "plan", "method=fedavg", "data.clients=20", "--nodes", "1x8gpu96cpu",
+                                     "--format", "json"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     got = json.loads(capsys.readouterr().out)

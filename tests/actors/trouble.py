@@ -18,7 +18,7 @@ IDS = [0, 1, 2, 3, 5]           # of tiny_task's clients, those that hold sample
 
 
 def configure(**federation: Any) -> Config:
-    return Config.model_validate({"data": {"clients": 6}, "local": {"batch": 8},
+    return Config.model_validate({"method": "fedavg", "data": {"clients": 6}, "local": {"batch": 8},
                                   "federation": {"rounds": 2} | federation})
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from raylt.config import Config
+from raylt.config import Config, DataConfig
 from raylt.core.fitting import fit_classifier
 from raylt.core.host import Host
 from raylt.core.training import sgd
@@ -86,6 +86,6 @@ def test_half_precision_trains_float32_weights_close_to_those_of_full_precision(
 
 
 def test_without_normalisation_pixels_stay_between_0_and_1():
-    task = build_task(Config(data={"normalise": False}).data)
+    task = build_task(DataConfig(normalise=False))
     assert (task.mean, task.std) == ((0.0,), (1.0,))
-    assert build_task(Config().data).mean != task.mean
+    assert build_task(DataConfig()).mean != task.mean

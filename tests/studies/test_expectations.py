@@ -3,10 +3,11 @@ from collections import Counter
 
 import pytest
 
-from raylt.config import load
+from raylt.config import load, recipes
+from raylt.config.recipes import FOLDER as RECIPES
 from raylt.methods import METHODS
 from raylt.studies.expectations import expectations, identity
-from raylt.studies.settings import RECIPES, resolved
+from raylt.studies.settings import resolved
 
 
 def test_every_printed_cell_is_there_with_its_source():
@@ -18,7 +19,7 @@ def test_every_printed_cell_is_there_with_its_source():
 
 def test_a_cell_is_run_or_says_why_not():
     for each in expectations():
-        assert (each.problem is None) == (RECIPES / each.recipe).is_file() or each.problem is not None
+        assert (each.problem is None) == (each.recipe in recipes()) or each.problem is not None
         if each.problem is None:
             assert each.config().method["name"] in METHODS
 

@@ -104,7 +104,7 @@ def test_whole_papers_make_a_study_without_a_run_twice(paper):
 
 def test_commands_are_what_a_person_types():
     sfd = next(e for e in expectations() if e.method == "SFD w/o MeanCov aligner")
-    assert command(sfd) == "raylt run raylt/recipes/sfd/cifar10_if100_alpha0.05_k10.yaml method.aligner=false"
+    assert command(sfd) == "raylt run recipe:sfd/cifar10_if100_alpha0.05_k10 method.aligner=false"
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

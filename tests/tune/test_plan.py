@@ -9,7 +9,7 @@ from tune.plan import OVER, WAIT, Plan, State, client_steps
 from tune.record import Point, Record
 
 SPACE = {"method.mu": LogUniform(1e-4, 1.0), "local.lr": LogUniform(0.01, 0.3)}
-BASE = Config(federation={"rounds": 9}, data={"validation": 0.2, "clients": 3})
+BASE = Config(method="fedavg", federation={"rounds": 9}, data={"validation": 0.2, "clients": 3})
 
 
 def sizes(config):

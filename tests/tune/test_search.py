@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+import raylt
 from raylt.config import load
 from raylt.errors import CheckpointError, ConfigError
-from raylt.runs.runner import start
 from tune import resume, search, space, spaces_of
 from tune.desk import Desk
 from tune.placement import bundles_of, check_fit, fitting, place_trial
@@ -43,14 +43,6 @@ def undisturbed(tmp_path_factory):
     return small_search(tmp_path_factory.mktemp("undisturbed"))
 
 
-class Quiet:
-    """A watcher of `raylt.run` that shows nothing."""
-
-    def says(self, text): ...
-    def starts(self, folder, config, reports): ...
-    def steps(self, report): ...
-
-
 def figures(folder):
     """What a run came to, but for the time it took and, of a trial, what it was judged by."""
     summary = json.loads((folder / "summary.json").read_text())
@@ -62,7 +54,7 @@ def figures(folder):
 def test_the_best_configuration_gives_the_trials_figures_to_the_bit(undisturbed, tmp_path):
     best = load(undisturbed.folder / "best.yaml")
     assert best == undisturbed.config
-    _, folder = start(best, tmp_path, "again", "local", None, Quiet())
+    folder = raylt.run(best, out=tmp_path, name="again", fleet="local", quiet=True).folder
     assert figures(folder) == figures(undisturbed.folder / "trials" / undisturbed.best.id)
     assert undisturbed.best.judged.test["accuracy"] == figures(folder)["accuracy"]["last"]
 

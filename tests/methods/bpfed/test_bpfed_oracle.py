@@ -125,7 +125,8 @@ def smoothed_loss(method: BPFed, logits: Tensor, y: Tensor, counts: list[int]) -
     return total / len(y)
 
 
-def retrained(method: BPFed, start: naive.Entries, z: Tensor, y: Tensor, m_glo: Tensor | None, id: int) -> naive.Entries:
+def retrained(method: BPFed, start: naive.Entries, z: Tensor, y: Tensor, m_glo: Tensor | None,
+              id: int) -> naive.Entries:
     counts, round = torch.bincount(y, minlength=4).tolist(), ROUNDS + 1
     with seeded(0, "retrain", round, id):
         fresh = naive.entries(nn.Linear(64, 4))
@@ -151,7 +152,8 @@ def test_stage_2_is_that_of_equations_12_to_20_from_pooled_features(tiny_task, t
         experiment.step()
     before, model = private_states(experiment), experiment.server.model
     ask = experiment.fleet.ask
-    experiment.fleet.ask = lambda fn, cohort, message, **parts: sent.append(message) or ask(fn, cohort, message, **parts)
+    experiment.fleet.ask = lambda fn, cohort, message, **parts: sent.append(message) or ask(
+        fn, cohort, message, **parts)
     report = experiment.step()
     data = {id: naive.client_data(tiny_task, id) for id in naive.clients_of(tiny_task)}
     z, y = {id: naive.features(model, x) for id, (x, _) in data.items()}, {id: y for id, (_, y) in data.items()}

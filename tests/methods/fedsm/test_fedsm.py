@@ -8,6 +8,7 @@ from killed import resume, run_and_kill
 from tiny import configure, fingerprint
 from torch.nn import functional as F
 
+import raylt
 from raylt import tree
 from raylt.core import checkpoint
 from raylt.core.judging import judged_entries
@@ -15,7 +16,6 @@ from raylt.errors import ConfigError
 from raylt.methods import make_method
 from raylt.methods.fedsm.method import OFFICIAL, FedSM
 from raylt.methods.fedsm.mixup import relevance
-from raylt.runs.runner import start
 
 # local training, Eq. 1
 
@@ -112,14 +112,8 @@ def test_settings_that_cannot_work_are_refused(tiny_task, fields, said):
 def test_missing_teacher_ends_a_run_before_it_begins_and_leaves_no_folder(tmp_path):
     config = configure(method={"name": "fedsm", "teacher": "npz:/nowhere/f.npz"})
     with pytest.raises(ConfigError, match="no such file"):
-        start(config, tmp_path, "r", "ray", None, watcher=Quiet())
+        raylt.run(config, out=tmp_path, name="r", quiet=True)
     assert list(tmp_path.iterdir()) == []
-
-
-class Quiet:
-    def says(self, text, minor=False): ...
-    def starts(self, folder, config, reports): ...
-    def steps(self, report): ...
 
 
 # killed

@@ -110,7 +110,8 @@ def refitted(method: FedSM, start: naive.Entries, r: Tensor, t: int, id: int) ->
     """Eq. 7: plain SGD on the classifier."""
     weight, bias = (entry.requires_grad_() for entry in naive.copies(start))
     y, order = torch.arange(4).repeat_interleave(method.size), naive.generator("retrain", t, id)
-    batches = [rows for _ in range(method.epochs) for rows in torch.randperm(len(y), generator=order).split(method.batch)]
+    batches = [rows for _ in range(method.epochs)
+               for rows in torch.randperm(len(y), generator=order).split(method.batch)]
     naive.descend([weight, bias], ((lambda rows=rows: F.cross_entropy(r[rows] @ weight.T + bias, y[rows]))
                                    for rows in batches), method.lr)
     return {"weight": weight.detach(), "bias": bias.detach()}

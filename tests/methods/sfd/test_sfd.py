@@ -9,7 +9,7 @@ from sfd_runs import configure, finish, open_experiment, statistics
 from tiny import make_experiment
 
 from raylt import tree
-from raylt.config import Config
+from raylt.config import load
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
 from raylt.methods.sfd.method import OFFICIAL, SFD, encoder
@@ -151,8 +151,9 @@ def test_banks_grow_with_the_features(dim, bank):
 
 
 def test_sfd_is_what_runs_by_default():
-    assert Config().method["name"] == "sfd"
-    assert set(METHODS["sfd"].model_fields) >= set(Config().method) - {"name"}
+    demonstration = load("recipe:demo").method
+    assert demonstration["name"] == "sfd"
+    assert set(METHODS["sfd"].model_fields) >= set(demonstration) - {"name"}
 
 
 @pytest.mark.slow

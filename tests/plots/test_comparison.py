@@ -4,39 +4,30 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from small_runs import make_run
 
-from raylt.config import load
+from raylt import Run
 from raylt.errors import CheckpointError
-from raylt.plots.clients import Comparison, compare
-from raylt.runs.runner import start
+from raylt.plots.clients import Comparison, compare, draw_clients
 
-
-class Silent:
-    def says(self, text): ...
-    def starts(self, folder, config, reports): ...
-    def steps(self, report): ...
-
-
-def run(folder: Path, name: str, *settings: str) -> Path:
-    config = load(None, ["federation.rounds=2", "local.epochs=1", "data.clients=4", "data.alpha=0.2", *settings])
-    return start(config, folder, name, "local", None, Silent())[1]
+SETTINGS = "federation.rounds=2", "data.clients=4", "data.alpha=0.2"
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, Path]:
+def runs(tmp_path_factory) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("runs")
-    return {"fedper": run(folder, "fedper", "method=fedper"), "fedavg": run(folder, "fedavg", "method=fedavg"),
-            "bpfed": run(folder, "bpfed", "method=bpfed"),
-            "other": run(folder, "other", "method=fedavg", "data.seed=1")}
+    settings = {name: f"method={name}" for name in ("fedper", "fedavg", "bpfed")}
+    made = {name: make_run(folder, name, *SETTINGS, method) for name, method in settings.items()}
+    return made | {"other": make_run(folder, "other", *SETTINGS, "method=fedavg", "data.seed=1")}
 
 
-def reports_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def copied(run: Run, place: Path) -> Run:
+    return Run.open(shutil.copytree(run.folder, place))
 
 
 def test_figures_of_every_client_are_kept_at_the_end_and_average_to_the_mean(runs):
     for name in ("fedper", "fedavg", "bpfed"):
-        reports = reports_of(runs[name])
+        reports = runs[name].reports
         assert [r["step"] for r in reports if r["by_client"]] == ([2, 3] if name == "bpfed" else [2])
         for kind, values in reports[-1]["by_client"].items():
             assert len(values) == 4
@@ -47,11 +38,11 @@ def test_figures_of_every_client_are_kept_at_the_end_and_average_to_the_mean(run
 def test_runs_over_the_same_split_stand_side_by_side(runs, metric):
     found = compare([runs["fedper"], runs["bpfed"]], metric)
     assert list(found.runs) == ["fedper", "bpfed"]
-    split = json.loads((runs["fedper"] / "split.json").read_text())
-    assert found.sizes == [len(rows) for rows in split["clients"]]
-    assert found.split_sha256 == split["sha256"]
+    split = runs["fedper"].split
+    assert found.sizes == [len(rows) for rows in split.clients]
+    assert found.split_sha256 == split.sha256
     for name, values in found.runs.items():
-        last = reports_of(runs[name])[-1]
+        last = runs[name].reports[-1]
         assert values == last["by_client"][metric]
         assert found.spread()[name]["mean"] == pytest.approx(last["clients"][metric]["mean"])
         assert found.spread()[name]["worst_decile"] == pytest.approx(min(values))
@@ -67,29 +58,28 @@ def test_picture_shows_a_group_of_bars_per_client(tmp_path, clients, names):
     runs = {f"run {i}": [0.2 + 0.1 * i if k else None for k in range(clients)] or [0.5] for i in range(names)}
     if clients == 1:
         runs = {"run": [0.5]}
-    Comparison("owned", "0", [7] * clients, runs).draw(tmp_path / "clients.png")
+    draw_clients(Comparison("owned", "0", [7] * clients, runs), tmp_path / "clients.png")
     with Image.open(tmp_path / "clients.png") as image:
         assert image.width <= 6000
         assert len(image.convert("RGB").getcolors(image.width * image.height) or []) > 20
 
 
-def test_other_splits_and_folders_that_cannot_be_used_are_refused(runs, tmp_path):
+def test_other_splits_and_runs_that_cannot_be_used_are_refused(runs, tmp_path):
     with pytest.raises(CheckpointError, match=r"other: its clients hold other samples .*give runs over the same"):
         compare([runs["fedper"], runs["other"]], "owned")
-    with pytest.raises(CheckpointError, match="not a run folder"):
-        compare([tmp_path], "owned")
-    unfinished = Path(shutil.copytree(runs["fedper"], tmp_path / "unfinished"))
-    (unfinished / "summary.json").unlink()
+    unfinished = copied(runs["fedper"], tmp_path / "unfinished")
+    (unfinished.folder / "summary.json").unlink()
     with pytest.raises(CheckpointError, match="not finished; continue it with raylt resume"):
         compare([unfinished], "owned")
-    older = Path(shutil.copytree(runs["fedper"], tmp_path / "older"))
-    lines = [{key: value for key, value in report.items() if key != "by_client"} for report in reports_of(older)]
-    (older / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    older = copied(runs["fedper"], tmp_path / "older")
+    lines = [{key: value for key, value in report.items() if key != "by_client"} for report in older.reports]
+    (older.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(CheckpointError, match="kept no figures of each client"):
         compare([older], "owned")
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(runs, tmp_path):
-    again = Path(shutil.copytree(runs["fedper"], tmp_path / "fedper"))
-    assert list(compare([runs["fedper"], again], "owned").runs) == [str(runs["fedper"]), str(again)]
+    again = copied(runs["fedper"], tmp_path / "fedper")
+    assert list(compare([runs["fedper"], again], "owned").runs) == [
+        str(runs["fedper"].folder), str(again.folder)]
     assert len(compare([again, again], "owned").runs) == 1

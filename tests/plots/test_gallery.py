@@ -1,6 +1,6 @@
 import pytest
 from PIL import Image
-from test_pictures import run
+from small_runs import make_run
 from tiny import pixels
 
 from raylt.errors import CheckpointError, ConfigError
@@ -19,8 +19,8 @@ def small_models():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("runs"), "plain", *SHAPES, "data.partition=iid", "method=fedavg")
+def finished(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs"), "plain", *SHAPES, "data.partition=iid", "method=fedavg")
 
 
 def colours(path) -> set[tuple[int, int, int]]:
@@ -28,38 +28,36 @@ def colours(path) -> set[tuple[int, int, int]]:
         return {colour for n, colour in image.convert("RGB").getcolors(image.width * image.height) if n > 2000}
 
 
-def test_picture_shows_chosen_images_in_the_colours_of_their_classes(folder):
-    path = draw_predictions(folder, [0, 5])
-    assert path == folder / "predictions.png"
+def test_picture_shows_chosen_images_in_the_colours_of_their_classes(finished):
+    path = draw_predictions(finished, [0, 5])
+    assert path == finished.folder / "predictions.png"
     with Image.open(path) as image:
         assert image.size == (1560, round(120 * (1.5 + 2 * 4.2)))
     assert {(48, 18, 59), (255, 255, 255)} < colours(path)          # the first of turbo is sky; void is white
 
 
 def test_a_client_of_a_personal_method_sees_its_classes_and_background(tmp_path):
-    folder = run(tmp_path, "own", *SHAPES, "data.partition=classes", "method=fedper")
+    run = make_run(tmp_path, "own", *SHAPES, "data.partition=classes", "method=fedper")
     sky, background = (48, 18, 59), (0, 0, 0)
-    assert {sky, background} <= colours(draw_predictions(folder))
-    seen = colours(draw_predictions(folder, client=1))
+    assert {sky, background} <= colours(draw_predictions(run))
+    seen = colours(draw_predictions(run, client=1))
     assert background in seen
     assert sky not in seen
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"images": [3, 80]}, r"--image 80: shapes has the test images 0 to 79"),
-    ({"client": 7}, r"--client 7: holds no samples; those that do: 0, 1, 2"),
+    ({"client": 7}, r"client 7: holds no samples; those that do: 0, 1, 2"),
 ])
-def test_images_and_clients_that_there_are_not_are_refused(folder, arguments, message):
+def test_images_and_clients_that_there_are_not_are_refused(finished, arguments, message):
     with pytest.raises(ConfigError, match=message):
-        draw_predictions(folder, **arguments)
+        draw_predictions(finished, **arguments)
 
 
-def test_other_folders_and_other_tasks_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="not a run folder"):
-        draw_predictions(tmp_path)
-    digits = run(tmp_path, "digits", "method=fedavg")
+def test_unfinished_runs_and_other_tasks_are_refused(tmp_path):
+    digits = make_run(tmp_path, "digits", "method=fedavg")
     with pytest.raises(CheckpointError, match="digits is a task of classification, it has no label maps"):
         draw_predictions(digits)
-    (digits / "summary.json").unlink()
+    (digits.folder / "summary.json").unlink()
     with pytest.raises(CheckpointError, match="not finished; continue it with raylt resume"):
         draw_predictions(digits)

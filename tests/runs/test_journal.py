@@ -68,7 +68,6 @@ def journal(tmp_path):
 
 
 def test_new_folder_holds_the_resolved_configuration_and_the_split(journal):
-    assert journal.config() == CONFIG
     assert Config.model_validate(yaml.safe_load((journal.folder / "config.yaml").read_text())) == CONFIG
     assert Split.load(journal.folder / "split.json").sha256 == SPLIT.sha256
     assert journal.reports() == []
@@ -87,20 +86,10 @@ def test_create_refuses_a_place_where_no_folder_can_be(tmp_path):
         Journal.create(tmp_path / "file" / "run", CONFIG, SPLIT)
 
 
-@pytest.mark.parametrize("made", [True, False])
-def test_open_refuses_what_is_no_run_folder(tmp_path, made):
-    folder = tmp_path / "other"
-    if made:
-        folder.mkdir()
-    with pytest.raises(CheckpointError, match="not a run folder"):
-        Journal.open(folder)
-    assert not made or list(folder.iterdir()) == []         # it leaves no lock behind in a folder of others
-
-
 def test_folder_is_held_until_its_block_ends(journal):
     with journal, pytest.raises(CheckpointError, match="another process is running this"):
-        Journal.open(journal.folder)
-    release(Journal.open(journal.folder))
+        Journal(journal.folder)
+    release(Journal(journal.folder))
 
 
 def test_folder_held_by_another_process_is_refused_until_that_is_killed(journal):
@@ -109,7 +98,7 @@ def test_folder_held_by_another_process_is_refused_until_that_is_killed(journal)
 import time
 from pathlib import Path
 from raylt.runs.journal import Journal
-held = Journal.open(Path({str(journal.folder)!r}))
+held = Journal(Path({str(journal.folder)!r}))
 print("held", flush=True)
 time.sleep(60)
 """
@@ -117,9 +106,9 @@ time.sleep(60)
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(CheckpointError, match="another process"):
-            Journal.open(journal.folder)
+            Journal(journal.folder)
         holder.kill()
-    release(Journal.open(journal.folder))
+    release(Journal(journal.folder))
 
 
 def test_appended_reports_come_back(journal):
@@ -223,7 +212,7 @@ def test_conclude_writes_the_summary(journal):
 def test_folder_is_free_after_a_run_that_raised(journal):
     with pytest.raises(KeyError), journal:
         raise KeyError
-    release(Journal.open(journal.folder))
+    release(Journal(journal.folder))
 
 
 def test_no_half_written_files_are_left(journal):

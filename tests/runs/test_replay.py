@@ -4,8 +4,8 @@ import pytest
 import torch
 from tiny import Recorder, configure, make_experiment
 
+from raylt import Run
 from raylt.errors import CheckpointError, ConfigError
-from raylt.runs import replay as module
 from raylt.runs.journal import Journal
 from raylt.runs.replay import replay
 
@@ -20,16 +20,17 @@ def recorded(tmp_path, tiny_task, monkeypatch):
         experiment = make_experiment(config, tiny_task, folder, host=Recorder)
         while not experiment.done:
             experiment.advance()
-    monkeypatch.setattr(module, "build_task", lambda data: tiny_task)
+    monkeypatch.setattr("raylt.runs.run.build_task", lambda data: tiny_task)
+    run = Run.open(folder)
     host = experiment.fleet._host
-    yield folder, {(round, id): tree for name, round, id, tree in host.replies if name == "train"}
+    yield run, {(round, id): tree for name, round, id, tree in host.replies if name == "train"}
     torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("round", "client"), [(1, 0), (3, 5)])
 def test_the_reply_is_the_one_of_the_run(recorded, round, client):
-    folder, replies = recorded
-    found = replay(folder, round, client, None)
+    run, replies = recorded
+    found = replay(run, round, client, None)
     assert found.function == "train"
     before = replies[round, client]["model"]
     assert all(torch.equal(value, before[name]) for name, value in found.reply.tree["model"].items())
@@ -59,8 +60,3 @@ def test_what_it_raises_is_raised_here(recorded, monkeypatch):
     monkeypatch.setattr("raylt.methods.fedprox.FedProx.objective", fail)
     with pytest.raises(ZeroDivisionError):
         replay(recorded[0], 3, 0, None)
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="not a run folder"):
-        replay(tmp_path, 1, 0, None)

@@ -1,0 +1,78 @@
+"""`raylt run | resume | debug`."""
+
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from raylt.cli.options import (
+    Address,
+    FleetName,
+    FleetOption,
+    Format,
+    FormatOption,
+    RunFolder,
+    Settings,
+    config_of,
+    err,
+    out,
+    print_json,
+)
+from raylt.errors import RayltError
+
+if TYPE_CHECKING:
+    from raylt.runs.run import Run
+
+
+def run(settings: Settings = None,
+        name: Annotated[str | None, typer.Option(help="The name of the run folder.")] = None,
+        folder: Annotated[Path, typer.Option("--out", help="The folder that run folders are made in.")] = Path("runs"),
+        fleet: FleetOption = FleetName.ray, address: Address = None, format: FormatOption = Format.table) -> None:
+    """Train; without any settings, a demonstration on scikit-learn's handwritten digits."""
+    config = config_of(settings)
+    if not settings:
+        err.print("nothing was named, so this is the demonstration, recipe:demo; raylt recipes lists others")
+    from raylt.runs.start import run as start
+    _show(start(config, folder, name, fleet.value, address), format)
+
+
+def resume(run_folder: RunFolder,
+           overrides: Annotated[list[str] | None, typer.Argument(
+               metavar="[key=value ...]", help="resources.* and output.* may differ from the first start.")] = None,
+           fleet: FleetOption = FleetName.ray, address: Address = None, format: FormatOption = Format.table) -> None:
+    """Continue a run after its last committed round; the result is that of an undisturbed run, bit for bit."""
+    from raylt.runs.run import Run
+    _show(Run.open(run_folder).resume(overrides or [], fleet=fleet.value, address=address), format)
+
+
+def debug(run_folder: RunFolder,
+          round: Annotated[int, typer.Option(min=0, help="The round; 0 is how clients join.")],
+          client: Annotated[int, typer.Option(min=0, help="The client's id.")],
+          function: Annotated[str | None, typer.Option(help="The client function whose call is made again; by default "
+                                                       "the first of the round.")] = None) -> None:
+    """Run one client's call of a run again in this process, with its traceback if it raises."""
+    from raylt.runs.replay import replay
+    from raylt.runs.run import Run
+    try:
+        replayed = replay(Run.open(run_folder), round, client, function)
+    except RayltError:
+        raise
+    except Exception:
+        traceback.print_exc()
+        raise typer.Exit(1) from None
+    out.print(f"client {client}, round {round}, {replayed.function}: {replayed.seconds:.3f} s, "
+              f"weight {replayed.reply.weight:g}")
+    table = Table("reply", "kind", "values")
+    for row in replayed.entries():
+        table.add_row(*row)
+    out.print(table)
+
+
+def _show(run: "Run", format: Format) -> None:
+    from raylt.runs.summary import table_of
+    if format is Format.json:
+        print_json(run.summary | {"folder": str(run.folder)})
+    else:
+        out.print(table_of(run.summary, str(run.folder)))

@@ -1,0 +1,204 @@
+"""`Run`: a run folder as an object. Whoever reads a run folder does it through this."""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from raylt.config import Config, load
+from raylt.core import checkpoint
+from raylt.core.checkpoint import Checkpoint
+from raylt.core.experiment import Experiment
+from raylt.core.method import Method
+from raylt.core.setup import Setup
+from raylt.data.task import Split, Task, build_task
+from raylt.errors import CheckpointError
+from raylt.registry import resolve, seek
+from raylt.runs import export, frames
+from raylt.runs.callbacks import Callback, Callbacks
+from raylt.runs.here import open_here
+from raylt.runs.journal import Journal, held, read_reports
+from raylt.runs.runner import FleetKind, carry_out
+from raylt.runs.screen import Screen
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+State = Literal["missing", "running", "stopped", "done"]
+
+
+class Run:
+    """A run folder: what was asked for, what came of it, and what can be done with it.
+
+    What can change while a run goes on (`state`, `reports`, `summary`, `metrics`, `clients`) is read whenever it is
+    asked for; the rest is read once.
+
+    Args:
+        folder: of a run; `Run.open` refuses one that is none, and here only `state` can be asked of it.
+    """
+
+    def __init__(self, folder: Path | str):
+        self.folder = Path(folder)
+
+    @classmethod
+    def open(cls, folder: Path | str) -> "Run":
+        """The run in a folder.
+
+        Raises:
+            CheckpointError: it is not a run folder.
+        """
+        run = cls(folder)
+        if run.state == "missing":
+            raise CheckpointError(f"{folder}: not a run folder (it has no config.yaml); give one that raylt run made")
+        return run
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r}, {self.state})"
+
+    @property
+    def name(self) -> str:
+        """Of the folder."""
+        return self.folder.resolve().name
+
+    @property
+    def state(self) -> State:
+        """missing: there is no such run; running: a process is at it; stopped: it can be resumed; done."""
+        if not (self.folder / "config.yaml").is_file():
+            return "missing"
+        if held(self.folder):
+            return "running"
+        return "done" if (self.folder / "summary.json").is_file() else "stopped"
+
+    # what was asked for
+
+    @cached_property
+    def config(self) -> Config:
+        """The configuration, with all fields of the method."""
+        return load(self.folder / "config.yaml")
+
+    @cached_property
+    def setup(self) -> Setup:
+        """What the configuration names: method, model and augmentation, as values."""
+        return resolve(self.config)
+
+    @property
+    def method(self) -> Method:
+        """The method with its fields."""
+        return self.setup.method
+
+    @cached_property
+    def split(self) -> Split:
+        """Who holds which training sample."""
+        return Split.load(self.folder / "split.json")
+
+    @cached_property
+    def task(self) -> Task:
+        """The data, split as they were; they must be where they were."""
+        seek(self.config)               # the source may be an installed package's
+        return build_task(self.config.data.model_copy(update={"split": str(self.folder / "split.json")}))
+
+    # what came of it
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, one per committed step, oldest first."""
+        return read_reports(self.folder)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The content of summary.json.
+
+        Raises:
+            CheckpointError: the run is not finished.
+        """
+        return json.loads((self.finished().folder / "summary.json").read_text())
+
+    @property
+    def metrics(self) -> "DataFrame":
+        """The figures of every step, see `frames.metrics`: columns step, phase, metric, group, value."""
+        return frames.metrics(self.reports)
+
+    @property
+    def clients(self) -> "DataFrame":
+        """The figures of every judged client, see `frames.clients`: columns step, phase, metric, client, value."""
+        return frames.clients(self.reports)
+
+    def finished(self) -> "Run":
+        """This run.
+
+        Raises:
+            CheckpointError: it is not finished.
+        """
+        if not (self.folder / "summary.json").is_file():
+            raise CheckpointError(f"{self.folder}: this run is not finished; continue it with raylt resume "
+                                  f"{self.folder}")
+        return self
+
+    def checkpoint(self) -> Checkpoint | None:
+        """The last one that is undamaged; None where none was committed, or none was kept."""
+        return checkpoint.latest(self.folder / "checkpoints")[0]
+
+    def experiment(self, task: Task | None = None) -> Experiment:
+        """The experiment in this process, where the last checkpoint left it.
+
+        Args:
+            task: instead of the run's own, as with other test images.
+
+        Raises:
+            CheckpointError: no step was committed, or no checkpoint was kept.
+        """
+        saved = self.checkpoint()
+        if saved is None:
+            raise CheckpointError(f"{self.folder}: has no checkpoint that can be read; run it again")
+        return open_here(self.setup, task or self.task, self.folder, saved)
+
+    # what can be done with it
+
+    def resume(self, overrides: Sequence[str] = (), *, fleet: FleetKind = "ray", address: str | None = None,
+               quiet: bool = False, callbacks: Sequence[Callback] = ()) -> "Run":
+        """Continues after the last committed step, to the end; the result is that of an undisturbed run.
+
+        Args:
+            overrides: `key=value`, of `resources` and `output` only.
+            fleet, address, quiet, callbacks: as `raylt.run` has them.
+
+        Raises:
+            CheckpointError: other settings, another process is at it, or no usable checkpoint.
+        """
+        config = load(self.folder / "config.yaml", overrides)
+        before, after = self.config.model_dump(), config.model_dump()
+        if differences := [line for key in before if key not in ("resources", "output")
+                           for line in _differences(key, before[key], after[key])]:
+            raise CheckpointError(f"{self.folder}: a resumed run keeps its settings ({'; '.join(differences)}); only "
+                                  "resources.* and output.* may change; start a new run for others")
+        screen = [] if quiet else [Screen()]
+        carry_out(resolve(config), self.task, Journal(self.folder), fleet, address, Callbacks([*screen, *callbacks]))
+        return self
+
+    def model(self) -> export.TrainedModel:
+        """The global model as the run left it, ready to predict; of a run that goes on, as of its last checkpoint.
+
+        Raises:
+            CheckpointError: nothing was committed yet.
+            ConfigError: with federation.batchnorm=local there are only clients' models.
+        """
+        return export.global_model(self.experiment(), self.folder)
+
+    def client_model(self, id: int) -> export.TrainedModel:
+        """A client's own model, ready to predict; of a method without such, the global one.
+
+        Raises:
+            CheckpointError: nothing was committed yet.
+            ConfigError: no such client, or it holds no samples.
+        """
+        experiment, saved = self.experiment(), self.checkpoint()
+        part = f"client-{id:03d}"
+        private = saved.read(part) if saved is not None and part in saved.parts else None
+        return export.client_model(experiment, self.setup, id, private)
+
+
+def _differences(key: str, old: Any, new: Any) -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [line for inner in old | new for line in _differences(f"{key}.{inner}", old.get(inner), new.get(inner))]
+    return [] if old == new else [f"{key}: {old!r} -> {new!r}"]

@@ -1,0 +1,94 @@
+"""The commands that list: data, methods, settings, recipes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from commands import SMALL
+
+from raylt.config import settings
+from raylt.data.augment import AUGMENTATIONS
+from raylt.data.sources import NAMES
+from raylt.models import MODELS
+
+
+def test_classes_and_clients_of_a_split_sum_up(raylt):
+    code, out, _ = raylt("data", "data.clients=7", "--format", "json")
+    split = json.loads(out)
+    assert code == 0
+    assert np.array(split["clients"]).shape == (7, 10)
+    assert np.array(split["clients"]).sum(0).tolist() == split["classes"]
+    assert len(split["names"]) == len(split["groups"]) == 10
+    assert set(split["groups"]) == {"many", "medium", "few"}
+
+
+def test_table_of_a_split_shows_the_sums_of_its_groups(raylt):
+    split = json.loads(raylt("data", "--format", "json").out)
+    out = raylt("data").out
+    sizes = [n for n, group in zip(split["classes"], split["groups"], strict=True) if group == "few"]
+    assert f"few: {len(sizes)} classes, {sum(sizes)} samples" in out
+    assert split["sha256"] in out
+
+
+def test_imported_split_is_the_exported_one_whatever_the_seed(raylt, tmp_path):
+    file = tmp_path / "split.json"
+    exported = json.loads(raylt("data", "data.seed=5", "--export", file, "--format", "json").out)
+    imported = json.loads(raylt("data", "--import", file, "--format", "json").out)
+    drawn = json.loads(raylt("data", "--format", "json").out)
+    assert imported == exported
+    assert drawn["sha256"] != exported["sha256"]
+
+
+def test_split_of_a_run_can_be_imported(raylt, finished):
+    folder, (_, out, _) = finished
+    imported = json.loads(raylt("data", *SMALL, "--import", folder / "split.json", "--format", "json").out)
+    assert imported["sha256"] == json.loads(out)["split_sha256"]
+
+
+def test_methods_are_listed_with_default_range_and_source(raylt):
+    code, out, _ = raylt("methods", "--format", "json")
+    listing = json.loads(out)
+    assert code == 0
+    assert listing["fedprox"]["fields"]["mu"] == {
+        "default": 0.01, "range": "[0.0001, 1] log", "source": "weight of the proximal term, Eq. 2"}
+    assert listing["fedavg"]["paper"] == "McMahan et al., AISTATS 2017"
+    table = raylt("methods").out
+    assert all(name in table for name in listing)
+
+
+def test_settings_are_listed_with_default_and_meaning(raylt):
+    code, out, _ = raylt("settings", "--format", "json")
+    listing = json.loads(out)
+    assert code == 0
+    assert list(listing) == [key for key, _ in settings()]
+    assert listing["data.alpha"]["default"] == 0.5
+    assert "Dirichlet" in listing["data.alpha"]["what"]
+    table = raylt("settings").out
+    assert all(key in table for key in listing)
+
+
+def test_settings_say_which_values_they_take(raylt):
+    listing = json.loads(raylt("settings", "--format", "json").out)
+    assert listing["federation.batchnorm"]["allowed"] == "average, local"
+    assert listing["local.momentum"]["allowed"] == "a number >= 0 and < 1"
+    assert listing["data.min_size"]["allowed"] == "a whole number >= 0 or null"
+    assert listing["resources.actors"]["allowed"] == "a whole number or auto"
+    assert listing["method"]["default"] is None
+    assert all(name in listing["model"]["allowed"] for name in MODELS)
+    assert all(name in listing["data.source"]["allowed"] for name in NAMES)
+    assert all(name in listing["augment"]["allowed"] for name in AUGMENTATIONS)
+    table = raylt("settings").out
+    assert "must be named" in table
+    assert "[number, number] or null" in " ".join(table.split())
+
+
+def test_recipes_are_listed_with_what_they_are(raylt):
+    listing = json.loads(raylt("recipes", "--format", "json").out)
+    assert "handwritten digits" in listing["demo"]["what"]
+    assert all(entry["what"] and Path(entry["path"]).is_file() for entry in listing.values())
+    assert "sfd/cifar10_if100_alpha0.05_k10" in raylt("recipes").out
+
+
+def test_version_is_said(raylt):
+    from importlib.metadata import version
+    assert raylt("--version") == (0, f"raylt {version('raylt')}\n", "")

@@ -1,0 +1,67 @@
+"""`raylt plot`."""
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import SMALL, refused
+
+
+def test_clients_are_printed_and_drawn(raylt, finished):
+    folder, _ = finished
+    code, out, err = raylt("plot", "clients", folder)
+    assert (code, err) == (0, "")
+    assert "over the classes it owns" in out
+    assert "worst decile" in out
+    assert out.rstrip().endswith("clients.png")
+    code, out, _ = raylt("plot", "clients", folder, "--metric", "matched", "--picture", "here.png", "--format", "json")
+    found = json.loads(out)
+    assert code == 0
+    assert Path("here.png").stat().st_size > 1000
+    assert (found["metric"], len(found["runs"]["one"]), len(found["samples"])) == ("matched", 3, 3)
+    refused(raylt("plot", "clients", folder, "--picture", "here.abc"), "--picture here.abc", "give a .png")
+
+
+def test_clients_of_runs_over_another_split_are_refused(raylt, finished):
+    folder, _ = finished
+    code, *_ = raylt("run", *SMALL, "data.seed=5", "method=fedavg", "--fleet", "local", "--out", ".", "--name", "two")
+    assert code == 0
+    refused(raylt("plot", "clients", folder, "two"), "two: its clients hold other samples")
+
+
+def test_a_split_is_drawn_from_settings_or_from_a_run(raylt, finished):
+    folder, _ = finished
+    assert raylt("plot", "data", "data.clients=30", "data.alpha=0.1") == (0, "data.png\n", "")
+    assert raylt("plot", "data", folder)[:2] == (0, f"{folder}/data.png\n")
+    assert raylt("plot", "data", "data.source=shapes", "data.partition=classes", "--picture", "maps.png").code == 0
+    assert all(Path(name).stat().st_size > 10_000 for name in ("data.png", "maps.png", folder / "data.png"))
+    (folder / "data.png").unlink()
+    (folder / "clients.png").unlink(missing_ok=True)
+    refused(raylt("plot", "data", folder, "seed=3"), "seed=3", "the split of a run is as it is")
+    refused(raylt("plot", "data", "data.clients=0"), "data.clients = 0")
+    refused(raylt("plot", "data", "absent.yaml"), "absent.yaml", "exists")
+    refused(raylt("plot", "data", "--picture", "absent/it.png"), "--picture absent/it.png", "No such file")
+
+
+@pytest.mark.parametrize("arguments", [["features"], ["clusters"], ["predictions"], ["clients"], ["data"]])
+def test_what_is_no_run_folder_is_refused(raylt, tmp_path, arguments):
+    refused(raylt("plot", *arguments, tmp_path), "not a run folder")
+
+
+def test_pictures_of_other_methods_are_refused(raylt, finished):
+    folder, _ = finished
+    refused(raylt("plot", "features", folder), "fedprox left no synthetic features")
+    refused(raylt("plot", "clusters", folder), "fedprox left no clusters")
+    refused(raylt("plot", "predictions", folder), "has no label maps to show", "raylt plot clients")
+
+
+def test_without_a_picture_its_help_is_shown(raylt):
+    code, out, err = raylt("plot")
+    assert code == 2
+    assert all(name in out for name in ("features", "clusters", "predictions", "clients", "data"))
+    assert "error" not in err
+
+
+def test_the_commands_of_before_are_gone(raylt):
+    for command in ("features", "clusters", "show", "clients"):
+        refused(raylt(command, "runs/one"), f"'{command}'")

@@ -1,0 +1,159 @@
+"""`raylt run` and `raylt resume`."""
+
+import json
+from pathlib import Path
+
+import yaml
+from commands import SMALL, Outcome, copied, damage
+from safetensors.torch import load_file
+
+from raylt.config import load
+from raylt.core.checkpoint import hash_tensors
+from raylt.errors import RayltError
+
+# what else can end a run
+
+def test_failure_that_raylt_foresees_ends_with_its_own_exit_code(raylt, monkeypatch):
+    def fail(*_, **__):
+        raise RayltError("the [bold]server[/bold] is gone")
+    monkeypatch.setattr("raylt.runs.start.run", fail)
+    assert raylt("run", "method=fedavg") == Outcome(1, "", "error: the [bold]server[/bold] is gone\n")
+
+
+def test_failure_that_nobody_foresaw_is_one_line_with_its_place(raylt, monkeypatch):
+    def fail(*_, **__):
+        raise ZeroDivisionError("division\nby zero")
+    monkeypatch.setattr("raylt.runs.start.run", fail)
+    code, out, err = raylt("run", "method=fedavg")
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ZeroDivisionError: division by zero (test_run_command.py:")
+    assert err.endswith("--debug shows the traceback\n")
+    assert err.count("\n") == 1
+
+
+def test_interrupted_run_says_how_to_go_on(raylt, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+    monkeypatch.setattr("raylt.runs.start.run", interrupt)
+    assert raylt("run", "method=fedavg") == Outcome(
+        130, "", "stopped; to go on: raylt resume RUN, or raylt tune --resume SEARCH\n")
+
+
+def test_without_a_command_help_is_shown_and_no_error(raylt):
+    code, out, err = raylt()
+    assert code == 2
+    assert all(command in out for command in ("run", "resume", "methods", "settings", "data", "doctor"))
+    assert "error" not in err
+
+
+def test_help_ends_with_exit_code_0(raylt):
+    assert raylt("--help").code == 0
+    code, out, err = raylt("run", "--help")
+    assert (code, err) == (0, "")
+    assert "--fleet" in out
+
+
+# a run
+
+def test_json_of_a_run_has_the_figures_of_summary_json(finished):
+    folder, (code, out, _) = finished
+    assert code == 0
+    printed = json.loads(out)
+    assert {"method", "split_sha256", "rounds", "accuracy", "groups", "clients", "bytes", "seconds",
+            "model_sha256"} <= set(printed)
+    assert set(printed["accuracy"]) == {"last", "last10", "best"}
+    assert list(printed["groups"]) == ["many", "medium", "few"]
+    assert {"mean", "worst_decile"} <= set(printed["clients"])
+    assert set(printed["bytes"]) == {"up", "down"}
+    assert printed.pop("folder") == str(folder)
+    assert printed == json.loads((folder / "summary.json").read_text())
+    assert (printed["method"], printed["rounds"]) == ("fedprox", 2)
+
+
+def test_run_folder_is_complete(finished):
+    folder, (_, out, _) = finished
+    names = {"events" if entry.name.startswith("events.") else entry.name for entry in folder.iterdir()}
+    assert names == {"config.yaml", "split.json", "metrics.jsonl", "checkpoints", "events", "summary.json",
+                     "model.safetensors", ".lock"}
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert sorted(entry.name for entry in (folder / "checkpoints").iterdir()) == ["000001", "000002"]
+    assert all(file.stat().st_size > 0 for file in folder.glob("events.*"))
+    assert hash_tensors(load_file(folder / "model.safetensors")) == json.loads(out)["model_sha256"]
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["method"] == {"name": "fedprox", "mu": 0.01}
+    assert config["data"]["clients"] == 3
+
+
+def test_bytes_of_a_run_are_those_of_its_clients_and_rounds(finished):
+    folder, (_, out, _) = finished
+    # down: 2 rounds x 3 clients x the model; up: the same and 8 bytes of loss each
+    model = sum(t.numel() * t.element_size() for t in load_file(folder / "model.safetensors").values())
+    assert json.loads(out)["bytes"] == {"down": 2 * 3 * model, "up": 2 * 3 * (model + 8)}
+
+
+def test_without_a_terminal_a_run_prints_a_line_per_round_and_no_bar(finished):
+    folder, (_, _, err) = finished
+    lines = err.splitlines()
+    assert lines[0] == f"fedprox on digits, run folder {folder}"
+    assert [line.split("  ")[0] for line in lines[1:]] == ["round 1/2", "round 2/2"]
+    assert "accuracy" in lines[1]
+    assert "\x1b" not in err
+    assert "\r" not in err
+
+
+def test_table_of_a_run_shows_the_figures_of_its_summary(raylt):
+    code, out, _ = raylt("run", *SMALL, "federation.rounds=1", "--fleet", "local", "--name", "two")
+    summary = json.loads(Path("runs/two/summary.json").read_text())
+    assert code == 0
+    assert f"{100 * summary['accuracy']['last']:.2f} %" in out
+    assert summary["model_sha256"][:16] in out
+    assert "runs/two" in out
+
+
+def test_run_from_a_file_equals_the_run_from_overrides(raylt, finished):
+    folder, (_, out, _) = finished
+    code, again, _ = raylt("run", folder / "config.yaml", "--fleet", "local", "--format", "json", "--name", "again")
+    assert code == 0
+    assert json.loads(again)["model_sha256"] == json.loads(out)["model_sha256"]
+
+
+def test_resume_after_damage_says_so_and_ends_with_the_same_model(raylt, finished, tmp_path):
+    folder = copied(finished[0], tmp_path / "run")
+    damage(folder / "checkpoints/000002")
+    code, out, err = raylt("resume", folder, "--fleet", "local", "--format", "json", "output.keep=3")
+    assert code == 0
+    assert "checkpoint 000002 is damaged" in err.splitlines()[0]
+    assert "continuing after step 1" in err
+    assert json.loads(out)["model_sha256"] == json.loads(finished[1].out)["model_sha256"]
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_resume_of_a_finished_run_shows_its_summary_again(raylt, finished, tmp_path):
+    folder = copied(finished[0], tmp_path / "run")
+    code, out, _ = raylt("resume", folder, "--fleet", "local", "--format", "json")
+    assert code == 0
+    assert json.loads(out) == json.loads(finished[1].out) | {"folder": str(folder)}
+
+
+def test_folder_of_a_run_without_a_name_is_one_folder_below_out(raylt, npz):
+    code, out, err = raylt("run", f"data.source=npz:{npz()}", "data.clients=2", "federation.rounds=1", "local.epochs=1",
+                           "method=fedavg",
+                           "--fleet", "local", "--format", "json")
+    assert code == 0, err
+    assert Path(json.loads(out)["folder"]).parent == Path("runs")
+
+
+def test_without_any_settings_the_demonstration_is_run_and_said_to_be(raylt, monkeypatch):
+    asked = []
+    monkeypatch.setattr("raylt.runs.start.run", lambda config, *_: asked.append(config) or exit(3))
+    code, out, err = raylt("run")
+    assert (code, out) == (3, "")
+    assert err == "nothing was named, so this is the demonstration, recipe:demo; raylt recipes lists others\n"
+    assert asked == [load("recipe:demo")]
+
+
+def test_a_recipe_runs_by_its_name_with_settings_that_change_it(raylt, monkeypatch):
+    asked = []
+    monkeypatch.setattr("raylt.runs.start.run", lambda config, *_: asked.append(config) or exit(3))
+    assert raylt("run", "recipe:mupfl/segmentation/shapes", "federation.rounds=2") == Outcome(3, "", "")
+    assert (asked[0].data.source, asked[0].federation.rounds) == ("shapes", 2)

@@ -1,0 +1,151 @@
+"""`raylt.run`: what can be run, how settings are given, who is told."""
+
+from pathlib import Path
+
+import pytest
+
+import raylt
+from raylt.config import Config, load
+from raylt.errors import CheckpointError, ConfigError, UnknownMethod
+from raylt.methods.fedprox import FedProx
+from raylt.runs.start import configure
+
+SMALL = {"rounds": 2, "clients": 3, "epochs": 1}
+
+
+# what is run
+
+@pytest.mark.parametrize("what", [
+    "fedprox", FedProx(mu=0.01), Config(method="fedprox"), Config(method={"name": "fedprox"})])
+def test_a_method_by_name_or_value_and_a_configuration_are_the_same(what):
+    assert configure(what, (), {"mu": 0.01}) == load(None, ["method=fedprox", "method.mu=0.01"])
+
+
+def test_a_file_by_its_path_and_a_recipe_by_its_name(tmp_path):
+    file = tmp_path / "it.yaml"
+    file.write_text("method: {name: fedprox, mu: 3}\nlocal: {lr: 0.2}\n")
+    assert configure(file) == configure(str(file)) == load(file)
+    assert configure(file, (), {"rounds": 5}) == load(file, ["federation.rounds=5"])
+    assert configure(file, (), {"method": "fedavg"}).method == {"name": "fedavg"}
+    assert configure("recipe:demo") == load("recipe:demo")
+
+
+@pytest.mark.parametrize(("what", "error", "message"), [
+    ("fedprix", UnknownMethod, "did you mean fedprox"), ("absent.yaml", ConfigError, "exists"),
+    (Path("absent"), ConfigError, "exists"), ("configs/absent", ConfigError, "exists"),
+    ("recipe:dmo", ConfigError, "did you mean recipe:demo"), (3, ConfigError, "must be a method's name")])
+def test_what_cannot_be_run_is_refused(what, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        raylt.run(what, out=tmp_path, fleet="local")
+    assert list(tmp_path.iterdir()) == []
+
+
+# settings
+
+def test_settings_are_sections_short_names_and_fields_of_the_method():
+    config = configure("fedprox", ["evaluation.every=2"], {
+        "data": "cifar10", "rounds": 7, "seed": 3, "model": "resnet8", "local": {"lr": 0.1, "batch": 64}, "alpha": 0.2,
+        "mu": 0.5})
+    assert config == load(None, [
+        "method=fedprox", "method.mu=0.5", "data.source=cifar10", "data.alpha=0.2", "federation.rounds=7", "seed=3",
+        "model=resnet8", "local.lr=0.1", "local.batch=64", "evaluation.every=2"])
+
+
+def test_sections_and_overrides_may_be_mappings():
+    config = configure("fedprox", {"local.lr": 0.1, "data.root": Path("there")}, {
+        "data": {"source": "cifar10", "seed": 4}, "method": {"mu": 0.5}})
+    assert config == load(None, ["method=fedprox", "method.mu=0.5", "data.source=cifar10", "data.seed=4",
+                                 "local.lr=0.1", "data.root=there"])
+
+
+def test_the_given_configuration_is_left_as_it_is():
+    config = load(None, ["method=fedprox"])
+    before = config.model_dump()
+    assert configure(config, (), {"mu": 3, "data": {"seed": 9}}).data.seed == 9
+    assert config.model_dump() == before
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"round": 3}, r"^round: no such setting; did you mean rounds\?"),
+    ({"zzzz": 3}, "^zzzz: no such setting; raylt settings and raylt methods list them"),
+    ({"batch": 3}, r"^batch: may be local\.batch or evaluation\.batch; write local=\{'batch': \.\.\.\} or"),
+    ({"local": {"epoch": 3}}, r"local\.epoch: no such setting; did you mean local\.epochs"),
+    ({"local": 3}, "^local = 3: "), ({"data": 3}, "^data = 3: "), ({"rounds": "many"}, r"federation\.rounds = 'many'"),
+    ({"method": "fedavg", "mu": 3}, "^mu: no such setting"), ({"overrides": ["rounds"]}, "key=value"),
+    ({"fleet": "slurm"}, "fleet = 'slurm': must be ray or local"), ({"name": "a/b"}, "name a/b: must be the name of"),
+    ({"data": "digit"}, "did you mean digits")])
+def test_settings_that_cannot_be_used_are_refused_and_leave_nothing(settings, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        raylt.run("fedprox", out=tmp_path, **({"fleet": "local", "quiet": True} | settings))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_setting_and_a_field_of_the_same_name_are_told_apart():
+    with pytest.raises(ConfigError, match=r"alpha: may be data\.alpha or method\.alpha; write data=\{'alpha'"):
+        configure("bpfed", (), {"alpha": 0.3})
+    config = configure("bpfed", (), {"data": {"alpha": 0.3}, "method": {"alpha": 0.4}})
+    assert (config.data.alpha, config.method["alpha"]) == (0.3, 0.4)
+
+
+# who is told
+
+class Diary(raylt.Callback):
+    """Writes down what it is told."""
+
+    def __init__(self):
+        self.told = []
+
+    def on_start(self, folder, config, reports):
+        self.told.append(("start", folder.name, config.federation.rounds, len(reports)))
+
+    def on_step(self, report):
+        self.told.append(("step", report.step))
+
+    def on_end(self, summary):
+        self.told.append(("end", None if summary is None else summary["rounds"]))
+
+
+def test_callbacks_are_told_in_order(tmp_path, capsys):
+    first, second = Diary(), Diary()
+    run = raylt.run("fedavg", out=tmp_path, name="one", fleet="local", quiet=True, callbacks=[first, second], **SMALL)
+    assert first.told == second.told == [("start", "one", 2, 0), ("step", 1), ("step", 2), ("end", 2)]
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(CheckpointError, match=r"exists already; give another --name"):
+        raylt.run("fedavg", out=tmp_path, name="one", fleet="local")
+    assert run.state == "done"
+
+
+def test_a_callback_that_raises_stops_the_run_which_can_go_on(tmp_path):
+    class Impatient(Diary):
+        def on_step(self, report):
+            super().on_step(report)
+            raise KeyboardInterrupt
+
+    diary = Impatient()
+    with pytest.raises(KeyboardInterrupt):
+        raylt.run("fedavg", out=tmp_path, name="one", fleet="local", quiet=True, callbacks=[diary], **SMALL)
+    assert diary.told == [("start", "one", 2, 0), ("step", 1), ("end", None)]
+    run = raylt.Run.open(tmp_path / "one")
+    assert run.state == "stopped"
+    assert run.resume(fleet="local", quiet=True).summary["rounds"] == 2
+
+
+def test_a_run_shows_how_it_goes_unless_it_is_quiet(tmp_path, capsys):
+    run = raylt.run("fedavg", out=tmp_path, fleet="local", **SMALL)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"fedavg on digits, run folder {run.folder}"
+    assert [line.split("  ")[0] for line in lines[1:]] == ["round 1/2", "round 2/2"]
+
+
+# one's own
+
+class Mine(FedProx):
+    """A method of somebody's own."""
+
+    name = "mine_of_this_test"
+
+
+def test_a_method_of_ones_own_runs_as_a_value_and_is_read_again(tmp_path):
+    run = raylt.run(Mine(mu=0.5), out=tmp_path, name="one", fleet="local", quiet=True, **SMALL)
+    assert run.summary["method"] == "mine_of_this_test"
+    assert raylt.Run.open(tmp_path / "one").method == Mine(mu=0.5)
