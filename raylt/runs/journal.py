@@ -77,12 +77,13 @@ class Journal:
 
     def append(self, report: Report) -> None:
         """Records a committed step."""
-        line = json.dumps({"schema": provenance.SCHEMA, "date": provenance.now(), **asdict(report)})
+        content = asdict(report)
+        line = json.dumps({"schema": provenance.SCHEMA, "date": provenance.now(), **content})
         with (self.folder / "metrics.jsonl").open("a") as stream:
             stream.write(line + "\n")
             stream.flush()
             os.fsync(stream.fileno())
-        self._board(json.loads(line))
+        self._board(content)
 
     def reports(self) -> list[dict[str, Any]]:
         """The committed steps, oldest first."""
