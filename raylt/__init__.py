@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from raylt.core.reductions import each, mean, total
     from raylt.errors import RayltError
     from raylt.hyper import hp
+    from raylt.models.split import SplitModel
     from raylt.registry import register
     from raylt.runs.callbacks import Callback
     from raylt.runs.run import Run
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["Callback", "Method", "RayltError", "Run", "Study", "__version__", "each", "hp", "load_config",
+__all__ = ["Callback", "Method", "RayltError", "Run", "SplitModel", "Study", "__version__", "each", "hp", "load_config",
            "mean", "register", "resume", "run", "study", "total"]
 
 _PLACES = {
@@ -31,6 +32,7 @@ _PLACES = {
     "Method": ("raylt.core.method", "Method"),
     "RayltError": ("raylt.errors", "RayltError"),
     "Run": ("raylt.runs.run", "Run"),
+    "SplitModel": ("raylt.models.split", "SplitModel"),
     "Study": ("raylt.studies.study", "Study"),
     "each": ("raylt.core.reductions", "each"),
     "hp": ("raylt.hyper", "hp"),

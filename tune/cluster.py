@@ -17,6 +17,7 @@ from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher as RaySearcher
 
 from actors.fleet import RayFleet
+from actors.guests import send_by_value
 from actors.launch import connect, interrupt_on_sigterm
 from actors.placement import Placement
 from raylt.config import Config
@@ -48,6 +49,7 @@ def cluster(address: str | None) -> Iterator[list[dict[str, float]]]:
 
 def run_trials(desk: Desk, job: Job, placement: Placement, at_once: int, retries: int, track: Sequence[str]) -> None:
     """Runs what the desk gives out until it is over."""
+    send_by_value(job.guests)
     for name in ("ray.tune", "ray.air", "ray.train"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     office = _Office(desk, at_once)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from raylt.config import Config
 from raylt.errors import CheckpointError, ConfigError, RayltError, one_line
-from raylt.registry import resolve
+from raylt.registry import guests, resolve
 from tune import report
 from tune.desk import Desk, Watcher, sizes, task_of
 from tune.halving import rungs
@@ -131,7 +131,7 @@ def _run(folder: Path, plan: Plan, parallel: int | None, fleet: FleetKind, addre
                                       "it") from None
             desk = Desk(folder, plan, watcher)
             from tune.trial import Job  # torch: not for those who only ask for help
-            job = Job(folder, os.getcwd(), plan.metric, plan.scheduler == "asha", plan.grace)
+            job = Job(folder, os.getcwd(), plan.metric, plan.scheduler == "asha", plan.grace, tuple(guests()))
             try:
                 watcher.on_start(folder, plan, desk.state, at_once)
                 if placement is None:

@@ -2,6 +2,7 @@
 
     config.yaml      resolved; what `raylt resume` runs
     split.json       index lists per client and their SHA-256
+    origins.json     where what is not raylt's own came from, with its SHA-256; absent when all is
     metrics.jsonl    one line per committed step
     checkpoints/     see checkpoint.py
     events.*         TensorBoard
@@ -17,6 +18,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -56,8 +58,11 @@ class Journal:
         self._events: Any = None
 
     @classmethod
-    def create(cls, folder: Path, config: Config, split: Split) -> "Journal":
+    def create(cls, folder: Path, config: Config, split: Split, origins: Sequence[dict[str, Any]] = ()) -> "Journal":
         """A new run folder.
+
+        Args:
+            origins: records of the guests that the configuration names, see raylt/registry.py.
 
         Raises:
             CheckpointError: it exists already.
@@ -71,6 +76,8 @@ class Journal:
             raise CheckpointError(f"{folder}: {error.strerror}; give another --out") from None
         journal = cls(folder)
         split.save(folder / "split.json")
+        if origins:
+            _write(folder / "origins.json", json.dumps(list(origins), indent=2) + "\n")
         # written last: a folder with a config.yaml can be resumed
         _write(folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         return journal
