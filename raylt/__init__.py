@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from raylt.runs.callbacks import Callback
     from raylt.runs.run import Run
     from raylt.runs.start import resume, run
+    from raylt.studies.study import Study, study
 
     __version__: str
 
-__all__ = ["Callback", "Method", "RayltError", "Run", "SplitModel", "__version__", "each", "hp", "load_config", "mean",
-           "register", "resume", "run", "total"]
+__all__ = ["Callback", "Method", "RayltError", "Run", "SplitModel", "Study", "__version__", "each", "hp", "load_config",
+           "mean", "register", "resume", "run", "study", "total"]
 
 _PLACES = {
     "Callback": ("raylt.runs.callbacks", "Callback"),
@@ -32,6 +33,7 @@ _PLACES = {
     "RayltError": ("raylt.errors", "RayltError"),
     "Run": ("raylt.runs.run", "Run"),
     "SplitModel": ("raylt.models.split", "SplitModel"),
+    "Study": ("raylt.studies.study", "Study"),
     "each": ("raylt.core.reductions", "each"),
     "hp": ("raylt.hyper", "hp"),
     "load_config": ("raylt.config", "load"),
@@ -39,6 +41,7 @@ _PLACES = {
     "register": ("raylt.registry", "register"),
     "resume": ("raylt.runs.start", "resume"),
     "run": ("raylt.runs.start", "run"),
+    "study": ("raylt.studies.study", "study"),
     "total": ("raylt.core.reductions", "total"),
 }
 

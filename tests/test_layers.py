@@ -20,7 +20,7 @@ LAYERS = (
     ("raylt.registry",),
     ("raylt.contract",),
     ("raylt.runs",),
-    ("raylt.plots",),
+    ("raylt.plots", "raylt.studies"),
     ("actors",),
     ("tune",),
     ("raylt.cli", "raylt", "raylt.__main__"),

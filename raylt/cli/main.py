@@ -1,5 +1,6 @@
-"""The command line: raylt run | resume | tune | plot | check | data | methods | settings | recipes | plan | debug |
-doctor. Exit code 2 for input that cannot be used, 1 for a failed run."""
+"""The command line: raylt run | resume | tune | study | compare | report | reproduce | verdicts | ls | follow | plot |
+check | data | methods | settings | recipes | plan | debug | doctor. Exit code 2 for input that cannot be used, 1 for a
+failed run."""
 
 import sys
 from pathlib import Path
@@ -13,12 +14,14 @@ from raylt.cli.cluster import doctor, plan
 from raylt.cli.data import data
 from raylt.cli.listings import methods, recipes, settings
 from raylt.cli.options import err, out
+from raylt.cli.reproduce import reproduce, verdicts
 from raylt.cli.runs import debug, resume, run
+from raylt.cli.study import compare, follow, ls, report, study
 from raylt.cli.tune import tune
 from raylt.errors import RayltError, one_line
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (run, resume, tune):
+for command in (run, resume, tune, study, compare, report, reproduce, verdicts, ls, follow):
     app.command()(command)
 app.add_typer(plot.app, name="plot")
 for command in (check, data, methods, settings, recipes, plan, debug, doctor):
@@ -84,5 +87,5 @@ def main() -> None:
                   soft_wrap=True, markup=False)
         code = error.exit_code if isinstance(error, RayltError) else 1
     if code == 130:                                     # typer makes Ctrl-C an exit
-        err.print("stopped; to go on: raylt resume RUN, or raylt tune --resume SEARCH")
+        err.print("stopped; to go on: raylt resume RUN, raylt tune --resume SEARCH, or the same raylt study")
     sys.exit(code)

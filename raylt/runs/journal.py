@@ -6,6 +6,7 @@
     metrics.jsonl    one line per committed step
     checkpoints/     see checkpoint.py
     events.*         TensorBoard
+    provenance.jsonl what made it: versions and machine, a line for each start
     summary.json     when the run is done; model.safetensors beside it
 
 A step is committed in this order: checkpoint renamed into its place, then its line. A run that was killed in between
@@ -30,6 +31,7 @@ from raylt.core.checkpoint import Checkpoint
 from raylt.core.experiment import Report
 from raylt.data.split import Split
 from raylt.errors import CheckpointError
+from raylt.runs import provenance
 
 LOCK_ATTEMPTS = 5
 
@@ -82,12 +84,13 @@ class Journal:
 
     def append(self, report: Report) -> None:
         """Records a committed step."""
-        line = json.dumps(asdict(report))
+        content = asdict(report)
+        line = json.dumps({"schema": provenance.SCHEMA, "date": provenance.now(), **content})
         with (self.folder / "metrics.jsonl").open("a") as stream:
             stream.write(line + "\n")
             stream.flush()
             os.fsync(stream.fileno())
-        self._board(json.loads(line))
+        self._board(content)
 
     def reports(self) -> list[dict[str, Any]]:
         """The committed steps, oldest first."""
@@ -103,7 +106,7 @@ class Journal:
         step = 0 if saved is None else saved.facts["step"]
         lines = [json.dumps(report) for report in read_reports(self.folder) if report["step"] <= step]
         if saved is not None and len(lines) < step:     # killed between the checkpoint and its line
-            lines.append(json.dumps(saved.facts["report"]))
+            lines.append(json.dumps({"schema": provenance.SCHEMA, "date": None, **saved.facts["report"]}))
         _write(self.folder / "metrics.jsonl", "".join(line + "\n" for line in lines))
         return saved, faults
 
