@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ray.util.metrics import Counter, Gauge
 
-from raylt.core.experiment import Report
+from raylt.core.report import Report
 
 
 class Figures:

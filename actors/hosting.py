@@ -14,7 +14,7 @@ from actors.placement import Plan, nodes_of, place, plan
 from actors.probe import probe
 from actors.server import ServerActor
 from actors.slots import LOST
-from raylt.core.experiment import Report
+from raylt.core.report import Report
 from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import ConfigError, RayltError, ServerLost

@@ -13,7 +13,8 @@ from actors.figures import Figures
 from actors.fleet import RayFleet
 from actors.placement import Placement
 from raylt.core.checkpoint import latest
-from raylt.core.experiment import Experiment, Report
+from raylt.core.experiment import Experiment
+from raylt.core.report import Report
 from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import RayltError, one_line

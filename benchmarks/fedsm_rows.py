@@ -21,9 +21,10 @@ import torch
 
 from raylt.config import Config, load
 from raylt.core import checkpoint
-from raylt.core.experiment import Experiment, Report
+from raylt.core.experiment import Experiment
 from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
+from raylt.core.report import Report
 from raylt.data.task import build_task
 from raylt.errors import ConfigError, RayltError
 from raylt.methods import make_method

@@ -89,7 +89,7 @@ def sums_of(method: SFD, n: int, dim: int, c: int) -> Tree:
     generator = torch.Generator().manual_seed(c)
     mixing = torch.randn(dim, dim, generator=generator) / dim ** 0.5
     z = (torch.randn(n, dim, generator=generator) @ mixing + 0.3).relu()
-    sums = class_sums(z, torch.zeros(n, dtype=torch.int64))["0"]
+    sums = class_sums(z, torch.zeros(n, dtype=torch.int64))[0]
     return sums | {"phi": fourier_sum(z, method.frequencies(dim, SEED))}
 
 

@@ -1,4 +1,7 @@
-"""Nested dicts of tensors: what messages, replies and states are made of. Leaves: tensors, numbers, strings, None."""
+"""Nested dicts of tensors: what messages, replies and states are made of. Leaves: tensors, numbers, strings, None.
+
+Keys are strings; in messages and replies they may be whole numbers too, as of classes.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -8,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Tree = dict[str, Any]
+Tree = dict[Any, Any]
 
 
 def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from raylt.config import Config
-from raylt.core.experiment import Experiment, Report
+from raylt.core.experiment import Experiment
 from raylt.core.fleet import Fleet
 from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
+from raylt.core.report import Report
 from raylt.core.setup import Setup
 from raylt.data.task import Task, build_task
 from raylt.errors import CheckpointError

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from raylt import tree
 from raylt.core.checkpoint import hash_tensors
-from raylt.core.experiment import Experiment, Report
+from raylt.core.experiment import Experiment
+from raylt.core.report import Report
 from raylt.tree import Tree
 
 

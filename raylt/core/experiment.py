@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,55 +21,12 @@ from raylt.core.evaluation import confusion_of
 from raylt.core.fleet import Fleet
 from raylt.core.judging import Judge, judged_entries
 from raylt.core.reductions import each
+from raylt.core.report import Report
 from raylt.core.server import Server, Stages
 from raylt.core.setup import Setup
 from raylt.data.samples import Samples
 from raylt.data.task import Task
 from raylt.tree import Tree
-
-
-@dataclass(frozen=True)
-class Report:
-    """One step of a run: a round, or what a method does after the last one.
-
-    Attributes:
-        step: 1..R for rounds, R + 1 for the finish.
-        phase: "round" or "finish".
-        seconds: of training and aggregation; `evaluation_seconds` apart.
-        accuracy: of what is deployed, on the balanced test set; None when it was not due. For personal methods the
-            mean over the clients' own models, and `global_accuracy` is the global model's. Where clients see the
-            classes in their own ways, as they see them; `global_accuracy` then is still over the true ones.
-        macro, miou: means over the classes of accuracy and of intersection over union, of what `accuracy` is of.
-        groups: accuracy over the many-, medium- and few-shot classes; None for a group without classes.
-        clients: per-client figures ("owned", "matched", "global", "miou"), each with its mean and worst decile.
-        by_client: the same of each client by id, None for one that is not judged; kept of clients' own models, and
-            of the last evaluation of all.
-        traffic: bytes and replies by client function.
-        participants: ids of the clients sampled for the round whose replies were used.
-        lost, retried, rejected: client ids; rejected ones with the reason.
-        figures: what the method reports.
-        stages: seconds by stage: the waits for clients by client function, "aggregation", what the method times of
-            its own ("synthesis"), "evaluation" and "checkpoint".
-    """
-
-    step: int
-    phase: str
-    seconds: float
-    evaluation_seconds: float
-    accuracy: float | None
-    global_accuracy: float | None
-    groups: dict[str, float | None] | None
-    clients: dict[str, dict[str, float]] | None
-    traffic: dict[str, dict[str, int]]
-    participants: list[int] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)
-    retried: list[int] = field(default_factory=list)
-    rejected: dict[int, str] = field(default_factory=dict)
-    figures: dict[str, Any] = field(default_factory=dict)
-    by_client: dict[str, list[float | None]] | None = None
-    stages: dict[str, float] = field(default_factory=dict)
-    macro: float | None = None
-    miou: float | None = None
 
 
 class Experiment:
@@ -171,20 +128,22 @@ class Experiment:
         self.server.receive(part["model"])
         self.server.state = part["state"]
         self._step = self.server.round = saved.facts["step"]
-        for name in saved.parts:
-            if name != "server":
-                self.fleet.restore(int(name.removeprefix("client-")), saved.read(name))
+        for id in self._clients_in(saved):
+            self.fleet.restore(id, saved.read(_part_of(id)))
         self.fleet.changed.clear()
         self._saved = saved
 
     def _parts(self) -> Iterator[tuple[str, Tree | None]]:
         yield "server", {"model": tree.snapshot(self.server.model.state_dict()),
                          "state": tree.snapshot(self.server.state)}
-        before = set() if self._saved is None else {int(n[7:]) for n in self._saved.parts if n != "server"}
-        for id in sorted(before - self.fleet.changed):
-            yield f"client-{id:03d}", None
+        for id in self._clients_in(self._saved):
+            if id not in self.fleet.changed:
+                yield _part_of(id), None
         for id, private in self.fleet.private_states(sorted(self.fleet.changed)):
-            yield f"client-{id:03d}", private
+            yield _part_of(id), private
+
+    def _clients_in(self, saved: Checkpoint | None) -> list[int]:
+        return [] if saved is None else [id for id in self.fleet.ids if _part_of(id) in saved.parts]
 
     def _evaluate(self, last: bool) -> dict[str, Any]:
         every = self.config.evaluation
@@ -227,6 +186,11 @@ class Experiment:
         return got["confusion"]
 
 
+def _part_of(client: int) -> str:
+    """The part of a checkpoint that holds a client's private state."""
+    return f"client-{client:03d}"
+
+
 def _merge(first: dict[str, Traffic], second: dict[str, Traffic]) -> dict[str, Traffic]:
     none = Traffic()
     return {name: Traffic(a.down + b.down, a.up + b.up, a.replies + b.replies) for name in first | second
@@ -235,7 +199,7 @@ def _merge(first: dict[str, Traffic], second: dict[str, Traffic]) -> dict[str, T
 
 @contextmanager
 def _all_threads() -> Iterator[None]:
-    """All cores for an evaluation: clients are idle then, and it decides counts, not weights."""
+    """All cores: clients are idle during an evaluation, and it decides counts, not weights."""
     threads = torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     try:

@@ -52,10 +52,10 @@ class CCVR(Method):
                                for name, size in (("z", d), ("zz", d * (d + 1) // 2))}}
         message = {"model": tree.snapshot(server.model.entries("encoder."))}
         got = fleet.ask(self.statistics, fleet.everyone, message,
-                        classes=total.within({str(c): of_class for c in range(server.model.classes)}))
-        present = sorted(map(int, got["classes"]))                              # [2]
+                        classes=total.within(dict.fromkeys(range(server.model.classes), of_class)))
+        present = sorted(got["classes"])                              # [2]
         generator = torch.Generator().manual_seed(server.seed("virtual"))
-        z = torch.cat([self.draw(got["classes"][str(c)], generator) for c in present]).to(server.device)
+        z = torch.cat([self.draw(got["classes"][c], generator) for c in present]).to(server.device)
         y = torch.tensor(present, device=server.device).repeat_interleave(self.virtual)
         own = server.model.classifier.state_dict()
         classifier = linear(own["weight"].clone(), own["bias"].clone())

@@ -61,7 +61,7 @@ class CReFF(Method):
         message, model = self.message(server), server.model
         of_class = {"n": 1, "sum": torch.empty(model.classes, model.dim + 1, device="meta")}
         got = fleet.ask(self.train, self.sample(server, fleet), message, model=mean.like(message["model"]), loss=mean,
-                        gradients=total.within({str(c): of_class for c in range(model.classes)}))
+                        gradients=total.within(dict.fromkeys(range(model.classes), of_class)))
         server.step(got["model"])
         with server.stages.time("matching"):
             server.log(loss=got["loss"], cosine=self.match(server, got["gradients"]))
@@ -70,8 +70,8 @@ class CReFF(Method):
 
     def match(self, server: Server, gradients: Tree) -> float:
         """Features whose gradient is, row by row, that of the clients' mean; returns the cosine that is reached."""
-        classes = torch.tensor(sorted(map(int, gradients)))
-        targets = torch.stack([(gradients[str(c)]["sum"] / gradients[str(c)]["n"]).float() for c in classes.tolist()])
+        classes = torch.tensor(sorted(gradients))
+        targets = torch.stack([(gradients[c]["sum"] / gradients[c]["n"]).float() for c in classes.tolist()])
         h, device = server.state["features"], server.device
         matched, cosine = match_features(
             h[classes].to(device), classes.to(device), targets.to(device), steps=self.matching_steps,

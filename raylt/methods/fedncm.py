@@ -41,7 +41,7 @@ class FedNCM(Method):
         of_class = {"n": 1, "z": torch.empty(server.model.dim, device="meta")}
         message = {"model": tree.snapshot(server.model.entries("encoder."))}                    # [1]
         got = fleet.ask(self.statistics, fleet.everyone, message,
-                        classes=total.within({str(c): of_class for c in range(server.model.classes)}))
+                        classes=total.within(dict.fromkeys(range(server.model.classes), of_class)))
         pooled = pooled_means(got["classes"], server.model.classes)
         server.state["classifier"] = {"weight": F.normalize(pooled["means"], dim=1),
                                       "bias": torch.where(pooled["present"], 0.0, NEVER)}       # [2]

@@ -16,7 +16,7 @@ from raylt.tree import Tree
 Distance = Literal["flat", "rows"]
 
 
-def class_gradients(z: Tensor, y: Tensor, classifier: nn.Module) -> dict[str, Tensor]:
+def class_gradients(z: Tensor, y: Tensor, classifier: nn.Module) -> dict[int, Tensor]:
     """Of each class that occurs, by its number, the mean gradient of its samples' cross-entropy, Eq. 16.
 
     Args:
@@ -28,15 +28,15 @@ def class_gradients(z: Tensor, y: Tensor, classifier: nn.Module) -> dict[str, Te
         float32 [C, d + 1] of each; the bias's gradient is the last column.
     """
     weight, bias = (entry.double() for entry in _weights(classifier))
-    return {str(c): _gradient(z[y == c][None].double(), torch.tensor([c], device=z.device), weight, bias)[0].float()
+    return {c: _gradient(z[y == c][None].double(), torch.tensor([c], device=z.device), weight, bias)[0].float()
             for c in y.unique().tolist()}
 
 
 def mean_gradients(replies: list[Tree]) -> tuple[Tensor, Tensor]:
     """The classes that some reply of `class_gradients` has, int64 [K] ascending, and of each the mean of the gradients
     of those that have it, each counting the same, Eq. 17, [K, C, d + 1]."""
-    classes = sorted({int(c) for reply in replies for c in reply})
-    means = [torch.stack([reply[str(c)] for reply in replies if str(c) in reply]).mean(0) for c in classes]
+    classes = sorted({c for reply in replies for c in reply})
+    means = [torch.stack([reply[c] for reply in replies if c in reply]).mean(0) for c in classes]
     return torch.tensor(classes), torch.stack(means)
 
 

@@ -19,7 +19,7 @@ class Moments(NamedTuple):
     cov: Tensor
 
 
-def class_sums(z: Tensor, y: Tensor) -> dict[str, Tree]:
+def class_sums(z: Tensor, y: Tensor) -> dict[int, Tree]:
     """Of each class that occurs: its count `n` and the sums `z` [d] and `zz` [d (d + 1) / 2], packed, in float64.
 
     Sums of these over clients are the sums of the pooled features; float64, because a covariance is the small
@@ -29,14 +29,14 @@ def class_sums(z: Tensor, y: Tensor) -> dict[str, Tree]:
         z: features [n, d].
         y: int64 [n].
     """
-    sums: dict[str, Tree] = {}
+    sums: dict[int, Tree] = {}
     for c in y.unique().tolist():
         own = z[y == c].double()
-        sums[str(c)] = {"n": len(own), "z": own.sum(0), "zz": pack(own.T @ own)}
+        sums[c] = {"n": len(own), "z": own.sum(0), "zz": pack(own.T @ own)}
     return sums
 
 
-def class_means(z: Tensor, y: Tensor, unit: bool = False) -> dict[str, Tree]:
+def class_means(z: Tensor, y: Tensor, unit: bool = False) -> dict[int, Tree]:
     """Of each class that occurs: its count `n`, and `n` times the mean of its features, `z` [d], float32.
 
     Args:
@@ -44,11 +44,11 @@ def class_means(z: Tensor, y: Tensor, unit: bool = False) -> dict[str, Tree]:
         y: int64 [n].
         unit: whether each mean is brought to length 1 before.
     """
-    sums: dict[str, Tree] = {}
+    sums: dict[int, Tree] = {}
     for c in y.unique().tolist():
         own = z[y == c].double()
         mean = own.mean(0)
-        sums[str(c)] = {"n": len(own), "z": (len(own) * (F.normalize(mean, dim=0) if unit else mean)).float()}
+        sums[c] = {"n": len(own), "z": (len(own) * (F.normalize(mean, dim=0) if unit else mean)).float()}
     return sums
 
 
@@ -57,7 +57,7 @@ def pooled_means(sums: Tree, classes: int) -> Tree:
     dim = len(next(iter(sums.values()))["z"])
     means, present = torch.zeros(classes, dim), torch.zeros(classes, dtype=torch.bool)
     for c, of_class in sums.items():
-        means[int(c)], present[int(c)] = of_class["z"] / of_class["n"], True
+        means[c], present[c] = of_class["z"] / of_class["n"], True
     return {"means": means, "present": present}
 
 

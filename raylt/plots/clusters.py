@@ -60,17 +60,19 @@ def read_clusters(run: Run, round: int | None = None) -> Clusters:
     from sklearn.decomposition import PCA  # a second of imports
 
     saved = run.checkpoint()
-    similarities = {} if saved is None else saved.read("server")["state"].get("similarity", {})
+    kept = {} if saved is None else saved.read("server")["state"].get("similarities", {})
+    similarities = {entry["round"]: entry["matrix"] for entry in kept.values()}
     if not similarities:
         raise CheckpointError(f"{run.folder}: {run.method.name} left no clusters; give a run of mupfl with "
                               "method.acmu=true and a round behind it")
-    round = max(map(int, similarities)) if round is None else round
-    if str(round) not in similarities:
-        raise CheckpointError(f"{run.folder}: similarities are kept of rounds {', '.join(similarities)}, not of "
-                              f"{round}; give one of them with --round")
+    round = max(similarities) if round is None else round
+    if round not in similarities:
+        rounds = ", ".join(map(str, similarities))
+        raise CheckpointError(f"{run.folder}: similarities are kept of rounds {rounds}, not of {round}; give one of "
+                              "them with --round")
     reports = {report["step"]: report for report in run.reports if report["phase"] == "round"}
     own, ids = reports[round]["figures"], reports[round]["participants"]
-    points, pca = embed(similarities[str(round)].double()).numpy(), PCA(2)
+    points, pca = embed(similarities[round].double()).numpy(), PCA(2)
     places = pca.fit_transform(points)
     return Clusters(round, ids, own["clusters"], own["silhouettes"].get(str(own["kappa"])), places,
                     pca.explained_variance_ratio_, run.task.client_counts[ids], run.task.class_names,

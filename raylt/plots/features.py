@@ -45,8 +45,9 @@ def draw_features(run: Run, path: Path | None = None) -> Path:
     if "synthetic" not in server.state:
         raise CheckpointError(f"{run.folder}: {run.method.name} left no synthetic features; give a run of sfd with "
                               "method.safs=true")
-    synthetic: dict[int, Tensor] = {int(c): z for c, z in server.state["synthetic"].items()}
-    classes = sorted(synthetic)
+    z, y = server.state["synthetic"]["z"], server.state["synthetic"]["y"]
+    classes = y.unique().tolist()
+    synthetic: dict[int, Tensor] = {c: z[y == c] for c in classes}
     real = {c: _real_features(config, task, server, c, len(synthetic[c])) for c in classes}
     parts = [real[c] for c in classes] + [synthetic[c] for c in classes]
     z = torch.cat(parts).double().numpy()

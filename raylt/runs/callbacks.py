@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from raylt.config import Config
-from raylt.core.experiment import Report
+from raylt.core.report import Report
 
 
 class Callback:

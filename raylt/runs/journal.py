@@ -28,7 +28,7 @@ import yaml
 from raylt.config import Config
 from raylt.core import checkpoint
 from raylt.core.checkpoint import Checkpoint
-from raylt.core.experiment import Report
+from raylt.core.report import Report
 from raylt.data.split import Split
 from raylt.errors import CheckpointError
 from raylt.runs import provenance

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from raylt.core import checkpoint
-from raylt.core.experiment import Report
+from raylt.core.report import Report
 from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import ConfigError, ServerLost

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from raylt.config import Config
-from raylt.core.experiment import Report
+from raylt.core.report import Report
 from raylt.runs.callbacks import Callback
 
 

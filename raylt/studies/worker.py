@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from raylt.config import Config, check
-from raylt.core.experiment import Report
+from raylt.core.report import Report
 from raylt.errors import RayltError, one_line
 from raylt.registry import load_plugin
 from raylt.runs.callbacks import Callback

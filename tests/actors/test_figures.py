@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from actors.figures import Figures
-from raylt.core.experiment import Report
+from raylt.core.report import Report
 
 REPORT = Report(3, "round", 1.5, 0.5, 0.75, 0.75, {"many": 0.9, "medium": None, "few": 0.25}, None,
                 {"train": {"down": 1000, "up": 500, "replies": 2}}, lost=[4], retried=[4, 4], rejected={1: "nan"},

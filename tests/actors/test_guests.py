@@ -1,64 +1,54 @@
-"""A method, a model, a source and an augmentation of one's own where Ray's workers cannot import them."""
+"""A method, a model, a source and an augmentation of one's own where Ray's workers cannot import them. About 90 s."""
 
 import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from test_two_nodes import call, clean, nodes
+from started import RAYLT, bare, call, nodes
 
-__all__ = ["clean", "nodes"]            # fixtures
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(290)]
 GUESTS = Path(__file__).parents[1] / "guests"
 SETTINGS = ["method=smoothed", "model=tinynet", "augment=dim", "data.source=stripes", "data.clients=3",
             "data.imbalance=1", "local.epochs=1"]
 
 
-@pytest.fixture
-def plugin(tmp_path):
+def test_on_two_nodes_killed_and_resumed_and_through_a_search(tmp_path):
     shutil.copytree(GUESTS, tmp_path / "own", ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path / "own" / "shops.py"
+    env = bare(tmp_path / "home", RAY_AUTH_MODE="disabled")
+    runs, how = tmp_path / "runs", ["--plugin", tmp_path / "own" / "shops.py", "--format", "json"]
 
+    def raylt(*arguments):
+        done = call(*RAYLT, *arguments, *how, env=env)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
 
-def raylt(*arguments, env, cwd):
-    done = call(sys.executable, "-m", "raylt", *arguments, env=env, cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    options = ["--num-cpus=2", "--num-gpus=0"]
+    with nodes(tmp_path.parent / "g", env, [*options, "--include-dashboard=false"], options) as address:
+        there = ["--out", runs, "--address", address]
+        alone = raylt("run", *SETTINGS, "federation.rounds=6", "--out", runs, "--name", "alone", "--fleet", "local")
+        assert raylt("run", *SETTINGS, "federation.rounds=6", "--name", "there", *there)["model_sha256"] == alone[
+            "model_sha256"]
 
+        command = [*RAYLT, "run", *SETTINGS, "federation.rounds=6", "--name", "killed", *there, *how]
+        with (tmp_path / "killed.txt").open("w") as out:
+            driver = subprocess.Popen([str(part) for part in command], env=env, stdout=out, stderr=out)
+            lines, end = runs / "killed" / "metrics.jsonl", time.monotonic() + 90
+            while time.monotonic() < end and not (lines.exists() and lines.read_text()):
+                time.sleep(0.02)
+            os.kill(driver.pid, signal.SIGKILL)
+            driver.wait()
+        refused = call(*RAYLT, "resume", runs / "killed", "--address", address, env=env)
+        assert refused.returncode == 2
+        assert "give --plugin shops.py again" in refused.stderr
+        assert raylt("resume", runs / "killed", "--address", address)["model_sha256"] == alone["model_sha256"]
 
-def test_on_two_nodes_killed_and_resumed_and_through_a_search(nodes, clean, plugin, tmp_path):
-    address, _, env = nodes
-    here = {"env": clean, "cwd": tmp_path}
-    run = ["run", *SETTINGS, "federation.rounds=6", "--plugin", plugin, "--format", "json"]
-    alone = raylt(*run, "--fleet", "local", "--name", "alone", **here)
-    there = raylt(*run, "--address", address, "--name", "there", env=env, cwd=tmp_path)
-    assert there["model_sha256"] == alone["model_sha256"]
-
-    with (tmp_path / "killed.txt").open("w") as out:
-        command = [sys.executable, "-m", "raylt", *map(str, run), "--address", address, "--name", "killed"]
-        driver = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=out, stderr=out)
-        lines = tmp_path / "runs" / "killed" / "metrics.jsonl"
-        end = time.monotonic() + 90
-        while time.monotonic() < end and not (lines.exists() and lines.read_text()):
-            time.sleep(0.05)
-        os.kill(driver.pid, signal.SIGKILL)
-        driver.wait()
-    refused = call(sys.executable, "-m", "raylt", "resume", "runs/killed", env=env, cwd=tmp_path)
-    assert refused.returncode == 2
-    assert "give --plugin shops.py again" in refused.stderr
-    resumed = raylt("resume", "runs/killed", "--plugin", plugin, "--address", address, "--format", "json", env=env,
-                    cwd=tmp_path)
-    assert resumed["model_sha256"] == alone["model_sha256"]
-
-    search = raylt("tune", *SETTINGS, "federation.rounds=2", "data.validation=0.2", "--plugin", plugin, "--samples", 2,
-                   "--scheduler", "none", "--name", "search", "--address", address, "--format", "json", env=env,
-                   cwd=tmp_path)
-    assert len(search["trials"]) == 2
-    best = raylt("run", "runs/search/best.yaml", "--plugin", plugin, "--fleet", "local", "--format", "json", **here)
+        search = raylt("tune", *SETTINGS, "federation.rounds=2", "data.validation=0.2", "resources.actors=1",
+                       "--samples", "2", "--scheduler", "none", "--name", "search", *there)
+        assert len(search["trials"]) == 2
+    best = raylt("run", runs / "search" / "best.yaml", "--out", runs, "--name", "best", "--fleet", "local")
     assert best["method"] == "smoothed"

@@ -99,7 +99,7 @@ def test_sums_over_any_split_are_those_of_the_pooled_features():
 
 def test_ccvr_draws_from_the_pooled_mean_and_unbiased_covariance():
     z = torch.randn(50, 4, generator=torch.Generator().manual_seed(0)) @ torch.diag(torch.tensor([3.0, 1.0, 0.5, 2.0]))
-    sums = class_sums(z + 5, torch.zeros(50, dtype=torch.int64))["0"]
+    sums = class_sums(z + 5, torch.zeros(50, dtype=torch.int64))[0]
     n, mean, covariance = moments(sums)
     assert np.allclose(covariance * n / (n - 1), np.cov(z.double().numpy().T), atol=1e-6)
     drawn = CCVR(virtual=2000).draw(sums, torch.Generator().manual_seed(1)).double()
@@ -109,7 +109,7 @@ def test_ccvr_draws_from_the_pooled_mean_and_unbiased_covariance():
 
 
 def test_ccvr_of_a_single_sample_draws_copies_of_it():
-    sums = class_sums(torch.tensor([[1.0, 2.0]]), torch.tensor([0]))["0"]
+    sums = class_sums(torch.tensor([[1.0, 2.0]]), torch.tensor([0]))[0]
     assert torch.allclose(CCVR(virtual=5).draw(sums, torch.Generator()), torch.tensor([[1.0, 2.0]]).expand(5, 2))
 
 

@@ -74,7 +74,7 @@ def test_mean_counts_each_client_that_owns_a_class_the_same():
     assert classes.tolist() == [0, 3]
     assert means[:, 0, 0].tolist() == [1.0, 6.0]
     assert means.shape == (2, C, D + 1)
-    many = {str(c): torch.full((C, D + 1), float(c)) for c in (10, 9, 2)}
+    many = {c: torch.full((C, D + 1), float(c)) for c in (10, 9, 2)}
     assert mean_gradients([many])[0].tolist() == [2, 9, 10]         # as numbers, not as words
 
 

@@ -11,7 +11,7 @@ from torch import tensor
 
 from raylt.config import Config, load
 from raylt.core import checkpoint
-from raylt.core.experiment import Report
+from raylt.core.report import Report
 from raylt.data.split import Split
 from raylt.errors import CheckpointError
 from raylt.runs.journal import Journal

@@ -226,7 +226,7 @@ class FedSM(Method):
         model = server.model
         of_class = {"n": 0, "z": torch.empty(model.dim, device="meta")}
         got = fleet.ask(self.prototypes, fleet.everyone, encoder(model),
-                        classes=total.within({str(c): of_class for c in range(model.classes)}))
+                        classes=total.within(dict.fromkeys(range(model.classes), of_class)))
         return pooled_means(got["classes"], model.classes)
 
     # what is judged

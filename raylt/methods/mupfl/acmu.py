@@ -32,6 +32,7 @@ def form_clusters(server: Server, starts: Mapping[int, Params], got: Replies, al
     best = cluster(similarity, kappas if n > 2 else [], server.seed("acmu"))                        # [5]
     server.log(kappa=best.kappa, silhouettes={str(kappa): value for kappa, value in best.silhouettes.items()},
                clusters=best.labels)
-    kept = dict(list(server.state.get("similarity", {}).items())[1 - KEPT_ROUNDS:])
-    server.state["similarity"] = kept | {str(server.round): similarity.float()}
+    kept = list(server.state.get("similarities", {}).values())[1 - KEPT_ROUNDS:]
+    kept.append({"round": server.round, "matrix": similarity.float()})
+    server.state["similarities"] = {str(place): entry for place, entry in enumerate(kept)}
     return [[id for id, label in zip(starts, best.labels, strict=True) if label == c] for c in range(best.kappa)]

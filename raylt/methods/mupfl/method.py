@@ -194,7 +194,7 @@ class MuPFL(Method):
         wanted: dict[str, Reduction] = {"loss": mean}
         if self.pkcf:
             gradient = torch.empty(model.classes, model.dim + 1, device="meta")
-            wanted["gradients"] = each.within({str(c): gradient for c in range(model.classes)})
+            wanted["gradients"] = each.within(dict.fromkeys(range(model.classes), gradient))
         if self.acmu:
             got = self.train_in_clusters(server, fleet, cohort, message, wanted)
         else:

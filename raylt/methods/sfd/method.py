@@ -156,7 +156,7 @@ class SFD(Method):
         omega = self.frequencies(z.shape[1], message["seed"]).to(z.device)
         sums = class_sums(z, y)
         for c, of_class in sums.items():
-            of_class["phi"] = fourier_sum(z[y == int(c)], omega)
+            of_class["phi"] = fourier_sum(z[y == c], omega)
         return client.reply(classes=sums)
 
     def frequencies(self, dim: int, seed: int) -> Tensor:
@@ -186,21 +186,23 @@ class SFD(Method):
         of_class = {"n": 0, "z": sums_like(d), "zz": sums_like(d * (d + 1) // 2), "phi": sums_like(self.rf_dim)}
         message = {"model": tree.snapshot(encoder(server.model)), "seed": seed}
         got = fleet.ask(self.statistics, fleet.everyone, message,
-                        classes=total.within({str(c): of_class for c in range(server.model.classes)}))
+                        classes=total.within(dict.fromkeys(range(server.model.classes), of_class)))
         sums = got["classes"]
-        sums = {c: sums[c] for c in sorted(sums, key=lambda c: (sums[c]["n"], int(c)))}        # largest bank first [7]
+        sums = {c: sums[c] for c in sorted(sums, key=lambda c: (sums[c]["n"], c))}        # largest bank first [7]
         sizes = bank_sizes([of_class["n"] for of_class in sums.values()], *self.bank(server.model.dim))
         with server.stages.time("synthesis"):
             made = fleet.map(self.synthesise, [
-                {"sums": sums[c], "size": size, "fourier": seed, "bank": seed_for(server.seed("bank"), int(c))}
+                {"sums": sums[c], "size": size, "fourier": seed, "bank": seed_for(server.seed("bank"), c)}
                 for c, size in zip(sums, sizes, strict=True)])
         z = torch.cat([m["z"] for m in made]).to(server.device)                                 # [M, d]
-        y = torch.repeat_interleave(torch.tensor([int(c) for c in sums]), torch.tensor(sizes)).to(server.device)
+        y = torch.repeat_interleave(torch.tensor(list(sums)), torch.tensor(sizes)).to(server.device)
         with server.stages.time("re-training"):
             loss = self.retrain(server, z, y)
         every = max(1, len(sums) / SHOWN_CLASSES)               # evenly over the class sizes, as the paper's Fig. 5
         shown = [int(i * every) for i in range(min(len(sums), SHOWN_CLASSES))]
-        server.state["synthetic"] = {list(sums)[i]: made[i]["z"][:SHOWN_FEATURES].clone() for i in shown}
+        shown_z = [made[i]["z"][:SHOWN_FEATURES] for i in shown]
+        shown_y = torch.tensor(list(sums))[shown].repeat_interleave(torch.tensor([len(part) for part in shown_z]))
+        server.state["synthetic"] = {"z": torch.cat(shown_z), "y": shown_y}
         server.log(synthetic=len(z), retrain_loss=loss, jitter=max(m["jitter"] for m in made),
                    synthesis_loss=[sum(m["losses"][t] for m in made) / len(made) for t in (0, -1)])
 

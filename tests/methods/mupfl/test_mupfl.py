@@ -95,7 +95,7 @@ def test_similarity_is_that_of_equation_8(finished, tiny_task):
     unit = [F.normalize(x.double(), dim=1) for x in (d, m)]
     mixed = 0.5 * unit[0] @ unit[0].T + 0.5 * unit[1] @ unit[1].T
     mixed.fill_diagonal_(1)                         # the client with one sample does not train: its update is zero
-    found = experiment.server.state["similarity"]["1"]
+    found = experiment.server.state["similarities"]["0"]["matrix"]
     assert torch.allclose(found.double(), mixed, atol=1e-5)
 
 
@@ -107,7 +107,7 @@ def test_without_dropout_similarity_is_that_of_updates_alone(tiny_task, tmp_path
     d = torch.stack([torch.cat([(r["model"][n] - start[n]).flatten() for n in names]) for r in replies.values()])
     d = d.double()
     assert not any("map" in reply for reply in replies.values())
-    assert torch.allclose(experiment.server.state["similarity"]["1"].double(), cosines(d @ d.T), atol=1e-6)
+    assert torch.allclose(experiment.server.state["similarities"]["0"]["matrix"].double(), cosines(d @ d.T), atol=1e-6)
 
 
 # what a round reports
@@ -124,15 +124,15 @@ def test_clusters_of_every_round_are_reported(finished):
         assert figures["silhouettes"][str(figures["kappa"])] == best
         assert -1 <= figures["cosine"] <= 1
         json.dumps(figures)
-    assert experiment.server.state["similarity"].keys() == {"1", "2"}
+    assert [e["round"] for e in experiment.server.state["similarities"].values()] == [1, 2]
 
 
 def test_only_the_last_similarities_are_kept(tiny_task, tmp_path):
     method = MuPFL(**OFF | {"acmu": True})
     experiment, reports = run(tiny_task, tmp_path, method, federation={"rounds": KEPT_ROUNDS + 3, "participation": 0.5},
                               local={"epochs": 1, "batch": 8})
-    kept = experiment.server.state["similarity"]
-    assert list(kept) == [str(round) for round in range(4, KEPT_ROUNDS + 4)]
+    kept = experiment.server.state["similarities"].values()
+    assert [entry["round"] for entry in kept] == list(range(4, KEPT_ROUNDS + 4))
     for round, similarity in kept.items():
         assert len(similarity) == len(reports[int(round) - 1].participants) == 3
 

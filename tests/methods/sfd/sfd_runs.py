@@ -32,7 +32,7 @@ def statistics(experiment: Experiment) -> dict:
     parts = {"n": 0, "z": sums_like(64), "zz": sums_like(64 * 65 // 2), "phi": sums_like(method.rf_dim)}
     return experiment.fleet.ask(method.statistics, experiment.fleet.everyone,
                                 {"model": tree.snapshot(encoder(model)), "seed": 5},
-                                classes=total.within({str(c): parts for c in range(10)}))["classes"]
+                                classes=total.within(dict.fromkeys(range(10), parts)))["classes"]
 
 
 def finish(experiment: Experiment) -> list:
