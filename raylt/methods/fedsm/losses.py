@@ -15,6 +15,17 @@ def distillation(logits: Tensor, log_teacher: Tensor, temperature: float) -> Ten
     return temperature ** 2 * F.kl_div(log_p, log_teacher, reduction="batchmean", log_target=True)
 
 
+def hint(z: Tensor, u: Tensor) -> Tensor:
+    """1/2 ||z - u||^2, the mean over a batch, as FitNets has it (Romero et al., ICLR 2015, Eq. 3); a scalar.
+
+    A mean over the dimensions would have 1/d of the gradient: nothing beside that of the cross-entropy.
+
+    Args:
+        z: the student's features [B, d]; u: the teacher's [B, d].
+    """
+    return 0.5 * (z.float() - u).square().sum(1).mean()
+
+
 def margin_softmax(u: Tensor, y: Tensor, text: Tensor, margin: float, scale: float) -> Tensor:
     """Margin Metric Softmax (CLIPood, ICML 2023): CE(s (u - m t_y) T^T, y), the mean over a batch, a scalar.
 

@@ -12,7 +12,8 @@ marked at its line:
     is the mean of its row (code). L1 and L2 become 1 / (1 + distance).
 [5] A class without a prototype, as nobody that answered holds it, gets no pseudo-features.
 [6] Fine-tuning (IV-C.2): each client trains the projection of its own teacher's image tower, keeps it and never uploads
-    it; the paper leaves open whose it is. Rate and margin are CLIPood's; the weight of the square error is ours.
+    it; the paper leaves open whose it is. Rate and margin are CLIPood's. "MSE" is half the sum of
+    squares, as in the paper's reference for it (FitNets); its weight is ours.
 [7] Underscores in class names become spaces.
 `preset=official` takes what the authors' code does otherwise (`OFFICIAL`): new classifiers are trained after averaging
 and judged, but never fed back. Fields given besides it win. Not taken: prototypes under BatchNorm's batch statistics,
@@ -40,8 +41,8 @@ from raylt.data.samples import Batch
 from raylt.data.task import Task
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Uniform, hp
-from raylt.methods.fedsm.losses import distillation
-from raylt.methods.fedsm.mixup import Partner, Similarity, Unit, draw_partners, mix_features, relevance
+from raylt.methods.fedsm.losses import distillation, hint
+from raylt.methods.fedsm.mixup import Partner, Similarity, Unit, draw_partners, mix_features, relevance, total_variation
 from raylt.methods.fedsm.teaching import Projection, encoded
 from raylt.models.clip import open_teacher
 from raylt.models.split import SplitModel, with_classifier
@@ -82,8 +83,9 @@ class FedSM(Method):
     epochs: int = hp(50, Choice(10, 50, 100), "of re-training, Fig. 5", ge=0)
     batch: int = hp(32, Choice(32, 64, 256), "of re-training, IV-A", ge=1)
     lr: float = hp(0.01, LogUniform(1e-3, 0.1), "of re-training, IV-A", gt=0)
-    finetune: bool = hp(False, Choice(True, False), "the teacher's projection, features matched by MSE, Table IV")
-    mse: float = hp(1.0, LogUniform(0.1, 10), "weight of the features' MSE when fine-tuning; not stated", ge=0)
+    finetune: bool = hp(False, Choice(True, False), "the teacher's projection, its features matched, Table IV")
+    squares: float = hp(1.0, LogUniform(0.1, 10), "weight of 1/2 ||z - u||^2 when fine-tuning; not stated", ge=0)
+    target: Literal["unit", "raw"] = hp("unit", Choice("unit", "raw"), "u of fine-tuning: of length 1, or as it is")
     margin: float = hp(0.3, Uniform(0.0, 0.5), "of Margin Metric Softmax; CLIPood's", ge=0)
     teacher_lr: float = hp(5e-6, LogUniform(1e-6, 1e-4), "of AdamW when fine-tuning; CLIPood's", gt=0)
 
@@ -137,11 +139,11 @@ class FedSM(Method):
         model, e = client.model, encoded(client, self.teacher, not self.finetune)       # [n, w]
         text = F.normalize(self.text(client, "phrase"), dim=1).to(client.device)        # [C, d]
         if self.finetune:
-            projection = Projection(client, self.teacher, self.teacher_lr)    # [6]
+            projection = Projection(client, self.teacher, self.teacher_lr, self.target == "unit")    # [6]
 
             def loss(batch: Batch) -> Tensor:
                 u, z = projection.step(e[batch.rows], batch.y, text, self.margin, self.scale), model.encoder(batch.x)
-                return F.cross_entropy(model.classifier(z), batch.y) + self.mse * F.mse_loss(z.float(), u)
+                return F.cross_entropy(model.classifier(z), batch.y) + self.squares * hint(z, u)
         else:
             log_q = (self.scale * e.float() @ text.T / self.temperature).log_softmax(1)         # [n, C] [1]
 
@@ -194,16 +196,20 @@ class FedSM(Method):
 
     def start(self, server: Server, fleet: Fleet) -> None:
         message: Message = {}
-        server.state["teacher"] = "none: no distillation, uniform relevance"
+        server.state |= {"teacher": "none: no distillation, uniform relevance", "relevance": 0.0}
         if self.wordings:
             teacher, names = open_teacher(self.teacher), server.facts.class_names
             message = {wording: teacher.text(names, wording, server.device) for wording in sorted(self.wordings)}
             server.state["teacher"] = teacher.about
+            server.state["relevance"] = total_variation(
+                relevance(message[self.wording].cpu(), self.similarity, self.softmax))
         fleet.ask(self.join, fleet.everyone, message)
 
     def round(self, server: Server, fleet: Fleet) -> None:
-        """Algorithm 1: in the last rounds the prototypes are taken first [3]; with `retrain=after`, last."""
-        server.log(teacher=server.state["teacher"])
+        """Algorithm 1: in the last rounds the prototypes are taken first [3]; with `retrain=after`, last.
+
+        The figure `relevance` is its total variation from uniform: near 0 it cannot matter."""
+        server.log(teacher=server.state["teacher"], relevance=server.state["relevance"])
         retrain = self.retrain if server.round > server.rounds - self.rounds else None
         cohort, message = self.sample(server, fleet), self.message(server)
         model = mean.like(message["model"])

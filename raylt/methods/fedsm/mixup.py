@@ -32,6 +32,18 @@ def relevance(text: Tensor, similarity: Similarity, temperature: float | None = 
     return alpha.clamp(min=0) if temperature is None else (alpha / temperature).softmax(1)
 
 
+def total_variation(alpha: Tensor) -> float:
+    """How far relevance is from none: total variation between each row as a distribution and the uniform one, the mean
+    over the rows, in [0, 1 - 1/C]. Rows without any weight count as uniform.
+
+    Args:
+        alpha: from `relevance`, [C, C].
+    """
+    total = alpha.sum(1, keepdim=True)
+    law = torch.where(total > 0, alpha / total, 1 / alpha.shape[1])
+    return (law - 1 / alpha.shape[1]).abs().sum(1).mean().item() / 2
+
+
 def draw_partners(alpha: Tensor, classes: Tensor, y: Tensor, size: int, partner: Partner, unit: Unit,
                   generator: torch.Generator) -> Tensor:
     """The samples whose features are mixed with the prototypes of P classes: places in `y`, int64 [P, size].

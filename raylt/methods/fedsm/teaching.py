@@ -34,23 +34,27 @@ class Projection:
 
     Weight decay 0.1 as in CLIPood. It starts as the teacher's, and from one round to the next it is private to the
     client: `client.state["projection"]`.
+
+    Args:
+        unit: whether the features that it gives are of length 1.
     """
 
-    def __init__(self, client: Client, teacher: str, lr: float):
+    def __init__(self, client: Client, teacher: str, lr: float, unit: bool):
         start = client.state.get("projection")
         if start is None:
             start = open_teacher(teacher).projection(client.device)
             assert start is not None, "Teacher.check refuses those without one"
         self.matrix = start.to(client.device, copy=True).requires_grad_()
-        self._client = client
+        self._client, self._unit = client, unit
         self._optimiser = torch.optim.AdamW([self.matrix], lr, weight_decay=0.1)
 
     def step(self, h: Tensor, y: Tensor, text: Tensor, margin: float, scale: float) -> Tensor:
-        """The unit features u [B, d] that the step started from; the arguments are those of `margin_softmax`."""
+        """The features [B, d] that the step started from; the arguments are those of `margin_softmax`."""
         with torch.autocast(h.device.type, enabled=False):
-            u = F.normalize(h.float() @ self.matrix, dim=1)
+            raw = h.float() @ self.matrix
+            u = F.normalize(raw, dim=1)
             self._optimiser.zero_grad()
             margin_softmax(u, y, text, margin, scale).backward()
             self._optimiser.step()
         self._client.state["projection"] = self.matrix.detach()     # as it is from now until the next step
-        return u.detach()
+        return (u if self._unit else raw).detach()

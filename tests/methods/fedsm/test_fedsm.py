@@ -36,7 +36,7 @@ def test_distillation_changes_the_model_and_retraining_starts_in_the_last_rounds
     assert fingerprint(distilled.server.model.state_dict()) == fingerprint(mixed.server.model.state_dict())
     plain, _ = run(tiny_task, tmp_path, FedSM(kd=0, rounds=0))
     assert fingerprint(distilled.server.model.state_dict()) != fingerprint(plain.server.model.state_dict())
-    assert [len(report.figures) for report in reports] == [2, 2, 3]         # teacher, loss, retrain_loss
+    assert [len(report.figures) for report in reports] == [3, 3, 4]         # teacher, relevance, loss, retrain_loss
 
 
 def test_loss_is_that_of_equation_1_written_out(tiny_task, npz):

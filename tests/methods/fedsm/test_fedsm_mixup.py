@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 from torch import tensor
 
-from raylt.methods.fedsm.mixup import draw_partners, mix_features, relevance
+from raylt.methods.fedsm.mixup import draw_partners, mix_features, relevance, total_variation
 
 TEXT = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 OFF = ~torch.eye(5, dtype=torch.bool)
@@ -113,3 +113,23 @@ def test_mixed_features_are_those_of_equation_4():
         for s in range(3):
             expected = (1 - lam[c, s]) * z[c, s] + lam[c, s] * prototypes[c]
             assert torch.allclose(r[c, s], expected)
+
+
+def test_total_variation_is_half_the_distance_to_uniform_and_the_mean_over_rows():
+    # rows (1/2, 1/2), (1, 0) and one without weight: 0, 1/2 and 0 from uniform
+    assert total_variation(tensor([[2.0, 2.0], [3.0, 0.0]])) == pytest.approx(0.25)
+    assert total_variation(tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 5.0, 0.0]])) == pytest.approx(2 / 9)
+    assert total_variation(torch.ones(4, 4)) == 0
+
+
+def test_relevance_of_texts_as_alike_as_clips_is_uniform_unless_it_is_sharpened():
+    # cosines of CLIP's class names lie between 0.75 and 0.95, and a softmax at 1 does not tell them apart
+    cosine = 0.85 + 0.05 * torch.randn(10, 10, generator=generator()).clamp(-2, 2)
+    cosine = (cosine + cosine.T) / 2
+    cosine.fill_diagonal_(1)
+    values, vectors = torch.linalg.eigh(cosine.double())
+    text = (vectors * values.clamp(min=0).sqrt()).float()
+    found = {temperature: total_variation(relevance(text, "cosine", temperature)) for temperature in (None, 1.0, 0.02)}
+    assert found[None] < 0.03
+    assert found[1.0] < 0.03
+    assert found[0.02] > 0.2

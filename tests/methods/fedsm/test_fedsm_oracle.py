@@ -162,8 +162,12 @@ def test_rounds_are_those_of_equations_1_to_7_written_out(tiny_task, tmp_path, t
     e = torch.from_numpy(teachers.feature_arrays(tiny_task)["image"]).float()
     for t in range(1, ROUNDS + 1):
         end, classifier = after_round(method, model, tiny_task, unit(e).half(), texts, t)
-        experiment.step()
+        report = experiment.step()
         model.load_state_dict(experiment.server.model.state_dict())
         assert naive.differences(naive.entries(model), end, 5e-4) == {}
+        alpha = relevance(method, torch.from_numpy(texts["text_label" if method.wording == "label" else "text"]))
+        law = [row / row.sum() if row.sum() else torch.full((4,), 0.25) for row in alpha]
+        assert report.figures["relevance"] == pytest.approx(
+            sum(sum(abs(p - 0.25) for p in row.tolist()) / 2 for row in law) / 4, abs=1e-6)
     judged = experiment.method.global_model(experiment.server).classifier.state_dict()
     assert naive.differences(judged, classifier, 5e-4) == {}

@@ -10,7 +10,9 @@ from torch.nn import functional as F
 from raylt.contract.hosts import Backwards, FailsFirst, NewHosts, OwnHosts
 from raylt.core import checkpoint
 from raylt.core.checkpoint import hash_tensors
+from raylt.core.features import features
 from raylt.core.reductions import mean
+from raylt.core.training import sgd
 from raylt.errors import ClientError, ConfigError, TooFewReplies
 from raylt.methods.fedsm import teaching
 from raylt.methods.fedsm.method import FedSM
@@ -28,7 +30,7 @@ def test_features_are_encoded_once_per_client_and_are_no_part_of_a_checkpoint(ti
     assert all(cache["teacher"].dtype == torch.float16 for cache in caches.values())
     assert all(cache["teacher"].shape == (len(tiny_task.shards[id]), 64) for id, cache in caches.items())
     assert all(state["state"].keys() == {"phrase"} for state in private_states(experiment).values())
-    assert experiment.server.state.keys() == {"teacher"}
+    assert experiment.server.state.keys() == {"teacher", "relevance"}
 
 
 @pytest.mark.slow
@@ -80,8 +82,9 @@ def test_result_says_that_there_was_no_teacher(tiny_task, tmp_path):
 
 # fine-tuning, Table IV
 
-def test_fine_tuning_steps_are_those_of_margin_softmax_adamw_and_squared_errors(tiny_task, npz):
-    method = FedSM(teacher=npz, finetune=True, teacher_lr=1e-3, mse=0.5)
+@pytest.mark.parametrize("target", ["unit", "raw"])
+def test_fine_tuning_steps_are_those_of_margin_softmax_adamw_and_squared_errors(tiny_task, npz, target):
+    method = FedSM(teacher=npz, finetune=True, teacher_lr=1e-3, squares=0.7, target=target)
     client = open_client(tiny_task, method, state=states_of(tiny_task))
     objective = method.objective(client, {})
     arrays = teachers.feature_arrays(tiny_task)
@@ -92,10 +95,11 @@ def test_fine_tuning_steps_are_those_of_margin_softmax_adamw_and_squared_errors(
     client.model.eval()
     for rows in torch.arange(24).split(8):
         batch = client.samples.batch(rows)
-        u = h[rows] @ matrix
-        u = u / u.norm(dim=1, keepdim=True)
+        raw = h[rows] @ matrix
+        u = raw / raw.norm(dim=1, keepdim=True)
         z = client.model.encoder(batch.x)
-        expected = F.cross_entropy(client.model(batch.x), batch.y) + 0.5 * (z - u).square().mean()
+        away = z - (u if target == "unit" else raw)
+        expected = F.cross_entropy(client.model(batch.x), batch.y) + 0.7 * sum(a @ a / 2 for a in away) / len(away)
         assert objective(batch).item() == pytest.approx(expected.item(), rel=1e-5)
         logits = torch.stack([100 * text @ (u[i] - 0.3 * text[batch.y[i]]) for i in range(len(rows))])
         optimiser.zero_grad()
@@ -103,6 +107,18 @@ def test_fine_tuning_steps_are_those_of_margin_softmax_adamw_and_squared_errors(
         optimiser.step()
     assert torch.allclose(client.state["projection"], matrix, atol=1e-5)
     assert not torch.allclose(client.state["projection"], torch.eye(64), atol=1e-4)
+
+
+def test_student_that_is_fine_tuned_comes_to_point_where_its_teacher_does(tiny_task, npz):
+    near = {}
+    for squares in (0.0, 1.0):
+        method = FedSM(teacher=npz, finetune=True, squares=squares)
+        client = open_client(tiny_task, method, state=states_of(tiny_task), local={"epochs": 30, "batch": 8})
+        sgd(client, method.objective(client, {}))
+        u = client.cache["teacher"].float() @ client.state["projection"]
+        near[squares] = F.cosine_similarity(features(client)[0], u, dim=1).mean().item()
+    assert near[1.0] > near[0.0] + 0.2
+    assert near[1.0] > 0.4
 
 
 def test_trained_projection_stays_with_its_client_and_is_never_uploaded(tiny_task, tmp_path, npz):

@@ -126,8 +126,8 @@ def only(values: naive.Entries, prefix: str | None) -> naive.Entries:
 
 
 def after_round(method: MuPFL, model: SplitModel, task, h, known, kept: dict[int, Known], ids: list[int], local: dict,
-                t: int) -> tuple[naive.Entries, Tensor | None, dict[int, Known]]:
-    """The global model, h_glo, and of each participant w_i, w~_i and its map."""
+                t: int) -> tuple[naive.Entries, Tensor | None, dict[int, Known], Tensor | None]:
+    """The global model, h_glo, of each participant w_i, w~_i and its map, and the similarities of Eq. 8."""
     whole, lr, sizes = naive.entries(model), rate(local, t), [len(task.shards[id]) for id in ids]
     starts, ends, maps, found = [], [], {}, []
     for id in ids:
@@ -146,7 +146,7 @@ def after_round(method: MuPFL, model: SplitModel, task, h, known, kept: dict[int
         if method.gradients == "local":
             found.append(gradients(model, x, y))
     updates = [{name: end[name] - start[name] for name in end} for end, start in zip(ends, starts, strict=True)]
-    parts = [[i] for i in range(len(ids))]
+    parts, similarity = [[i] for i in range(len(ids))], None
     if method.acmu:
         names = [name for name, _ in model.named_parameters()]
         similarity = cosines([torch.cat([update[name].flatten() for name in names]) for update in updates])
@@ -166,7 +166,8 @@ def after_round(method: MuPFL, model: SplitModel, task, h, known, kept: dict[int
     if method.pkcf:
         owners = {c: [of[c] for of in found if c in of] for c in range(4)}
         h = matched(method, h, {c: torch.stack(of).mean(0) for c, of in owners.items() if of}, model.classifier)
-    return end, h, {id: {"own": ends[i], "cluster": clusters[i], "map": maps[id]} for i, id in enumerate(ids)}
+    kept = {id: {"own": ends[i], "cluster": clusters[i], "map": maps[id]} for i, id in enumerate(ids)}
+    return end, h, kept, similarity
 
 
 @pytest.mark.parametrize(("fields", "parts"), [
@@ -185,9 +186,11 @@ def test_rounds_are_those_of_equations_2_to_21_written_out(tiny_task, tmp_path, 
     for t in range(1, ROUNDS + 1):
         report = experiment.step()
         ids = report.participants
-        end, h, new = after_round(method, model, tiny_task, h, known, kept, ids, parts.get("local", {}), t)
+        end, h, new, similarity = after_round(method, model, tiny_task, h, known, kept, ids, parts.get("local", {}), t)
         assert naive.differences(server.model.state_dict(), end, 1e-3) == {}
         model.load_state_dict(server.model.state_dict())
+        if similarity is not None:
+            assert torch.allclose(server.state["similarity"][str(t)].double(), similarity, atol=1e-3)
         if method.pkcf:
             known = known | (torch.from_numpy(tiny_task.client_counts[ids]).sum(0) > 0)
             assert server.state["known"].tolist() == known.tolist()
