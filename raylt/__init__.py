@@ -15,21 +15,25 @@ if TYPE_CHECKING:
     from raylt.core.reductions import each, mean, total
     from raylt.errors import RayltError
     from raylt.hyper import hp
+    from raylt.models.split import SplitModel
     from raylt.registry import register
     from raylt.runs.callbacks import Callback
     from raylt.runs.run import Run
     from raylt.runs.start import resume, run
+    from raylt.studies.study import Study, study
 
     __version__: str
 
-__all__ = ["Callback", "Method", "RayltError", "Run", "__version__", "each", "hp", "load_config", "mean",
-           "register", "resume", "run", "total"]
+__all__ = ["Callback", "Method", "RayltError", "Run", "SplitModel", "Study", "__version__", "each", "hp", "load_config",
+           "mean", "register", "resume", "run", "study", "total"]
 
 _PLACES = {
     "Callback": ("raylt.runs.callbacks", "Callback"),
     "Method": ("raylt.core.method", "Method"),
     "RayltError": ("raylt.errors", "RayltError"),
     "Run": ("raylt.runs.run", "Run"),
+    "SplitModel": ("raylt.models.split", "SplitModel"),
+    "Study": ("raylt.studies.study", "Study"),
     "each": ("raylt.core.reductions", "each"),
     "hp": ("raylt.hyper", "hp"),
     "load_config": ("raylt.config", "load"),
@@ -37,6 +41,7 @@ _PLACES = {
     "register": ("raylt.registry", "register"),
     "resume": ("raylt.runs.start", "resume"),
     "run": ("raylt.runs.start", "run"),
+    "study": ("raylt.studies.study", "study"),
     "total": ("raylt.core.reductions", "total"),
 }
 

@@ -84,13 +84,16 @@ def load_plugin(file: Path) -> list[Guest]:
     if not file.is_file():
         raise ConfigError(f"--plugin {file}: no such file; give a Python file that defines a method, or registers a "
                           "model, a source or an augmentation")
-    name = PLUGIN + file.stem.replace("-", "_")
+    digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]       # two may be called alike
+    name = f"{PLUGIN}{file.stem.replace('-', '_')}_{digest}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ConfigError(f"--plugin {file}: not a Python file; give one that ends in .py")
     module = importlib.util.module_from_spec(spec)
     before = set(_guests)
     sys.modules[name] = module          # where pickle finds its classes again
+    if (beside := str(file.resolve().parent)) not in sys.path:
+        sys.path.append(beside)         # it may import files beside it, as a script may
     try:
         spec.loader.exec_module(module)
     except ConfigError:

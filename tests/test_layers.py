@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    ("raylt.errors", "raylt.tree", "raylt.seeds", "raylt.hyper", "raylt.metrics"),
+    ("raylt.errors", "raylt.tree", "raylt.seeds", "raylt.hyper", "raylt.metrics", "raylt.signals"),
     ("raylt.config",),
     ("raylt.data", "raylt.models"),
     ("raylt.core",),
@@ -20,7 +20,7 @@ LAYERS = (
     ("raylt.registry",),
     ("raylt.contract",),
     ("raylt.runs",),
-    ("raylt.plots",),
+    ("raylt.plots", "raylt.studies"),
     ("actors",),
     ("tune",),
     ("raylt.cli", "raylt", "raylt.__main__"),

@@ -24,7 +24,7 @@ from raylt.core.in_process import LocalFleet
 from raylt.core.setup import Setup
 from raylt.data.task import Task, build_task
 from raylt.errors import CheckpointError
-from raylt.registry import resolve
+from raylt.registry import Guest, adopt, origins, resolve
 from raylt.runs.journal import Journal
 from raylt.runs.run import Run
 from raylt.runs.summary import summarise
@@ -44,6 +44,7 @@ class Job:
         folder: of the search.
         cwd: what relative paths of the configuration are relative to.
         rungs: whether trials are compared on the way.
+        guests: what the configurations of trials may name beside raylt's own.
     """
 
     folder: Path
@@ -51,6 +52,7 @@ class Job:
     metric: Metric
     rungs: bool
     grace: int | None
+    guests: tuple[Guest, ...] = ()
 
 
 class Trial:
@@ -95,12 +97,13 @@ class Trial:
 
     def _open(self, open_fleet: OpenFleet) -> None:
         torch.set_num_threads(1)            # weights computed here must not depend on the machine's cores
+        adopt(self.job.guests)
         there = Run(self.folder).state != "missing"
         self.task = Run(self.folder).task if there else build_task(self.config.data)
         assert self.task.validation is not None
         if not there:
             shutil.rmtree(self.folder, ignore_errors=True)      # of one that was killed before it began
-            Journal.create(self.folder, self.config, self.task.split).__exit__()
+            Journal.create(self.folder, self.config, self.task.split, origins(self.config)).__exit__()
         self._journal = _hold(self.folder)
         if Run.open(self.folder).config != self.config:
             raise CheckpointError(f"{self.folder}: has another configuration; give the search another --name")

@@ -2,9 +2,11 @@
 
     config.yaml      resolved; what `raylt resume` runs
     split.json       index lists per client and their SHA-256
+    origins.json     where what is not raylt's own came from, with its SHA-256; absent when all is
     metrics.jsonl    one line per committed step
     checkpoints/     see checkpoint.py
     events.*         TensorBoard
+    provenance.jsonl what made it: versions and machine, a line for each start
     summary.json     when the run is done; model.safetensors beside it
 
 A step is committed in this order: checkpoint renamed into its place, then its line. A run that was killed in between
@@ -16,6 +18,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from raylt.core.checkpoint import Checkpoint
 from raylt.core.experiment import Report
 from raylt.data.split import Split
 from raylt.errors import CheckpointError
+from raylt.runs import provenance
 
 LOCK_ATTEMPTS = 5
 
@@ -54,8 +58,11 @@ class Journal:
         self._events: Any = None
 
     @classmethod
-    def create(cls, folder: Path, config: Config, split: Split) -> "Journal":
+    def create(cls, folder: Path, config: Config, split: Split, origins: Sequence[dict[str, Any]] = ()) -> "Journal":
         """A new run folder.
+
+        Args:
+            origins: records of the guests that the configuration names, see raylt/registry.py.
 
         Raises:
             CheckpointError: it exists already.
@@ -69,18 +76,21 @@ class Journal:
             raise CheckpointError(f"{folder}: {error.strerror}; give another --out") from None
         journal = cls(folder)
         split.save(folder / "split.json")
+        if origins:
+            _write(folder / "origins.json", json.dumps(list(origins), indent=2) + "\n")
         # written last: a folder with a config.yaml can be resumed
         _write(folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         return journal
 
     def append(self, report: Report) -> None:
         """Records a committed step."""
-        line = json.dumps(asdict(report))
+        content = asdict(report)
+        line = json.dumps({"schema": provenance.SCHEMA, "date": provenance.now(), **content})
         with (self.folder / "metrics.jsonl").open("a") as stream:
             stream.write(line + "\n")
             stream.flush()
             os.fsync(stream.fileno())
-        self._board(json.loads(line))
+        self._board(content)
 
     def reports(self) -> list[dict[str, Any]]:
         """The committed steps, oldest first."""
@@ -96,7 +106,7 @@ class Journal:
         step = 0 if saved is None else saved.facts["step"]
         lines = [json.dumps(report) for report in read_reports(self.folder) if report["step"] <= step]
         if saved is not None and len(lines) < step:     # killed between the checkpoint and its line
-            lines.append(json.dumps(saved.facts["report"]))
+            lines.append(json.dumps({"schema": provenance.SCHEMA, "date": None, **saved.facts["report"]}))
         _write(self.folder / "metrics.jsonl", "".join(line + "\n" for line in lines))
         return saved, faults
 

@@ -14,7 +14,7 @@ from raylt.core.method import Method
 from raylt.core.setup import Setup
 from raylt.data.task import Split, Task, build_task
 from raylt.errors import CheckpointError
-from raylt.registry import resolve, seek
+from raylt.registry import check_origins, resolve, seek
 from raylt.runs import export, frames
 from raylt.runs.callbacks import Callback, Callbacks
 from raylt.runs.here import open_here
@@ -77,10 +77,20 @@ class Run:
         """The configuration, with all fields of the method."""
         return load(self.folder / "config.yaml")
 
+    @property
+    def origins(self) -> list[dict[str, Any]]:
+        """Records of the guests that the run was made with, see raylt/registry.py."""
+        file = self.folder / "origins.json"
+        return json.loads(file.read_text()) if file.is_file() else []
+
     @cached_property
     def setup(self) -> Setup:
-        """What the configuration names: method, model and augmentation, as values."""
-        return resolve(self.config)
+        """What the configuration names: method, model and augmentation, as values.
+
+        Raises:
+            ConfigError: what was not raylt's own is not here, or has changed since.
+        """
+        return self._resolve(self.config)
 
     @property
     def method(self) -> Method:
@@ -95,7 +105,7 @@ class Run:
     @cached_property
     def task(self) -> Task:
         """The data, split as they were; they must be where they were."""
-        seek(self.config)               # the source may be an installed package's
+        self._welcome(self.config)
         return build_task(self.config.data.model_copy(update={"split": str(self.folder / "split.json")}))
 
     # what came of it
@@ -173,7 +183,8 @@ class Run:
             raise CheckpointError(f"{self.folder}: a resumed run keeps its settings ({'; '.join(differences)}); only "
                                   "resources.* and output.* may change; start a new run for others")
         screen = [] if quiet else [Screen()]
-        carry_out(resolve(config), self.task, Journal(self.folder), fleet, address, Callbacks([*screen, *callbacks]))
+        setup = self._resolve(config)
+        carry_out(setup, self.task, Journal(self.folder), fleet, address, Callbacks([*screen, *callbacks]))
         return self
 
     def model(self) -> export.TrainedModel:
@@ -196,6 +207,16 @@ class Run:
         part = f"client-{id:03d}"
         private = saved.read(part) if saved is not None and part in saved.parts else None
         return export.client_model(experiment, self.setup, id, private)
+
+
+    def _resolve(self, config: Config) -> Setup:
+        self._welcome(config)
+        return resolve(config)
+
+    def _welcome(self, config: Config) -> None:
+        """What is not raylt's own must be here, as it was."""
+        seek(config)
+        check_origins(self.origins, self.folder)
 
 
 def _differences(key: str, old: Any, new: Any) -> list[str]:

@@ -10,6 +10,7 @@ from raylt.core.experiment import Report
 from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import ConfigError, ServerLost
+from raylt.runs import provenance
 from raylt.runs.callbacks import Callback
 from raylt.runs.here import one_thread, open_here
 from raylt.runs.journal import Journal
@@ -51,6 +52,7 @@ def carry_out(setup: Setup, task: Task, journal: Journal, fleet: FleetKind, addr
                     callback.on_message(f"{fault}; continuing after step {saved.facts['step'] if saved else 0}")
                 if deaths == 0:
                     callback.on_start(journal.folder, setup.config, journal.reports())
+                    provenance.note(journal.folder, fleet, len(journal.reports()))
                 try:
                     summary = _take_steps(setup, task, journal, fleet, address, callback)
                 except ServerLost as error:
@@ -59,6 +61,7 @@ def carry_out(setup: Setup, task: Task, journal: Journal, fleet: FleetKind, addr
                     if deaths == SERVER_LIVES:
                         raise
                     callback.on_message(f"{error.cause}; starting it again from the last checkpoint")
+            summary |= provenance.of_summary(journal.folder)
             journal.conclude(summary)
     finally:
         callback.on_end(summary)

@@ -10,12 +10,14 @@ from raylt.core.method import Method
 from raylt.data.task import build_task
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
-from raylt.registry import register, resolve
+from raylt.registry import GuestKind, origins, register, resolve
 from raylt.runs.callbacks import Callback, Callbacks
 from raylt.runs.journal import Journal
 from raylt.runs.run import Run
 from raylt.runs.runner import FleetKind, carry_out
 from raylt.runs.screen import Screen
+
+VALUES: dict[str, GuestKind] = {"model": "model", "data": "source", "augment": "augmentation"}
 
 
 def run(what: "str | Path | Config | Method", /, out: Path | str = "runs", name: str | None = None,
@@ -34,7 +36,8 @@ def run(what: "str | Path | Config | Method", /, out: Path | str = "runs", name:
         callbacks: who is told of it.
         overrides: settings by their full keys, as ["local.lr=0.1"] or {"local.lr": 0.1}.
         settings: a section with what is to change in it (`local={"lr": 0.1}`), `data="digits"` for the source, and any
-            other setting or field of the method by the last part of its key (`rounds=30`).
+            other setting or field of the method by the last part of its key (`rounds=30`). `model`, `data` and
+            `augment` also take functions of one's own, see `raylt.register`.
 
     Raises:
         ConfigError, DataError: a setting that cannot be used, or data that are not there.
@@ -50,7 +53,7 @@ def run(what: "str | Path | Config | Method", /, out: Path | str = "runs", name:
     setup.check(task.facts)
     source = Path(task.name.partition(":")[2] or task.name).stem        # of folder:PATH and npz:PATH, the last name
     name = name or f"{method.name}-{source}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
-    journal = Journal.create(Path(out) / name, config, task.split)
+    journal = Journal.create(Path(out) / name, config, task.split, origins(config))
     screen = [] if quiet else [Screen()]
     try:
         carry_out(setup, task, journal, fleet, address, Callbacks([*screen, *callbacks]))
@@ -79,6 +82,9 @@ def configure(what: "str | Path | Config | Method", overrides: Sequence[str] | M
         keywords["method"] = named
     elif named is not None:
         assign(tree, "method", dict(named) if isinstance(named, Mapping) else named)
+    for key, kind in VALUES.items():
+        if callable(keywords.get(key)):
+            keywords[key] = register(keywords[key], kind=kind)
     chosen = tree.get("method")
     chosen = chosen.get("name") if isinstance(chosen, dict) else chosen
     apply(tree, keywords, METHODS[chosen].model_fields if chosen in METHODS else ())

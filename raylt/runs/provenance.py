@@ -1,0 +1,120 @@
+"""What made a run: one line in `provenance.jsonl` for each time that it was started or taken up again.
+
+A result is only comparable with another when the code that computed both is the same. `code` is a SHA-256 over the
+sources that a number can depend on (data, models, core, operations, methods), so a change of the command line, of a
+picture or of the documentation makes no run stale, and a change of an equation does.
+"""
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1              # of summary.json and of the lines of metrics.jsonl; raylt/runs/schemas has both
+FILE = "provenance.jsonl"
+_ROOT = Path(__file__).parents[1]
+_DECISIVE = ("config", "hyper", "metrics", "seeds", "tree", "registry", "data", "models", "core", "ops", "methods")
+
+
+def now() -> str:
+    """The time in UTC, to the second, as ISO 8601 writes it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@functools.cache
+def code_sha256() -> str:
+    """SHA-256 over the names and contents of the sources that results depend on."""
+    digest = hashlib.sha256()
+    for name in _DECISIVE:
+        for file in sorted((_ROOT / name).rglob("*.py")) or [_ROOT / f"{name}.py"]:
+            digest.update(f"{file.relative_to(_ROOT).as_posix()}\0".encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def here(fleet: str) -> dict[str, Any]:
+    """Versions, machine and device of this process.
+
+    Args:
+        fleet: "ray" or "local". With Ray, clients may sit on machines that this process does not see.
+    """
+    import torch  # raylt ls reads provenance without it
+
+    cuda = torch.cuda.is_available()
+    return {
+        "date": now(),
+        "raylt": importlib.metadata.version("raylt"),
+        "commit": _commit(),
+        "code": code_sha256(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "ray": importlib.metadata.version("ray"),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "device": torch.cuda.get_device_name(0) if cuda else "cpu",
+        "fleet": fleet,
+    }
+
+
+def note(folder: Path, fleet: str, step: int) -> None:
+    """Appends a line to the run's provenance: it starts, or goes on after `step` committed steps."""
+    with (folder / FILE).open("a") as stream:
+        stream.write(json.dumps({**here(fleet), "after_step": step}) + "\n")
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run, oldest first; those that a kill cut off are left out. Empty for a run of an older raylt."""
+    lines = []
+    file = folder / FILE
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            continue
+    return lines
+
+
+def of_summary(folder: Path) -> dict[str, Any]:
+    """What summary.json says of how the run was made.
+
+    Returns:
+        The schema's version, the date of the end, what the last process was, how often the run was taken up, and under
+        `mixed` each fact that changed between its processes.
+    """
+    lines = read(folder)
+    mixed = {key: sorted({str(line[key]) for line in lines}) for key in ("code", "torch", "device", "cpu")
+             if len({str(line[key]) for line in lines}) > 1}
+    made = {key: value for key, value in lines[-1].items() if key != "after_step"} if lines else {}
+    return {"schema": SCHEMA, "date": now(), "made": made | {"sessions": len(lines), "mixed": mixed}}
+
+
+@functools.cache
+def _commit() -> str | None:
+    """The commit that raylt runs from, with -dirty where files differ from it; None where it was installed."""
+    root = _ROOT.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        return subprocess.run(["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+                              capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+@functools.cache
+def _cpu() -> str:
+    """The kind of processor, as the system names it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

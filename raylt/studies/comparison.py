@@ -1,0 +1,247 @@
+"""`Comparison`: arms side by side, cell by cell, with what the seeds allow one to claim."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from raylt.errors import CheckpointError, ConfigError
+from raylt.studies.definition import Claim
+from raylt.studies.measures import MEASURES, At
+from raylt.studies.records import Record
+from raylt.studies.statistics import Interval, Paired, holm, improvement, mean_interval, over_cells, paired
+
+SIGNIFICANT = 0.05
+Values = dict[tuple[str, str], dict[int, float]]        # by (arm, cell) and seed
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm in one cell.
+
+    Attributes:
+        values: by seed, of the runs that are done.
+        sd: over seeds; None of one.
+        difference: to the reference arm over the seeds that both have; None for the reference itself.
+        optimism: mean of best minus last round on the test set; None where the measure has no curve.
+    """
+
+    cell: str
+    arm: str
+    values: dict[int, float]
+    mean: Interval
+    sd: float | None
+    difference: Paired | None
+    optimism: float | None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim in a cell.
+
+    Attributes:
+        p: adjusted by Holm over all claims and cells that have a p value; None: too few seeds for one.
+        verdict: "holds", "refuted" (the opposite is significant), "open" or "too few seeds".
+    """
+
+    claim: Claim
+    cell: str
+    difference: Paired
+    p: float | None
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Overall:
+    """One arm over all cells: the interquartile mean, and the probability to beat the reference arm."""
+
+    arm: str
+    iqm: Interval
+    improvement: Interval | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that a table of a study shows; equal records give an equal comparison.
+
+    Attributes:
+        left_out: one line for each run that is not averaged in, with why.
+    """
+
+    measure: str
+    at: At
+    reference: str
+    level: float
+    rows: list[Row]
+    claims: list[Judged]
+    overall: list[Overall]
+    left_out: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": 1, **asdict(self)}
+
+    def frame(self) -> Any:
+        """The rows as a pandas frame, one line per arm, cell and seed."""
+        import pandas as pd
+        return pd.DataFrame([{"cell": row.cell, "arm": row.arm, "seed": seed, self.measure: value}
+                             for row in self.rows for seed, value in row.values.items()])
+
+
+def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] = (), measure: str = "accuracy",
+            at: At = "last", level: float = 0.95) -> Comparison:
+    """Compares the finished runs; the others are named and left out.
+
+    Args:
+        reference: the arm that the others are compared to.
+
+    Raises:
+        ConfigError: no such measure, or it is known of the last round only.
+        CheckpointError: runs of one cell and seed differ in split, budget, evaluation or code.
+    """
+    if measure not in MEASURES:
+        raise ConfigError(f"measure {measure}: no such measure; there are: {', '.join(MEASURES)}")
+    if at != "last" and MEASURES[measure].every_round is None:
+        raise ConfigError(f"{measure} at {at}: it is known after the last round only; leave out --at")
+    done = [record for record in records if record.state == "done"]
+    check_comparable(done)
+    left_out = [_why(record) for record in records if record.state != "done"]
+    values: dict[str, Values] = {}
+    for name in {measure, *(claim.measure for claim in claims)}:
+        values[name], without = _values(done, name, at if MEASURES[name].every_round else "last")
+        left_out += without if name == measure else []
+    cells, arms = _in_order(r.cell for r in records), _in_order(r.arm for r in records)
+    if reference not in arms:
+        raise ConfigError(f"reference {reference}: no such arm; there are: {', '.join(arms)}")
+    mine = values[measure]
+    rows = []
+    for cell in cells:
+        for arm in arms:
+            if seeds := mine.get((arm, cell)):
+                rows.append(Row(cell, arm, seeds, mean_interval(list(seeds.values()), level),
+                                stdev(seeds.values()) if len(seeds) > 1 else None,
+                                None if arm == reference else _pair(mine, arm, reference, cell, level),
+                                _optimism(done, arm, cell, measure)))
+    return Comparison(measure, at, reference, level, rows, judge(claims, values, cells, level),
+                      _overall(mine, arms, cells, reference, level), left_out)
+
+
+def judge(claims: Sequence[Claim], values: Mapping[str, Values], cells: Sequence[str], level: float) -> list[Judged]:
+    """Every claim in every cell that has both its arms; all of them are one family."""
+    pairs = [(claim, cell, pair) for claim in claims for cell in cells
+             if (pair := _pair(values[claim.measure], claim.better, claim.worse, cell, level)) is not None]
+    tested = [index for index, (_, _, pair) in enumerate(pairs) if pair.p is not None]
+    adjusted = dict(zip(tested, holm([p for i in tested if (p := pairs[i][2].p) is not None]), strict=True))
+    judged = []
+    for index, (claim, cell, pair) in enumerate(pairs):
+        p = adjusted.get(index)
+        higher = MEASURES[claim.measure].higher
+        right = pair.difference.estimate > 0 if higher else pair.difference.estimate < 0
+        if p is None:
+            verdict = "too few seeds"
+        elif p >= SIGNIFICANT:
+            verdict = "open"
+        else:
+            verdict = "holds" if right else "refuted"
+        judged.append(Judged(claim, cell, pair, p, verdict))
+    return judged
+
+
+def check_comparable(done: Sequence[Record]) -> None:
+    """Raises a CheckpointError where finished runs of one cell cannot stand beside each other; names both and why."""
+    first: dict[tuple[str, str], Record] = {}
+    for record in done:
+        assert record.summary is not None
+        codes = record.made.get("codes", ["unknown"])
+        if len(codes) > 1:
+            raise CheckpointError(f"{record.folder}: was made by {len(codes)} versions of the code; run it again")
+        facts = {("split", f"{record.cell}\0{record.seed}"): record.summary["split_sha256"][:12],
+                 ("budget", record.cell): _budget(record.config), ("evaluation", record.cell): _judging(record.config),
+                 ("code", ""): codes[0][:12]}
+        for (what, where), fact in facts.items():
+            other = first.setdefault((what, where), record)
+            theirs = facts_of(other)[what]
+            if theirs != fact:
+                raise CheckpointError(f"{record.folder} and {other.folder} cannot be compared: {what} differs "
+                                      f"({fact}; {theirs}); compare runs of one study, or run one of them again")
+
+
+def facts_of(record: Record) -> dict[str, str]:
+    """What must be equal in runs that are compared."""
+    assert record.summary is not None
+    return {"split": record.summary["split_sha256"][:12], "budget": _budget(record.config),
+            "evaluation": _judging(record.config), "code": record.made.get("codes", ["unknown"])[0][:12]}
+
+
+def value_of(record: Record, measure: str, at: At) -> float | None:
+    """A figure of a finished run; None where it has none."""
+    assert record.summary is not None
+    known = MEASURES[measure]
+    last = known.read(record.summary)
+    if at == "last" or known.every_round is None or last is None:
+        return last
+    rounds = record.config["federation"]["rounds"]
+    curve = [value for value in record.curve[known.every_round][:rounds] if value is not None]
+    if not curve:
+        return None
+    return fmean(curve[-10:]) if at == "last10" else max([*curve, last])
+
+
+def _values(done: Sequence[Record], measure: str, at: At) -> tuple[Values, list[str]]:
+    values: Values = {}
+    without = []
+    for record in sorted(done, key=lambda r: r.seed):
+        value = value_of(record, measure, at)
+        if value is None:
+            without.append(f"{record.folder}: has no {measure}")
+        else:
+            values.setdefault((record.arm, record.cell), {})[record.seed] = value
+    return values, without
+
+
+def _pair(values: Values, arm: str, reference: str, cell: str, level: float) -> Paired | None:
+    ours, theirs = values.get((arm, cell), {}), values.get((reference, cell), {})
+    both = [seed for seed in ours if seed in theirs]
+    return paired([ours[s] for s in both], [theirs[s] for s in both], level) if both else None
+
+
+def _optimism(done: Sequence[Record], arm: str, cell: str, measure: str) -> float | None:
+    if MEASURES[measure].every_round is None:
+        return None
+    gaps = []
+    for record in done:
+        if (record.arm, record.cell) == (arm, cell):
+            best, last = value_of(record, measure, "best"), value_of(record, measure, "last")
+            if best is not None and last is not None:
+                gaps.append(best - last)
+    return fmean(gaps) if gaps else None
+
+
+def _overall(values: Values, arms: Sequence[str], cells: Sequence[str], reference: str, level: float) -> list[Overall]:
+    """Over the cells in which every arm has the same seeds; none where there are fewer than two."""
+    whole = [cell for cell in cells if (first := values.get((arms[0], cell)))
+             and all(values.get((arm, cell), {}).keys() == first.keys() for arm in arms)]
+    if len(whole) < 2:
+        return []
+    lists = {arm: [list(values[arm, cell].values()) for cell in whole] for arm in arms}
+    return [Overall(arm, over_cells(lists[arm], level),
+                    None if arm == reference else improvement(lists[arm], lists[reference], level)) for arm in arms]
+
+
+def _why(record: Record) -> str:
+    problem = f": {record.problem}" if record.problem else ""
+    steps = f" after step {record.steps} of {record.planned_steps}" if record.state in ("stopped", "running") else ""
+    return f"{record.folder}: {record.state}{steps}{problem}"
+
+
+def _budget(config: dict[str, Any]) -> str:
+    federation, local = config["federation"], config["local"]
+    return (f"{federation['rounds']} rounds, {federation['participation']:g} of the clients, {local['epochs']} epochs "
+            f"in batches of {local['batch']}")
+
+
+def _judging(config: dict[str, Any]) -> str:
+    return f"every {config['evaluation']['every']} rounds, personal models {config['evaluation']['personal'] or 'last'}"
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))

@@ -1,0 +1,194 @@
+"""`Definition`: what a study compares, read from YAML and checked before anything runs.
+
+    name: aligner
+    recipe: sfd/cifar10_if100_alpha0.05_k10      # or base: {...}, or both
+    arms:
+      fedavg: {method: fedavg}
+      full: {method: sfd}
+      without aligner: {method: {name: sfd, aligner: false}}
+    cells: {data.imbalance: [10, 50]}                   # a product, a list of mappings, or mappings by name
+    seeds: 6
+    claims: [full > fedavg on few, full > without aligner]
+
+A run is one arm in one cell with one seed, which is `seed` and `data.seed` alike: arms of one cell and seed train on
+the same split, so their differences are paired.
+"""
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from raylt.config import Config, Section, check
+from raylt.errors import ConfigError
+from raylt.studies.measures import MEASURES, At
+from raylt.studies.settings import label, merge, read_recipe, read_yaml, resolved, slug
+
+_ARM = re.compile(r"[\w(][\w .,+()=/-]*")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`better` has a higher (or lower) `measure` than `worse`."""
+
+    better: str
+    worse: str
+    measure: str
+
+    def __str__(self) -> str:
+        return f"{self.better} > {self.worse} on {self.measure}"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One run of a study.
+
+    Attributes:
+        folder: relative to the study's.
+    """
+
+    cell: str
+    arm: str
+    seed: int
+    config: Config
+    folder: str
+
+
+class Definition(Section):
+    """A study as its author wrote it."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*$")
+    about: str = ""
+    recipe: str | None = None
+    base: dict[str, Any] = Field(default={})
+    arms: dict[str, dict[str, Any]] = Field(min_length=1)
+    cells: dict[str, list[Any]] | list[dict[str, Any]] | dict[str, dict[str, Any]] = Field(default={})
+    only: dict[str, list[str]] = Field(default={})      # arms of a cell, by its label, where it has not all
+    seeds: int | list[int] = 3
+    measure: str = "accuracy"
+    at: At = "last"
+    reference: str | None = None
+    claims: list[str] = Field(default=[])
+    paper: str | None = None            # set by raylt reproduce: whose figures the runs are held against
+    scale: float = Field(default=1.0, gt=0, le=1)
+
+    @field_validator("arms", mode="before")
+    @classmethod
+    def _arms(cls, value: Any) -> Any:
+        """`arm: fedprox` is short for `arm: {method: fedprox}`."""
+        if not isinstance(value, dict):
+            return value
+        return {name: {"method": arm} if isinstance(arm, str) else arm for name, arm in value.items()}
+
+    @field_validator("seeds")
+    @classmethod
+    def _seeds(cls, value: int | list[int]) -> int | list[int]:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("must be at least 1")
+        if isinstance(value, list) and (not value or len(set(value)) < len(value) or min(value) < 0):
+            raise ValueError("must be different seeds, each at least 0")
+        return value
+
+    def check_names(self) -> None:
+        """Raises a ConfigError where a name is no folder, or a claim, measure or reference names what is not there."""
+        for arm in self.arms:
+            if not _ARM.fullmatch(arm) or " on " in arm:
+                raise ConfigError(f"study.arms: {arm!r}: a name has letters, digits, spaces and .,+()=/- and no ' on '")
+        if len({slug(arm) for arm in self.arms}) < len(self.arms):
+            raise ConfigError("study.arms: two arms would share a folder; give names that differ in letters or digits")
+        if self.reference is not None and self.reference not in self.arms:
+            raise ConfigError(f"study.reference = {self.reference!r}: no such arm; there are: {', '.join(self.arms)}")
+        for cell, arms in self.only.items():
+            if cell not in self.all_cells or not set(arms) <= set(self.arms):
+                raise ConfigError(f"study.only: {cell!r}: {arms}; there are the cells {', '.join(self.all_cells)} and "
+                                  f"the arms {', '.join(self.arms)}")
+        for measure in (self.measure, *(claim.measure for claim in self.parsed_claims)):
+            if measure not in MEASURES:
+                raise ConfigError(f"study: {measure!r}: no such measure; there are: {', '.join(MEASURES)}")
+
+    @property
+    def parsed_claims(self) -> list[Claim]:
+        """The claims, "a > b", "a < b" or either with "on MEASURE".
+
+        Raises:
+            ConfigError: one cannot be read or names an arm that is not there.
+        """
+        claims = []
+        for text in self.claims:
+            parts = re.fullmatch(r"(.+?)\s*([<>])\s*(.+?)(?:\s+on\s+(\w+))?", text.strip())
+            if parts is None:
+                raise ConfigError(f"study.claims: {text!r}: is written ARM > ARM, or ARM > ARM on few")
+            left, sign, right, measure = parts.groups()
+            for arm in (left, right):
+                if arm not in self.arms:
+                    raise ConfigError(f"study.claims: {text!r}: {arm!r} is no arm; there are: "
+                                      f"{', '.join(self.arms)}")
+            better, worse = (left, right) if sign == ">" else (right, left)
+            claims.append(Claim(better, worse, measure or self.measure))
+        return claims
+
+    @property
+    def compared_to(self) -> str:
+        """The arm that all others are compared to: the first, unless one is named."""
+        return self.reference or next(iter(self.arms))
+
+    @property
+    def all_seeds(self) -> list[int]:
+        return list(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds
+
+    @cached_property
+    def all_cells(self) -> dict[str, dict[str, Any]]:
+        """Settings of each cell by its label, in the order of the file; one cell without a name where none is asked."""
+        if isinstance(self.cells, list):
+            return {label(each): each for each in self.cells or [{}]}
+        named = {name: each for name, each in self.cells.items() if isinstance(each, dict)}
+        if named:
+            return named
+        lists = {key: each for key, each in self.cells.items() if isinstance(each, list)}
+        product = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+        return {label(each): each for each in product}
+
+    def runs(self) -> list[Planned]:
+        """Every run, cell by cell, seed by seed, arm by arm.
+
+        Raises:
+            ConfigError: a setting does not exist or does not fit.
+        """
+        base: dict[str, Any] = {}
+        if self.recipe is not None:
+            base = read_recipe(self.recipe)
+        base = merge(base, self.base)
+        planned = []
+        for cell, settings in self.all_cells.items():
+            here = {key: value for key, value in settings.items() if key != "recipe"}
+            ground = merge(read_recipe(settings["recipe"]), self.base) if "recipe" in settings else base
+            for seed in self.all_seeds:
+                for arm in self.only.get(cell, self.arms):
+                    tree = merge(merge(ground, here), self.arms[arm])
+                    tree = merge(tree, {"seed": seed, "data.seed": seed})
+                    folder = "/".join(part for part in (slug(cell), slug(arm), f"seed-{seed}") if part)
+                    planned.append(Planned(cell, arm, seed, resolved(tree, f"arm {arm!r}"), folder))
+        return planned
+
+
+def read_definition(path: Path) -> Definition:
+    """The study in a YAML file; its name is the file's where it gives none.
+
+    Raises:
+        ConfigError: unreadable, or something in it is wrong; names the value and the remedy.
+    """
+    tree = read_yaml(path)
+    return define({"name": path.stem} | tree)
+
+
+def define(tree: Mapping[str, Any]) -> Definition:
+    """A study from a mapping, checked to the settings of its last run."""
+    definition: Definition = check(Definition, dict(tree), prefix="study.")
+    definition.check_names()
+    definition.runs()
+    return definition

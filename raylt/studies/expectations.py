@@ -1,0 +1,213 @@
+"""`EXPECTATIONS`: every cell that the papers' tables print, as data, and which run of raylt would be held against it.
+
+The figures stand in papers.csv, one row per printed cell, with what is known to be wrong in print in the column `note`.
+Here is what turns a row into a run: the recipe of its setting and the settings that make its method, or why there is
+none. A method that raylt has not is the usual reason; the rows of a method that is added are runnable from then on.
+"""
+
+import csv
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from raylt.config import Config, recipes
+from raylt.methods import METHODS
+from raylt.studies.measures import At
+from raylt.studies.settings import merge, read_recipe, resolved
+
+PAPERS = {
+    "SFD": "SFD, KDD 2025; mean of 3 runs",
+    "FedSM": "FedSM (semantic mixup), IoT-J 2026 and AAAI 2026; mean of 5 runs, of 3 on ImageNet-LT",
+    "MuPFL": "MuPFL; number of runs not stated",
+    "BPFed": "BPFed; number of runs not stated",
+}
+# the authors' code of FedSM reports the best round on the test set; the others say or suggest the last
+_AT: dict[str, At] = {"FedSM": "best"}
+_MEASURES = {"acc_top1": "accuracy", "acc_top1_overall": "accuracy", "acc_top1_many": "many",
+             "acc_top1_medium": "medium", "acc_top1_few": "few", "mean_client_acc": "matched",
+             "mean_client_owned_class_acc": "owned", "mIoU": "client_miou", "mAcc": "clients"}
+_SOURCES = {"cifar10_lt": "cifar10", "cifar100_lt": "cifar100", "cinic10_lt": "cinic10", "fmnist_lt": "fashion_mnist",
+            "imagenet_lt": "imagenet_lt", "cityscapes": "cityscapes"}
+_ROWS: dict[str, dict[str, Any]] = {        # rows that are a method of raylt with other fields
+    "SFD-CE": {"abbl": "ce"}, "SFD-LA": {"abbl": "la"}, "SFD w/o improved pi": {"beta_pi": 0},
+    "SFD w/o Delta in A-SCL": {"delta": "none"}, "SFD w/o SAFS and fine-tune": {"safs": False},
+    "SFD w/o MeanCov aligner": {"aligner": False}, "SFD w/o L_MMD": {"mmd": False}, "SFD w/o L_ARR": {"arr": False},
+    "FedSM+CLIP": {}, "FedSM+MetaCLIP": {"teacher": "ViT-B-32/metaclip_400m"}, "FedSM probabilistic SR": {},
+    "FedSM deterministic SR": {"partner": "deterministic"}, "FedSM w/o SR": {"partner": "random"},
+    "FedSM w/o CLIP fine-tuning": {}, "FedSM w/ CLIP fine-tuning": {"finetune": True},
+    "MuPFL[BAVD]": {"acmu": False, "pkcf": False}, "MuPFL[ACMU]": {"bavd": False, "pkcf": False},
+    "MuPFL[PKCF]": {"bavd": False, "acmu": False}, "MuPFL[BAVD+ACMU]": {"pkcf": False},
+    "MuPFL[ACMU+PKCF]": {"bavd": False}, "MuPFL[BAVD+PKCF]": {"acmu": False}, "MuPFL[BAVD+ACMU+PKCF]": {},
+    "BPFed[no mixup, no FA, CE]": {"alpha": 0, "fa": False, "loss": "ce"},
+    "BPFed[mixup, no FA, CE]": {"fa": False, "loss": "ce"}, "BPFed[mixup, FA, CE]": {"loss": "ce"},
+    "BPFed[mixup, FA, LS all classes]": {"loss": "ls_all"}, "BPFed[mixup, FA, LS owned classes]": {},
+    "BPFed[mixup alpha=0]": {"alpha": 0},
+}
+_FIELDS: dict[str, dict[str, Any]] = {"FedProx": {"mu": 0.01}}      # mu is not stated in any of the papers
+_UNCLEAR = {"FedAvg with clustering": "the paper does not say what FedAvg with clustering does with its clusters"}
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """A printed cell.
+
+    Attributes:
+        number: its row in papers.csv, from 1.
+        method: the row's label in print.
+        value, std: in [0, 1]; std None where none is printed.
+        setting: what the cell is about, by the papers' letters.
+        note: what is known to be wrong or inferred; empty for most.
+        measure, at: the figure of a run that it is.
+        recipe: of the setting, by its name.
+        changes: settings over the recipe's that make the method.
+        problem: why it cannot be run; None where it can.
+    """
+
+    number: int
+    paper: str
+    table: str
+    method: str
+    value: float
+    std: float | None
+    setting: dict[str, str]
+    note: str
+    measure: str
+    at: At
+    recipe: str
+    changes: dict[str, Any]
+    problem: str | None
+
+    @property
+    def cell(self) -> str:
+        """The setting in words: cifar10, IF 100, alpha 0.5, K 20."""
+        words = [f"{key} {value}" for key, value in self.setting.items() if key not in ("dataset", "r")]
+        return ", ".join([self.setting["dataset"], *words])
+
+    @property
+    def arm(self) -> str:
+        """The method's label with what else the row fixes."""
+        more = {key: value for key, value in self.setting.items() if key in ("lambda", "clusters", "E")}
+        return " ".join([self.method, *(f"{key}={value}" for key, value in more.items())])
+
+    def config(self) -> Config:
+        """The run, with seed 0 and all fields of its method."""
+        assert self.problem is None
+        return resolved(merge(_recipe(self.recipe), self.changes))
+
+    def identity(self) -> str:
+        """Equal for a run's configuration exactly when the run is of this cell, whatever its seed, rounds and place."""
+        return _identity_of(self.number)
+
+
+@cache
+def expectations() -> tuple[Expectation, ...]:
+    """All printed cells, in the order of papers.csv."""
+    with (Path(__file__).with_name("papers.csv")).open(newline="") as stream:
+        return tuple(_expectation(number, row) for number, row in enumerate(csv.DictReader(stream), 1))
+
+
+def identity(config: Mapping[str, Any]) -> str:
+    """What makes runs repetitions of one another: everything but seeds, number of rounds, places and resources.
+
+    Args:
+        config: as config.yaml has it.
+    """
+    tree = json.loads(json.dumps(config))
+    for key in ("resources", "output", "evaluation"):
+        tree.pop(key, None)
+    tree.pop("seed", None)
+    tree["federation"].pop("rounds", None)
+    for key in ("seed", "root", "download", "split"):
+        tree["data"].pop(key, None)
+    return hashlib.sha256(json.dumps(_numbers(tree), sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def _known_recipes() -> frozenset[str]:
+    return frozenset(recipes())
+
+
+@cache
+def _identity_of(number: int) -> str:
+    return identity(expectations()[number - 1].config().model_dump(mode="json"))
+
+
+@cache
+def _recipe(name: str) -> dict[str, Any]:
+    return read_recipe(name)
+
+
+def _expectation(number: int, row: dict[str, str]) -> Expectation:
+    row = _mended(row)
+    setting = {"dataset": _SOURCES[row["dataset"]]}
+    for column, letter in (("IF", "IF"), ("alpha", "alpha"), ("beta", "beta"), ("K", "K"), ("participation", "r"),
+                           ("lam", "lambda"), ("clusters", "clusters"), ("epochs", "E")):
+        if row[column]:
+            setting[letter] = row[column]
+    changes, problem = _changes(row)
+    recipe = _recipe_of(row)
+    if problem is None and recipe not in _known_recipes():
+        problem = f"there is no recipe {recipe}"
+    return Expectation(number, row["paper"], row["table"], row["method"], float(row["value"]) / 100,
+                       float(row["std"]) / 100 if row["std"] else None, setting, row["note"], _MEASURES[row["metric"]],
+                       _AT.get(row["paper"], "last"), recipe, changes, problem)
+
+
+def _mended(row: dict[str, str]) -> dict[str, str]:
+    """The row in the setting that its figures belong to, where the caption is wrong or says nothing; see its note."""
+    if row["paper"] == "MuPFL" and row["table"] == "5":
+        return row | {"IF": "10"}
+    if row["paper"] == "MuPFL" and row["table"] == "6":
+        return row | {"IF": "100"}
+    if row["paper"] == "MuPFL" and row["table"] == "1":
+        return row | {"IF": "10", "alpha": "1.0" if row["method"] == "MuPFL" else "0.5"}
+    return row
+
+
+def _recipe_of(row: dict[str, str]) -> str:
+    source, folder = _SOURCES[row["dataset"]], row["paper"].lower()
+    if source == "cityscapes":
+        return f"mupfl/segmentation/cityscapes_if{row['IF']}_beta{row['beta']}"
+    imbalance = f"_if{row['IF']}" if row["IF"] else ""
+    return f"{folder}/{source}{imbalance}_alpha{row['alpha']}_k{row['K']}"
+
+
+def _changes(row: dict[str, str]) -> tuple[dict[str, Any], str | None]:
+    """Settings over the recipe's, and why there are none."""
+    label, paper = row["method"], row["paper"]
+    changes: dict[str, Any] = {}
+    if label in _UNCLEAR:
+        return {}, _UNCLEAR[label]
+    if label in _ROWS or label == paper:
+        fields = dict(_ROWS.get(label, {}))
+        if row["lam"]:
+            fields |= {"lam_low": float(row["lam"]), "lam_high": float(row["lam"])}
+        if row["clusters"].isdecimal():
+            fields["kappa"] = int(row["clusters"])
+        if fields:
+            changes["method"] = fields
+    else:
+        name = {"FedAvg w/o clustering": "fedavg"}.get(label, label.lower().replace("-", "").replace(" ", ""))
+        if name not in METHODS:
+            return {}, f"raylt has no method {name}"
+        if row["dataset"] == "cityscapes" and "segmentation" not in METHODS[name].problems:
+            return {}, f"{name} is not defined for label maps here"
+        changes["method"] = {"name": name, **_FIELDS.get(label, {})}
+        if paper == "FedSM":                # the recipe's model has FedSM's projection, which the baselines have not
+            changes["model"] = "resnet50" if row["dataset"] == "imagenet_lt" else "resnet8"
+    if row["epochs"]:
+        changes["local.epochs"] = int(row["epochs"])
+    return changes, None
+
+
+def _numbers(tree: Any) -> Any:
+    """1 and 1.0 are the same setting."""
+    if isinstance(tree, dict):
+        return {key: _numbers(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_numbers(value) for value in tree]
+    return float(tree) if isinstance(tree, int) and not isinstance(tree, bool) else tree

@@ -1,0 +1,85 @@
+"""What `raylt ls` lists: the runs and studies under a folder."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raylt.errors import ConfigError
+from raylt.studies.records import age, read_run
+
+STUDY = "study.yaml"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run, or a study with its runs counted by state.
+
+    Attributes:
+        name: relative to the folder that was asked for.
+        progress: committed steps of rounds, or for a study finished runs of those that are there.
+        accuracy: the last that was judged.
+        age_s: seconds since something was written.
+    """
+
+    name: str
+    kind: str
+    method: str
+    state: str
+    progress: str
+    accuracy: float | None
+    age_s: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def listing(folder: Path) -> list[Entry]:
+    """Runs and studies in a folder, newest first; the runs of a study are counted, and listed where it is asked for.
+
+    Raises:
+        ConfigError: no such folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; give one that holds run folders")
+    if (folder / STUDY).is_file():
+        entries = [_run(path.parent, str(path.parent.relative_to(folder))) for path in folder.glob("**/config.yaml")]
+    else:
+        entries = [_study(path) if (path / STUDY).is_file() else _run(path, path.name)
+                   for path in folder.iterdir() if (path / STUDY).is_file() or (path / "config.yaml").is_file()]
+    return sorted(entries, key=lambda entry: (entry.age_s if entry.age_s is not None else float("inf"), entry.name))
+
+
+def _run(folder: Path, name: str) -> Entry:
+    record = read_run(folder)
+    judged = [value for value in record.curve.get("accuracy", []) if value is not None]
+    method = record.config.get("method", {}).get("name", "") if record.config else ""
+    return Entry(name, "run", method, record.state, f"{min(record.steps, record.planned_steps)}/{record.planned_steps}",
+                 judged[-1] if judged else None, age(folder))
+
+
+def _study(folder: Path) -> Entry:
+    runs = [path.parent for path in folder.glob("**/config.yaml")]
+    records = [read_run(run) for run in runs]
+    states = Counter(record.state for record in records)
+    methods = sorted({record.config["method"]["name"] for record in records if record.config})
+    ages = [seconds for run in runs if (seconds := age(run)) is not None]
+    total = _planned(folder / STUDY)
+    state = next((state for state in ("running", "failed", "damaged") if states[state]),
+                 "done" if total and states["done"] >= total else "stopped")
+    return Entry(folder.name, "study", ", ".join(methods), state, f"{states['done']}/{total or '?'} runs", None,
+                 min(ages, default=None))
+
+
+def _planned(file: Path) -> int | None:
+    """Runs of a study; counted here and not by its definition, which would take a second to import torch."""
+    try:
+        tree = yaml.safe_load(file.read_text())
+        cells, seeds = tree.get("cells") or [{}], tree.get("seeds", 3)
+        count = prod(map(len, cells.values())) if isinstance(cells, dict) else len(cells)
+        return len(tree["arms"]) * count * (seeds if isinstance(seeds, int) else len(seeds))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+        return None

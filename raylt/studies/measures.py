@@ -1,0 +1,52 @@
+"""`MEASURES`: the figures of a run that studies compare, each by one word."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+At = Literal["last", "last10", "best"]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure of a finished run.
+
+    Attributes:
+        what: in words, for a table's heading.
+        read: from summary.json; None where the run has no such figure.
+        every_round: the key of the curve that `last10` and `best` are taken from; None: only the last is known.
+        higher: whether more is better.
+    """
+
+    what: str
+    read: Callable[[Mapping[str, Any]], float | None]
+    every_round: str | None = None
+    higher: bool = True
+
+
+def _at(*path: str) -> Callable[[Mapping[str, Any]], float | None]:
+    def read(summary: Mapping[str, Any]) -> float | None:
+        value: Any = summary
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+    return read
+
+
+MEASURES: dict[str, Measure] = {
+    "accuracy": Measure("accuracy on the balanced test set", _at("accuracy", "last"), "accuracy"),
+    "many": Measure("accuracy, many-shot classes", _at("groups", "many"), "many"),
+    "medium": Measure("accuracy, medium-shot classes", _at("groups", "medium"), "medium"),
+    "few": Measure("accuracy, few-shot classes", _at("groups", "few"), "few"),
+    "macro": Measure("mean of the class accuracies", _at("macro")),
+    "miou": Measure("mean intersection over union", _at("miou")),
+    "global_accuracy": Measure("accuracy of the global model", _at("global_accuracy")),
+    "owned": Measure("mean over clients, classes that they own", _at("clients", "by", "owned", "mean")),
+    "matched": Measure("mean over clients, own class mix", _at("clients", "by", "matched", "mean")),
+    "clients": Measure("mean over clients, all classes", _at("clients", "by", "global", "mean")),
+    "client_miou": Measure("mean IoU over clients, own classes", _at("clients", "by", "miou", "mean")),
+    "worst_decile": Measure("worst tenth of the clients, own class mix",
+                            _at("clients", "by", "matched", "worst_decile")),
+    "bytes_up": Measure("bytes sent by clients", _at("bytes", "up"), higher=False),
+    "bytes_down": Measure("bytes sent to clients", _at("bytes", "down"), higher=False),
+}

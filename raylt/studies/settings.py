@@ -1,0 +1,99 @@
+"""Settings of studies: mappings laid over each other, made into configurations, and what people call them."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from raylt.config import Config, check, recipe
+from raylt.errors import ConfigError
+from raylt.registry import resolve
+
+# what a cell is called: the paper's letter, and nothing for a value that speaks for itself
+_LETTERS = {"data.imbalance": "IF", "data.alpha": "alpha", "data.clients": "K", "data.beta": "beta",
+            "federation.rounds": "R", "federation.participation": "r", "data.source": "", "data.partition": "",
+            "model": ""}
+
+
+def merge(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with others laid over them; keys may be nested or dotted. A method that is named replaces the one before
+    with its fields, fields alone are added to it."""
+    merged = dict(tree)
+    for key, value in changes.items():
+        first, dot, rest = str(key).partition(".")
+        if first == "method" and not dot:
+            value = {"name": value} if isinstance(value, str) else dict(value)
+            merged["method"] = value if "name" in value else {**_as_method(merged.get("method")), **value}
+        elif dot:
+            below = _as_method(merged.get(first)) if first == "method" else merged.get(first, {})
+            merged[first] = merge(below, {rest: value})
+        elif isinstance(value, Mapping) and isinstance(merged.get(first), Mapping):
+            merged[first] = merge(merged[first], value)
+        else:
+            merged[first] = value
+    return merged
+
+
+def resolved(tree: Mapping[str, Any], who: str = "") -> Config:
+    """The configuration of a run with all fields of its method, as a run folder records it."""
+    try:
+        config: Config = check(Config, dict(tree))
+        method = resolve(config).method
+    except ConfigError as error:
+        raise ConfigError(f"{who}: {error}" if who else str(error)) from None
+    return config.model_copy(update={"method": {"name": method.name, **method.model_dump(mode="json")}})
+
+
+def label(settings: Mapping[str, Any]) -> str:
+    """What people call a cell: IF 100, alpha 0.5."""
+    words = []
+    for key, value in settings.items():
+        letter = _LETTERS.get(key, key.rpartition(".")[2])
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        words.append(f"{letter} {text}".strip())
+    return ", ".join(words)
+
+
+def slug(text: str) -> str:
+    """A name as a folder: IF 100, alpha 0.5 is if100_alpha0.5."""
+    joined = re.sub(r"([A-Za-z]) (?=[\d.])", r"\1", text.lower()).replace(", ", "_")
+    return re.sub(r"[^\w.+=-]+", "-", joined).strip("-")
+
+
+def read_recipe(name: str) -> dict[str, Any]:
+    """The settings of a recipe of the package, or of a file.
+
+    Raises:
+        ConfigError: there is no such recipe or file.
+    """
+    return read_yaml(Path(name) if Path(name).is_file() else recipe(name.removeprefix("recipe:")))
+
+
+def _as_method(value: Any) -> dict[str, Any]:
+    return {"name": value} if isinstance(value, str) else dict(value or {})
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give a YAML file that exists") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: must be a mapping, is a {type(tree).__name__}")
+    return tree
+
+
+def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Nested settings with dotted keys."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        here = f"{path}.{key}" if path else str(key)
+        if isinstance(value, Mapping):
+            leaves |= flat(value, here)
+        else:
+            leaves[here] = value
+    return leaves

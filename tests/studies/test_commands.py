@@ -1,0 +1,106 @@
+"""The commands as people type them, over run folders that were made by hand."""
+
+import fcntl
+import json
+import threading
+
+import pytest
+from made import line, write_run
+
+from raylt.cli.main import app
+from raylt.errors import ConfigError
+from raylt.studies.definition import define
+from raylt.studies.study import Study
+
+TREE = {"name": "s", "arms": {"fedavg": "fedavg", "prox": {"method": "fedprox"}}, "seeds": 2,
+        "base": {"federation": {"rounds": 3}, "data": {"clients": 3}}, "cells": {"data.imbalance": [10, 50]}}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A study of eight runs, of which six are done, one is stopped and one is missing."""
+    monkeypatch.chdir(tmp_path)
+    study = Study.create(define(TREE), tmp_path / "runs")
+    for place, plan in enumerate(study.definition.runs()[:-1]):
+        write_run(study.folder / plan.folder, plan, [0.1, 0.2, 0.3 + place / 100], done=place < 6,
+                  split=f"{plan.cell}{plan.seed}".ljust(64, "0"))
+    (tmp_path / "s.yaml").write_text(json.dumps(TREE))
+    return study.folder
+
+
+def printed(capsys, *arguments):
+    app([str(a) for a in arguments], standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_compare_prints_every_format(folder, capsys):
+    assert "| IF 10 | fedavg | 2 |" in printed(capsys, "compare", folder, "--format", "markdown")
+    assert r"\toprule" in printed(capsys, "compare", folder, "--format", "latex")
+    content = json.loads(printed(capsys, "compare", folder, "--format", "json", "--measure", "few", "--target", "0.3"))
+    assert content["measure"] == "few"
+    assert content["rows"][0]["values"] == {"0": 0.3, "1": 0.32}
+    assert content["target"][0]["rounds"] == 3
+    assert len(content["left_out"]) == 2
+    assert "left out:" in printed(capsys, "compare", folder)
+
+
+def test_compare_takes_runs_by_themselves(folder, capsys):
+    out = printed(capsys, "compare", *sorted(folder.glob("if10/*/seed-*")), "--reference", "fedprox", "--format",
+                  "markdown")
+    assert "differences to fedprox" in out
+
+
+def test_dry_run_lists_what_is_left_and_makes_nothing(folder, capsys, tmp_path):
+    out = printed(capsys, "study", "s.yaml", "--dry-run", "--parallel", "2")
+    assert "8 runs, 2 to do: about 6 s, 2 at once" in out         # 3 rounds of 2 s; the stopped one has 0 of 3 left
+    printed(capsys, "study", "s.yaml", "--dry-run", "--out", "elsewhere")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_ls_lists_studies_and_inside_them_runs(folder, capsys):
+    entries = json.loads(printed(capsys, "ls", "--format", "json"))
+    assert [(e["name"], e["state"], e["progress"]) for e in entries] == [("s", "stopped", "6/8 runs")]
+    assert len(json.loads(printed(capsys, "ls", folder, "--format", "json"))) == 7
+    with pytest.raises(ConfigError, match="no such folder"):
+        printed(capsys, "ls", "nowhere")
+
+
+def test_report_is_written_beside_the_study(folder, capsys):
+    assert printed(capsys, "report", folder).strip() == str(folder / "report.html")
+    assert "IF 50" in (folder / "report.html").read_text()
+
+
+def test_follow_shows_a_run_until_it_ends(folder, capsys):
+    run = folder / "if10/fedavg/seed-0"
+    (run / "summary.json").unlink()
+    lock = (run / ".lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+
+    def go_on():
+        with (run / "metrics.jsonl").open("a") as stream:
+            stream.write(json.dumps(line(4, 0.75, "finish")) + "\n")
+        lock.close()
+
+    threading.Timer(0.4, go_on).start()
+    out = printed(capsys, "follow", run, "--every", "0.1")
+    assert "round 1/3  accuracy 10.00 %" in out
+    assert "finish  accuracy 75.00 %" in out
+    assert "stopped after step 4" in out
+    with pytest.raises(ConfigError, match="raylt ls"):
+        printed(capsys, "follow", "nowhere")
+
+
+def test_reproduce_plans_and_says_what_cannot_be_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = printed(capsys, "reproduce", "mupfl", "2", "--cells", "dataset=fashion_mnist,IF=100,alpha=0.5", "--scale",
+                  "0.1", "--arms", "MuPFL,FedAvg,FedRep", "--dry-run")
+    assert "to do" in out
+    assert "3 cells: " in out
+    with pytest.raises(ConfigError, match="KEY=VALUE"):
+        printed(capsys, "reproduce", "mupfl", "--cells", "IF")
+
+
+def test_verdicts_writes_the_page(capsys, tmp_path, folder):
+    out = printed(capsys, "verdicts", folder, "--page", tmp_path / "page.md")
+    assert "640 cells" in out
+    assert "Of 640 printed cells 0 have recorded runs" in (tmp_path / "page.md").read_text()

@@ -1,0 +1,132 @@
+import json
+
+import pytest
+from made import record
+from rich.console import Console
+
+from raylt.errors import CheckpointError, ConfigError
+from raylt.studies import tables
+from raylt.studies.comparison import compare, value_of
+from raylt.studies.definition import Claim
+from raylt.studies.target import reached
+
+CELLS = ("IF 10", "IF 50")
+# of arm b, per seed, above arm a: 0.1 each in the first cell, 0.0 or 0.02 in turns in the second
+ABOVE = {"IF 10": [0.1, 0.11, 0.09, 0.1, 0.1, 0.1], "IF 50": [0.0, 0.02, 0.0, 0.02, -0.01, 0.01]}
+
+
+def records():
+    return [record(arm, seed, 0.5 + 0.01 * seed + (ABOVE[cell][seed] if arm == "b" else 0.0), cell=cell)
+            for cell in CELLS for seed in range(6) for arm in "ab"]
+
+
+def test_rows_by_hand():
+    found = compare(records(), "a")
+    b = next(row for row in found.rows if (row.cell, row.arm) == ("IF 10", "b"))
+    assert b.difference is not None
+    assert b.difference.difference.estimate == pytest.approx(0.1)
+    assert b.mean.estimate == pytest.approx(0.625)
+    assert list(b.values) == [0, 1, 2, 3, 4, 5]
+    assert b.optimism == pytest.approx(0)           # the curve rises to its last round
+    assert [overall.arm for overall in found.overall] == ["a", "b"]
+
+
+def test_claims_are_one_family_and_each_has_its_verdict():
+    claims = [Claim("b", "a", "accuracy"), Claim("a", "b", "few")]
+    verdicts = {(j.claim.better, j.cell): j.verdict for j in compare(records(), "a", claims).claims}
+    assert verdicts == {("b", "IF 10"): "holds", ("b", "IF 50"): "open", ("a", "IF 10"): "refuted",
+                        ("a", "IF 50"): "open"}
+
+
+def test_under_six_seeds_nothing_is_claimed_whatever_the_difference():
+    few = [r for r in records() if r.seed < 5]
+    found = compare(few, "a", [Claim("b", "a", "accuracy")])
+    assert {j.verdict for j in found.claims} == {"too few seeds"}
+    assert all(j.p is None for j in found.claims)
+
+
+def test_fewer_bytes_are_better():
+    found = compare(records(), "a", [Claim("b", "a", "bytes_up")])
+    assert {j.verdict for j in found.claims} == {"too few seeds"}      # all equal: no spread, no p
+
+
+@pytest.mark.parametrize("state", ["missing", "running", "stopped", "failed", "damaged"])
+def test_a_run_that_is_not_whole_is_named_and_never_averaged_in(state):
+    broken = [record("b", 6, 99.0, cell="IF 10", state=state, problem="why", steps=3)]
+    found = compare([*records(), *broken], "a")
+    assert found.rows == compare(records(), "a").rows
+    assert len(found.left_out) == 1
+    assert found.left_out[0].startswith(f"IF 10/b/seed-6: {state}")
+    assert found.left_out[0] in tables.markdown(found).replace("- ", "", 1)
+
+
+def test_pairs_are_of_the_same_seeds_only():
+    uneven = [r for r in records() if not (r.arm == "a" and r.seed > 2)]
+    row = next(row for row in compare(uneven, "a").rows if row.arm == "b")
+    assert len(row.values) == 6
+    assert row.difference is not None
+    assert row.difference.n == 3
+
+
+@pytest.mark.parametrize(("change", "what"), [
+    ({"summary": {"split_sha256": "f" * 64, "groups": {}, "accuracy": {"last": 0.5}}}, "split differs"),
+    ({"config": {"federation": {"rounds": 10, "participation": 1.0}, "local": {"epochs": 2, "batch": 32},
+                 "evaluation": {"every": 1, "personal": 0}}}, "budget differs"),
+    ({"config": {"federation": {"rounds": 10, "participation": 1.0}, "local": {"epochs": 1, "batch": 32},
+                 "evaluation": {"every": 5, "personal": 0}}}, "evaluation differs"),
+    ({"made": {"codes": ["d" * 64]}}, "code differs"),
+    ({"made": {"codes": ["c" * 64, "d" * 64]}}, "2 versions of the code"),
+])
+def test_runs_that_cannot_stand_beside_each_other_are_refused_by_name(change, what):
+    with pytest.raises(CheckpointError, match=what) as raised:
+        compare([record("a", 0, 0.5), record("b", 0, 0.5, **change)], "a")
+    assert "/b/seed-0" in str(raised.value)
+
+
+def test_last_ten_and_best_come_from_the_judged_rounds():
+    one = record("a", 0, 1.0, curve={"accuracy": [0.1, None, 0.9, 0.5], "seconds": [1, 2, 3, 4]},
+                 config={"federation": {"rounds": 3, "participation": 1.0}})
+    assert value_of(one, "accuracy", "last") == 1.0
+    assert value_of(one, "accuracy", "last10") == pytest.approx(0.5)      # of rounds 1..3: 0.1, 0.9
+    assert value_of(one, "accuracy", "best") == 1.0                       # the finish counts
+
+
+def test_what_cannot_be_asked_is_one_line():
+    with pytest.raises(ConfigError, match="no such measure"):
+        compare(records(), "a", measure="acc")
+    with pytest.raises(ConfigError, match="last round only"):
+        compare(records(), "a", measure="macro", at="best")
+    with pytest.raises(ConfigError, match="no such arm"):
+        compare(records(), "c")
+
+
+def test_tables_of_equal_records_are_equal_whatever_the_order_and_the_seconds():
+    slower = [record(r.arm, r.seed, r.summary["accuracy"]["last"], cell=r.cell,
+                     curve=r.curve | {"seconds": [9.0] * 10}) for r in records()]
+    first, second = (compare(each, "a", [Claim("b", "a", "few")]) for each in (records(), slower))
+    assert tables.markdown(first) == tables.markdown(second)
+    assert tables.latex(first) == tables.latex(second)
+    assert json.dumps(first.to_json()) == json.dumps(second.to_json())
+
+
+def test_markdown_and_latex_of_a_row():
+    found = compare(records(), "a")
+    assert "| IF 10 | b | 6 | 62.50 ± " in tables.markdown(found)
+    text = tables.latex(found)
+    assert r" & b & 6 & 62.50 $\pm$ " in text
+    assert text.count(r"\\") == 5                    # heading and four rows
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(tables.of_comparison(found))
+    assert "+10.00 ±" in console.export_text()
+
+
+def test_frame_has_a_line_per_run():
+    frame = compare(records(), "a").frame()
+    assert list(frame.columns) == ["cell", "arm", "seed", "accuracy"]
+    assert len(frame) == 24
+
+
+def test_first_round_bytes_and_seconds_at_a_target():
+    # accuracies rise by a tenth of the last each round: 0.5 reaches 0.4 in round 8, 0.3 never
+    found = reached([record("a", 0, 0.5), record("a", 1, 0.3)], 0.4)
+    assert (found[0].reached, found[0].runs, found[0].rounds, found[0].bytes, found[0].seconds) == (1, 2, 8, 240, 16)

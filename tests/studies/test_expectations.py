@@ -1,0 +1,73 @@
+import re
+from collections import Counter
+
+import pytest
+
+from raylt.config import load, recipes
+from raylt.config.recipes import FOLDER as RECIPES
+from raylt.methods import METHODS
+from raylt.studies.expectations import expectations, identity
+from raylt.studies.settings import resolved
+
+
+def test_every_printed_cell_is_there_with_its_source():
+    assert len(expectations()) == 640
+    assert Counter(e.paper for e in expectations()) == {"SFD": 180, "FedSM": 198, "MuPFL": 200, "BPFed": 62}
+    assert all(0 < e.value < 1 and e.table for e in expectations())
+    assert sum(bool(e.note) for e in expectations()) == 102
+
+
+def test_a_cell_is_run_or_says_why_not():
+    for each in expectations():
+        assert (each.problem is None) == (each.recipe in recipes()) or each.problem is not None
+        if each.problem is None:
+            assert each.config().method["name"] in METHODS
+
+
+def test_methods_of_the_four_papers_have_no_gap():
+    ours = ("SFD", "FedSM", "MuPFL", "BPFed")
+    missing = {e.method for e in expectations() if e.problem and e.method.startswith(ours)}
+    assert missing == set()
+
+
+def headers():
+    """(recipe, method, printed percent, overrides) of every command in a recipe's first lines."""
+    for path in sorted(RECIPES.rglob("*.yaml")):
+        for line in path.read_text().splitlines():
+            if match := re.match(r"#   (\S+) +(\d+\.\d\d?)   raylt run (\S+) ?(.*)$", line):
+                yield path, match[1], float(match[2]), match[4].split()
+
+
+@pytest.mark.parametrize("paper", ["sfd", "fedsm", "mupfl", "bpfed"])
+def test_the_commands_in_the_recipes_are_the_cells_and_their_figures(paper):
+    printed = [e for e in expectations() if e.problem is None and e.paper.lower() == paper
+               and e.measure in ("accuracy", "matched", "owned", "client_miou")]
+    # Table III's probabilistic column has one figure that is not Table V's (see its note)
+    printed = [e for e in printed if not (e.table == "III (IoT-J)" and round(100 * e.value, 2) == 36.7)]
+    cells = {(e.identity(), e.config().federation.rounds, round(100 * e.value, 2)): e for e in printed}
+    commands = set()
+    for path, _, value, overrides in headers():
+        if path.parent.name == paper or (paper == "mupfl" and path.name.startswith("cityscapes")):
+            config = resolved(load(path, overrides).model_dump())
+            commands.add((identity(config.model_dump(mode="json")), config.federation.rounds, value))
+    assert commands <= cells.keys()
+    others = {cells[key].table for key in cells.keys() - commands if METHOD_OF[key[0]] in (
+        "fedavg", "fedprox", "fedper", paper)}
+    assert others == ({"2", "3"} if paper == "sfd" else set())        # SFD's ablations: fields, in no header
+
+
+METHOD_OF = {e.identity(): e.config().method["name"] for e in expectations() if e.problem is None}
+
+
+def test_captions_that_are_wrong_are_mended_and_say_so():
+    five = [e for e in expectations() if (e.paper, e.table) == ("MuPFL", "5")]
+    assert {e.setting["IF"] for e in five} == {"10"}
+    assert all("treat as IF=10" in e.note for e in five)
+
+
+def test_identity_ignores_seed_rounds_and_place_and_nothing_else():
+    config = expectations()[0].config().model_dump(mode="json") if expectations()[0].problem is None else {}
+    same = {**config, "seed": 7, "data": {**config["data"], "seed": 7, "root": "/x"},
+            "federation": {**config["federation"], "rounds": 3}, "resources": {}}
+    assert identity(same) == identity(config)
+    assert identity({**config, "local": {**config["local"], "lr": 0.02}}) != identity(config)

@@ -1,0 +1,113 @@
+import fcntl
+import json
+
+import pytest
+from made import line, write_run
+
+from raylt.studies.definition import define
+from raylt.studies.listing import listing
+from raylt.studies.records import Record, failure_file, read_run
+
+PLAN = define({"name": "s", "arms": {"fedavg": "fedavg"}, "base": {"federation": {"rounds": 3}}, "seeds": 1}).runs()[0]
+
+
+@pytest.fixture
+def run(tmp_path):
+    write_run(tmp_path / "run", PLAN, [0.1, 0.3, 0.2])
+    return tmp_path / "run"
+
+
+def test_a_finished_run(run):
+    record = read_run(run, "c", "a", 0)
+    assert (record.state, record.problem, record.steps, record.planned_steps) == ("done", None, 3, 3)
+    assert record.curve["accuracy"] == [0.1, 0.3, 0.2]
+    assert record.curve["up"] == [10, 20, 30]
+    assert record.seconds == 6.0
+    assert record == Record.from_json(json.loads(json.dumps(record.to_json())))
+
+
+def test_no_folder_and_a_folder_that_was_never_begun_are_missing(tmp_path):
+    assert read_run(tmp_path / "none").state == "missing"
+    (tmp_path / "begun").mkdir()
+    assert read_run(tmp_path / "begun").state == "missing"
+
+
+def test_a_run_without_a_summary_is_stopped_and_its_half_line_is_nothing(run):
+    (run / "summary.json").unlink()
+    file = run / "metrics.jsonl"
+    file.write_text(file.read_text()[:-20])
+    record = read_run(run)
+    assert (record.state, record.steps) == ("stopped", 2)
+
+
+def test_a_run_that_a_process_holds_is_running(run):
+    (run / "summary.json").unlink()
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read_run(run).state == "running"
+    assert read_run(run).state == "stopped"
+
+
+def test_a_failure_is_told_until_the_run_is_done(run):
+    failure_file(run).write_text("out of memory\n")
+    assert read_run(run).state == "done"
+    (run / "summary.json").unlink()
+    assert (read_run(run).state, read_run(run).problem) == ("failed", "out of memory")
+
+
+def damage(run, how):
+    file, metrics = run / "summary.json", run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    summary = json.loads(file.read_text())
+    match how:
+        case "summary cut off":
+            file.write_text(file.read_text()[:40])
+        case "another accuracy":
+            file.write_text(json.dumps(summary | {"accuracy": {"last": 0.9, "last10": 0.9, "best": 0.9}}))
+        case "another split":
+            file.write_text(json.dumps(summary | {"split_sha256": "00" * 32}))
+        case "a round missing":
+            metrics.write_text("".join(lines[:2]))
+        case "a round left out":
+            metrics.write_text(lines[0] + lines[2])
+        case "a line cut off":
+            metrics.write_text(lines[0] + lines[1][:30] + "\n" + lines[2])
+        case "no split":
+            (run / "split.json").unlink()
+        case "no figures":
+            file.write_text("{}")
+        case "config is a list":
+            (run / "config.yaml").write_text("[]")
+        case "config is not yaml":
+            (run / "config.yaml").write_text("a: [")
+
+
+@pytest.mark.parametrize("how", ["summary cut off", "another accuracy", "another split", "a round missing",
+                                 "a round left out", "a line cut off", "no split", "no figures", "config is a list",
+                                 "config is not yaml"])
+def test_a_damaged_run_says_what_is_wrong_and_has_no_figures(run, how):
+    damage(run, how)
+    record = read_run(run)
+    assert record.state == "damaged"
+    assert record.problem
+    assert "\n" not in record.problem
+    assert record.summary is None
+
+
+def test_a_finish_is_a_step_and_no_round(run):
+    file = run / "metrics.jsonl"
+    file.write_text(file.read_text() + json.dumps(line(4, 0.2, "finish")) + "\n")
+    record = read_run(run)
+    assert (record.state, record.steps, record.planned_steps) == ("done", 4, 3)
+
+
+def test_listing_has_runs_and_counts_those_of_a_study(tmp_path, run):
+    write_run(tmp_path / "study" / "fedavg" / "seed-0", PLAN, [0.1, 0.3, 0.2])
+    write_run(tmp_path / "study" / "fedavg" / "seed-1", PLAN, [0.1], done=False)
+    (tmp_path / "study" / "study.yaml").write_text("arms: {fedavg: fedavg}\nseeds: 3")
+    (tmp_path / "else").mkdir()
+    entries = {entry.name: entry for entry in listing(tmp_path)}
+    assert set(entries) == {"run", "study"}
+    assert (entries["run"].state, entries["run"].accuracy, entries["run"].progress) == ("done", 0.2, "3/3")
+    assert (entries["study"].state, entries["study"].progress) == ("stopped", "1/3 runs")
+    assert {entry.name for entry in listing(tmp_path / "study")} == {"fedavg/seed-0", "fedavg/seed-1"}

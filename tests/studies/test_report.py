@@ -1,0 +1,111 @@
+import re
+from html.parser import HTMLParser
+
+import pytest
+from made import record
+
+from raylt.errors import ConfigError
+from raylt.studies import drawings
+from raylt.studies.definition import define
+from raylt.studies.report import LIMIT, render, write_report
+from raylt.studies.study import Study
+
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+class Page(HTMLParser):
+    """Tags that are opened and not closed in order, and what is loaded from elsewhere."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.faults, self.loaded = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.loaded += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "xlink:href")
+                        or (value and "url(" in value)]
+        self.loaded += [tag] if tag in ("script", "link", "iframe", "object", "embed") else []
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.faults.append(tag)
+
+
+def study(arms=("fedavg", "sfd <b>&"), cells=("IF 10", "IF 50"), seeds=6, **more):
+    definition = define({"name": "s", "about": "<script>alert(1)</script>", "arms": {
+        "fedavg": "fedavg", "sfd": "sfd"}, "claims": ["sfd > fedavg"]}).model_copy(update={"claims": []})
+    records = [record(arm, seed, 0.5 + 0.01 * seed + 0.1 * place, cell=cell, by_client={"matched": [0.5, None, 0.9]},
+                      **more) for cell in cells for seed in range(seeds) for place, arm in enumerate(arms)]
+    for each in records:
+        each.config["method"] = {"name": "fedavg"}
+    held = {cell: {"names": ["a", "b"], "groups": ["many", "few"], "counts": [[5, 0], [2, 1]]} for cell in cells}
+    return Study(definition, None, records, held)
+
+
+def test_a_report_is_sound_and_loads_nothing():
+    text = render(study())
+    page = Page(text)
+    assert (page.faults, page.open, page.loaded) == ([], [], [])
+    assert "@import" not in text
+    assert "url(" not in text
+    assert not re.search(r"https?://", text)
+
+
+def test_what_people_write_is_escaped():
+    text = render(study())
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;" in text
+    assert "<b>&" not in text
+
+
+def test_it_has_every_part_and_a_title_under_the_mouse():
+    text = render(study())
+    for part in ("Arms", "Over all cells", "Learning curves", "Groups of classes and clients", "Traffic and time",
+                 "How it was made", "prefers-color-scheme: dark", "@media print", "client 1, class a: 2"):
+        assert part in text
+    assert text.count("<title>") > 100
+
+
+def test_runs_that_are_not_done_are_named_and_no_figures_of_them_are_drawn():
+    whole = study()
+    broken = record("fedavg", 9, 0.123456, cell="IF 10", state="damaged", problem="line 3 is not JSON")
+    text = render(Study(whole.definition, None, [*whole.records, broken], whole.holdings))
+    assert "IF 10/fedavg/seed-9: damaged: line 3 is not JSON" in text
+    assert "12.35" not in text
+
+
+def test_a_large_study_stays_under_the_limit():
+    long = {"curve": {key: [round(0.001 * (step % 700), 4) for step in range(500)] for key in (
+        "accuracy", "many", "medium", "few")} | {"step": list(range(1, 501)), "up": [1] * 500, "down": [1] * 500,
+                                                 "seconds": [1.0] * 500}, "planned_steps": 500}
+    text = render(study(arms=[f"arm {n}" for n in range(6)] + ["fedavg"], cells=[f"IF {n}" for n in range(8)], seeds=3,
+                        **long))
+    assert len(text.encode()) < LIMIT
+
+
+def test_nothing_finished_is_refused_and_a_file_that_cannot_be_written(tmp_path):
+    with pytest.raises(ConfigError, match="no run is finished"):
+        render(study(state="stopped", summary=None))
+    with pytest.raises(ConfigError, match="--to"):
+        write_report(study(), tmp_path / "none" / "report.html")
+
+
+def test_one_run_alone_has_a_report():
+    one = study(arms=("fedavg",), cells=("",), seeds=1)
+    assert "fedavg" in render(one)
+
+
+def test_thinned_keeps_both_ends():
+    assert drawings._thinned(5, 10) == [0, 1, 2, 3, 4]
+    kept = drawings._thinned(500, 80)
+    assert (kept[0], kept[-1], len(kept)) == (0, 499, 80)
+
+
+def test_axes_have_round_numbers():
+    assert drawings._even(28.1, 94.2) == [40, 60, 80]
+    assert drawings._even(0.912, 0.934) == [0.915, 0.92, 0.925, 0.93]

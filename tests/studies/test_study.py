@@ -1,0 +1,185 @@
+"""Studies that are really run, small ones: what is missing is run, what is done is left alone, a kill costs nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jsonschema
+import pytest
+from made import write_run
+
+import raylt
+from raylt.errors import CheckpointError
+from raylt.runs import provenance
+from raylt.studies import tables
+from raylt.studies.definition import define
+from raylt.studies.schedule import makespan
+from raylt.studies.single import of_runs
+from raylt.studies.study import Study
+
+TINY = {"name": "tiny", "base": {"data": {"clients": 3}, "federation": {"rounds": 1}, "local": {"epochs": 1}},
+        "arms": {"fedavg": "fedavg", "prox": {"method": "fedprox"}}, "seeds": 1}
+SCHEMAS = Path(raylt.__path__[0]) / "runs" / "schemas"
+
+
+class Heard:
+    """A watcher that keeps what it is told."""
+
+    def __init__(self):
+        self.said, self.shares, self.left = [], [], []
+
+    def says(self, text):
+        self.said.append(text)
+
+    def progress(self, done, total, running, share, left_s):
+        self.shares.append(share)
+        self.left.append(left_s)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A study of two runs in one process after the other, and what its watcher heard."""
+    study, heard = Study.create(define(TINY), tmp_path_factory.mktemp("out")), Heard()
+    assert study.run(heard, parallel=1) == []
+    return study, heard
+
+
+def test_all_runs_are_done_on_one_split_and_shown_as_they_end(made):
+    study, heard = made
+    assert [record.state for record in study.records] == ["done", "done"]
+    assert len({record.summary["split_sha256"] for record in study.records}) == 1
+    assert heard.said[-1].startswith("2/2  prox/seed-0")
+    assert heard.shares == sorted(heard.shares)
+    assert heard.shares[-1] == 1.0
+    assert heard.left[0] is None                    # nothing was timed yet
+    assert heard.left[-1] == 0.0
+
+
+def test_records_fit_the_schemas_that_ship(made):
+    study, _ = made
+    summary, line = (json.loads((SCHEMAS / f"{name}.json").read_text()) for name in ("summary", "metrics"))
+    for record in study.records:
+        folder = study.folder / record.folder
+        jsonschema.validate(json.loads((folder / "summary.json").read_text()), summary)
+        for text in (folder / "metrics.jsonl").read_text().splitlines():
+            jsonschema.validate(json.loads(text), line)
+        assert record.made["code"] == provenance.code_sha256()
+        assert record.summary["made"]["sessions"] == 1
+
+
+def test_a_finished_study_runs_nothing_again(made):
+    study, _ = made
+    before = {path: path.stat().st_mtime_ns for path in study.folder.rglob("summary.json")}
+    heard = Heard()
+    assert Study.create(define(TINY), study.folder.parent).run(heard) == []
+    assert {path: path.stat().st_mtime_ns for path in study.folder.rglob("summary.json")} == before
+    assert heard.said == []
+
+
+def test_results_file_tells_the_same_as_the_folder(made):
+    study, _ = made
+    read = Study.open(study.folder / "results.json")
+    assert tables.markdown(read.compare()) == tables.markdown(Study.open(study.folder).compare())
+    assert read.holdings[""]["counts"] == study.holdings[""]["counts"]
+
+
+def test_single_runs_make_the_same_comparison(made):
+    study, _ = made
+    alone = of_runs([study.folder / record.folder for record in study.records])
+    assert [(row.arm, row.values) for row in alone.compare().rows] == [
+        ("fedavg", study.compare().rows[0].values), ("fedprox", study.compare().rows[1].values)]
+    with pytest.raises(CheckpointError, match="same settings and seed"):
+        of_runs([study.folder / "fedavg/seed-0", study.folder / "." / "fedavg/seed-0/../seed-0"])
+
+
+def test_arms_and_seeds_may_be_added_but_settings_not_changed(tmp_path):
+    study = Study.create(define(TINY), tmp_path)
+    plan = study.definition.runs()[0]
+    write_run(study.folder / plan.folder, plan, [0.5])
+    more = define(TINY | {"arms": TINY["arms"] | {"per": "fedper"}, "seeds": 2})
+    states = [record.state for record in Study.create(more, tmp_path).records]
+    assert states == ["done", *["missing"] * 5]
+    with pytest.raises(CheckpointError, match=r"other settings \(local.epochs: 1 -> 2\)"):
+        Study.create(define(TINY | {"base": TINY["base"] | {"local": {"epochs": 2}}}), tmp_path)
+
+
+def test_a_folder_that_is_no_study_is_left_alone(tmp_path):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "thesis.tex").write_text("")
+    with pytest.raises(CheckpointError, match="exists and is no study"):
+        Study.create(define(TINY), tmp_path)
+    with pytest.raises(CheckpointError, match="no study"):
+        Study.open(tmp_path)
+
+
+def test_runs_of_another_version_of_the_code_stop_a_study_unless_told(tmp_path):
+    study = Study.create(define(TINY), tmp_path)
+    for plan in study.definition.runs():
+        write_run(study.folder / plan.folder, plan, [0.5], code="0" * 64)
+    with pytest.raises(CheckpointError, match="another version of the code"):
+        study.run()
+    assert study.run(mix_versions=True) == []       # all are done: nothing to run
+
+
+def test_a_run_that_cannot_be_done_fails_by_name_and_the_others_go_on(tmp_path):
+    arms = {"bad": {"data.clients": 5000, "method": "fedavg"}, "fedavg": "fedavg"}
+    study, heard = Study.create(define(TINY | {"arms": arms}), tmp_path), Heard()
+    assert study.run(heard, parallel=1) == ["bad/seed-0"]
+    states = {record.arm: (record.state, record.problem) for record in study.records}
+    assert states["fedavg"][0] == "done"
+    assert states["bad"][0] == "failed"
+    assert "data.clients = 5000" in states["bad"][1]
+    assert any("bad/seed-0 failed" in text for text in heard.said)
+    assert "bad/seed-0: failed: data.clients = 5000" in study.compare(reference="fedavg").left_out[0]
+
+
+def test_makespan_by_hand():
+    assert makespan([3, 1, 2], 2) == 3              # 3 | 2 + 1
+    assert makespan([5, 4, 3, 3], 2) == 8           # 5 + 3 | 4 + 3
+    assert makespan([], 2) == 0
+
+
+@pytest.mark.slow
+def test_a_study_that_is_killed_twice_ends_with_the_same_tables(tmp_path):
+    tree = TINY | {"arms": {"fedavg": "fedavg", "sfd": {"method": {"name": "sfd", "rf_dim": 50}}}, "seeds": 3,
+                   "base": {"data": {"clients": 4}, "federation": {"rounds": 6}}, "claims": ["sfd > fedavg on few"]}
+    straight = Study.create(define(tree), tmp_path / "straight")
+    assert straight.run() == []
+    file = tmp_path / "tiny.yaml"
+    file.write_text(json.dumps(tree))
+    command = [sys.executable, "-m", "raylt", "study", str(file), "--out", str(tmp_path / "killed"), "--parallel", "1"]
+    for how, enough in ((signal.SIGKILL, 1), (signal.SIGINT, 3)):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while len(list((tmp_path / "killed").rglob("summary.json"))) < enough and process.poll() is None:
+            time.sleep(0.05)
+        time.sleep(0.3)                             # in the middle of the next run
+        os.kill(process.pid, how)
+        process.wait()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    killed = Study.open(tmp_path / "killed" / "tiny")
+    straight.read()
+    for write in (tables.markdown, tables.latex, lambda comparison: json.dumps(comparison.to_json())):
+        assert write(killed.compare()) == write(straight.compare())
+    models = [[record.summary["model_sha256"] for record in study.records] for study in (straight, killed)]
+    assert models[0] == models[1]
+    assert any(record.summary["made"]["sessions"] > 1 for record in killed.records)
+
+
+def test_a_worker_that_dies_is_replaced_and_its_run_taken_up(tmp_path, monkeypatch):
+    # the first attempt kills its own process; the second finds the mark that it left
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        f"mark = {str(tmp_path / 'mark')!r}\n"
+        "if 'raylt.studies.worker' in ' '.join(sys.orig_argv) and not os.path.exists(mark):\n"
+        "    open(mark, 'w').close()\n"
+        "    os.kill(os.getpid(), 9)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    study, heard = Study.create(define(TINY | {"arms": {"fedavg": "fedavg"}}), tmp_path / "out"), Heard()
+    assert study.run(heard, parallel=1) == []
+    assert any("signal 9" in text and "taken up again" in text for text in heard.said)
+
+

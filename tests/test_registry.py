@@ -1,0 +1,186 @@
+"""One's own methods, models, sources and augmentations, from a folder outside the package."""
+
+import shutil
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import raylt
+from raylt import registry
+from raylt.config import load
+from raylt.data.task import build_task
+from raylt.errors import ConfigError
+from raylt.models import build_model
+from raylt.registry import check_origins, load_plugin, origins, register, resolve
+
+SHOPS = Path(__file__).parent / "guests" / "shops.py"
+SETTINGS = ["method=smoothed", "model=tinynet", "augment=dim", "data.source=stripes", "data.clients=3",
+            "data.imbalance=1", "federation.rounds=2", "local.epochs=1"]
+
+
+@pytest.fixture(autouse=True)
+def own_tables():
+    """What a test registers is gone after it."""
+    tables = {kind: dict(table) for kind, table in registry.TABLES.items()}
+    guests, modules, path = dict(registry._guests), set(sys.modules), list(sys.path)
+    yield
+    for kind, table in registry.TABLES.items():
+        table.clear()
+        table.update(tables[kind])
+    registry._guests.clear()
+    registry._guests.update(guests)
+    for name in set(sys.modules) - modules:
+        if name.startswith(registry.PLUGIN) or name == "helper":
+            del sys.modules[name]
+    sys.path[:] = path
+
+
+@pytest.fixture
+def shops(tmp_path):
+    """The plug-in and the file beside it, in a folder of their own."""
+    folder = tmp_path / "own"
+    shutil.copytree(SHOPS.parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder / "shops.py"
+
+
+def run(tmp_path, **how):
+    return raylt.run(load(None, SETTINGS), out=tmp_path / "runs", name="own", fleet="local", quiet=True, **how)
+
+
+def test_a_plugin_brings_all_four_kinds_and_a_run_records_them(shops, tmp_path):
+    guests = load_plugin(shops)
+    assert {(guest.kind, guest.name) for guest in guests} == {
+        ("method", "smoothed"), ("model", "tinynet"), ("source", "stripes"), ("augmentation", "dim")}
+    made = run(tmp_path)
+    assert made.summary["accuracy"]["last"] > 0.6
+    assert made.config.method == {"name": "smoothed", "smoothing": 0.1}
+    assert {record["name"] for record in made.origins} == {"smoothed", "tinynet", "stripes", "dim"}
+    assert {record["origin"] for record in made.origins} == {"shops.py"}
+    assert all(len(record["sha256"]) == 64 for record in made.origins)
+
+
+def test_a_run_is_not_opened_without_its_plugin_nor_with_a_changed_one(shops, tmp_path):
+    load_plugin(shops)
+    folder = run(tmp_path).folder
+    recorded = raylt.Run.open(folder).origins
+    registry._guests.pop(("method", "smoothed"))
+    registry.TABLES["method"].pop("smoothed")
+    with pytest.raises(ConfigError, match=r"the method 'smoothed' \(shops.py\), which is not here; give --plugin"):
+        _ = raylt.Run.open(folder).setup
+    shops.write_text(shops.read_text() + "\n# another\n")
+    load_plugin(shops)
+    with pytest.raises(ConfigError, match=r"another version of the .* \(shops.py, SHA-256 \w{16}, now \w{16}\)"):
+        check_origins(recorded, folder)
+    with pytest.raises(ConfigError, match="another version"):
+        raylt.Run.open(folder).resume(fleet="local", quiet=True)
+    with pytest.raises(ConfigError, match="another version"):
+        _ = raylt.Run.open(folder).task
+
+
+def test_a_run_of_raylts_own_parts_records_no_origins(tmp_path):
+    made = raylt.run("fedavg", rounds=1, epochs=1, out=tmp_path, name="plain", fleet="local", quiet=True)
+    assert made.origins == []
+    assert not (made.folder / "origins.json").exists()
+
+
+def test_values_come_through_the_library(tmp_path):
+    class Mine(raylt.Method):
+        name = "mine"
+        paper = "for tests"
+        __annotations__ = {}
+
+    def two_layers(classes, shape):
+        return raylt.SplitModel(nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU()), 8, classes)
+
+    made = raylt.run(Mine(), model=two_layers, data="digits", rounds=1, clients=3, out=tmp_path, name="values",
+                     fleet="local", quiet=True)
+    assert made.config.model == "two_layers"
+    assert {(r["kind"], r["name"], r["origin"]) for r in made.origins} == {
+        ("method", "mine", "value"), ("model", "two_layers", "value")}
+
+
+def test_installed_packages_offer_theirs_by_entry_points(monkeypatch, shops):
+    monkeypatch.syspath_prepend(str(shops.parent))
+    offered = {("raylt.models", "wide"): "shops:tinynet", ("raylt.methods", "smoothed"): "shops:Smoothed",
+               ("raylt.sources", "halves"): "shops:stripes", ("raylt.models", "broken"): "shops:nothing"}
+    monkeypatch.setattr(registry, "entry_points", lambda group, name: [
+        EntryPoint(name, offered[group, name], group)] if (group, name) in offered else [])
+    setup = resolve(load(None, ["method=smoothed", "model=wide"]))
+    assert type(setup.method).__name__ == "Smoothed"
+    assert setup.model(2, (8, 8, 1)).dim == 16
+    registry.seek(load(None, ["method=fedavg", "data.source=halves"]))
+    assert build_task(load(None, ["method=fedavg", "data.source=halves", "data.imbalance=1"]).data).classes == 2
+    assert {record["origin"] for record in origins(load(None, ["method=smoothed", "model=wide"]))} == {
+        "shops:Smoothed", "shops:tinynet"}
+    with pytest.raises(ConfigError, match=r"model = 'broken': the package .* cannot be loaded"):
+        resolve(load(None, ["method=fedavg", "model=broken"]))
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    (None, "no such file"),
+    ("x = 1\n", "defines no method .* and registers nothing"),
+    ("raise OSError('no net')\n", "OSError: no net"),
+    ("def f(:\n", "SyntaxError"),
+    ("import raylt\nraylt.register(3)\n", "3 is no subclass of raylt.Method"),
+    ("import raylt\nraylt.register(print)\n", 'say what it makes, as in register.my_net, kind="model"'),
+    ("import raylt\ndef small(c, s): ...\nraylt.register(small, kind='model')\n", "a model called 'small' already"),
+    ("import raylt\nclass A(raylt.Method):\n    name = 'fedavg'\n    paper = 'x'\n    __annotations__ = {}\n",
+     "a method called 'fedavg' already"),
+    ("import raylt\ndef digits(c): ...\nraylt.register(digits, kind='source')\n", "a source called 'digits' already"),
+])
+def test_plugins_that_cannot_be_used_are_refused_in_one_line(tmp_path, text, said):
+    file = tmp_path / "own.py"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=said) as raised:
+        load_plugin(file)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_cell_that_is_run_again_defines_its_method_anew():
+    def define(paper):
+        class Again(raylt.Method):
+            name = "again"
+            __annotations__ = {}
+
+        Again.paper = paper
+        return Again
+
+    register(define("first"))
+    register(define("second"))
+    assert registry.TABLES["method"]["again"].paper == "second"
+
+
+def test_a_model_that_is_none_is_named():
+    register(lambda classes, shape: nn.Linear(3, 3), "nothing", kind="model")
+    task = build_task(load(None, ["method=fedavg"]).data)
+    with pytest.raises(ConfigError, match=r"model = nothing: gave a Linear; a raylt\.SplitModel"):
+        resolve(load(None, ["method=fedavg", "model=nothing"])).check(task.facts)
+
+
+@pytest.mark.parametrize(("name", "shape", "dim"), [
+    ("torchvision:resnet18", (32, 32, 3), 512), ("torchvision:squeezenet1_1", (64, 64, 3), None),
+    ("torchvision:mobilenet_v3_small", (32, 32, 1), 1024), ("timm:resnet10t", (32, 32, 1), 512)])
+def test_models_of_other_libraries(name, shape, dim):
+    if dim is None:
+        with pytest.raises(ConfigError, match="does not end in a linear layer"):
+            build_model(name, 7, shape)
+        return
+    model = build_model(name, 7, shape)
+    assert model.dim == dim
+    assert model(torch.zeros(2, shape[2], *shape[:2])).shape == (2, 7)
+    assert {entry.partition(".")[0] for entry in model.state_dict()} == {"encoder", "classifier"}
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("torchvision:resnet19", "torchvision has no model 'resnet19'"),
+    ("timm:resnet19x", "timm has no model 'resnet19x'"),
+    ("keras:x", "torchvision:NAME or timm:NAME is expected"),
+    ("torchvision:vit_b_16", "does not take images of 32x32")])
+def test_models_of_other_libraries_that_cannot_be_had_are_named(name, said):
+    with pytest.raises(ConfigError, match=said):
+        build_model(name, 7, (32, 32, 3))
