@@ -4,6 +4,7 @@ Sections are the paper's. Departures from the text, and from the authors' code w
 [1] A class's gradient is of all of a client's samples of it, not augmented; the code takes ten draws of at most 32,
     with an augmentation of their own. The gradients are of the classifier re-trained last, as in the code.
 [2] A class that nobody has owned so far takes no part in re-training: its features are still noise.
+[3] The sum of the clients' gradients of a class stands for their mean: features are matched by cosines.
 The federation goes on from the averaged classifier: apart from the model that is judged, this is FedAvg to the bit.
 """
 
@@ -45,7 +46,7 @@ class CReFF(Method):
         client.receive(message["model"])
         gradients = class_gradients(*features(client), linear(**message["classifier"]))          # [C, d + 1] each [1]
         reply = super().train(client, message)
-        return client.reply(**reply.tree, gradients={c: {"n": 1, "sum": g} for c, g in gradients.items()})
+        return client.reply(**reply.tree, gradients=gradients)
 
     def start(self, server: Server, fleet: Fleet) -> None:
         super().start(server, fleet)
@@ -59,7 +60,7 @@ class CReFF(Method):
 
     def round(self, server: Server, fleet: Fleet) -> None:
         message, model = self.message(server), server.model
-        of_class = {"n": 1, "sum": torch.empty(model.classes, model.dim + 1, device="meta")}
+        of_class = torch.empty(model.classes, model.dim + 1, device="meta")
         got = fleet.ask(self.train, self.sample(server, fleet), message, model=mean.like(message["model"]), loss=mean,
                         gradients=total.within(dict.fromkeys(range(model.classes), of_class)))
         server.step(got["model"])
@@ -69,10 +70,9 @@ class CReFF(Method):
             server.log(retrain_loss=self.retrain(server))
 
     def match(self, server: Server, gradients: Tree) -> float:
-        """Features whose gradient is, row by row, that of the clients' mean; returns the cosine that is reached."""
-        classes = torch.tensor(sorted(gradients))
-        targets = torch.stack([(gradients[c]["sum"] / gradients[c]["n"]).float() for c in classes.tolist()])
-        h, device = server.state["features"], server.device
+        """Features whose gradient points, row by row, where that of the clients does; returns the cosine [3]."""
+        h, device, classes = server.state["features"], server.device, torch.tensor(sorted(gradients))
+        targets = torch.stack([gradients[c].float() for c in classes.tolist()])            # [K, C, d + 1]
         matched, cosine = match_features(
             h[classes].to(device), classes.to(device), targets.to(device), steps=self.matching_steps,
             lr=self.matching_lr, classifier=linear(**tree.to(server.state["classifier"], device)), distance="rows")

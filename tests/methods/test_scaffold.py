@@ -5,6 +5,7 @@ from tiny import fingerprint, open_client, private_states
 from torch.nn import functional as F
 
 from raylt.core.optimisers import SGD
+from raylt.core.server_optimisers import Momentum
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.scaffold import Scaffold
 from raylt.tree import Tree
@@ -104,6 +105,11 @@ def test_server_lr_scales_the_step_of_what_is_trained_line_16(tiny_task, tmp_pat
         assert torch.allclose(p, (before[name] + whole.state_dict()[name]) / 2, atol=1e-6), name
     for name, value in half.named_buffers():
         assert torch.equal(value, whole.state_dict()[name]), name
+
+
+def test_server_has_no_momentum():
+    assert Scaffold().server_optimiser() is None
+    assert Scaffold(server_lr=0.5).server_optimiser() == Momentum(beta=0, lr=0.5)
 
 
 def test_uploads_are_twice_the_trained_entries(tiny_task, tmp_path):

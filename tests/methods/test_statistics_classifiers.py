@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raylt.core.features import features
+from raylt.core.fitting import fit_classifier
 from raylt.core.optimisers import SGD
 from raylt.methods.ccvr import CCVR
 from raylt.methods.fed3r import Fed3R, ridge_regression
@@ -113,28 +114,40 @@ def test_ccvr_of_a_single_sample_draws_copies_of_it():
     assert torch.allclose(CCVR(virtual=5).draw(sums, torch.Generator()), torch.tensor([[1.0, 2.0]]).expand(5, 2))
 
 
-def test_ccvr_calibrates_the_averaged_classifier_on_the_virtual_features(tiny_task, tmp_path):
-    """Naive: pooled features, numpy's covariances, the same draws, plain SGD."""
-    method = CCVR(**QUICK)
-    experiment = run(tiny_task, tmp_path, method)
+def test_ccvr_draws_with_the_unbiased_covariance_of_few_samples():
+    # of 0 and 2 the variance is 2, the biased one 1; 4000 draws give it to sqrt(2 / 4000)
+    sums = class_sums(torch.tensor([[0.0], [2.0]]), torch.zeros(2, dtype=torch.int64))["0"]
+    drawn = CCVR(virtual=4000).draw(sums, torch.Generator().manual_seed(0))
+    assert drawn.var().item() == pytest.approx(2, rel=0.1)
+
+
+def test_ccvr_calibrates_the_averaged_classifier_on_the_virtual_features(tiny_task, tmp_path, monkeypatch):
+    """What it is calibrated on is caught, and calibration repeated by plain SGD with half a cosine over two epochs."""
+    seen = []
+
+    def catch(classifier, z, y, **given):
+        seen.append((fingerprint(classifier.state_dict()), z, y))
+        return fit_classifier(classifier, z, y, **given)
+
+    monkeypatch.setattr("raylt.methods.ccvr.fit_classifier", catch)
+    experiment = run(tiny_task, tmp_path, CCVR(**QUICK))
     server, (z, y) = experiment.server, pooled(tiny_task, experiment)
-    generator = torch.Generator().manual_seed(server.seed("virtual"))
-    virtual = []
+    (start, virtual, labels), = seen
+    assert start == fingerprint(server.model.classifier.state_dict())
+    assert labels.tolist() == [c for c in range(4) for _ in range(30)]
     for c in range(4):
-        values, vectors = torch.linalg.eigh(torch.from_numpy(np.cov(z[y == c].numpy().T)))
-        xi = torch.randn(30, z.shape[1], generator=generator, dtype=torch.float64)
-        virtual.append(z[y == c].mean(0) + (xi * values.clamp(min=0).sqrt()) @ vectors.T)
-    x, labels = torch.cat(virtual).float(), torch.arange(4).repeat_interleave(30)
+        deviation = (np.trace(np.cov(z[y == c].numpy().T)) / 30) ** 0.5         # of a mean of 30 draws
+        assert (virtual[labels == c].mean(0) - z[y == c].mean(0)).norm() < 3 * deviation, c
     naive = nn.Linear(z.shape[1], 4)
     naive.load_state_dict(server.model.classifier.state_dict())
     optimiser, order = SGD(naive.parameters(), 0.01, 0.9, 1e-5), torch.Generator().manual_seed(server.seed("calibrate"))
     for epoch in range(2):
-        optimiser.lr = 0.01 * (0.5 if epoch else 1.0)           # half a cosine over two epochs: 1, 1/2
+        optimiser.lr = 0.01 * (0.5 if epoch else 1.0)
         for rows in torch.randperm(120, generator=order).split(64):
-            optimiser.step(F.cross_entropy(naive(x[rows]), labels[rows]))
-    made = method.global_model(server).classifier
-    # eigenvectors are unique up to sign and, of equal values, rotation: the draws agree in distribution alone
-    assert torch.allclose(made.weight, naive.weight, atol=2e-2)
+            optimiser.step(F.cross_entropy(naive(virtual[rows]), labels[rows]))
+    made = CCVR(**QUICK).global_model(server).classifier
+    assert torch.allclose(made.weight, naive.weight, atol=1e-6)
+    assert torch.allclose(made.bias, naive.bias, atol=1e-6)
     assert not torch.allclose(made.weight, server.model.classifier.weight, atol=1e-3)
 
 

@@ -49,7 +49,7 @@ def test_gradients_in_closed_form_are_those_of_autograd():                      
     head, y = classifier(), tensor([0, 0, 2, 3, 2, 0, 3, 3])
     z = features(y)
     found = class_gradients(z, y, head)
-    assert found.keys() == {"0", "2", "3"}
+    assert found.keys() == {0, 2, 3}
     for c, gradient in found.items():
         own = y == int(c)
         assert gradient.shape == (C, D + 1)
@@ -69,7 +69,7 @@ def test_gradient_of_samples_that_are_nearly_sure_keeps_its_direction():
 
 
 def test_mean_counts_each_client_that_owns_a_class_the_same():
-    parts = [{"0": torch.full((C, D + 1), 1.0), "3": torch.full((C, D + 1), 5.0)}, {"3": torch.full((C, D + 1), 7.0)}]
+    parts = [{0: torch.full((C, D + 1), 1.0), 3: torch.full((C, D + 1), 5.0)}, {3: torch.full((C, D + 1), 7.0)}]
     classes, means = mean_gradients(parts)
     assert classes.tolist() == [0, 3]
     assert means[:, 0, 0].tolist() == [1.0, 6.0]
