@@ -1,6 +1,7 @@
 # make install   creates .venv when absent and installs raylt into it (with uv when it is on the PATH)
 # make run       install, then a federated training on scikit-learn's handwritten digits
 # make test      install with the test extra, then ruff, the type checker and the suite
+# make mutants   plausible mistakes in the methods, each of which their tests must notice (half an hour; WORD=sfd for some)
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -13,7 +14,7 @@ else
 INSTALL = $(BIN)/python -m pip install --quiet
 endif
 
-.PHONY: install run test fast
+.PHONY: install run test fast mutants
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -35,3 +36,6 @@ test: .venv/test.stamp
 
 fast: .venv/test.stamp
 	$(BIN)/pytest -m "not slow"
+
+mutants: .venv/test.stamp
+	$(BIN)/python tests/mutants/run.py $(WORD)

@@ -1,103 +1,41 @@
-"""A run on Ray as its driver sees it: from joining a cluster to the last step."""
+"""The door to Ray: the only module that the runner opens, and Ray is imported behind it.
+
+The cluster decides what must be set before Ray is imported, so a module that imports it comes after `session`.
+"""
 
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import ray
-import torch
-from ray.exceptions import GetTimeoutError, RayTaskError
-
-from actors.cluster import connect, dashboard, whereabouts
-from actors.fleet import NOTES, START_TIMEOUT_S
-from actors.guests import send_by_value
-from actors.placement import SERVER_GPUS, Node, Plan, nodes_of, parse_nodes, place, plan
-from actors.probe import probe
-from actors.server import ServerActor
-from actors.slots import LOST
+from actors.access import whereabouts
+from actors.cluster import session
+from actors.placement import Node, Plan, nodes_of, parse_nodes, plan
 from raylt.config import Config
-from raylt.core.experiment import Report
-from raylt.core.setup import Setup
 from raylt.data.task import Task
-from raylt.errors import ConfigError, RayltError, ServerLost
-from raylt.registry import guests
 
-__all__ = ["SERVER_GPUS", "connect", "foresee", "interrupt_on_sigterm", "open_experiment", "place"]
-
-LOOK_S = 1.0            # between looks at the run's notes
-
-Says = Callable[..., None]      # a line for whoever watches; minor=True: only for someone at a terminal
+if TYPE_CHECKING:
+    from actors.hosting import RemoteExperiment
+    from raylt.core.setup import Setup
 
 
 def _quiet(text: str, minor: bool = False) -> None:
     pass
 
 
-class RemoteExperiment:
-    """The experiment inside a server actor, with the face of `Experiment`."""
-
-    def __init__(self, server: Any, notes: Path, says: Says):
-        self._server, self._notes, self._says = server, notes, says
-        self._read = notes.stat().st_size if notes.exists() else 0
-        self.done: bool = _get(server.done.remote())
-
-    def advance(self) -> Report:
-        """One step, with its checkpoint when due."""
-        report, self.done = self._wait(self._server.advance.remote())
-        return report
-
-    def conclude(self) -> dict[str, str]:
-        """Writes the deployed model; says its hash."""
-        return self._wait(self._server.conclude.remote())
-
-    def _wait(self, ref: Any) -> Any:
-        """Says meanwhile what the server notes."""
-        try:
-            while not ray.wait([ref], timeout=LOOK_S)[0]:
-                self._say_notes()
-        finally:
-            self._say_notes()
-        return _get(ref)
-
-    def _say_notes(self) -> None:
-        if self._notes.exists() and self._notes.stat().st_size > self._read:
-            with self._notes.open() as stream:
-                stream.seek(self._read)
-                for line in stream.read().splitlines():
-                    self._says(line)
-                self._read = stream.tell()
-
-
 @contextmanager
-def open_experiment(setup: Setup, task: Task, folder: Path, address: str | None,
-                    says: Says = _quiet) -> Iterator[RemoteExperiment]:
-    """Starts the server and client actors of a run, on a new local cluster or the one that `connect` joins.
+def open_experiment(setup: "Setup", task: Task, folder: Path, address: str | None,
+                    says: Callable[..., None] = _quiet) -> "Iterator[RemoteExperiment]":
+    """Starts the server and client actors of a run, on a new local cluster or on the one to be joined.
 
     Raises:
         ConfigError: the address does not answer, or the cluster is too small.
         ServerLost: from the experiment's calls.
     """
-    config = setup.config
-    try:
-        joined = connect(address)
-        send_by_value(guests())
-        interrupt_on_sigterm()
-        clients = int((task.sizes > 0).sum())
-        place(config, clients, ray.cluster_resources())         # what all nodes cannot do together, none can
-        nodes = nodes_of(ray.nodes())
-        chosen = plan(config, clients, nodes)
-        if config.resources.gpus_per_client == "auto" and 0 < chosen.placement.gpus < 0.5:
-            # several would share a GPU: so many as its memory holds
-            chosen = plan(config, clients, nodes, probe(setup, task, 1))
-        where = f"{joined or 'a new local Ray cluster'}, {chosen.reasons['nodes']}; dashboard {dashboard() or 'off'}"
-        says(where, minor=joined is None)
-        yield RemoteExperiment(_start(setup, task, folder, chosen), folder / NOTES, says)
-    finally:
-        ray.shutdown()
+    with session(address) as cluster:
+        from actors.hosting import host
+        yield host(setup, task, folder, cluster, says)
 
 
 def foresee(config: Config, address: str | None, description: str | None) -> Plan:
@@ -111,45 +49,8 @@ def foresee(config: Config, address: str | None, description: str | None) -> Pla
     if description is not None:
         return plan(config, clients, parse_nodes(description))
     if whereabouts(address) is None:
+        import torch
         return plan(config, clients, [Node(len(os.sched_getaffinity(0)), torch.cuda.device_count())])
-    try:
-        connect(address)
+    with session(address):
+        import ray
         return plan(config, clients, nodes_of(ray.nodes()))
-    finally:
-        ray.shutdown()
-
-
-def interrupt_on_sigterm() -> None:
-    """SIGTERM ends a run as Ctrl-C does: Ray's own handler would end the process without a word."""
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, interrupt)
-
-
-def _start(setup: Setup, task: Task, folder: Path, chosen: Plan) -> Any:
-    shards, test = [ray.put(shard) for shard in task.shards], ray.put(task.test)
-    options = ServerActor.options(name=f"{folder.name}/server", num_cpus=0, num_gpus=chosen.server_gpus,
-                                  label_selector=dict(chosen.server_labels))
-    server: Any = options.remote(setup.method.name)
-    try:
-        ray.get(server.__ray_ready__.remote(), timeout=START_TIMEOUT_S)
-    except GetTimeoutError:
-        raise ConfigError(f"resources: no room for the server actor within {START_TIMEOUT_S} s ({chosen.server_gpus} "
-                          "of a GPU); wait until the cluster is free") from None
-    # references inside lists stay references: the server never sees the clients' data
-    rest = ray.put(task.without_data())
-    _get(server.open.remote(setup, rest, shards, [test], chosen.placement, folder.resolve()))
-    return server
-
-
-def _get(ref: Any) -> Any:
-    try:
-        return ray.get(ref)
-    except RayTaskError as error:
-        if isinstance(error.cause, RayltError):
-            raise error.cause from error
-        raise
-    except LOST as error:
-        raise ServerLost(f"the server's process died ({type(error).__name__})") from error

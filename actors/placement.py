@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray.util.placement_group import PlacementGroup, placement_group
-
 from raylt.config import Config, ResourcesConfig
 from raylt.errors import ConfigError
 
@@ -21,12 +19,13 @@ USABLE = 0.9            # of a memory: the rest is for Ray, fragments and what e
 
 @dataclass(frozen=True)
 class Node:
-    """One machine of a cluster. Memory in bytes; `role` is its label, "server", "client" or none."""
+    """Machines of a cluster, `count` of them alike. Memory in bytes; `role` is the label: server, client or none."""
 
     cpus: float
     gpus: float = 0
     memory: float = math.inf
     role: str | None = None
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,9 @@ class Placement:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-def reserve(placement: Placement, actors: int) -> PlacementGroup:
+def reserve(placement: Placement, actors: int) -> Any:
     """A place for each of the client actors: all of them, or none yet. Evenly over the nodes where that is possible."""
+    from ray.util.placement_group import placement_group  # `raylt plan` does without Ray
     each = {"CPU": placement.cpus} | ({"GPU": placement.gpus} if placement.gpus > 0 else {})
     return placement_group([each] * actors, strategy="SPREAD",
                            bundle_label_selector=[dict(placement.labels)] * actors)
@@ -90,7 +90,7 @@ def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None 
     homes, client_labels, where = _homes(nodes, on_gpus)
     active = min(clients, math.ceil(federation.participation * (1 + federation.over_select) * clients - 1e-9))
     limits = [_limits(wanted, node, need) for node in homes]
-    slots = sum(min(each.values()) for each in limits)
+    slots = sum(node.count * min(each.values()) for node, each in zip(homes, limits, strict=True))
     if slots < 1:
         raise ConfigError(f"resources: a client actor takes {_size(wanted)}, the cluster has {_total(homes)}, not "
                           f"enough for one; lower resources.cpus_per_client or resources.gpus_per_client")
@@ -102,7 +102,7 @@ def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None 
     each = math.ceil(clients / actors)
     bound = min(limits[0], key=lambda name: limits[0][name])
     reasons = {
-        "nodes": f"{len(nodes)}: {_total(nodes)}",
+        "nodes": f"{sum(node.count for node in nodes)}: {_total(nodes)}",
         "client actors": f"{actors} on {where}; {why}; {slots} slots, bound by {bound}",
         "clients per actor": f"{each}; " + ("each client has its own" if each == 1 else "an idle actor takes "
                                             "over a waiting client"),
@@ -124,7 +124,7 @@ def room(placement: Placement, nodes: Sequence[Node]) -> int:
             count = min(count, math.floor(node.gpus / placement.gpus))
         elif placement.gpus:
             count = min(count, int(node.gpus) * math.floor(1 / placement.gpus + 1e-9))
-        total += count
+        total += count * node.count
     return total
 
 
@@ -137,14 +137,14 @@ def nodes_of(listing: Sequence[Mapping[str, Any]]) -> list[Node]:
 
 def parse_nodes(text: str) -> list[Node]:
     """Nodes from a description: `4x4gpu16cpu`, or `server:1x8cpu,client:2x4gpu48cpu`."""
-    found = []
+    kinds = []
     for part in text.split(","):
-        match = re.fullmatch(r"(?:(server|client):)?(\d+)x(?:(\d+)gpu)?(\d+)cpu", part.strip())
+        match = re.fullmatch(r"(?:(server|client):)?(#)x(?:(#)gpu)?(#)cpu".replace("#", "[0-9]{1,9}"), part.strip())
         if match is None or int(match[2]) < 1:
-            raise ConfigError(f"--nodes {part}: must be [ROLE:]COUNTx[GPUSgpu]CPUScpu, as in 4x4gpu16cpu or "
-                              "server:1x8cpu,client:2x4gpu48cpu")
-        found += [Node(float(match[4]), float(match[3] or 0), role=match[1])] * int(match[2])
-    return found
+            raise ConfigError(f"--nodes {part[:40]}: must be [ROLE:]COUNTx[GPUSgpu]CPUScpu, as in 4x4gpu16cpu or "
+                              "server:1x8cpu,client:2x4gpu48cpu, numbers below a billion")
+        kinds.append(Node(float(match[4]), float(match[3] or 0), role=match[1], count=int(match[2])))
+    return kinds
 
 
 def _homes(nodes: Sequence[Node], on_gpus: bool) -> tuple[list[Node], dict[str, str], str]:
@@ -203,7 +203,7 @@ def _gpu_share(wanted: ResourcesConfig, homes: Sequence[Node], limits: Sequence[
         return _share(wanted.gpus_per_client, 1)[1]
     # the fewest on a GPU with which all actors, and the server, fit
     each = next(each for each in range(1, actors + 1) if actors <= sum(
-        min(*limit.values(), each * int(node.gpus)) for node, limit in zip(homes, limits, strict=True)))
+        node.count * min(*limit.values(), each * int(node.gpus)) for node, limit in zip(homes, limits, strict=True)))
     return _rounded(1 - SERVER_GPUS, each)
 
 
@@ -239,4 +239,5 @@ def _size(wanted: ResourcesConfig) -> str:
 
 
 def _total(nodes: Sequence[Node]) -> str:
-    return f"{sum(node.cpus for node in nodes):g} CPUs and {sum(node.gpus for node in nodes):g} GPUs"
+    return (f"{sum(node.count * node.cpus for node in nodes):.15g} CPUs and "
+            f"{sum(node.count * node.gpus for node in nodes):.15g} GPUs")

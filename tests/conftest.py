@@ -1,5 +1,6 @@
 """Fixtures of all tests; what they are made of is in tiny.py, a module that tests can import from."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -47,3 +48,20 @@ def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clip")
     teachers.save_clip(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """The one Ray session of the test process: four logical CPUs, no dashboard, on the loopback only."""
+    import ray  # only for those who ask for it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv("RAY_AUTH_MODE", "disabled")           # no token in the home folder for a unit test
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        # actors import the modules beside the tests by name
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "actors"), prepend=os.pathsep)
+        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False,
+                 namespace="test", object_store_memory=100 * 2**20)
+    yield
+    ray.shutdown()

@@ -21,6 +21,9 @@ from raylt.methods import METHODS
 # fields of a method that only decide how long it computes, cut down
 QUICK: dict[str, dict[str, Any]] = {
     "sfd": {"rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 3, "epochs": 2},
+    "creff": {"per_class": 5, "matching_steps": 3, "epochs": 2},
+    "ccvr": {"virtual": 20, "epochs": 2},
+    "fedrep": {"head_epochs": 1},
     "mupfl": {"m": 5, "tau": 2, "matching_steps": 3},
     "fedsm": {"teacher": "none", "rounds": 1, "size": 5, "epochs": 2}}
 

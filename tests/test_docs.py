@@ -38,9 +38,10 @@ def test_blocks_keep_the_lines_of_their_page():
     assert blocks(page).splitlines()[number] == "import raylt"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/deployment.md", "docs/library.md", "docs/studies.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/deployment.md", "docs/library.md", "docs/studies.md",
+                                  "docs/write-a-method.md"])
 def test_pages_name_commands_that_there_are(page):
     text = (DOCS.parent / page).read_text()
     known = {"run", "resume", "tune", "plot", "data", "methods", "settings", "recipes", "plan", "debug", "doctor",
-             "study", "compare", "report", "reproduce", "verdicts", "ls", "follow"}
+             "check", "study", "compare", "report", "reproduce", "verdicts", "ls", "follow"}
     assert set(re.findall(r"\braylt ([a-z]+) (?=[\[A-Za-z-]*[A-Z./=\[])", text)) <= known

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    ("raylt.errors", "raylt.tree", "raylt.seeds", "raylt.hyper", "raylt.metrics"),
+    ("raylt.errors", "raylt.tree", "raylt.seeds", "raylt.hyper", "raylt.metrics", "raylt.signals"),
     ("raylt.config",),
     ("raylt.data", "raylt.models"),
     ("raylt.core",),

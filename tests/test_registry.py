@@ -69,7 +69,7 @@ def test_a_run_is_not_opened_without_its_plugin_nor_with_a_changed_one(shops, tm
     recorded = raylt.Run.open(folder).origins
     registry._guests.pop(("method", "smoothed"))
     registry.TABLES["method"].pop("smoothed")
-    with pytest.raises(ConfigError, match=r"the method 'smoothed' \(shops.py\), which is not here; give --plugin shops"):
+    with pytest.raises(ConfigError, match=r"the method 'smoothed' \(shops.py\), which is not here; give --plugin"):
         _ = raylt.Run.open(folder).setup
     shops.write_text(shops.read_text() + "\n# another\n")
     load_plugin(shops)

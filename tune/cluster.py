@@ -4,8 +4,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from ray.tune.search import Searcher as RaySearcher
 
 from actors.fleet import RayFleet
 from actors.guests import send_by_value
-from actors.launch import connect, interrupt_on_sigterm
 from actors.placement import Placement
 from raylt.config import Config
 from raylt.core.fleet import Fleet
@@ -30,21 +28,6 @@ from tune.placement import bundles_of
 from tune.plan import OVER
 from tune.record import Point, Record
 from tune.trial import Job, Trial
-
-QUIET = {"RAY_CHDIR_TO_TRIAL_DIR": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_DISABLE_SIGINT_HANDLER": "1",
-         "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0"}
-
-
-@contextmanager
-def cluster(address: str | None) -> Iterator[list[dict[str, float]]]:
-    """The nodes' resources of the cluster at `address`, or of a new local one, until the block ends."""
-    os.environ.update({key: os.environ.get(key, value) for key, value in QUIET.items()})
-    try:
-        connect(address)
-        interrupt_on_sigterm()
-        yield [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    finally:
-        ray.shutdown()
 
 
 def run_trials(desk: Desk, job: Job, placement: Placement, at_once: int, retries: int, track: Sequence[str]) -> None:

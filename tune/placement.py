@@ -3,8 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 
-from actors.launch import SERVER_GPUS
-from actors.placement import Placement
+from actors.placement import SERVER_GPUS, Placement
 from raylt.config import Config
 from raylt.errors import ConfigError
 

@@ -11,8 +11,8 @@
 import fcntl
 import json
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +30,9 @@ from tune.space import Space
 
 FleetKind = Literal["ray", "local"]
 VALIDATION = 0.2                # share of the training samples that a search judges on, unless data.validation says
+# Tune's own habits, read when its processes start
+QUIET = {"RAY_CHDIR_TO_TRIAL_DIR": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_DISABLE_SIGINT_HANDLER": "1",
+         "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0"}
 
 
 @dataclass(frozen=True)
@@ -164,11 +167,16 @@ def _run_here(desk: Desk, job: Any, retries: int) -> None:
         desk.closed(record.id, failed)
 
 
-def _open_cluster(fleet: FleetKind, address: str | None) -> AbstractContextManager[Any]:
+@contextmanager
+def _open_cluster(fleet: FleetKind, address: str | None) -> Iterator[list[dict[str, float]] | None]:
+    """The nodes' resources of the cluster that the trials run on, until the block ends; None for this process."""
     if fleet == "local":
-        return nullcontext()
-    from tune.cluster import cluster
-    return cluster(address)
+        yield None
+        return
+    from actors.cluster import environment, session
+    with environment({key: os.environ.get(key, value) for key, value in QUIET.items()}), session(address):
+        import ray
+        yield [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def _place(plan: Plan, nodes: Sequence[Mapping[str, float]], parallel: int | None) -> tuple[Any, int]:

@@ -19,6 +19,7 @@ from raylt.cli.runs import debug, resume, run
 from raylt.cli.study import compare, follow, ls, report, study
 from raylt.cli.tune import tune
 from raylt.errors import RayltError, one_line
+from raylt.signals import interrupt_on_sigterm
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 for command in (run, resume, tune, study, compare, report, reproduce, verdicts, ls, follow):
@@ -70,6 +71,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     debug = "--debug" in arguments          # wherever it stands
     code = 0
+    interrupt_on_sigterm()
     try:
         code = app(_plugins_first([a for a in arguments if a != "--debug"]), standalone_mode=False) or 0
     except ClickException as error:

@@ -6,16 +6,27 @@ from typing import Any
 from raylt.config import check
 from raylt.core.method import Method
 from raylt.errors import UnknownMethod
+from raylt.methods.balancefl import BalanceFL
 from raylt.methods.bpfed.method import BPFed
+from raylt.methods.ccvr import CCVR
 from raylt.methods.creff import CReFF
 from raylt.methods.ditto import Ditto
+from raylt.methods.fed3r import Fed3R
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedavgm import FedAvgM
+from raylt.methods.feddecorr import FedDecorr
+from raylt.methods.fedfocal import FedFocal
+from raylt.methods.fedlc import FedLC
+from raylt.methods.fedncm import FedNCM
 from raylt.methods.fednova import FedNova
 from raylt.methods.fedopt import FedAdam, FedYogi
 from raylt.methods.fedper import FedPer
 from raylt.methods.fedprox import FedProx
+from raylt.methods.fedrep import FedRep
+from raylt.methods.fedrod import FedRoD
 from raylt.methods.fedsm.method import FedSM
+from raylt.methods.local import Local
+from raylt.methods.moon import MOON
 from raylt.methods.mupfl.method import MuPFL
 from raylt.methods.qfedavg import QFedAvg
 from raylt.methods.scaffold import Scaffold
@@ -32,7 +43,18 @@ METHODS: dict[str, type[Method]] = {
     FedYogi.name: FedYogi,
     QFedAvg.name: QFedAvg,
     Ditto.name: Ditto,
+    FedRep.name: FedRep,
+    FedRoD.name: FedRoD,
+    Local.name: Local,
+    MOON.name: MOON,
+    FedDecorr.name: FedDecorr,
+    FedLC.name: FedLC,
+    FedFocal.name: FedFocal,
+    BalanceFL.name: BalanceFL,
     CReFF.name: CReFF,
+    CCVR.name: CCVR,
+    FedNCM.name: FedNCM,
+    Fed3R.name: Fed3R,
     SFD.name: SFD,
     BPFed.name: BPFed,
     MuPFL.name: MuPFL,

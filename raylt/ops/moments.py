@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from raylt.tree import Tree
 
+NEVER = -1e9        # the bias of a class that is not to be predicted; finite, as whatever travels is
+
 
 class Moments(NamedTuple):
     """Count, mean [d] and biased covariance [d, d] of one class's features, float64."""

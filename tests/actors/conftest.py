@@ -1,9 +1,7 @@
-"""A Ray session for each module that asks for it: four logical CPUs, no dashboard, on the loopback only."""
+"""Fleets of the Ray session that tests share (tests/conftest.py starts it)."""
 
 import itertools
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,21 +13,6 @@ from raylt.config import Config
 from raylt.core.method import Method
 
 _names = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def ray_session() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("RAY_ADDRESS", raising=False)
-        patch.setenv("RAY_AUTH_MODE", "disabled")           # no token in the home folder for a unit test
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # actors import the modules beside the tests by name
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False,
-                 namespace="test", object_store_memory=100 * 2**20)
-        yield
-        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -1,21 +1,21 @@
 import os
-import socket
-import threading
-import time
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import ray
 
-from actors.fleet import Placement
-from actors.launch import SERVER_GPUS, connect, open_experiment, place
+from actors.cluster import Cluster, environment, session
+from actors.launch import open_experiment
+from actors.placement import SERVER_GPUS, Placement, place
 from raylt.config import Config
 from raylt.errors import ConfigError
 from raylt.registry import resolve
 
 
 def placed(clients, cpus, gpus=0, participation=1.0, over_select=0.0, **resources):
-    config = Config.model_validate({"federation": {"participation": participation, "over_select": over_select},
-                                    "resources": resources})
+    config = Config.model_validate({"method": "fedavg", "resources": resources, "federation": {
+        "participation": participation, "over_select": over_select}})
     return place(config, clients, {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {}))
 
 
@@ -92,74 +92,40 @@ def test_what_does_not_fit_is_said_with_what_there_is_and_the_setting(clients, h
         placed(clients, *have, **resources)
 
 
-@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1", "127.0.0.1:port", "127.0.0.1:99999", ":6379",
-                                     "http://127.0.0.1:8265", "ray://127.0.0.1:10001"])
-def test_an_address_that_is_none_is_refused(address):
-    with pytest.raises(ConfigError, match="must be HOST:PORT or auto"):
-        connect(address)
+def test_settings_that_do_not_fit_are_refused_before_anything_starts(monkeypatch, tiny_task, tmp_path):
+    left = []
 
+    @contextmanager
+    def here(address):
+        try:
+            yield Cluster("here", True, False)
+        finally:
+            left.append(address)
 
-def test_an_address_where_nobody_listens_fails_at_once():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    start = time.monotonic()
-    with pytest.raises(ConfigError, match=f"--address 127.0.0.1:{port}: nothing answers there"):
-        connect(f"127.0.0.1:{port}")
-    assert time.monotonic() - start < 5
-
-
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
-def test_an_address_where_something_else_listens_is_refused(answer):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        def serve():
-            line, _ = listener.accept()
-            with line:
-                line.recv(100)
-                line.sendall(answer)
-        threading.Thread(target=serve, daemon=True).start()
-        with pytest.raises(ConfigError, match="what answers there is no Ray cluster"):
-            connect(f"127.0.0.1:{listener.getsockname()[1]}")
-
-
-@pytest.fixture
-def joined(monkeypatch):
-    """What `ray.init` is called with; nothing is started."""
-    calls = []
-    monkeypatch.setattr(ray, "init", lambda **options: calls.append(options))
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    return calls
-
-
-def test_a_plain_run_starts_its_own_cluster_whatever_the_environment_says(joined):
-    os.environ["RAY_ADDRESS"] = "10.0.0.1:6379"
-    connect(None)
-    assert joined[0]["address"] == "local"      # the one value with which Ray does not look for a cluster
-    assert joined[0]["dashboard_host"] == "127.0.0.1"
-    assert not joined[0]["log_to_driver"]
-
-
-def test_a_cluster_is_joined_with_its_token(joined):
-    os.environ.pop("RAY_AUTH_MODE", None)
-    connect("auto")
-    assert joined[0]["address"] == "auto"
-    assert os.environ["RAY_AUTH_MODE"] == "token"
-
-
-def test_a_cluster_that_cannot_be_joined_is_one_line(joined, monkeypatch):
-    def refuse(**_):
-        raise ConnectionError("no\nway")
-    monkeypatch.setattr(ray, "init", refuse)
-    with pytest.raises(ConfigError, match=r"--address auto: no Ray cluster could be joined there \(no\); check"):
-        connect("auto")
-
-
-def test_settings_that_do_not_fit_leave_no_session_behind(monkeypatch, tiny_task, tmp_path):
-    ended = []
-    monkeypatch.setattr("actors.launch.connect", lambda address: None)
-    monkeypatch.setattr("actors.launch.interrupt_on_sigterm", lambda: None)
+    monkeypatch.setattr("actors.launch.session", here)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
-    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(True))
-    config = Config.model_validate({"resources": {"actors": 5}})
+    config = Config.model_validate({"method": "fedavg", "resources": {"actors": 5}})
     with pytest.raises(ConfigError, match="enough for 2"), open_experiment(resolve(config), tiny_task, tmp_path, None):
         pass
-    assert ended == [True]
+    assert left == [None]
+
+
+def test_a_process_in_a_session_is_not_taken_elsewhere(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.1:6379"))
+    for address, asked in (("10.0.0.2:6379", "--address 10.0.0.2:6379"), ("local", "--address local")):
+        refused = pytest.raises(ConfigError, match=f"{asked}: this process is in the Ray cluster at 10.0.0.1:6379 al")
+        with refused, session(address):
+            pass
+    for address in (None, "auto", "10.0.0.1:6379"):
+        with session(address) as cluster:
+            assert str(cluster) == "the Ray session of this process, at 10.0.0.1:6379"
+
+
+def test_what_a_cluster_needs_is_not_left_in_theenvironment(monkeypatch):
+    monkeypatch.setenv("RAY_TEST_KEPT", "before")
+    monkeypatch.delenv("RAY_TEST_NEW", raising=False)
+    with environment({"RAY_TEST_KEPT": "within", "RAY_TEST_NEW": "within"}):
+        assert os.environ["RAY_TEST_KEPT"] == os.environ["RAY_TEST_NEW"] == "within"
+    assert os.environ["RAY_TEST_KEPT"] == "before"
+    assert "RAY_TEST_NEW" not in os.environ

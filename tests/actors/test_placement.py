@@ -1,11 +1,10 @@
-"""Placement on clusters that we do not have, and which cluster is joined."""
+"""Placement on clusters that we do not have."""
 
 import json
-import os
+import time
 
 import pytest
 
-from actors.cluster import whereabouts
 from actors.placement import SERVER_GPUS, Need, Node, Placement, nodes_of, parse_nodes, plan, room
 from raylt.cli import main as cli
 from raylt.config import Config
@@ -78,10 +77,21 @@ def test_nodes_are_read_off_what_ray_lists():
     assert nodes_of(listing) == [Node(4, 1, 100, "client"), Node(2)]
 
 
-@pytest.mark.parametrize("text", ["4", "4x", "x4cpu", "0x4cpu", "worker:1x4cpu", "2x4gpu", "2x4cpu4gpu"])
+@pytest.mark.parametrize("text", ["4", "4x", "x4cpu", "0x4cpu", "worker:1x4cpu", "2x4gpu", "2x4cpu4gpu",
+                                  "9" * 5000 + "x4cpu", "\u0663x4cpu"])
 def test_nodes_that_cannot_be_read_are_refused(text):
     with pytest.raises(ConfigError, match=r"--nodes .*: must be \[ROLE:\]COUNTx"):
         parse_nodes(text)
+
+
+def test_a_thousand_million_nodes_are_planned_for_at_once():
+    start = time.monotonic()
+    got = planned("999999999x4cpu,999999999x8gpu8cpu", 100_000, gpus_per_client=0)
+    assert got.reasons["nodes"] == "1999999998: 11999999988 CPUs and 7999999992 GPUs"
+    assert got.placement.actors == 100_000
+    assert planned("999999999x8gpu8cpu", 1000).placement == Placement(1000, 1.0, 0.95)
+    assert room(Placement(4, 1.0, 0.5), parse_nodes("999999999x1gpu8cpu")) == 2 * 999999999
+    assert time.monotonic() - start < 1
 
 
 def test_plan_prints_and_starts_nothing(monkeypatch, capsys):
@@ -93,22 +103,3 @@ def test_plan_prints_and_starts_nothing(monkeypatch, capsys):
     got = json.loads(capsys.readouterr().out)
     assert (ended.value.code, got["placement"]["actors"]) == (0, 20)
     assert set(got["reasons"]) == {"nodes", "client actors", "clients per actor", "each actor", "server"}
-
-
-@pytest.mark.parametrize(("option", "variables", "address", "asked_by"), [
-    (None, {}, None, None),
-    (None, {"RAY_ADDRESS": "10.0.0.1:6379"}, None, None),
-    ("auto", {"RAYLT_ADDRESS": "10.0.0.1:6379"}, "auto", "--address"),
-    (None, {"RAYLT_ADDRESS": "auto"}, "auto", "RAYLT_ADDRESS"),
-    ("local", {"RAYLT_ADDRESS": "auto"}, None, None),
-    (None, {"RAYLT_ADDRESS": "local"}, None, None),
-    (None, {"RAY_ADDRESS": "10.0.0.1:6379", "RAY_JOB_CONFIG_JSON_ENV_VAR": "{}"}, "10.0.0.1:6379",
-     "this is a Ray job"),
-])
-def test_a_cluster_is_joined_only_when_asked(monkeypatch, option, variables, address, asked_by):
-    for name in ("RAY_ADDRESS", "RAYLT_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setitem(os.environ, name, value)
-    joined = whereabouts(option)
-    assert (joined and joined.address, joined and joined.asked_by) == (address, asked_by)

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -80,11 +81,6 @@ def all_gone(processes):
     return all(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in processes)
 
 
-def but_agents(processes):
-    """Without Ray's two agents: when a raylet was killed they look for it for a minute, and then end."""
-    return [p for p in processes if not {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} & set(p.cmdline())]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The long run in one process."""
@@ -111,11 +107,14 @@ def test_a_killed_driver_leaves_nothing_behind_and_can_be_resumed(tmp_path, undi
     process = launch(tmp_path, LONG)
     await_a_round(process, tmp_path)
     time.sleep(random.Random(0).uniform(0, 1))
-    started = but_agents(family(process.pid))
+    started = family(process.pid)
+    # the session's folder, which nobody else can enter: Ray opens its own, inside, to everybody
+    folder = Path(next(p for p in started if "reaper.py" in " ".join(p.cmdline())).cmdline()[-1])
+    assert (folder.stat().st_mode & 0o777, (folder / "ray/session_latest").is_dir()) == (0o700, True)
     process.kill()
     process.wait()
     assert len(started) > 5
-    wait_for(lambda: all_gone(started), 30)
+    wait_for(lambda: all_gone(started) and not folder.exists(), 10)
     assert not (tmp_path / "r/summary.json").exists()
     summary = finish(tmp_path, "resume", str(tmp_path / "r"), "resources.actors=1")
     assert (summary["model_sha256"], accuracies(tmp_path / "r")) == undisturbed
@@ -133,9 +132,10 @@ def test_a_killed_server_is_started_again_with_the_same_result(tmp_path, undistu
     assert (summary["model_sha256"], accuracies(tmp_path / "r")) == undisturbed
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_says_how_to_go_on(tmp_path, number):
-    process = launch(tmp_path, LONG)
+@pytest.mark.parametrize(("number", "fleet"), [
+    (signal.SIGINT, "ray"), (signal.SIGTERM, "ray"), (signal.SIGTERM, "local")])
+def test_an_interrupted_run_says_how_to_go_on(tmp_path, number, fleet):
+    process = launch(tmp_path, [*LONG, "--fleet", fleet])
     await_a_round(process, tmp_path)
     started = family(process.pid)
     if number == signal.SIGINT:
@@ -147,9 +147,20 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, number):
     assert said[-1] == "stopped; to go on: raylt resume RUN, or raylt tune --resume SEARCH"
     # Ctrl-C reaches the server's process too, and its end may be seen first
     assert all(line.startswith(("fedavg on", "round ", "the server's process died")) for line in said[:-1])
-    wait_for(lambda: all_gone(started), 30)
+    wait_for(lambda: all_gone(started), 10)
     assert not (tmp_path / "r/summary.json").exists()
     assert (tmp_path / "r/config.yaml").exists()
+
+
+def test_a_plan_that_is_interrupted_while_it_looks_for_a_cluster_says_so_too(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:        # takes calls and does not answer
+        process = start(tmp_path, "plan", "--address", f"127.0.0.1:{listener.getsockname()[1]}")
+        listener.accept()[0].close()
+        line, _ = listener.accept()
+        process.terminate()
+        assert process.wait(20) == 130
+        line.close()
+    assert (tmp_path / "err.txt").read_text().startswith("stopped; ")
 
 
 @pytest.mark.parametrize(("setting", "code", "said"), [

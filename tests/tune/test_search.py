@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,8 +27,8 @@ def config_of(*settings):
     return load(None, [*SETTINGS, *settings])
 
 
-def small_search(out, name="s", samples=8, **changes):
-    config = config_of()
+def small_search(out, *settings, name="s", samples=8, **changes):
+    config = config_of(*settings)
     return search(config, space(config, RANGES), samples, out=out, name=name,
                   **{"fleet": "local", "parallel": 2, **changes})
 
@@ -195,52 +194,43 @@ def command(*arguments):
 
 @pytest.mark.slow
 def test_on_ray_two_at_a_time_with_a_killed_process_it_comes_to_the_same_and_leaves_no_actor(
-        undisturbed, tmp_path, monkeypatch):
+        undisturbed, ray_session, tmp_path, monkeypatch):
     import ray
 
     from tune import cluster
 
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    try:
-        @contextmanager
-        def here(fleet, address):
-            for key, value in cluster.QUIET.items():
-                monkeypatch.setenv(key, value)
-            yield [node["Resources"] for node in ray.nodes()]
+    actors, free = ray.util.list_named_actors(all_namespaces=True), ray.available_resources().get("CPU")
+    killed, at_once = [], set()
+    decide, suggest = cluster._Stop.on_trial_result, cluster._Suggest.suggest
 
-        killed, at_once = [], set()
-        decide, suggest = cluster._Stop.on_trial_result, cluster._Suggest.suggest
+    def watch(self, controller, trial, result):
+        if trial.config["trial"] == "fedprox-000" and result["round"] == 3 and not killed:
+            killed.append(result["pid"])
+            os.kill(result["pid"], signal.SIGKILL)
+        return decide(self, controller, trial, result)
 
-        def watch(self, controller, trial, result):
-            if trial.config["trial"] == "fedprox-000" and result["round"] == 3 and not killed:
-                killed.append(result["pid"])
-                os.kill(result["pid"], signal.SIGKILL)
-            return decide(self, controller, trial, result)
+    def count(self, trial_id):
+        found = suggest(self, trial_id)
+        at_once.add(len(self._office.names))
+        return found
 
-        def count(self, trial_id):
-            found = suggest(self, trial_id)
-            at_once.add(len(self._office.names))
-            return found
-
-        monkeypatch.setattr(sys.modules["tune.search"], "_open_cluster", here)
-        monkeypatch.setattr(cluster._Stop, "on_trial_result", watch)
-        monkeypatch.setattr(cluster._Suggest, "suggest", count)
-        found = small_search(tmp_path, fleet="ray")
-        assert killed
-        assert max(at_once) == 2
-        assert results(found) == results(undisturbed)
-        assert figures(found.folder / "trials/fedprox-000") | {"troubles": None} == figures(
-            undisturbed.folder / "trials/fedprox-000") | {"troubles": None}
-        assert {r.outcome.state for r in found.trials} == {"done", "stopped"}
-        until = time.monotonic() + 20
-        while ray.util.list_named_actors(all_namespaces=True) and time.monotonic() < until:
-            time.sleep(0.2)
-        assert ray.util.list_named_actors(all_namespaces=True) == []
-        while ray.available_resources().get("CPU") != 2 and time.monotonic() < until:
-            time.sleep(0.2)
-        assert ray.available_resources()["CPU"] == 2
-    finally:
-        ray.shutdown()
+    monkeypatch.setattr(cluster._Stop, "on_trial_result", watch)
+    monkeypatch.setattr(cluster._Suggest, "suggest", count)
+    found = small_search(tmp_path, "resources.actors=1", fleet="ray")
+    assert killed
+    assert max(at_once) == 2
+    assert results(found) == results(undisturbed)
+    assert figures(found.folder / "trials/fedprox-000") | {"troubles": None} == figures(
+        undisturbed.folder / "trials/fedprox-000") | {"troubles": None}
+    assert {r.outcome.state for r in found.trials} == {"done", "stopped"}
+    assert ray.is_initialized()                 # a search leaves the session that it was in
+    until = time.monotonic() + 20
+    while ray.util.list_named_actors(all_namespaces=True) != actors and time.monotonic() < until:
+        time.sleep(0.2)
+    assert ray.util.list_named_actors(all_namespaces=True) == actors
+    while ray.available_resources().get("CPU") != free and time.monotonic() < until:
+        time.sleep(0.2)
+    assert ray.available_resources().get("CPU") == free
 
 
 @pytest.mark.slow

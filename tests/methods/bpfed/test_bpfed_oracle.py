@@ -8,7 +8,6 @@ import pytest
 import torch
 from tiny import configure, make_experiment, private_states
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from raylt.methods.bpfed.method import BPFed
 from raylt.ops.moments import unpack
@@ -171,18 +170,3 @@ def test_stage_2_is_that_of_equations_12_to_20_from_pooled_features(tiny_task, t
         moved = max(moved, (found["weight"] - start["weight"]).abs().max().item())
     assert moved > 0.01
     assert math.isfinite(report.figures["retrain_loss"])
-
-
-def test_prediction_among_owned_classes_is_that_of_the_logits_of_owned_classes(tiny_task, tmp_path):
-    experiment = make_experiment(configure(local={"epochs": 1}), tiny_task, tmp_path, BPFed(argmax="owned", **QUICK))
-    while not experiment.done:
-        report = experiment.step()
-    model, test = experiment.server.model, tiny_task.test
-    z = naive.features(model, naive.pixels(torch.from_numpy(test.x)))
-    for id, state in private_states(experiment).items():
-        owned = tiny_task.client_counts[id] > 0
-        logits = F.linear(z, state["model"]["classifier.weight"], state["model"]["classifier.bias"])
-        logits[:, ~torch.from_numpy(owned)] = -math.inf
-        right = (logits.argmax(1).numpy() == test.y)
-        among_owned = np.mean([right[test.y == c].mean() for c in np.nonzero(owned)[0]])
-        assert report.by_client["owned"][id] == pytest.approx(among_owned)

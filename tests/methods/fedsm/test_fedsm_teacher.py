@@ -4,10 +4,10 @@ import pytest
 import teachers
 import torch
 from fedsm_runs import QUICK, bits, open_client, prepare, run, states_of
-from hosts import Backwards, FailsFirst, NewHosts, OwnHosts
 from tiny import configure, make_experiment, private_states
 from torch.nn import functional as F
 
+from raylt.contract.hosts import Backwards, FailsFirst, NewHosts, OwnHosts
 from raylt.core import checkpoint
 from raylt.core.checkpoint import hash_tensors
 from raylt.core.reductions import mean

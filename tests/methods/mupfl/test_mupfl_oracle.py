@@ -28,9 +28,8 @@ def tuned(method: MuPFL, model: SplitModel, h: Tensor, known: Tensor, lr: float,
     y = torch.tensor([c for c in range(4) if known[c] for _ in range(method.m)])
     order = naive.generator("tune", t, id)
     batches = [rows for _ in range(method.tau) for rows in torch.randperm(len(y), generator=order).split(naive.BATCH)]
-    naive.descend(list(model.classifier.parameters()), (
-        (lambda rows=rows: F.cross_entropy(model.classifier(z[rows]), y[rows])) for rows in batches), lr,
-        naive.MOMENTUM)
+    losses = ((lambda rows=rows: F.cross_entropy(model.classifier(z[rows]), y[rows])) for rows in batches)
+    naive.descend(list(model.classifier.parameters()), losses, lr, naive.MOMENTUM)
 
 
 def trained(method: MuPFL, model: SplitModel, x: Tensor, y: Tensor, memory: tuple, lr: float, t: int, id: int) -> tuple:

@@ -15,7 +15,7 @@ from raylt.methods.mupfl.method import MuPFL
 KILLED_IN_CLUSTERING = """
 import os, signal, sys
 from raylt.cli.main import main
-from raylt.methods.mupfl import method as mupfl
+from raylt.methods.mupfl import acmu as mupfl
 inner, calls = mupfl.update_gram, []
 def update_gram(*parts):
     calls.append(None)

@@ -3,13 +3,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from hosts import Backwards
 from killed import resume, run_and_kill
 from sfd_runs import configure, finish, open_experiment, statistics
 from tiny import make_experiment
 
 from raylt import tree
 from raylt.config import load
+from raylt.contract.hosts import Backwards
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
 from raylt.methods.sfd.method import OFFICIAL, SFD, encoder

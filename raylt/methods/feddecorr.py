@@ -1,0 +1,51 @@
+"""FedDecorr: features whose dimensions tell different things (Shi et al., ICLR 2023).
+
+Departure from the text:
+[1] The term is scaled as in the authors' code, for which beta = 0.1 was chosen: B times the mean over the squared
+    correlations of different dimensions. `loss=paper` is the text: the mean over all, the diagonal's ones included.
+beta = 0 is FedAvg.
+"""
+
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from raylt.core.client import Client, Message
+from raylt.core.method import Method
+from raylt.core.training import Objective
+from raylt.data.samples import Batch
+from raylt.hyper import Choice, hp
+
+
+class FedDecorr(Method):
+    """FedAvg, and a term against dimensional collapse at the clients."""
+
+    name: ClassVar[str] = "feddecorr"
+    paper: ClassVar[str] = "Shi et al., ICLR 2023"
+
+    beta: float = hp(0.1, Choice(0.0, 0.01, 0.05, 0.1, 0.2, 0.3), "weight of the term", ge=0)
+    loss: Literal["code", "paper"] = hp("code", Choice("code", "paper"), "scale of the term")
+
+    def objective(self, client: Client, message: Message) -> Objective:
+        model = client.model
+
+        def loss(batch: Batch) -> Tensor:
+            z = model.encoder(batch.x)                                          # [B, d]
+            plain = F.cross_entropy(model.classifier(z), batch.y)
+            return plain + self.beta * decorrelation(z, self.loss) if self.beta else plain
+
+        return loss
+
+
+def decorrelation(z: Tensor, scale: str) -> Tensor:
+    """How much the dimensions of features [B, d] tell the same: their squared correlations, averaged [1]."""
+    with torch.autocast(z.device.type, enabled=False):
+        z = z.float() - z.float().mean(0)
+        z = z / (z.var(0) + 1e-8).sqrt()
+        correlation = z.T @ z / len(z)                                          # K [d, d]
+        if scale == "paper":
+            return correlation.square().mean()
+        others = correlation.masked_fill(torch.eye(z.shape[1], dtype=torch.bool, device=z.device), 0)
+        return len(z) * others.square().sum() / (z.shape[1] * (z.shape[1] - 1))

@@ -1,0 +1,74 @@
+"""MOON: features near the global model's and away from the client's last ones (Li, He and Song, CVPR 2021).
+
+Departures from the text:
+[1] The global and the last local model give features in evaluation mode: in training mode, as in the authors' code, a
+    batch would move their running statistics.
+[2] In a client's first round the last local model is the global one: the term is the constant mu log 2.
+mu = 0 is FedAvg of the same network.
+"""
+
+import copy
+from collections import OrderedDict
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raylt import tree
+from raylt.core.client import Client, Message, Reply
+from raylt.core.method import Method
+from raylt.core.training import Objective
+from raylt.data.samples import Batch
+from raylt.data.task import Facts
+from raylt.hyper import Choice, LogUniform, hp
+from raylt.models.split import Params, SplitModel, load_entries
+
+
+class MOON(Method):
+    """A client keeps the encoder of its last local model."""
+
+    name: ClassVar[str] = "moon"
+    paper: ClassVar[str] = "Li et al., CVPR 2021"
+
+    mu: float = hp(5.0, Choice(0.1, 1.0, 5.0, 10.0), "weight of the contrastive term, Eq. 4; 5 for CIFAR-10", ge=0)
+    tau: float = hp(0.5, LogUniform(0.1, 1.0), "temperature, Eq. 3", gt=0)
+    projection: int = hp(256, Choice(0, 128, 256), "width of the projection head; 0: none, features as they are", ge=0)
+
+    def build(self, task: Facts, base: SplitModel) -> SplitModel:
+        if not self.projection:
+            return base
+        head = nn.Sequential(nn.Linear(base.dim, base.dim), nn.ReLU(inplace=True), nn.Linear(base.dim, self.projection))
+        encoder = nn.Sequential(OrderedDict(base=base.encoder, projection=head))
+        return type(base)(encoder, self.projection, task.classes)
+
+    def train(self, client: Client, message: Message) -> Reply:
+        reply = super().train(client, message)
+        if self.mu:
+            client.state["previous"] = tree.snapshot(client.model.encoder.state_dict())
+        return reply
+
+    def objective(self, client: Client, message: Message) -> Objective:
+        """Eq. 4."""
+        if not self.mu:
+            return super().objective(client, message)
+        model = client.model
+        received = frozen(model.encoder, {})                    # the model was received just before
+        previous = frozen(model.encoder, client.state.get("previous", {}))      # [2]
+
+        def loss(batch: Batch) -> Tensor:
+            z = model.encoder(batch.x)                                          # [B, d]
+            with torch.no_grad():
+                alike = [received(batch.x), previous(batch.x)]
+            similarity = torch.stack([F.cosine_similarity(z, other, dim=1) for other in alike], 1) / self.tau   # [B, 2]
+            contrast = F.cross_entropy(similarity, torch.zeros_like(batch.y))   # Eq. 3
+            return F.cross_entropy(model.classifier(z), batch.y) + self.mu * contrast
+
+        return loss
+
+
+def frozen(encoder: nn.Module, entries: Params) -> nn.Module:
+    """A copy with these entries, in evaluation mode [1]."""
+    other = copy.deepcopy(encoder).requires_grad_(False).eval()
+    load_entries(other, entries)
+    return other

@@ -1,0 +1,26 @@
+"""A program with several Ray sessions in one process, run by test_joining: prints how each was entered."""
+
+import os
+import sys
+from pathlib import Path
+
+os.chdir(Path(sys.argv[1]))
+from actors.cluster import session  # noqa: E402  (Ray reads where it is started)
+
+
+def remote_answer() -> int:
+    import ray
+    return ray.get(ray.remote(lambda: 42).remote(), timeout=60)
+
+
+for mode in (None, "disabled", None):
+    os.environ.pop("RAY_AUTH_MODE", None)
+    if mode is not None:
+        os.environ["RAY_AUTH_MODE"] = mode
+    with session(None) as cluster:
+        assert cluster.started
+        print(f"new:{cluster.token}", flush=True)
+        with session(None) as within:               # what is in a session works in it, and stays
+            print(f"here:{within.token}", flush=True)
+        assert remote_answer() == 42
+print(f"RAY_AUTH_MODE={os.environ.get('RAY_AUTH_MODE')}")
