@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from raylt.errors import CheckpointError, ConfigError
+from raylt.errors import ConfigError
+from raylt.studies.comparable import check_comparable
 from raylt.studies.definition import Claim
 from raylt.studies.measures import MEASURES, At
 from raylt.studies.records import Record
@@ -66,6 +67,7 @@ class Comparison:
 
     Attributes:
         left_out: one line for each run that is not averaged in, with why.
+        apart: one line for each arm that has settings of its own beside its method, on purpose.
     """
 
     measure: str
@@ -76,6 +78,7 @@ class Comparison:
     claims: list[Judged]
     overall: list[Overall]
     left_out: list[str]
+    apart: list[str]
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": 1, **asdict(self)}
@@ -88,11 +91,12 @@ class Comparison:
 
 
 def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] = (), measure: str = "accuracy",
-            at: At = "last", level: float = 0.95) -> Comparison:
+            at: At = "last", level: float = 0.95, own: Mapping[str, Mapping[str, Any]] | None = None) -> Comparison:
     """Compares the finished runs; the others are named and left out.
 
     Args:
         reference: the arm that the others are compared to.
+        own: settings by arm that are not its method's, by dotted key: what they say may differ from the other arms'.
 
     Raises:
         ConfigError: no such measure, or it is known of the last round only.
@@ -103,7 +107,8 @@ def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] =
     if at != "last" and MEASURES[measure].every_round is None:
         raise ConfigError(f"{measure} at {at}: it is known after the last round only; leave out --at")
     done = [record for record in records if record.state == "done"]
-    check_comparable(done)
+    own = {arm: settings for arm, settings in (own or {}).items() if settings}
+    check_comparable(done, own)
     left_out = [_why(record) for record in records if record.state != "done"]
     values: dict[str, Values] = {}
     for name in {measure, *(claim.measure for claim in claims)}:
@@ -122,7 +127,9 @@ def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] =
                                 None if arm == reference else _pair(mine, arm, reference, cell, level),
                                 _optimism(done, arm, cell, measure)))
     return Comparison(measure, at, reference, level, rows, judge(claims, values, cells, level),
-                      _overall(mine, arms, cells, reference, level), left_out)
+                      _overall(mine, arms, cells, reference, level), left_out,
+                      [f"{arm}: {', '.join(f'{key} {value}' for key, value in settings.items())}"
+                       for arm, settings in own.items()])
 
 
 def judge(claims: Sequence[Claim], values: Mapping[str, Values], cells: Sequence[str], level: float) -> list[Judged]:
@@ -144,32 +151,6 @@ def judge(claims: Sequence[Claim], values: Mapping[str, Values], cells: Sequence
             verdict = "holds" if right else "refuted"
         judged.append(Judged(claim, cell, pair, p, verdict))
     return judged
-
-
-def check_comparable(done: Sequence[Record]) -> None:
-    """Raises a CheckpointError where finished runs of one cell cannot stand beside each other; names both and why."""
-    first: dict[tuple[str, str], Record] = {}
-    for record in done:
-        assert record.summary is not None
-        codes = record.made.get("codes", ["unknown"])
-        if len(codes) > 1:
-            raise CheckpointError(f"{record.folder}: was made by {len(codes)} versions of the code; run it again")
-        facts = {("split", f"{record.cell}\0{record.seed}"): record.summary["split_sha256"][:12],
-                 ("budget", record.cell): _budget(record.config), ("evaluation", record.cell): _judging(record.config),
-                 ("code", ""): codes[0][:12]}
-        for (what, where), fact in facts.items():
-            other = first.setdefault((what, where), record)
-            theirs = facts_of(other)[what]
-            if theirs != fact:
-                raise CheckpointError(f"{record.folder} and {other.folder} cannot be compared: {what} differs "
-                                      f"({fact}; {theirs}); compare runs of one study, or run one of them again")
-
-
-def facts_of(record: Record) -> dict[str, str]:
-    """What must be equal in runs that are compared."""
-    assert record.summary is not None
-    return {"split": record.summary["split_sha256"][:12], "budget": _budget(record.config),
-            "evaluation": _judging(record.config), "code": record.made.get("codes", ["unknown"])[0][:12]}
 
 
 def value_of(record: Record, measure: str, at: At) -> float | None:
@@ -231,16 +212,6 @@ def _why(record: Record) -> str:
     problem = f": {record.problem}" if record.problem else ""
     steps = f" after step {record.steps} of {record.planned_steps}" if record.state in ("stopped", "running") else ""
     return f"{record.folder}: {record.state}{steps}{problem}"
-
-
-def _budget(config: dict[str, Any]) -> str:
-    federation, local = config["federation"], config["local"]
-    return (f"{federation['rounds']} rounds, {federation['participation']:g} of the clients, {local['epochs']} epochs "
-            f"in batches of {local['batch']}")
-
-
-def _judging(config: dict[str, Any]) -> str:
-    return f"every {config['evaluation']['every']} rounds, personal models {config['evaluation']['personal'] or 'last'}"
 
 
 def _in_order(names: Iterable[str]) -> list[str]:

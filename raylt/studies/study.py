@@ -130,8 +130,10 @@ class Study:
                 level: float = 0.95) -> Comparison:
         """What the finished runs show, see `raylt.studies.comparison.compare`."""
         chosen = self.definition
+        own = {arm: {key: value for key, value in flat(changes).items() if not key.startswith("method")}
+               for arm, changes in chosen.arms.items()}
         return compare(self.records, reference or chosen.compared_to, chosen.parsed_claims, measure or chosen.measure,
-                       at or chosen.at, level)
+                       at or chosen.at, level, own)
 
     @property
     def holdings(self) -> dict[str, dict[str, Any]]:

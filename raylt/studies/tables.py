@@ -35,6 +35,8 @@ def of_comparison(comparison: Comparison) -> Group:
         for line in lines:
             more.add_row(*line)
         parts += [Text(""), more]
+    if comparison.apart:
+        parts += [Text("\narms with settings of their own:\n" + "\n".join(f"  {line}" for line in comparison.apart))]
     if comparison.left_out:
         parts += [Text("\nleft out:\n" + "\n".join(f"  {line}" for line in comparison.left_out))]
     return Group(*parts)
@@ -46,6 +48,8 @@ def markdown(comparison: Comparison) -> str:
                                                                          for row in comparison.rows])]
     for title, head, rows in _further(comparison):
         lines += ["", f"**{title}**", "", *_pipes(head, rows)]
+    if comparison.apart:
+        lines += ["", "Arms with settings of their own:", "", *(f"- {line}" for line in comparison.apart)]
     if comparison.left_out:
         lines += ["", "Left out:", "", *(f"- {line}" for line in comparison.left_out)]
     return "\n".join(lines) + "\n"
@@ -65,6 +69,7 @@ def latex(comparison: Comparison) -> str:
     lines += [r"\bottomrule", r"\end{tabular}"]
     for title, _, rows in _further(comparison):
         lines += [f"% {title}", *(f"%   {', '.join(row)}" for row in rows)]
+    lines += [f"% own settings: {line}" for line in comparison.apart]
     lines += [f"% left out: {line}" for line in comparison.left_out]
     return "\n".join(lines) + "\n"
 

@@ -145,8 +145,9 @@ def test_makespan_by_hand():
 
 @pytest.mark.slow
 def test_a_study_that_is_killed_twice_ends_with_the_same_tables(tmp_path):
-    tree = TINY | {"arms": {"fedavg": "fedavg", "sfd": {"method": {"name": "sfd", "rf_dim": 50}}}, "seeds": 3,
-                   "base": {"data": {"clients": 4}, "federation": {"rounds": 6}}, "claims": ["sfd > fedavg on few"]}
+    sfd = {"name": "sfd", "rf_dim": 50, "epochs": 5, "synthesis_steps": 10}
+    tree = TINY | {"arms": {"fedavg": "fedavg", "sfd": {"method": sfd}}, "seeds": 3,
+                   "base": {"data": {"clients": 4}, "federation": {"rounds": 5}}, "claims": ["sfd > fedavg on few"]}
     straight = Study.create(define(tree), tmp_path / "straight")
     assert straight.run() == []
     file = tmp_path / "tiny.yaml"
@@ -183,3 +184,11 @@ def test_a_worker_that_dies_is_replaced_and_its_run_taken_up(tmp_path, monkeypat
     assert any("signal 9" in text and "taken up again" in text for text in heard.said)
 
 
+
+
+def test_a_study_from_python_is_taken_up_by_its_name(made):
+    study, _ = made
+    again = raylt.study(TINY, out=study.folder.parent)
+    assert isinstance(again, raylt.Study)
+    assert [record.state for record in again.records] == ["done", "done"]
+    assert raylt.Run.open(again.folder / again.records[0].folder).state == "done"

@@ -83,6 +83,16 @@ def test_runs_that_cannot_stand_beside_each_other_are_refused_by_name(change, wh
     assert "/b/seed-0" in str(raised.value)
 
 
+def test_an_arm_with_settings_of_its_own_may_differ_in_what_they_say_and_is_named():
+    central = record("b", 0, 0.9, summary=record("b", 7, 0.9).summary)        # a split of its own
+    found = compare([record("a", 0, 0.5), central], "a", own={"b": {"data.clients": 1}, "a": {}})
+    assert found.apart == ["b: data.clients 1"]
+    assert "- b: data.clients 1" in tables.markdown(found)
+    assert "% own settings: b" in tables.latex(found)
+    with pytest.raises(CheckpointError, match="split differs"):
+        compare([record("a", 0, 0.5), central], "a", own={"b": {"local.epochs": 1}})
+
+
 def test_last_ten_and_best_come_from_the_judged_rounds():
     one = record("a", 0, 1.0, curve={"accuracy": [0.1, None, 0.9, 0.5], "seconds": [1, 2, 3, 4]},
                  config={"federation": {"rounds": 3, "participation": 1.0}})
