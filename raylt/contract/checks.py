@@ -182,7 +182,9 @@ def keeps_private_entries(case: Case) -> None:
 
 def local_running_statistics(case: Case) -> None:
     """runs with federation.batchnorm = local, and its clients are then judged with the statistics that they keep"""
-    trace = case.run(case.config(federation={"batchnorm": "local"}))
+    trace, judged = (case.run(case.config(federation={"batchnorm": "local"}, evaluation={"personal": personal}))
+                     for personal in (0, 1))
+    _same(trace, judged)
     expect(trace.experiment.server.model.stays, "the model lost what stays at the clients: build it from `base`")
     expect(trace.reports[-1].by_client is not None, "clients are not judged")
 

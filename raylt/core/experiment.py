@@ -178,10 +178,9 @@ class Experiment:
                                 self.config.evaluation.batch)
 
     def _judge_clients(self) -> dict[int, Tensor]:
-        changed = set(self.fleet.changed)
         message = {"model": judged_entries(self.server, self.method)}
-        got = self.fleet.ask(Judge(self.method).judge, self.fleet.everyone, message, confusion=each)
-        self.fleet.changed = changed                # judging leaves private states as they were
+        with self.fleet.rehearsing():               # judging leaves private states as they were
+            got = self.fleet.ask(Judge(self.method).judge, self.fleet.everyone, message, confusion=each)
         del self.fleet.ledger.traffic["judge"]      # no federation would send these: they are for our eyes
         return got["confusion"]
 
