@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from raylt.methods import METHODS
+
 DOCS = Path(__file__).parents[1] / "docs"
 
 
@@ -45,3 +47,10 @@ def test_pages_name_commands_that_there_are(page):
     known = {"run", "resume", "tune", "plot", "data", "methods", "settings", "recipes", "plan", "debug", "doctor",
              "check", "study", "compare", "report", "reproduce", "verdicts", "ls", "follow"}
     assert set(re.findall(r"\braylt ([a-z]+) (?=[\[A-Za-z-]*[A-Z./=\[])", text)) <= known
+
+
+def test_readme_has_a_row_for_every_method_and_no_other():
+    readme = (DOCS.parent / "README.md").read_text()
+    rows = re.findall(r"^\| `([a-z0-9]+)` \| ([^|]+) \|[^|]*\| (yes)? ?\| (yes)? ?\|$", readme, re.M)
+    assert {name: (paper, personal == "yes", maps == "yes") for name, paper, personal, maps in rows} == {
+        name: (method.paper, method.personal, "segmentation" in method.problems) for name, method in METHODS.items()}

@@ -173,9 +173,7 @@ def client_steps(config: Config, sizes: list[int]) -> int:
     Args:
         sizes: samples of each client that holds any.
     """
-    local, federation = config.local, config.federation
-    # a last batch of one is dropped
-    each = [local.epochs * (n // local.batch + (n % local.batch > 1)) for n in sizes]
+    federation, each = config.federation, [config.local.steps(n) for n in sizes]
     asked = min(len(sizes), math.ceil(federation.participation * config.data.clients - 1e-9))
     return round(federation.rounds * asked * sum(each) / len(each))
 

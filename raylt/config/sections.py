@@ -92,6 +92,15 @@ class LocalConfig(Section):
         "float32", "The precision of local training and of features; bfloat16 (autocast) is about twice as fast on "
         "CPUs and GPUs that have it.")
 
+    def steps(self, samples: int, epochs: int | None = None, batch: int | None = None) -> int:
+        """How many SGD steps a client with so many samples takes; a last batch of one is dropped.
+
+        Args:
+            epochs, batch: these settings by default.
+        """
+        size = self.batch if batch is None else batch
+        return (self.epochs if epochs is None else epochs) * (samples // size + (samples % size > 1))
+
 
 class ResourcesConfig(Section):
     """How many client actors there are and what each takes. Results do not depend on it."""

@@ -113,9 +113,7 @@ class Client:
 
     def steps(self, epochs: int | None = None, batch: int | None = None) -> int:
         """How many batches `batches` gives: SGD steps of so many epochs; those of `local` by default."""
-        local = self.config.local
-        batch = local.batch if batch is None else batch
-        return (local.epochs if epochs is None else epochs) * (len(self) // batch + (len(self) % batch > 1))
+        return self.config.local.steps(len(self), epochs, batch)
 
     def batches(self, epochs: int, size: int) -> Iterator[Batch]:
         """Shuffled, augmented batches of [2, size] samples; the order depends on (seed, function, round, client)."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import Tensor
 
 from raylt.errors import CheckpointError
 from raylt.methods.mupfl.clustering import embed
@@ -61,7 +62,7 @@ def read_clusters(run: Run, round: int | None = None) -> Clusters:
 
     saved = run.checkpoint()
     kept = {} if saved is None else saved.read("server")["state"].get("similarities", {})
-    similarities = {entry["round"]: entry["matrix"] for entry in kept.values()}
+    similarities: dict[int, Tensor] = {entry["round"]: entry["matrix"] for entry in kept.values()}
     if not similarities:
         raise CheckpointError(f"{run.folder}: {run.method.name} left no clusters; give a run of mupfl with "
                               "method.acmu=true and a round behind it")
