@@ -21,6 +21,7 @@ from raylt.hyper import in_range, range_of
 from raylt.models.split import load_entries
 
 Check = Callable[[Case], None]
+TROUBLES = "lost", "retried", "rejected"
 
 
 class Broken(AssertionError):
@@ -65,8 +66,7 @@ def ends_with_a_judged_model(case: Case) -> None:
         expect([r.phase for r in trace.reports[:2]] == ["round", "round"], "the first two steps are not rounds")
         accuracy = trace.reports[-1].accuracy
         expect(accuracy is not None and 0 <= accuracy <= 1, f"the accuracy is {accuracy}")
-        trouble = {kind: ids for r in trace.reports for kind in ("lost", "retried", "rejected")
-                   if (ids := getattr(r, kind))}
+        trouble = [(kind, getattr(r, kind)) for r in trace.reports for kind in TROUBLES if getattr(r, kind)]
         expect(not trouble, f"calls failed: {trouble}")
 
 
@@ -223,10 +223,10 @@ def predicts_what_was_judged(case: Case) -> None:
 def gives_one_logit_per_class(case: Case) -> None:
     """gives finite logits, one for each class, and for each pixel where labels are maps"""
     height, width, channels = case.task.shape
-    model = case.method.global_model(case.straight.experiment.server).eval()
+    model, x = case.method.global_model(case.straight.experiment.server).eval(), torch.zeros(3, channels, height, width)
     with torch.no_grad():
-        logits = case.method.predict(model, torch.zeros(3, channels, height, width))
-    places = {"classification": (), "segmentation": (height, width)}[case.kind]
+        logits = case.method.predict(model, x)
+    places = (height, width) if case.kind == "segmentation" else ()
     expect(logits.shape == (3, case.task.classes, *places), f"logits have the shape {list(logits.shape)}")
     expect(torch.isfinite(logits).all(), "logits are not finite")
 
