@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from raylt import tree
+from raylt import metrics, tree
 from raylt.contract.case import CPU, SOME, Case
 from raylt.contract.hosts import Backwards, FailsFirst, NewHosts, OwnHosts
 from raylt.contract.trace import Trace, fingerprint, finish
@@ -214,8 +214,7 @@ def predicts_what_was_judged(case: Case) -> None:
     entries = {name: value.contiguous() for name, value in model.state_dict().items()}
     expect(fingerprint(exported) == fingerprint(entries), "the exported entries are not those of `global_model`")
     samples = Samples(task.test, task.facts, CPU)
-    matrix = confusion_of(lambda x: case.method.predict(model, x), samples, task.classes, 7)
-    accuracy = (matrix.diagonal().sum() / matrix.sum()).item()
+    accuracy = metrics.accuracy(confusion_of(lambda x: case.method.predict(model, x), samples, task.classes, 7))
     judged = case.straight.reports[-1].global_accuracy
     expect(judged is not None and math.isclose(accuracy, judged, abs_tol=1e-6), f"judged {judged}, it gives {accuracy}")
 
