@@ -182,8 +182,10 @@ class Run:
                            for line in _differences(key, before[key], after[key])]:
             raise CheckpointError(f"{self.folder}: a resumed run keeps its settings ({'; '.join(differences)}); only "
                                   "resources.* and output.* may change; start a new run for others")
-        screen = [] if quiet else [Screen()]
         setup = self._resolve(config)
+        if self.state == "done":            # there is nothing left to do, nor to write again
+            return self
+        screen = [] if quiet else [Screen()]
         carry_out(setup, self.task, Journal(self.folder), fleet, address, Callbacks([*screen, *callbacks]))
         return self
 

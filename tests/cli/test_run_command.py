@@ -36,7 +36,7 @@ def test_interrupted_run_says_how_to_go_on(raylt, monkeypatch):
         raise KeyboardInterrupt
     monkeypatch.setattr("raylt.runs.start.run", interrupt)
     assert raylt("run", "method=fedavg") == Outcome(
-        130, "", "stopped; to go on: raylt resume RUN, or raylt tune --resume SEARCH\n")
+        130, "", "stopped; to go on: raylt resume RUN, raylt tune --resume SEARCH, or the same raylt study\n")
 
 
 def test_without_a_command_help_is_shown_and_no_error(raylt):
