@@ -116,7 +116,7 @@ def test_ccvr_of_a_single_sample_draws_copies_of_it():
 
 def test_ccvr_draws_with_the_unbiased_covariance_of_few_samples():
     # of 0 and 2 the variance is 2, the biased one 1; 4000 draws give it to sqrt(2 / 4000)
-    sums = class_sums(torch.tensor([[0.0], [2.0]]), torch.zeros(2, dtype=torch.int64))["0"]
+    sums = class_sums(torch.tensor([[0.0], [2.0]]), torch.zeros(2, dtype=torch.int64))[0]
     drawn = CCVR(virtual=4000).draw(sums, torch.Generator().manual_seed(0))
     assert drawn.var().item() == pytest.approx(2, rel=0.1)
 
