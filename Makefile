@@ -14,6 +14,9 @@ else
 INSTALL = $(BIN)/python -m pip install --quiet
 endif
 
+# the fast tests on two processes, a file on one of them; the slow ones start clusters and wait for them, so one by one
+FAST = $(BIN)/pytest -m "not slow" -n 2 --dist loadfile
+
 .PHONY: install run test fast mutants
 
 .venv/bin/python:
@@ -32,10 +35,11 @@ run: install
 test: .venv/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright
-	$(BIN)/pytest --durations=10
+	$(FAST)
+	$(BIN)/pytest -m slow --durations=10
 
 fast: .venv/test.stamp
-	$(BIN)/pytest -m "not slow"
+	$(FAST)
 
 mutants: .venv/test.stamp
 	$(BIN)/python tests/mutants/run.py $(WORD)
