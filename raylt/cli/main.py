@@ -89,5 +89,6 @@ def main() -> None:
                   soft_wrap=True, markup=False)
         code = error.exit_code if isinstance(error, RayltError) else 1
     if code == 130:                                     # typer makes Ctrl-C an exit
-        err.print("stopped; to go on: raylt resume RUN, raylt tune --resume SEARCH, or the same raylt study")
+        err.print("stopped; to go on: raylt resume RUN, raylt tune --resume SEARCH, or the same raylt study",
+                  soft_wrap=True)
     sys.exit(code)

@@ -33,7 +33,8 @@ def run(settings: Settings = None,
     """Train; without any settings, a demonstration on scikit-learn's handwritten digits."""
     config = config_of(settings)
     if not settings:
-        err.print("nothing was named, so this is the demonstration, recipe:demo; raylt recipes lists others")
+        err.print("nothing was named, so this is the demonstration, recipe:demo; raylt recipes lists others",
+                  soft_wrap=True)
     from raylt.runs.start import run as start
     _show(start(config, folder, name, fleet.value, address), format)
 

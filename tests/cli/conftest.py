@@ -10,6 +10,7 @@ import torch
 from commands import SMALL, Outcome
 
 from raylt.cli import main as cli
+from raylt.cli import options
 
 
 @pytest.fixture
@@ -17,6 +18,8 @@ def raylt(monkeypatch, capsys, tmp_path):
     """Runs a command in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
+    for console in (options.out, options.err):      # which took their width from the environment they were made in
+        monkeypatch.setattr(console, "_width", 200)
     threads = torch.get_num_threads()
 
     def call(*arguments: object) -> Outcome:

@@ -71,6 +71,7 @@ def test_resume_of_what_is_no_run_is_refused(raylt, tmp_path):
 
 def test_resume_is_refused_when_all_checkpoints_are_damaged(raylt, finished, tmp_path):
     folder = copied(finished[0], tmp_path / "run")
+    (folder / "summary.json").unlink()                      # it was killed before its end
     for step in ("000001", "000002"):
         damage(folder / "checkpoints" / step)
     refused(raylt("resume", folder, "--fleet", "local"), "000002 is damaged", "000001 is damaged", "start a new run")

@@ -120,6 +120,7 @@ def test_run_from_a_file_equals_the_run_from_overrides(raylt, finished):
 def test_resume_after_damage_says_so_and_ends_with_the_same_model(raylt, finished, tmp_path):
     folder = copied(finished[0], tmp_path / "run")
     damage(folder / "checkpoints/000002")
+    (folder / "summary.json").unlink()                      # it was killed before its end
     code, out, err = raylt("resume", folder, "--fleet", "local", "--format", "json", "output.keep=3")
     assert code == 0
     assert "checkpoint 000002 is damaged" in err.splitlines()[0]
