@@ -144,7 +144,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, number, fleet):
         process.send_signal(number)
     assert process.wait(60) == 130
     said = (tmp_path / "err.txt").read_text().splitlines()
-    assert said[-1] == "stopped; to go on: raylt resume RUN, or raylt tune --resume SEARCH"
+    assert said[-1] == "stopped; to go on: raylt resume RUN, raylt tune --resume SEARCH, or the same raylt study"
     # Ctrl-C reaches the server's process too, and its end may be seen first
     assert all(line.startswith(("fedavg on", "round ", "the server's process died")) for line in said[:-1])
     wait_for(lambda: all_gone(started), 10)

@@ -158,7 +158,7 @@ def test_sfd_is_what_runs_by_default():
 
 @pytest.mark.slow
 def test_killed_during_synthesis_and_resumed_it_ends_with_the_same_model(tmp_path):
-    settings = ["federation.rounds=2", "local.epochs=1", "data.clients=4", "method.rf_dim=2000",
+    settings = ["method=sfd", "federation.rounds=2", "local.epochs=1", "data.clients=4", "method.rf_dim=2000",
                 "method.synthesis_steps=20", "method.epochs=5"]
     run_and_kill(tmp_path, settings, 0.3)               # statistics take a few milliseconds, synthesis seconds
     straight, killed = resume(tmp_path)
