@@ -26,6 +26,7 @@ from raylt.core.setup import Setup
 from raylt.data.task import Task, build_task
 from raylt.errors import CheckpointError
 from raylt.registry import Guest, adopt, origins, resolve
+from raylt.runs import provenance
 from raylt.runs.journal import Journal
 from raylt.runs.run import Run
 from raylt.runs.summary import summarise
@@ -116,6 +117,7 @@ class Trial:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._experiment = Experiment(setup, self.task, self.fleet, device, self.folder)
         self._reports = self._journal.reports()
+        provenance.note(self.folder, "local" if isinstance(self.fleet, LocalFleet) else "ray", len(self._reports))
         if saved is not None:
             self._experiment.load(saved)
             step = saved.facts["step"]
@@ -139,8 +141,9 @@ class Trial:
     def _conclude(self) -> None:
         assert self._experiment is not None
         assert self._journal is not None
-        self._journal.conclude(summarise(self._journal.reports(), self.config.method["name"], self.task.split.sha256,
-                                         self._experiment.conclude()))
+        summary = summarise(self._journal.reports(), self.config.method["name"], self.task.split.sha256,
+                            self._experiment.conclude())
+        self._journal.conclude(summary | provenance.of_summary(self.folder))
         shutil.rmtree(self.folder / "checkpoints")
 
     def _judge(self, report: Report) -> Point | None:

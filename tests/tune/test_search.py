@@ -43,10 +43,10 @@ def undisturbed(tmp_path_factory):
 
 
 def figures(folder):
-    """What a run came to, but for the time it took and, of a trial, what it was judged by."""
+    """What a run came to, but for its time and what made it, and, of a trial, what it was judged by."""
     summary = json.loads((folder / "summary.json").read_text())
     summary["figures"].pop("validation", None)
-    return {key: value for key, value in summary.items() if "seconds" not in key}
+    return {key: value for key, value in summary.items() if "seconds" not in key and key not in ("date", "made")}
 
 
 @pytest.mark.slow
