@@ -9,9 +9,22 @@ import teachers
 import tiny
 import torch
 
+from raylt import registry
 from raylt.config import Config
 from raylt.core.experiment import Experiment
 from raylt.data.task import Task
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_guests() -> Iterator[None]:
+    """What the tests of a file register is gone after them."""
+    tables, guests = {kind: dict(table) for kind, table in registry.TABLES.items()}, dict(registry._guests)
+    yield
+    for kind, table in registry.TABLES.items():
+        table.clear()
+        table.update(tables[kind])
+    registry._guests.clear()
+    registry._guests.update(guests)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from raylt.config import Config
 from raylt.errors import CheckpointError, ConfigError, RayltError, one_line
-from raylt.registry import guests, resolve
+from raylt.registry import Guest, guests, resolve
 from tune import report
 from tune.desk import Desk, Watcher, sizes, task_of
 from tune.halving import rungs
@@ -134,7 +134,7 @@ def _run(folder: Path, plan: Plan, parallel: int | None, fleet: FleetKind, addre
                                       "it") from None
             desk = Desk(folder, plan, watcher)
             from tune.trial import Job  # torch: not for those who only ask for help
-            job = Job(folder, os.getcwd(), plan.metric, plan.scheduler == "asha", plan.grace, tuple(guests()))
+            job = Job(folder, os.getcwd(), plan.metric, plan.scheduler == "asha", plan.grace, _guests_of(plan))
             try:
                 watcher.on_start(folder, plan, desk.state, at_once)
                 if placement is None:
@@ -194,6 +194,11 @@ def _create(folder: Path, plan: Plan) -> None:
         (folder / "search.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n")
     except OSError as error:
         raise CheckpointError(f"{folder}: {error.strerror}; give another --out") from None
+
+
+def _guests_of(plan: Plan) -> tuple[Guest, ...]:
+    """What trials may name beside raylt's own: the methods of the search, and whatever else there is to choose from."""
+    return tuple(guest for guest in guests() if guest.kind != "method" or guest.name in plan.methods)
 
 
 def _check(plan: Plan) -> None:
