@@ -9,6 +9,7 @@ QUICK = ("method=sfd", "method.rf_dim=60", "method.m_min=80", "method.m_max=90",
          "method.epochs=2")
 
 
+@pytest.mark.slow
 def test_picture_of_a_finished_run_is_written_into_its_folder_or_elsewhere(tmp_path):
     run = make_run(tmp_path, "one", *QUICK)
     path = draw_features(run)

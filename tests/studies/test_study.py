@@ -125,6 +125,7 @@ def test_runs_of_another_version_of_the_code_stop_a_study_unless_told(tmp_path):
     assert study.run(mix_versions=True) == []       # all are done: nothing to run
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_done_fails_by_name_and_the_others_go_on(tmp_path):
     arms = {"bad": {"data.clients": 5000, "method": "fedavg"}, "fedavg": "fedavg"}
     study, heard = Study.create(define(TINY | {"arms": arms}), tmp_path), Heard()
@@ -170,6 +171,7 @@ def test_a_study_that_is_killed_twice_ends_with_the_same_tables(tmp_path):
     assert any(record.summary["made"]["sessions"] > 1 for record in killed.records)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_replaced_and_its_run_taken_up(tmp_path, monkeypatch):
     # the first attempt kills its own process; the second finds the mark that it left
     (tmp_path / "sitecustomize.py").write_text(
