@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,9 @@ from raylt.core.experiment import Experiment
 from raylt.data.task import Task
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_guests() -> Iterator[None]:
-    """What the tests of a file register is gone after them."""
+@contextmanager
+def guests_forgotten() -> Iterator[None]:
+    """What is registered inside the block is gone after it."""
     tables, guests = {kind: dict(table) for kind, table in registry.TABLES.items()}, dict(registry._guests)
     yield
     for kind, table in registry.TABLES.items():
@@ -25,6 +26,20 @@ def own_guests() -> Iterator[None]:
         table.update(tables[kind])
     registry._guests.clear()
     registry._guests.update(guests)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_guests() -> Iterator[None]:
+    """What the tests of a file register is gone after them."""
+    with guests_forgotten():
+        yield
+
+
+@pytest.fixture
+def no_guests() -> Iterator[None]:
+    """What a test registers is gone after it."""
+    with guests_forgotten():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,16 +23,10 @@ SETTINGS = ["method=smoothed", "model=tinynet", "augment=dim", "data.source=stri
 
 
 @pytest.fixture(autouse=True)
-def own_tables():
-    """What a test registers is gone after it."""
-    tables = {kind: dict(table) for kind, table in registry.TABLES.items()}
-    guests, modules, path = dict(registry._guests), set(sys.modules), list(sys.path)
+def own_modules(no_guests):
+    """The modules of plug-ins are gone after a test, too."""
+    modules, path = set(sys.modules), list(sys.path)
     yield
-    for kind, table in registry.TABLES.items():
-        table.clear()
-        table.update(tables[kind])
-    registry._guests.clear()
-    registry._guests.update(guests)
     for name in set(sys.modules) - modules:
         if name.startswith(registry.PLUGIN) or name == "helper":
             del sys.modules[name]

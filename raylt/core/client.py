@@ -46,6 +46,11 @@ class State(dict[str, Any]):
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
 
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
     def update(self, *values: Any, **more: Any) -> None:
         for key, value in dict(*values, **more).items():
             self[key] = value

@@ -76,6 +76,7 @@ def tell_name(client: Client, message: Message) -> Reply:
 def write_late(client: Client, message: Message) -> Reply:
     w, kept = torch.ones(2), torch.ones(2)
     client.state = {"deep": {"kept": kept[:1]}} if message["change"] == "nested" else {"kept": kept}
+    default = client.state.setdefault("default", torch.ones(2))
     reply = client.reply(model={"w": w})
     match message["change"]:
         case "reply":
@@ -84,6 +85,8 @@ def write_late(client: Client, message: Message) -> Reply:
             kept.mul_(2)
         case "nested":
             kept.add_(1)
+        case "default":
+            default.add_(1)
     return reply
 
 
@@ -395,7 +398,8 @@ def test_over_selection_leaves_nobody_out_of_a_call_for_everyone(make_fleet):
 
 
 @pytest.mark.parametrize(("change", "path"), [
-    ("reply", "reply.model.w"), ("state", "state.kept"), ("nested", "state.deep.kept")])
+    ("reply", "reply.model.w"), ("state", "state.kept"), ("nested", "state.deep.kept"),
+    ("default", "state.default")])
 def test_a_tensor_that_is_changed_after_it_was_handed_over_is_an_error_that_names_it(make_fleet, change, path):
     fleet = make_fleet(retries=0)
     with pytest.raises(TooFewReplies, match=f"client 1: {path} was changed after it was handed over"):
