@@ -172,7 +172,7 @@ class OtherHead(Base):
         from raylt.models.split import with_classifier
 
         weight = torch.zeros_like(server.model.classifier.weight)
-        return with_classifier(server.model, weight, torch.tensor([0.0, 0.0, 1.0, 0.0]))
+        return with_classifier(server.model, weight, torch.tensor([0.0, 1.0, 0.0, 0.0]))
 
 
 class Headless(OtherHead):
@@ -187,6 +187,24 @@ class Headless(OtherHead):
 def test_under_local_statistics_clients_are_judged_by_the_model_that_the_method_deploys(tmp_path, method):
     case = Case(method(), "classification", tmp_path)
     run = case.run(case.config(federation={"batchnorm": "local"}))
-    # everything is class 2, which is a quarter of the balanced test set
+    # everything is class 1: a quarter of the balanced test set, all that client 2 holds, nothing of what client 3 does
     assert run.reports[-1].accuracy == 0.25
     assert run.reports[-1].by_client["global"] == [0.25, 0.25, 0.25, 0.25, None, 0.25]
+    assert run.reports[-1].by_client["matched"][2:4] == [1.0, 0.0]
+
+
+class JudgedInPlace(Base):
+    """Its clients' models are made in the place of what a client keeps for itself."""
+
+    personal: ClassVar[bool] = True
+
+    def client_model(self, client):
+        with torch.no_grad():
+            for name in client.model.stays:
+                client.model.state_dict()[name].add_(1)
+        return client.model
+
+
+def test_what_a_judgement_does_to_a_client_is_forgotten(tmp_path):
+    check = next(c for c in CHECKS if c.__name__ == "local_running_statistics")
+    assert fault_of(check, Case(JudgedInPlace(), "classification", tmp_path)) is None
