@@ -127,6 +127,16 @@ class Method(BaseModel):
         """Of a personal method: the model that this client uses; its shared entries have just been received."""
         return client.model
 
+    @property
+    def other_models(self) -> tuple[str, ...]:
+        """Of a personal method: names of models of a client that are judged beside `client_model` after the last step,
+        where a paper leaves open whose accuracy it reports."""
+        return ()
+
+    def other_model(self, client: Client, name: str) -> SplitModel:
+        """One of `other_models`; the shared entries have just been received."""
+        raise NotImplementedError
+
     def predict(self, model: nn.Module, x: Tensor) -> Tensor:
         """Logits [B, C], or [B, C, H, W] where labels are maps, of images [B, channels, H, W]."""
         return model(x)

@@ -20,6 +20,7 @@ class Report:
         clients: per-client figures ("owned", "matched", "global", "miou"), each with its mean and worst decile.
         by_client: the same of each client by id, None for one that is not judged; kept of clients' own models, and
             of the last evaluation of all.
+        others: of a personal method after its last step, the same figures of each of its `other_models`, by name.
         traffic: bytes and replies by client function.
         participants: ids of the clients sampled for the round whose replies were used.
         lost, retried, rejected: client ids; rejected ones with the reason.
@@ -46,3 +47,4 @@ class Report:
     stages: dict[str, float] = field(default_factory=dict)
     macro: float | None = None
     miou: float | None = None
+    others: dict[str, dict[str, Any]] | None = None

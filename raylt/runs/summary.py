@@ -39,6 +39,8 @@ def summarise(reports: list[Report], method: str, split_sha256: str, concluded: 
         "global_accuracy": final["global_accuracy"],
         "groups": final["groups"],
         "clients": final["clients"]["matched"] | {"by": final["clients"]} | _by_sampling(reports),
+        "others": {name: {key: figures[key] for key in ("accuracy", "macro", "miou", "groups", "clients")}
+                   for name, figures in (final.get("others") or {}).items()},
         "bytes": {"up": sum(t["up"] for t in traffic), "down": sum(t["down"] for t in traffic)},
         "seconds": sum(r["seconds"] + r["evaluation_seconds"] for r in reports),
         "seconds_per_round": seconds / len(rounds),
@@ -80,6 +82,8 @@ def table_of(summary: dict[str, Any], folder: str) -> Table:
                       " / ".join(percent(value) for value in summary["groups_before_finish"].values()))
     table.add_row("clients, mean (own class mix)", percent(clients["mean"]))
     table.add_row("clients, worst decile", percent(clients["worst_decile"]))
+    for name, figures in summary["others"].items():
+        table.add_row(f"  judged by {name}", percent(figures["clients"]["matched"]["mean"]))
     parts = clients["sampled"], clients["never_sampled"]
     if all(parts):
         table.add_row("clients, ever / never sampled",
