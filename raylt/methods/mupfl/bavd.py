@@ -30,7 +30,7 @@ class BAVD(nn.Module):
         sign: of psi: +1 is l(t) - l(t - 1) as Eq. 6 has it, -1 makes it positive where a step lowered the loss.
         threshold: the mean that M is compared with: of each channel by itself, or over the whole of it.
         keeps: whether what `keep` found is zeroed in evaluation mode. The mask is then an entry of the model,
-            "mask" [1, C or 1, H, W]; not for bchw.
+            "mask", bool [1, C or 1, H, W]; not for bchw.
     """
 
     mask: Tensor
@@ -42,7 +42,8 @@ class BAVD(nn.Module):
         self.size = height * width * (1 if kind == "hw" else channels)
         self.kind, self.sign, self.threshold, self.keeps = kind, sign, threshold, keeps
         if keeps:
-            self.register_buffer("mask", torch.ones(1, 1 if kind == "hw" else channels, height, width))
+            of = (1, 1 if kind == "hw" else channels, height, width)
+            self.register_buffer("mask", torch.ones(of, dtype=torch.bool))
         self.reset()
 
     def reset(self, map: Tensor | None = None, loss: Tensor | None = None) -> None:
@@ -74,7 +75,7 @@ class BAVD(nn.Module):
     def keep(self) -> None:
         """Makes what M zeroes now what is zeroed in evaluation mode; all is let through where there is no M yet."""
         if self.map is None:
-            self.mask.fill_(1)
+            self.mask.fill_(True)
         else:
             self.mask.copy_(self._above(self.map))
 

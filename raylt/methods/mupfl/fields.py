@@ -1,4 +1,4 @@
-"""The fields of MuPFL. Departures [n] are listed in method.py."""
+"""The fields of MuPFL, and the models that a client can be judged by. Departures [n] are listed in method.py."""
 
 from typing import Literal, Self
 
@@ -50,6 +50,6 @@ class Fields(Method):
     @model_validator(mode="after")
     def _mask_of_one_batch(self) -> Self:
         if self.bavd_judged and self.bavd_map == "bchw":
-            raise ValueError("method.bavd_judged = true: a map over the places of a batch (bavd_map = bchw) says nothing "
-                             "of other images; use chw or hw")
+            raise ValueError("method.bavd_judged = true: a map over the places of a batch (bavd_map = bchw) says "
+                             "nothing of other images; use chw or hw")
         return self

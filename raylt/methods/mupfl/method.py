@@ -235,5 +235,5 @@ class MuPFL(Fields):
                         "deploy": part(own, "classifier."), "global": {}}[name])
         if name == "global":
             for layer in layers_of(client.model) if self.bavd_judged else []:
-                layer.mask.fill_(1)
+                layer.mask.fill_(True)
         return client.model

@@ -1,5 +1,7 @@
-"""PKCF, 3.5: what classes look like, as features at the server, and classifiers tuned on them at the clients. Departures
-[n] are listed in method.py."""
+"""PKCF, 3.5: what classes look like, as features at the server, and classifiers tuned on them at the clients.
+
+Departures [n] are listed in method.py.
+"""
 
 import torch
 from torch import Tensor

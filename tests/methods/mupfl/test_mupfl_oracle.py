@@ -181,9 +181,11 @@ def after_round(method: MuPFL, model: SplitModel, task, h, known, kept: dict[int
     ({}, {}), ({}, {"local": {"lr_decay": 0.3}}), ({}, {"federation": {"participation": 0.5}}),
     ({"bavd": False}, {}), ({"acmu": False}, {}), ({"pkcf": False}, {}), ({"pkcf": False, "bavd": False}, {}),
     ({"bavd_threshold": "whole"}, {}), ({"bavd_reset": "round"}, {}), ({"updates": "tuned"}, {}),
-    ({"updates": "tuned", "next_init": "global"}, {}), ({"bavd_map": "hw"}, {}), ({"bavd_map": "bchw"}, {}), ({"bavd_psi": "equation"}, {}), ({"bavd_reset": "never"}, {}),
+    ({"updates": "tuned", "next_init": "global"}, {}), ({"bavd_map": "hw"}, {}),
+    ({"bavd_map": "bchw"}, {}), ({"bavd_psi": "equation"}, {}), ({"bavd_reset": "never"}, {}),
     ({"kappa": 3}, {}), ({"distance": "rows", "matching_lr": 5.0}, {}), ({"gradients": "global"}, {}),
-    ({"next_init": "cluster"}, {}), ({"next_init": "cluster", "acmu": False}, {}), ({"next_init": "own"}, {}), ({"next_init": "global"}, {})], ids=str)
+    ({"next_init": "cluster"}, {}), ({"next_init": "cluster", "acmu": False}, {}),
+    ({"next_init": "own"}, {}), ({"next_init": "global"}, {})], ids=str)
 def test_rounds_are_those_of_equations_2_to_21_written_out(tiny_task, tmp_path, fields, parts):
     # what clients keep is all of w_i and w~_i, whatever they are judged by
     method = MuPFL(**QUICK | fields)
