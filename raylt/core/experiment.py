@@ -147,14 +147,15 @@ class Experiment:
 
     def _evaluate(self, last: bool) -> dict[str, Any]:
         every = self.config.evaluation
-        judged: dict[str, Any] = dict.fromkeys(("accuracy", "global_accuracy", "macro", "miou", "groups", "clients",
-                                                "by_client", "others"))
+        judged: dict[str, Any] = dict.fromkeys(("accuracy", "global_accuracy", "global_macro", "global_miou", "macro",
+                                                "miou", "groups", "clients", "by_client", "others"))
         personal = self.method.personal or bool(self.server.model.stays)
         matrices: Tensor | dict[int, Tensor] | None = None
         # a global model without running statistics (federation.batchnorm = local) cannot be judged
         if (last or self._step % every.every == 0) and not self.server.model.stays:
             matrices = self._judge_global()
             judged["global_accuracy"] = metrics.accuracy(matrices)
+            judged["global_macro"], judged["global_miou"] = metrics.macro(matrices), metrics.mean_iou(matrices)
         if personal:
             due = last or (every.personal > 0 and self._step % every.personal == 0)
             matrices = self._judge_clients() if due else None

@@ -11,7 +11,6 @@ from typing import ClassVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from raylt import tree
 from raylt.config import Config
@@ -77,7 +76,7 @@ class Method(BaseModel):
 
     def objective(self, client: Client, message: Message) -> Objective:
         """The loss of a batch. Called once a round, so the closure holds what the round fixes."""
-        return lambda batch: F.cross_entropy(client.model(batch.x), batch.y)
+        return lambda batch: client.cross_entropy(client.model(batch.x), batch.y)
 
     def train(self, client: Client, message: Message) -> Reply:
         """Local training, on the model that the message brought."""

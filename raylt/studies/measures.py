@@ -55,6 +55,8 @@ MEASURES: dict[str, Measure] = {
     "macro": Measure("mean of the class accuracies", _at("macro")),
     "miou": Measure("mean intersection over union", _at("miou")),
     "global_accuracy": Measure("accuracy of the global model", _at("global_accuracy")),
+    "global_macro": Measure("mean of the global model's class accuracies", _at("global_macro")),
+    "global_miou": Measure("mean intersection over union of the global model", _at("global_miou")),
     "owned": Measure("mean over clients, classes that they own", _at("clients", "by", "owned", "mean")),
     "matched": Measure("mean over clients, own class mix", _at("clients", "by", "matched", "mean")),
     "clients": Measure("mean over clients, all classes", _at("clients", "by", "global", "mean")),

@@ -36,7 +36,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from raylt import tree
 from raylt.core.client import Client, Message, Reply
@@ -140,7 +139,7 @@ class MuPFL(Fields):
             if self.bavd_reset == "epoch" and steps % each_epoch == 0:                              # [13]
                 recall(layers, {})
             steps += 1
-            value = F.cross_entropy(client.model(batch.x), batch.y)
+            value = client.cross_entropy(client.model(batch.x), batch.y)
             for layer in layers:
                 layer.learn(value)
             return value
