@@ -31,11 +31,11 @@ def test_shares_are_those_of_the_last_batch_and_the_training_is_that_of_the_plai
                 "decay": 0.5 * sum(p.square().sum() for p in client.model.parameters())}
 
     def watched(batch):
-        terms = terms_of(plain, batch)
-        params = list(plain.model.parameters())
-        seen.append([torch.cat([torch.zeros(p.numel()) if g is None else g.flatten() for p, g in zip(
-            params, torch.autograd.grad(term, params, retain_graph=True, allow_unused=True), strict=True)]).norm().item()
-            for term in terms.values()])
+        terms, lengths = terms_of(plain, batch), []
+        for term in terms.values():
+            gradients = torch.autograd.grad(term, list(plain.model.parameters()), retain_graph=True, allow_unused=True)
+            lengths.append(torch.cat([g.flatten() for g in gradients if g is not None]).norm().item())
+        seen.append(lengths)
         return terms["fit"] + terms["decay"]
 
     objective = Terms(ours, lambda batch: terms_of(ours, batch))
