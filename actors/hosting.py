@@ -14,6 +14,7 @@ from actors.placement import Plan, nodes_of, place, plan
 from actors.probe import probe
 from actors.server import ServerActor
 from actors.slots import LOST
+from raylt.core.checkpoint import Seal
 from raylt.core.report import Report
 from raylt.core.setup import Setup
 from raylt.data.task import Task
@@ -33,9 +34,9 @@ class RemoteExperiment:
         self._read = notes.stat().st_size if notes.is_file() else 0
         self.done: bool = _get(server.done.remote())
 
-    def advance(self) -> Report:
+    def advance(self, seal: Seal | None = None) -> Report:
         """One step, with its checkpoint when due."""
-        report, self.done = self._wait(self._server.advance.remote())
+        report, self.done = self._wait(self._server.advance.remote(seal))
         return report
 
     def conclude(self) -> dict[str, str]:
