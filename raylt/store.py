@@ -74,6 +74,10 @@ class Folder:
         """What is in it, in order."""
         return sorted(os.listdir(self._handle))
 
+    def unfinished(self) -> list[str]:
+        """Names of files that are being written, or that a process left that was killed while it wrote."""
+        return [name for name in self.names() if name.startswith(".") and name.endswith(WRITING)]
+
     def has(self, name: str) -> bool:
         """Whether there is a plain file of this name."""
         with self._told(name), suppress(FileNotFoundError):

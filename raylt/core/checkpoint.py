@@ -57,7 +57,7 @@ class Seal:
 
     Attributes:
         run: the run's SHA-256.
-        line: the SHA-256 of the line of metrics.jsonl before that of the checkpoint's step; before the first, the run's.
+        line: the SHA-256 of the line of metrics.jsonl before that of the checkpoint's step; before the first, `run`.
     """
 
     run: str
@@ -79,8 +79,8 @@ class Checkpoint:
             tensors = load_file(self.folder / entry["file"]) if entry["file"] else {}
             return fill(entry["tree"], tensors)
         except (OSError, SafetensorError, KeyError, IndexError, TypeError) as error:
-            raise CheckpointError(f"{self.folder}: {part} cannot be read ({' '.join(str(error).split())}); give another "
-                                  "round, or start a new run") from None
+            raise CheckpointError(f"{self.folder}: {part} cannot be read ({' '.join(str(error).split())}); give "
+                                  "another round, or start a new run") from None
 
 
 def write(parent: Path, step: int, parts: Iterable[tuple[str, Tree | None]], facts: dict[str, Any],
@@ -161,7 +161,7 @@ def at(parent: Path, step: int) -> Checkpoint:
 
 def sweep(folder: Folder) -> list[str]:
     """Removes what processes left that were killed while they wrote in this folder; by whoever holds the run alone."""
-    left = [name for name in folder.names() if name.startswith(".") and name.endswith(WRITING)]
+    left = folder.unfinished()
     for name in left:
         folder.remove(name)
     return left
@@ -212,8 +212,8 @@ class _Elders:
             with self._folder.inner(self._previous.folder.name) as last:
                 last.copy(file, here)
             if here.hash(file) != entry["sha256"]:
-                raise CheckpointError(f"{self._previous.folder / file}: was damaged after it was written; go on from the "
-                                      "checkpoint before with raylt resume")
+                raise CheckpointError(f"{self._previous.folder / file}: was damaged after it was written; go on from "
+                                      "the checkpoint before with raylt resume")
         return entry
 
 

@@ -4,11 +4,11 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 import numpy as np
 from pydantic import Field, TypeAdapter
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from raylt import store
 from raylt.data.cache import Stored, load, take
@@ -81,7 +81,8 @@ class Split:
         """
         tree: dict[str, Any] = {**as_json(content, _FILE, "not a split.json", DataError)}
         sha256, seal = tree.pop("sha256"), tree.pop("seal")
-        split = cls(**tree | {"clients": tuple(np.array(rows, dtype=np.int64) for rows in tree["clients"])})
+        lists = tree.pop("clients")
+        split = cls(tuple(np.array(rows, dtype=np.int64) for rows in lists), **tree)
         if split.sha256 != sha256:
             raise DataError("the index lists were changed after the split was saved: they do not have the sha256 "
                             "beside them; draw the split anew or take the original file")

@@ -1,10 +1,10 @@
 """What a run is: everything that its result follows from, and one SHA-256 over it.
 
-    identity.json    the configuration without resources and output, the split's seal, the hashes of the data, the guests
-                     and raylt's version; beside them their SHA-256
+    identity.json    the configuration without resources and output, the split's seal, the hashes of the data, the
+                     guests and raylt's version; beside them their SHA-256
 
-That hash stands in every checkpoint, is the root of the chain of metrics.jsonl, and stands in summary.json. A run folder
-is only read where it agrees with what is there: files of two runs, or a file that was changed, are no run. It is no
+That hash stands in every checkpoint, is the root of the chain of metrics.jsonl, and stands in summary.json. A run
+folder is only read where all of it agrees: files of two runs, or a file that was changed, are no run. It is no
 signature: whoever writes every file of a folder anew can write another run. The code's own hash is kept beside, in
 provenance.jsonl, so that a change which no number depends on breaks nothing.
 """
@@ -69,7 +69,8 @@ def identify(config: Config, split: Split, data: Mapping[str, str], guests: Iter
     """
     content: Any = {"format": _FORMAT, "config": _settled(config), "split": split.seal, "data": dict(data),
                     "guests": [dict(guest) for guest in guests], "raylt": version()}
-    return {**content, "sha256": hash_json(content)}
+    content["sha256"] = hash_json(content)
+    return content
 
 
 def write(folder: Folder, identity: Identity) -> None:
@@ -110,8 +111,8 @@ def check_config(identity: Identity, config: Config, folder: Folder) -> None:
 def check_split(identity: Identity, split: Split, folder: Folder) -> None:
     """Raises a CheckpointError where split.json is that of another run."""
     if split.seal != identity["split"]:
-        raise CheckpointError(f"{folder.path / 'split.json'}: is another split ({split.seal[:12]}) than the run was made "
-                              f"with ({identity['split'][:12]}); put that back")
+        raise CheckpointError(f"{folder.path / 'split.json'}: is another split ({split.seal[:12]}) than the run was "
+                              f"made with ({identity['split'][:12]}); put that back")
 
 
 def guests_of(identity: Identity, folder: Folder) -> list[Guest]:
@@ -130,8 +131,8 @@ def check_data(identity: Identity, data: Mapping[str, str], folder: Folder) -> N
     """Raises a CheckpointError where the data are not those that the run was made with; names what differs."""
     other = [name for name, sha256 in identity["data"].items() if data.get(name) != sha256]
     if other:
-        raise CheckpointError(f"{folder.path}: the run was made with other data ({', '.join(other)} differ); bring those "
-                              "to data.root, or start a new run")
+        raise CheckpointError(f"{folder.path}: the run was made with other data ({', '.join(other)} differ); bring "
+                              "those to data.root, or start a new run")
 
 
 def check_version(identity: Identity, folder: Folder) -> None:

@@ -30,7 +30,7 @@ from raylt.core.checkpoint import Checkpoint, Seal
 from raylt.core.report import Report
 from raylt.data.split import Split
 from raylt.disk import make
-from raylt.errors import CheckpointError
+from raylt.errors import CheckpointError, FolderHeld
 from raylt.runs import identity, lines, provenance, sealed
 from raylt.runs.board import Board
 from raylt.store import Folder
@@ -61,7 +61,7 @@ class Journal:
             if (handle := self._open.lock(LOCK)) is not None:
                 return handle
             time.sleep(0.05)            # it may be someone who only looks whether it is held
-        raise CheckpointError(f"{self.folder}: another process is running this; wait for it or stop it")
+        raise FolderHeld(f"{self.folder}: another process is running this; wait for it or stop it")
 
     @classmethod
     def create(cls, folder: Path, config: Config, split: Split, data: Mapping[str, str],
@@ -120,8 +120,9 @@ class Journal:
         known = self._lines()
         saved, faults = checkpoint.latest(self.folder / "checkpoints")
         if saved is None and sealed.was_saved(known):
-            raise CheckpointError(f"{self.folder}: its checkpoints are gone; {len(known.reports)} steps were committed, and "
-                                  "without one of them none can follow; put one back, or start a new run")
+            raise CheckpointError(f"{self.folder}: its checkpoints are gone; {len(known.reports)} steps were "
+                                  "committed, and without one of them none can follow; put one back, or start a new "
+                                  "run")
         texts = known.texts[:saved.facts["step"]] if saved is not None else []
         if saved is not None:
             known.check(saved)

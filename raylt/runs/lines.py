@@ -114,18 +114,19 @@ class Lines:
         """Raises a CheckpointError where these lines and a checkpoint are not of one run."""
         facts = as_json(json.dumps(saved.facts), _FACTS, str(saved.folder))
         step, there, seal = facts["step"], len(self.texts), Seal(**facts["seal"])
+        place = saved.folder.parent.parent / FILE
         if seal.run != self.root:
             raise CheckpointError(f"{saved.folder}: is a checkpoint of another run ({seal.run[:12]}, this one is "
                                   f"{self.root[:12]}); put the run's own back")
         if there < step - 1:
-            raise CheckpointError(f"{saved.folder.parent.parent / FILE}: has {there} lines, and the checkpoint after "
+            raise CheckpointError(f"{place}: has {there} lines, and the checkpoint after "
                                   f"step {step} follows {step - 1}; put the others back")
         if self.head(step - 1) != seal.line:
-            raise CheckpointError(f"{saved.folder.parent.parent / FILE}: line {step - 1} was changed after the checkpoint "
-                                  f"after step {step} was written, or is of another run")
+            raise CheckpointError(f"{place}: line {step - 1} was changed after the checkpoint after step {step} was "
+                                  "written, or is of another run")
         if there >= step and (changed := _changed(facts["report"], self.reports[step - 1])):
-            raise CheckpointError(f"{saved.folder.parent.parent / FILE}: line {step} was changed: {changed} is not what "
-                                  "the checkpoint after that step has")
+            raise CheckpointError(f"{place}: line {step} was changed: {changed} is not what the checkpoint after that "
+                                  "step has")
 
 
 def read_lines(folder: Folder, root: str, most: int | None = None) -> Lines:

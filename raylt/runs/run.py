@@ -228,7 +228,7 @@ class Run:
     def _welcome(self, config: Config) -> None:
         """What is not raylt's own must be here, as it was."""
         seek(config)
-        check_origins(self.origins, self.folder)
+        check_origins([{**guest} for guest in self.origins], self.folder)
 
 
 def _differences(key: str, old: Any, new: Any) -> list[str]:

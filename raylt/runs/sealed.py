@@ -4,10 +4,10 @@ It has the run's SHA-256, that of the last line of metrics.jsonl, the model's, a
 """
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 from pydantic import Field, TypeAdapter
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from raylt.core.checkpoint import Seal
 from raylt.errors import CheckpointError

@@ -125,7 +125,8 @@ def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: s
         files.split()
         summary = files.summary()
     except RayltError as error:
-        return Record(**known | {"curve": {}}, state="damaged", problem=str(error))
+        known["curve"] = {}
+        return Record(**known, state="damaged", problem=str(error))
     by_client = lines.reports[-1]["by_client"] or {}
     known["by_client"] = {kind: by_client[kind] for kind in ("owned", "matched") if kind in by_client}
     return Record(**known, state="done", summary=summary)

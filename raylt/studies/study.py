@@ -139,8 +139,8 @@ class Study:
         planned = self.definition.runs()
         for record in self.read(planned):
             if record.state == "damaged":
-                raise CheckpointError(f"{record.problem}; raylt verify {self.folder / record.folder} says what is whole; "
-                                      "remove that run to do it again")
+                raise CheckpointError(f"{record.problem}; raylt verify {self.folder / record.folder} says what is "
+                                      "whole; remove that run to do it again")
         if not mix_versions:
             self._check_versions()
         failed = schedule.run_all(planned, self.records, self.folder, watcher or Silent(), parallel, fleet, address)

@@ -87,13 +87,15 @@ def test_a_setting_that_was_changed_is_named_with_what_it_was(stopped, key, valu
 
 def test_resources_and_output_may_be_changed(stopped):
     file = stopped.folder / "config.yaml"
-    file.write_text(file.read_text().replace("keep: 3", "keep: 2").replace("cpus_per_client: 1.0", "cpus_per_client: 2"))
+    text = file.read_text().replace("keep: 3", "keep: 2").replace("cpus_per_client: 1.0", "cpus_per_client: 2")
+    file.write_text(text)
     assert stopped.resume(fleet="local", quiet=True).state == "done"
 
 
 @pytest.mark.parametrize(("name", "message"), [
     ("split.json", r"split\.json: is another split"), ("config.yaml", r"config\.yaml: .*seed is 1, .* made with 0"),
-    ("identity.json", r"config\.yaml: .*seed is 0, .*"), ("metrics.jsonl", r"metrics\.jsonl, line 1: is of another run"),
+    ("identity.json", r"config\.yaml: .*seed is 0, .*"),
+    ("metrics.jsonl", r"metrics\.jsonl, line 1: is of another run"),
     ("checkpoints", r"000003: is a checkpoint of another run")])
 def test_a_file_of_another_run_is_refused(stopped, made, name, message):
     theirs, ours = made[1].folder / name, stopped.folder / name
@@ -144,7 +146,7 @@ def test_a_checkpoint_under_another_number_is_damaged(stopped):
     (lambda one, two, three: (one, two.replace('"phase"', '"phrase"'), three), r"line 2: phase: field required"),
     (lambda one, two, three: (one, two.replace('"macro": 0', '"macro": 7'), three), r"line 2: macro: .* less than or"),
     (lambda one, two, three: (one, two.replace('"seconds": ', '"seconds": 1'), three), "line 3: line 2 was changed"),
-    (lambda one, two, three: (one, two, three.replace('"macro": 0.', '"macro": 0.9')), "line 3 was changed: macro is not"),
+    (lambda one, two, three: (one, two, three.replace('"macro": 0.', '"macro": 0.9')), "3 was changed: macro is not"),
     (lambda one, two, three: (one, two[:50] + "\n", three), "line 2: is not JSON"),
     (lambda one, two, three: (one, "[]\n", three), "line 2: input should be a valid dictionary"),
     (lambda one, two, three: (one, "\n", two, three), "line 2: is not JSON"),
