@@ -20,6 +20,7 @@ from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import ConfigError, RayltError, ServerLost
 from raylt.registry import guests
+from raylt.store import Folder
 
 LOOK_S = 1.0            # between looks at the run's notes
 
@@ -53,12 +54,11 @@ class RemoteExperiment:
         return _get(ref)
 
     def _say_notes(self) -> None:
-        if self._notes.is_file() and self._notes.stat().st_size > self._read:
-            with self._notes.open() as stream:
-                stream.seek(self._read)
-                for line in stream.read().splitlines():
-                    self._says(line)
-                self._read = stream.tell()
+        with Folder.open(self._notes.parent) as folder:
+            notes = folder.read(NOTES) if folder.has(NOTES) else b""
+        for line in notes[self._read:].decode().splitlines():
+            self._says(line)
+        self._read = len(notes)
 
 
 def host(setup: Setup, task: Task, folder: Path, cluster: Cluster, says: Says) -> RemoteExperiment:

@@ -14,7 +14,7 @@ import secrets
 import shutil
 import stat
 from contextlib import AbstractContextManager, suppress
-from io import BufferedWriter
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import TypeVar
 
@@ -86,10 +86,15 @@ class Folder:
 
     def read(self, name: str, limit: int = LIMIT) -> bytes:
         """The content of a file of at most `limit` bytes."""
-        with self._told(name), os.fdopen(self._plain(name, os.O_RDONLY), "rb") as stream:
+        with self.stream(name) as stream, self._told(name):
             if (size := os.fstat(stream.fileno()).st_size) > limit:
                 raise CheckpointError(f"{self.path / name}: has {size:,} bytes, at most {limit:,} can be right")
             return stream.read(limit)
+
+    def stream(self, name: str) -> BufferedReader:
+        """A plain file, opened to be read."""
+        with self._told(name):
+            return os.fdopen(self._plain(name, os.O_RDONLY), "rb")
 
     def read_text(self, name: str, limit: int = LIMIT) -> str:
         """The same of a text."""
@@ -104,7 +109,7 @@ class Folder:
 
     def hash(self, name: str) -> str:
         """SHA-256 of a file's content."""
-        with self._told(name), os.fdopen(self._plain(name, os.O_RDONLY), "rb") as stream:
+        with self.stream(name) as stream, self._told(name):
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
     def place(self, name: str) -> Path:
@@ -148,12 +153,13 @@ class Folder:
                                   "put a copy in its place")
         return stream
 
-    def lock(self, name: str) -> int | None:
-        """A handle that holds the lock of this name until it is closed; None where another process has it."""
+    def lock(self, name: str, wait: bool = False) -> int | None:
+        """A handle that holds the lock of this name until it is closed; None where another process has it, unless it is
+        waited for."""
         with self._told(name):
             handle = self._plain(name, os.O_RDWR | os.O_CREAT)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
                 os.close(handle)
                 return None
