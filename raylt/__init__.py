@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from raylt.registry import register
     from raylt.runs.callbacks import Callback
     from raylt.runs.run import Run
+    from raylt.runs.branch import branch
     from raylt.runs.start import resume, run
     from raylt.studies.study import Study, study
 
     __version__: str
 
-__all__ = ["Callback", "Method", "RayltError", "Run", "SplitModel", "Study", "__version__", "each", "hp", "load_config",
+__all__ = ["Callback", "Method", "RayltError", "Run", "SplitModel", "Study", "__version__", "branch", "each", "hp", "load_config",
            "mean", "register", "resume", "run", "study", "total"]
 
 _PLACES = {
@@ -34,6 +35,7 @@ _PLACES = {
     "Run": ("raylt.runs.run", "Run"),
     "SplitModel": ("raylt.models.split", "SplitModel"),
     "Study": ("raylt.studies.study", "Study"),
+    "branch": ("raylt.runs.branch", "branch"),
     "each": ("raylt.core.reductions", "each"),
     "hp": ("raylt.hyper", "hp"),
     "load_config": ("raylt.config", "load"),
