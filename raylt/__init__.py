@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from raylt.hyper import hp
     from raylt.models.split import SplitModel
     from raylt.registry import register
+    from raylt.runs.branch import branch
     from raylt.runs.callbacks import Callback
     from raylt.runs.run import Run
-    from raylt.runs.branch import branch
     from raylt.runs.start import resume, run
     from raylt.studies.study import Study, study
 
     __version__: str
 
-__all__ = ["Callback", "Method", "RayltError", "Run", "SplitModel", "Study", "__version__", "branch", "each", "hp", "load_config",
-           "mean", "register", "resume", "run", "study", "total"]
+__all__ = ["Callback", "Method", "RayltError", "Run", "SplitModel", "Study", "__version__", "branch", "each", "hp",
+           "load_config", "mean", "register", "resume", "run", "study", "total"]
 
 _PLACES = {
     "Callback": ("raylt.runs.callbacks", "Callback"),
