@@ -11,7 +11,6 @@ from typing import ClassVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from raylt import tree
 from raylt.config import Config
@@ -86,7 +85,7 @@ class Method(BaseModel):
 
         One of several terms is a `Terms`.
         """
-        return lambda batch: F.cross_entropy(client.model(batch.x), batch.y)
+        return lambda batch: client.cross_entropy(client.model(batch.x), batch.y)
 
     def train(self, client: Client, message: Message) -> Reply:
         """Local training, on the model that the message brought."""
@@ -137,6 +136,16 @@ class Method(BaseModel):
     def client_model(self, client: Client) -> SplitModel:
         """Of a personal method: the model that this client uses; its shared entries have just been received."""
         return client.model
+
+    @property
+    def other_models(self) -> tuple[str, ...]:
+        """Of a personal method: names of models of a client that are judged beside `client_model` after the last step,
+        where a paper leaves open whose accuracy it reports."""
+        return ()
+
+    def other_model(self, client: Client, name: str) -> SplitModel:
+        """One of `other_models`; the shared entries have just been received."""
+        raise NotImplementedError
 
     def predict(self, model: nn.Module, x: Tensor) -> Tensor:
         """Logits [B, C], or [B, C, H, W] where labels are maps, of images [B, channels, H, W]."""

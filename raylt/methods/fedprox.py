@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from raylt.core.client import Client, Message
 from raylt.core.method import Method
@@ -39,6 +38,7 @@ class FedProx(Method):
 
         def terms(batch: Batch) -> dict[str, Tensor]:
             square = torch.stack([(p - a).square().sum() for p, a in zip(params, anchor, strict=True)]).sum()
-            return {"cross_entropy": F.cross_entropy(client.model(batch.x), batch.y), "proximal": self.mu / 2 * square}
+            return {"cross_entropy": client.cross_entropy(client.model(batch.x), batch.y),
+                    "proximal": self.mu / 2 * square}
 
         return Terms(client, terms)
