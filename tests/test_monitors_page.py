@@ -14,7 +14,7 @@ from raylt.methods.mupfl.method import MuPFL
 from raylt.methods.sfd.method import SFD
 
 PAGE = (Path(__file__).parents[1] / "docs" / "monitors.md").read_text()
-PLAIN = {"loss", "teacher", "synthetic", "clusters"}        # what everybody knows, or names things
+PLAIN = {"loss", "teacher", "synthetic", "clusters", "clustered"}       # what everybody knows, or names things
 
 
 def documented(name: str) -> set[str]:
