@@ -1,4 +1,3 @@
-import json
 import shutil
 from pathlib import Path
 
@@ -86,11 +85,11 @@ def test_other_splits_and_runs_that_cannot_be_used_are_refused(runs, tmp_path):
     (unfinished.folder / "summary.json").unlink()
     with pytest.raises(CheckpointError, match="not finished; continue it with raylt resume"):
         compare([unfinished], "owned")
-    older = copied(runs["fedper"], tmp_path / "older")
-    lines = [{key: value for key, value in report.items() if key != "by_client"} for report in older.reports]
-    (older.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(CheckpointError, match="kept no figures of each client"):
-        compare([older], "owned")
+    edited = copied(runs["fedper"], tmp_path / "edited")
+    lines = edited.folder / "metrics.jsonl"
+    lines.write_text(lines.read_text().replace('"by_client": {"owned": [', '"by_client": {"owned": [1.0, '))
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl does not end with the line that the run ended with"):
+        compare([edited], "owned")
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(runs, tmp_path):
