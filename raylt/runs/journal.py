@@ -53,7 +53,7 @@ class Journal:
         except CheckpointError:
             self._open.__exit__()
             raise
-        self._board = Board(folder)
+        self._board = Board()
         self._head: str | None = None
 
     def _hold(self) -> int:
@@ -104,7 +104,7 @@ class Journal:
         text = lines.write_line(content, self.seal.line, provenance.now())
         self._open.append(lines.FILE, text + "\n")
         self._head = lines.hash_line(text)
-        self._board.show(content)
+        self._board.show(self._open, content)
 
     def reports(self) -> list[dict[str, Any]]:
         """The committed steps, oldest first."""
@@ -156,7 +156,6 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         """Lets another process have the folder."""
         if self._lock is not None:
-            self._board.close()
             os.close(self._lock)
             self._open.__exit__()
             self._lock = None
