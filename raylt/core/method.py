@@ -11,7 +11,6 @@ from typing import ClassVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from raylt import tree
 from raylt.config import Config
@@ -21,6 +20,7 @@ from raylt.core.fleet import Fleet
 from raylt.core.reductions import mean
 from raylt.core.server import Server
 from raylt.core.server_optimisers import ServerOptimiser
+from raylt.core.terms import asked_for, figure_of, reply_of
 from raylt.core.training import Objective, sgd
 from raylt.data.sources import Kind
 from raylt.data.task import Facts, Task
@@ -49,6 +49,11 @@ class Method(BaseModel):
         """Whether there is something to do after the last round."""
         return False
 
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """The names of the objective's terms, where it has several: each round reports their shares in its gradient."""
+        return ()
+
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         """Before any process starts, where the run is started: fetches what is missing, refuses what cannot work.
 
@@ -76,14 +81,18 @@ class Method(BaseModel):
         return client.reply()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """The loss of a batch. Called once a round, so the closure holds what the round fixes."""
-        return lambda batch: F.cross_entropy(client.model(batch.x), batch.y)
+        """The loss of a batch. Called once a round, so the closure holds what the round fixes.
+
+        One of several terms is a `Terms`.
+        """
+        return lambda batch: client.cross_entropy(client.model(batch.x), batch.y)
 
     def train(self, client: Client, message: Message) -> Reply:
         """Local training, on the model that the message brought."""
         client.receive(message["model"])
-        loss = sgd(client, self.objective(client, message))
-        return client.reply(model=self.shared(client.model), loss=loss)
+        objective = self.objective(client, message)
+        loss = sgd(client, objective)
+        return client.reply(model=self.shared(client.model), loss=loss, **reply_of(objective, self.terms))
 
     # at the server
 
@@ -106,9 +115,10 @@ class Method(BaseModel):
     def round(self, server: Server, fleet: Fleet) -> None:
         """One round, in straight-line code."""
         message = self.message(server)
-        got = fleet.ask(self.train, self.sample(server, fleet), message, model=mean.like(message["model"]), loss=mean)
+        got = fleet.ask(self.train, self.sample(server, fleet), message, model=mean.like(message["model"]), loss=mean,
+                        **asked_for(self.terms))
         server.step(got["model"])
-        server.log(loss=got["loss"])
+        server.log(loss=got["loss"], **figure_of(got))
 
     def server_optimiser(self) -> ServerOptimiser | None:
         """The rule of `server.step`; None: the clients' mean is the new global model."""
@@ -126,6 +136,16 @@ class Method(BaseModel):
     def client_model(self, client: Client) -> SplitModel:
         """Of a personal method: the model that this client uses; its shared entries have just been received."""
         return client.model
+
+    @property
+    def other_models(self) -> tuple[str, ...]:
+        """Of a personal method: names of models of a client that are judged beside `client_model` after the last step,
+        where a paper leaves open whose accuracy it reports."""
+        return ()
+
+    def other_model(self, client: Client, name: str) -> SplitModel:
+        """One of `other_models`; the shared entries have just been received."""
+        raise NotImplementedError
 
     def predict(self, model: nn.Module, x: Tensor) -> Tensor:
         """Logits [B, C], or [B, C, H, W] where labels are maps, of images [B, channels, H, W]."""

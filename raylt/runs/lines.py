@@ -41,11 +41,14 @@ class Line(TypedDict):
     evaluation_seconds: Seconds
     accuracy: Share
     global_accuracy: Share
+    global_macro: Share
+    global_miou: Share
     macro: Share
     miou: Share
     groups: dict[str, Share] | None
     clients: dict[str, dict[str, Share]] | None
     by_client: dict[str, list[Share]] | None
+    others: dict[str, dict[str, Any]] | None
     traffic: dict[str, dict[str, Count]]
     participants: list[Count]
     lost: list[Count]

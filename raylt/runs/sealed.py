@@ -60,10 +60,13 @@ class Summary(TypedDict):
     macro: Share
     miou: Share
     global_accuracy: Share
+    global_macro: Share
+    global_miou: Share
     before_finish: Share
     groups: Spread
     groups_before_finish: Spread | None
     clients: _Clients
+    others: dict[str, dict[str, Any]]
     bytes: _Bytes
     seconds: Seconds
     seconds_per_round: Seconds
