@@ -54,7 +54,7 @@ class Journal:
         except CheckpointError:
             self._open.__exit__()
             raise
-        self._board = Board(folder)
+        self._board = Board()
         self._head: str | None = None
 
     def _hold(self) -> int:
@@ -106,7 +106,7 @@ class Journal:
         text = lines.write_line(content, self.seal.line, provenance.now())
         self._open.append(lines.FILE, text + "\n")
         self._head = lines.hash_line(text)
-        self._board.show(content)
+        self._board.show(self._open, content)
 
     def adopt(self, reports: Sequence[dict[str, Any]], saved: Checkpoint, keep: int) -> None:
         """Takes over the first steps of another run: their reports, and the checkpoint after the last."""
@@ -169,7 +169,6 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         """Lets another process have the folder."""
         if self._lock is not None:
-            self._board.close()
             os.close(self._lock)
             self._open.__exit__()
             self._lock = None

@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from raylt.errors import ConfigError
+from raylt import store
+from raylt.errors import ConfigError, RayltError
 from raylt.studies.records import age, read_run
 
 STUDY = "study.yaml"
@@ -77,9 +78,9 @@ def _study(folder: Path) -> Entry:
 def _planned(file: Path) -> int | None:
     """Runs of a study; counted here and not by its definition, which would take a second to import torch."""
     try:
-        tree = yaml.safe_load(file.read_text())
+        tree = yaml.safe_load(store.read(file))
         cells, seeds = tree.get("cells") or [{}], tree.get("seeds", 3)
         count = prod(map(len, cells.values())) if isinstance(cells, dict) else len(cells)
         return len(tree["arms"]) * count * (seeds if isinstance(seeds, int) else len(seeds))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+    except (RayltError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
         return None

@@ -7,8 +7,9 @@ from typing import Any
 
 import yaml
 
+from raylt import store
 from raylt.config import Config, check, recipe
-from raylt.errors import ConfigError
+from raylt.errors import CheckpointError, ConfigError
 from raylt.registry import resolve
 
 # what a cell is called: the paper's letter, and nothing for a value that speaks for itself
@@ -77,9 +78,9 @@ def _as_method(value: Any) -> dict[str, Any]:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give a YAML file that exists") from None
+        tree = yaml.safe_load(store.read(path))
+    except CheckpointError as error:
+        raise ConfigError(f"{error}; give a YAML file that exists") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
     if not isinstance(tree, dict):
