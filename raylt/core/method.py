@@ -6,6 +6,7 @@ client and see it and the message, nothing else; those that take the `server` ru
 """
 
 import math
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -103,10 +104,15 @@ class Method(BaseModel):
         """What every client of the round gets."""
         return {"model": tree.snapshot(self.shared(server.model))}
 
+    def reply_weights(self, server: Server, fleet: Fleet) -> Mapping[int, float] | None:
+        """What each client's reply counts in the means of a round, by id, and what it must say; None: its samples."""
+        return None
+
     def round(self, server: Server, fleet: Fleet) -> None:
         """One round, in straight-line code."""
         message = self.message(server)
-        got = fleet.ask(self.train, self.sample(server, fleet), message, model=mean.like(message["model"]), loss=mean)
+        got = fleet.ask(self.train, self.sample(server, fleet), message, self.reply_weights(server, fleet),
+                        model=mean.like(message["model"]), loss=mean.like(0.0))
         server.step(got["model"])
         server.log(loss=got["loss"])
 

@@ -212,25 +212,26 @@ class FedSM(Method):
         server.log(teacher=server.state["teacher"], relevance=server.state["relevance"])
         retrain = self.retrain if server.round > server.rounds - self.rounds else None
         cohort, message = self.sample(server, fleet), self.message(server)
-        model = mean.like(message["model"])
+        model, loss = mean.like(message["model"]), mean.like(0.0)
         if retrain == "before":
             message |= self.global_prototypes(server, fleet)
-            got = fleet.ask(self.train_and_retrain, cohort, message, model=model, loss=mean, retrain_loss=mean)
+            got = fleet.ask(self.train_and_retrain, cohort, message, model=model, loss=loss, retrain_loss=loss)
             server.log(retrain_loss=got["retrain_loss"])
         else:
-            got = fleet.ask(self.train, cohort, message, model=model, loss=mean)
+            got = fleet.ask(self.train, cohort, message, model=model, loss=loss)
         server.step(got["model"])
         server.log(loss=got["loss"])
         if retrain == "after":
             message = encoder(server.model) | self.global_prototypes(server, fleet)
-            got = fleet.ask(self.refit, cohort, message, classifier=mean, retrain_loss=mean)
+            like = nn.Linear(server.model.dim, server.model.classes, device="meta").state_dict()
+            got = fleet.ask(self.refit, cohort, message, classifier=mean.like(like), retrain_loss=loss)
             server.state["classifier"] = got["classifier"]
             server.log(retrain_loss=got["retrain_loss"])
 
     def global_prototypes(self, server: Server, fleet: Fleet) -> Message:
         """z^global of Eq. 3, float32 [C, d], and which classes have one, bool [C]."""
         model = server.model
-        of_class = {"n": 0, "z": torch.empty(model.dim, device="meta")}
+        of_class = {"n": 1, "z": torch.empty(model.dim, device="meta")}
         got = fleet.ask(self.prototypes, fleet.everyone, encoder(model),
                         classes=total.within(dict.fromkeys(range(model.classes), of_class)))
         return pooled_means(got["classes"], model.classes)
