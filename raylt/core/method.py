@@ -7,15 +7,16 @@ client and see it and the message, nothing else; those that take the `server` ru
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raylt import tree
 from raylt.config import Config
+from raylt.config.typed import as_typed
 from raylt.core.client import Client, Message, Reply
 from raylt.core.cohort import Cohort
 from raylt.core.fleet import Fleet
@@ -44,6 +45,12 @@ class Method(BaseModel):
     paper: ClassVar[str]
     personal: ClassVar[bool] = False
     problems: ClassVar[tuple[Kind, ...]] = ("classification",)
+
+    @field_validator("*", mode="before", check_fields=False)
+    @classmethod
+    def _as_typed(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        return as_typed(cls.model_fields[info.field_name].annotation, value)
 
     @property
     def finishes(self) -> bool:

@@ -23,9 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from raylt.config import Config
+from raylt.config import Config, notation
 from raylt.core import checkpoint
 from raylt.core.checkpoint import Checkpoint
 from raylt.core.report import Report
@@ -79,7 +77,7 @@ class Journal:
         if origins:
             _write(folder / "origins.json", json.dumps(list(origins), indent=2) + "\n")
         # written last: a folder with a config.yaml can be resumed
-        _write(folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        _write(folder / "config.yaml", notation.write(config.model_dump(mode="json")))
         return journal
 
     def append(self, report: Report) -> None:
