@@ -19,7 +19,6 @@ import torch
 
 from raylt import tree
 from raylt.config import Config, FederationConfig
-from raylt.core.gathering import Replies
 from raylt.core.server import Server
 from raylt.data.task import Facts
 from raylt.methods.mupfl.acmu import form_clusters
@@ -52,13 +51,12 @@ def main() -> None:
 
     wall, cpu = time.perf_counter(), time.process_time()
     starts = {id: message["model"] | reply["start"] for id, reply in replies.items()}
-    got = Replies({name: {id: reply[name] for id, reply in replies.items()} for name in ("model", "map")},
-                  dict.fromkeys(replies, 1.0))
-    clusters = form_clusters(server, starts, got, method.alpha, method.kappa, method.kappa_max)
+    updates, maps = ({id: reply[name] for id, reply in replies.items()} for name in ("update", "map"))
+    clusters = form_clusters(server, updates, maps, method.alpha, method.kappa, method.kappa_max)
     found = time.process_time() - cpu
     mean = Fold()
     for members in clusters:
-        update = mean_update([replies[id]["model"] for id in members], [starts[id] for id in members])
+        update = mean_update(updates[id] for id in members)
         for id in members:
             mean.add({name: starts[id][name] + update[name] for name in update}, 1.0)
     server.receive(mean.mean())
@@ -78,10 +76,10 @@ def made(server: Server, method: MuPFL, start: tree.Tree, n: int) -> dict[int, t
     replies = {}
     for id in range(n):
         group, own = (torch.Generator().manual_seed(seed) for seed in (id % GROUPS, GROUPS + id))
-        model = {name: value.contiguous() + 0.01 * (torch.randn(value.shape, generator=group) + torch.randn(
-            value.shape, generator=own)) if value.is_floating_point() else value + 1 for name, value in start.items()}
+        update = {name: 0.01 * (torch.randn(value.shape, generator=group) + torch.randn(value.shape, generator=own))
+                  if value.is_floating_point() else torch.ones_like(value) for name, value in start.items()}
         map = torch.rand(size, generator=group) + torch.rand(size, generator=own)
-        replies[id] = {"model": model, "start": part(start, method.own_start), "map": map}
+        replies[id] = {"update": update, "start": part(start, method.own_update_start), "map": map}
     return replies
 
 

@@ -51,7 +51,10 @@ class DataConfig(Section):
     partition: Literal["creff", "dirichlet", "dirichlet_min", "iid", "by_id", "classes"] = setting(
         "dirichlet", "How the training samples are dealt to the clients.")
     beta: int = setting(1, "With data.partition=classes, how many classes of the label maps a client keeps; all others "
-                        "are background to it.", ge=1, le=MOST)
+                        "are erased from its maps.", ge=1, le=MOST)
+    erased: Literal["background", "unlabelled"] = setting(
+        "background", "What the pixels of an erased class become: of one further class, or without a label, as FedSeg "
+        "has it.")
     alpha: float = setting(0.5, "The concentration of the Dirichlet draws: the smaller, the more the clients differ.",
                            gt=0, le=MOST)
     min_size: int | None = setting(None, "How many samples every client gets at least; null stands for 0 with "
@@ -98,6 +101,9 @@ class LocalConfig(Section):
     lr_decay_every: int = setting(1, "The number of rounds between two steps of local.lr_decay.", ge=1, le=MOST)
     momentum: float = setting(0.9, "The momentum of SGD.", ge=0, lt=1)
     weight_decay: float = setting(0.0, "The weight decay of SGD.", ge=0, le=MOST)
+    unlabelled: Literal["ignored", "absent"] = setting(
+        "ignored", "What pixels without a label teach: nothing; or that they are of one of the classes that the "
+        "batch's labels do not show (FedSeg's BackCE).")
     precision: Literal["float32", "bfloat16"] = setting(
         "float32", "The precision of local training and of features; bfloat16 (autocast) is about twice as fast on "
         "CPUs and GPUs that have it.")

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from raylt.config import Config
 from raylt.core.evaluation import EvaluationSet
+from raylt.core.pixels import back_cross_entropy
 from raylt.data.samples import Augmentation, Batch, Samples
 from raylt.errors import LateWrite
 from raylt.models.split import Params, SplitModel, load_entries
@@ -115,6 +117,17 @@ class Client:
         """A reply weighted by this client's number of samples. Its tensors may not be changed afterwards."""
         self._stamps.add(parts, "reply")
         return Reply(float(len(self)), parts)
+
+    def cross_entropy(self, logits: Tensor, y: Tensor) -> Tensor:
+        """The mean cross-entropy of a batch, a scalar; pixels without a label count as `local.unlabelled` says.
+
+        Args:
+            logits: [B, C], or [B, C, H, W].
+            y: int64 [B], soft labels [B, C], or maps [B, H, W] with IGNORED.
+        """
+        if self.config.local.unlabelled == "absent" and y.ndim == 3:
+            return back_cross_entropy(logits, y)
+        return F.cross_entropy(logits, y)
 
     def steps(self, epochs: int | None = None, batch: int | None = None) -> int:
         """How many batches `batches` gives: SGD steps of so many epochs; those of `local` by default."""

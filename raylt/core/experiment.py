@@ -148,27 +148,37 @@ class Experiment:
 
     def _evaluate(self, last: bool) -> dict[str, Any]:
         every = self.config.evaluation
-        judged: dict[str, Any] = dict.fromkeys(("accuracy", "global_accuracy", "macro", "miou", "groups", "clients",
-                                                "by_client"))
+        judged: dict[str, Any] = dict.fromkeys(("accuracy", "global_accuracy", "global_macro", "global_miou", "macro",
+                                                "miou", "groups", "clients", "by_client", "others"))
         personal = self.method.personal or bool(self.server.model.stays)
         matrices: Tensor | dict[int, Tensor] | None = None
         # a global model without running statistics (federation.batchnorm = local) cannot be judged
         if (last or self._step % every.every == 0) and not self.server.model.stays:
             matrices = self._judge_global()
             judged["global_accuracy"] = metrics.accuracy(matrices)
+            judged["global_macro"], judged["global_miou"] = metrics.macro(matrices), metrics.mean_iou(matrices)
         if personal:
             due = last or (every.personal > 0 and self._step % every.personal == 0)
             matrices = self._judge_clients() if due else None
         if matrices is not None:
-            seen = metrics.seen_by_each(matrices, torch.from_numpy(self.task.views), self.fleet.ids)
-            pooled = sum(seen.values(), start=torch.zeros_like(next(iter(seen.values()))))
-            judged["accuracy"] = metrics.accuracy(pooled)
-            judged["macro"], judged["miou"] = metrics.macro(pooled), metrics.mean_iou(pooled)
-            judged["groups"] = metrics.group_accuracy(pooled, self.task.groups)
-            each = metrics.by_client(seen, torch.from_numpy(self.task.client_counts))
-            judged["clients"] = metrics.client_figures(each)
-            judged["by_client"] = each if personal or last else None
+            judged |= self._figures(matrices)
+            if not (personal or last):
+                judged["by_client"] = None
+        if personal and self.done:
+            judged["others"] = {name: self._figures(self._judge_clients(name)) for name in self.method.other_models}
         return judged
+
+    def _figures(self, matrices: Tensor | dict[int, Tensor]) -> dict[str, Any]:
+        """What is read off the counts of each client's own model, or of one that all share, as each sees the classes.
+
+        Of clients' own models the overall figures are those of their counts put together.
+        """
+        seen = metrics.seen_by_each(matrices, torch.from_numpy(self.task.views), self.fleet.ids)
+        pooled = sum(seen.values(), start=torch.zeros_like(next(iter(seen.values()))))
+        by_client = metrics.by_client(seen, torch.from_numpy(self.task.client_counts))
+        return {"accuracy": metrics.accuracy(pooled), "macro": metrics.macro(pooled),
+                "miou": metrics.mean_iou(pooled), "groups": metrics.group_accuracy(pooled, self.task.groups),
+                "clients": metrics.client_figures(by_client), "by_client": by_client}
 
     def _judge_global(self) -> Tensor:
         if self._test is None:
@@ -182,10 +192,10 @@ class Experiment:
     def _counts(self) -> Reduction:
         return counts_on(self.task.test, self.task.classes)
 
-    def _judge_clients(self) -> dict[int, Tensor]:
+    def _judge_clients(self, other: str | None = None) -> dict[int, Tensor]:
         message = {"model": judged_entries(self.server, self.method)}
         with self.fleet.rehearsing():               # judging leaves private states as they were
-            got = self.fleet.ask(Judge(self.method).judge, self.fleet.everyone, message,
+            got = self.fleet.ask(Judge(self.method, other).judge, self.fleet.everyone, message,
                                  confusion=self._counts)
         del self.fleet.ledger.traffic["judge"]      # no federation would send these: they are for our eyes
         return got["confusion"]

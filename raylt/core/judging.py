@@ -26,15 +26,16 @@ def judged_entries(server: Server, method: Method) -> Params:
 
 
 @torch.no_grad()
-def judged_model(method: Method, client: Client, entries: Params) -> SplitModel:
+def judged_model(method: Method, client: Client, entries: Params, other: str | None = None) -> SplitModel:
     """The model that a client uses: its own, or the global one with the statistics that it keeps for itself.
 
     Args:
         entries: from `judged_entries`.
+        other: one of the method's `other_models` instead.
     """
     if method.personal:
         client.receive(entries)
-        return method.client_model(client)
+        return method.client_model(client) if other is None else method.other_model(client, other)
     classifier = {name.removeprefix("classifier."): value for name, value in entries.items()
                   if name.startswith("classifier.")}
     model = client.model
@@ -52,13 +53,15 @@ class Judge:
 
     Attributes:
         method: whose models are judged.
+        other: which of its `other_models`; None: those that clients use.
     """
 
     method: Method
+    other: str | None = None
 
     def judge(self, client: Client, message: Message) -> Reply:
         """Counts [C, C] of (true, predicted) classes of this client's model on the test set."""
-        model = judged_model(self.method, client, message["model"])
+        model = judged_model(self.method, client, message["model"], self.other)
         return client.reply(confusion=client.test.confusion(model, self.method.predict,
                                                             client.config.evaluation.batch))
 

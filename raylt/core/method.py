@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from raylt import tree
 from raylt.config import Config
@@ -85,7 +84,7 @@ class Method(BaseModel):
 
     def objective(self, client: Client, message: Message) -> Objective:
         """The loss of a batch. Called once a round, so the closure holds what the round fixes."""
-        return lambda batch: F.cross_entropy(client.model(batch.x), batch.y)
+        return lambda batch: client.cross_entropy(client.model(batch.x), batch.y)
 
     def train(self, client: Client, message: Message) -> Reply:
         """Local training, on the model that the message brought."""
@@ -139,6 +138,16 @@ class Method(BaseModel):
     def client_model(self, client: Client) -> SplitModel:
         """Of a personal method: the model that this client uses; its shared entries have just been received."""
         return client.model
+
+    @property
+    def other_models(self) -> tuple[str, ...]:
+        """Of a personal method: names of models of a client that are judged beside `client_model` after the last step,
+        where a paper leaves open whose accuracy it reports."""
+        return ()
+
+    def other_model(self, client: Client, name: str) -> SplitModel:
+        """One of `other_models`; the shared entries have just been received."""
+        raise NotImplementedError
 
     def predict(self, model: nn.Module, x: Tensor) -> Tensor:
         """Logits [B, C], or [B, C, H, W] where labels are maps, of images [B, channels, H, W]."""

@@ -1,8 +1,10 @@
-"""Features of single pixels, for methods that train classifiers on features."""
+"""Features of single pixels, for methods that train classifiers on them; and what pixels without a label teach."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from raylt.data.samples import IGNORED
 
 
 def pixel_features(z: Tensor, y: Tensor, per_class: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -41,3 +43,28 @@ def pixel_features(z: Tensor, y: Tensor, per_class: int, generator: torch.Genera
         chosen_z.append(sampled[0, :, 0].T)
         chosen_y.append(chosen)
     return torch.cat(chosen_z), torch.cat(chosen_y)
+
+
+def back_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy where a pixel without a label is of one of the classes that the batch's labels do not show.
+
+    Its probability is the sum of theirs (BackCE of FedSeg, Miao et al., CVPR 2023, as its code takes the absent
+    classes: of the batch). Where the labels show all classes such pixels are left out. Nothing here waits for a GPU.
+
+    Args:
+        logits: [B, C, H, W].
+        y: int64 [B, H, W] with IGNORED.
+
+    Returns:
+        The mean over the pixels that count, a scalar.
+    """
+    classes, none = logits.shape[1], y == IGNORED
+    with_none = torch.where(none, classes, y)
+    shows = torch.zeros(classes + 1, dtype=torch.bool, device=y.device).index_fill_(0, with_none.flatten(), True)
+    shows, all_shown = shows[:classes], shows[:classes].all()
+    log_p = F.log_softmax(logits.float(), 1)
+    # where all are shown nothing is masked: the logarithm of no class at all has no gradient
+    hidden = (shows & ~all_shown)[:, None, None]
+    absent = log_p.masked_fill(hidden, -torch.inf).logsumexp(1, keepdim=True)
+    target = torch.where(none & all_shown, IGNORED, with_none)
+    return F.nll_loss(torch.cat([log_p, absent], 1), target, ignore_index=IGNORED)

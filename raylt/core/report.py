@@ -15,11 +15,13 @@ class Report:
         accuracy: of what is deployed, on the balanced test set; None when it was not due. For personal methods the
             mean over the clients' own models, and `global_accuracy` is the global model's. Where clients see the
             classes in their own ways, as they see them; `global_accuracy` then is still over the true ones.
+        global_macro, global_miou: of the global model, over the true classes; None when it was not judged.
         macro, miou: means over the classes of accuracy and of intersection over union, of what `accuracy` is of.
         groups: accuracy over the many-, medium- and few-shot classes; None for a group without classes.
         clients: per-client figures ("owned", "matched", "global", "miou"), each with its mean and worst decile.
         by_client: the same of each client by id, None for one that is not judged; kept of clients' own models, and
             of the last evaluation of all.
+        others: of a personal method after its last step, the same figures of each of its `other_models`, by name.
         traffic: bytes and replies by client function.
         participants: ids of the clients sampled for the round whose replies were used.
         lost, retried, rejected: client ids; rejected ones with the reason.
@@ -46,3 +48,6 @@ class Report:
     stages: dict[str, float] = field(default_factory=dict)
     macro: float | None = None
     miou: float | None = None
+    global_macro: float | None = None
+    global_miou: float | None = None
+    others: dict[str, dict[str, Any]] | None = None

@@ -51,6 +51,9 @@ class Setup:
         if facts.kind not in method.problems:
             raise ConfigError(f"method = {method.name}: is for {' and '.join(method.problems)}, and {facts.name} is a "
                               f"problem of {facts.kind}; raylt methods shows which methods can do it")
+        if self.config.data.erased == "unlabelled" and self.config.local.unlabelled == "ignored":
+            raise ConfigError("data.erased = unlabelled: a batch that shows none of a client's classes has no label at "
+                              "all; set local.unlabelled=absent")
         model = self.new_model(facts)
         if model.problem != facts.kind:
             raise ConfigError(f"model = {self.config.model}: does not do {facts.kind}, which {facts.name} is a problem "

@@ -6,12 +6,17 @@ VOID becomes the index that torch's cross-entropy leaves out; models give logits
 confusion matrix counts images or pixels.
 
 A client may see the classes in its own way: a view [C] names the class that each class is to it. Its training labels
-are relabelled by it, and so are truth and prediction when it is judged.
+are relabelled by it, and so are truth and prediction when it is judged. Where a view only takes labels away (some
+classes are VOID to a client), clients are judged on the classes themselves.
 """
+
+from typing import Literal
 
 import numpy as np
 
 from raylt.data.cache import Stored, load, take
+
+Erased = Literal["background", "unlabelled"]
 
 VOID = 255              # in a map: no class, not trained on and not counted
 BACKGROUND = "background"
@@ -32,12 +37,13 @@ def shown(maps: Stored, classes: int) -> np.ndarray:
     return np.stack([class_counts(take(maps, np.array([row])), classes) > 0 for row in range(len(maps))])
 
 
-def class_views(clients: int, classes: int, beta: int) -> np.ndarray:
-    """What each class is to each client when it keeps `beta` of them, int64 [K, C + 1].
+def class_views(clients: int, classes: int, beta: int, erased: Erased = "background") -> np.ndarray:
+    """What each class is to each client when it keeps `beta` of them, int64 [K, C + 1], or [K, C].
 
-    Client k keeps classes k, k + 1, .., k + beta - 1 (modulo C); all others are one background, class C.
+    Client k keeps classes k, k + 1, .., k + beta - 1 (modulo C). All others are one background, class C; or nobody says
+    what they are, VOID, and there is no further class (FedSeg; Miao et al., CVPR 2023).
     """
-    views = np.full((clients, classes + 1), classes)
+    views = np.full((clients, classes + 1), classes) if erased == "background" else np.full((clients, classes), VOID)
     for k in range(clients):
         kept = np.arange(k, k + beta) % classes
         views[k, kept] = kept

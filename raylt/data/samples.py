@@ -27,12 +27,12 @@ class Batch(NamedTuple):
 
 class Samples:
     """The images and labels of one shard, on one device; labels int64 [n], or uint8 maps [n, H, W] with VOID. `ids`
-    and `view` are the shard's."""
+    are the shard's, `view` is its renaming of the classes, int64 [C] or None."""
 
     def __init__(self, shard: Shard, facts: Facts, device: torch.device):
         self.x, self.y = view(load(shard.x)).to(device), view(shard.labels()).to(device)
         self.ids = shard.ids
-        self.view = None if shard.view is None else torch.from_numpy(shard.view).to(device)
+        self.view = None if shard.renaming is None else torch.from_numpy(shard.renaming).to(device)
         self.mean, self.std = torch.tensor(facts.mean, device=device), torch.tensor(facts.std, device=device)
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 from raylt.config import DataConfig
 from raylt.data.cache import Stored, load, take
 from raylt.data.longtail import group_of, long_tail_subset
-from raylt.data.maps import BACKGROUND, class_counts, class_views, relabel, shown
+from raylt.data.maps import BACKGROUND, VOID, class_counts, class_views, relabel, shown
 from raylt.data.partition import partition
 from raylt.data.sources import Kind, Source, group_thresholds, open_source
 from raylt.data.split import Split, hash_labels
@@ -24,7 +24,7 @@ class Shard:
         x: uint8 [n, H, W, channels].
         y: int64 [n], or label maps uint8 [n, H, W] (raylt/data/maps.py).
         ids: places in the source's training set, int64 [n]; None for a test set.
-        view: the class that each class is to whoever holds the shard, int64 [C]; None: itself.
+        view: the class that each class is to whoever holds the shard, int64 [C], or VOID; None: itself.
     """
 
     x: Stored
@@ -34,6 +34,11 @@ class Shard:
 
     def __len__(self) -> int:
         return len(self.y)
+
+    @property
+    def renaming(self) -> np.ndarray | None:
+        """The view, where it gives every class another name; None where it is none or only takes labels away."""
+        return None if self.view is None or (self.view == VOID).any() else self.view
 
     def labels(self) -> np.ndarray:
         """`y` in memory, as the holder sees it."""
@@ -97,9 +102,9 @@ class Task(Facts):
 
     @property
     def views(self) -> np.ndarray:
-        """The class that each class is to each client, int64 [K, C]."""
+        """The class that each class is to each client when it is judged, int64 [K, C]."""
         itself = np.arange(self.classes)
-        return np.stack([itself if shard.view is None else shard.view for shard in self.shards])
+        return np.stack([itself if shard.renaming is None else shard.renaming for shard in self.shards])
 
     @property
     def clients(self) -> int:
@@ -129,8 +134,9 @@ def build_task(config: DataConfig) -> Task:
     everyone = class_counts(take(source.y_train, np.concatenate(split.clients)), len(names))
     groups = group_of(everyone, *group_thresholds(config, everyone.sum() if source.kind == "segmentation" else None))
     if split.beta is not None:
-        views = class_views(len(split.clients), len(names), split.beta)
-        names, groups = (*names, BACKGROUND), [*groups, "-"]
+        views = class_views(len(split.clients), len(names), split.beta, config.erased)
+        if config.erased == "background":
+            names, groups = (*names, BACKGROUND), [*groups, "-"]
 
     def shard(rows: np.ndarray, client: int | None = None) -> Shard:
         view = None if views is None or client is None else views[client]

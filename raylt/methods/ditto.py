@@ -13,7 +13,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from raylt import tree
 from raylt.core.client import Client, Message, Reply
@@ -40,21 +39,22 @@ class Ditto(Method):
         loss = sgd(client, self.objective(client, message))                     # w_k [1]
         trained = tree.snapshot(client.model.state_dict())
         client.receive(message["model"])
-        objective = self.near(client.model)
+        objective = self.near(client)
         client.receive(client.state.get("personal", {}))                        # [2]
         sgd(client, objective)                                                  # v_k [3]
         client.state["personal"] = tree.snapshot(client.model.state_dict())
         client.receive(trained)                     # running statistics that stay at the client are those of w_k
         return client.reply(model={name: trained[name] for name in self.shared(client.model)}, loss=loss)
 
-    def near(self, model: SplitModel) -> Objective:
+    def near(self, client: Client) -> Objective:
         """h_k(v; w_t) = F_k(v) + lambda/2 ||v - w_t||^2, where w_t is the model as it is now."""
+        model = client.model
         params = [p for p in model.parameters() if p.requires_grad]
         anchor = [p.detach().clone() for p in params]
 
         def loss(batch: Batch) -> Tensor:
             square = torch.stack([(p - w).square().sum() for p, w in zip(params, anchor, strict=True)]).sum()
-            return F.cross_entropy(model(batch.x), batch.y) + self.lam / 2 * square
+            return client.cross_entropy(model(batch.x), batch.y) + self.lam / 2 * square
 
         return loss
 

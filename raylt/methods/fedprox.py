@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from raylt.core.client import Client, Message
 from raylt.core.method import Method
@@ -34,6 +33,6 @@ class FedProx(Method):
 
         def loss(batch: Batch) -> Tensor:
             square = torch.stack([(p - a).square().sum() for p, a in zip(params, anchor, strict=True)]).sum()
-            return F.cross_entropy(client.model(batch.x), batch.y) + self.mu / 2 * square
+            return client.cross_entropy(client.model(batch.x), batch.y) + self.mu / 2 * square
 
         return loss

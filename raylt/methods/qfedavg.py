@@ -11,7 +11,6 @@ Departures from the text:
 from typing import ClassVar
 
 import torch
-from torch.nn import functional as F
 
 from raylt import tree
 from raylt.core.client import Client, Message, Reply
@@ -51,7 +50,7 @@ class QFedAvg(Method):
         """F_k: the mean loss of a client's model on all of its samples, at least 1e-10 [3]."""
         model, losses = client.model.eval(), 0.0
         for batch in client.samples.in_order(client.config.evaluation.batch):
-            losses += F.cross_entropy(model(batch.x), batch.y).item() * len(batch.y)
+            losses += client.cross_entropy(model(batch.x), batch.y).item() * len(batch.y)
         return max(losses / len(client), 1e-10)
 
     def round(self, server: Server, fleet: Fleet) -> None:

@@ -21,10 +21,10 @@ class Clusters:
     """What is drawn.
 
     Attributes:
-        ids, labels: of the round's n participants.
+        ids, labels: of the n clients that form the round's clusters.
         points: [n, 2], the two principal components of points whose squared distances are 2 (1 - similarity).
         explained: their shares of the variance, [2].
-        counts: samples per class of each participant, int64 [n, C].
+        counts: samples per class of each client, int64 [n, C].
         kappas: number of clusters of every round so far, by round.
     """
 
@@ -71,8 +71,9 @@ def read_clusters(run: Run, round: int | None = None) -> Clusters:
         rounds = ", ".join(map(str, similarities))
         raise CheckpointError(f"{run.folder}: similarities are kept of rounds {rounds}, not of {round}; give one of "
                               "them with --round")
-    reports = {report["step"]: report for report in run.reports if report["phase"] == "round"}
-    own, ids = reports[round]["figures"], reports[round]["participants"]
+    reports = {report["step"]: report for report in run.reports}
+    own = reports[round]["figures"]
+    ids = own.get("clustered", reports[round]["participants"])      # as runs before it was reported have it
     points, pca = embed(similarities[round].double()).numpy(), PCA(2)
     places = pca.fit_transform(points)
     return Clusters(round, ids, own["clusters"], own["silhouettes"].get(str(own["kappa"])), places,

@@ -37,8 +37,12 @@ def summarise(reports: list[Report], method: str, split_sha256: str, concluded: 
         "before_finish": rounds[-1]["accuracy"] if final["phase"] == "finish" else None,
         "groups_before_finish": rounds[-1]["groups"] if final["phase"] == "finish" else None,
         "global_accuracy": final["global_accuracy"],
+        "global_macro": final.get("global_macro"),
+        "global_miou": final.get("global_miou"),
         "groups": final["groups"],
         "clients": final["clients"]["matched"] | {"by": final["clients"]} | _by_sampling(reports),
+        "others": {name: {key: figures[key] for key in ("accuracy", "macro", "miou", "groups", "clients")}
+                   for name, figures in (final.get("others") or {}).items()},
         "bytes": {"up": sum(t["up"] for t in traffic), "down": sum(t["down"] for t in traffic)},
         "seconds": sum(r["seconds"] + r["evaluation_seconds"] for r in reports),
         "seconds_per_round": seconds / len(rounds),
@@ -73,6 +77,8 @@ def table_of(summary: dict[str, Any], folder: str) -> Table:
     table.add_row("accuracy, best", percent(accuracy["best"]))
     if summary["task"] == "segmentation":
         table.add_row("mIoU, mAcc", f"{percent(summary['miou'])}, {percent(summary['macro'])}")
+        table.add_row("global model: mIoU, mAcc, aAcc", ", ".join(
+            percent(summary[f"global_{name}"]) for name in ("miou", "macro", "accuracy")))
         table.add_row("clients' mIoU, mean (own classes)", percent(clients["by"]["miou"]["mean"]))
     table.add_row("many / medium / few", " / ".join(percent(value) for value in summary["groups"].values()))
     if summary["groups_before_finish"] is not None:
@@ -80,6 +86,8 @@ def table_of(summary: dict[str, Any], folder: str) -> Table:
                       " / ".join(percent(value) for value in summary["groups_before_finish"].values()))
     table.add_row("clients, mean (own class mix)", percent(clients["mean"]))
     table.add_row("clients, worst decile", percent(clients["worst_decile"]))
+    for name, figures in summary["others"].items():
+        table.add_row(f"  judged by {name}", percent(figures["clients"]["matched"]["mean"]))
     parts = clients["sampled"], clients["never_sampled"]
     if all(parts):
         table.add_row("clients, ever / never sampled",

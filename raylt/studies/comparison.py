@@ -8,7 +8,7 @@ from typing import Any
 from raylt.errors import ConfigError
 from raylt.studies.comparable import check_comparable
 from raylt.studies.definition import Claim
-from raylt.studies.measures import MEASURES, At
+from raylt.studies.measures import At, measure_of
 from raylt.studies.records import Record
 from raylt.studies.statistics import Interval, Paired, holm, improvement, mean_interval, over_cells, paired
 
@@ -102,9 +102,7 @@ def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] =
         ConfigError: no such measure, or it is known of the last round only.
         CheckpointError: runs of one cell and seed differ in split, budget, evaluation or code.
     """
-    if measure not in MEASURES:
-        raise ConfigError(f"measure {measure}: no such measure; there are: {', '.join(MEASURES)}")
-    if at != "last" and MEASURES[measure].every_round is None:
+    if at != "last" and measure_of(measure).every_round is None:
         raise ConfigError(f"{measure} at {at}: it is known after the last round only; leave out --at")
     done = [record for record in records if record.state == "done"]
     own = {arm: settings for arm, settings in (own or {}).items() if settings}
@@ -112,7 +110,7 @@ def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] =
     left_out = [_why(record) for record in records if record.state != "done"]
     values: dict[str, Values] = {}
     for name in {measure, *(claim.measure for claim in claims)}:
-        values[name], without = _values(done, name, at if MEASURES[name].every_round else "last")
+        values[name], without = _values(done, name, at if measure_of(name).every_round else "last")
         left_out += without if name == measure else []
     cells, arms = _in_order(r.cell for r in records), _in_order(r.arm for r in records)
     if reference not in arms:
@@ -141,7 +139,7 @@ def judge(claims: Sequence[Claim], values: Mapping[str, Values], cells: Sequence
     judged = []
     for index, (claim, cell, pair) in enumerate(pairs):
         p = adjusted.get(index)
-        higher = MEASURES[claim.measure].higher
+        higher = measure_of(claim.measure).higher
         right = pair.difference.estimate > 0 if higher else pair.difference.estimate < 0
         if p is None:
             verdict = "too few seeds"
@@ -156,7 +154,7 @@ def judge(claims: Sequence[Claim], values: Mapping[str, Values], cells: Sequence
 def value_of(record: Record, measure: str, at: At) -> float | None:
     """A figure of a finished run; None where it has none."""
     assert record.summary is not None
-    known = MEASURES[measure]
+    known = measure_of(measure)
     last = known.read(record.summary)
     if at == "last" or known.every_round is None or last is None:
         return last
@@ -186,7 +184,7 @@ def _pair(values: Values, arm: str, reference: str, cell: str, level: float) -> 
 
 
 def _optimism(done: Sequence[Record], arm: str, cell: str, measure: str) -> float | None:
-    if MEASURES[measure].every_round is None:
+    if measure_of(measure).every_round is None:
         return None
     gaps = []
     for record in done:

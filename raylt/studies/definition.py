@@ -26,7 +26,7 @@ from pydantic import Field, field_validator
 
 from raylt.config import Config, Section, check
 from raylt.errors import ConfigError
-from raylt.studies.measures import MEASURES, At
+from raylt.studies.measures import At, measure_of
 from raylt.studies.settings import label, merge, read_recipe, read_yaml, resolved, slug
 
 _ARM = re.compile(r"[\w(][\w .,+()=/-]*")
@@ -108,8 +108,10 @@ class Definition(Section):
                 raise ConfigError(f"study.only: {cell!r}: {arms}; there are the cells {', '.join(self.all_cells)} and "
                                   f"the arms {', '.join(self.arms)}")
         for measure in (self.measure, *(claim.measure for claim in self.parsed_claims)):
-            if measure not in MEASURES:
-                raise ConfigError(f"study: {measure!r}: no such measure; there are: {', '.join(MEASURES)}")
+            try:
+                measure_of(measure)
+            except ConfigError as error:
+                raise ConfigError(f"study: {error}") from None
 
     @property
     def parsed_claims(self) -> list[Claim]:
@@ -120,7 +122,7 @@ class Definition(Section):
         """
         claims = []
         for text in self.claims:
-            parts = re.fullmatch(r"(.+?)\s*([<>])\s*(.+?)(?:\s+on\s+(\w+))?", text.strip())
+            parts = re.fullmatch(r"(.+?)\s*([<>])\s*(.+?)(?:\s+on\s+([\w@]+))?", text.strip())
             if parts is None:
                 raise ConfigError(f"study.claims: {text!r}: is written ARM > ARM, or ARM > ARM on few")
             left, sign, right, measure = parts.groups()

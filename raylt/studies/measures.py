@@ -1,8 +1,13 @@
-"""`MEASURES`: the figures of a run that studies compare, each by one word."""
+"""`MEASURES`: the figures of a run that studies compare, each by one word.
+
+Where a method judges several models of a client, `matched@post_local` is that figure of the one of that name.
+"""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from raylt.errors import ConfigError
 
 At = Literal["last", "last10", "best"]
 
@@ -33,6 +38,15 @@ def _at(*path: str) -> Callable[[Mapping[str, Any]], float | None]:
     return read
 
 
+# where a measure stands among the figures of one model
+_OF_MODELS: dict[str, tuple[str, ...]] = {
+    "accuracy": ("accuracy",), "macro": ("macro",), "miou": ("miou",),
+    **{group: ("groups", group) for group in ("many", "medium", "few")},
+    "owned": ("clients", "owned", "mean"), "matched": ("clients", "matched", "mean"),
+    "clients": ("clients", "global", "mean"), "client_miou": ("clients", "miou", "mean"),
+    "worst_decile": ("clients", "matched", "worst_decile"),
+}
+
 MEASURES: dict[str, Measure] = {
     "accuracy": Measure("accuracy on the balanced test set", _at("accuracy", "last"), "accuracy"),
     "many": Measure("accuracy, many-shot classes", _at("groups", "many"), "many"),
@@ -41,6 +55,8 @@ MEASURES: dict[str, Measure] = {
     "macro": Measure("mean of the class accuracies", _at("macro")),
     "miou": Measure("mean intersection over union", _at("miou")),
     "global_accuracy": Measure("accuracy of the global model", _at("global_accuracy")),
+    "global_macro": Measure("mean of the global model's class accuracies", _at("global_macro")),
+    "global_miou": Measure("mean intersection over union of the global model", _at("global_miou")),
     "owned": Measure("mean over clients, classes that they own", _at("clients", "by", "owned", "mean")),
     "matched": Measure("mean over clients, own class mix", _at("clients", "by", "matched", "mean")),
     "clients": Measure("mean over clients, all classes", _at("clients", "by", "global", "mean")),
@@ -50,3 +66,19 @@ MEASURES: dict[str, Measure] = {
     "bytes_up": Measure("bytes sent by clients", _at("bytes", "up"), higher=False),
     "bytes_down": Measure("bytes sent to clients", _at("bytes", "down"), higher=False),
 }
+
+
+def measure_of(name: str) -> Measure:
+    """The measure of a name, or of `NAME@MODEL`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    word, at, model = name.partition("@")
+    if word not in MEASURES or (at and (word not in _OF_MODELS or not model)):
+        models = f"; with @MODEL: {', '.join(_OF_MODELS)}" if at else ""
+        raise ConfigError(f"measure {name}: no such measure; there are: {', '.join(MEASURES)}{models}")
+    if not at:
+        return MEASURES[word]
+    return replace(MEASURES[word], what=f"{MEASURES[word].what}, model {model}", every_round=None,
+                   read=_at("others", model, *_OF_MODELS[word]))

@@ -15,7 +15,7 @@ from raylt.methods import METHODS
 from raylt.studies import client_drawings, drawings
 from raylt.studies.comparison import Comparison, value_of
 from raylt.studies.drawings import Curve, Estimate
-from raylt.studies.measures import MEASURES
+from raylt.studies.measures import measure_of
 from raylt.studies.records import GROUPS, Record
 from raylt.studies.study import Study
 from raylt.studies.tables import HEADINGS, interval, margin, probability, shown, unit
@@ -48,7 +48,7 @@ def render(study: Study) -> str:
     place = {arm: number for number, arm in enumerate(arms)}
     show = shown(comparison.measure)
     content = {
-        "study": study.definition, "what": MEASURES[comparison.measure].what, "unit": unit(comparison.measure),
+        "study": study.definition, "what": measure_of(comparison.measure).what, "unit": unit(comparison.measure),
         "at": HEADINGS[comparison.at], "level": f"{100 * comparison.level:g}", "reference": comparison.reference,
         "arms": [(arm, place[arm] % drawings.COLOURS) for arm in arms], "counts": _counts(study.records),
         "rows": [(row, margin(row.mean, show),

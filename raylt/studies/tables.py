@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raylt.studies.comparison import Comparison, Row
-from raylt.studies.measures import MEASURES
+from raylt.studies.measures import measure_of
 from raylt.studies.statistics import Interval
 
 HEADINGS = {"last": "last round", "last10": "mean of the last ten judged rounds", "best": "best round on the test set"}
@@ -103,7 +103,7 @@ def probability(p: float | None) -> str:
 
 
 def _title(comparison: Comparison) -> str:
-    measure = MEASURES[comparison.measure]
+    measure = measure_of(comparison.measure)
     return (f"{measure.what}, {unit(comparison.measure)}, {HEADINGS[comparison.at]}; ± {100 * comparison.level:g} % "
             f"t interval over seeds; differences to {comparison.reference}, paired by seed")
 

@@ -36,6 +36,26 @@ def test_views_keep_beta_classes_in_a_ring_and_make_the_rest_background():
     assert class_views(3, 3, 2).tolist() == [[0, 1, 3, 3], [3, 1, 2, 3], [0, 3, 2, 3]]
 
 
+def test_views_may_take_the_labels_of_the_rest_away():
+    views = class_views(4, 3, 1, "unlabelled")
+    assert views.tolist() == [[0, VOID, VOID], [VOID, 1, VOID], [VOID, VOID, 2], [0, VOID, VOID]]
+    assert relabel(MAPS, views[1]).tolist() == [[[VOID, 1], [1, VOID]], [[VOID] * 2] * 2, [[VOID, VOID], [VOID, 1]]]
+
+
+@pytest.mark.parametrize("erased", ["background", "unlabelled"])
+def test_erased_classes_are_one_more_class_or_have_no_label(erased):
+    task = build_task(DataConfig(source="shapes", partition="classes", beta=2, clients=4, imbalance=1, erased=erased))
+    plain = build_task(DataConfig(source="shapes", partition="iid", clients=4, imbalance=1))
+    assert task.class_names == (*plain.class_names, *(["background"] if erased == "background" else []))
+    for k, shard in enumerate(task.shards):
+        kept = {k % plain.classes, (k + 1) % plain.classes}
+        seen = set(np.unique(shard.labels()).tolist()) - {VOID}
+        assert seen <= kept | ({plain.classes} if erased == "background" else set())
+        assert task.client_counts[k].sum() == sum(int((shard.labels() == c).sum()) for c in seen)
+        renamed = task.views[k].tolist() != list(range(task.classes))
+        assert renamed == (erased == "background")          # judged as the client sees them, or on the classes
+
+
 def test_relabelled_maps_keep_void():
     assert relabel(MAPS, class_views(3, 3, 1)[1]).tolist() == [
         [[3, 1], [1, VOID]], [[3, 3], [3, 3]], [[VOID, VOID], [3, 1]]]

@@ -10,12 +10,15 @@ from PIL import Image
 
 from raylt.config import settings
 
-WORDS = ["on", "off", "yes", "no", "true", "True", "null", "~", "010", "0x10", "0o7", "1:30", "1_000", "1e5", "1e-5", "1e400",
-         ".inf", "-.inf", ".nan", "nan", "+1", "-1", "0", "1", "2", "3.5", "''", "'1'", "[]", "{}", "[1, 2]", "[2, 1]", "{a: 1, a: 2}",
-         "&a [1]", "*a", "!!int '010'", "!!python/name:os.system x", "<<: {a: 1}", "2020-01-01", "|", ">", "-", "?", ":", "#",
-         "auto", "digits", "fedavg", "/dev/zero", "\x00", "\ud7ff", "é", "9" * 400, "1" + "0" * 5000, "[" * 60, "a: b: c", "\t1",
-         "dirichlet", "iid", "classes", "average", "local", "npz:", "folder:", "npz:/dev/null", "../x", "-0", "1e30"]
-KEYS = [key for key, _ in settings()] + ["method.mu", "method.name", "local", "data", "federation.round", "", ".", "a.b.c", "method"]
+WORDS = [
+    "on", "off", "yes", "no", "true", "True", "null", "~", "010", "0x10", "0o7", "1:30", "1_000", "1e5", "1e-5", "1e400",
+    ".inf", "-.inf", ".nan", "nan", "+1", "-1", "0", "1", "2", "3.5", "''", "'1'", "[]", "{}", "[1, 2]", "[2, 1]",
+    "{a: 1, a: 2}", "&a [1]", "*a", "!!int '010'", "!!python/name:os.system x", "<<: {a: 1}", "2020-01-01", "|", ">",
+    "-", "?", ":", "#", "auto", "digits", "fedavg", "/dev/zero", "\x00", "\ud7ff", "é", "9" * 400, "1" + "0" * 5000,
+    "[" * 60, "a: b: c", "\t1", "dirichlet", "iid", "classes", "average", "local", "npz:", "folder:", "npz:/dev/null",
+    "../x", "-0", "1e30"]
+KEYS = [*(key for key, _ in settings()), "method.mu", "method.name", "local", "data", "federation.round", "", ".",
+        "a.b.c", "method"]
 scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12),
                     st.sampled_from([2**63, -1, 0, 1, 2**31, 1e308, -0.0, "010", "1", "", "x" * 5000, True]))
 anything = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
@@ -54,8 +57,8 @@ def json_changed(draw: Any, tree: Any) -> Any:
     places: list[tuple[Any, Any]] = []
 
     def walk(node: Any) -> None:
-        items = list(node.items()) if isinstance(node, dict) else list(enumerate(node)) if isinstance(node, list) else []
-        for key, value in items:
+        items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+        for key, value in list(items):
             places.append((node, key))
             if len(places) < 400:
                 walk(value)

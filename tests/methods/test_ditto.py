@@ -29,7 +29,7 @@ def test_global_stream_is_fedavg_to_the_bit(tiny_task, tmp_path, batchnorm):
 def test_personal_step_adds_lambda_times_the_distance_to_the_gradient(tiny_task):
     client = open_client(tiny_task, Ditto())
     batch, params = client.samples.batch(torch.arange(8)), list(client.model.parameters())
-    objective = Ditto(lam=0.3).near(client.model)
+    objective = Ditto(lam=0.3).near(client)
     anchor = [p.detach().clone() for p in params]
     client.model.eval()
     with torch.no_grad():

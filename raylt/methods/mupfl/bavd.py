@@ -12,10 +12,11 @@ from raylt.models.split import SplitModel
 from raylt.tree import Tree
 
 Map = Literal["chw", "hw", "bchw"]
+Threshold = Literal["channel", "whole"]
 
 
 class BAVD(nn.Module):
-    """Zeroes the activations whose place in the map M lies below M's mean; in evaluation mode, nothing.
+    """Zeroes the activations whose place in the map M lies below M's mean; in evaluation mode, as a rule, nothing.
 
     M follows the activations and how the loss moved: after each training step `learn` takes that step's loss. It stays
     on the activations' device and nothing here waits for it. M is no entry of the model: it belongs to one client's
@@ -27,13 +28,22 @@ class BAVD(nn.Module):
             mask [1, 1, H, W]; bchw: each place of the batch by itself, and a batch of another size than the first
             passes as it is.
         sign: of psi: +1 is l(t) - l(t - 1) as Eq. 6 has it, -1 makes it positive where a step lowered the loss.
+        threshold: the mean that M is compared with: of each channel by itself, or over the whole of it.
+        keeps: whether what `keep` found is zeroed in evaluation mode. The mask is then an entry of the model,
+            "mask", bool [1, C or 1, H, W]; not for bchw.
     """
 
-    def __init__(self, shape: Sequence[int], kind: Map = "chw", sign: int = -1):
+    mask: Tensor
+
+    def __init__(self, shape: Sequence[int], kind: Map = "chw", sign: int = -1, threshold: Threshold = "channel",
+                 keeps: bool = False):
         super().__init__()
         channels, height, width = shape
         self.size = height * width * (1 if kind == "hw" else channels)
-        self.kind, self.sign = kind, sign
+        self.kind, self.sign, self.threshold, self.keeps = kind, sign, threshold, keeps
+        if keeps:
+            of = (1, 1 if kind == "hw" else channels, height, width)
+            self.register_buffer("mask", torch.ones(of, dtype=torch.bool))
         self.reset()
 
     def reset(self, map: Tensor | None = None, loss: Tensor | None = None) -> None:
@@ -43,14 +53,14 @@ class BAVD(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         if not self.training:
-            return h
+            return h * self.mask if self.keeps else h
         own = h.detach().float()
         if self.kind != "bchw":
             own = own.mean((0, 1) if self.kind == "hw" else 0).view(1, -1, *h.shape[2:])
         self._seen = own
         if self.map is None or self.map.shape != own.shape:
             return h
-        return h * (self.map >= self.map.mean())
+        return h * self._above(self.map)
 
     def learn(self, loss: Tensor) -> None:
         """Eq. 6, with the loss (a scalar) of the batch that passed just before."""
@@ -62,6 +72,13 @@ class BAVD(nn.Module):
             self.map = self.map + self.sign * (loss - self.loss) * self._seen
             self.loss = loss
 
+    def keep(self) -> None:
+        """Makes what M zeroes now what is zeroed in evaluation mode; all is let through where there is no M yet."""
+        if self.map is None:
+            self.mask.fill_(True)
+        else:
+            self.mask.copy_(self._above(self.map))
+
     def normalised(self) -> Tensor:
         """M brought to [0, 1] by its smallest and largest value, float32 [size]; zeros where all values are one."""
         if self.map is None:
@@ -70,14 +87,19 @@ class BAVD(nn.Module):
         low, high = flat.aminmax()
         return (flat - low) / (high - low).clamp(min=torch.finfo(flat.dtype).tiny)
 
+    def _above(self, map: Tensor) -> Tensor:
+        mean = map.mean((2, 3), keepdim=True) if self.threshold == "channel" else map.mean()
+        return map >= mean
+
 
 def add_bavd(model: SplitModel, shape: tuple[int, int, int], stages: Sequence[str] | Literal["last", "all"],
-             kind: Map, sign: int) -> None:
+             kind: Map, sign: int, threshold: Threshold, keeps: bool) -> None:
     """Puts a BAVD layer behind stages of the encoder, each of which ends with an activation.
 
     Args:
         shape: height, width and channels of an image.
         stages: their names.
+        kind, sign, threshold, keeps: as `BAVD` has them.
 
     Raises:
         ConfigError: there is no such stage.
@@ -103,7 +125,7 @@ def add_bavd(model: SplitModel, shape: tuple[int, int, int], stages: Sequence[st
     for hook in hooks:
         hook.remove()
     for name in names:
-        found[name].append(BAVD(shapes[name], kind, sign))
+        found[name].append(BAVD(shapes[name], kind, sign, threshold, keeps))
 
 
 def layers_of(model: nn.Module) -> list[BAVD]:

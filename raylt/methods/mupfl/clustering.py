@@ -23,28 +23,25 @@ class Clustering(NamedTuple):
         return max(self.labels) + 1
 
 
-def update_gram(ends: Sequence[Params], starts: Sequence[Params], names: Iterable[str], block: int = 2 ** 16) -> Tensor:
-    """Inner products of n updates, end minus start over the named entries, float64 [n, n].
+def update_gram(updates: Sequence[Params], names: Iterable[str], block: int = 2 ** 16) -> Tensor:
+    """Inner products of n updates over the named entries, float64 [n, n].
 
-    It is summed over blocks of `block` numbers, so beside the models themselves no more than n * block are in memory.
+    It is summed over blocks of `block` numbers, so beside the updates themselves no more than n * block are in memory.
     """
-    total = torch.zeros(len(ends), len(ends), dtype=torch.float64)
+    total = torch.zeros(len(updates), len(updates), dtype=torch.float64)
     for name in names:
-        # of tensors that several share, and that are not contiguous, one flat copy
-        flat = {id(entry): entry.flatten() for params in (*ends, *starts) for entry in [params[name]]}
-        for column in range(0, ends[0][name].numel(), block):
-            places = slice(column, column + block)
-            x = torch.stack([flat[id(end[name])][places] - flat[id(start[name])][places]
-                             for end, start in zip(ends, starts, strict=True)]).double()
+        flat = [update[name].flatten() for update in updates]
+        for column in range(0, flat[0].numel(), block):
+            x = torch.stack([entry[column:column + block] for entry in flat]).double()
             total += x @ x.T
     return total
 
 
-def mean_update(ends: Sequence[Params], starts: Sequence[Params]) -> Params:
-    """The mean of end minus start, each counting the same, Eq. 14 of MuPFL; of integer entries the largest."""
+def mean_update(updates: Iterable[Params]) -> Params:
+    """The mean of updates, each counting the same, Eq. 14 of MuPFL; of integer entries the largest."""
     mean = Fold()
-    for end, start in zip(ends, starts, strict=True):
-        mean.add({name: end[name] - start[name] for name in end}, 1.0)
+    for update in updates:
+        mean.add(update, 1.0)
     return mean.mean()
 
 

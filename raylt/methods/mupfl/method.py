@@ -10,54 +10,57 @@ the text, each marked at its line:
 [4] Eq. 8 is a similarity; 1 - Eq. 8 is the dissimilarity of Eq. 9-11, and k-means runs on points with these distances.
     Without BAVD there are no maps and Eq. 8 is over updates alone.
 [5] Two participants, or updates that are all equal, form one cluster; kappa is at most their number.
-[6] An update starts from the model before it is tuned by Eq. 21, so it holds both.
+[6] The text does not say whether an update holds Eq. 21's tuning too: it starts from the model that a client received,
+    before it is tuned, or, with `updates=tuned`, after it.
 [7] Eq. 20 is maximised, as its text says. A class that nobody owned keeps its features, and one that nobody ever owned
     tunes no classifier; "h = f(u)" needs data that a server lacks, so features start from N(0, 1) and go on from there.
 [8] The gradients of Eq. 16 are of all samples of a client, not augmented.
 [9] The next round starts from (u_glo, v_i), 3.5, where v_i is tuned at all: without PKCF from w_glo ("at m = 0 MuPFL
     defaults to FedAvg", 4.5). A client that never took part starts from, and is judged by, the global model.
 [10] The paper does not say whose accuracy it reports. Eq. 15 undoes Eq. 14 where clients have equally many samples, so
-    clusters can only act on personal models: a client keeps the encoder of its cluster and its own classifier.
+    clusters can only act on personal models: a client is judged by the encoder of its cluster with its own classifier,
+    and after the last step by each of MODELS as well. Of one that is sampled rarely all but w_glo are rounds old;
+    `last_update` trains everybody once more, which leaves the global model as it is.
 [11] The step size for Eq. 20 is not stated. 100 steps of CReFF's 0.1 leave its cosine at 0.02 (d = 1024) to 0.08 (256),
     since CReFF sums over the rows of gradients; 100 steps of 100 bring it to 0.98.
 [12] Where clients keep some classes of label maps and call the others background, a client is tuned on the features of
     a class as what that class is to it: Eq. 21 to the letter teaches a classifier what its client's maps contradict.
-All three modules off is FedAvg to the bit, and with `judged=deploy` in every figure.
+[13] 3.3 counts the iterations "for each batch within a given local epoch", so M starts anew in each; 3.6 compares it
+    "per slice" H x W, so with its mean over each channel. Whether what is dropped stays dropped when a client is judged
+    is not stated: not as a rule, since dropout is not either.
+[14] Table 5 has six clusters of four participants: with `clustered=all` the last updates of all clients form them.
+All three modules off is FedAvg to the bit, and with `judged=global` in every figure.
 """
 
-from contextlib import suppress
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from raylt import tree
 from raylt.core.client import Client, Message, Reply
 from raylt.core.cohort import Cohort
 from raylt.core.features import features
-from raylt.core.fitting import fit_classifier
 from raylt.core.fleet import Fleet
 from raylt.core.gathering import Replies
-from raylt.core.method import Method
 from raylt.core.reductions import Reduction, each, mean
 from raylt.core.server import Server
-from raylt.core.training import Objective, learning_rate
+from raylt.core.training import Objective, sgd
 from raylt.data.samples import Batch
 from raylt.data.sources import Kind
 from raylt.data.task import Facts
-from raylt.errors import TooFewReplies
-from raylt.hyper import Choice, LogUniform, Uniform, hp
-from raylt.methods.mupfl.acmu import form_clusters
+from raylt.errors import ClientLost, TooFewReplies
+from raylt.methods.mupfl.acmu import form_clusters, last_of_all
 from raylt.methods.mupfl.bavd import add_bavd, layers_of, memory, recall
 from raylt.methods.mupfl.clustering import mean_update
+from raylt.methods.mupfl.fields import MODELS, Fields, Model
+from raylt.methods.mupfl.pkcf import first_features, match, tune
 from raylt.models.split import Params, SplitModel, part
-from raylt.ops.matching import class_gradients, match_features, mean_gradients
-from raylt.seeds import seed_for
+from raylt.ops.matching import class_gradients
 from raylt.tree import Fold, Tree
 
 
-class MuPFL(Method):
+class MuPFL(Fields):
     """Table 6: any of `bavd=false`, `acmu=false`, `pkcf=false`; Table 5: `kappa=2` to `kappa=6`; m = 0 in Fig. 7:
     `pkcf=false`."""
 
@@ -66,34 +69,15 @@ class MuPFL(Method):
     problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
 
-    bavd: bool = hp(True, Choice(True, False), "biased activation value dropout, 3.3, Table 6")
-    bavd_layers: Literal["last", "all"] | tuple[str, ...] = hp("last", Choice("last", "all"), "stages it is behind")
-    bavd_map: Literal["chw", "hw", "bchw"] = hp("chw", Choice("chw", "hw", "bchw"), "what M is over, Eq. 6")
-    bavd_psi: Literal["intended", "equation"] = hp("intended", Choice("intended", "equation"), "sign of psi, Eq. 6")
-    bavd_reset: Literal["round", "never"] = hp("round", Choice("round", "never"), "when M starts anew, Algorithm 1")
-    acmu: bool = hp(True, Choice(True, False), "clusters, 3.4, Table 6")
-    alpha: float = hp(0.5, Uniform(0.0, 1.0), "share of updates, not maps, in Eq. 8; not stated", ge=0, le=1)
-    kappa: int | None = hp(None, Choice(None, 2, 3, 4, 5, 6), "fixed number of clusters, Table 5; None: Eq. 13", ge=1)
-    kappa_max: int = hp(6, Choice(4, 6, 8), "most clusters, Eq. 13, Table 5", ge=2)
-    pkcf: bool = hp(True, Choice(True, False), "classifiers tuned on federated features, 3.5, Table 6")
-    m: int = hp(100, Choice(10, 50, 100, 150, 200), "federated features per class, Eq. 19, 4.1", ge=1)
-    tau: int = hp(50, Choice(10, 50, 100), "epochs of tuning, Eq. 21, 4.1", ge=0)
-    gradients: Literal["local", "global"] = hp("local", Choice("local", "global"), "model of Eq. 16: the client's "
-                                               "after training, or the one received, before it (CReFF)")
-    distance: Literal["flat", "rows"] = hp("flat", Choice("flat", "rows"), "Eq. 20; or row by row (CReFF)")
-    matching_steps: int = hp(100, Choice(50, 100, 300), "of SGD on Eq. 20; from CReFF's code", ge=0)
-    matching_lr: float = hp(100.0, LogUniform(0.1, 1000), "of SGD on Eq. 20; not stated", gt=0)
-    next_init: Literal["classifier", "cluster", "own", "global"] = hp(
-        "classifier", Choice("classifier", "cluster", "own", "global"), "what the next round starts from: u_glo and "
-        "own v_i, 3.5; w~_i, Eq. 14; w_i, Algorithm 1; w_glo")
-    judged: Literal["cluster", "post_local", "deploy"] = hp(
-        "cluster", Choice("cluster", "post_local", "deploy"), "a client's model: u of w~_i with own v_i; w_i after "
-        "local training; or what its next round starts from")
-
     def build(self, task: Facts, base: SplitModel) -> SplitModel:
         if self.bavd:
-            add_bavd(base, task.shape, self.bavd_layers, self.bavd_map, -1 if self.bavd_psi == "intended" else 1)  # [2]
+            add_bavd(base, task.shape, self.bavd_layers, self.bavd_map, -1 if self.bavd_psi == "intended" else 1,  # [2]
+                     self.bavd_threshold, self.bavd_judged)                                         # [13]
         return base
+
+    def shared(self, model: SplitModel) -> Params:
+        """All but the masks of BAVD."""
+        return {name: value for name, value in model.entries().items() if not name.endswith(".mask")}
 
     @property
     def own_start(self) -> str | None:
@@ -103,20 +87,14 @@ class MuPFL(Method):
         return "classifier." if self.next_init == "classifier" and self.pkcf else None
 
     @property
-    def kept_of_own(self) -> str | None:
-        """Prefix of the entries of w_i that a client keeps."""
-        if self.next_init == "own" or self.judged == "post_local":
-            return ""
-        return "classifier." if self.judged == "cluster" or self.own_start else None
-
-    @property
-    def kept_of_cluster(self) -> str | None:
-        """Prefix of the entries of w~_i that a client keeps."""
-        return "" if self.next_init == "cluster" else "encoder." if self.judged == "cluster" else None
+    def own_update_start(self) -> str | None:
+        """Prefix of the entries in which what an update starts from differs from the global model [6]."""
+        return "classifier." if self.own_start is None and self.pkcf and self.updates == "tuned" else self.own_start
 
     def remembered(self, client: Client) -> Params:
         """The entries of a client's next start that are its own; none of one that never took part [9]."""
-        return part(client.state.get("cluster" if self.next_init == "cluster" else "own", {}), self.own_start)
+        own: Params = client.state.get("own", {})
+        return part(client.state.get("cluster", own) if self.next_init == "cluster" else own, self.own_start)
 
     # at a client
 
@@ -128,49 +106,49 @@ class MuPFL(Method):
             parts["gradients"] = class_gradients(*features(client), client.model.classifier)
         client.receive(start)
         if self.pkcf and message["known"].any():
-            self.tune(client, message)
+            tune(client, message["features"], message["known"], self.tau)
+            if self.updates == "tuned":
+                start = start | tree.snapshot(client.model.entries("classifier."))
         layers = layers_of(client.model)
         recall(layers, tree.to(client.state.get("bavd", {}), client.device))
-        reply = super().train(client, {"model": {}})            # nothing is left to receive
+        parts["loss"] = sgd(client, self.objective(client, message))
+        end = self.shared(client.model)
+        for layer in layers if self.bavd_judged else []:
+            layer.keep()
         if self.bavd_reset == "never":
             client.state["bavd"] = memory(layers)
         if self.pkcf and self.gradients == "local":
             parts["gradients"] = class_gradients(*features(client), client.model.classifier)
+        client.state["own"] = tree.snapshot(end)                # w_i
         if self.acmu:
-            parts["start"] = part(start, self.own_start)
+            parts["update"] = {name: end[name] - start[name] for name in end}                       # Eq. 7
+            parts["start"] = tree.snapshot(part(start, self.own_update_start))
+            client.state["start"] = tree.snapshot(start)
             if layers:
                 parts["map"] = torch.cat([layer.normalised() for layer in layers])
-            client.state["start"] = tree.snapshot(part(start, self.kept_of_cluster))
-        else:                                                   # w~_i = w_i
-            client.state["cluster"] = tree.snapshot(part(reply.tree["model"], self.kept_of_cluster))
-        client.state["own"] = tree.snapshot(part(reply.tree["model"], self.kept_of_own))
-        return client.reply(**reply.tree, **parts)
+        else:
+            parts["model"] = end                                # w~_i = w_i
+        return client.reply(**parts)
 
     def objective(self, client: Client, message: Message) -> Objective:
         """Eq. 2; each loss moves the maps of BAVD, Eq. 6 [1] [3]."""
-        layers = layers_of(client.model)
+        layers, steps, each_epoch = layers_of(client.model), 0, client.steps(epochs=1)
 
         def loss(batch: Batch) -> Tensor:
-            value = F.cross_entropy(client.model(batch.x), batch.y)
+            nonlocal steps
+            if self.bavd_reset == "epoch" and steps % each_epoch == 0:                              # [13]
+                recall(layers, {})
+            steps += 1
+            value = client.cross_entropy(client.model(batch.x), batch.y)
             for layer in layers:
                 layer.learn(value)
             return value
 
         return loss
 
-    def tune(self, client: Client, message: Message) -> None:
-        """Eq. 21: tau epochs of the classifier on the features of the classes that somebody owned so far [7]."""
-        local, known = client.config.local, message["known"]
-        y = torch.nonzero(known).repeat(1, self.m).flatten()
-        y = y if client.samples.view is None else client.samples.view[y]                            # [12]
-        fit_classifier(client.model.classifier, message["features"][known].flatten(0, 1), y, epochs=self.tau,
-                       batch=local.batch, lr=learning_rate(client), momentum=local.momentum,
-                       weight_decay=local.weight_decay, schedule="constant",
-                       seed=seed_for(client.config.seed, "tune", client.round, client.id))
-
     def keep(self, client: Client, message: Message) -> Reply:
-        """w~_i, Eq. 14: where the client started, and the mean update of its cluster."""
-        start: Params = client.state.pop("start")
+        """w~_i, Eq. 14: where the client's last update started, and the mean update of its cluster."""
+        start: Params = client.state["start"] if self.clustered == "all" else client.state.pop("start")
         client.state["cluster"] = {name: start[name] + update.cpu() for name, update in message["update"].items()}
         return client.reply()
 
@@ -179,68 +157,82 @@ class MuPFL(Method):
     def start(self, server: Server, fleet: Fleet) -> None:
         super().start(server, fleet)
         if self.pkcf:
-            generator, model = torch.Generator().manual_seed(server.seed("features")), server.model
-            server.state["features"] = torch.randn(model.classes, self.m, model.dim, generator=generator)   # [7]
-            server.state["known"] = torch.zeros(model.classes, dtype=torch.bool)
+            first_features(server, self.m)
 
     def message(self, server: Server) -> Message:
         knowledge = {name: server.state[name] for name in ("features", "known")} if self.pkcf else {}
         return super().message(server) | tree.snapshot(knowledge)
 
     def round(self, server: Server, fleet: Fleet) -> None:
-        if not (self.acmu or self.pkcf):
-            return super().round(server, fleet)
-        message, model, cohort = self.message(server), server.model, self.sample(server, fleet)
-        wanted: dict[str, Reduction] = {"loss": mean}
-        if self.pkcf:
-            gradient = torch.empty(model.classes, model.dim + 1, device="meta")
-            wanted["gradients"] = each.within(dict.fromkeys(range(model.classes), gradient))
-        if self.acmu:
-            got = self.train_in_clusters(server, fleet, cohort, message, wanted)
-        else:
-            got = fleet.ask(self.train, cohort, message, model=mean.like(message["model"]), **wanted)
-            server.step(got["model"])
-        server.log(loss=got["loss"])
+        model, got = self.train_all(server, fleet, self.sample(server, fleet))
+        server.step(model)
         if self.pkcf:
             with server.stages.time("matching"):
-                self.match(server, list(got["gradients"].values()))
+                match(server, list(got["gradients"].values()), self.matching_steps, self.matching_lr, self.distance)
 
-    def train_in_clusters(self, server: Server, fleet: Fleet, cohort: Cohort | list[int], message: Message,
-                          wanted: dict[str, Reduction]) -> Replies:
-        """ACMU: training, the mean update of each cluster, and the mean of where these lead to."""
-        layers, whole = layers_of(server.model), message["model"]
-        if layers:
-            wanted = wanted | {"map": each.like(torch.empty(sum(layer.size for layer in layers), device="meta"))}
-        got = fleet.ask(self.train, cohort, message, model=each.like(whole),
-                        start=each.like(part(whole, self.own_start)), **wanted)
-        starts: dict[int, Params] = {id: whole | start for id, start in got["start"].items()}
+    @property
+    def finishes(self) -> bool:
+        return self.last_update
+
+    def finish(self, server: Server, fleet: Fleet) -> None:
+        """Everybody's last local update, with its clusters; the global model and h_glo stay [10]."""
+        self.train_all(server, fleet, fleet.everyone)
+
+    def train_all(self, server: Server, fleet: Fleet, cohort: Cohort | list[int]) -> tuple[Params, Replies]:
+        """Local training of a cohort: the mean of where it leads to, by clusters with ACMU, and the replies."""
+        message, wanted = self.message(server), dict[str, Reduction](loss=mean)
+        whole, layers = message["model"], layers_of(server.model)
+        if self.pkcf:
+            gradient = torch.empty(server.model.classes, server.model.dim + 1, device="meta")
+            wanted["gradients"] = each.within(dict.fromkeys(range(server.model.classes), gradient))
+        if self.acmu:
+            wanted |= {"update": each.like(whole), "start": each.like(part(whole, self.own_update_start))}
+            if layers:
+                wanted["map"] = each.like(torch.empty(sum(layer.size for layer in layers), device="meta"))
+        else:
+            wanted["model"] = mean.like(whole)
+        got = fleet.ask(self.train, cohort, message, **wanted)
+        server.log(loss=got["loss"])
+        return (self.by_clusters(server, fleet, whole, got) if self.acmu else got["model"]), got
+
+    def by_clusters(self, server: Server, fleet: Fleet, whole: Params, got: Replies) -> Params:
+        """ACMU: w~_i for the members of each cluster, and the mean of those of this round, Eq. 15."""
+        updates, maps = got["update"], got.get("map", {})
+        if self.clustered == "all":
+            updates, maps = last_of_all(server, updates, maps)                                      # [14]
         with server.stages.time("clustering"):
-            clusters = form_clusters(server, starts, got, self.alpha, self.kappa, self.kappa_max)
+            clusters = form_clusters(server, updates, maps, self.alpha, self.kappa, self.kappa_max)
         average = Fold()
         for members in clusters:
-            update = mean_update([got["model"][id] for id in members], [starts[id] for id in members])  # Eq. 14
-            for id in members:                                  # Eq. 15
-                average.add({name: starts[id][name] + update[name] for name in update}, got.weights[id])
-            if kept := part(update, self.kept_of_cluster):
-                with suppress(TooFewReplies):                   # who misses it keeps its last; the report names it
-                    fleet.ask(self.keep, members, {"update": kept})
-        server.step(average.mean())
-        return got
-
-    def match(self, server: Server, gradients: list[Tree]) -> None:
-        """h_glo of the classes that a participant owns, Eq. 17-20 [7] [11]."""
-        classes, targets = mean_gradients(gradients)            # Eq. 17
-        start, device = server.state["features"][classes], server.device
-        h, cosine = match_features(start.to(device), classes.to(device), targets.to(device), server.model.classifier,
-                                   steps=self.matching_steps, lr=self.matching_lr, distance=self.distance)
-        server.state["features"] = server.state["features"].index_copy(0, classes, h.cpu())
-        server.state["known"] = server.state["known"].index_fill(0, classes, True)
-        server.log(cosine=cosine.mean().item())
+            update = mean_update(updates[id] for id in members)                                     # Eq. 14
+            for id in (id for id in members if id in got.weights):
+                start: Params = whole | got["start"][id]
+                average.add({name: start[name] + update[name] for name in update}, got.weights[id])
+            try:
+                # whoever it reaches: nobody takes part in a round by being told
+                fleet.ask(self.keep, Cohort(members, everyone=True), {"update": update})
+            except TooFewReplies as error:
+                if not isinstance(error.__cause__, ClientLost):
+                    raise
+                # who is lost keeps what it has; the report names it
+        return average.mean()
 
     # what is judged
 
+    @property
+    def other_models(self) -> tuple[Model, ...]:
+        return MODELS
+
     def client_model(self, client: Client) -> SplitModel:
-        own, shared = (client.state.get(name, {}) for name in ("own", "cluster"))
-        client.receive({"cluster": shared | part(own, "classifier."), "post_local": own,
-                        "deploy": self.remembered(client)}[self.judged])                            # [10]
+        return self.other_model(client, self.judged)
+
+    def other_model(self, client: Client, name: str) -> SplitModel:
+        """One of MODELS; w_glo of a client that never took part [10]."""
+        own: Params = client.state.get("own", {})
+        cluster: Params = client.state.get("cluster", own)      # w~_i = w_i without ACMU
+        client.receive({"cluster": cluster | part(own, "classifier."), "post_local": own, "whole": cluster,
+                        "deploy": part(own, "classifier."), "global": {}}[name])
+        if name == "global":
+            for layer in layers_of(client.model) if self.bavd_judged else []:
+                layer.mask.fill_(True)
         return client.model

@@ -4,9 +4,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mupfl_runs import OFF, QUICK, average, equal_task, initial, replies_of, run
+from mupfl_runs import OFF, QUICK, average, ends_of, equal_task, initial, replies_of, run
 from sklearn.metrics import adjusted_rand_score
-from tiny import configure, fingerprint, private_states
+from tiny import configure, fingerprint
 from torch.nn import functional as F
 
 from raylt.core.host import Host
@@ -18,7 +18,7 @@ from raylt.methods.mupfl.method import MuPFL
 
 # reductions
 
-@pytest.mark.parametrize("fields", [{}, {"next_init": "global"}, {"judged": "deploy"}, {"judged": "post_local"}],
+@pytest.mark.parametrize("fields", [{}, {"next_init": "global"}, {"judged": "global"}, {"judged": "post_local"}],
                          ids=str)
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 def test_everything_off_is_fedavg_to_the_bit(tiny_task, tmp_path, fields, participation):            # T-MUP-12
@@ -29,9 +29,10 @@ def test_everything_off_is_fedavg_to_the_bit(tiny_task, tmp_path, fields, partic
     assert [r.global_accuracy for r in reports] == [r.global_accuracy for r in theirs]
     assert [r.traffic for r in reports] == [r.traffic for r in theirs]
     assert ours.conclude() == plain.conclude()
-    if fields.get("judged") == "deploy":
-        assert (reports[-1].clients, reports[-1].by_client) == (theirs[-1].clients, theirs[-1].by_client)
-        assert all(state["state"] in ({}, {"own": {}, "cluster": {}}) for state in private_states(ours).values())
+    others, figures = reports[-1].others, theirs[-1]
+    assert (others["global"]["clients"], others["global"]["by_client"]) == (figures.clients, figures.by_client)
+    if fields.get("judged") == "global":
+        assert (reports[-1].clients, reports[-1].by_client) == (figures.clients, figures.by_client)
 
 
 @pytest.mark.parametrize("kappa", [None, 1, 2, 3])
@@ -61,12 +62,12 @@ def test_clusters_do_change_it_where_sizes_differ(tiny_task, tmp_path):
 
 def test_model_of_a_cluster_is_its_start_and_the_mean_update_and_the_global_one_their_mean(finished, tiny_task):
     experiment, reports = finished                                                                   # Eq. 14, 15
-    start, replies = initial(tiny_task), replies_of(experiment)
+    start, replies = initial(tiny_task), ends_of(experiment, initial(tiny_task))
     labels = dict(zip(reports[0].participants, reports[0].figures["clusters"], strict=True))
     moved = {}
     for id in replies:
         mates = [other for other in replies if labels[other] == labels[id]]
-        update = average([{n: v - start[n] for n, v in replies[other]["model"].items()} for other in mates],
+        update = average([{n: v - start[n] for n, v in replies[other].items()} for other in mates],
                          [1] * len(mates))
         moved[id] = {name: start[name] + update[name] for name in update}
     sizes = [int(tiny_task.client_counts[id].sum()) for id in moved]
@@ -79,15 +80,15 @@ def test_model_of_a_cluster_is_its_start_and_the_mean_update_and_the_global_one_
         if value.is_floating_point():
             assert torch.allclose(value.double(), expected[name], atol=1e-5), name
         else:
-            assert value == max(reply["model"][name] for reply in replies.values())
+            assert value == max(reply[name] for reply in replies.values())
     assert {name for name, *_ in host.replies} == {"join", "train", "keep", "judge"}
 
 
 def test_similarity_is_that_of_equation_8(finished, tiny_task):
     experiment, _ = finished
-    start, replies = initial(tiny_task), replies_of(experiment)
+    replies = replies_of(experiment)
     names = [name for name, _ in experiment.server.model.named_parameters()]
-    d = torch.stack([torch.cat([(r["model"][n] - start[n]).flatten() for n in names]) for r in replies.values()])
+    d = torch.stack([torch.cat([r["update"][n].flatten() for n in names]) for r in replies.values()])
     m = torch.stack([reply["map"] for reply in replies.values()])
     assert m.shape == (5, 64 * 4 * 4)
     assert m.min() == 0
@@ -102,9 +103,9 @@ def test_similarity_is_that_of_equation_8(finished, tiny_task):
 def test_without_dropout_similarity_is_that_of_updates_alone(tiny_task, tmp_path):
     method = MuPFL(**QUICK, bavd=False, pkcf=False)
     experiment, _ = run(tiny_task, tmp_path, method, until=1)
-    start, replies = initial(tiny_task, method), replies_of(experiment)
+    replies = replies_of(experiment)
     names = [name for name, _ in experiment.server.model.named_parameters()]
-    d = torch.stack([torch.cat([(r["model"][n] - start[n]).flatten() for n in names]) for r in replies.values()])
+    d = torch.stack([torch.cat([r["update"][n].flatten() for n in names]) for r in replies.values()])
     d = d.double()
     assert not any("map" in reply for reply in replies.values())
     assert torch.allclose(experiment.server.state["similarities"]["0"]["matrix"].double(), cosines(d @ d.T), atol=1e-6)

@@ -33,11 +33,12 @@ def test_evaluation_and_the_first_step_change_nothing(kind):                    
     assert torch.equal(layer(h), h)
 
 
+@pytest.mark.parametrize("threshold", ["channel", "whole"])
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("kind", ["chw", "hw", "bchw"])
-def test_map_is_that_of_equation_6_written_out(kind, sign):
+def test_map_is_that_of_equation_6_written_out(kind, sign, threshold):
     over = {"chw": (0,), "hw": (0, 1), "bchw": ()}[kind]
-    losses, layer = [2.0, 1.5, 1.8, 0.4], BAVD(SHAPE, kind, sign)
+    losses, layer = [2.0, 1.5, 1.8, 0.4], BAVD(SHAPE, kind, sign, threshold)
     trained(layer, losses)
     bars = [activations(step).double().mean(over, keepdim=True) if over else activations(step).double()
             for step in range(4)]
@@ -46,7 +47,8 @@ def test_map_is_that_of_equation_6_written_out(kind, sign):
         expected = expected + sign * (losses[step] - losses[step - 1]) * bars[step]
     assert torch.allclose(layer.map.double(), expected, atol=1e-6)
     h = activations(9)
-    by_hand = h.double() * (expected >= expected.mean())
+    low = torch.stack([torch.stack([slice.mean() for slice in sample]) for sample in expected])[..., None, None]
+    by_hand = h.double() * (expected >= (expected.mean() if threshold == "whole" else low))         # 3.6: per slice
     assert torch.allclose(layer(h).double(), by_hand)
     assert layer.normalised().shape == (layer.size,) == ((20,) if kind == "hw" else (60,))
 
@@ -71,7 +73,7 @@ def test_constant_loss_leaves_the_map_at_the_first_activations(sign):           
 def test_with_constant_activations_the_sum_telescopes(sign, factor):                           # T-MUP-3, T-MUP-4
     # losses from 2.3 to 0.5: M = h (1 + sign (0.5 - 2.3)), which the literal sign turns over
     h = activations()
-    layer = trained(BAVD(SHAPE, "chw", sign), [2.3, 1.1, 1.4, 0.5], [h] * 4)
+    layer = trained(BAVD(SHAPE, "chw", sign, "whole"), [2.3, 1.1, 1.4, 0.5], [h] * 4)
     mean = h.mean(0, keepdim=True)
     assert torch.allclose(layer.map, factor * mean, atol=1e-5)
     kept = layer(torch.ones_like(h))[0] > 0
@@ -124,6 +126,22 @@ def test_layers_go_on_from_what_they_knew():
     assert layers[0].loss is None
 
 
+@pytest.mark.parametrize("kind", ["chw", "hw"])
+def test_what_is_dropped_stays_dropped_in_evaluation_where_that_is_asked_for(kind):
+    layer, h = BAVD(SHAPE, kind, keeps=True), activations(9)
+    assert torch.equal(layer.eval()(h), h)
+    trained(layer, [1.0, 0.6, 0.9])
+    expected = layer(h)
+    assert not torch.equal(expected, h)
+    assert torch.equal(layer.eval()(h), h)                  # not before it is told
+    layer.keep()
+    layer.reset()
+    assert torch.equal(layer(h), expected)
+    layer.keep()                                            # there is no map: nothing is dropped
+    assert torch.equal(layer(h), h)
+    assert layer.state_dict()["mask"].dtype == torch.bool
+
+
 def test_map_is_kept_in_float32_under_autocast():
     layer, linear = BAVD((4, 1, 1)), torch.nn.Linear(4, 4)
     with torch.autocast("cpu", torch.bfloat16):
@@ -144,7 +162,7 @@ def test_layer_is_put_behind_the_last_stage(name, shape, last):
     plain = build_model(name, 10, shape)
     torch.manual_seed(0)
     model = build_model(name, 10, shape)
-    add_bavd(model, shape, "last", "chw", -1)
+    add_bavd(model, shape, "last", "chw", -1, "channel", False)
     (layer,) = layers_of(model)
     assert layer.size == last[0] * last[1] * last[2]
     assert model.state_dict().keys() == plain.state_dict().keys()
@@ -168,7 +186,7 @@ def test_layers_can_be_named_and_counted():
     for stages, shapes in [("all", [(64, 32, 32), (128, 16, 16), (256, 8, 8)]), (("stage1",), [(64, 32, 32)]),
                            (("stage1", "stage3"), [(64, 32, 32), (256, 8, 8)])]:
         model = build_model("resnet8", 10, (32, 32, 3))
-        add_bavd(model, (32, 32, 3), stages, "hw", 1)
+        add_bavd(model, (32, 32, 3), stages, "hw", 1, "channel", False)
         assert [layer.size for layer in layers_of(model)] == [shape[1] * shape[2] for shape in shapes]
         assert model.training
 
@@ -176,6 +194,6 @@ def test_layers_can_be_named_and_counted():
 @pytest.mark.parametrize("stages", [("stage9",), ("pool",), (), ("stage1", "stem")], ids=str)
 def test_stage_that_is_not_there_is_refused_with_those_that_are(stages):
     with pytest.raises(ConfigError, match=r"method.bavd_layers = .*stages are stage1, stage2, stage3"):
-        add_bavd(build_model("resnet8", 10, (32, 32, 3)), (32, 32, 3), stages, "chw", -1)
+        add_bavd(build_model("resnet8", 10, (32, 32, 3)), (32, 32, 3), stages, "chw", -1, "channel", False)
 
 

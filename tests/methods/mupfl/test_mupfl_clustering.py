@@ -11,14 +11,14 @@ from raylt.methods.mupfl.clustering import cluster, cosines, embed, mean_update,
 ALL = range(2, 7)
 
 
-def models(n, seed=0):
-    """n ends and starts of three entries, one of which is not trained."""
+def updates_of(n, seed=0):
+    """n updates of three entries, one of which is not trained."""
     generator = torch.Generator().manual_seed(seed)
 
     def one():
         return {"a": torch.randn(3, 4, 2, 2, generator=generator), "b": torch.randn(5, generator=generator),
                 "statistics": torch.randn(5, generator=generator), "counter": tensor(3)}
-    return [one() for _ in range(n)], [one() for _ in range(n)]
+    return [one() for _ in range(n)]
 
 
 def similarity_of(points) -> torch.Tensor:
@@ -42,13 +42,11 @@ def silhouette(distance, labels) -> float:
 
 @pytest.mark.parametrize("block", [1, 7, 2 ** 16])
 def test_gram_matrix_in_blocks_is_that_of_whole_vectors(block):
-    ends, starts = models(5)
-    ends[2] = ends[2] | {"a": ends[2]["a"].to(memory_format=torch.channels_last)}
-    shared = starts[0]["a"]
-    starts = [start | {"a": shared} for start in starts]
-    vectors = torch.stack([torch.cat([(end[name] - start[name]).reshape(-1) for name in ("a", "b")])
-                           for end, start in zip(ends, starts, strict=True)]).double()
-    found = update_gram(ends, starts, ["a", "b"], block=block)
+    updates = updates_of(5)
+    updates[2] = updates[2] | {"a": updates[2]["a"].to(memory_format=torch.channels_last)}
+    vectors = torch.stack([torch.cat([update[name].reshape(-1) for name in ("a", "b")])
+                           for update in updates]).double()
+    found = update_gram(updates, ["a", "b"], block=block)
     assert found.dtype == torch.float64
     assert torch.allclose(found, vectors @ vectors.T, atol=1e-5)
 
@@ -63,14 +61,14 @@ def test_cosines_are_those_of_the_vectors_and_a_zero_vector_is_like_itself_alone
 
 
 def test_mean_update_counts_every_member_the_same():
-    ends, starts = models(3)
-    ends[0]["counter"] = tensor(9)
-    mean = mean_update(ends, starts)
+    updates = updates_of(3)
+    updates[0]["counter"] = tensor(9)
+    mean = mean_update(updates)
     for name in ("a", "b", "statistics"):
-        expected = torch.stack([end[name] - start[name] for end, start in zip(ends, starts, strict=True)]).mean(0)
+        expected = torch.stack([update[name] for update in updates]).mean(0)
         assert torch.allclose(mean[name], expected, atol=1e-6)
         assert mean[name].dtype == torch.float32
-    assert mean["counter"] == 6
+    assert mean["counter"] == 9
 
 
 @pytest.mark.parametrize("rank", [2, 5, 30])

@@ -21,11 +21,13 @@ def test_local_training_with_dropout_is_that_of_the_equations_written_out(tiny_t
     stage, optimiser = plain.model.encoder, SGD(plain.model.parameters(), 0.05, 0.9)
     plain.model.train()
     m = before = None
-    for batch in plain.batches(2, 8):
+    for step, batch in enumerate(plain.batches(2, 8)):
+        if step == plain.steps(epochs=1):                   # 3.3: the second epoch begins
+            m = before = None
         h = stage.stage2(stage.stage1(batch.x))
         bar = h.detach().mean(0)
         if m is not None:
-            h = h * (m >= m.mean()).float()
+            h = h * (m >= m.mean((1, 2), keepdim=True)).float()
         loss = F.cross_entropy(plain.model.classifier(stage.pool(h)), batch.y)
         m = bar if m is None else m - (loss.item() - before) * bar
         before = loss.item()
@@ -36,8 +38,8 @@ def test_local_training_with_dropout_is_that_of_the_equations_written_out(tiny_t
     assert torch.allclose(layer.map[0], m, atol=1e-4)
 
 
-@pytest.mark.parametrize("reset", ["round", "never"])
-def test_map_starts_anew_in_every_round_or_never(tiny_task, tmp_path, reset, monkeypatch):
+@pytest.mark.parametrize("reset", ["epoch", "round", "never"])
+def test_map_starts_anew_in_every_epoch_every_round_or_never(tiny_task, tmp_path, reset, monkeypatch):
     plain, begun = BAVD.reset, []
 
     def watched(layer, map=None, loss=None):
@@ -49,8 +51,9 @@ def test_map_starts_anew_in_every_round_or_never(tiny_task, tmp_path, reset, mon
     begun.clear()
     experiment.step()
     kept = [state["state"].get("bavd") for _, state in sorted(private_states(experiment).items())]
-    if reset == "round":
-        assert begun == [False] * 5
+    if reset != "never":
+        # two epochs each, but for the client of one sample, which has no batch
+        assert begun == [False] * (5 if reset == "round" else 5 + 2 * 4)
         assert kept == [None] * 5
     else:
         assert begun == [True, True, True, False, True]             # one sample: it has no map
@@ -76,3 +79,30 @@ def test_nothing_waits_for_the_device_in_a_batch(tiny_task, monkeypatch):
 def test_stage_that_is_not_there_is_refused_before_anything_runs(tiny_task):
     with pytest.raises(ConfigError, match=r"bavd_layers = \('stage7',\): the model's stages are stage1, stage2"):
         make_setup(configure(), MuPFL(bavd_layers=("stage7",))).new_model(tiny_task.facts)
+
+
+def test_what_a_client_dropped_last_is_dropped_when_it_is_judged(tiny_task, tmp_path):
+    method = MuPFL(**QUICK, bavd_judged=True)
+    experiment, _ = run(tiny_task, tmp_path, method, federation={"participation": 0.5})
+    states = private_states(experiment)
+    names = {name for name in experiment.server.model.state_dict() if name.endswith(".mask")}
+    assert len(names) == 1
+    for id, state in states.items():
+        mask = state["model"][names.copy().pop()]
+        took_part = "own" in state["state"]
+        assert mask.all() != took_part or int(tiny_task.client_counts[id].sum()) == 1, id
+        client = open_client(tiny_task, id, method)
+        client.receive(state["model"])
+        client.state = state["state"]
+        x = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+        judged = method.client_model(client).eval()
+        with torch.no_grad():
+            h = judged.encoder.stage2(judged.encoder.stage1(x))
+            assert (h[:, ~mask[0]] == 0).all()
+        assert layers_of(method.other_model(client, "global"))[0].mask.all()        # the server has none
+    assert all(not name.endswith(".mask") for name in method.shared(experiment.server.model))
+
+
+def test_map_of_a_batch_cannot_be_kept_when_judged():
+    with pytest.raises(ValueError, match="bavd_map = bchw"):
+        MuPFL(bavd_judged=True, bavd_map="bchw")

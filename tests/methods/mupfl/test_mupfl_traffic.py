@@ -14,7 +14,8 @@ from raylt.methods.mupfl.method import MuPFL
 @pytest.mark.parametrize("fields", [
     {"acmu": False, "pkcf": False}, {"bavd": False, "pkcf": False}, {"bavd": False, "acmu": False}, {"pkcf": False},
     {"acmu": False}, {"bavd": False}, {"bavd_map": "hw"}, {"bavd_map": "bchw"}, {"bavd_psi": "equation"},
-    {"bavd_reset": "never"}, {"bavd_layers": "all"}, {"distance": "rows"}, {"gradients": "global"},
+    {"bavd_reset": "never"}, {"updates": "tuned", "next_init": "global"}, {"bavd_layers": "all"},
+    {"distance": "rows"}, {"gradients": "global"},
     {"next_init": "own"}, {"next_init": "cluster", "judged": "post_local"}, {"judged": "deploy"},
     {"next_init": "global", "judged": "deploy"}, {"tau": 0}], ids=str)
 def test_variants_run_and_send_what_they_should(tiny_task, tmp_path, fields):
@@ -24,17 +25,16 @@ def test_variants_run_and_send_what_they_should(tiny_task, tmp_path, fields):
     whole, classifier = tree.nbytes(model.entries()), tree.nbytes(model.entries("classifier."))
     knowledge = 4 * 5 * 64 * 4 + 4                              # h_glo, and whose are known
     gradients = int((tiny_task.client_counts > 0).sum()) * 4 * (64 + 1) * 4
-    start = {None: 0, "": whole, "classifier.": classifier}[method.own_start]
-    kept = {None: 0, "": whole, "encoder.": whole - classifier}[method.kept_of_cluster]
+    start = {None: 0, "": whole, "classifier.": classifier}[method.own_update_start]
     layers = {"hw": 4 * 4, "chw": 64 * 4 * 4, "bchw": 64 * 4 * 4}[method.bavd_map] if method.bavd else 0
     layers += 32 * 8 * 8 if method.bavd_layers == "all" else 0
     up = clients * (whole + 8 + method.acmu * (start + 4 * layers)) + method.pkcf * gradients
     for report in reports:
         assert report.traffic["train"] == {"down": clients * (whole + method.pkcf * knowledge), "up": up,
                                            "replies": clients}
-        assert report.traffic.keys() - {"join"} == ({"train", "keep"} if method.acmu and kept else {"train"})
+        assert report.traffic.keys() - {"join"} == ({"train", "keep"} if method.acmu else {"train"})
         if "keep" in report.traffic:
-            assert report.traffic["keep"] == {"down": clients * kept, "up": 0, "replies": clients}
+            assert report.traffic["keep"] == {"down": clients * whole, "up": 0, "replies": clients}
 
 
 def test_upload_in_the_papers_setting_is_that_of_section_3(tiny_task):

@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from mupfl_runs import QUICK, initial, open_client, replies_of, run
+from mupfl_runs import QUICK, ends_of, initial, open_client, replies_of, run
 from tiny import fingerprint
 from torch import nn
 from torch.nn import functional as F
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from raylt.core.features import features
 from raylt.data.task import Shard
 from raylt.methods.mupfl.method import MuPFL
+from raylt.methods.mupfl.pkcf import tune
 from raylt.ops.matching import class_gradients, match_features, mean_gradients
 from raylt.seeds import seed_for
 
@@ -20,7 +21,7 @@ def test_features_are_matched_to_the_mean_gradients_of_those_who_own_a_class(tin
     gradients = []
     for id, reply in replies_of(experiment).items():
         client = open_client(tiny_task, id)
-        client.model.load_state_dict(reply["model"])                # the trained model, in evaluation mode
+        client.model.load_state_dict(ends_of(experiment, initial(tiny_task))[id])
         z, y = features(client)
         head, found = client.model.classifier, {}
         for c in y.unique().tolist():
@@ -60,15 +61,14 @@ def test_class_that_no_participant_owns_keeps_its_features_and_tunes_nothing(tin
             return self.inner(z)
 
     client.model.classifier = Given(client.model.classifier)
-    MuPFL(**QUICK).tune(client, {"features": state["features"], "known": state["known"]})
+    tune(client, state["features"], state["known"], epochs=2)
     seen = {tuple(row.tolist()) for row in torch.cat(given)}
     assert seen == {tuple(row.tolist()) for row in state["features"][:3].flatten(0, 1)}
 
 
 @pytest.mark.parametrize("view", [None, [0, 3, 2, 3]], ids=["all", "as-the-client-sees-them"])
 def test_classifier_is_tuned_by_sgd_on_all_pairs(tiny_task, view):                                   # Eq. 21
-    method = MuPFL(m=5, tau=3)
-    client = open_client(tiny_task, method=method)
+    client = open_client(tiny_task)
     client.samples.view = None if view is None else torch.tensor(view)
     h = torch.randn(4, 5, 64, generator=torch.Generator().manual_seed(0))
     params = [p.detach().clone().requires_grad_() for p in client.model.classifier.parameters()]
@@ -80,19 +80,21 @@ def test_classifier_is_tuned_by_sgd_on_all_pairs(tiny_task, view):              
             velocity = [0.9 * v + g for v, g in zip(velocity, grads, strict=True)]
             params = [(p - 0.05 * v).detach().requires_grad_() for p, v in zip(params, velocity, strict=True)]
     before = fingerprint(client.model.encoder.state_dict())
-    method.tune(client, {"features": h, "known": torch.ones(4, dtype=torch.bool)})
+    tune(client, h, torch.ones(4, dtype=torch.bool), epochs=3)
     assert torch.allclose(client.model.classifier.weight, params[0], atol=1e-6)
     assert torch.allclose(client.model.classifier.bias, params[1], atol=1e-6)
     assert fingerprint(client.model.encoder.state_dict()) == before
 
 
-def test_update_starts_from_the_model_before_it_is_tuned(tiny_task, tmp_path):
-    # tuning so strongly that local training cannot hide it
-    experiment, _ = run(tiny_task, tmp_path, MuPFL(m=5, tau=200, matching_steps=3), local={"epochs": 1, "batch": 8})
+@pytest.mark.parametrize("updates", ["received", "tuned"])
+def test_update_starts_before_or_after_the_tuning(tiny_task, tmp_path, updates):
+    experiment, _ = run(tiny_task, tmp_path, MuPFL(m=5, tau=200, matching_steps=3, updates=updates),
+                        local={"epochs": 1, "batch": 8})
     reply = replies_of(experiment, round=2)[3]      # one sample: nothing but tuning moves its model
-    assert not torch.equal(reply["model"]["classifier.weight"], reply["start"]["classifier.weight"])
-    assert torch.equal(reply["start"]["classifier.weight"],
-                       replies_of(experiment, round=1)[3]["model"]["classifier.weight"])
+    still = all((value == 0).all() for value in reply["update"].values())
+    assert still == (updates == "tuned")
+    before = ends_of(experiment, initial(tiny_task))[3]["classifier.weight"]
+    assert torch.equal(reply["start"]["classifier.weight"], before) == (updates == "received")
 
 
 def test_gradients_can_be_those_of_the_model_received(tiny_task, tmp_path):

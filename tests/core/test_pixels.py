@@ -1,0 +1,64 @@
+"""What pixels without a label teach (FedSeg's BackCE), against probabilities written out."""
+
+import math
+
+import pytest
+import torch
+from tiny import configure, make_scenes, make_setup, open_client, pixels
+from torch.nn import functional as F
+
+from raylt.core.pixels import back_cross_entropy
+from raylt.data.samples import IGNORED
+from raylt.errors import ConfigError
+from raylt.methods.ditto import Ditto
+from raylt.methods.fedavg import FedAvg
+from raylt.methods.fedprox import FedProx
+from raylt.methods.mupfl.method import MuPFL
+
+
+def by_hand(logits, y) -> float:
+    p, (batch, classes, height, width) = logits.double().softmax(1), logits.shape
+    shown = {int(c) for c in y.flatten() if c != IGNORED}
+    absent = [c for c in range(classes) if c not in shown]
+    losses = []
+    for b in range(batch):
+        for i in range(height):
+            for j in range(width):
+                label = int(y[b, i, j])
+                if label != IGNORED:
+                    losses.append(-math.log(p[b, label, i, j]))
+                elif absent:
+                    losses.append(-math.log(sum(p[b, c, i, j].item() for c in absent)))
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("labels", [[0, 1, IGNORED], [IGNORED], [0, 1, 2, 3, IGNORED], [2, 3], [0, 1, 2, 3]], ids=str)
+def test_pixels_without_a_label_are_of_a_class_that_the_batch_does_not_show(labels):
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(2, 4, 3, 5, generator=generator)).requires_grad_()
+    y = torch.tensor(labels).repeat(30)[:30].view(2, 3, 5)
+    loss = back_cross_entropy(logits, y)
+    assert loss.item() == pytest.approx(by_hand(logits.detach(), y), rel=1e-5)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert gradient.isfinite().all()
+    moved = gradient.abs().sum(1) > 1e-6
+    counted = (y != IGNORED) | (set(range(4)) - set(labels) != set())
+    assert torch.equal(moved, counted & ~torch.tensor(set(labels) == {IGNORED}))      # "some class" teaches nothing
+
+
+@pytest.mark.parametrize("method", [FedAvg(), FedProx(mu=0.0), MuPFL(bavd=False), Ditto(lam=0.0)], ids=lambda m: m.name)
+@pytest.mark.parametrize("how", ["ignored", "absent"])
+def test_what_they_teach_is_a_setting_of_every_method(method, how):
+    scenes = make_scenes()
+    client = open_client(scenes, method, config=configure(local={"unlabelled": how}, data={"clients": 5}))
+    client.model = pixels(4, (16, 16, 3))
+    batch = next(iter(client.batches(1, 4)))
+    assert (batch.y == IGNORED).any()
+    logits = client.model(batch.x)
+    expected = F.cross_entropy(logits, batch.y) if how == "ignored" else back_cross_entropy(logits, batch.y)
+    assert method.objective(client, {"model": {}})(batch).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_classes_without_labels_ask_for_that_loss():
+    with pytest.raises(ConfigError, match=r"set local\.unlabelled=absent"):
+        make_setup(configure(data={"erased": "unlabelled"}), FedAvg()).check(make_scenes().facts)
