@@ -18,6 +18,7 @@ from raylt.core.setup import Setup
 from raylt.core.wire import Unusable, packed
 from raylt.data.task import Facts, Shard
 from raylt.errors import one_line
+from raylt.store import Folder
 from raylt.tree import Tree, from_arrays, to_arrays
 
 GONE_S = 30.0           # a killed process is gone in a second or two; its memory on a GPU too
@@ -77,15 +78,17 @@ class ClientActor:
         if self.stacks is None:
             yield
             return
-        self.stacks.parent.mkdir(parents=True, exist_ok=True)
-        with self.stacks.open("w") as stream:
-            faulthandler.dump_traceback_later(patience, file=stream)
-            try:
-                yield
-            finally:
-                faulthandler.cancel_dump_traceback_later()
-        if self.stacks.stat().st_size == 0:
-            self.stacks.unlink()
+        with Folder.open(self.stacks.parent.parent) as run, run.inner(self.stacks.parent.name, make=True) as folder:
+            folder.remove(self.stacks.name)
+            with folder.log(self.stacks.name) as stream:
+                faulthandler.dump_traceback_later(patience, file=stream)
+                try:
+                    yield
+                finally:
+                    faulthandler.cancel_dump_traceback_later()
+                    silent = os.fstat(stream.fileno()).st_size == 0
+            if silent:
+                folder.remove(self.stacks.name)
 
 
 def _lives(pid: int) -> bool:

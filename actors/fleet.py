@@ -22,6 +22,7 @@ from raylt.core.fleet import Answer, Arrived, Fleet, ItemFunction
 from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import RayltError, one_line
+from raylt.store import Folder
 from raylt.tree import Tree, from_arrays, to_arrays
 
 START_TIMEOUT_S = 180
@@ -73,8 +74,8 @@ class RayFleet(Fleet):
     def note(self, text: str) -> None:
         """Adds a line to the run's notes, which the driver shows."""
         if self._folder is not None:
-            with (self._folder / NOTES).open("a") as stream:
-                stream.write(text + "\n")
+            with Folder.open(self._folder) as folder:
+                folder.append(NOTES, text + "\n")
 
     def note_stuck(self, id: int, name: str, seconds: float, actor: str) -> None:
         """Says who keeps everybody waiting."""

@@ -14,11 +14,13 @@ from actors.placement import Plan, nodes_of, place, plan
 from actors.probe import probe
 from actors.server import ServerActor
 from actors.slots import LOST
+from raylt.core.checkpoint import Seal
 from raylt.core.report import Report
 from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import ConfigError, RayltError, ServerLost
 from raylt.registry import guests
+from raylt.store import Folder
 
 LOOK_S = 1.0            # between looks at the run's notes
 
@@ -33,9 +35,9 @@ class RemoteExperiment:
         self._read = notes.stat().st_size if notes.is_file() else 0
         self.done: bool = _get(server.done.remote())
 
-    def advance(self) -> Report:
+    def advance(self, seal: Seal | None = None) -> Report:
         """One step, with its checkpoint when due."""
-        report, self.done = self._wait(self._server.advance.remote())
+        report, self.done = self._wait(self._server.advance.remote(seal))
         return report
 
     def conclude(self) -> dict[str, str]:
@@ -52,12 +54,11 @@ class RemoteExperiment:
         return _get(ref)
 
     def _say_notes(self) -> None:
-        if self._notes.is_file() and self._notes.stat().st_size > self._read:
-            with self._notes.open() as stream:
-                stream.seek(self._read)
-                for line in stream.read().splitlines():
-                    self._says(line)
-                self._read = stream.tell()
+        with Folder.open(self._notes.parent) as folder:
+            notes = folder.read(NOTES) if folder.has(NOTES) else b""
+        for line in notes[self._read:].decode().splitlines():
+            self._says(line)
+        self._read = len(notes)
 
 
 def host(setup: Setup, task: Task, folder: Path, cluster: Cluster, says: Says) -> RemoteExperiment:

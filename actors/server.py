@@ -12,7 +12,7 @@ from actors.client import device_here
 from actors.figures import Figures
 from actors.fleet import RayFleet
 from actors.placement import Placement
-from raylt.core.checkpoint import latest
+from raylt.core.checkpoint import Seal, latest
 from raylt.core.experiment import Experiment
 from raylt.core.report import Report
 from raylt.core.setup import Setup
@@ -58,10 +58,10 @@ class ServerActor:
         """Whether the last step has been taken."""
         return self.experiment.done
 
-    def advance(self) -> tuple[Report, bool]:
+    def advance(self, seal: Seal | None) -> tuple[Report, bool]:
         """`Experiment.advance`, and whether that was the last step."""
         with _one_line():
-            report = self.experiment.advance()
+            report = self.experiment.advance(seal)
             self.figures.show(report, self.fleet.seconds)
             return report, self.experiment.done
 

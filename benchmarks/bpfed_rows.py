@@ -6,8 +6,9 @@ Rows that differ only in the second stage take it from the same first stage, so 
 FedAvg, and BPFed without and with Mixup. FedPer is the first stage without Mixup. Its classifiers begin from weights of
 their own here, as BPFed's do, and not from common ones.
 
-Prints a line per row: mean, standard deviation and mean of the worst tenth over clients; writes the figures of every
-client to FOLDER/STAGE.json, one file for each first stage; a stage whose file is there is not run again.
+Prints a line per row: mean, standard deviation and mean of the worst tenth over clients, and the mean without those of
+at most two classes, whom smoothing may leave with nothing to tell; writes the figures of every client to
+FOLDER/STAGE.json, one file for each first stage; a stage whose file is there is not run again.
 """
 
 import argparse
@@ -94,7 +95,8 @@ def measure(stage: str, recipe: Path, settings: list[str]) -> dict[str, dict[str
             with experiment.rehearsal():
                 said, matrices = dict(experiment.server.figures), judged(experiment)
             by_client = metrics.by_client(matrices, torch.from_numpy(task.client_counts))
-            figures[name] = {"figures": said, "seconds": time.perf_counter() - start, **by_client}
+            figures[name] = {"figures": said, "seconds": time.perf_counter() - start, **by_client,
+                             "classes": (task.client_counts > 0).sum(1).tolist()}
     return figures
 
 
@@ -124,8 +126,11 @@ def judged(experiment: Experiment) -> dict[int, Tensor]:
 def show(rows: dict[str, dict[str, Any]]) -> None:
     for name, row in rows.items():
         owned = [100 * value for value in row["owned"] if value is not None]
+        others = [100 * value for value, classes in zip(row["owned"], row["classes"], strict=True)
+                  if value is not None and classes > 2]
         print(f"{name:28s} owned {fmean(owned):6.2f}  sd {pstdev(owned):5.2f}  worst tenth "
-              f"{metrics.worst_decile(owned):6.2f}  matched {100 * fmean(row['matched']):6.2f}")
+              f"{metrics.worst_decile(owned):6.2f}  more than two classes {fmean(others):6.2f} (of {len(others)})  "
+              f"matched {100 * fmean(row['matched']):6.2f}")
 
 
 if __name__ == "__main__":

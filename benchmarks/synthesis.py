@@ -29,9 +29,9 @@ from raylt.data.longtail import long_tail_counts
 from raylt.methods.sfd.fourier import draw_frequencies, fourier_sum
 from raylt.methods.sfd.method import SFD
 from raylt.methods.sfd.synthesis import (
+    Parts,
     Prepared,
     Target,
-    Terms,
     align,
     bank_gradient,
     bank_sizes,
@@ -99,7 +99,7 @@ def compare(method: SFD, dim: int) -> None:
     of_class = moments(sums)
     target = Target(of_class.mean, cholesky(of_class.cov, 1e-5)[0], sums["phi"] / sums["n"],
                     draw_frequencies(dim, method.rf_dim, method.gamma_rbf, method.rf_type, SEED))
-    prepared = Prepared.of(target, Terms())
+    prepared = Prepared.of(target, Parts())
     raw = torch.randn(1300, dim, generator=torch.Generator().manual_seed(0))
 
     def by_hand() -> torch.Tensor:
@@ -107,7 +107,7 @@ def compare(method: SFD, dim: int) -> None:
 
     def by_autograd() -> torch.Tensor:
         leaf = raw.clone().requires_grad_()
-        return torch.autograd.grad(synthesis_loss(align(leaf, target).float(), target, Terms()), leaf)[0]
+        return torch.autograd.grad(synthesis_loss(align(leaf, target).float(), target, Parts()), leaf)[0]
 
     gradients = {}
     for name, fn in {"closed form": by_hand, "autograd": by_autograd}.items():

@@ -6,7 +6,9 @@
                ├ LateWrite                          a tensor was changed after it was handed over
                ├ TooFewReplies                      a round fell below its quorum
                ├ ServerLost                         the process that aggregates died
-               └ CheckpointError                    a run folder that cannot be used
+               ├ CheckpointError                    a run folder that cannot be used
+               │   └ FolderHeld                     another process is at it
+               └ DiskFull                           a file could not be written for want of space
 
 Each message is one line: what is wrong with which value, what was expected, what to do.
 """
@@ -20,6 +22,10 @@ class RayltError(Exception):
     """Base of all; `exit_code` is what the command line ends with."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        """One line, whatever the names of files and settings in it are."""
+        return "".join(letter if letter.isprintable() else "?" for letter in super().__str__())
 
 
 class ConfigError(RayltError):
@@ -92,9 +98,29 @@ class ServerLost(RayltError):
 
 
 class CheckpointError(RayltError):
-    """A run folder exists already, is incomplete, or belongs to another configuration."""
+    """A run folder exists already, is not whole, or belongs to another configuration."""
 
     exit_code = 2
+
+
+class FolderHeld(CheckpointError):
+    """Another process is at this run folder."""
+
+
+class DiskFull(RayltError):
+    """A file could not be written: the disk, or what the user may have of it, is full.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(f"{path}: the disk is full; free some of it, then go on with raylt resume RUN (a search: "
+                         "raylt tune --resume SEARCH, a study: the same raylt study)")
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.path,)
 
 
 def one_line(error: BaseException) -> str:

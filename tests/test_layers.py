@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    ("raylt.errors", "raylt.tree", "raylt.seeds", "raylt.hyper", "raylt.metrics", "raylt.signals"),
+    ("raylt.errors", "raylt.tree", "raylt.seeds", "raylt.hyper", "raylt.metrics", "raylt.signals", "raylt.store",
+     "raylt.typed", "raylt.disk"),
     ("raylt.config",),
     ("raylt.data", "raylt.models"),
     ("raylt.core",),

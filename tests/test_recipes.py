@@ -7,6 +7,7 @@ import raylt
 from raylt.config import load
 from raylt.methods import make_method
 from raylt.models import MODELS
+from raylt.studies.definition import read_definition
 
 FOLDER = Path(raylt.__path__[0]) / "recipes"
 RECIPES = sorted(FOLDER.rglob("*.yaml"))
@@ -51,6 +52,13 @@ def test_every_cell_of_mupfls_tables_3_and_4_that_a_method_here_has_is_in_a_reci
             if line.startswith("#   ")]
     assert len(runs) == 2 * 3 + 3 * 4           # Table 3: three methods; Table 4: local epochs
     assert "shapes.yaml" in files               # one that needs no data
+
+
+@pytest.mark.parametrize("path", sorted((Path(raylt.__path__[0]).parent / "studies").glob("*.yaml")), ids=str)
+def test_arms_of_the_studies_are_what_their_methods_take(path):
+    methods = [make_method(planned.config.method) for planned in read_definition(path).runs()]
+    arms = len({method.model_dump_json() + method.name for method in methods})
+    assert arms >= len(read_definition(path).arms)          # no two are the same by mistake
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +22,8 @@ from raylt.core.fleet import Fleet
 from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import ConfigError, RayltError, one_line
-from tune.desk import Desk
+from raylt.store import Folder, folder_for
+from tune.desk import ERROR, Desk
 from tune.placement import bundles_of
 from tune.plan import OVER
 from tune.record import Point, Record
@@ -39,8 +39,8 @@ def run_trials(desk: Desk, job: Job, placement: Placement, at_once: int, retries
     trainable = ray_tune.with_resources(
         ray_tune.with_parameters(TrialActor, job=job, placement=placement),
         ray_tune.PlacementGroupFactory(bundles_of(placement), strategy="PACK"))
-    storage = job.folder / "tune"
-    shutil.rmtree(storage, ignore_errors=True)      # Tune's own notes of an earlier start: ours decide
+    with Folder.open(job.folder) as here:
+        here.remove("tune")         # Tune's own notes of an earlier start: ours decide
     ray_tune.Tuner(
         trainable,
         tune_config=ray_tune.TuneConfig(
@@ -70,10 +70,11 @@ class TrialActor(ray_tune.Trainable):
                 self._trial = self._open()
             points = self._trial.step()
         except Exception as error:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "error.txt").write_text(f"{error if isinstance(error, RayltError) else one_line(error)}\n")
+            with folder_for(folder) as here:
+                here.write(ERROR, f"{error if isinstance(error, RayltError) else one_line(error)}\n")
             raise
-        (folder / "error.txt").unlink(missing_ok=True)
+        with Folder.open(folder) as here:
+            here.remove(ERROR)
         figures = {}
         if points:
             last = points[-1]

@@ -1,17 +1,17 @@
 """`Desk`: a search while it runs. Trials are taken from it and tell it how far they are, wherever they run."""
 
-import json
-import os
-import shutil
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from raylt.config import Config, DataConfig
 from raylt.data.task import Task, build_task
 from raylt.errors import CheckpointError
+from raylt.store import Folder
 from tune.plan import Plan, State
-from tune.record import Point, Record
+from tune.record import TRIALS, Point, Record, read_ended
+
+ERROR = "error.txt"         # in a trial's folder: what its last attempt ended with
 
 
 class Watcher:
@@ -52,7 +52,8 @@ class Desk:
         self.folder, self.plan, self.watcher = folder, plan, watcher
         self.state = State(plan, sizes)
         self._records: dict[str, Record] = {}
-        self._ended = _read(folder / "trials.jsonl")
+        with Folder.open(folder) as here:
+            self._ended = read_ended(here)
 
     def next(self) -> Record | str:
         """A trial to run, WAIT or OVER; those that ended before an interruption are only taken note of."""
@@ -61,12 +62,7 @@ class Desk:
             line = self._ended.get(record.id)
             if line is None:
                 return record
-            if line["values"] != record.values:
-                raise CheckpointError(f"{self.folder}: trial {record.id} was run with {line['values']}, the search now "
-                                      f"draws {record.values}; continue it with the versions it was started with")
-            for point in line["points"]:
-                record.points[point["step"]] = Point(**point)
-            record.closed = True
+            record.end(line, self.folder / "trials" / record.id)
             self.state.update(record)
         return record
 
@@ -84,30 +80,13 @@ class Desk:
             return
         record.closed = True
         if failed is not None:
-            error = folder / "error.txt"
-            record.failed = error.read_text().strip() if error.is_file() else failed
+            record.failed = failed
+            with suppress(CheckpointError), Folder.open(folder) as here:
+                record.failed = here.read_text(ERROR).strip()
         self.state.update(record)
-        with (self.folder / "trials.jsonl").open("a") as stream:
-            stream.write(record.line() + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
+        with Folder.open(self.folder) as here:
+            here.append(TRIALS, record.line() + "\n")
         if record.failed is None:
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+            with suppress(CheckpointError), Folder.open(folder) as here:
+                here.remove("checkpoints")
         self.watcher.on_trial(record, self.state)
-
-
-def _read(file: Path) -> dict[str, dict[str, Any]]:
-    """The trials that ended; a line cut off by a kill is as if it were not there, a failed trial has not ended."""
-    found: dict[str, dict[str, Any]] = {}
-    lines = []
-    for line in file.read_text().splitlines() if file.is_file() else []:
-        try:
-            tree = json.loads(line)
-        except ValueError:
-            continue
-        lines.append(line)
-        if tree["failed"] is None:
-            found[tree["trial"]] = tree
-    if file.is_file():
-        file.write_text("".join(line + "\n" for line in lines))
-    return found

@@ -10,18 +10,19 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
-from raylt.config import Config
+from raylt.config import Config, check
+from raylt.errors import CheckpointError
 from raylt.hyper import Choice, LogUniform, Range
 from raylt.seeds import seed_for
+from raylt.typed import as_json, hash_json
 from tune.axes import Grid, parse, readable, written
 from tune.halving import Course, outcomes, rungs
-from tune.record import Metric, Record
+from tune.kinds import PLAN, Metric, Scheduler, Searcher
+from tune.record import Record
 from tune.space import Space, combinations, configure, draw
 
-Searcher = Literal["tpe", "random", "grid"]
-Scheduler = Literal["asha", "none"]
 SAMPLES = 20
 OVER, WAIT = "over", "wait"
 Sizes = Callable[[Config], list[int]]
@@ -60,12 +61,32 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         spaces = {method: {key: written(axis) for key, axis in its.items()} for method, its in self.spaces.items()}
         rest = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("base", "spaces")}
-        return {**rest, "spaces": spaces, "base": self.base.model_dump(mode="json")}
+        content = {**rest, "spaces": spaces, "base": self.base.model_dump(mode="json")}
+        return {**content, "sha256": hash_json(content)}
 
     @classmethod
-    def from_json(cls, tree: dict[str, Any]) -> "Plan":
-        spaces = {method: {key: parse(text) for key, text in its.items()} for method, its in tree["spaces"].items()}
-        return cls(**tree | {"base": Config.model_validate(tree["base"]), "spaces": spaces})
+    def from_json(cls, content: bytes, what: str) -> "Plan":
+        """The inverse of `to_json`, from its text.
+
+        Args:
+            what: what errors call it.
+
+        Raises:
+            CheckpointError: it is none, or was changed.
+            ConfigError: a setting in it cannot be.
+        """
+        tree: dict[str, Any] = {**as_json(content, PLAN, what)}
+        sha256 = tree.pop("sha256")
+        if sha256 != hash_json(tree):
+            raise CheckpointError(f"{what}: was changed after the search began; put the original back, or start a new "
+                                  "search")
+        spaces: dict[str, Space] = {method: {} for method in tree["spaces"]}
+        for method, space in tree["spaces"].items():
+            for key, text in space.items():
+                if (axis := parse(text)) is None:
+                    raise CheckpointError(f"{what}: {text!r} is no range; put the original back")
+                spaces[method][key] = axis
+        return cls(**tree | {"base": check(Config, tree["base"], f"{what}: "), "spaces": spaces})
 
 
 class State:

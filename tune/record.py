@@ -3,12 +3,18 @@
 import json
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 from raylt.config import Config
+from raylt.errors import CheckpointError
+from raylt.runs.files import Files
+from raylt.store import Folder
+from raylt.typed import as_json
 from tune.halving import Outcome
+from tune.kinds import ENDED, POINT, Ended, Kind
 
-Metric = Literal["accuracy", "many", "medium", "few", "owned", "matched", "miou"]
+SCORES, TRIALS = "scores.jsonl", "trials.jsonl"
 
 
 @dataclass(frozen=True)
@@ -24,11 +30,37 @@ class Point:
     """
 
     step: int
-    kind: Literal["round", "proxy", "rehearsal", "final"]
+    kind: Kind
     score: float
     steps: int
     validation: dict[str, float | None]
     test: dict[str, float | None]
+
+
+def read_points(folder: Folder) -> list[Point]:
+    """The judgements of a trial, from its folder.
+
+    Raises:
+        CheckpointError: a line cannot be read; names its number.
+    """
+    lines = folder.read_text(SCORES).splitlines() if SCORES in folder.names() else []
+    return [Point(**as_json(line, POINT, f"{folder.path / SCORES}, line {number}"))
+            for number, line in enumerate(lines, 1)]
+
+
+def read_ended(folder: Folder) -> dict[str, Ended]:
+    """The trials of a search that ended, from its folder; what a kill cut off is removed, a failed trial has not ended.
+
+    Raises:
+        CheckpointError: a line cannot be read; names its number.
+    """
+    text = folder.read_text(TRIALS) if TRIALS in folder.names() else ""
+    whole, _, rest = text.rpartition("\n")
+    trials = [as_json(line, ENDED, f"{folder.path / TRIALS}, line {number}")
+              for number, line in enumerate(whole.splitlines(), 1)]
+    if rest:
+        folder.write(TRIALS, f"{whole}\n" if whole else "")
+    return {trial["trial"]: trial for trial in trials if trial["failed"] is None}
 
 
 @dataclass
@@ -44,6 +76,32 @@ class Record:
     failed: str | None = None
     closed: bool = False                                # whether nothing more will come of it
     outcome: Outcome | None = None
+
+    def end(self, ended: Ended, folder: Path) -> None:
+        """Takes the trial for one that ended before an interruption.
+
+        Args:
+            folder: of the trial.
+
+        Raises:
+            CheckpointError: it was run with other values, or its folder says otherwise.
+        """
+        if ended["values"] != self.values:
+            raise CheckpointError(f"{folder}: trial {self.id} was run with {ended['values']}, the search now draws "
+                                  f"{self.values}; continue it with the versions it was started with")
+        files = Files(folder)
+        if files.config() != self.config:
+            raise CheckpointError(f"{folder}: has another configuration than the search; put the trial's own back")
+        reports = files.lines().reports
+        for point in ended["points"]:
+            judged = reports[point["step"] - 1]["figures"].get("validation") if point["step"] <= len(reports) else {}
+            if judged is not None and judged != point["validation"]:
+                raise CheckpointError(f"{folder.parent.parent / TRIALS}: trial {self.id} has other figures of step "
+                                      f"{point['step']} than its metrics.jsonl; put the original back")
+            self.points[point["step"]] = Point(**point)
+        if files.ended:
+            files.summary()
+        self.closed = True
 
     def line(self) -> str:
         """Its line in trials.jsonl."""

@@ -12,7 +12,9 @@ from rich.table import Table
 
 from raylt.config import notation
 from raylt.hyper import Choice, LogUniform
+from raylt.runs.files import Files
 from raylt.runs.summary import percent
+from raylt.store import Folder
 from tune.axes import Axis, Grid
 from tune.plan import Plan, State
 from tune.record import Record
@@ -29,14 +31,15 @@ def write(folder: Path, plan: Plan, state: State) -> None:
     table = csv.DictWriter(text, columns, lineterminator="\n")
     table.writeheader()
     table.writerows(rows)
-    _replace(folder / "trials.csv", text.getvalue())
-    _replace(folder / "trials.json", json.dumps(
-        [its | {"points": [asdict(p) for p in record.counted]}
-         for its, record in zip(rows, state.trials, strict=True)], indent=1) + "\n")
     best = state.best()
-    if best is not None:
-        _replace(folder / "best.yaml", best_yaml(folder, plan, best))
-        draw(folder / "search.png", plan, state)
+    with Folder.open(folder) as here:
+        here.write("trials.csv", text.getvalue())
+        here.write("trials.json", json.dumps(
+            [its | {"points": [asdict(p) for p in record.counted]}
+             for its, record in zip(rows, state.trials, strict=True)], indent=1) + "\n")
+        if best is not None:
+            here.write("best.yaml", best_yaml(folder, plan, best))
+            here.write("search.png", draw(plan, state))
 
 
 def row(record: Record) -> dict[str, Any]:
@@ -54,7 +57,7 @@ def row(record: Record) -> dict[str, Any]:
 
 def best_yaml(folder: Path, plan: Plan, best: Record) -> str:
     """The configuration with the figures that `raylt run best.yaml` will give."""
-    judged, summary = best.judged, json.loads((folder / "trials" / best.id / "summary.json").read_text())
+    judged, summary = best.judged, Files(folder / "trials" / best.id).summary()
     assert judged is not None
     share = best.config.data.validation
     head = [
@@ -96,8 +99,8 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.2f}"
 
 
-def draw(file: Path, plan: Plan, state: State) -> None:
-    """Score against client-steps, then one slice per searched setting; stopped trials are hollow."""
+def draw(plan: Plan, state: State) -> bytes:
+    """A PNG: score against client-steps, then one slice per searched setting; stopped trials are hollow."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # without pyplot: no global state, no display
     from matplotlib.figure import Figure
 
@@ -120,7 +123,9 @@ def draw(file: Path, plan: Plan, state: State) -> None:
         _draw_slice(panel, key, axes_by_key[key], state, colour, best)
         if place % columns == 0:
             panel.set_ylabel(f"{plan.metric}, %")
-    figure.savefig(file, dpi=130)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=130)
+    return picture.getvalue()
 
 
 def _draw_courses(panel: Any, plan: Plan, state: State, colour: dict[str, str], best: Record | None) -> None:
@@ -186,9 +191,3 @@ def _plain(panel: Any) -> None:
 
 def _text(value: Any) -> str:
     return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _replace(file: Path, text: str) -> None:
-    beside = file.with_name(f".{file.name}.writing")
-    beside.write_text(text)
-    beside.replace(file)

@@ -8,7 +8,6 @@
     tune/            Ray Tune's own notes; nothing reads them
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +20,13 @@ from typing import Any, Literal
 from raylt.config import Config
 from raylt.errors import CheckpointError, ConfigError, RayltError, one_line
 from raylt.registry import Guest, guests, resolve
+from raylt.store import Folder, folder_for
 from tune import report
 from tune.desk import Desk, Watcher, sizes, task_of
 from tune.halving import rungs
+from tune.kinds import Metric
 from tune.plan import SAMPLES, Plan, Scheduler, Searcher, State
-from tune.record import Metric, Record
+from tune.record import Record
 from tune.space import Space
 
 FleetKind = Literal["ray", "local"]
@@ -107,13 +108,10 @@ def resume(folder: Path | str, *, parallel: int | None = None, fleet: FleetKind 
         CheckpointError: the folder is not one of a search.
     """
     folder = Path(folder).resolve()
-    try:
-        plan = Plan.from_json(json.loads((folder / "search.json").read_text()))
-    except OSError:
-        raise CheckpointError(f"{folder}: not the folder of a search (it has no search.json)") from None
-    except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{folder / 'search.json'}: damaged ({' '.join(str(error).split())}); start a new "
-                              "search") from None
+    if not (folder / "search.json").exists():
+        raise CheckpointError(f"{folder}: not the folder of a search (it has no search.json)")
+    with Folder.open(folder) as here:
+        plan = Plan.from_json(here.read("search.json"), str(folder / "search.json"))
     return _run(folder, plan, parallel, fleet, address, track, watcher or Watcher())
 
 
@@ -126,12 +124,7 @@ def _run(folder: Path, plan: Plan, parallel: int | None, fleet: FleetKind, addre
         if plan.lag == 0:           # a new search; one that is resumed keeps what it was started with
             plan = replace(plan, lag=at_once)
             _create(folder, plan)
-        with (folder / ".lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise CheckpointError(f"{folder}: another process is running this search; wait for it or stop "
-                                      "it") from None
+        with _held(folder):
             desk = Desk(folder, plan, watcher)
             from tune.trial import Job  # torch: not for those who only ask for help
             job = Job(folder, os.getcwd(), plan.metric, plan.scheduler == "asha", plan.grace, _guests_of(plan))
@@ -168,6 +161,18 @@ def _run_here(desk: Desk, job: Any, retries: int) -> None:
 
 
 @contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """The folder of a search, for one process at a time."""
+    with Folder.open(folder) as here:
+        if (lock := here.lock(".lock")) is None:
+            raise CheckpointError(f"{folder}: another process is running this search; wait for it or stop it")
+        try:
+            yield
+        finally:
+            os.close(lock)
+
+
+@contextmanager
 def _open_cluster(fleet: FleetKind, address: str | None) -> Iterator[list[dict[str, float]] | None]:
     """The nodes' resources of the cluster that the trials run on, until the block ends; None for this process."""
     if fleet == "local":
@@ -190,10 +195,10 @@ def _place(plan: Plan, nodes: Sequence[Mapping[str, float]], parallel: int | Non
 
 def _create(folder: Path, plan: Plan) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "search.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n")
-    except OSError as error:
-        raise CheckpointError(f"{folder}: {error.strerror}; give another --out") from None
+        with folder_for(folder) as here:
+            here.write("search.json", json.dumps(plan.to_json(), indent=2) + "\n")
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; give another --out") from None
 
 
 def _guests_of(plan: Plan) -> tuple[Guest, ...]:

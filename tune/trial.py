@@ -7,7 +7,6 @@ A trial takes itself up where its last checkpoint left it, so whoever starts it 
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -23,16 +22,19 @@ from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
 from raylt.core.report import Report
 from raylt.core.setup import Setup
+from raylt.data.hashes import hash_data
 from raylt.data.task import Task, build_task
-from raylt.errors import CheckpointError
+from raylt.errors import CheckpointError, FolderHeld
 from raylt.registry import Guest, adopt, origins, resolve
 from raylt.runs import provenance
 from raylt.runs.journal import Journal
 from raylt.runs.run import Run
 from raylt.runs.summary import summarise
+from raylt.store import Folder, folder_for
 from tune.halving import rungs
 from tune.judging import judge, personal
-from tune.record import Metric, Point
+from tune.kinds import Metric
+from tune.record import SCORES, Point, read_points
 
 LOCK_TIMEOUT_S = 60
 OpenFleet = Callable[[Setup, Task, str], Fleet]
@@ -72,7 +74,8 @@ class Trial:
         self._points: dict[int, Point] = {}
         self._experiment: Experiment | None = None
         self._journal: Journal | None = None
-        if (self.folder / "summary.json").is_file():        # it was through when it was interrupted
+        if Run(self.folder).state == "done":                # it was through when it was interrupted
+            _ = Run(self.folder).finished()
             self._points = self._read()
         else:
             self._open(open_fleet)
@@ -104,8 +107,10 @@ class Trial:
         self.task = Run(self.folder).task if there else build_task(self.config.data)
         assert self.task.validation is not None
         if not there:
-            shutil.rmtree(self.folder, ignore_errors=True)      # of one that was killed before it began
-            Journal.create(self.folder, self.config, self.task.split, origins(self.config)).__exit__()
+            with folder_for(self.folder.parent) as trials:
+                trials.remove(self.folder.name)                 # of one that was killed before it began
+            Journal.create(self.folder, self.config, self.task.split, hash_data(self.task),
+                           origins(self.config)).__exit__()
         self._journal = _hold(self.folder)
         if Run.open(self.folder).config != self.config:
             raise CheckpointError(f"{self.folder}: has another configuration; give the search another --name")
@@ -130,7 +135,7 @@ class Trial:
     def _advance(self) -> None:
         assert self._experiment is not None
         assert self._journal is not None
-        report = self._experiment.advance()
+        report = self._experiment.advance(self._journal.seal)
         point = self._judge(report)
         if point is not None:
             report = replace(report, figures=report.figures | {"validation": point.validation})
@@ -144,7 +149,8 @@ class Trial:
         summary = summarise(self._journal.reports(), self.config.method["name"], self.task.split.sha256,
                             self._experiment.conclude())
         self._journal.conclude(summary | provenance.of_summary(self.folder))
-        shutil.rmtree(self.folder / "checkpoints")
+        with Folder.open(self.folder) as folder:
+            folder.remove("checkpoints")
 
     def _judge(self, report: Report) -> Point | None:
         """The judgement of a step, written down; None when it is not due or was there."""
@@ -178,17 +184,12 @@ class Trial:
         return "proxy" if experiment.method.finishes else "round"
 
     def _read(self) -> dict[int, Point]:
-        file = self.folder / "scores.jsonl"
-        points = [Point(**json.loads(line)) for line in (file.read_text().splitlines() if file.exists() else [])]
-        return {point.step: point for point in points}
+        with Folder.open(self.folder) as folder:
+            return {point.step: point for point in read_points(folder)}
 
     def _write(self) -> None:
-        beside = self.folder / ".scores.writing"
-        with beside.open("w") as stream:
-            stream.writelines(json.dumps(asdict(point)) + "\n" for point in self._points.values())
-            stream.flush()
-            os.fsync(stream.fileno())
-        beside.replace(self.folder / "scores.jsonl")
+        with Folder.open(self.folder) as folder:
+            folder.write(SCORES, "".join(json.dumps(asdict(point)) + "\n" for point in self._points.values()))
 
 
 def local_fleet(setup: Setup, task: Task, name: str) -> Fleet:
@@ -210,7 +211,7 @@ def _hold(folder: Path) -> Journal:
     while True:
         try:
             return Journal(folder)
-        except CheckpointError:
+        except FolderHeld:
             if time.monotonic() > until:
                 raise
             time.sleep(0.2)

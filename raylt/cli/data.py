@@ -7,7 +7,7 @@ import typer
 
 from raylt.cli.options import Format, FormatOption, Settings, divide, out, print_json
 from raylt.config import load_data
-from raylt.errors import ConfigError
+from raylt.errors import CheckpointError, ConfigError
 
 
 def data(settings: Settings = None,
@@ -24,8 +24,8 @@ def data(settings: Settings = None,
     if export is not None:
         try:
             task.split.save(export)
-        except OSError as error:
-            raise ConfigError(f"--export {export}: {error.strerror}; give a file that can be written") from None
+        except CheckpointError as error:
+            raise ConfigError(f"--export {error}; give a file that can be written") from None
     if format is Format.json:
         print_json({"sha256": task.split.sha256, "names": task.class_names, "groups": task.groups,
                     "classes": task.counts.tolist(), "clients": task.client_counts.tolist()})

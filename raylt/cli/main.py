@@ -1,6 +1,6 @@
 """The command line: raylt run | resume | tune | study | compare | report | reproduce | verdicts | ls | follow | plot |
-check | data | methods | settings | recipes | plan | debug | doctor. Exit code 2 for input that cannot be used, 1 for a
-failed run."""
+check | verify | data | methods | settings | recipes | plan | debug | doctor. Exit code 2 for input that cannot be
+used, 1 for a failed run."""
 
 import sys
 from pathlib import Path
@@ -18,6 +18,7 @@ from raylt.cli.reproduce import reproduce, verdicts
 from raylt.cli.runs import debug, resume, run
 from raylt.cli.study import compare, follow, ls, report, study
 from raylt.cli.tune import tune
+from raylt.cli.verify import verify
 from raylt.errors import RayltError, one_line
 from raylt.signals import interrupt_on_sigterm
 
@@ -25,7 +26,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 for command in (run, resume, tune, study, compare, report, reproduce, verdicts, ls, follow):
     app.command()(command)
 app.add_typer(plot.app, name="plot")
-for command in (check, data, methods, settings, recipes, plan, debug, doctor):
+for command in (check, verify, data, methods, settings, recipes, plan, debug, doctor):
     app.command()(command)
 ClickException: Any = typer.BadParameter.__mro__[2]     # of the copy of click that typer may bring
 

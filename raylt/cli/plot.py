@@ -13,11 +13,18 @@ Picture = Annotated[Path | None, typer.Option(help="Where the picture goes; by d
 
 
 @app.command()
-def features(run_folder: RunFolder, picture: Picture = None) -> None:
-    """Draw real and synthetic features of a finished run of sfd (t-SNE)."""
-    from raylt.plots.features import draw_features
+def features(run_folders: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="The folder of a finished "
+                                                               "run of sfd; or those of several runs, of any method, "
+                                                               "over the same split.")],
+             picture: Picture = None) -> None:
+    """Draw real and synthetic features of a run of sfd, or the real ones of several runs' encoders (t-SNE)."""
+    from raylt.plots.features import draw_encoders, draw_features
     from raylt.runs.run import Run
-    _say(draw_features(Run.open(run_folder), picture))
+    runs = [Run.open(folder) for folder in run_folders]
+    if len(runs) == 1:
+        _say(draw_features(runs[0], picture))
+    else:
+        _say(draw_encoders(runs, picture or run_folders[0] / "encoders.png"))
 
 
 @app.command()

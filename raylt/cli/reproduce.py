@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from raylt import store
 from raylt.cli.options import err, out
 from raylt.cli.study import Address, Fleet, MixVersions, Out, Parallel, Screen, show_plan
-from raylt.errors import ConfigError, RayltError
+from raylt.errors import CheckpointError, ConfigError, RayltError
 
 if TYPE_CHECKING:
     from raylt.studies.verdicts import Verdict
@@ -75,9 +76,9 @@ def verdicts(paths: Annotated[list[Path] | None, typer.Argument(
         if paper:
             raise ConfigError("--page: has all papers; leave out --paper")
         try:
-            page.write_text(written(judged))
-        except OSError as error:
-            raise ConfigError(f"--page {page}: {error.strerror}; give a file that can be written") from None
+            store.write(page, written(judged))
+        except CheckpointError as error:
+            raise ConfigError(f"--page {error}; give a file that can be written") from None
     show(judged, format, only_run=True)
 
 

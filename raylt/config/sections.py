@@ -48,7 +48,7 @@ class DataConfig(Section):
     imbalance: float = setting(20.0, "How many times more samples the first class has than the last (IF); 1 keeps the "
                                "data as it is. With label maps it compares the first client with the last.", ge=1,
                                le=MOST)
-    partition: Literal["creff", "dirichlet", "dirichlet_min", "iid", "by_id", "classes"] = setting(
+    partition: Literal["creff", "dirichlet", "dirichlet_min", "hsu", "iid", "by_id", "classes"] = setting(
         "dirichlet", "How the training samples are dealt to the clients.")
     beta: int = setting(1, "With data.partition=classes, how many classes of the label maps a client keeps; all others "
                         "are erased from its maps.", ge=1, le=MOST)

@@ -6,42 +6,81 @@
 
 They are written beside their place, synced, and renamed into it, so a folder with a number is complete. A part is a
 tree; its form is kept in the manifest with the tensors as `[name]`, so nothing is parsed back from names.
+
+A part that is as it was is not written again. It must not be the same file as in the checkpoint before, either: one
+damaged block would take both. So it becomes a second name of the file of the checkpoint before that one, and only where
+that has it otherwise a copy: a part is written once, copied once, and from then on costs nothing.
 """
 
 import hashlib
 import json
-import os
-import shutil
+import secrets
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
+from typing_extensions import TypedDict
 
-from raylt import tree
+from raylt.core.parts import Part, fill, write_part
+from raylt.disk import sync
 from raylt.errors import CheckpointError
+from raylt.store import WRITING, Folder, folder_for
 from raylt.tree import Tree
+from raylt.typed import closed, hash_json
 
-_FORMAT = 1
+_FORMAT = 2
+_MANIFEST = 2**30           # bytes at most
+_DAMAGE = (CheckpointError, OSError, ValueError, KeyError, TypeError, SafetensorError)
+
+
+@closed
+class _Manifest(TypedDict):
+    sha256: str
+    format: int
+    facts: dict[str, Any]
+    parts: dict[str, Part]
+
+
+_KIND = TypeAdapter(_Manifest)
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What binds a checkpoint to its run.
+
+    Attributes:
+        run: the run's SHA-256.
+        line: the SHA-256 of the line of metrics.jsonl before that of the checkpoint's step; before the first, `run`.
+    """
+
+    run: str
+    line: str
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that was found complete and undamaged."""
+    """One that was complete and undamaged when it was opened."""
 
     folder: Path
     facts: dict[str, Any]
-    parts: dict[str, dict[str, Any]]
+    parts: dict[str, Part]
 
     def read(self, part: str) -> Tree:
         """One part's tree, its tensors on the CPU."""
         entry = self.parts[part]
-        tensors = load_file(self.folder / entry["file"]) if entry["file"] else {}
-        return _fill(entry["tree"], tensors)
+        try:
+            tensors = load_file(self.folder / entry["file"]) if entry["file"] else {}
+            return fill(entry["tree"], tensors)
+        except (OSError, SafetensorError, KeyError, IndexError, TypeError) as error:
+            raise CheckpointError(f"{self.folder}: {part} cannot be read ({' '.join(str(error).split())}); give "
+                                  "another round, or start a new run") from None
 
 
 def write(parent: Path, step: int, parts: Iterable[tuple[str, Tree | None]], facts: dict[str, Any],
@@ -49,34 +88,34 @@ def write(parent: Path, step: int, parts: Iterable[tuple[str, Tree | None]], fac
     """Commits a checkpoint and then removes all but the newest `keep`.
 
     Args:
-        parts: names and trees; None for a part that is as it was in `previous` (its file is linked, not written).
+        parts: names and trees; None for a part that is as it was in `previous`.
         facts: what else the manifest says; JSON.
+
+    Raises:
+        DiskFull: there is no room; those that were committed are as they were.
     """
-    parent.mkdir(parents=True, exist_ok=True)
-    for left in parent.glob(".writing-*"):          # of a process that was killed
-        shutil.rmtree(left)
-    here = parent / f".writing-{step:06d}"
-    here.mkdir()
-    entries = {}
-    for name, part in parts:
-        if part is None:
-            assert previous is not None
-            entries[name] = _link(previous, name, here)
-        else:
-            entries[name] = _write_part(here, name, part)
-    content = {"format": _FORMAT, "facts": facts, "parts": entries}
-    (here / "manifest.json").write_text(json.dumps({"sha256": _hash_json(content), **content}))
-    for file in here.iterdir():
-        sync(file)
-    sync(here)
-    final = parent / f"{step:06d}"
-    if final.exists():              # a damaged one that was passed over
-        shutil.rmtree(final)
-    here.rename(final)
-    sync(parent)
-    for old in _numbered(parent)[:-keep]:
-        shutil.rmtree(old)
-    return Checkpoint(final, facts, entries)
+    final, entries = f"{step:06d}", {}
+    facts = json.loads(json.dumps(facts))       # as it will be read: keys are texts
+    with folder_for(parent.parent) as above, above.inner(parent.name, make=True) as folder:
+        sweep(folder)
+        beside = f".{final}.{secrets.token_hex(8)}{WRITING}"
+        try:
+            with folder.new(beside) as here, _Elders(folder, previous) as elders:
+                for name, part in parts:
+                    entries[name] = elders.carry(name, here) if part is None else write_part(here, name, part)
+                content = {"format": _FORMAT, "facts": facts, "parts": entries}
+                here.write("manifest.json", json.dumps({"sha256": hash_json(content), **content}))
+            sync(folder.path / beside)
+        except BaseException:
+            with suppress(OSError, CheckpointError):
+                folder.remove(beside)
+            raise
+        folder.remove(final)                # a damaged one that was passed over
+        folder.rename(beside, final)
+        sync(parent)
+        for old in _numbered(folder)[:-keep]:
+            folder.remove(old)
+    return Checkpoint(parent / final, facts, entries)
 
 
 def latest(parent: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -89,11 +128,11 @@ def latest(parent: Path) -> tuple[Checkpoint | None, list[str]]:
         CheckpointError: there are some and all are damaged.
     """
     faults = []
-    for folder in reversed(_numbered(parent)):
+    for step in reversed(steps(parent)):
         try:
-            return _open(folder), faults
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-            faults.append(f"checkpoint {folder.name} is damaged ({' '.join(str(error).split())})")
+            return at(parent, step), faults
+        except CheckpointError as error:
+            faults.append(f"checkpoint {step:06d} is damaged ({error})")
     if faults:
         raise CheckpointError(f"{parent}: no usable checkpoint: {'; '.join(faults)}; start a new run")
     return None, []
@@ -101,7 +140,10 @@ def latest(parent: Path) -> tuple[Checkpoint | None, list[str]]:
 
 def steps(parent: Path) -> list[int]:
     """The steps whose checkpoints are kept, ascending."""
-    return [int(folder.name) for folder in _numbered(parent)]
+    if not parent.is_symlink() and not parent.exists():
+        return []
+    with Folder.open(parent.parent) as above, above.inner(parent.name) as folder:
+        return [int(name) for name in _numbered(folder)]
 
 
 def at(parent: Path, step: int) -> Checkpoint:
@@ -111,19 +153,18 @@ def at(parent: Path, step: int) -> Checkpoint:
         CheckpointError: it is damaged.
     """
     try:
-        return _open(parent / f"{step:06d}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise CheckpointError(f"{parent}/{step:06d} is damaged ({' '.join(str(error).split())}); give another round"
-                              ) from None
+        with Folder.open(parent.parent) as above, above.inner(parent.name) as folder:
+            return _open(folder, f"{step:06d}")
+    except _DAMAGE as error:
+        raise CheckpointError(" ".join(str(error).removeprefix(f"{parent}/{step:06d}/").split())) from None
 
 
-def sync(path: Path) -> None:
-    """Waits until a file's or folder's content is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def sweep(folder: Folder) -> list[str]:
+    """Removes what processes left that were killed while they wrote in this folder; by whoever holds the run alone."""
+    left = folder.unfinished()
+    for name in left:
+        folder.remove(name)
+    return left
 
 
 def hash_tensors(tensors: dict[str, Tensor]) -> str:
@@ -136,66 +177,61 @@ def hash_tensors(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _numbered(parent: Path) -> list[Path]:
-    found = (folder for folder in parent.glob("[0-9]*") if folder.name.isdigit())
-    return sorted(found, key=lambda folder: int(folder.name))
+class _Elders:
+    """The checkpoint before, and the one before that, for parts that are as they were."""
+
+    def __init__(self, folder: Folder, previous: Checkpoint | None):
+        self._folder, self._previous, self._twins = folder, previous, None
+        self._entries: dict[str, Part] = {}
+        if previous is None:
+            return
+        older = [name for name in _numbered(folder) if int(name) < int(previous.folder.name)]
+        if older:
+            with suppress(*_DAMAGE):
+                twins = folder.inner(older[-1])
+                self._entries = twins.read_json("manifest.json", _KIND, _MANIFEST)["parts"]
+                self._twins = twins
+
+    def __enter__(self) -> "_Elders":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._twins is not None:
+            self._twins.__exit__()
+
+    def carry(self, name: str, here: Folder) -> Part:
+        """Puts a part that is as it was into a checkpoint that is being made."""
+        assert self._previous is not None
+        entry = self._previous.parts[name]
+        if file := entry["file"]:
+            twin = self._entries.get(name)
+            if self._twins is not None and twin is not None and twin["sha256"] == entry["sha256"]:
+                with suppress(OSError, CheckpointError):        # a file system without second names
+                    self._twins.link(file, here)
+                    return entry
+            with self._folder.inner(self._previous.folder.name) as last:
+                last.copy(file, here)
+            if here.hash(file) != entry["sha256"]:
+                raise CheckpointError(f"{self._previous.folder / file}: was damaged after it was written; go on from "
+                                      "the checkpoint before with raylt resume")
+        return entry
 
 
-def _write_part(folder: Path, name: str, part: Tree) -> dict[str, Any]:
-    # copies: safetensors refuses tensors that share memory
-    tensors = {path: leaf.clone(memory_format=torch.contiguous_format) for path, leaf in tree.leaves(part)
-               if isinstance(leaf, Tensor)}
-    assert len(tensors) == sum(isinstance(leaf, Tensor) for _, leaf in tree.leaves(part)), "two tensors with one name"
-    entry: dict[str, Any] = {"file": None, "sha256": None, "tree": _form(part)}
-    if tensors:                     # most clients of most methods have none
-        file = folder / f"{name}.safetensors"
-        save_file(tensors, file)
-        entry |= {"file": file.name, "sha256": _hash_file(file)}
-    return entry
+def _numbered(folder: Folder) -> list[str]:
+    return sorted((name for name in folder.names() if name.isdigit() and len(name) >= 6), key=int)
 
 
-def _link(previous: Checkpoint, name: str, folder: Path) -> dict[str, Any]:
-    entry = previous.parts[name]
-    if entry["file"]:
-        source, target = previous.folder / entry["file"], folder / entry["file"]
-        try:
-            os.link(source, target)
-        except OSError:             # a file system without hard links
-            shutil.copyfile(source, target)
-    return entry
-
-
-def _open(folder: Path) -> Checkpoint:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    if manifest.pop("sha256") != _hash_json(manifest):
-        raise ValueError("manifest.json: its content does not match its hash")
-    if manifest["format"] != _FORMAT:
-        raise ValueError(f"format {manifest['format']}, this raylt reads {_FORMAT}")
-    for entry in manifest["parts"].values():
-        if entry["file"] and _hash_file(folder / entry["file"]) != entry["sha256"]:
-            raise ValueError(f"{entry['file']}: its content does not match its hash")
-    return Checkpoint(folder, manifest["facts"], manifest["parts"])
-
-
-def _hash_file(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _hash_json(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _form(part: Tree, path: str = "") -> dict[str, Any]:
-    form = {}
-    for key, value in part.items():
-        assert isinstance(key, str), f"key {key!r}: states are dicts with string keys"
-        here = f"{path}.{key}" if path else key
-        assert isinstance(value, dict | Tensor | str | int | float | None), f"{here} is a {type(value).__name__}"
-        form[key] = _form(value, here) if isinstance(value, dict) else [here] if isinstance(value, Tensor) else value
-    return form
-
-
-def _fill(form: dict[str, Any], tensors: dict[str, Tensor]) -> Tree:
-    return {key: _fill(value, tensors) if isinstance(value, dict) else tensors[value[0]] if isinstance(value, list)
-            else value for key, value in form.items()}
+def _open(folder: Folder, name: str) -> Checkpoint:
+    with folder.inner(name) as here:
+        manifest = here.read_json("manifest.json", _KIND, _MANIFEST)
+        content = {key: value for key, value in manifest.items() if key != "sha256"}
+        if manifest["sha256"] != hash_json(content):
+            raise ValueError("manifest.json: its content does not match its hash")
+        if manifest["format"] != _FORMAT:
+            raise ValueError(f"format {manifest['format']}, this raylt reads {_FORMAT}")
+        if manifest["facts"].get("step") != int(name):
+            raise ValueError(f"it is that of step {manifest['facts'].get('step')}")
+        for entry in manifest["parts"].values():
+            if entry["file"] and here.hash(entry["file"]) != entry["sha256"]:
+                raise ValueError(f"{entry['file']}: its content does not match its hash")
+        return Checkpoint(folder.path / name, manifest["facts"], manifest["parts"])

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from raylt import metrics, tree
 from raylt.core import checkpoint
-from raylt.core.checkpoint import Checkpoint
+from raylt.core.checkpoint import Checkpoint, Seal
 from raylt.core.cohort import Ledger, Traffic
 from raylt.core.evaluation import confusion_of
 from raylt.core.fleet import Fleet
 from raylt.core.judging import Judge, counts_on, judged_entries
+from raylt.core.parts import replace_tensors
 from raylt.core.reductions import Reduction
 from raylt.core.report import Report
 from raylt.core.server import Server, Stages
@@ -100,12 +100,16 @@ class Experiment:
         finally:
             server.model, server.state, server.round, server.figures, server.stages = before
 
-    def advance(self) -> Report:
-        """A step, then a checkpoint when it is due."""
+    def advance(self, seal: Seal | None = None) -> Report:
+        """A step, then a checkpoint when it is due.
+
+        Args:
+            seal: what binds the checkpoint to its run; None without a run folder.
+        """
         report = self.step()
         if self._step % self.config.output.checkpoint_every == 0 or self._step >= self.server.rounds:
             start = time.perf_counter()
-            self.save(report)
+            self.save(report, seal)
             report.stages["checkpoint"] = time.perf_counter() - start
         return report
 
@@ -113,12 +117,12 @@ class Experiment:
         """Writes the deployed model and returns what a summary says of it."""
         model = {name: value.detach().cpu().contiguous()
                  for name, value in self.method.global_model(self.server).state_dict().items()}
-        save_file(model, self.folder / "model.safetensors")
+        replace_tensors(self.folder, "model.safetensors", model)
         return {"model_sha256": checkpoint.hash_tensors(model), "task": self.task.kind}
 
-    def save(self, report: Report) -> None:
+    def save(self, report: Report, seal: Seal | None = None) -> None:
         """Commits a checkpoint of everything that the next step depends on, with the report of the step before."""
-        facts = {"step": self._step, "report": asdict(report)}
+        facts = {"step": self._step, "report": asdict(report), "seal": None if seal is None else asdict(seal)}
         self._saved = checkpoint.write(self.folder / "checkpoints", self._step, self._parts(), facts, self._saved,
                                        self.config.output.keep)
         self.fleet.changed.clear()

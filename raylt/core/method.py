@@ -22,6 +22,7 @@ from raylt.core.fleet import Fleet
 from raylt.core.reductions import mean
 from raylt.core.server import Server
 from raylt.core.server_optimisers import ServerOptimiser
+from raylt.core.terms import asked_for, figure_of, reply_of
 from raylt.core.training import Objective, sgd
 from raylt.data.sources import Kind
 from raylt.data.task import Facts, Task
@@ -56,6 +57,11 @@ class Method(BaseModel):
         """Whether there is something to do after the last round."""
         return False
 
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """The names of the objective's terms, where it has several: each round reports their shares in its gradient."""
+        return ()
+
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         """Before any process starts, where the run is started: fetches what is missing, refuses what cannot work.
 
@@ -83,14 +89,18 @@ class Method(BaseModel):
         return client.reply()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """The loss of a batch. Called once a round, so the closure holds what the round fixes."""
+        """The loss of a batch. Called once a round, so the closure holds what the round fixes.
+
+        One of several terms is a `Terms`.
+        """
         return lambda batch: client.cross_entropy(client.model(batch.x), batch.y)
 
     def train(self, client: Client, message: Message) -> Reply:
         """Local training, on the model that the message brought."""
         client.receive(message["model"])
-        loss = sgd(client, self.objective(client, message))
-        return client.reply(model=self.shared(client.model), loss=loss)
+        objective = self.objective(client, message)
+        loss = sgd(client, objective)
+        return client.reply(model=self.shared(client.model), loss=loss, **reply_of(objective, self.terms))
 
     # at the server
 
@@ -118,9 +128,9 @@ class Method(BaseModel):
         """One round, in straight-line code."""
         message = self.message(server)
         got = fleet.ask(self.train, self.sample(server, fleet), message, self.reply_weights(server, fleet),
-                        model=mean.like(message["model"]), loss=mean.like(0.0))
+                        model=mean.like(message["model"]), loss=mean.like(0.0), **asked_for(self.terms))
         server.step(got["model"])
-        server.log(loss=got["loss"])
+        server.log(loss=got["loss"], **figure_of(got))
 
     def server_optimiser(self) -> ServerOptimiser | None:
         """The rule of `server.step`; None: the clients' mean is the new global model."""

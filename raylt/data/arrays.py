@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from raylt.data.cache import Stored, read_npz
+from raylt.data.cache import Stored
+from raylt.data.decoding import read_npz
 from raylt.data.maps import VOID
 from raylt.errors import DataError
 

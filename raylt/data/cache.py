@@ -1,14 +1,11 @@
 """Images and label maps decoded once into memory-mapped uint8 arrays, from which every process copies its rows."""
 
-import fcntl
 import hashlib
 import json
 import math
 import os
 import shutil
 import sys
-import zipfile
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,10 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from raylt.data.decoding import fitted_image
 from raylt.errors import DataError
+from raylt.store import folder_for
 
 if TYPE_CHECKING:
     from PIL import Image
+
+PARTIAL = "partial.npy"         # what is being decoded
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +87,8 @@ def decode_tree(name: str, folder: Path, files: Sequence[str], size: int, cache:
         DataError: a file cannot be decoded, or the cache does not fit on the disk.
     """
     place = _place(name, [str(folder.resolve()), size, list(files)], cache)
-    return _decoded(place / "images.npy", (len(files), size, size, 3), lambda row: _decode(folder / files[row], size))
+    return _decoded(place / "images.npy", (len(files), size, size, 3),
+                    lambda row: fitted_image(folder / files[row], size))
 
 
 @dataclass(frozen=True)
@@ -142,53 +144,23 @@ def decode_frames(name: str, frames: Frames, height: int, cache: Path) -> tuple[
             _decoded(paths[1], (frames.count, height, width), labels))
 
 
-def open_image(file: Path) -> "Image.Image":
-    """An image file, decoded, in the colours it was written in.
-
-    Raises:
-        DataError: it cannot be decoded.
-    """
-    from PIL import Image
-
-    try:
-        with Image.open(file) as image:
-            image.load()
-            return image
-    except Exception as error:                  # PIL's decoders raise whatever they trip over
-        raise _undecodable(file, error) from None
-
-
-def read_npz(path: Path, keys: Sequence[str]) -> dict[str, np.ndarray]:
-    """The arrays of these names that a npz file has.
-
-    Raises:
-        DataError: not such a file, or damaged.
-    """
-    try:
-        file = np.load(path, allow_pickle=False)
-        if isinstance(file, np.ndarray):
-            raise ValueError("a single array")
-        with file:
-            return {key: file[key] for key in keys if key in file}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        cause = "no such file" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
-        raise DataError(f"{path.resolve()}: not a readable npz file ({cause}); write it with numpy.savez_compressed "
-                        "and without Python objects") from None
-
-
 def _place(name: str, key: Any, cache: Path) -> Path:
     return cache.resolve() / f"{name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
 
 
 def _decoded(path: Path, shape: tuple[int, ...], decode: Callable[[int], np.ndarray]) -> Mapped:
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # trials that start together decode once; what a killed process left is overwritten under the same lock
-        with (path.parent / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
-                _decode_all(decode, shape, path.with_name("partial.npy"))
-                os.replace(path.with_name("partial.npy"), path)
+        # trials that start together decode once; what a killed process left is removed under the same lock
+        with folder_for(path.parent) as folder:
+            lock = folder.lock("lock", wait=True)
+            assert lock is not None
+            try:
+                if not path.exists():
+                    folder.remove(PARTIAL)
+                    _decode_all(decode, shape, path.with_name(PARTIAL))
+                    folder.rename(PARTIAL, path.name)
+            finally:
+                os.close(lock)
     return Mapped(str(path), np.arange(shape[0]))
 
 
@@ -196,7 +168,6 @@ def _decode_all(decode: Callable[[int], np.ndarray], shape: tuple[int, ...], pat
     from rich.console import Console
     from rich.progress import track
 
-    path.unlink(missing_ok=True)
     needed, free = math.prod(shape), shutil.disk_usage(path.parent).free
     if needed > free:           # writing past the end of the disk through a memory map would kill the process
         raise DataError(f"{path.parent}: the cache of {shape[0]} images at data.size = {shape[1]} takes "
@@ -215,18 +186,3 @@ def _decode_all(decode: Callable[[int], np.ndarray], shape: tuple[int, ...], pat
     except BaseException:
         path.unlink()
         raise
-
-
-def _decode(file: Path, size: int) -> np.ndarray:
-    from PIL import Image, ImageOps
-
-    try:
-        with Image.open(file) as image:
-            image.draft("RGB", (size, size))    # a JPEG is decoded at the smallest scale that still covers the crop
-            return np.asarray(ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.BILINEAR))
-    except Exception as error:                  # PIL's decoders raise whatever they trip over
-        raise _undecodable(file, error) from None
-
-
-def _undecodable(file: Path, error: Exception) -> DataError:
-    return DataError(f"{file}: not an image that can be decoded ({' '.join(str(error).split())}); replace or remove it")

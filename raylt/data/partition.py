@@ -1,5 +1,5 @@
-"""Who gets which sample: CReFF's partition, Dirichlet partitions with and without a smallest size, IID, recorded ids,
-and, of images with label maps, classes.
+"""Who gets which sample: CReFF's partition, Dirichlet partitions with and without a smallest size, that of Hsu et al.,
+IID, recorded ids, and, of images with label maps, classes.
 
 Every function returns one sorted int64 array of positions into `labels` per client; together they hold each position
 once. Clients may be empty unless a smallest size is asked for.
@@ -49,6 +49,8 @@ def partition(labels: np.ndarray, config: DataConfig, ids: np.ndarray | None) ->
         case "dirichlet_min":
             min_size = 10 if config.min_size is None else config.min_size
             parts = dirichlet_min(labels, config.clients, config.alpha, min_size, rng)
+        case "hsu":
+            parts = hsu(labels, config.clients, config.alpha, rng)
         case "iid":
             parts = iid(labels, config.clients, rng)
         case "by_id":
@@ -104,6 +106,30 @@ def dirichlet_min(labels: np.ndarray, clients: int, alpha: float, min_size: int,
     """
     share = len(labels) / clients
     return _by_owner(_deal_until(labels, clients, alpha, rng, share, _cut_exact, min_size), clients)
+
+
+def hsu(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> list[np.ndarray]:
+    """Hsu, Qi and Brown (2019): each client draws its class mix q ~ Dir(alpha p), p the class frequencies of all
+    samples, and then its samples one by one by q, without replacement; sizes differ by at most 1.
+
+    Where a class runs out, the mix of whoever still draws is that of the other classes; where a client's mix holds none
+    that is left, it draws a new one from what is left.
+    """
+    rows = [rng.permutation(np.flatnonzero(labels == c)) for c in np.unique(labels)]
+    left = np.array([len(members) for members in rows])
+    prior = left / left.sum()
+    owner = np.empty(len(labels), dtype=np.int64)
+    for k, part in enumerate(np.array_split(np.arange(len(labels)), clients)):
+        mix, wanted = _draw_mix(alpha * prior, left, rng), len(part)
+        while wanted:
+            if not (mix[left > 0] > 0).any():
+                mix = _draw_mix(alpha * prior, left, rng)
+            open_mix = np.where(left > 0, mix, 0)
+            counts = np.minimum(rng.multinomial(wanted, open_mix / open_mix.sum()), left)
+            for members, taken, n in zip(rows, left, counts, strict=True):
+                owner[members[taken - n:taken]] = k
+            left, wanted = left - counts, wanted - counts.sum()
+    return _by_owner(owner, clients)
 
 
 def iid(labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -182,6 +208,17 @@ def _deal(rows: list[np.ndarray], clients: int, alpha: float, rng: np.random.Gen
         owner[rng.permutation(members)] = np.repeat(np.arange(clients), counts)
         sizes += counts
     return owner
+
+
+def _draw_mix(concentration: np.ndarray, left: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A class mix over the classes of which samples are left; one class where all shares would be rounded to 0."""
+    mix = np.zeros(len(left))
+    held = left > 0
+    drawn = rng.dirichlet(concentration[held])
+    if not drawn.sum() > 0:
+        drawn = rng.multinomial(1, concentration[held] / concentration[held].sum())
+    mix[held] = drawn
+    return mix
 
 
 def _cut_down(p: np.ndarray, n: int) -> np.ndarray:

@@ -2,14 +2,40 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import numpy as np
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict
 
+from raylt import store
 from raylt.data.cache import Stored, load, take
-from raylt.errors import DataError
+from raylt.errors import CheckpointError, DataError
+from raylt.typed import as_json, closed, hash_json
+
+LIMIT = 2**30               # bytes of a split.json: a hundred million samples
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+@closed
+class _File(TypedDict):
+    """The content of a split.json."""
+
+    sha256: Sha256
+    clients: list[list[Annotated[int, Field(ge=-2**63, lt=2**63)]]]
+    labels_sha256: Sha256
+    source: str
+    imbalance: Annotated[float, Field(ge=1, allow_inf_nan=False)]
+    partition: str
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    seed: Annotated[int, Field(ge=0)]
+    beta: NotRequired[Annotated[int, Field(ge=1)]]
+    seal: Sha256
+
+
+_FILE = TypeAdapter(_File)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,36 +63,36 @@ class Split:
         """SHA-256 of the index lists alone, as JSON without spaces."""
         return hashlib.sha256(json.dumps(self._lists(), separators=(",", ":")).encode()).hexdigest()
 
+    @property
+    def seal(self) -> str:
+        """SHA-256 of everything, the index lists by theirs."""
+        return hash_json({**asdict(self), "clients": self.sha256})
+
     def to_json(self) -> dict[str, Any]:
-        tree = {"sha256": self.sha256, **(asdict(self) | {"clients": self._lists()})}
+        tree = {"sha256": self.sha256, **asdict(self), "clients": self._lists(), "seal": self.seal}
         return {name: value for name, value in tree.items() if value is not None}
 
     @classmethod
-    def from_json(cls, tree: Any) -> "Split":
-        """The inverse of `to_json`.
+    def from_json(cls, content: str | bytes) -> "Split":
+        """The inverse of `to_json`, from its text.
 
         Raises:
-            DataError: another structure, or lists that do not have the hash beside them.
+            DataError: another structure, or lists or fields that do not have the hashes beside them.
         """
-        names = {"sha256", *(field.name for field in fields(cls) if field.name != "beta")}
-        if not isinstance(tree, dict) or set(tree) - {"beta"} != names:
-            raise DataError(f"not a split; a mapping with {', '.join(sorted(names))} is expected")
-        lists = tree["clients"]
-        if not (isinstance(lists, list) and all(isinstance(rows, list) and all(type(row) is int for row in rows)
-                                                for rows in lists)):
-            raise DataError("clients of a split must be lists of whole numbers")
-        try:
-            clients = tuple(np.array(rows, dtype=np.int64) for rows in lists)
-        except OverflowError:
-            raise DataError("an index of the split is not a 64-bit number") from None
-        split = cls(**{name: tree[name] for name in set(tree) - {"sha256", "clients"}}, clients=clients)
-        if split.sha256 != tree["sha256"]:
+        tree: dict[str, Any] = {**as_json(content, _FILE, "not a split.json", DataError)}
+        sha256, seal = tree.pop("sha256"), tree.pop("seal")
+        lists = tree.pop("clients")
+        split = cls(tuple(np.array(rows, dtype=np.int64) for rows in lists), **tree)
+        if split.sha256 != sha256:
             raise DataError("the index lists were changed after the split was saved: they do not have the sha256 "
                             "beside them; draw the split anew or take the original file")
+        if split.seal != seal:
+            raise DataError("a field was changed after the split was saved: they do not have the seal beside them; "
+                            "draw the split anew or take the original file")
         return split
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_json(), separators=(",", ":")))
+        store.write(path, json.dumps(self.to_json(), separators=(",", ":")))
 
     @classmethod
     def load(cls, path: Path) -> "Split":
@@ -76,11 +102,9 @@ class Split:
             DataError: the file cannot be read, is no split, or was changed.
         """
         try:
-            return cls.from_json(json.loads(path.read_text()))
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}; give a split.json that exists") from None
-        except ValueError as error:
-            raise DataError(f"{path}: not a split.json ({error})") from None
+            return cls.from_json(store.read(path, LIMIT))
+        except CheckpointError as error:
+            raise DataError(f"{error}; give a split.json that exists") from None
         except DataError as error:
             raise DataError(f"{path}: {error}") from None
 

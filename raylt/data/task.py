@@ -121,15 +121,24 @@ class Task(Facts):
         return Facts(**{field.name: getattr(self, field.name) for field in fields(Facts)})
 
 
-def build_task(config: DataConfig) -> Task:
+def build_task(config: DataConfig, split: Split | None = None) -> Task:
     """The data set that `config` names, made long-tailed and partitioned; or split as its `split` file says.
+
+    Args:
+        split: instead of what the configuration says.
 
     Raises:
         ConfigError: no such source.
         DataError: the data are missing or malformed, or cannot be split as asked.
     """
     source = open_source(config)
-    split = _draw(source, config) if config.split is None else _import(source, config, Path(config.split).expanduser())
+    if split is not None:
+        _check(split, source, config, "the split of this run")
+    elif config.split is not None:
+        split = Split.load(Path(config.split).expanduser())
+        _check(split, source, config, config.split)
+    else:
+        split = _draw(source, config)
     names, views = source.class_names, None
     everyone = class_counts(take(source.y_train, np.concatenate(split.clients)), len(names))
     groups = group_of(everyone, *group_thresholds(config, everyone.sum() if source.kind == "segmentation" else None))
@@ -174,18 +183,23 @@ def _thinned(source: Source, config: DataConfig) -> tuple[np.ndarray, np.ndarray
     return np.arange(len(source.y_train)), shown(source.y_train, classes)
 
 
-def _import(source: Source, config: DataConfig, path: Path) -> Split:
-    split = Split.load(path)
+def _check(split: Split, source: Source, config: DataConfig, name: str) -> None:
+    """Raises a DataError where a split cannot be one of these data."""
     if split.labels_sha256 != hash_labels(source.y_train):
-        raise DataError(f"{path}: drawn from {split.source}, whose training labels are not those of data.source = "
+        raise DataError(f"{name}: drawn from {split.source}, whose training labels are not those of data.source = "
                         f"{config.source}; use the source it was drawn from")
     if len(split.clients) != config.clients:
-        raise DataError(f"{path}: has {len(split.clients)} clients, data.clients = {config.clients}; "
+        raise DataError(f"{name}: has {len(split.clients)} clients, data.clients = {config.clients}; "
                         f"set data.clients={len(split.clients)}")
     rows = np.concatenate(split.clients)
     if not len(rows) or rows.min() < 0 or rows.max() >= len(source.y_train):
-        raise DataError(f"{path}: indices must be from 0 to {len(source.y_train) - 1} and at least one; "
+        raise DataError(f"{name}: indices must be from 0 to {len(source.y_train) - 1} and at least one; "
                         "draw the split anew")
     if len(np.unique(rows)) != len(rows):
-        raise DataError(f"{path}: some sample is listed more than once; draw the split anew")
-    return split
+        raise DataError(f"{name}: some sample is listed more than once; draw the split anew")
+    if (split.partition == "classes") != (split.beta is not None):
+        raise DataError(f"{name}: partition {split.partition} with beta {split.beta}; beta belongs to partition "
+                        "classes alone; draw the split anew")
+    if split.beta is not None and (source.kind != "segmentation" or split.beta > len(source.class_names)):
+        raise DataError(f"{name}: beta {split.beta}: clients keep classes of label maps only, and {source.name} is a "
+                        f"problem of {source.kind} with {len(source.class_names)} classes; draw the split anew")

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from raylt.core.client import Client, Message
 from raylt.core.method import Method
+from raylt.core.terms import Terms
 from raylt.core.training import Objective
 from raylt.data.samples import Batch
 from raylt.hyper import Choice, hp
@@ -28,15 +29,21 @@ class FedDecorr(Method):
     beta: float = hp(0.1, Choice(0.0, 0.01, 0.05, 0.1, 0.2, 0.3), "weight of the term", ge=0)
     loss: Literal["code", "paper"] = hp("code", Choice("code", "paper"), "scale of the term")
 
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return ("cross_entropy", "decorrelation") if self.beta else ()
+
     def objective(self, client: Client, message: Message) -> Objective:
+        if not self.beta:
+            return super().objective(client, message)
         model = client.model
 
-        def loss(batch: Batch) -> Tensor:
+        def terms(batch: Batch) -> dict[str, Tensor]:
             z = model.encoder(batch.x)                                          # [B, d]
-            plain = F.cross_entropy(model.classifier(z), batch.y)
-            return plain + self.beta * decorrelation(z, self.loss) if self.beta else plain
+            return {"cross_entropy": F.cross_entropy(model.classifier(z), batch.y),
+                    "decorrelation": self.beta * decorrelation(z, self.loss)}
 
-        return loss
+        return Terms(client, terms)
 
 
 def decorrelation(z: Tensor, scale: str) -> Tensor:

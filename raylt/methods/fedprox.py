@@ -11,6 +11,7 @@ from torch import Tensor
 
 from raylt.core.client import Client, Message
 from raylt.core.method import Method
+from raylt.core.terms import Terms
 from raylt.core.training import Objective
 from raylt.data.samples import Batch
 from raylt.data.sources import Kind
@@ -26,13 +27,18 @@ class FedProx(Method):
 
     mu: float = hp(0.01, LogUniform(1e-4, 1.0), "weight of the proximal term, Eq. 2", ge=0)
 
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return "cross_entropy", "proximal"
+
     def objective(self, client: Client, message: Message) -> Objective:
         """Eq. 2: h(w) = F(w) + mu/2 ||w - w_t||^2 over the trainable parameters."""
         params = [p for p in client.model.parameters() if p.requires_grad]
         anchor = [p.detach().clone() for p in params]            # w_t: the model was received just before
 
-        def loss(batch: Batch) -> Tensor:
+        def terms(batch: Batch) -> dict[str, Tensor]:
             square = torch.stack([(p - a).square().sum() for p, a in zip(params, anchor, strict=True)]).sum()
-            return client.cross_entropy(client.model(batch.x), batch.y) + self.mu / 2 * square
+            return {"cross_entropy": client.cross_entropy(client.model(batch.x), batch.y),
+                    "proximal": self.mu / 2 * square}
 
-        return loss
+        return Terms(client, terms)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from raylt import tree
 from raylt.core.client import Client, Message, Reply
 from raylt.core.method import Method
+from raylt.core.terms import Terms
 from raylt.core.training import Objective
 from raylt.data.samples import Batch
 from raylt.data.task import Facts
@@ -48,6 +49,10 @@ class MOON(Method):
             client.state["previous"] = tree.snapshot(client.model.encoder.state_dict())
         return reply
 
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return ("cross_entropy", "contrastive") if self.mu else ()
+
     def objective(self, client: Client, message: Message) -> Objective:
         """Eq. 4."""
         if not self.mu:
@@ -56,15 +61,15 @@ class MOON(Method):
         received = frozen(model.encoder, {})                    # the model was received just before
         previous = frozen(model.encoder, client.state.get("previous", {}))      # [2]
 
-        def loss(batch: Batch) -> Tensor:
+        def terms(batch: Batch) -> dict[str, Tensor]:
             z = model.encoder(batch.x)                                          # [B, d]
             with torch.no_grad():
                 alike = [received(batch.x), previous(batch.x)]
             similarity = torch.stack([F.cosine_similarity(z, other, dim=1) for other in alike], 1) / self.tau   # [B, 2]
             contrast = F.cross_entropy(similarity, torch.zeros_like(batch.y))   # Eq. 3
-            return F.cross_entropy(model.classifier(z), batch.y) + self.mu * contrast
+            return {"cross_entropy": F.cross_entropy(model.classifier(z), batch.y), "contrastive": self.mu * contrast}
 
-        return loss
+        return Terms(client, terms)
 
 
 def frozen(encoder: nn.Module, entries: Params) -> nn.Module:

@@ -9,7 +9,6 @@ Preprocessing and activation are always those of the weights: open_clip itself o
 another GELU. It is imported inside the functions: it takes seconds that nobody else pays.
 """
 
-import fcntl
 import os
 import re
 import tempfile
@@ -28,6 +27,7 @@ from raylt.data.task import Task
 from raylt.errors import ConfigError
 from raylt.models.teacher import FeatureFile, Teacher, Wording, describe, shorten
 from raylt.seeds import seeded
+from raylt.store import Folder
 
 BATCH = 64              # always the same: it decides the last bits of a feature
 
@@ -204,6 +204,10 @@ def _fetch(name: str, source: dict[str, Any]) -> Path:
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
     """Processes of one user on one node that want weights wait for the one that fetches them."""
-    with (Path(tempfile.gettempdir()) / f"raylt-weights-{os.getuid()}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with Folder.open(Path(tempfile.gettempdir())) as folder:
+        lock = folder.lock(f"raylt-weights-{os.getuid()}.lock", wait=True)
+    assert lock is not None
+    try:
         yield
+    finally:
+        os.close(lock)

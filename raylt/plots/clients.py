@@ -27,22 +27,37 @@ class Comparison:
     Attributes:
         sizes: training samples of each client, [K].
         runs: of each run by its name, one accuracy per client, [K]; None for a client that is not judged.
+        owned: classes that each client owns, [K].
     """
 
     metric: Metric
     split_sha256: str
     sizes: list[int]
     runs: dict[str, list[float | None]]
+    owned: list[int]
 
     @property
     def title(self) -> str:
         return WHAT[self.metric]
 
     def spread(self) -> dict[str, dict[str, float]]:
-        """Of each run: mean, standard deviation and worst decile over its clients."""
-        judged = {name: [a for a in values if a is not None] for name, values in self.runs.items()}
-        return {name: {"mean": statistics.fmean(values), "deviation": statistics.pstdev(values),
-                       "worst_decile": worst_decile(values)} for name, values in judged.items()}
+        """Of each run: mean, standard deviation and worst decile over its clients; and, where there are some of at most
+        two classes, the mean over the others.
+
+        With two classes some methods leave a client nothing to tell (BPFed's smoothing), and with one every answer may
+        be right: a few such clients can decide a comparison.
+        """
+        judged = {name: [(a, n) for a, n in zip(values, self.owned, strict=True) if a is not None]
+                  for name, values in self.runs.items()}
+        spread = {}
+        for name, values in judged.items():
+            figures = [a for a, _ in values]
+            spread[name] = {"mean": statistics.fmean(figures), "deviation": statistics.pstdev(figures),
+                            "worst_decile": worst_decile(figures)}
+            others = [a for a, n in values if n > 2]
+            if 0 < len(others) < len(values):
+                spread[name]["mean_of_more_than_two_classes"] = statistics.fmean(others)
+        return spread
 
     def table(self) -> Table:
         """As a person reads it, in percent."""
@@ -51,7 +66,7 @@ class Comparison:
             table.add_row(str(k), str(n), *(percent(values[k]) for values in self.runs.values()))
         table.add_section()
         spread = self.spread()
-        for kind in ("mean", "deviation", "worst_decile"):
+        for kind in next(iter(spread.values())):
             table.add_row(kind.replace("_", " "), "", *(percent(spread[name][kind]) for name in self.runs))
         return table
 
@@ -89,7 +104,7 @@ def compare(runs: Sequence[Run], metric: Metric) -> Comparison:
     """The clients of finished runs side by side.
 
     Raises:
-        CheckpointError: a run is not finished, kept no figures of each client, or has another split than the first.
+        CheckpointError: a run is not finished, was changed, or has another split than the first.
     """
     runs = list({run.folder: run.finished() for run in runs}.values())
     names = [run.name for run in runs]
@@ -100,11 +115,9 @@ def compare(runs: Sequence[Run], metric: Metric) -> Comparison:
             raise CheckpointError(f"{run.folder}: its clients hold other samples (split {run.split.sha256[:16]}) than "
                                   f"those of {runs[0].folder} ({first.sha256[:16]}); give runs over the same split")
     figures = {name: _last_figures(run)[metric] for name, run in zip(names, runs, strict=True)}
-    return Comparison(metric, first.sha256, [len(rows) for rows in first.clients], figures)
+    owned = (runs[0].task.client_counts > 0).sum(1).tolist()
+    return Comparison(metric, first.sha256, [len(rows) for rows in first.clients], figures, owned)
 
 
 def _last_figures(run: Run) -> dict[str, list[float | None]]:
-    by_client = run.reports[-1].get("by_client")
-    if not by_client:
-        raise CheckpointError(f"{run.folder}: kept no figures of each client (an older raylt made it); run it again")
-    return by_client
+    return run.reports[-1]["by_client"]

@@ -1,9 +1,11 @@
 """What the pictures have in common."""
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raylt.errors import ConfigError
+from raylt import store
+from raylt.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,10 +32,13 @@ def save(figure: "Figure", path: Path) -> Path:
     Raises:
         ConfigError: the file cannot be written, or nobody knows this kind of picture.
     """
+    content = io.BytesIO()
     try:
-        figure.savefig(path)
-    except OSError as error:
-        raise ConfigError(f"--picture {path}: {error.strerror}; give a .png that can be written") from None
+        figure.savefig(content, format=path.suffix.removeprefix(".") or "png")
+        store.write(path, content.getvalue())
+    except CheckpointError as error:
+        raise ConfigError(f"--picture {path}: {str(error).rpartition(': ')[2]}; give a .png that can be written"
+                          ) from None
     except ValueError as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"--picture {path}: {reason}; give a .png that can be written") from None

@@ -2,11 +2,9 @@
 
 import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from raylt.core.client import Client, Message, Reply
@@ -94,8 +92,11 @@ def _parts(images: Any, size: int) -> list[Any]:
     return [images[start:start + size] for start in range(0, max(1, len(images)), size)]
 
 
-def global_model(experiment: Experiment, folder: Path) -> TrainedModel:
-    """The model that a run's users get: that of model.safetensors where the run is finished.
+def global_model(experiment: Experiment, trained: dict[str, Tensor] | None) -> TrainedModel:
+    """The model that a run's users get.
+
+    Args:
+        trained: the entries that a finished run ended with.
 
     Raises:
         ConfigError: there is none, since each client keeps its own running statistics.
@@ -104,8 +105,8 @@ def global_model(experiment: Experiment, folder: Path) -> TrainedModel:
         raise ConfigError("federation.batchnorm = local: each client keeps its own running statistics, so there is no "
                           "global model to use; take client_model(id)")
     network = experiment.method.global_model(experiment.server)
-    if (file := folder / "model.safetensors").is_file():
-        network.load_state_dict(load_file(file))
+    if trained is not None:
+        network.load_state_dict(trained)
     return _ready(experiment, network)
 
 

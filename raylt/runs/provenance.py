@@ -12,12 +12,20 @@ import json
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1              # of summary.json and of the lines of metrics.jsonl; raylt/runs/schemas has both
+from pydantic import TypeAdapter
+
+from raylt.errors import CheckpointError
+from raylt.store import Folder
+from raylt.typed import as_json
+
+SCHEMA = 2              # of summary.json and of the lines of metrics.jsonl; raylt/runs/schemas has both
 FILE = "provenance.jsonl"
+_LINE = TypeAdapter(dict[str, Any])
 _ROOT = Path(__file__).parents[1]
 _DECISIVE = ("config", "hyper", "metrics", "seeds", "tree", "registry", "data", "models", "core", "ops", "methods")
 
@@ -65,19 +73,20 @@ def here(fleet: str) -> dict[str, Any]:
 
 def note(folder: Path, fleet: str, step: int) -> None:
     """Appends a line to the run's provenance: it starts, or goes on after `step` committed steps."""
-    with (folder / FILE).open("a") as stream:
-        stream.write(json.dumps({**here(fleet), "after_step": step}) + "\n")
+    line = json.dumps({**here(fleet), "after_step": step}) + "\n"
+    with Folder.open(folder) as there:
+        cut = FILE in there.names() and not there.read(FILE).endswith(b"\n")       # by a kill
+        there.append(FILE, "\n" * cut + line)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run, oldest first; those that a kill cut off are left out. Empty for a run of an older raylt."""
+    with Folder.open(folder) as there:
+        content = there.read_text(FILE) if FILE in there.names() else ""
     lines = []
-    file = folder / FILE
-    for line in file.read_text().splitlines() if file.exists() else []:
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            continue
+    for line in content.splitlines():
+        with suppress(CheckpointError):
+            lines.append(as_json(line, _LINE, FILE))
     return lines
 
 

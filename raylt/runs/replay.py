@@ -73,7 +73,7 @@ def replay(run: Run, round: int, client: int, function: str | None) -> Replayed:
             there = ", ".join(str(step + 1) for step in [0, *kept])
             raise CheckpointError(f"{run.folder}: the checkpoint after round {round - 1} is not kept; rounds that can "
                                   f"be replayed: {there}; output.keep={run.config.federation.rounds} keeps all")
-        saved = checkpoint.at(checkpoints, round - 1)
+        saved = run.checkpoint_after(round - 1)
 
     def fleet(config: Config, task: Task, host: Host) -> OneClient:
         return OneClient(config, task, host, round, client, function)

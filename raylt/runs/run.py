@@ -1,13 +1,11 @@
 """`Run`: a run folder as an object. Whoever reads a run folder does it through this."""
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from raylt.config import Config, load
-from raylt.core import checkpoint
 from raylt.core.checkpoint import Checkpoint
 from raylt.core.experiment import Experiment
 from raylt.core.method import Method
@@ -17,22 +15,23 @@ from raylt.errors import CheckpointError
 from raylt.registry import check_origins, resolve, seek
 from raylt.runs import export, frames
 from raylt.runs.callbacks import Callback, Callbacks
+from raylt.runs.files import Files, State
 from raylt.runs.here import open_here
-from raylt.runs.journal import Journal, held, read_reports
+from raylt.runs.identity import Guest
+from raylt.runs.journal import Journal
 from raylt.runs.runner import FleetKind, carry_out
 from raylt.runs.screen import Screen
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-State = Literal["missing", "running", "stopped", "done"]
-
 
 class Run:
     """A run folder: what was asked for, what came of it, and what can be done with it.
 
     What can change while a run goes on (`state`, `reports`, `summary`, `metrics`, `clients`) is read whenever it is
-    asked for; the rest is read once.
+    asked for; the rest is read once. Files that are not of one run, or were changed, are refused wherever they are
+    read: a CheckpointError says which and how.
 
     Args:
         folder: of a run; `Run.open` refuses one that is none, and here only `state` can be asked of it.
@@ -40,6 +39,7 @@ class Run:
 
     def __init__(self, folder: Path | str):
         self.folder = Path(folder)
+        self._files = Files(self.folder)
 
     @classmethod
     def open(cls, folder: Path | str) -> "Run":
@@ -64,24 +64,19 @@ class Run:
     @property
     def state(self) -> State:
         """missing: there is no such run; running: a process is at it; stopped: it can be resumed; done."""
-        if not (self.folder / "config.yaml").is_file():
-            return "missing"
-        if held(self.folder):
-            return "running"
-        return "done" if (self.folder / "summary.json").is_file() else "stopped"
+        return self._files.state
 
     # what was asked for
 
     @cached_property
     def config(self) -> Config:
         """The configuration, with all fields of the method."""
-        return load(self.folder / "config.yaml")
+        return self._files.config()
 
     @property
-    def origins(self) -> list[dict[str, Any]]:
+    def origins(self) -> list[Guest]:
         """Records of the guests that the run was made with, see raylt/registry.py."""
-        file = self.folder / "origins.json"
-        return json.loads(file.read_text()) if file.is_file() else []
+        return self._files.guests()
 
     @cached_property
     def setup(self) -> Setup:
@@ -100,20 +95,22 @@ class Run:
     @cached_property
     def split(self) -> Split:
         """Who holds which training sample."""
-        return Split.load(self.folder / "split.json")
+        return self._files.split()
 
     @cached_property
     def task(self) -> Task:
         """The data, split as they were; they must be where they were."""
         self._welcome(self.config)
-        return build_task(self.config.data.model_copy(update={"split": str(self.folder / "split.json")}))
+        task = build_task(self.config.data, self.split)
+        self._files.check_data(task)
+        return task
 
     # what came of it
 
     @property
     def reports(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, one per committed step, oldest first."""
-        return read_reports(self.folder)
+        return self._files.lines().reports
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -122,7 +119,11 @@ class Run:
         Raises:
             CheckpointError: the run is not finished.
         """
-        return json.loads((self.finished().folder / "summary.json").read_text())
+        if not self._files.ended:
+            raise CheckpointError(f"{self.folder}: this run is not finished; continue it with raylt resume "
+                                  f"{self.folder}")
+        _ = self.config
+        return self._files.summary()
 
     @property
     def metrics(self) -> "DataFrame":
@@ -138,16 +139,22 @@ class Run:
         """This run.
 
         Raises:
-            CheckpointError: it is not finished.
+            CheckpointError: it is not finished, or its files were changed since.
         """
-        if not (self.folder / "summary.json").is_file():
-            raise CheckpointError(f"{self.folder}: this run is not finished; continue it with raylt resume "
-                                  f"{self.folder}")
+        _ = self.summary
         return self
 
     def checkpoint(self) -> Checkpoint | None:
         """The last one that is undamaged; None where none was committed, or none was kept."""
-        return checkpoint.latest(self.folder / "checkpoints")[0]
+        return self._files.checkpoint()
+
+    def checkpoint_after(self, step: int) -> Checkpoint:
+        """The one after a step.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        return self._files.checkpoint_after(step)
 
     def experiment(self, task: Task | None = None) -> Experiment:
         """The experiment in this process, where the last checkpoint left it.
@@ -176,15 +183,18 @@ class Run:
         Raises:
             CheckpointError: other settings, another process is at it, or no usable checkpoint.
         """
+        before = self.config.model_dump()
         config = load(self.folder / "config.yaml", overrides)
-        before, after = self.config.model_dump(), config.model_dump()
+        after = config.model_dump()
         if differences := [line for key in before if key not in ("resources", "output")
                            for line in _differences(key, before[key], after[key])]:
             raise CheckpointError(f"{self.folder}: a resumed run keeps its settings ({'; '.join(differences)}); only "
                                   "resources.* and output.* may change; start a new run for others")
         setup = self._resolve(config)
         if self.state == "done":            # there is nothing left to do, nor to write again
+            _ = self.summary
             return self
+        self._files.check_version()
         screen = [] if quiet else [Screen()]
         carry_out(setup, self.task, Journal(self.folder), fleet, address, Callbacks([*screen, *callbacks]))
         return self
@@ -196,7 +206,7 @@ class Run:
             CheckpointError: nothing was committed yet.
             ConfigError: with federation.batchnorm=local there are only clients' models.
         """
-        return export.global_model(self.experiment(), self.folder)
+        return export.global_model(self.experiment(), self._files.model() if self._files.ended else None)
 
     def client_model(self, id: int) -> export.TrainedModel:
         """A client's own model, ready to predict; of a method without such, the global one.
@@ -218,7 +228,7 @@ class Run:
     def _welcome(self, config: Config) -> None:
         """What is not raylt's own must be here, as it was."""
         seek(config)
-        check_origins(self.origins, self.folder)
+        check_origins([{**guest} for guest in self.origins], self.folder)
 
 
 def _differences(key: str, old: Any, new: Any) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from raylt.core import checkpoint
+from raylt.core.checkpoint import Seal
 from raylt.core.report import Report
 from raylt.core.setup import Setup
 from raylt.data.task import Task
@@ -25,7 +26,7 @@ class Steps(Protocol):
 
     @property
     def done(self) -> bool: ...
-    def advance(self) -> Report: ...
+    def advance(self, seal: Seal | None = None) -> Report: ...
     def conclude(self) -> dict[str, str]: ...
 
 
@@ -62,7 +63,7 @@ def carry_out(setup: Setup, task: Task, journal: Journal, fleet: FleetKind, addr
                         raise
                     callback.on_message(f"{error.cause}; starting it again from the last checkpoint")
             summary |= provenance.of_summary(journal.folder)
-            journal.conclude(summary)
+            summary = journal.conclude(summary)
     finally:
         callback.on_end(summary)
 
@@ -72,7 +73,7 @@ def _take_steps(setup: Setup, task: Task, journal: Journal, fleet: FleetKind, ad
     setup.method.prepare(task, setup.config, setup.check(task.facts))
     with _experiment(setup, task, journal.folder, fleet, address, callback) as experiment:
         while not experiment.done:
-            report = experiment.advance()
+            report = experiment.advance(journal.seal)
             journal.append(report)
             callback.on_step(report)
         return summarise(journal.reports(), setup.method.name, task.split.sha256, experiment.conclude())

@@ -7,6 +7,7 @@ from typing import Any
 
 from raylt.config import Config, apply, assign, check, override, read
 from raylt.core.method import Method
+from raylt.data.hashes import hash_data
 from raylt.data.task import build_task
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
@@ -53,7 +54,7 @@ def run(what: "str | Path | Config | Method", /, out: Path | str = "runs", name:
     setup.check(task.facts)
     source = Path(task.name.partition(":")[2] or task.name).stem        # of folder:PATH and npz:PATH, the last name
     name = name or f"{method.name}-{source}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
-    journal = Journal.create(Path(out) / name, config, task.split, origins(config))
+    journal = Journal.create(Path(out) / name, config, task.split, hash_data(task), origins(config))
     screen = [] if quiet else [Screen()]
     try:
         carry_out(setup, task, journal, fleet, address, Callbacks([*screen, *callbacks]))

@@ -34,7 +34,7 @@ _SOURCES = {"cifar10_lt": "cifar10", "cifar100_lt": "cifar100", "cinic10_lt": "c
             "imagenet_lt": "imagenet_lt", "cityscapes": "cityscapes"}
 _ROWS: dict[str, dict[str, Any]] = {        # rows that are a method of raylt with other fields
     "SFD-CE": {"abbl": "ce"}, "SFD-LA": {"abbl": "la"}, "SFD w/o improved pi": {"beta_pi": 0},
-    "SFD w/o Delta in A-SCL": {"delta": "none"}, "SFD w/o SAFS and fine-tune": {"safs": False},
+    "SFD w/o Delta in A-SCL": {"delta": "none", "scl_self": False}, "SFD w/o SAFS and fine-tune": {"safs": False},
     "SFD w/o MeanCov aligner": {"aligner": False}, "SFD w/o L_MMD": {"mmd": False}, "SFD w/o L_ARR": {"arr": False},
     "FedSM+CLIP": {}, "FedSM+MetaCLIP": {"teacher": "ViT-B-32/metaclip_400m"}, "FedSM probabilistic SR": {},
     "FedSM deterministic SR": {"partner": "deterministic"}, "FedSM w/o SR": {"partner": "random"},

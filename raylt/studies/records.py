@@ -6,7 +6,7 @@ Only a record whose state is "done" has figures that are compared. The states:
     running     a process holds it
     stopped     begun, held by nobody, can go on
     failed      its last attempt ended with an error
-    damaged     its files contradict each other or cannot be read
+    damaged     its files contradict each other, were changed or cannot be read
     done        every round and the summary are there and agree
 """
 
@@ -17,12 +17,39 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
-from raylt.runs import journal, provenance
+from raylt import store
+from raylt.errors import RayltError
+from raylt.runs import provenance
+from raylt.runs.files import Files
+from raylt.typed import as_json, closed
 
 State = Literal["missing", "running", "stopped", "failed", "damaged", "done"]
 GROUPS = ("many", "medium", "few")
+
+
+@closed
+class _Record(TypedDict):
+    """A record as JSON."""
+
+    cell: str
+    arm: str
+    seed: int
+    folder: str
+    state: State
+    problem: str | None
+    steps: int
+    planned_steps: int
+    config: dict[str, Any]
+    summary: dict[str, Any] | None
+    curve: dict[str, list[float | None]]
+    made: dict[str, Any]
+    by_client: dict[str, list[float | None]]
+
+
+_RECORD = TypeAdapter(_Record)
 
 
 @dataclass(frozen=True)
@@ -64,8 +91,13 @@ class Record:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> "Record":
-        return cls(**tree)
+    def from_json(cls, tree: Mapping[str, Any], what: str = "record") -> "Record":
+        """The inverse of `to_json`.
+
+        Raises:
+            CheckpointError: it is none; `what` is what the error calls it.
+        """
+        return cls(**as_json(json.dumps(tree), _RECORD, what))
 
 
 def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: str | None = None) -> Record:
@@ -75,34 +107,27 @@ def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: s
         name: what the record calls the folder.
     """
     known: dict[str, Any] = {"cell": cell, "arm": arm, "seed": seed, "folder": name or str(folder)}
-    failure = failure_file(folder)
-    if not (folder / "config.yaml").is_file():          # at most what a process left that died while it made the folder
-        if failure.is_file():
-            return Record(**known, state="failed", problem=failure.read_text().strip())
-        return Record(**known)
+    files, failure = Files(folder), failure_file(folder)
+    state = files.state
     try:
-        known["config"] = yaml.safe_load((folder / "config.yaml").read_text())
-        known["planned_steps"] = known["config"]["federation"]["rounds"]
-        known["made"] = _made(folder)
-        held = journal.held(folder)
-        reports = _reports(folder, forgiving=held or not (folder / "summary.json").exists())
-        known["curve"] = _curve(reports)
-        known["steps"] = len(reports)
-        if held:
+        problem = store.read(failure).decode(errors="replace").strip() if failure.exists() else None
+        if state == "missing":              # at most what a process left that died while it made the folder
+            return Record(**known, state="missing" if problem is None else "failed", problem=problem)
+        config = files.config()
+        known |= {"config": config.model_dump(mode="json"), "planned_steps": config.federation.rounds,
+                  "made": _made(folder)}
+        lines = files.lines()
+        known |= {"curve": _curve(lines.reports), "steps": len(lines.reports)}
+        if state == "running":
             return Record(**known, state="running")
-        if not (folder / "summary.json").exists():
-            if failure.is_file():
-                return Record(**known, state="failed", problem=failure.read_text().strip())
-            return Record(**known, state="stopped")
-        summary = json.loads((folder / "summary.json").read_text())
-        _agree(known["config"], summary, reports, folder)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, yaml.YAMLError) as error:
-        text = " ".join(str(error).split())
-        if isinstance(error, KeyError):
-            text = f"{text} is missing"
+        if state == "stopped":
+            return Record(**known, state="stopped" if problem is None else "failed", problem=problem)
+        files.split()
+        summary = files.summary()
+    except RayltError as error:
         known["curve"] = {}
-        return Record(**known, state="damaged", problem=text)
-    by_client = reports[-1].get("by_client") or {}
+        return Record(**known, state="damaged", problem=str(error))
+    by_client = lines.reports[-1]["by_client"] or {}
     known["by_client"] = {kind: by_client[kind] for kind in ("owned", "matched") if kind in by_client}
     return Record(**known, state="done", summary=summary)
 
@@ -125,31 +150,6 @@ def _made(folder: Path) -> dict[str, Any]:
     return lines[-1] | {"codes": sorted({str(line.get("code")) for line in lines})} if lines else {}
 
 
-def _reports(folder: Path, forgiving: bool) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl.
-
-    Args:
-        forgiving: whether a last line that was cut off is nothing to speak of, as in a run that is not done.
-
-    Raises:
-        ValueError: a line cannot be read, or is not that of the next step.
-    """
-    file = folder / "metrics.jsonl"
-    reports: list[dict[str, Any]] = []
-    lines = file.read_text().splitlines() if file.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            report = json.loads(line)
-        except ValueError:
-            if forgiving and number == len(lines):
-                break
-            raise ValueError(f"metrics.jsonl, line {number} is not JSON") from None
-        if report["step"] != number:
-            raise ValueError(f"metrics.jsonl, line {number} is of step {report['step']}")
-        reports.append(report)
-    return reports
-
-
 def _curve(reports: list[dict[str, Any]]) -> dict[str, list[Any]]:
     curve: dict[str, list[Any]] = {key: [] for key in ("step", "accuracy", *GROUPS, "up", "down", "seconds")}
     up = down = 0
@@ -163,18 +163,3 @@ def _curve(reports: list[dict[str, Any]]) -> dict[str, list[Any]]:
                            ("seconds", round(seconds, 3)), *((group, groups.get(group)) for group in GROUPS)]:
             curve[key].append(value)
     return curve
-
-
-def _agree(config: dict[str, Any], summary: dict[str, Any], reports: list[dict[str, Any]], folder: Path) -> None:
-    """Raises a ValueError where the files of a finished run contradict each other."""
-    rounds = sum(report["phase"] == "round" for report in reports)
-    if rounds != config["federation"]["rounds"]:
-        raise ValueError(f"metrics.jsonl has {rounds} of {config['federation']['rounds']} rounds beside a summary.json")
-    if summary["rounds"] != rounds:
-        raise ValueError(f"summary.json is of {summary['rounds']} rounds, metrics.jsonl of {rounds}")
-    if summary["accuracy"]["last"] != reports[-1]["accuracy"]:
-        raise ValueError(f"summary.json has accuracy {summary['accuracy']['last']}, the last line of metrics.jsonl "
-                         f"{reports[-1]['accuracy']}")
-    split = json.loads((folder / "split.json").read_text())
-    if split["sha256"] != summary["split_sha256"]:
-        raise ValueError(f"split.json is {split['sha256'][:12]}, summary.json is of {summary['split_sha256'][:12]}")

@@ -10,7 +10,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from raylt.errors import ConfigError
+from raylt import store
+from raylt.errors import CheckpointError, ConfigError
 from raylt.methods import METHODS
 from raylt.studies import client_drawings, drawings
 from raylt.studies.comparison import Comparison, value_of
@@ -32,9 +33,9 @@ def write_report(study: Study, path: Path) -> Path:
     """
     text = render(study)
     try:
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give a file that can be written with --to") from None
+        store.write(path, text)
+    except CheckpointError as error:
+        raise ConfigError(f"{error}; give a file that can be written with --to") from None
     return path
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from raylt import store
 from raylt.registry import PLUGIN
 from raylt.studies.definition import Planned
 from raylt.studies.estimate import Pace
@@ -89,9 +90,7 @@ class _Pool:
         self._plugins = [str(module.__file__) for name, module in sys.modules.items() if name.startswith(PLUGIN)]
 
     def run(self) -> list[str]:
-        folder = self._folder / "workers.log"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with folder.open("a") as log:
+        with store.folder_for(self._folder) as folder, folder.log("workers.log") as log:
             try:
                 for number in range(len(self._places)):
                     self._employ(number, log)
@@ -177,8 +176,8 @@ class _Pool:
             self._watcher.says(f"{job.planned.folder}: {why}; taken up again")
             self._waiting.insert(0, job)
         else:
-            failure_file(job.folder).parent.mkdir(parents=True, exist_ok=True)
-            failure_file(job.folder).write_text(why + "\n")
+            with store.folder_for(job.folder.parent) as parent:
+                parent.write(failure_file(job.folder).name, why + "\n")
             self._give_up(job, why)
         self._employ(number, log)
 

@@ -16,6 +16,8 @@ def of_runs(folders: Sequence[Path]) -> Study:
     """Single runs side by side: arms differ in method or model, cells in the data, seeds in both seeds."""
     records = [read_run(folder) for folder in folders]
     for record in records:
+        if record.state == "damaged":
+            raise CheckpointError(f"{record.problem}; raylt verify {record.folder} says what is whole")
         if not record.config:
             raise CheckpointError(f"{record.folder}: not a run folder that can be read "
                                   f"({record.problem or 'it has no config.yaml'})")

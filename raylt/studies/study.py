@@ -1,26 +1,45 @@
 """`Study`: a folder of runs that belong together, from its definition to its tables."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
-from raylt.config import Config, DataConfig
+from raylt import store
+from raylt.config import Config, DataConfig, check
 from raylt.data.task import build_task
 from raylt.errors import CheckpointError, ConfigError, DataError
 from raylt.runs import provenance
+from raylt.runs.files import Files
 from raylt.studies import schedule
 from raylt.studies.comparison import Comparison, compare
 from raylt.studies.definition import Definition, Planned, define, read_definition
 from raylt.studies.measures import At
 from raylt.studies.records import Record, read_run
 from raylt.studies.settings import flat
+from raylt.typed import as_json, closed
 
 FILE, RESULTS = "study.yaml", "results.json"
+SCHEMA = 1                  # of results.json
+RESULTS_LIMIT = 2**30       # bytes of it
+
+
+@closed
+class _Results(TypedDict):
+    """The content of results.json."""
+
+    schema: int
+    definition: dict[str, Any]
+    records: list[dict[str, Any]]
+    holdings: dict[str, dict[str, Any]]
+
+
+_RESULTS = TypeAdapter(_Results)
 
 
 class Silent:
@@ -71,9 +90,9 @@ class Study:
             if record.config and (changed := differences(record.config, plan.config)):
                 raise CheckpointError(f"{folder / plan.folder}: was made with other settings ({'; '.join(changed)}); "
                                       "give the study another name, or remove that run")
-        folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / FILE, yaml.safe_dump(definition.model_dump(mode="json", exclude_defaults=True),
-                                               sort_keys=False, allow_unicode=True))
+        with store.folder_for(folder) as made:
+            made.write(FILE, yaml.safe_dump(definition.model_dump(mode="json", exclude_defaults=True),
+                                            sort_keys=False, allow_unicode=True))
         return study
 
     @classmethod
@@ -114,11 +133,14 @@ class Study:
             The folders, relative to the study's, of runs that failed.
 
         Raises:
-            CheckpointError: runs were made by another version of the code.
+            CheckpointError: a run is damaged, or runs were made by another version of the code.
         """
         assert self.folder is not None
         planned = self.definition.runs()
-        self.read(planned)
+        for record in self.read(planned):
+            if record.state == "damaged":
+                raise CheckpointError(f"{record.problem}; raylt verify {self.folder / record.folder} says what is "
+                                      "whole; remove that run to do it again")
         if not mix_versions:
             self._check_versions()
         failed = schedule.run_all(planned, self.records, self.folder, watcher or Silent(), parallel, fleet, address)
@@ -153,22 +175,19 @@ class Study:
     def save_results(self) -> Path:
         """Writes results.json: the definition and every record, all that tables and reports are made from."""
         assert self.folder is not None
-        content = {"schema": provenance.SCHEMA, "definition": self.definition.model_dump(mode="json"),
+        content = {"schema": SCHEMA, "definition": self.definition.model_dump(mode="json"),
                    "records": [record.to_json() for record in self.records], "holdings": self.holdings}
-        _replace(self.folder / RESULTS, json.dumps(content, separators=(",", ":")) + "\n")
+        store.write(self.folder / RESULTS, json.dumps(content, separators=(",", ":")) + "\n")
         return self.folder / RESULTS
 
     @classmethod
     def _of_results(cls, path: Path) -> "Study":
-        try:
-            content = json.loads(path.read_text())
-            if content["schema"] != provenance.SCHEMA:
-                raise CheckpointError(f"{path}: has schema {content['schema']}, this raylt reads {provenance.SCHEMA}")
-            return cls(Definition(**content["definition"]), None, [Record.from_json(r) for r in content["records"]],
-                       content["holdings"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path}: not the results of a study ({' '.join(str(error).split())}); give a "
-                                  "results.json that raylt study wrote") from None
+        content = as_json(store.read(path, RESULTS_LIMIT), _RESULTS, f"{path}: not the results of a study")
+        if content["schema"] != SCHEMA:
+            raise CheckpointError(f"{path}: has schema {content['schema']}, this raylt reads {SCHEMA}")
+        definition: Definition = check(Definition, content["definition"])
+        records = [Record.from_json(record, str(path)) for record in content["records"]]
+        return cls(definition, None, records, content["holdings"])
 
     def _check_versions(self) -> None:
         current = provenance.code_sha256()
@@ -211,14 +230,7 @@ def study(definition: "Mapping[str, Any] | Path | str | Definition", out: Path |
 
 def _held_in(config: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     try:
-        task = build_task(DataConfig(**config["data"]).model_copy(update={"split": str(folder / "split.json")}))
+        task = build_task(DataConfig(**config["data"]), Files(folder).split())
     except (DataError, ConfigError):
         return None
     return {"names": list(task.class_names), "groups": list(task.groups), "counts": task.client_counts.tolist()}
-
-
-def _replace(file: Path, text: str) -> None:
-    """Replaces a file in one step."""
-    beside = file.with_name(f".{file.name}.writing")
-    beside.write_text(text)
-    os.replace(beside, file)

@@ -8,17 +8,18 @@ last committed round anyway, and nobody is left behind who holds a folder.
 import json
 import os
 import queue
-import shutil
 import sys
 import threading
 from pathlib import Path
 from typing import Any, TextIO
 
+from raylt import store
 from raylt.config import Config, check
 from raylt.core.report import Report
 from raylt.errors import RayltError, one_line
 from raylt.registry import load_plugin
 from raylt.runs.callbacks import Callback
+from raylt.runs.run import Run
 from raylt.runs.start import resume, run
 from raylt.studies.records import failure_file
 
@@ -59,7 +60,7 @@ def main() -> None:
             do(folder, check(Config, job["config"]), job["fleet"], job["address"], teller)
         except Exception as error:
             text = str(error) if isinstance(error, RayltError) else one_line(error)
-            failure_file(folder).write_text(text + "\n")
+            store.write(failure_file(folder), text + "\n")
             teller.tell("failed", problem=text)
         else:
             teller.tell("done")
@@ -67,13 +68,12 @@ def main() -> None:
 
 def do(folder: Path, config: Config, fleet: Any, address: str | None, callback: Callback) -> None:
     """Takes a run from wherever it is to its end."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    failure_file(folder).unlink(missing_ok=True)
-    if (folder / "config.yaml").is_file():
-        resume(folder, fleet=fleet, address=address, quiet=True, callbacks=[callback])
-        return
-    if folder.is_dir():                     # left by a process that died while it made the folder
-        shutil.rmtree(folder)
+    with store.folder_for(folder.parent) as parent:
+        parent.remove(failure_file(folder).name)
+        if Run(folder).state != "missing":
+            resume(folder, fleet=fleet, address=address, quiet=True, callbacks=[callback])
+            return
+        parent.remove(folder.name)          # left by a process that died while it made the folder
     run(config, out=folder.parent, name=folder.name, fleet=fleet, address=address, quiet=True, callbacks=[callback])
 
 

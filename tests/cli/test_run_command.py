@@ -73,7 +73,8 @@ def test_json_of_a_run_has_the_figures_of_summary_json(finished):
 def test_run_folder_is_complete(finished):
     folder, (_, out, _) = finished
     names = {"events" if entry.name.startswith("events.") else entry.name for entry in folder.iterdir()}
-    assert names == {"config.yaml", "split.json", "metrics.jsonl", "checkpoints", "events", "summary.json",
+    assert names == {
+        "identity.json", "config.yaml", "split.json", "metrics.jsonl", "checkpoints", "events", "summary.json",
                      "model.safetensors", ".lock", "provenance.jsonl"}
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
     assert sorted(entry.name for entry in (folder / "checkpoints").iterdir()) == ["000001", "000002"]

@@ -6,11 +6,12 @@ import struct
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import tensor
 
-from raylt.core import checkpoint
+from raylt.core import parts
 from raylt.core.checkpoint import Checkpoint, hash_tensors, latest, write
-from raylt.errors import CheckpointError
+from raylt.errors import CheckpointError, DiskFull
 from raylt.tree import leaves
 
 STATE = {
@@ -92,10 +93,45 @@ def test_newest_is_read_by_number_not_by_name(tmp_path):
     assert latest(tmp_path)[0].facts == {"step": 1_000_000}
 
 
-def test_unchanged_part_is_a_hard_link(two):
-    first, second = (two / step / "client-000.safetensors" for step in ("000001", "000002"))
-    assert first.stat().st_ino == second.stat().st_ino
-    assert (two / "000001/server.safetensors").stat().st_ino != (two / "000002/server.safetensors").stat().st_ino
+def carry_on(parent, *steps):
+    previous, _ = latest(parent)
+    for step in steps:
+        previous = save(parent, step, previous=previous, **{"server": {"w": torch.full((50,), step)},
+                                                            "client-000": None})
+
+
+def inode(parent, step, part="client-000"):
+    return (parent / f"{step:06d}/{part}.safetensors").stat().st_ino
+
+
+def test_unchanged_part_shares_no_file_with_the_checkpoint_before_but_with_the_one_before_that(two):
+    assert inode(two, 1) != inode(two, 2)
+    was = [inode(two, 1), inode(two, 2)]
+    for step in range(3, 7):
+        carry_on(two, step)
+        assert inode(two, step) == was[-2]          # nothing was written
+        was.append(inode(two, step))
+    assert inode(two, 5, "server") != inode(two, 6, "server")
+
+
+@pytest.mark.parametrize("steps", [(), (3,), (3, 4, 5)])
+def test_a_damaged_newest_checkpoint_leaves_one_that_is_whole(two, steps):
+    carry_on(two, *steps)
+    newest = max(two.iterdir())
+    for file in newest.glob("*.safetensors"):
+        flip(file)
+    saved, faults = latest(two)
+    assert (int(saved.folder.name), len(faults)) == (int(newest.name) - 1, 1)
+    assert saved.read("client-000")["c"].item() == 7
+
+
+def test_a_part_that_was_damaged_is_not_carried_on(two):
+    (two / "000001/client-000.safetensors").unlink()
+    previous, _ = latest(two)
+    flip(two / "000002/client-000.safetensors")
+    with pytest.raises(CheckpointError, match=r"000002/client-000\.safetensors: was damaged after it was written"):
+        save(two, 3, previous=previous, **{"client-000": None})
+    assert folders(two) == ["000001", "000002"]
 
 
 def test_unchanged_part_survives_the_removal_of_the_folder_it_was_written_in(two):
@@ -112,14 +148,13 @@ def test_unchanged_part_without_a_file_is_carried_on(tmp_path):
     assert latest(tmp_path)[0].read("client") == {"k": 3, "none": None}
 
 
-def test_unchanged_part_is_copied_where_links_are_impossible(tmp_path, monkeypatch):
-    def refuse(*_):
+def test_unchanged_part_is_copied_where_links_are_impossible(two, monkeypatch):
+    def refuse(*_, **__):
         raise OSError("no hard links here")
-    first = save(tmp_path, 1, client={"c": tensor([7])})
     monkeypatch.setattr(os, "link", refuse)
-    save(tmp_path, 2, previous=first, client=None)
-    assert (tmp_path / "000002/client.safetensors").stat().st_nlink == 1
-    assert latest(tmp_path)[0].read("client")["c"].item() == 7
+    carry_on(two, 3)
+    assert (two / "000003/client-000.safetensors").stat().st_nlink == 1
+    assert latest(two)[0].read("client-000")["c"].item() == 7
 
 
 @pytest.mark.parametrize("keep", [2, 3])
@@ -186,11 +221,11 @@ def test_damage_to_a_tensor_file_names_the_file(two):
 
 def test_another_format_is_refused(two):
     file = two / "000002/manifest.json"
-    content = json.loads(file.read_text()) | {"format": 2}
+    content = json.loads(file.read_text()) | {"format": 1}
     del content["sha256"]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     file.write_text(json.dumps(content | {"sha256": digest}))
-    assert "format 2, this raylt reads 1" in latest(two)[1][0]
+    assert "format 1, this raylt reads 2" in latest(two)[1][0]
 
 
 @pytest.mark.parametrize("place", range(0, 180, 7))
@@ -228,7 +263,7 @@ def test_damaged_checkpoint_is_replaced_when_its_step_is_taken_again(two):
 # killed while writing
 
 def test_leftover_of_a_killed_process_is_ignored_and_cleaned(two):
-    left = two / ".writing-000003"
+    left = two / ".000003.0123456789abcdef.writing"
     left.mkdir()
     (left / "manifest.json").write_text((two / "000002/manifest.json").read_text())
     assert latest(two)[0].facts == {"step": 2}
@@ -238,10 +273,11 @@ def test_leftover_of_a_killed_process_is_ignored_and_cleaned(two):
 
 def test_a_write_that_fails_leaves_the_committed_ones_alone(two, monkeypatch):
     def full(*_):
-        raise OSError("No space left on device")
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+    monkeypatch.setattr(parts, "save_file", full)
+    with pytest.raises(DiskFull, match=r"server\.safetensors: the disk is full; free some .* raylt resume"):
         save(two, 3, server={"w": tensor([3.0])})
+    assert folders(two) == ["000001", "000002"]
     found, faults = latest(two)
     assert (found.facts, faults) == ({"step": 2}, [])
 

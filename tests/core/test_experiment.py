@@ -317,16 +317,17 @@ def test_newest_checkpoints_alone_are_kept(build, tmp_path):
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").glob("*")) == ["000003", "000004"]
 
 
-def test_files_of_clients_that_did_not_train_are_linked_and_not_written_again(build, tmp_path):
-    # personal models are judged after the last round only, and that is round 3
-    experiment = build(OwnClassifier(), federation={"participation": 0.3, "rounds": 3})
-    experiment.advance()
-    experiment.advance()
-    trained = {id for function, round, id, _ in experiment.fleet._host.replies if (function, round) == ("train", 2)}
+def test_files_of_clients_that_did_not_train_are_carried_on_and_not_written_again(build, tmp_path):
+    # personal models are judged after the last round only, and that is round 4
+    experiment = build(OwnClassifier(), federation={"participation": 0.3, "rounds": 4}, output={"keep": 3})
+    for _ in range(3):
+        experiment.advance()
+    trained = {id for function, round, id, _ in experiment.fleet._host.replies if (function, round) in (
+        ("train", 2), ("train", 3))}
     folder = tmp_path / "checkpoints"
     same = {id for id in IDS if (folder / f"000001/client-{id:03d}.safetensors").samefile(
-        folder / f"000002/client-{id:03d}.safetensors")}
-    assert len(trained) == 2
+        folder / f"000003/client-{id:03d}.safetensors")}
+    assert 2 <= len(trained) < len(IDS)
     assert same == set(IDS) - trained
 
 

@@ -3,7 +3,7 @@ import pytest
 
 from raylt.config import DataConfig
 from raylt.data.longtail import long_tail_counts
-from raylt.data.partition import by_id, creff, dirichlet, dirichlet_min, iid, partition
+from raylt.data.partition import by_id, creff, dirichlet, dirichlet_min, hsu, iid, partition
 from raylt.errors import DataError
 
 COUNTS = long_tail_counts(np.full(10, 500), 50)
@@ -19,7 +19,7 @@ def histograms(parts) -> np.ndarray:
     return np.stack([np.bincount(LABELS[part], minlength=10) for part in parts])
 
 
-@pytest.mark.parametrize("kind", ["creff", "dirichlet", "dirichlet_min", "iid", "by_id"])
+@pytest.mark.parametrize("kind", ["creff", "dirichlet", "dirichlet_min", "hsu", "iid", "by_id"])
 @pytest.mark.parametrize("alpha", [0.2, 1.0])
 def test_clients_together_hold_every_sample_once(kind, alpha):
     parts = partition(LABELS, DataConfig(partition=kind, alpha=alpha, clients=12), IDS)
@@ -29,7 +29,7 @@ def test_clients_together_hold_every_sample_once(kind, alpha):
     assert histograms(parts).sum(0).tolist() == COUNTS.tolist()
 
 
-@pytest.mark.parametrize("kind", ["creff", "dirichlet", "dirichlet_min", "iid"])
+@pytest.mark.parametrize("kind", ["creff", "dirichlet", "dirichlet_min", "hsu", "iid"])
 def test_the_seed_alone_decides(kind):
     def lists(seed):
         return [part.tolist() for part in partition(LABELS, DataConfig(partition=kind, clients=10, seed=seed), None)]
@@ -59,6 +59,37 @@ def test_creff_gives_up_on_an_alpha_at_which_one_client_takes_each_class():
     # the first class is a third of the samples and goes to one client whole, so some client gets a rare class only
     with pytest.raises(DataError, match=r"1000 draws at data\.alpha = 0\.0001 .* raise data\.alpha"):
         creff(LABELS, 10, 1e-4, rng())
+
+
+@pytest.mark.parametrize("alpha", [1e-6, 0.05, 0.5, 100.0])
+@pytest.mark.parametrize("clients", [3, 20, 37])
+def test_hsu_sizes_differ_by_at_most_one_whatever_runs_out(alpha, clients):
+    sizes = [len(part) for part in hsu(LABELS, clients, alpha, rng())]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_hsu_at_a_huge_alpha_gives_every_client_the_mix_of_all_samples():
+    for seed in range(3):
+        table = histograms(hsu(LABELS, 10, 1e7, rng(seed)))
+        # drawn one by one: n_k p_c with a standard deviation of at most sqrt(n_k p_c)
+        assert (np.abs(table - COUNTS / 10) < 5 * np.sqrt(COUNTS / 10) + 1).all()
+
+
+def test_hsu_at_a_tiny_alpha_gives_a_client_one_class_as_long_as_there_is_enough_of_it():
+    first = [histograms(hsu(LABELS, 40, 1e-5, rng(seed)))[0] for seed in range(20)]
+    assert all((row > 0).sum() == 1 for row in first if COUNTS[row.argmax()] > row.sum())
+
+
+def test_hsu_clients_draw_their_mix_around_the_frequencies_of_all_samples_not_around_equal_ones():
+    # the first client of each of 400 draws; E q = p, and Var q_c = p_c (1 - p_c) / (alpha + 1)
+    mixes = np.stack([histograms(hsu(LABELS, 40, 2.0, rng(seed)))[0] for seed in range(400)])
+    p = COUNTS / COUNTS.sum()
+    mean, error = (mixes / mixes.sum(1, keepdims=True)).mean(0), np.sqrt(p * (1 - p) / 3 / 400)
+    large = 2 * mixes.sum(1).max() < COUNTS                     # those that cannot run out under the first client
+    assert large.sum() >= 3
+    assert (np.abs(mean - p) < 4 * error + 0.01)[large].all()
+    spread = (mixes / mixes.sum(1, keepdims=True)).std(0)[large]
+    assert np.allclose(spread, np.sqrt(p * (1 - p) / 3)[large], rtol=0.3)
 
 
 def test_dirichlet_at_a_huge_alpha_gives_every_client_its_share_of_each_class():

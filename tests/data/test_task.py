@@ -102,7 +102,7 @@ def test_a_split_survives_its_file(task, split_file):
     loaded = Split.load(split_file)
     assert loaded.to_json() == task.split.to_json()
     assert set(json.loads(split_file.read_text())) == {
-        "sha256", "labels_sha256", "source", "imbalance", "partition", "alpha", "seed", "clients"}
+        "sha256", "labels_sha256", "source", "imbalance", "partition", "alpha", "seed", "clients", "seal"}
 
 
 def test_labels_are_hashed_as_little_endian_int64(task):
@@ -119,11 +119,18 @@ def test_an_imported_split_is_used_whatever_the_other_settings(task, split_file)
 
 @pytest.mark.parametrize(("change", "message"), [
     (lambda tree: tree["clients"][0].pop(), "were changed after the split was saved"),
-    (lambda tree: tree["clients"][0].append("7"), "lists of whole numbers"),
-    (lambda tree: tree["clients"][0].append(1.5), "lists of whole numbers"),
-    (lambda tree: tree["clients"][0].append(2**70), "not a 64-bit number"),
-    (lambda tree: tree.update(clients=3), "lists of whole numbers"),
-    (lambda tree: tree.pop("seed"), "not a split; a mapping with"),
+    (lambda tree: tree["clients"][0].append("7"), r"clients\.0\.\d+: input should be a valid integer"),
+    (lambda tree: tree["clients"][0].append(1.5), r"clients\.0\.\d+: input should be a valid integer"),
+    (lambda tree: tree["clients"][0].append(2**70), r"clients\.0\.\d+: input should be less than"),
+    (lambda tree: tree.update(clients=3), "clients: input should be a valid list"),
+    (lambda tree: tree.pop("seed"), "seed: field required"),
+    (lambda tree: tree.pop("seal"), "seal: field required"),
+    (lambda tree: tree.update(more=1), "more: extra inputs are not permitted"),
+    (lambda tree: tree.update(beta=0), "beta: input should be greater than or equal to 1"),
+    (lambda tree: tree.update(beta=2), "a field was changed after the split was saved"),
+    (lambda tree: tree.update(imbalance=2.0), "a field was changed after the split was saved"),
+    (lambda tree: tree.update(seed="1"), "seed: input should be a valid integer"),
+    (lambda tree: tree.update(alpha=float("inf")), "alpha: input should be a finite number"),
 ])
 def test_a_changed_split_is_refused(split_file, change, message):
     tree = json.loads(split_file.read_text())
@@ -155,6 +162,18 @@ def test_a_split_file_that_is_not_there_is_named(tmp_path):
 def test_an_imported_split_must_fit_the_source_and_the_clients(task, tmp_path, lists, message):
     clients = tuple(np.array(rows, dtype=np.int64) for rows in lists)
     Split(clients, task.split.labels_sha256, "digits", 1.0, "iid", 0.5, 0).save(tmp_path / "it.json")
+    with pytest.raises(DataError, match=message):
+        build_task(DataConfig(clients=2, split=str(tmp_path / "it.json")))
+
+
+@pytest.mark.parametrize(("partition", "beta", "message"), [
+    ("iid", 2, "beta belongs to partition classes alone"),
+    ("classes", None, "beta belongs to partition classes alone"),
+    ("classes", 2, "classes of label maps only, and digits is a problem of classification"),
+])
+def test_an_imported_split_names_classes_only_of_label_maps(task, tmp_path, partition, beta, message):
+    clients = np.array([0, 1]), np.array([2])
+    Split(clients, task.split.labels_sha256, "digits", 1.0, partition, 0.5, 0, beta).save(tmp_path / "it.json")
     with pytest.raises(DataError, match=message):
         build_task(DataConfig(clients=2, split=str(tmp_path / "it.json")))
 

@@ -74,7 +74,8 @@ def test_larger_mu_keeps_a_client_nearer_to_the_global_model(tiny_task, tmp_path
     for mu in (0.0, 0.1, 1.0, 10.0):
         experiment = make_experiment(configure(local={"momentum": 0.0}), tiny_task, tmp_path, FedProx(mu=mu))
         message = experiment.method.message(experiment.server)
-        got = experiment.fleet.ask(experiment.method.train, [0], message, model=each, loss=each)
+        got = experiment.fleet.ask(experiment.method.train, [0], message, model=each, loss=each,
+                                   shares=each)
         distances.append(sum((got["model"][0][name] - p.detach()).square().sum().item()
                              for name, p in experiment.server.model.named_parameters()))
     assert distances == sorted(distances, reverse=True)

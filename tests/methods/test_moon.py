@@ -87,7 +87,7 @@ def test_term_moves_features_towards_the_global_and_away_from_the_previous_ones(
 
 def test_client_keeps_the_encoder_of_its_last_local_model(tiny_task, tmp_path):
     experiment = start(tiny_task, tmp_path, MOON())
-    reply = replies(experiment, [0], "model", "loss")[0]
+    reply = replies(experiment, [0], "model", "loss", "shares")[0]
     kept = private_states(experiment)[0]["state"]["previous"]
     sent = {name.removeprefix("encoder."): value for name, value in reply["model"].items()
             if name.startswith("encoder.")}

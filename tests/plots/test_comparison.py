@@ -1,4 +1,3 @@
-import json
 import shutil
 from pathlib import Path
 
@@ -49,8 +48,23 @@ def test_runs_over_the_same_split_stand_side_by_side(runs, metric):
 
 
 def test_spread_by_hand_leaves_out_clients_that_are_not_judged():
-    found = Comparison("owned", "0", [3, 0, 5], {"one": [0.5, None, 1.0]})
+    found = Comparison("owned", "0", [3, 0, 5], {"one": [0.5, None, 1.0]}, [3, 0, 4])
     assert found.spread() == {"one": {"mean": 0.75, "deviation": 0.25, "worst_decile": 0.5}}
+
+
+def test_mean_is_also_told_without_the_clients_of_at_most_two_classes():
+    runs = {"one": [0.5, 0.1, None, 1.0], "two": [0.2, 0.9, 0.3, 0.4]}
+    found = Comparison("owned", "0", [3, 4, 5, 6], runs, [3, 2, 1, 4])
+    assert found.spread()["one"]["mean_of_more_than_two_classes"] == pytest.approx(0.75)
+    assert found.spread()["two"]["mean_of_more_than_two_classes"] == pytest.approx(0.3)
+    assert found.table().row_count == 4 + 4
+    every = Comparison("owned", "0", [3, 4], {"one": [0.5, 0.1]}, [3, 3])
+    assert "mean_of_more_than_two_classes" not in every.spread()["one"]
+
+
+def test_owned_classes_are_those_of_the_runs_split(runs):
+    found = compare([runs["fedper"]], "owned")
+    assert found.owned == [int((row > 0).sum()) for row in runs["fedper"].task.client_counts]
 
 
 @pytest.mark.parametrize(("clients", "names"), [(1, 1), (20, 5), (100, 3)])
@@ -58,7 +72,7 @@ def test_picture_shows_a_group_of_bars_per_client(tmp_path, clients, names):
     runs = {f"run {i}": [0.2 + 0.1 * i if k else None for k in range(clients)] or [0.5] for i in range(names)}
     if clients == 1:
         runs = {"run": [0.5]}
-    draw_clients(Comparison("owned", "0", [7] * clients, runs), tmp_path / "clients.png")
+    draw_clients(Comparison("owned", "0", [7] * clients, runs, [3] * clients), tmp_path / "clients.png")
     with Image.open(tmp_path / "clients.png") as image:
         assert image.width <= 6000
         assert len(image.convert("RGB").getcolors(image.width * image.height) or []) > 20
@@ -71,11 +85,11 @@ def test_other_splits_and_runs_that_cannot_be_used_are_refused(runs, tmp_path):
     (unfinished.folder / "summary.json").unlink()
     with pytest.raises(CheckpointError, match="not finished; continue it with raylt resume"):
         compare([unfinished], "owned")
-    older = copied(runs["fedper"], tmp_path / "older")
-    lines = [{key: value for key, value in report.items() if key != "by_client"} for report in older.reports]
-    (older.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(CheckpointError, match="kept no figures of each client"):
-        compare([older], "owned")
+    edited = copied(runs["fedper"], tmp_path / "edited")
+    lines = edited.folder / "metrics.jsonl"
+    lines.write_text(lines.read_text().replace('"by_client": {"owned": [', '"by_client": {"owned": [1.0, '))
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl does not end with the line that the run ended with"):
+        compare([edited], "owned")
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(runs, tmp_path):

@@ -1,9 +1,10 @@
 import pytest
+import torch
 from PIL import Image
 from small_runs import make_run
 
 from raylt.errors import CheckpointError, ConfigError
-from raylt.plots.features import draw_features
+from raylt.plots.features import draw_encoders, draw_features, spread
 
 QUICK = ("method=sfd", "method.rf_dim=60", "method.m_min=80", "method.m_max=90", "method.synthesis_steps=2",
          "method.epochs=2")
@@ -30,3 +31,36 @@ def test_runs_without_synthetic_features_are_refused(tmp_path):
     (unfinished.folder / "summary.json").unlink()
     with pytest.raises(CheckpointError, match="not finished; continue it with raylt resume"):
         draw_features(unfinished)
+
+
+def test_classes_that_are_shown_are_spread_with_both_ends():
+    assert spread(list(range(100)), 10) == [0, 11, 22, 33, 44, 55, 66, 77, 88, 99]
+    assert spread([7, 3, 5], 10) == [7, 3, 5]
+    assert spread([4], 10) == [4]
+
+
+def test_encoders_of_several_runs_are_drawn_in_one_map(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("raylt.plots.features.SHOWN_CLASSES", 3)
+    monkeypatch.setattr("raylt.plots.features.SHOWN_FEATURES", 12)
+    monkeypatch.setattr("raylt.plots.features._map",
+                        lambda parts: drawn.append(parts) or [part[:, :2].numpy() for part in parts])
+    runs = [make_run(tmp_path, name, f"method={name}") for name in ("fedavg", "fedprox")]
+    path = draw_encoders(runs, tmp_path / "both.png")
+    with Image.open(path) as image:
+        assert image.size == (1800, 960)
+    (parts,) = drawn                                            # one fit for both
+    # from the most frequent to the rarest
+    assert [len(part) for part in parts] == 2 * [12, 12, runs[0].task.counts[9]]
+    for own in (parts[:3], parts[3:]):
+        assert torch.cat(own).norm(dim=1).mean().item() == pytest.approx(1)
+    assert not torch.equal(parts[0], parts[3])
+
+
+def test_encoders_of_other_splits_and_unfinished_runs_are_refused(tmp_path):
+    run, other = (make_run(tmp_path, f"run{seed}", "method=fedavg", f"data.seed={seed}") for seed in (0, 1))
+    with pytest.raises(CheckpointError, match="its clients hold other samples than those of"):
+        draw_encoders([run, other], tmp_path / "x.png")
+    (other.folder / "summary.json").unlink()
+    with pytest.raises(CheckpointError, match="not finished; continue it with raylt resume"):
+        draw_encoders([run, other], tmp_path / "x.png")

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import struct
 import subprocess
@@ -17,6 +18,7 @@ from raylt.errors import CheckpointError
 from raylt.runs.journal import Journal
 
 SPLIT = Split((np.array([0, 2]), np.array([1])), "0" * 64, "digits", 1.0, "iid", 0.5, 0)
+DATA = {"training images": "1" * 64, "test images": "2" * 64}
 CONFIG = load(None, ["method=fedprox", "method.mu=0.1", "seed=3"])
 
 
@@ -33,6 +35,7 @@ def commit(journal: Journal, *steps: int, lines: bool = True) -> None:
     previous = None
     for step in steps:
         facts = {"step": step, "report": json.loads(json.dumps(vars(report(step))))}
+        facts["seal"] = vars(journal.seal)
         previous = checkpoint.write(journal.folder / "checkpoints", step, [("server", {"w": tensor([float(step)])})],
                                     facts, previous, 2)
         if lines:
@@ -63,7 +66,7 @@ def events_of(folder) -> list[tuple[str, int, float]]:
 
 @pytest.fixture
 def journal(tmp_path):
-    with Journal.create(tmp_path / "out" / "run", CONFIG, SPLIT) as journal:
+    with Journal.create(tmp_path / "out" / "run", CONFIG, SPLIT, DATA) as journal:
         yield journal
 
 
@@ -76,14 +79,14 @@ def test_new_folder_holds_the_resolved_configuration_and_the_split(journal):
 def test_create_refuses_a_folder_that_exists_and_says_how_to_continue_it(tmp_path):
     (tmp_path / "run").mkdir()
     with pytest.raises(CheckpointError, match=r"run: exists already; .*--name.*raylt resume .*run$"):
-        Journal.create(tmp_path / "run", CONFIG, SPLIT)
+        Journal.create(tmp_path / "run", CONFIG, SPLIT, DATA)
     assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_create_refuses_a_place_where_no_folder_can_be(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="--out"):
-        Journal.create(tmp_path / "file" / "run", CONFIG, SPLIT)
+    with pytest.raises(CheckpointError, match="Not a directory; give another --out"):
+        Journal.create(tmp_path / "file" / "run", CONFIG, SPLIT, DATA)
 
 
 def test_folder_is_held_until_its_block_ends(journal):
@@ -145,9 +148,10 @@ def test_rewind_drops_lines_after_the_checkpoint(journal):
 def test_rewind_restores_a_missing_line_from_the_checkpoint(journal):
     commit(journal, 1, 2)
     commit(journal, 3, lines=False)         # killed between the checkpoint and its line
-    complete = [{"schema": 1, **json.loads(json.dumps(vars(report(step))))} for step in (1, 2, 3)]
+    complete = [{"schema": 2, **json.loads(json.dumps(vars(report(step))))} for step in (1, 2, 3)]
     journal.rewind()
     dated = journal.reports()
+    assert len({line.pop("previous") for line in dated}) == 3
     assert [line.pop("date") is None for line in dated] == [False, False, True]      # restored: nobody knows when
     assert dated == complete
 
@@ -206,10 +210,14 @@ def test_tensorboard_shows_every_number_under_its_path(journal):
     assert not tags & {"step", "phase", "figures/kind", "groups/medium"}
 
 
-def test_conclude_writes_the_summary(journal):
+def test_conclude_writes_the_summary_sealed(journal):
     journal.append(report(1))
-    journal.conclude({"accuracy": {"last": 0.1}})
-    assert json.loads((journal.folder / "summary.json").read_text()) == {"accuracy": {"last": 0.1}}
+    written = journal.conclude({"accuracy": {"last": 0.1}})
+    assert json.loads((journal.folder / "summary.json").read_text()) == written
+    assert written["accuracy"] == {"last": 0.1}
+    assert (written["run"], written["line"]) == (journal.seal.run, journal.seal.line)
+    content = {key: value for key, value in written.items() if key != "sha256"}
+    assert written["sha256"] == hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def test_folder_is_free_after_a_run_that_raised(journal):

@@ -5,6 +5,7 @@ import torch
 from tiny import Recorder, configure, make_experiment
 
 from raylt import Run
+from raylt.data.hashes import hash_data
 from raylt.errors import CheckpointError, ConfigError
 from raylt.runs.journal import Journal
 from raylt.runs.replay import replay
@@ -16,11 +17,11 @@ def recorded(tmp_path, tiny_task, monkeypatch):
     threads = torch.get_num_threads()
     config = configure(federation={"rounds": 3}, method={"name": "fedprox", "mu": 0.1})
     folder = tmp_path / "r"
-    with Journal.create(folder, config, tiny_task.split):
+    with Journal.create(folder, config, tiny_task.split, hash_data(tiny_task)) as journal:
         experiment = make_experiment(config, tiny_task, folder, host=Recorder)
         while not experiment.done:
-            experiment.advance()
-    monkeypatch.setattr("raylt.runs.run.build_task", lambda data: tiny_task)
+            journal.append(experiment.advance(journal.seal))
+    monkeypatch.setattr("raylt.runs.run.build_task", lambda data, split: tiny_task)
     run = Run.open(folder)
     host = experiment.fleet._host
     yield run, {(round, id): tree for name, round, id, tree in host.replies if name == "train"}

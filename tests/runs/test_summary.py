@@ -11,7 +11,8 @@ CONCLUDED = {"model_sha256": "ab" * 32, "task": "classification"}
 def report(step, accuracy, phase="round", seconds=1.0, evaluation_seconds=0.5, **changes):
     judged = accuracy is not None
     return {"step": step, "phase": phase, "seconds": seconds, "evaluation_seconds": evaluation_seconds,
-            "accuracy": accuracy, "global_accuracy": accuracy, "macro": 0.5, "miou": 0.25,
+            "accuracy": accuracy, "global_accuracy": accuracy, "global_macro": 0.4, "global_miou": 0.2, "macro": 0.5,
+            "miou": 0.25, "others": None,
             "groups": {"many": 0.8125, "medium": None, "few": 0.125} if judged else None,
             "clients": {"owned": {"mean": 0.6, "worst_decile": 0.2}, "matched": {"mean": 0.7, "worst_decile": 0.3},
                         "global": {"mean": 0.5, "worst_decile": 0.5}} if judged else None,

@@ -4,43 +4,55 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
+import numpy as np
 
+from raylt.core.report import Report
+from raylt.data.split import Split
 from raylt.runs import provenance
+from raylt.runs.journal import Journal
 from raylt.studies.definition import Planned
 from raylt.studies.records import Record
 
 GROUPS = ("many", "medium", "few")
 
 
-def line(step: int, accuracy: float, phase: str = "round") -> dict[str, Any]:
-    """A line of metrics.jsonl: groups all alike, 10 bytes up and 20 down, two seconds."""
-    return {"schema": 1, "date": "2026-01-01T00:00:00+00:00", "step": step, "phase": phase, "seconds": 1.5,
-            "evaluation_seconds": 0.5, "accuracy": accuracy, "groups": dict.fromkeys(GROUPS, accuracy),
-            "traffic": {"train": {"down": 20, "up": 10, "replies": 1}}}
+def report(step: int, accuracy: float, phase: str = "round") -> Report:
+    """Of a step: groups all alike, 10 bytes up and 20 down, two seconds."""
+    return Report(step, phase, 1.5, 0.5, accuracy, accuracy, dict.fromkeys(GROUPS, accuracy), None,
+                  {"train": {"down": 20, "up": 10, "replies": 1}})
 
 
 def summary(accuracy: float, rounds: int, best: float, split: str = "ab" * 32) -> dict[str, Any]:
     figures = {"mean": accuracy, "worst_decile": accuracy}
-    return {"schema": 1, "method": "fedavg", "split_sha256": split, "rounds": rounds,
+    return {"schema": 2, "date": "2026-01-01T00:00:00+00:00", "made": {}, "method": "fedavg", "split_sha256": split,
+            "model_sha256": "cd" * 32, "task": "classification", "rounds": rounds,
             "accuracy": {"last": accuracy, "last10": accuracy, "best": best}, "macro": accuracy, "miou": accuracy,
+            "global_accuracy": accuracy, "before_finish": None, "groups_before_finish": None,
             "groups": dict.fromkeys(GROUPS, accuracy), "clients": figures | {"by": {"matched": figures}},
-            "bytes": {"up": 10 * rounds, "down": 20 * rounds}, "seconds": 2.0 * rounds}
+            "bytes": {"up": 10 * rounds, "down": 20 * rounds}, "seconds": 2.0 * rounds, "seconds_per_round": 2.0,
+            "figures": {}, "troubles": {}}
 
 
-def write_run(folder: Path, plan: Planned, accuracies: list[float], split: str = "ab" * 32, done: bool = True,
-              code: str | None = None) -> None:
-    """A run folder after so many rounds; with its summary when it is done."""
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(plan.config.model_dump(mode="json"), sort_keys=False))
-    (folder / "split.json").write_text(json.dumps({"sha256": split}))
-    made = {"code": code or provenance.code_sha256(), "torch": "2"}
-    (folder / "provenance.jsonl").write_text(json.dumps(made) + "\n")
-    lines = [json.dumps(line(step, value)) + "\n" for step, value in enumerate(accuracies, 1)]
-    (folder / "metrics.jsonl").write_text("".join(lines))
-    if done:
-        content = summary(accuracies[-1], len(accuracies), max(accuracies), split)
-        (folder / "summary.json").write_text(json.dumps(content))
+def write_run(folder: Path, plan: Planned, accuracies: list[float], split: int = 0, done: bool = True,
+              code: str | None = None, finish: float | None = None) -> None:
+    """A run folder after so many rounds; with its summary when it is done.
+
+    Args:
+        split: runs with another one have another split.
+        finish: the accuracy after what follows the last round.
+    """
+    drawn = Split((np.array([split]),), "0" * 64, "digits", 1.0, "iid", 0.5, 0)
+    with Journal.create(folder, plan.config, drawn, {"training images": "1" * 64}) as journal:
+        made = {"code": code or provenance.code_sha256(), "torch": "2"}
+        (folder / "provenance.jsonl").write_text(json.dumps(made) + "\n")
+        for step, value in enumerate(accuracies, 1):
+            journal.append(report(step, value))
+        last = accuracies[-1]
+        if finish is not None:
+            last = finish
+            journal.append(report(len(accuracies) + 1, finish, "finish"))
+        if done:
+            journal.conclude(summary(last, len(accuracies), max(accuracies), drawn.sha256))
 
 
 def record(arm: str, seed: int, accuracy: float, cell: str = "", **more: Any) -> Record:

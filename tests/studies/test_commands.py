@@ -1,14 +1,14 @@
 """The commands as people type them, over run folders that were made by hand."""
 
-import fcntl
 import json
 import threading
 
 import pytest
-from made import line, write_run
+from made import report, write_run
 
 from raylt.cli.main import app
 from raylt.errors import ConfigError
+from raylt.runs.journal import Journal
 from raylt.studies.definition import define
 from raylt.studies.study import Study
 
@@ -23,7 +23,7 @@ def folder(tmp_path, monkeypatch):
     study = Study.create(define(TREE), tmp_path / "runs")
     for place, plan in enumerate(study.definition.runs()[:-1]):
         write_run(study.folder / plan.folder, plan, [0.1, 0.2, 0.3 + place / 100], done=place < 6,
-                  split=f"{plan.cell}{plan.seed}".ljust(64, "0"))
+                  split=10 * plan.seed + len(plan.cell))
     (tmp_path / "s.yaml").write_text(json.dumps(TREE))
     return study.folder
 
@@ -73,13 +73,11 @@ def test_report_is_written_beside_the_study(folder, capsys):
 def test_follow_shows_a_run_until_it_ends(folder, capsys):
     run = folder / "if10/fedavg/seed-0"
     (run / "summary.json").unlink()
-    lock = (run / ".lock").open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    journal = Journal(run)
 
     def go_on():
-        with (run / "metrics.jsonl").open("a") as stream:
-            stream.write(json.dumps(line(4, 0.75, "finish")) + "\n")
-        lock.close()
+        with journal:
+            journal.append(report(4, 0.75, "finish"))
 
     threading.Timer(0.4, go_on).start()
     out = printed(capsys, "follow", run, "--every", "0.1")

@@ -53,7 +53,7 @@ def test_the_commands_in_the_recipes_are_the_cells_and_their_figures(paper):
     assert commands <= cells.keys()
     others = {cells[key].table for key in cells.keys() - commands if METHOD_OF[key[0]] in (
         "fedavg", "fedprox", "fedper", paper)}
-    assert others == ({"2", "3"} if paper == "sfd" else set())        # SFD's ablations: fields, in no header
+    assert others == set()
 
 
 METHOD_OF = {e.identity(): e.config().method["name"] for e in expectations() if e.problem is None}

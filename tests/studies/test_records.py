@@ -2,7 +2,7 @@ import fcntl
 import json
 
 import pytest
-from made import line, write_run
+from made import write_run
 
 from raylt.studies.definition import define
 from raylt.studies.listing import listing
@@ -64,40 +64,60 @@ def damage(run, how):
             file.write_text(file.read_text()[:40])
         case "another accuracy":
             file.write_text(json.dumps(summary | {"accuracy": {"last": 0.9, "last10": 0.9, "best": 0.9}}))
-        case "another split":
-            file.write_text(json.dumps(summary | {"split_sha256": "00" * 32}))
         case "a round missing":
             metrics.write_text("".join(lines[:2]))
         case "a round left out":
             metrics.write_text(lines[0] + lines[2])
+        case "a round twice":
+            metrics.write_text(lines[0] + lines[0] + lines[1] + lines[2])
+        case "a round changed":
+            metrics.write_text(lines[0] + lines[1].replace('"accuracy": 0.3', '"accuracy": 0.4') + lines[2])
+        case "last round changed":
+            metrics.write_text(lines[0] + lines[1] + lines[2].replace('"accuracy": 0.2', '"accuracy": 0.4'))
         case "a line cut off":
             metrics.write_text(lines[0] + lines[1][:30] + "\n" + lines[2])
+        case "a byte flipped":
+            metrics.write_bytes(metrics.read_bytes().replace(b'"step": 2', b'"step"\xff 2'))
+        case "more at the end":
+            metrics.write_text("".join(lines) + "{")
         case "no split":
             (run / "split.json").unlink()
         case "no figures":
             file.write_text("{}")
+        case "another setting":
+            config = run / "config.yaml"
+            config.write_text(config.read_text().replace("momentum: 0.9", "momentum: 0.8"))
         case "config is a list":
             (run / "config.yaml").write_text("[]")
         case "config is not yaml":
             (run / "config.yaml").write_text("a: [")
+        case "of an older raylt":
+            (run / "identity.json").unlink()
 
 
-@pytest.mark.parametrize("how", ["summary cut off", "another accuracy", "another split", "a round missing",
-                                 "a round left out", "a line cut off", "no split", "no figures", "config is a list",
-                                 "config is not yaml"])
-def test_a_damaged_run_says_what_is_wrong_and_has_no_figures(run, how):
+@pytest.mark.parametrize(("how", "message"), [
+    ("summary cut off", "summary.json: is not JSON"), ("another accuracy", "summary.json: was changed after"),
+    ("a round missing", "summary.json: metrics.jsonl does not end with"),
+    ("a round left out", "metrics.jsonl, line 2: is of step 3"), ("a round twice", "line 2: is of step 1"),
+    ("a round changed", "line 3: line 2 was changed"), ("last round changed", "metrics.jsonl does not end with"),
+    ("a line cut off", "line 2: is not JSON"), ("a byte flipped", "line 2: is not JSON"),
+    ("more at the end", "metrics.jsonl does not end with"), ("no split", "split.json: No such file"),
+    ("no figures", "summary.json: schema: field required"),
+    ("another setting", "config.yaml: local.momentum is 0.8, the run was made with 0.9"),
+    ("config is a list", "must be a mapping"), ("config is not yaml", "not YAML"),
+    ("of an older raylt", "has no identity.json: an older raylt made it")])
+def test_a_damaged_run_says_what_is_wrong_and_has_no_figures(run, how, message):
     damage(run, how)
     record = read_run(run)
     assert record.state == "damaged"
-    assert record.problem
+    assert message in record.problem
     assert "\n" not in record.problem
     assert record.summary is None
 
 
-def test_a_finish_is_a_step_and_no_round(run):
-    file = run / "metrics.jsonl"
-    file.write_text(file.read_text() + json.dumps(line(4, 0.2, "finish")) + "\n")
-    record = read_run(run)
+def test_a_finish_is_a_step_and_no_round(tmp_path):
+    write_run(tmp_path / "finished", PLAN, [0.1, 0.3, 0.2], finish=0.2)
+    record = read_run(tmp_path / "finished")
     assert (record.state, record.steps, record.planned_steps) == ("done", 4, 3)
 
 

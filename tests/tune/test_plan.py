@@ -1,9 +1,11 @@
+import json
 import math
 import random
 
 import pytest
 
 from raylt.config import Config
+from raylt.errors import CheckpointError
 from raylt.hyper import LogUniform, Uniform
 from tune.plan import OVER, WAIT, Plan, State, client_steps
 from tune.record import Point, Record
@@ -112,4 +114,13 @@ def test_tpe_waits_for_the_trials_it_learns_from():
 
 def test_a_plan_survives_json():
     its = plan(spaces={"fedprox": SPACE | {"x.y": Uniform(0.0, 1.0)}})
-    assert Plan.from_json(its.to_json()) == its
+    assert Plan.from_json(json.dumps(its.to_json()).encode(), "it") == its
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"samples": 9}, "it: was changed after the search began"), ({"metric": "luck"}, "metric: input should be 'accu"),
+    ({"seed": "1"}, "seed: input should be a valid integer"), ({"spaces": 3}, "spaces: input should be a valid dict"),
+    ({"more": 1}, "more: extra inputs are not permitted")])
+def test_a_plan_that_was_changed_is_refused(change, message):
+    with pytest.raises(CheckpointError, match=message):
+        Plan.from_json(json.dumps(plan(spaces={"fedprox": SPACE}).to_json() | change).encode(), "it")

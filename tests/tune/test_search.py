@@ -46,7 +46,8 @@ def figures(folder):
     """What a run came to, but for its time and what made it, and, of a trial, what it was judged by."""
     summary = json.loads((folder / "summary.json").read_text())
     summary["figures"].pop("validation", None)
-    return {key: value for key, value in summary.items() if "seconds" not in key and key not in ("date", "made")}
+    return {key: value for key, value in summary.items() if "seconds" not in key and key not in (
+        "date", "made", "line", "sha256")}
 
 
 @pytest.mark.slow

@@ -12,8 +12,10 @@ marked at its line:
 [8] E epochs, not the E + 1 that Algorithm 2 counts; its batch size and rate schedule are not stated.
 [9] The features of Eq. 12 stay in the client's private state from one call to the next, so the encoder travels once.
 [10] Clients report the loss of re-training, and how many of their smoothed labels do not favour their own class: with
-    delta = 0.5 and two classes the larger one's label is (1/2, 1/2); with two of equal size both are, and Eq. 18 drives
-    the client's classifier to tell nothing. delta below 0.5 does not.
+    delta = 0.5 and two classes the larger one's label is (1/2, 1/2), whatever else is known of a sample
+    (`halved_clients`); with two of equal size both are, and Eq. 18 drives the client's classifier to tell nothing
+    (`blind_clients`). delta below 0.5 does not. `raylt plot clients` has every figure without the clients of at most
+    two classes, too.
 """
 
 from collections.abc import Iterator
@@ -35,7 +37,7 @@ from raylt.core.server import Server
 from raylt.core.training import sgd
 from raylt.data.samples import Batch
 from raylt.hyper import Choice, LogUniform, Uniform, hp
-from raylt.methods.bpfed.smoothing import smooth_labels
+from raylt.methods.bpfed.smoothing import smooth_labels, undecided
 from raylt.models.split import Params, SplitModel, with_classifier
 from raylt.ops.moments import class_scatter, pack, perturb, unpack
 from raylt.seeds import seed_for
@@ -121,9 +123,11 @@ class BPFed(Method):
             got = fleet.ask(self.covariance, fleet.everyone, message, scatter=total.like(scatter), n=total.like(0))
             covariance = got["scatter"] / max(got["n"], 1)      # M_glo, Eq. 16
             message = {"covariance": covariance.float()}        # [9]
-        got = fleet.ask(self.retrain, fleet.everyone, message, loss=total.like(0.0), undecided=total.like(0))
+        got = fleet.ask(self.retrain, fleet.everyone, message, loss=total.like(0.0), undecided=total.like(0),
+                        halved=total.like(0), blind=total.like(0))
         replies = len(got.weights)
-        server.log(retrain_loss=got["loss"] / replies, undecided=got["undecided"] / replies)    # [10]
+        server.log(retrain_loss=got["loss"] / replies, undecided=got["undecided"] / replies,    # [10]
+                   halved_clients=got["halved"], blind_clients=got["blind"])
 
     def covariance(self, client: Client, message: Message) -> Reply:
         """n_k M_k, packed float32 [d (d + 1) / 2], and n_k, Eq. 12-15 [2]."""
@@ -158,9 +162,8 @@ class BPFed(Method):
                 seed=seed_for(client.config.seed, "retrain", client.round, client.id),
                 loss=lambda logits, q: F.cross_entropy(logits[:, classes], q[:, classes]))           # Eq. 18
         client.receive(head.folded())
-        own = labels.diagonal()
-        others = labels - own.diag()
-        return client.reply(loss=loss, undecided=int((own <= others.amax(1))[owned].sum()))
+        vague = undecided(labels, owned)
+        return client.reply(loss=loss, undecided=vague, halved=int(vague > 0), blind=int(vague == owned.sum()))
 
     # what is judged
 

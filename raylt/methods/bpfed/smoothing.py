@@ -19,3 +19,14 @@ def smooth_labels(counts: Tensor, delta: float, gamma: float, everywhere: bool =
     q = to * (g / max(others, 1))[:, None]
     q.diagonal().copy_(1 - g)
     return q * owned[:, None]
+
+
+def undecided(labels: Tensor, owned: Tensor) -> int:
+    """How many of a client's classes have a label that favours another class as much as themselves, or more.
+
+    Args:
+        labels: from `smooth_labels`, [C, C].
+        owned: bool [C].
+    """
+    own = labels.diagonal()
+    return int((own <= (labels - own.diag()).amax(1))[owned].sum())

@@ -8,6 +8,7 @@ marked at its line:
 [2] Teacher features do not depend on augmentation, so they are encoded once; they stay at the client in half precision.
 [3] Prototypes are those of the global encoder as the round begins, over all clients: g of Eq. 3 is called local, but
     most clients that it sums over train nothing in a round, and features of several encoders have no common mean.
+    `encoders=trained`: each of the round's clients takes its own under the encoder that it has trained.
 [4] alpha of Eq. 5 is clipped at 0 and sums to 1 over the classes that a client owns; a class's similarity with itself
     is the mean of its row (code). L1 and L2 become 1 / (1 + distance).
 [5] A class without a prototype, as nobody that answered holds it, gets no pseudo-features.
@@ -15,116 +16,58 @@ marked at its line:
     it; the paper leaves open whose it is. Rate and margin are CLIPood's. "MSE" is half the sum of
     squares, as in the paper's reference for it (FitNets); its weight is ours.
 [7] Underscores in class names become spaces.
+[8] `partner=inverted` is our control: what relevance does, its inverse must undo.
 `preset=official` takes what the authors' code does otherwise (`OFFICIAL`): new classifiers are trained after averaging
 and judged, but never fed back. Fields given besides it win. Not taken: prototypes under BatchNorm's batch statistics,
 lambdas of two decimals, classifiers weighted by other clients' sizes, and the report of the best test accuracy.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar
 
 import torch
-from pydantic import field_validator, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raylt import tree
-from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
 from raylt.core.features import features
 from raylt.core.fitting import fit_classifier
 from raylt.core.fleet import Fleet
-from raylt.core.method import Method
-from raylt.core.reductions import mean, total
+from raylt.core.reductions import Reduction, mean, total
 from raylt.core.server import Server
+from raylt.core.terms import Terms, asked_for, figure_of, reply_of
 from raylt.core.training import Objective, sgd
 from raylt.data.samples import Batch
-from raylt.data.task import Task
-from raylt.errors import ConfigError
-from raylt.hyper import Choice, LogUniform, Uniform, hp
+from raylt.data.sources import group_thresholds
+from raylt.methods.fedsm.fields import Fields
 from raylt.methods.fedsm.losses import distillation, hint
-from raylt.methods.fedsm.mixup import Partner, Similarity, Unit, draw_partners, mix_features, relevance, total_variation
-from raylt.methods.fedsm.teaching import Projection, encoded
+from raylt.methods.fedsm.mixup import draw_partners, mix_features, relevance, total_variation
+from raylt.methods.fedsm.monitors import answers, drift, some_features, towards, zero_shot
+from raylt.methods.fedsm.teaching import Projection, encoded, projection_of
 from raylt.models.clip import open_teacher
 from raylt.models.split import SplitModel, with_classifier
 from raylt.models.teacher import Wording
 from raylt.ops.moments import class_means, pooled_means
 from raylt.seeds import seed_for
-
-# 91 rounds: the code's option is 90, and its comparison adds one
-OFFICIAL: dict[str, Any] = {"retrain": "after", "norm": "l2", "wording": "label", "unit": "sample", "lam_low": 0.35,
-                            "lam_high": 0.95, "rounds": 91, "epochs": 60, "batch": 256}
+from raylt.tree import Tree
 
 
-class FedSM(Method):
+class FedSM(Fields):
     """Table III: `partner=deterministic`, `partner=random`; Table IV: `finetune=true`; Table V: `lam_low=lam_high=0.8`.
     Without mixup: `rounds=0`; without distillation: `kd=0`; without a teacher: `teacher=none`."""
 
     name: ClassVar[str] = "fedsm"
     paper: ClassVar[str] = "Zhang et al., IoT-J 2026, AAAI 2026 (semantic mixup)"
 
-    preset: Literal["paper", "official"] = hp("paper", Choice("paper", "official"), "official: as the authors' code")
-    teacher: str = hp("ViT-B-32/openai", Choice("ViT-B-32/openai", "ViT-B-32/metaclip_400m", "none"), "open_clip's "
-                      "MODEL/TAG[:FILE], local-dir:FOLDER or npz:FILE; none: no distillation, uniform relevance")
-    kd: float = hp(1.0, Uniform(0.0, 2.0), "weight of the KL term, Eq. 1", ge=0)
-    temperature: float = hp(3.0, LogUniform(0.5, 10), "T of the KL term; from the code", gt=0)
-    scale: float = hp(100.0, LogUniform(10, 200), "of q, Eq. 1, and of fine-tuning's logits; CLIP's", gt=0)
-    similarity: Similarity = hp("cosine", Choice("cosine", "dot", "l1", "l2"), "of two class names, Eq. 5, Fig. 4")
-    softmax: float | None = hp(None, Choice(None, 0.05, 0.1, 1.0), "temperature of Nonlinear, Eq. 5; None: none", gt=0)
-    wording: Wording = hp("phrase", Choice("phrase", "label"), "of the texts of Eq. 5")
-    partner: Partner = hp("probabilistic", Choice("probabilistic", "deterministic", "random"), "v of Eq. 4, Table III")
-    unit: Unit = hp("class", Choice("class", "sample"), "what alpha weights: classes, or samples by their class (code)")
-    lam_low: float = hp(0.65, Uniform(0.2, 0.8), "smallest lambda, Eq. 4, Table V", ge=0, le=1)
-    lam_high: float = hp(0.9, Uniform(0.8, 1.0), "largest lambda, Eq. 4, Table V", ge=0, le=1)
-    size: int = hp(100, Choice(50, 100, 150, 200), "S, pseudo-features per class, Eq. 6, Fig. 5", ge=1)
-    norm: Literal["none", "l2"] = hp("none", Choice("none", "l2"), "of features and prototypes that are mixed")
-    retrain: Literal["before", "after"] = hp("before", Choice("before", "after"), "local classifiers, before they are "
-                                             "averaged, Algorithm 1; or new ones after it, only to be judged (code)")
-    rounds: int = hp(50, Choice(20, 50, 90), "last rounds, in which classifiers are re-trained, Algorithm 1", ge=0)
-    epochs: int = hp(50, Choice(10, 50, 100), "of re-training, Fig. 5", ge=0)
-    batch: int = hp(32, Choice(32, 64, 256), "of re-training, IV-A", ge=1)
-    lr: float = hp(0.01, LogUniform(1e-3, 0.1), "of re-training, IV-A", gt=0)
-    finetune: bool = hp(False, Choice(True, False), "the teacher's projection, its features matched, Table IV")
-    squares: float = hp(1.0, LogUniform(0.1, 10), "weight of 1/2 ||z - u||^2 when fine-tuning; not stated", ge=0)
-    target: Literal["unit", "raw"] = hp("unit", Choice("unit", "raw"), "u of fine-tuning: of length 1, or as it is")
-    margin: float = hp(0.3, Uniform(0.0, 0.5), "of Margin Metric Softmax; CLIPood's", ge=0)
-    teacher_lr: float = hp(5e-6, LogUniform(1e-6, 1e-4), "of AdamW when fine-tuning; CLIPood's", gt=0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _preset(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        return OFFICIAL | fields if fields.get("preset") == "official" else fields
-
-    @field_validator("teacher")
-    @classmethod
-    def _absolute(cls, name: str) -> str:
-        return name if name == "none" else open_teacher(name).name
-
-    @property
-    def distils(self) -> bool:
-        """Whether image features of the teacher are needed."""
-        return self.teacher != "none" and (self.finetune or self.kd > 0)
-
-    @property
-    def wordings(self) -> set[Wording]:
-        """Of the class names that the teacher is asked for."""
-        return {"phrase", self.wording} if self.distils or (self.teacher != "none" and self.rounds > 0) else set()
-
-    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
-        if self.lam_low > self.lam_high:
-            raise ConfigError(f"method.lam_low = {self.lam_low:g}, method.lam_high = {self.lam_high:g}: swap them")
-        if self.teacher == "none" and (self.finetune or (self.partner == "deterministic" and self.rounds > 0)):
-            what = "method.finetune=true" if self.finetune else "method.partner=deterministic"
-            raise ConfigError(f"method.teacher = none: {what} needs a teacher; name one, as ViT-B-32/openai")
-        if self.wordings:
-            open_teacher(self.teacher).check(task, self.wordings, model.dim if self.finetune else None)
-
     # at a client
 
     def join(self, client: Client, message: Message) -> Reply:
         client.state = dict(message)
-        if self.distils:
-            encoded(client, self.teacher, not self.finetune)    # [2]
-        return client.reply()
+        if not self.distils:
+            return client.reply()
+        e = encoded(client, self.teacher, not self.finetune).float()    # [n, w] [2]
+        u = e @ projection_of(client, self.teacher) if self.finetune else e
+        return client.reply(teacher=answers(client, u @ self.unit_text(client).T))
 
     def text(self, client: Client, wording: Wording) -> Tensor:
         """Text features [C, d] that the client got when it joined, on the CPU."""
@@ -132,39 +75,80 @@ class FedSM(Method):
             raise RuntimeError("this client did not take part in FedSM.join, so it has no text features")
         return client.state[wording]
 
+    def unit_text(self, client: Client) -> Tensor:
+        """T of Eq. 1, [C, d], rows of length 1, on the client's device."""
+        return F.normalize(self.text(client, "phrase"), dim=1).to(client.device)
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return ("cross_entropy", "hint" if self.finetune else "distillation") if self.distils else ()
+
     def objective(self, client: Client, message: Message) -> Objective:
         """Eq. 1; when fine-tuning, the square error to the teacher's features in place of the KL term, IV-C.2."""
         if not self.distils:
             return super().objective(client, message)
-        model, e = client.model, encoded(client, self.teacher, not self.finetune)       # [n, w]
-        text = F.normalize(self.text(client, "phrase"), dim=1).to(client.device)        # [C, d]
+        model, e, text = client.model, encoded(client, self.teacher, not self.finetune), self.unit_text(client)
         if self.finetune:
             projection = Projection(client, self.teacher, self.teacher_lr, self.target == "unit")    # [6]
 
-            def loss(batch: Batch) -> Tensor:
+            def terms(batch: Batch) -> dict[str, Tensor]:
                 u, z = projection.step(e[batch.rows], batch.y, text, self.margin, self.scale), model.encoder(batch.x)
-                return F.cross_entropy(model.classifier(z), batch.y) + self.squares * hint(z, u)
+                return {"cross_entropy": F.cross_entropy(model.classifier(z), batch.y),
+                        "hint": self.squares * hint(z, u)}
         else:
             log_q = (self.scale * e.float() @ text.T / self.temperature).log_softmax(1)         # [n, C] [1]
 
-            def loss(batch: Batch) -> Tensor:
+            def terms(batch: Batch) -> dict[str, Tensor]:
                 logits = model(batch.x)
-                kl = distillation(logits, log_q[batch.rows], self.temperature)
-                return F.cross_entropy(logits, batch.y) + self.kd * kl
+                return {"cross_entropy": F.cross_entropy(logits, batch.y),
+                        "distillation": self.kd * distillation(logits, log_q[batch.rows], self.temperature)}
 
-        return loss
+        return Terms(client, terms)
+
+    def learn(self, client: Client, message: Message) -> Tree:
+        """Local training on the model that was received; what a reply says of it."""
+        objective = self.objective(client, message)
+        parts: Tree = {"loss": sgd(client, objective)} | reply_of(objective, self.terms)
+        if self.finetune:
+            h = encoded(client, self.teacher, False)
+            parts["cosine"] = towards(client, h.float() @ projection_of(client, self.teacher))
+        return parts
+
+    def train(self, client: Client, message: Message) -> Reply:
+        client.receive(message["model"])
+        parts = self.learn(client, message)
+        return client.reply(model=self.shared(client.model), **parts)
 
     def prototypes(self, client: Client, message: Message) -> Reply:
         """n_c^k f_c^k and n_c^k of each class that the client holds, Eq. 3."""
         client.receive(message["encoder"])
-        return client.reply(classes=class_means(*features(client), self.norm == "l2"))
+        return client.reply(classes=self.means(client))
+
+    def means(self, client: Client) -> dict[int, Tree]:
+        """The client's part of Eq. 3 under its encoder as it is."""
+        return class_means(*features(client), self.norm == "l2")
 
     def train_and_retrain(self, client: Client, message: Message) -> Reply:
         """Algorithm 1, lines 5 to 11: local training, then the classifier learns from pseudo-features."""
         client.receive(message["model"])
-        loss = sgd(client, self.objective(client, message))
+        before, y = some_features(client)
+        parts = self.learn(client, message)
+        parts["drift"] = drift(before, some_features(client)[0], y, message["means"][message["present"]])
         retrain_loss = self.fit(client, client.model.classifier, message)
-        return client.reply(model=self.shared(client.model), loss=loss, retrain_loss=retrain_loss)
+        return client.reply(model=self.shared(client.model), retrain_loss=retrain_loss, **parts)
+
+    def train_first(self, client: Client, message: Message) -> Reply:
+        """`encoders=trained`: local training, then the prototypes; the model waits here for its re-training."""
+        client.receive(message["model"])
+        parts = self.learn(client, message)
+        client.state["trained"] = tree.snapshot(self.shared(client.model))
+        return client.reply(classes=self.means(client), **parts)
+
+    def retrain_next(self, client: Client, message: Message) -> Reply:
+        """`encoders=trained`: the classifier of the model that waited learns from pseudo-features."""
+        client.receive(client.state.pop("trained"))
+        retrain_loss = self.fit(client, client.model.classifier, message)
+        return client.reply(model=self.shared(client.model), retrain_loss=retrain_loss)
 
     def refit(self, client: Client, message: Message) -> Reply:
         """`retrain=after`: a new classifier for the averaged encoder."""
@@ -185,12 +169,16 @@ class FedSM(Method):
         (z, y), classes = features(client), message["present"].nonzero().flatten()      # [n, d], [n], [P]
         alpha = torch.ones(2 * [client.model.classes])
         if self.wordings:
-            alpha = relevance(self.text(client, self.wording), self.similarity, self.softmax)   # Eq. 5 [4] [7]
+            alpha = self.alpha(self.text(client, self.wording))     # Eq. 5 [4] [7]
         rows = draw_partners(alpha, classes.cpu(), y.cpu(), self.size, self.partner, self.unit, client.order)  # [P, S]
         lam = self.lam_low + (self.lam_high - self.lam_low) * torch.rand(rows.shape, generator=client.order)
         z = F.normalize(z, dim=1) if self.norm == "l2" else z
         r = mix_features(z[rows.to(z.device)], message["means"][classes], lam.to(z.device))        # Eq. 4
         return r.flatten(0, 1), classes.repeat_interleave(self.size)
+
+    def alpha(self, text: Tensor) -> Tensor:
+        """alpha of Eq. 5, [C, C]."""
+        return relevance(text, self.similarity, self.softmax, self.partner == "inverted")
 
     # at the server
 
@@ -201,40 +189,45 @@ class FedSM(Method):
             teacher, names = open_teacher(self.teacher), server.facts.class_names
             message = {wording: teacher.text(names, wording, server.device) for wording in sorted(self.wordings)}
             server.state["teacher"] = teacher.about
-            server.state["relevance"] = total_variation(
-                relevance(message[self.wording].cpu(), self.similarity, self.softmax))
-        fleet.ask(self.join, fleet.everyone, message)
+            server.state["relevance"] = total_variation(self.alpha(message[self.wording].cpu()))
+        if not self.distils:
+            fleet.ask(self.join, fleet.everyone, message)
+            return
+        counts = torch.empty(server.model.classes, dtype=torch.int64, device="meta")
+        got = fleet.ask(self.join, fleet.everyone, message, teacher=total.like({"n": counts, "right": counts}))
+        server.state["teacher_accuracy"] = zero_shot(**got["teacher"], thresholds=group_thresholds(server.config.data))
 
     def round(self, server: Server, fleet: Fleet) -> None:
-        """Algorithm 1: in the last rounds the prototypes are taken first [3]; with `retrain=after`, last.
-
-        The figure `relevance` is its total variation from uniform: near 0 it cannot matter."""
-        server.log(teacher=server.state["teacher"], relevance=server.state["relevance"])
+        """Algorithm 1: in the last rounds the prototypes are taken first, or between training and re-training [3]; with
+        `retrain=after`, last."""
+        server.log(**{name: server.state[name] for name in ("teacher", "relevance", "teacher_accuracy")
+                      if name in server.state})
         retrain = self.retrain if server.round > server.rounds - self.rounds else None
         cohort, message = self.sample(server, fleet), self.message(server)
-        model, loss = mean.like(message["model"]), mean.like(0.0)
-        if retrain == "before":
+        model = mean.like(message["model"])
+        parts = {"loss": mean} | asked_for(self.terms) | ({"cosine": mean} if self.finetune else {})
+        if retrain == "before" and self.encoders == "global":
             message |= self.global_prototypes(server, fleet)
-            got = fleet.ask(self.train_and_retrain, cohort, message, model=model, loss=loss, retrain_loss=loss)
-            server.log(retrain_loss=got["retrain_loss"])
+            got = trained = fleet.ask(self.train_and_retrain, cohort, message, model=model, retrain_loss=mean,
+                                      drift=mean, **parts)
+        elif retrain == "before":
+            trained = fleet.ask(self.train_first, cohort, message, classes=of_classes(server.model), **parts)
+            got = fleet.ask(self.retrain_next, list(trained.weights),
+                            pooled_means(trained["classes"], server.model.classes), model=model, retrain_loss=mean)
         else:
-            got = fleet.ask(self.train, cohort, message, model=model, loss=loss)
+            got = trained = fleet.ask(self.train, cohort, message, model=model, **parts)
         server.step(got["model"])
-        server.log(loss=got["loss"])
         if retrain == "after":
             message = encoder(server.model) | self.global_prototypes(server, fleet)
-            like = nn.Linear(server.model.dim, server.model.classes, device="meta").state_dict()
-            got = fleet.ask(self.refit, cohort, message, classifier=mean.like(like), retrain_loss=loss)
+            got = fleet.ask(self.refit, cohort, message, classifier=mean, retrain_loss=mean)
             server.state["classifier"] = got["classifier"]
-            server.log(retrain_loss=got["retrain_loss"])
+        server.log(**{name: trained[name] for name in ("loss", "cosine", "drift") if name in trained},
+                   **figure_of(trained), **({"retrain_loss": got["retrain_loss"]} if retrain else {}))
 
     def global_prototypes(self, server: Server, fleet: Fleet) -> Message:
         """z^global of Eq. 3, float32 [C, d], and which classes have one, bool [C]."""
-        model = server.model
-        of_class = {"n": 1, "z": torch.empty(model.dim, device="meta")}
-        got = fleet.ask(self.prototypes, fleet.everyone, encoder(model),
-                        classes=total.within(dict.fromkeys(range(model.classes), of_class)))
-        return pooled_means(got["classes"], model.classes)
+        got = fleet.ask(self.prototypes, fleet.everyone, encoder(server.model), classes=of_classes(server.model))
+        return pooled_means(got["classes"], server.model.classes)
 
     # what is judged
 
@@ -247,3 +240,9 @@ class FedSM(Method):
 def encoder(model: SplitModel) -> Message:
     """The entries of the encoder that travel."""
     return {"encoder": tree.snapshot(model.entries("encoder."))}
+
+
+def of_classes(model: SplitModel) -> Reduction:
+    """What sums of features by class look like; a client has those of its own classes."""
+    of_class = {"n": 0, "z": torch.empty(model.dim, device="meta")}
+    return total.within(dict.fromkeys(range(model.classes), of_class))

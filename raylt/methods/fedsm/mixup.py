@@ -7,11 +7,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Similarity = Literal["cosine", "dot", "l1", "l2"]
-Partner = Literal["probabilistic", "deterministic", "random"]
+Partner = Literal["probabilistic", "deterministic", "random", "inverted"]
 Unit = Literal["class", "sample"]
 
 
-def relevance(text: Tensor, similarity: Similarity, temperature: float | None = None) -> Tensor:
+def relevance(text: Tensor, similarity: Similarity, temperature: float | None = None,
+              inverted: bool = False) -> Tensor:
     """alpha of Eq. 5 of FedSM, float32 [C, C], not negative: how well features of class j serve class i.
 
     The similarity of a class with itself would outdo all others: the mean of its row stands in its place.
@@ -20,6 +21,8 @@ def relevance(text: Tensor, similarity: Similarity, temperature: float | None = 
         text: [C, d], as the text encoder gives them.
         similarity: cosine; or of the vectors as they are: dot product, or 1 / (1 + distance).
         temperature: of the softmax over each row that is the optional non-linearity; None for none.
+        inverted: each row of similarities is mirrored between its smallest and its largest, so that what is least like
+            class i serves it best, with weights as unequal as they were: a control.
     """
     if similarity == "cosine":
         unit = F.normalize(text, dim=1)
@@ -29,6 +32,8 @@ def relevance(text: Tensor, similarity: Similarity, temperature: float | None = 
     else:
         alpha = 1 / (1 + torch.cdist(text, text, p=1 if similarity == "l1" else 2))
     alpha = alpha - torch.diag(alpha.diagonal() - alpha.mean(1))
+    if inverted:
+        alpha = alpha.amax(1, keepdim=True) + alpha.amin(1, keepdim=True) - alpha
     return alpha.clamp(min=0) if temperature is None else (alpha / temperature).softmax(1)
 
 
@@ -52,7 +57,8 @@ def draw_partners(alpha: Tensor, classes: Tensor, y: Tensor, size: int, partner:
         alpha: from `relevance`, [C, C]. A row without weight on any class of `y` counts as uniform. All on the CPU.
         classes: those that have a prototype, int64 [P].
         y: labels of the samples, int64 [n].
-        partner: classes drawn with probability alpha, the most relevant one other than the class itself, or any.
+        partner: classes drawn with probability alpha (probabilistic, inverted), the most relevant one other than the
+            class itself, or any.
         unit: a class is drawn, then one of its samples, with replacement; or a sample, weighted by its class, without
             replacement where there are enough, as FedSM's code does.
     """

@@ -29,6 +29,16 @@ def encoded(client: Client, teacher: str, projected: bool = True) -> Tensor:
     return client.cache["teacher"]
 
 
+def projection_of(client: Client, teacher: str) -> Tensor:
+    """The matrix [w, d] behind the teacher's image tower as this client has it, on its device; the teacher's own where
+    it has trained none."""
+    matrix = client.state.get("projection")
+    if matrix is None:
+        matrix = open_teacher(teacher).projection(client.device)
+        assert matrix is not None, "Teacher.check refuses those without one"
+    return matrix.to(client.device)
+
+
 class Projection:
     """The matrix [w, d] behind an image tower, trained by Margin Metric Softmax and AdamW, a step for each batch.
 
@@ -40,11 +50,7 @@ class Projection:
     """
 
     def __init__(self, client: Client, teacher: str, lr: float, unit: bool):
-        start = client.state.get("projection")
-        if start is None:
-            start = open_teacher(teacher).projection(client.device)
-            assert start is not None, "Teacher.check refuses those without one"
-        self.matrix = start.to(client.device, copy=True).requires_grad_()
+        self.matrix = projection_of(client, teacher).clone().requires_grad_()
         self._client, self._unit = client, unit
         self._optimiser = torch.optim.AdamW([self.matrix], lr, weight_decay=0.1)
 

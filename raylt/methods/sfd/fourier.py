@@ -55,3 +55,22 @@ def fourier(z: Tensor, omega: Tensor) -> Tensor:
 def fourier_sum(z: Tensor, omega: Tensor, chunk: int = 256) -> Tensor:
     """Sum of phi over the rows of z, float64 [D]."""
     return torch.stack([fourier(part, omega).double().sum(0) for part in z.split(chunk)]).sum(0)
+
+
+def bootstrap_floor(phi: Tensor, omega: Tensor, mean: Tensor, cov: Tensor, size: int) -> float:
+    """What L_MMD (Eq. 15) of `size` real features of a class, drawn with replacement, is on average; from their sums.
+
+    The mean distance of a mean of M draws from its expectation is sqrt(2 / pi) s / sqrt(M). Of cos^2 + sin^2 = 1
+    follows what the variances of a frequency's two features add up to; their difference is that of normal angles.
+
+    Args:
+        phi: mean of the real features' random Fourier features, float64 [D]; omega: their frequencies [D/2, d].
+        mean, cov: of the real features, float64 [d] and [d, d].
+    """
+    omega, scale = omega.double(), math.sqrt(len(omega))        # phi is (cos, sin) / sqrt(D/2)
+    cosine, sine = (scale * phi.double()).chunk(2)              # [D/2]
+    both = (1 - cosine.square() - sine.square()).clamp(min=0)   # Var cos + Var sin
+    twice = (2 * omega @ mean).cos() * (-2 * ((omega @ cov) * omega).sum(1)).exp()          # E cos(2 angle)
+    less = (twice - cosine.square() + sine.square()).clamp(-both, both)                     # Var cos - Var sin
+    deviations = ((both + less) / 2).sqrt() + ((both - less) / 2).sqrt()
+    return (math.sqrt(2 / math.pi / size) * deviations.sum() / scale).item()

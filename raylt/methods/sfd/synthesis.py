@@ -39,8 +39,15 @@ class Target(NamedTuple):
     omega: Tensor
 
 
+class Losses(NamedTuple):
+    """The two terms of L_syn, Eq. 17."""
+
+    mmd: float
+    arr: float
+
+
 @dataclass(frozen=True)
-class Terms:
+class Parts:
     """Which parts of SAFS are in use (Table 3 of SFD)."""
 
     aligner: bool = True
@@ -100,18 +107,28 @@ def align(raw: Tensor, target: Target) -> Tensor:
     return centred @ transform.T + target.mean                                      # Eq. 14
 
 
-def synthesis_loss(z: Tensor, target: Target, terms: Terms) -> Tensor:
+def synthesis_loss(z: Tensor, target: Target, parts: Parts) -> Tensor:
     """L_syn = L_MMD + L_ARR, Eq. 15-17; differentiable.
 
     Args:
         z: Z_syn [M, d].
     """
     loss = z.new_zeros(())
-    if terms.mmd:
-        loss = loss + (target.phi.to(z) - fourier(z, target.omega.to(z)).mean(0)).abs().sum()
-    if terms.arr:
-        loss = loss - z.clamp(max=0).sum(1).mean()
+    if parts.mmd:
+        loss = loss + mmd(z, target)
+    if parts.arr:
+        loss = loss + arr(z)
     return loss
+
+
+def mmd(z: Tensor, target: Target) -> Tensor:
+    """L_MMD of Z_syn [M, d], Eq. 15; a scalar."""
+    return (target.phi.to(z) - fourier(z, target.omega.to(z)).mean(0)).abs().sum()
+
+
+def arr(z: Tensor) -> Tensor:
+    """L_ARR of Z_syn [M, d], Eq. 16; a scalar."""
+    return -z.clamp(max=0).sum(1).mean()
 
 
 def bank_gradient(raw: Tensor, prepared: "Prepared") -> tuple[Tensor, float]:
@@ -120,7 +137,7 @@ def bank_gradient(raw: Tensor, prepared: "Prepared") -> tuple[Tensor, float]:
     Args:
         raw: Z_raw, float32 [M, d].
     """
-    if not prepared.terms.aligner:
+    if not prepared.parts.aligner:
         return _gradient_at(raw, prepared)
     centred = raw - raw.mean(0)
     factor, _ = cholesky((centred.T @ centred).double() / (len(raw) - 1), RAW_JITTER)
@@ -144,7 +161,7 @@ class Prepared:
         cosines, sines: the halves of the target's Fourier mean, [D/2].
     """
 
-    terms: Terms
+    parts: Parts
     factor: Tensor | None
     mean: Tensor
     waves: Tensor
@@ -153,18 +170,18 @@ class Prepared:
     sines: Tensor
 
     @classmethod
-    def of(cls, target: Target, terms: Terms) -> "Prepared":
+    def of(cls, target: Target, parts: Parts) -> "Prepared":
         omega = target.omega.double()
         cosines, sines = target.phi.float().chunk(2)
-        if not terms.aligner:
+        if not parts.aligner:
             zeros = torch.zeros_like
-            return cls(terms, None, zeros(target.mean).float(), target.omega, zeros(cosines), cosines, sines)
-        return cls(terms, target.factor.float(), target.mean.float(), (omega @ target.factor).float(),
+            return cls(parts, None, zeros(target.mean).float(), target.omega, zeros(cosines), cosines, sines)
+        return cls(parts, target.factor.float(), target.mean.float(), (omega @ target.factor).float(),
                    (omega @ target.mean).float(), cosines, sines)
 
 
-def synthesise(target: Target, size: int, terms: Terms, steps: int, lr: float, momentum: float,
-               generator: torch.Generator) -> tuple[Tensor, list[float]]:
+def synthesise(target: Target, size: int, parts: Parts, steps: int, lr: float, momentum: float,
+               generator: torch.Generator) -> tuple[Tensor, tuple[Losses, Losses]]:
     """Algorithm 1 for one class: SGD with momentum and a cosine learning rate on a bank from N(0, I).
 
     Args:
@@ -172,18 +189,23 @@ def synthesise(target: Target, size: int, terms: Terms, steps: int, lr: float, m
         generator: on the CPU, so that all devices start from the same bank.
 
     Returns:
-        float32 [M, d], and L_syn before each step and after the last.
+        float32 [M, d], and what both losses were before the first step and are after the last, in use or not.
     """
+    def features() -> Tensor:
+        return align(raw, target).float() if parts.aligner else raw
+
+    def losses(z: Tensor) -> Losses:
+        return Losses(mmd(z, target).item(), arr(z).item())
+
     raw = torch.randn(size, len(target.mean), generator=generator).to(target.mean.device)
-    velocity, losses = torch.zeros_like(raw), list[float]()
-    prepared = Prepared.of(target, terms)
-    for t in range(steps if terms.mmd or terms.arr else 0):
-        gradient, loss = bank_gradient(raw, prepared)
+    velocity, start = torch.zeros_like(raw), losses(features())
+    prepared = Prepared.of(target, parts)
+    for t in range(steps if parts.mmd or parts.arr else 0):
+        gradient, _ = bank_gradient(raw, prepared)
         velocity.mul_(momentum).add_(gradient)
         raw.add_(velocity, alpha=-lr * 0.5 * (1 + math.cos(math.pi * t / steps)))
-        losses.append(loss)
-    z = align(raw, target).float() if terms.aligner else raw
-    return z, [*losses, synthesis_loss(z, target, terms).item()]
+    z = features()
+    return z, (start, losses(z))
 
 
 RAW_JITTER = 1e-6       # for the bank's covariance, which is well conditioned: Appendix B leaves the value open
@@ -193,13 +215,13 @@ def _gradient_at(white: Tensor, prepared: Prepared) -> tuple[Tensor, float]:
     """dL/dW and L_syn."""
     gradient = torch.zeros_like(white)
     loss = white.new_zeros(())
-    if prepared.terms.arr:
+    if prepared.parts.arr:
         z = white if prepared.factor is None else torch.addmm(prepared.mean, white, prepared.factor.T)     # [M, d]
         negative = z.clamp(max=0)
         loss -= negative.sum() / len(white)
         slope = (negative < 0).to(white) / -len(white)
         gradient += slope if prepared.factor is None else slope @ prepared.factor
-    if prepared.terms.mmd:
+    if prepared.parts.mmd:
         loss += _add_mmd(gradient, white, prepared)
     return gradient, loss.item()
 

@@ -1,16 +1,20 @@
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from bpfed_runs import loss_of, open_client, run
-from tiny import configure, fingerprint, make_experiment, private_states
+from tiny import configure, fingerprint, make_experiment, make_task, private_states
 from torch import tensor
 from torch.nn import functional as F
 
 from raylt import tree
 from raylt.core.features import features
+from raylt.core.fitting import fit_classifier
+from raylt.data.task import Shard
 from raylt.methods.bpfed.method import BPFed, ScaledLinear, balance
-from raylt.methods.bpfed.smoothing import smooth_labels
+from raylt.methods.bpfed.smoothing import smooth_labels, undecided
 from raylt.ops.moments import unpack
 from raylt.seeds import seed_for, seeded
 
@@ -143,9 +147,9 @@ def test_variants_run_and_send_what_they_should(tiny_task, tmp_path, fields):
     if experiment.method.fa:
         assert traffic == {
             "covariance": {"down": clients * encoder, "up": clients * (triangle + 8), "replies": clients},
-            "retrain": {"down": clients * triangle, "up": clients * 16, "replies": clients}}
+            "retrain": {"down": clients * triangle, "up": clients * 32, "replies": clients}}
     else:
-        assert traffic == {"retrain": {"down": clients * encoder, "up": clients * 16, "replies": clients}}
+        assert traffic == {"retrain": {"down": clients * encoder, "up": clients * 32, "replies": clients}}
     assert reports[1].traffic == {
         "train": {"down": clients * encoder, "up": clients * (encoder + 8), "replies": clients}}
 
@@ -164,9 +168,49 @@ def test_only_what_is_switched_on_is_trained(tiny_task, tmp_path):
 
 def test_labels_that_do_not_favour_their_own_class_are_counted(finished):
     # owned classes 4, 3, 1, 1 and 4 with delta = 0.5: only a client with two classes has such a label
-    assert finished[1][-1].figures["undecided"] == 0
-    q = smooth_labels(tensor([6, 0, 0, 2]), 0.5, 0.4)
-    assert q[0].tolist() == [0.5, 0, 0, 0.5]
+    figures = finished[1][-1].figures
+    assert (figures["undecided"], figures["halved_clients"], figures["blind_clients"]) == (0, 0, 0)
+    owned = tensor([True, False, False, True])
+    for counts, vague in (([6, 0, 0, 2], 1), ([5, 0, 0, 5], 2)):
+        q = smooth_labels(tensor(counts), 0.5, 0.4)
+        assert q[0].tolist() == [0.5, 0, 0, 0.5]
+        assert undecided(q, owned) == vague
+    assert undecided(smooth_labels(tensor([5, 0, 0, 5]), 0.49, 0.4), owned) == 0
+    assert undecided(smooth_labels(tensor([0, 0, 0, 5]), 0.5, 0.4), tensor([False, False, False, True])) == 0
+
+
+@pytest.mark.parametrize(("fields", "figures"), [
+    ({}, (3 / 3, 2, 1)), ({"delta": 0.4}, (0, 0, 0)), ({"loss": "ce"}, (0, 0, 0)), ({"loss": "ls_all"}, (0, 0, 0))])
+def test_clients_whose_smoothed_labels_tell_less_are_reported(tmp_path, fields, figures):
+    # two classes of equal size; two of different sizes; three
+    y = [[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 2, 2], [0, 0, 1, 1, 3, 3, 3]]
+    rng = np.random.default_rng(0)
+    shards = tuple(Shard(rng.integers(0, 256, (len(own), 8, 8, 1), dtype=np.uint8), np.array(own)) for own in y)
+    whole = make_task()
+    counts = np.stack([np.bincount(own, minlength=4) for own in y])
+    task = replace(whole, shards=shards, client_counts=counts)
+    experiment = make_experiment(configure(data={"clients": 3}, federation={"rounds": 1}), task, tmp_path,
+                                 BPFed(**fields))
+    experiment.step()
+    told = experiment.step().figures
+    assert (told["undecided"], told["halved_clients"], told["blind_clients"]) == pytest.approx(figures)
+
+
+def test_client_with_two_classes_of_equal_size_is_driven_to_tell_nothing():
+    # Eq. 18 with labels (1/2, 1/2): what separates the classes falls, what without smoothing would rise
+    z = torch.cat([torch.randn(40, 8, generator=torch.Generator().manual_seed(0)) + 2,
+                   torch.randn(40, 8, generator=torch.Generator().manual_seed(1)) - 2])
+    y, far = torch.arange(2).repeat_interleave(40), {}
+    for delta in (0.0, 0.4, 0.5):
+        head = torch.nn.Linear(8, 2)
+        with torch.no_grad():
+            head.weight.copy_(torch.stack([torch.ones(8), -torch.ones(8)]) / 8)
+            head.bias.zero_()
+        q = smooth_labels(tensor([40, 40]), delta, 0.4)
+        fit_classifier(head, z, q[y], epochs=60, batch=20, lr=0.1, momentum=0.9, weight_decay=0.0, seed=0)
+        logits = head(z)
+        far[delta] = (logits[:, 0] - logits[:, 1]).abs().mean().item()
+    assert far[0.5] < 0.3 < far[0.4] < far[0.0]
 
 
 def test_own_classifiers_are_those_of_the_clients_seed(tiny_task, tmp_path):

@@ -14,7 +14,8 @@ from raylt.core import checkpoint
 from raylt.core.judging import judged_entries
 from raylt.errors import ConfigError
 from raylt.methods import make_method
-from raylt.methods.fedsm.method import OFFICIAL, FedSM
+from raylt.methods.fedsm.fields import OFFICIAL
+from raylt.methods.fedsm.method import FedSM
 from raylt.methods.fedsm.mixup import relevance
 
 # local training, Eq. 1
@@ -36,7 +37,8 @@ def test_distillation_changes_the_model_and_retraining_starts_in_the_last_rounds
     assert fingerprint(distilled.server.model.state_dict()) == fingerprint(mixed.server.model.state_dict())
     plain, _ = run(tiny_task, tmp_path, FedSM(kd=0, rounds=0))
     assert fingerprint(distilled.server.model.state_dict()) != fingerprint(plain.server.model.state_dict())
-    assert [len(report.figures) for report in reports] == [3, 3, 4]         # teacher, relevance, loss, retrain_loss
+    always = {"teacher", "relevance", "teacher_accuracy", "loss", "shares"}
+    assert [set(report.figures) for report in reports] == [always, always, always | {"drift", "retrain_loss"}]
 
 
 def test_loss_is_that_of_equation_1_written_out(tiny_task, npz):
@@ -102,6 +104,8 @@ def test_official_mixing_is_of_unit_features_with_unit_weighted_prototypes_and_t
     ({"lam_low": 0.9, "lam_high": 0.5}, "method.lam_low = 0.9, method.lam_high = 0.5: swap them"),
     ({"teacher": "none", "finetune": True}, "method.teacher = none: method.finetune=true needs a teacher"),
     ({"teacher": "none", "partner": "deterministic"}, "method.partner=deterministic needs a teacher"),
+    ({"teacher": "none", "partner": "inverted"}, "method.partner=inverted needs a teacher"),
+    ({"teacher": "none", "encoders": "trained", "retrain": "after"}, "method.encoders = trained: with method.retrain"),
     ({"teacher": "npz:/nowhere/f.npz"}, "cannot be read .no such file."),
 ])
 def test_settings_that_cannot_work_are_refused(tiny_task, fields, said):

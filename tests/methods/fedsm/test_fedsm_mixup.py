@@ -45,6 +45,26 @@ def test_softmax_of_each_row_is_taken_before_anything_is_clipped():
     assert np.allclose(relevance(text, "cosine")[0], [0.2, 0.6, 0], atol=1e-6)
 
 
+@pytest.mark.parametrize("temperature", [None, 0.05])
+def test_inverted_relevance_draws_what_is_least_alike_most_and_is_as_far_from_uniform(temperature):
+    # cosines with class 0: 0.9, 0.8, 0.5, itself their mean with 1: 0.8; mirrored between 0.5 and 0.9
+    text = tensor([[1.0, 0, 0, 0], [0.9, 0.19 ** 0.5, 0, 0], [0.8, 0, 0.6, 0], [0.5, 0, 0, 0.75 ** 0.5]])
+    plain, inverted = (relevance(text, "cosine", temperature, turned) for turned in (False, True))
+    if temperature is None:
+        assert torch.allclose(plain[0], tensor([0.8, 0.9, 0.8, 0.5]), atol=1e-6)
+        assert torch.allclose(inverted[0], tensor([0.6, 0.5, 0.6, 0.9]), atol=1e-6)
+    else:
+        # softmax(-s) is 1 / softmax(s), normalised
+        assert torch.allclose(inverted, (1 / plain) / (1 / plain).sum(1, keepdim=True), atol=1e-5)
+    for i in range(4):
+        assert plain[i].argsort(stable=True).tolist()[-1] == inverted[i].argsort(stable=True).tolist()[0]
+    y, classes = torch.arange(4).repeat(5), torch.arange(4)
+    drawn = [torch.bincount(y[draw_partners(alpha, classes, y, 4000, kind, "class", generator())[0]], minlength=4)
+             for alpha, kind in ((plain, "probabilistic"), (inverted, "inverted"))]
+    assert drawn[0][1] > 1.3 * drawn[0][3]
+    assert drawn[1][3] > 1.3 * drawn[1][1]
+
+
 def test_classes_are_drawn_with_the_renormalised_relevance():                                        # T-FSM-6
     alpha = tensor([[0.2, 0.5, 0.9, 0.3], [1.0, 0.0, 0.5, 0.5], [0.1, 0.1, 0.1, 0.7]])
     y = tensor([3, 0, 0, 2, 0, 2, 0])                                   # class 1 is not owned

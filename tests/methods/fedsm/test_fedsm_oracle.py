@@ -73,6 +73,8 @@ def relevance(method: FedSM, text: Tensor) -> Tensor:
                            "l2": 1 / (1 + (a - b).norm())}[method.similarity]
     for i, mean in enumerate(alpha.mean(1).tolist()):
         alpha[i, i] = mean
+    if method.partner == "inverted":
+        alpha = torch.stack([row.max() - (row - row.min()) for row in alpha])
     return alpha.clamp(min=0) if method.softmax is None else (alpha / method.softmax).softmax(1)
 
 
@@ -126,6 +128,8 @@ def after_round(method: FedSM, model, task, features: Tensor, texts, t: int) -> 
     text, words = torch.from_numpy(texts["text"]), texts["text_label" if method.wording == "label" else "text"]
     alpha = torch.ones(4, 4) if method.teacher == "none" else relevance(method, torch.from_numpy(words))
     before = last and method.retrain == "before"
+    if before and method.encoders == "trained":
+        return after_trained(method, model, data, features, task, text, alpha, t)
     if before:
         means = prototypes(method, {id: naive.features(model, x[id]) for id in data}, y)
     for id in data:
@@ -150,10 +154,31 @@ def after_round(method: FedSM, model, task, features: Tensor, texts, t: int) -> 
     return end, naive.average(classifiers, sizes)
 
 
+def after_trained(method: FedSM, model, data, features: Tensor, task, text: Tensor, alpha: Tensor,
+                  t: int) -> tuple[naive.Entries, naive.Entries]:
+    """A round whose prototypes are those of the trained encoders: everybody trains, then everybody re-trains."""
+    start, ends, z = naive.entries(model), {}, {}
+    for id, (x, y) in data.items():
+        model.load_state_dict(start)
+        trained(method, model, x, y, features[task.split.clients[id]], text,
+                naive.generator("order", "train_first", t, id))
+        ends[id], z[id] = naive.entries(model), naive.features(model, x)
+    means = prototypes(method, z, {id: y for id, (_, y) in data.items()})
+    for id, (_, y) in data.items():
+        r = pseudo(method, z[id], y, means, alpha, naive.generator("order", "retrain_next", t, id))
+        classifier = {name: ends[id][f"classifier.{name}"] for name in ("weight", "bias")}
+        refit = refitted(method, classifier, r, t, id)
+        ends[id] |= {f"classifier.{name}": value for name, value in refit.items()}
+    end = naive.average(list(ends.values()), [len(y) for _, y in data.values()])
+    model.load_state_dict(end)
+    return end, naive.entries(model.classifier)
+
+
 @pytest.mark.parametrize("fields", [
     {}, {"kd": 0.3, "temperature": 1.5, "scale": 30.0}, {"similarity": "dot"}, {"similarity": "l1"},
     {"similarity": "l2", "softmax": 0.02}, {"softmax": 0.2}, {"wording": "label"}, {"partner": "deterministic"},
-    {"partner": "random"}, {"unit": "sample"}, {"norm": "l2"}, {"lam_low": 0.2, "lam_high": 0.4},
+    {"partner": "random"}, {"partner": "inverted"}, {"partner": "inverted", "softmax": 0.1}, {"encoders": "trained"},
+    {"encoders": "trained", "norm": "l2"}, {"unit": "sample"}, {"norm": "l2"}, {"lam_low": 0.2, "lam_high": 0.4},
     {"retrain": "after"}, {"preset": "official", "rounds": 1, "epochs": 3, "batch": 10}], ids=str)
 def test_rounds_are_those_of_equations_1_to_7_written_out(tiny_task, tmp_path, teacher, texts, fields):
     method = make_method(QUICK | {"teacher": teacher} | fields)

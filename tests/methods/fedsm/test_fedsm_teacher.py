@@ -30,7 +30,7 @@ def test_features_are_encoded_once_per_client_and_are_no_part_of_a_checkpoint(ti
     assert all(cache["teacher"].dtype == torch.float16 for cache in caches.values())
     assert all(cache["teacher"].shape == (len(tiny_task.shards[id]), 64) for id, cache in caches.items())
     assert all(state["state"].keys() == {"phrase"} for state in private_states(experiment).values())
-    assert experiment.server.state.keys() == {"teacher", "relevance"}
+    assert experiment.server.state.keys() == {"teacher", "relevance", "teacher_accuracy"}
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_client_that_did_not_join_says_so(tiny_task, tmp_path, npz):
     experiment.fleet.begin(1)
     with pytest.raises(TooFewReplies, match=r"did not take part in FedSM\.join") as raised:
         experiment.fleet.ask(experiment.method.train, experiment.fleet.everyone,
-                             experiment.method.message(experiment.server), model=mean, loss=mean)
+                             experiment.method.message(experiment.server), model=mean, loss=mean, shares=mean)
     assert isinstance(raised.value.__cause__, ClientError)
 
 
@@ -121,6 +121,28 @@ def test_student_that_is_fine_tuned_comes_to_point_where_its_teacher_does(tiny_t
     assert near[1.0] > 0.4
 
 
+def test_cosine_of_students_to_their_teachers_rises_from_round_to_round(tiny_task, tmp_path, npz):
+    told = {}
+    for squares in (0.0, 1.0):
+        method = FedSM(teacher=npz, finetune=True, squares=squares, **QUICK)
+        _, reports = run(tiny_task, tmp_path, method, federation={"rounds": 5}, local={"epochs": 4})
+        told[squares] = [report.figures["cosine"] for report in reports]
+    assert told[1.0] == sorted(told[1.0])
+    assert told[1.0][-1] > told[1.0][0] + 0.1
+    assert told[1.0][-1] > told[0.0][-1] + 0.2
+    _, reports = run(tiny_task, tmp_path, FedSM(teacher=npz, **QUICK))
+    assert "cosine" not in reports[-1].figures
+
+
+def test_cosine_is_that_of_the_first_batch_after_training(tiny_task, npz):
+    method = FedSM(teacher=npz, finetune=True, teacher_lr=1e-2)
+    client = open_client(tiny_task, method, state=states_of(tiny_task))
+    parts = method.learn(client, {})
+    u = client.cache["teacher"].float() @ client.state["projection"]
+    expected = [F.cosine_similarity(a, b, dim=0).item() for a, b in zip(features(client)[0][:8], u[:8], strict=True)]
+    assert parts["cosine"] == pytest.approx(sum(expected) / 8, abs=1e-5)
+
+
 def test_trained_projection_stays_with_its_client_and_is_never_uploaded(tiny_task, tmp_path, npz):
     experiment, _ = run(tiny_task, tmp_path, FedSM(teacher=npz, finetune=True, teacher_lr=1e-3, **QUICK))
     states = {id: state["state"] for id, state in private_states(experiment).items()}
@@ -129,7 +151,8 @@ def test_trained_projection_stays_with_its_client_and_is_never_uploaded(tiny_tas
     assert not any(torch.equal(m, torch.eye(64)) for m in matrices)
     assert len({hash_tensors({"m": m}) for m in matrices}) == len(matrices)
     replies = [reply for *_, reply in experiment.fleet._host.replies]
-    assert all(reply.keys() <= {"model", "loss", "retrain_loss", "classes", "confusion"} for reply in replies)
+    assert all(reply.keys() <= {"model", "loss", "retrain_loss", "classes", "confusion", "teacher", "shares", "cosine",
+                                   "drift"} for reply in replies)
 
 
 def test_student_of_another_width_cannot_be_fine_tuned(tiny_task, npz):

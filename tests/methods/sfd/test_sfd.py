@@ -12,7 +12,8 @@ from raylt.config import load
 from raylt.contract.hosts import Backwards
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
-from raylt.methods.sfd.method import OFFICIAL, SFD, encoder
+from raylt.methods.sfd.fields import OFFICIAL
+from raylt.methods.sfd.method import SFD, encoder
 from raylt.ops.moments import moments
 
 
@@ -64,8 +65,8 @@ def test_statistics_hold_the_clients_own_classes_only(finished, task):
     # 8 bytes for count, mean, triangle and Fourier mean of each owned class
     assert measured["up"] == int((task.client_counts > 0).sum()) * 8 * (1 + 64 + 64 * 65 // 2 + 60)
     whole = tree.nbytes(model.entries())
-    assert reports[0].traffic["train"] == {"down": clients * (whole + 8), "up": clients * (whole + 8),
-                                           "replies": clients}                          # and beta; and the loss
+    assert reports[0].traffic["train"] == {"down": clients * (whole + 8), "up": clients * (whole + 24),
+                                           "replies": clients}          # and beta; and the loss, and two terms' shares
 
 
 def test_finish_retrains_the_classifier_alone(finished):
@@ -163,3 +164,41 @@ def test_killed_during_synthesis_and_resumed_it_ends_with_the_same_model(tmp_pat
     run_and_kill(tmp_path, settings, 0.3)               # statistics take a few milliseconds, synthesis seconds
     straight, killed = resume(tmp_path)
     assert straight["model_sha256"] == killed["model_sha256"]
+
+
+def test_share_of_the_contrastive_term_grows_with_its_weight_and_falls_with_the_rounds(task, tmp_path):
+    seen = {}
+    for beta in (0.0, 0.1, 1.0):
+        reports = finish(open_experiment(configure(beta1=beta, safs=False), task, tmp_path))
+        seen[beta] = [report.figures["shares"]["contrastive"] for report in reports]
+        assert all(sum(report.figures["shares"].values()) == pytest.approx(1) for report in reports)
+    assert seen[0.0] == [0, 0]
+    assert seen[1.0][0] > seen[0.1][0] > 0
+    assert seen[1.0][1] < seen[1.0][0]                      # beta falls along a cosine
+    reports = finish(open_experiment(configure(abbl="ce", safs=False), task, tmp_path))
+    assert "shares" not in reports[-1].figures
+
+
+def test_losses_of_the_synthesis_are_reported_apart_beside_their_floor(finished):
+    figures = finished[1][-1].figures
+    assert figures["mmd"].keys() == {"start", "end", "floor"}
+    assert figures["arr"].keys() == {"start", "end"}
+    assert figures["mmd"]["end"] + figures["arr"]["end"] < figures["mmd"]["start"] + figures["arr"]["start"]
+
+
+def test_rate_of_each_sample_moves_the_bank_that_the_rate_of_the_bank_leaves(task, tmp_path):
+    ends = {}
+    for per in ("bank", "sample"):
+        reports = finish(open_experiment(configure(synthesis_per=per, synthesis_steps=20, abbl="ce"), task, tmp_path))
+        ends[per] = reports[-1].figures["arr"]
+    assert ends["bank"]["start"] == ends["sample"]["start"]
+    assert ends["bank"]["end"] > 0.8 * ends["bank"]["start"]
+    assert ends["sample"]["end"] < 0.5 * ends["sample"]["start"]
+
+
+def test_shown_classes_are_spread_over_the_sizes_with_the_rarest_and_the_most_frequent(task, tmp_path, monkeypatch):
+    monkeypatch.setattr("raylt.methods.sfd.method.SHOWN_CLASSES", 4)
+    experiment = open_experiment(configure(abbl="ce"), task, tmp_path)
+    finish(experiment)
+    by_size = sorted(range(10), key=lambda c: (task.counts[c], c))
+    assert list(dict.fromkeys(experiment.server.state["synthetic"]["y"].tolist())) == [by_size[i] for i in (0, 3, 6, 9)]

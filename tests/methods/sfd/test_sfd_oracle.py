@@ -135,7 +135,8 @@ def synthetic(method: SFD, own: Tensor, size: int, omega: Tensor, c: int) -> Ten
         if method.arr:
             loss = loss + F.relu(-z).sum(1).mean()
         velocity = method.synthesis_momentum * velocity + torch.autograd.grad(loss, raw)[0]
-        rate = method.synthesis_lr * 0.5 * (1 + math.cos(math.pi * t / method.synthesis_steps))
+        of_each = size if method.synthesis_per == "sample" else 1
+        rate = of_each * method.synthesis_lr * 0.5 * (1 + math.cos(math.pi * t / method.synthesis_steps))
         raw = (raw - rate * velocity).detach().requires_grad_()
     return aligned().detach().float()
 
@@ -188,7 +189,7 @@ def test_rounds_are_those_of_equations_5_to_8_written_out(tiny_task, tmp_path, f
 @pytest.mark.parametrize("fields", [
     {}, {"aligner": False, "synthesis_lr": 3.0}, {"mmd": False}, {"arr": False}, {"rf_type": "iid", "gamma_rbf": 0.8},
     {"bias": "random"}, {"schedule": "iteration"}, {"momentum": 0.0, "weight_decay": 0.0}, {"synthesis_momentum": 0.0},
-    {"preset": "official", "statistics_area": 0.5}], ids=str)
+    {"synthesis_per": "sample", "synthesis_lr": 3.0}, {"preset": "official", "statistics_area": 0.5}], ids=str)
 def test_finish_is_that_of_algorithms_1_and_2_from_pooled_features(tiny_task, tmp_path, fields):
     method = make_method({"name": "sfd", "abbl": "ce"} | QUICK | fields)
     experiment = make_experiment(configure(local={"epochs": 1}), tiny_task, tmp_path, method)

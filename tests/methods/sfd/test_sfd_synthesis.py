@@ -3,15 +3,17 @@ import itertools
 import pytest
 import torch
 
-from raylt.methods.sfd.fourier import draw_frequencies, fourier_sum
+from raylt.methods.sfd.fourier import bootstrap_floor, draw_frequencies, fourier, fourier_sum
 from raylt.methods.sfd.synthesis import (
+    Parts,
     Prepared,
     Target,
-    Terms,
     align,
+    arr,
     bank_gradient,
     bank_sizes,
     cholesky,
+    mmd,
     synthesis_loss,
     synthesise,
 )
@@ -48,7 +50,7 @@ def test_too_few_features_are_refused(target, size):
         align(draw_bank(size), target)
 
 
-@pytest.mark.parametrize("terms", [Terms(*flags) for flags in itertools.product([True, False], repeat=3)], ids=str)
+@pytest.mark.parametrize("terms", [Parts(*flags) for flags in itertools.product([True, False], repeat=3)], ids=str)
 def test_gradient_in_closed_form_is_that_of_autograd(target, terms):
     raw = 0.5 + 2 * draw_bank(3 * DIM)                  # not white, so that Cholesky's gradient matters
     leaf = raw.double().requires_grad_()
@@ -61,7 +63,7 @@ def test_gradient_in_closed_form_is_that_of_autograd(target, terms):
 
 
 def test_gradient_is_that_of_finite_differences(target):
-    raw, terms, step = draw_bank(2 * DIM).double(), Terms(), 1e-6
+    raw, terms, step = draw_bank(2 * DIM).double(), Parts(), 1e-6
     gradient, _ = bank_gradient(raw.float(), Prepared.of(target, terms))
     for row, column in [(0, 0), (3, 7), (20, 23), (47, 5)]:
         moved = []
@@ -73,7 +75,7 @@ def test_gradient_is_that_of_finite_differences(target):
 
 
 def test_columns_taken_in_parts_give_the_same_gradient(target, monkeypatch):
-    raw, prepared = draw_bank(2 * DIM), Prepared.of(target, Terms())
+    raw, prepared = draw_bank(2 * DIM), Prepared.of(target, Parts())
     monkeypatch.setattr("raylt.methods.sfd.synthesis.CHUNK", 1000)
     whole, _ = bank_gradient(raw, prepared)
     monkeypatch.setattr("raylt.methods.sfd.synthesis.CHUNK", 7)
@@ -84,9 +86,11 @@ def test_columns_taken_in_parts_give_the_same_gradient(target, monkeypatch):
 def test_synthesis_lowers_the_loss_and_the_negative_mass(target):                     # T-SFD-10
     made = {}
     for steps in (0, 60):
-        z, losses = synthesise(target, 4 * DIM, Terms(), steps, 1.0, 0.9, torch.Generator().manual_seed(0))
-        made[steps] = synthesis_loss(z, target, Terms()).item(), z.clamp(max=0).sum().item()
-        assert len(losses) == steps + 1
+        z, (start, end) = synthesise(target, 4 * DIM, Parts(), steps, 1.0, 0.9, torch.Generator().manual_seed(0))
+        made[steps] = synthesis_loss(z, target, Parts()).item(), z.clamp(max=0).sum().item()
+        assert sum(end) == pytest.approx(made[steps][0], rel=1e-5)
+        assert sum(start) == pytest.approx(made[0][0], rel=1e-5)
+        assert end.arr == pytest.approx(-made[steps][1] / (4 * DIM), rel=1e-5)
     assert made[60][0] < 0.9 * made[0][0]
     assert made[60][1] > 0.9 * made[0][1]               # both negative: less mass below zero
 
@@ -98,16 +102,16 @@ def test_bank_follows_momentum_sgd_with_a_cosine_rate(target):
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, T_max=6)
     for _ in range(6):
         optimiser.zero_grad()
-        synthesis_loss(align(bank, target), target, Terms()).backward()
+        synthesis_loss(align(bank, target), target, Parts()).backward()
         optimiser.step()
         schedule.step()
-    z, _ = synthesise(target, 3 * DIM, Terms(), 6, 0.5, 0.8, torch.Generator().manual_seed(5))
+    z, _ = synthesise(target, 3 * DIM, Parts(), 6, 0.5, 0.8, torch.Generator().manual_seed(5))
     assert torch.allclose(z.double(), align(bank.detach(), target), atol=1e-4)
 
 
 def test_without_aligner_the_bank_itself_is_moved(target):
-    z, losses = synthesise(target, 2 * DIM, Terms(aligner=False), 30, 1.0, 0.9, torch.Generator().manual_seed(0))
-    assert losses[-1] < losses[0]
+    z, (start, end) = synthesise(target, 2 * DIM, Parts(aligner=False), 30, 1.0, 0.9, torch.Generator().manual_seed(0))
+    assert sum(end) < sum(start)
     assert not torch.allclose(z.double().mean(0), target.mean, atol=1e-2)
 
 
@@ -116,7 +120,7 @@ def test_class_of_one_sample_gets_features_close_to_it():
     factor, jitter = cholesky(torch.zeros(DIM, DIM, dtype=torch.float64), 1e-5)
     omega = draw_frequencies(DIM, 100, 0.05, "orf", 1)
     target = Target(mean, factor, fourier_sum(mean[None].float(), omega), omega)
-    z, _ = synthesise(target, 2 * DIM, Terms(), 5, 1.0, 0.9, torch.Generator().manual_seed(0))
+    z, _ = synthesise(target, 2 * DIM, Parts(), 5, 1.0, 0.9, torch.Generator().manual_seed(0))
     assert jitter == 1e-5
     assert (z - mean).abs().max() < 0.03                # N(0, 1e-5)
 
@@ -139,3 +143,35 @@ def test_jitter_rises_until_the_covariance_is_positive_definite_or_gives_up():
 ])
 def test_bank_sizes_fall_with_the_rank_of_the_class(counts, expected):
     assert bank_sizes(counts, 600, 2000) == expected
+
+
+def test_each_loss_is_told_whether_it_is_in_use_or_not(target):
+    ends = {}
+    for name, parts in {"mmd": Parts(arr=False), "arr": Parts(mmd=False), "none": Parts(mmd=False, arr=False)}.items():
+        z, (start, ends[name]) = synthesise(target, 4 * DIM, parts, 40, 30.0, 0.9, torch.Generator().manual_seed(0))
+        assert ends[name] == pytest.approx((mmd(z, target).item(), arr(z).item()))
+    assert ends["none"] == start
+    assert ends["mmd"].mmd < 0.8 * start.mmd
+    assert ends["arr"].arr < 0.8 * start.arr
+    assert ends["mmd"].mmd < ends["arr"].mmd            # each lowers its own
+    assert ends["arr"].arr < ends["mmd"].arr
+
+
+@pytest.mark.parametrize("size", [50, 400])
+@pytest.mark.parametrize("gamma", [0.001, 0.01, 0.3])
+def test_floor_is_that_of_a_bootstrap_of_real_features(size, gamma):
+    """Of 300 features as after a ReLU, against 200 draws of the bootstrap itself."""
+    generator = torch.Generator().manual_seed(1)
+    z = (torch.randn(300, DIM, generator=generator) + 0.2).relu()
+    omega = draw_frequencies(DIM, 400, gamma, "orf", 1)
+    phi = fourier(z, omega).double()
+    target = Target(z.mean(0).double(), torch.eye(DIM).double(), phi.mean(0), omega)
+    draws = [mmd(z[torch.randint(300, (size,), generator=generator)], target).item() for _ in range(200)]
+    floor = bootstrap_floor(phi.mean(0), omega, target.mean, torch.cov(z.double().T, correction=0), size)
+    assert floor == pytest.approx(sum(draws) / 200, rel=0.03)
+
+
+def test_floor_of_features_that_are_all_alike_is_zero():
+    z, omega = torch.ones(20, DIM), draw_frequencies(DIM, 60, 0.1, "orf", 1)
+    phi = fourier(z, omega).double().mean(0)
+    assert bootstrap_floor(phi, omega, torch.ones(DIM).double(), torch.zeros(DIM, DIM).double(), 10) < 1e-2

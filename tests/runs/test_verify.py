@@ -1,0 +1,152 @@
+"""`raylt verify`: what is whole, what is not, and what can be mended."""
+
+import json
+import shutil
+
+import pytest
+from small_runs import make_run
+
+from raylt import Run
+from raylt.cli.main import app
+from raylt.errors import CheckpointError, FolderHeld
+from raylt.runs.journal import Journal
+from raylt.runs.verify import repair, verify
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs"), "one", "method=fedprox", "federation.rounds=3", "output.keep=3")
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    return Run.open(shutil.copytree(made.folder, tmp_path / "run"))
+
+
+@pytest.fixture
+def stopped(run):
+    (run.folder / "summary.json").unlink()
+    return run
+
+
+def broken(folder):
+    return {finding.what: finding.mendable for finding in verify(folder) if not finding.whole}
+
+
+def flip(file, place=-20):
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
+
+
+def ends_as(made, run):
+    assert run.resume(fleet="local", quiet=True).summary["model_sha256"] == made.summary["model_sha256"]
+
+
+def test_a_whole_run_is_whole_and_nothing_is_written(run):
+    before = {file: file.stat().st_mtime_ns for file in run.folder.rglob("*")}
+    findings = verify(run.folder)
+    assert [finding.what for finding in findings] == [
+        "identity.json", "config.yaml", "split.json", "data", "metrics.jsonl", "checkpoints/000001",
+        "checkpoints/000002", "checkpoints/000003", "summary.json", "model.safetensors"]
+    assert all(finding.whole for finding in findings)
+    assert {file: file.stat().st_mtime_ns for file in run.folder.rglob("*")} == before
+    assert repair(run.folder) == []
+
+
+def test_a_torn_last_line_is_cut(made, stopped):
+    file = stopped.folder / "metrics.jsonl"
+    file.write_text(file.read_text()[:-30])
+    assert broken(stopped.folder) == {"metrics.jsonl": "cut it there"}
+    assert repair(stopped.folder) == ["cut metrics.jsonl after line 2"]
+    assert broken(stopped.folder) == {}
+    ends_as(made, stopped)
+
+
+def test_what_killed_writers_left_is_removed(made, stopped):
+    (stopped.folder / ".summary.json.0123.writing").write_text("{")
+    left = stopped.folder / "checkpoints/.000004.0123.writing"
+    left.mkdir()
+    (left / "server.safetensors").write_text("")
+    assert set(broken(stopped.folder)) == {".summary.json.0123.writing", "checkpoints/.000004.0123.writing"}
+    assert len(repair(stopped.folder)) == 2
+    assert broken(stopped.folder) == {}
+
+
+@pytest.mark.parametrize("file", ["server.safetensors", "manifest.json"])
+def test_a_damaged_newest_checkpoint_is_removed_where_an_older_one_is_whole(made, stopped, file):
+    flip(stopped.folder / "checkpoints/000003" / file)
+    assert broken(stopped.folder) == {"checkpoints/000003": "remove it"}
+    assert repair(stopped.folder) == ["removed checkpoint 000003"]
+    assert broken(stopped.folder) == {}
+    ends_as(made, stopped)
+
+
+def test_all_damaged_checkpoints_are_left(stopped):
+    for step in (1, 2, 3):
+        flip(stopped.folder / f"checkpoints/{step:06d}/server.safetensors")
+    assert set(broken(stopped.folder).values()) == {None}
+    assert repair(stopped.folder) == []
+    assert len(list((stopped.folder / "checkpoints").iterdir())) == 3
+
+
+def test_a_damaged_line_is_cut_with_what_follows_where_a_checkpoint_stands_before_it(made, stopped):
+    file = stopped.folder / "metrics.jsonl"
+    one, two, three = file.read_text().splitlines(keepends=True)
+    file.write_text(one + two.replace('"phase"', '"phrase"') + three)
+    assert broken(stopped.folder)["metrics.jsonl"] == "cut it after line 1, which the run goes on from"
+    assert repair(stopped.folder) == ["removed checkpoint 000003", "cut metrics.jsonl after line 1"]
+    assert broken(stopped.folder) == {}
+    ends_as(made, stopped)
+
+
+def test_a_damaged_line_of_a_finished_run_cannot_be_mended(run):
+    file = run.folder / "metrics.jsonl"
+    file.write_text(file.read_text().replace('"phase"', '"phrase"', 1))
+    before = file.read_bytes()
+    assert set(broken(run.folder).values()) == {None}
+    assert repair(run.folder) == []
+    assert file.read_bytes() == before
+
+
+def test_checkpoints_that_are_gone_are_missed(stopped):
+    shutil.rmtree(stopped.folder / "checkpoints")
+    assert broken(stopped.folder) == {"checkpoints": None}
+
+
+def test_a_model_that_was_changed_is_named(run):
+    flip(run.folder / "model.safetensors")
+    assert broken(run.folder) == {"model.safetensors": None}
+
+
+def test_a_run_that_a_process_is_at_is_not_mended(stopped):
+    with Journal(stopped.folder), pytest.raises(FolderHeld):
+        repair(stopped.folder)
+
+
+# the command
+
+def called(capsys, *arguments):
+    code = app(["verify", *map(str, arguments)], standalone_mode=False) or 0
+    return code, *capsys.readouterr()
+
+
+def test_the_command_says_it_in_80_columns_and_by_its_exit_code(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = called(capsys, run.folder)
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 80
+    assert out.count(" whole") == 10
+    flip(run.folder / "checkpoints/000003/server.safetensors")
+    code, out, _ = called(capsys, run.folder, "--format", "json")
+    assert code == 2
+    wrong, = [finding for finding in json.loads(out) if not finding["whole"]]
+    assert (wrong["what"], wrong["mendable"]) == ("checkpoints/000003", "remove it")
+    code, out, err = called(capsys, run.folder, "--repair")
+    assert (code, err) == (0, "removed checkpoint 000003\n")
+    assert "NOT whole" not in out
+
+
+def test_the_command_refuses_what_is_no_run(tmp_path):
+    with pytest.raises(CheckpointError, match="not a run folder"):
+        app(["verify", str(tmp_path)], standalone_mode=False)

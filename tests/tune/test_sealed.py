@@ -1,0 +1,101 @@
+"""Files of a search that were changed: going on with it refuses them."""
+
+import json
+import shutil
+
+import pytest
+from test_search import small_search
+
+from raylt import Run
+from raylt.errors import RayltError
+from tune import resume
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Two trials of two rounds, both at their end."""
+    return small_search(tmp_path_factory.mktemp("made"), "federation.rounds=2", samples=2, scheduler="none").folder
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "s")
+
+
+def change_line(file, change):
+    first, *rest = file.read_text().splitlines(keepends=True)
+    tree = json.loads(first)
+    change(tree)
+    file.write_text(json.dumps(tree) + "\n" + "".join(rest))
+
+
+def refused(folder, message):
+    with pytest.raises(RayltError, match=message) as caught:
+        resume(folder, fleet="local")
+    assert (caught.value.exit_code, "\n" in str(caught.value)) == (2, False)
+
+
+def test_a_search_that_is_at_its_end_runs_nothing_again(folder):
+    before = {file: file.stat().st_mtime_ns for file in folder.glob("trials/*/*")}
+    assert len(resume(folder, fleet="local").trials) == 2
+    assert {file: file.stat().st_mtime_ns for file in folder.glob("trials/*/*")} == before
+
+
+def test_a_line_that_a_kill_cut_off_is_removed(folder):
+    file = folder / "trials.jsonl"
+    before = file.read_text()
+    file.write_text(before + '{"trial": "fedprox-00')
+    resume(folder, fleet="local")
+    assert file.read_text() == before
+
+
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("search.json", lambda tree: tree.update(seed=3), r"search\.json: was changed after the search began"),
+    ("trials.jsonl", lambda tree: tree.pop("values"), r"trials\.jsonl, line 1: values: field required"),
+    ("trials.jsonl", lambda tree: tree["points"][-1].update(score="1"), r"line 1: points\.\d\.score: input should be"),
+    ("trials.jsonl", lambda tree: tree["points"][-1]["validation"].update(accuracy=1.0), "has other figures of step 2"),
+    ("trials.jsonl", lambda tree: tree["values"].update({"local.lr": 1.0}), "was run with .*, the search now draws"),
+])
+def test_a_file_of_the_search_that_was_changed_is_refused(folder, name, change, message):
+    file = folder / name
+    if name == "search.json":
+        tree = json.loads(file.read_text())
+        change(tree)
+        file.write_text(json.dumps(tree))
+    else:
+        change_line(file, change)
+    refused(folder, message)
+
+
+@pytest.mark.parametrize(("name", "old", "new", "message"), [
+    ("config.yaml", "momentum: 0.9", "momentum: 0.8", "local.momentum is 0.8, the run was made with 0.9"),
+    ("metrics.jsonl", '"replies": 4', '"replies": 5', "was changed"),
+    ("summary.json", '"rounds": 2', '"rounds": 3', r"summary\.json: was changed after the run ended")])
+def test_a_trial_that_was_changed_is_refused(folder, name, old, new, message):
+    file = folder / "trials/fedprox-001" / name
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+    refused(folder, message)
+
+
+def test_another_byte_in_the_middle_is_named(folder):
+    file = folder / "trials.jsonl"
+    file.write_bytes(b"\xff" + file.read_bytes())
+    refused(folder, r"trials\.jsonl: is not UTF-8")
+
+
+def test_a_finished_trial_is_not_run_again(folder):
+    run = Run.open(folder / "trials/fedprox-000")
+    assert not (run.folder / "checkpoints").exists()
+    before = {file: file.read_bytes() for file in run.folder.iterdir() if file.is_file()}
+    assert run.resume(fleet="local", quiet=True).state == "done"
+    assert {file: file.read_bytes() for file in run.folder.iterdir() if file.is_file()} == before
+
+
+def test_a_trial_that_was_stopped_is_not_begun_again_by_hand(folder):
+    run = Run.open(folder / "trials/fedprox-000")
+    (run.folder / "summary.json").unlink()
+    with pytest.raises(RayltError, match="its checkpoints are gone; 2 steps were committed"):
+        run.resume(fleet="local", quiet=True)
+    assert len(run.reports) == 2
