@@ -3,6 +3,8 @@
 # make test      install with the test extra, then ruff, the type checker and the suite
 # make mutants   plausible mistakes in the methods, each of which their tests must notice (half an hour; WORD=sfd for some)
 
+# make fuzz      N malformed inputs (2,000 if not given): refused in a line, or as if undisturbed; with a table of outcomes
+
 PYTHON ?= python3
 BIN := .venv/bin
 # byte code is written once here: every Ray worker process would otherwise compile all that it imports
@@ -17,7 +19,7 @@ endif
 # the fast tests on two processes, a file on one of them; the slow ones start clusters and wait for them, so one by one
 FAST = $(BIN)/pytest -m "not slow" -n 2 --dist loadfile
 
-.PHONY: install run test fast mutants
+.PHONY: install run test fast mutants fuzz
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -43,3 +45,6 @@ fast: .venv/test.stamp
 
 mutants: .venv/test.stamp
 	$(BIN)/python tests/mutants/run.py $(WORD)
+
+fuzz: .venv/test.stamp
+	RAYLT_FUZZ=$(or $(N),2000) $(BIN)/pytest tests/fuzz -m slow

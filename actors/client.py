@@ -15,6 +15,7 @@ from raylt.core.client import ClientFunction, Reply
 from raylt.core.fleet import ItemFunction, compute
 from raylt.core.host import Host
 from raylt.core.setup import Setup
+from raylt.core.wire import Unusable, packed
 from raylt.data.task import Facts, Shard
 from raylt.errors import one_line
 from raylt.store import Folder
@@ -48,7 +49,7 @@ class ClientActor:
             time.sleep(0.05)
 
     def run(self, fn: ClientFunction, message: Tree, round: int, id: int, shard: Shard | None,
-            private: Tree | None, patience: float) -> tuple[Reply | str, Tree]:
+            private: Tree | None, patience: float) -> tuple[Reply | Unusable | str, Tree]:
         """`Host.run` with arrays for tensors. A function that raises gives one line that says so in the reply's place:
         Ray would bring the exception without the place where it was raised.
 
@@ -59,7 +60,7 @@ class ClientActor:
         try:
             with self._watched(patience):
                 reply, after = self.host.run(fn, from_arrays(message), round, id, shard, before)
-            return Reply(reply.weight, to_arrays(reply.tree)), to_arrays(after)
+            return packed(reply, after)
         except Exception as error:
             return one_line(error), {}
 

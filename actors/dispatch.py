@@ -10,11 +10,11 @@ from ray.exceptions import RayTaskError
 
 from actors.slots import LOST, Slot, Slots
 from raylt.config import Config
-from raylt.core.client import ClientFunction, Reply
+from raylt.core.client import ClientFunction
 from raylt.core.cohort import Ledger
-from raylt.core.fleet import Answer
+from raylt.core.fleet import Answer, Arrived
+from raylt.core.wire import unpacked
 from raylt.errors import ClientError, ClientLost, one_line
-from raylt.tree import from_arrays
 
 PATIENCE_S = 60.0           # nothing is called stuck before
 FIRST_PATIENCE_S = 600.0    # where no client has done the same call yet
@@ -77,7 +77,7 @@ class Dispatch:
     """
 
     def __init__(self, fleet: Clients, fn: ClientFunction, ids: list[int], message: Any, enough: int,
-                 usable: Callable[[Reply], bool]):
+                 usable: Callable[[int, Arrived], bool]):
         self.fleet, self.fn, self.message, self.enough, self.usable = fleet, fn, message, enough, usable
         self.name = getattr(fn, "__name__", "call")
         self.waiting = sorted(ids, key=lambda id: -fleet.sizes[id])     # the largest first, or a round ends with it
@@ -158,8 +158,8 @@ class Dispatch:
         elif isinstance(reply, str):
             self._fail(id, ClientError(id, self.fleet.round, self.name, reply))
         else:
-            reply = Reply(reply.weight, from_arrays(reply.tree))
-            self.answered += self.usable(reply)
+            reply = unpacked(reply)
+            self.answered += self.usable(id, reply)
             self.answers[id] = Answer(id, reply, private)
             self.fleet.took(self.name, id, time.monotonic() - call.start)
 

@@ -17,8 +17,8 @@ from actors.client import ClientActor, label_of
 from actors.dispatch import FIRST_PATIENCE_S, PATIENCE_S, Dispatch
 from actors.placement import Placement, nodes_of
 from actors.slots import LOST, Slot, Slots
-from raylt.core.client import ClientFunction, Message, Reply
-from raylt.core.fleet import Answer, Fleet, ItemFunction
+from raylt.core.client import ClientFunction, Message
+from raylt.core.fleet import Answer, Arrived, Fleet, ItemFunction
 from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import RayltError, one_line
@@ -137,7 +137,7 @@ class RayFleet(Fleet):
         return options.remote(label, self._setup, self._task.facts, self._test, stacks)
 
     def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int,
-                 usable: Callable[[Reply], bool]) -> Iterator[Answer]:
+                 usable: Callable[[int, Arrived], bool]) -> Iterator[Answer]:
         dispatch = Dispatch(self, fn, ids, ray.put(to_arrays(message)), enough, usable)
         for id in ids:
             while id not in dispatch.answers and not dispatch.over:

@@ -23,6 +23,10 @@ class RayltError(Exception):
 
     exit_code = 1
 
+    def __str__(self) -> str:
+        """One line, whatever the names of files and settings in it are."""
+        return "".join(letter if letter.isprintable() else "?" for letter in super().__str__())
+
 
 class ConfigError(RayltError):
     """A setting is unknown, of the wrong type, out of range or in conflict with another."""

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from raylt.config import Config, load, load_data, settings
+from raylt.config import Config, load, load_data, notation, settings
 from raylt.errors import ConfigError, UnknownMethod
 from raylt.methods import make_method
 
@@ -226,10 +226,62 @@ def test_value_out_of_range_is_named_with_its_bound(override, named):
 FLOATS = [key for key, field in settings() if "float" in str(field.annotation)]
 
 
-@pytest.mark.parametrize("value", ["nan", ".nan", "inf", "-inf", ".inf", "1e999"])
+@pytest.mark.parametrize("value", ["nan", ".nan", "inf", "-.inf", ".inf", "1e999"])
 @pytest.mark.parametrize("key", FLOATS)
 def test_no_setting_takes_nan_or_infinity(key, value):
-    assert refusal(f"{key}={value}").startswith(f"{key} = {float(value.replace('.', '') or value)}:")
+    read = repr(value) if value in ("nan", "inf") else float(value.replace(".", ""))
+    assert refusal(f"{key}={value}").startswith(f"{key} = {read}:")
+
+
+# YAML 1.1 takes these for true, 8, 90, 1000, 16 and a day
+
+@pytest.mark.parametrize(("setting", "value"), [
+    ("federation.rounds", "010"), ("federation.rounds", "1:30"), ("federation.rounds", "1_000"), ("seed", "0x10"),
+    ("local.lr", "1_0.5"), ("local.lr", "0b1"), ("local.lr", "1:30.5"), ("data.download", "on"),
+    ("data.download", "yes"), ("data.download", "1"), ("data.download", "'true'"), ("federation.rounds", "true"),
+    ("federation.rounds", "'3'"), ("local.lr", "'0.1'"), ("local.lr", "false"), ("resources.actors", "'8'"),
+    ("resources.actors", "010"), ("data.groups", "['1', 2]"), ("data.groups", "[010, 20]"), ("method.mu", "'0.1'"),
+    ("method.mu", "1_0"), ("seed", "2020-01-01")])
+def test_what_only_looks_like_a_number_or_a_truth_is_refused(file, setting, value):
+    method = "method=fedprox"
+    assert refusal(method, f"{setting}={value}").startswith(f"{setting} = ")
+    section, _, name = setting.rpartition(".")
+    text = f"{section}: {{{name}: {value}}}" if section else f"{name}: {value}"
+    text = text.replace("method: {", "method: {name: fedprox, ")
+    with pytest.raises(ConfigError, match=f"^{setting} = "):
+        make_method(load(file(text), [] if section == "method" else [method]).method)
+
+
+@pytest.mark.parametrize(("text", "place"), [
+    ("seed: 1\nseed: 2", "line 2, column 1: seed stands there twice"),
+    ("local:\n  lr: 0.1\n  batch: 4\n  lr: 0.2", "line 4, column 3: lr stands there twice"),
+    ("local: &a {lr: 0.1}\ndata: *a", "line 2, column 7: it refers to another place"),
+    ("a: &a [x, x]\nb: &b [*a, *a]", "it refers to another place"), ("[" * 100, "more than 30 levels"),
+    ("1: 2", "the key 1 is not a name"), ("seed: !!int '010'", "is not what its tag says"),
+    ("seed: !!python/name:os.system x", "could not determine a constructor"), (f"seed: {'9' * 5000}", "300 digits")])
+def test_a_file_that_could_be_misread_is_refused_with_its_place(file, text, place):
+    assert place in refusal(path=file(text))
+
+
+@pytest.mark.parametrize("value", ["1e5", "010", "yes", "1:30", "0o17", "~", "null", "1.", "<<", "on", "'", "a: b"])
+def test_a_text_that_looks_like_something_else_survives_being_written(file, value):
+    config = load(None, [FEDAVG]).model_copy(update={"weights": value})
+    assert load(file(notation.write(config.model_dump(mode="json")))).weights == value
+
+
+def test_what_is_no_plain_file_of_moderate_length_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "long.yaml").write_text("#" * (2**20 + 1))
+    for name, reason in (("pipe.yaml", "not a plain file"), ("long.yaml", "longer than 1 MiB"), (".", "")):
+        assert reason in refusal(path=tmp_path / name)
+    assert "not a plain file" in refusal(path=Path("/dev/zero"))
+
+
+@pytest.mark.parametrize("key", [key for key, field in settings() if "int" in str(field.annotation)
+                                 or "float" in str(field.annotation)])
+def test_every_number_has_an_upper_bound(key):
+    value = "[1, 1e30]" if key == "data.groups" else "1e30"
+    assert refusal(f"{key}={value}").startswith(f"{key} = ")
 
 
 def test_the_settings_that_are_floats_were_found():
@@ -305,8 +357,8 @@ def test_unknown_method_is_named_with_the_nearest_known():
     (["method=fedavg", "method.mu=1"], ["method.mu: no such setting; there are none here"]),
     (["method=fedprox", "method.mu=-1"], ["method.mu = -1", "greater than or equal to 0"]),
     (["method=fedprox", "method.mu=large"], ["method.mu = 'large'", "valid number"]),
-    (["method=fedprox", "method.mu=nan"], ["method.mu = nan"]),
-    (["method=fedprox", "method.mu=inf"], ["method.mu = inf", "finite"])])
+    (["method=fedprox", "method.mu=.nan"], ["method.mu = nan"]),
+    (["method=fedprox", "method.mu=.inf"], ["method.mu = inf", "finite"])])
 def test_field_of_a_method_is_checked(overrides, named):
     message = refusal(*overrides)
     assert all(part in message for part in named), message

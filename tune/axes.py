@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from raylt.config import notation
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Range, Uniform
 
@@ -92,20 +93,12 @@ def probes(axis: Axis) -> list[Any]:
 
 def _values(text: str, inner: str) -> list[Any]:
     try:
-        values = yaml.safe_load(f"[{inner}]")
-    except yaml.YAMLError:
+        values = notation.parse(f"[{inner}]")
+    except ValueError:
         values = None
     if values is None or any(isinstance(v, list | dict) for v in values):
         raise ConfigError(f"{text!r}: its values must be plain numbers or words, separated by commas")
-    return [_number(v) if isinstance(v, str) else v for v in values]
-
-
-def _number(text: str) -> str | float:
-    """YAML 1.1 reads 1e-5 as a string; people mean the number."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    return values
 
 
 def _is_number(value: Any) -> bool:

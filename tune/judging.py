@@ -11,9 +11,8 @@ from raylt import metrics
 from raylt.core.client import Client, Message, Reply
 from raylt.core.evaluation import confusion_of
 from raylt.core.experiment import Experiment
-from raylt.core.judging import judged_entries, judged_model
+from raylt.core.judging import counts_on, judged_entries, judged_model
 from raylt.core.method import Method
-from raylt.core.reductions import each
 from raylt.data.cache import Mapped, load
 from raylt.data.samples import Samples
 from raylt.data.task import Shard
@@ -27,7 +26,8 @@ def judge(experiment: Experiment) -> dict[str, float | None]:
     assert shard is not None
     if personal(experiment):
         message = {"model": judged_entries(server, method), "judged": _parcel(shard)}
-        got = experiment.fleet.ask(ValidationJudge(method).judge, experiment.fleet.everyone, message, confusion=each)
+        got = experiment.fleet.ask(ValidationJudge(method).judge, experiment.fleet.everyone, message,
+                                   confusion=counts_on(shard, task.classes))
         judged = {id: balance(matrix) for id, matrix in got["confusion"].items()}
     else:
         model = method.global_model(server).eval()

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich import box
 from rich.table import Table
 
+from raylt.config import notation
 from raylt.hyper import Choice, LogUniform
 from raylt.runs.files import Files
 from raylt.runs.summary import percent
@@ -67,7 +67,7 @@ def best_yaml(folder: Path, plan: Plan, best: Record) -> str:
         f"It was chosen for {plan.metric} {percent(judged.score)} on {share:g} of the training samples, which no",
         "client has here either; train on all of them with data.validation=0.",
     ]
-    body = yaml.safe_dump(best.config.model_dump(mode="json"), sort_keys=False)
+    body = notation.write(best.config.model_dump(mode="json"))
     return "".join(f"# {line}\n" for line in head) + body
 
 

@@ -1,15 +1,16 @@
 """A configuration is a YAML file and `key=value` overrides; whatever is wrong with it becomes one `ConfigError`."""
 
 import difflib
+import textwrap
 import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
+from raylt.config.notation import parse, read_file
 from raylt.config.recipes import recipe
 from raylt.config.sections import Config, DataConfig, settings
 from raylt.errors import ConfigError
@@ -52,12 +53,7 @@ def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
 def _read_file(path: Path | str) -> dict[str, Any]:
     of_recipe = str(path).startswith("recipe:")
     path = recipe(str(path).removeprefix("recipe:")) if of_recipe else Path(path)
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; give a YAML file that exists") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
+    tree = read_file(path)
     tree = {} if tree is None else tree             # an empty file
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping of settings, is a {type(tree).__name__}")
@@ -95,18 +91,18 @@ def _set(tree: dict[str, Any], setting: str) -> None:
     if not equals or not key:
         raise ConfigError(f"{setting!r}: an override is written key=value, as in federation.rounds=50")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"{setting!r}: {text!r} is not a YAML value; quote it") from None
-    assign(tree, key, _number(value) if isinstance(value, str) else value)
+        value = parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{_short(setting)}: {_short(text)} is not a YAML value ({error}); quote it") from None
+    assign(tree, key, value)
 
 
-def _number(text: str) -> str | float:
-    """YAML 1.1 reads 1e-5 as a string; people mean the number."""
+def _short(value: Any) -> str:
+    """A value as a message shows it."""
     try:
-        return float(text)
-    except ValueError:
-        return text
+        return textwrap.shorten(repr(value), 200, placeholder=" ...")
+    except (ValueError, RecursionError):        # a number of thousands of digits, or a mapping that holds itself
+        return f"a {type(value).__name__}"
 
 
 def _explain(kind: type[BaseModel], error: ValidationError, prefix: str) -> str:
@@ -133,7 +129,7 @@ def _explain(kind: type[BaseModel], error: ValidationError, prefix: str) -> str:
         return f"{key}: no such setting{hint} There are: {', '.join(model.model_fields)}."
     reason = first["msg"].removeprefix("Value error, ")
     reason = reason[0].lower() + reason[1:]
-    return f"{key} = {first['input']!r}: {reason}{_expected(model, where[-1])}"
+    return f"{key} = {_short(first['input'])}: {reason}{_expected(model, where[-1])}"
 
 
 def _nearest(key: str, prefix: str, model: type[BaseModel]) -> str | None:

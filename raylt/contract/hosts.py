@@ -4,6 +4,7 @@ from typing import Any
 
 from raylt import tree
 from raylt.contract.trace import fingerprint
+from raylt.core.client import Reply
 from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
 from raylt.tree import Tree
@@ -24,7 +25,8 @@ class Recorder(Host):
         reply, after = super().run(fn, message, round, id, shard, private)
         if fingerprint(message) != before:
             self.changed.add(name)
-        self.replies.append((name, round, id, tree.snapshot(reply.tree)))
+        if isinstance(reply, Reply):        # of any other the fleet says why it is none
+            self.replies.append((name, round, id, tree.snapshot(reply.tree)))
         return reply, after
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from raylt.core.checkpoint import Checkpoint, Seal
 from raylt.core.cohort import Ledger, Traffic
 from raylt.core.evaluation import confusion_of
 from raylt.core.fleet import Fleet
-from raylt.core.judging import Judge, judged_entries
+from raylt.core.judging import Judge, counts_on, judged_entries
 from raylt.core.parts import replace_tensors
-from raylt.core.reductions import each
+from raylt.core.reductions import Reduction
 from raylt.core.report import Report
 from raylt.core.server import Server, Stages
 from raylt.core.setup import Setup
@@ -202,10 +203,15 @@ class Experiment:
             return confusion_of(lambda x: self.method.predict(model, x), self._test, self.task.classes,
                                 self.config.evaluation.batch)
 
+    @cached_property
+    def _counts(self) -> Reduction:
+        return counts_on(self.task.test, self.task.classes)
+
     def _judge_clients(self, other: str | None = None) -> dict[int, Tensor]:
         message = {"model": judged_entries(self.server, self.method)}
         with self.fleet.rehearsing():               # judging leaves private states as they were
-            got = self.fleet.ask(Judge(self.method, other).judge, self.fleet.everyone, message, confusion=each)
+            got = self.fleet.ask(Judge(self.method, other).judge, self.fleet.everyone, message,
+                                 confusion=self._counts)
         del self.fleet.ledger.traffic["judge"]      # no federation would send these: they are for our eyes
         return got["confusion"]
 

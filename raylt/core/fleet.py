@@ -1,6 +1,6 @@
 """`Fleet`: the only way to reach clients. The server says what it wants to see of each part of their replies:
 
-    got = fleet.ask(fn, cohort, message, model=mean, gradients=total, map=each)
+    got = fleet.ask(fn, cohort, message, model=mean.like(message["model"]), gradients=total, map=each)
 
 `fleet.map(fn, items)` reaches no client: it spreads the server's own work over the processes that are there.
 
@@ -11,7 +11,7 @@ count, reduced in id order in float64, and counted in bytes.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +20,12 @@ import torch
 
 from raylt import tree
 from raylt.config import Config
-from raylt.core.client import ClientFunction, Message, Reply
+from raylt.core.client import ClientFunction, Message
 from raylt.core.cohort import Cohort, Ledger, Traffic
 from raylt.core.gathering import Gathering, Replies
 from raylt.core.reductions import Reduction
-from raylt.core.schema import Form, Schema, difference
+from raylt.core.schema import Arrived, Form, Schema, difference
+from raylt.core.wire import Unusable
 from raylt.data.task import Task
 from raylt.errors import ClientError, TooFewReplies
 from raylt.tree import Tree
@@ -46,10 +47,10 @@ def compute(fn: ItemFunction, item: Tree, threads: int) -> Tree:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one client's call: a reply with the handle of the client's new private state, or an error."""
+    """What came of one client's call: what it sent with the handle of its new private state, or an error."""
 
     id: int
-    reply: Reply | None
+    reply: Arrived | None
     private: Any
     error: ClientError | None = None
 
@@ -91,35 +92,38 @@ class Fleet(ABC):
         finally:
             self._private, self.changed, self.round, self.ledger = before
 
-    def ask(self, fn: ClientFunction, cohort: Cohort | Iterable[int], message: Message, /,
-            **parts: Reduction) -> Replies:
+    def ask(self, fn: ClientFunction, cohort: Cohort | Iterable[int], message: Message,
+            weights: Mapping[int, float] | None = None, /, **parts: Reduction) -> Replies:
         """Calls a client function on clients and reduces each part of their replies as asked for.
 
-        A reply counts only if it has exactly the parts that are named, each as its template says or, without one, as
-        most of the replies have it (where two forms are equally frequent there is no telling, and none counts).
+        A reply counts only if it has the weight that the server knows and exactly the parts that are named, each as
+        its template says or, without one, as most of the replies have it (where two forms are equally frequent there
+        is no telling, and none counts). No reply, whatever it holds, raises here: it is rejected, and the ledger says
+        why.
 
         Args:
             fn: runs at each client, with the message; its name is that of the call in reports.
             cohort: who is asked; a plain list of ids is one that waits for all.
+            weights: what each client's reply counts in a mean, by id, and what it must say; by default its samples.
             parts: `mean`, `total` or `each` by name of the part.
 
         Raises:
             TooFewReplies: fewer than `federation.quorum` of the clients replied usably.
         """
         cohort = cohort if isinstance(cohort, Cohort) else Cohort(cohort)
-        name, schema = getattr(fn, "__name__", "call"), Schema(parts)
+        name, schema = getattr(fn, "__name__", "call"), Schema(parts, self.sizes, weights)
         if not cohort.ids:
             raise TooFewReplies(f"round {self.round}, {name}: no client was asked; give it at least one")
         gathered: dict[Form, Gathering] = {}
         errors: list[ClientError | None] = []
         for answer in self._counted(name, fn, cohort, message, schema):
-            fault = None if answer.reply is None else schema.fault(answer.reply)
             if answer.reply is None:
                 self.ledger.lost.append(answer.id)
                 errors.append(answer.error)
-            elif fault is not None:
+            elif (fault := schema.fault(answer.id, answer.reply)) is not None:
                 errors.append(self._reject(answer.id, name, fault))
             else:
+                assert not isinstance(answer.reply, Unusable)
                 with self.ledger.stages.time("aggregation"):
                     form = schema.form(answer.reply)
                     gathered.setdefault(form, Gathering(parts)).add(answer.id, answer.reply, answer.private)
@@ -146,7 +150,7 @@ class Fleet(ABC):
 
     @abstractmethod
     def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int,
-                 usable: Callable[[Reply], bool]) -> Iterator[Answer]:
+                 usable: Callable[[int, Arrived], bool]) -> Iterator[Answer]:
         """Runs `fn` on the clients and yields an answer for each, in the order of `ids` (ascending).
 
         It asks a client again up to `federation.retries` times, noting it in the ledger. It leaves out those that are
@@ -172,7 +176,7 @@ class Fleet(ABC):
         # only where some may be left out does it matter, while calls run, which replies are usable
         everybody = cohort.needed == len(cohort)
         answers = self._answers(fn, list(cohort), message, cohort.needed,
-                                lambda reply: everybody or schema.fault(reply) is None)
+                                lambda id, reply: everybody or schema.fault(id, reply) is None)
         while True:
             with self.ledger.stages.time(name):
                 answer = next(answers, None)
@@ -180,7 +184,7 @@ class Fleet(ABC):
                 return
             traffic.down += size
             if answer.reply is not None:
-                traffic.up += tree.nbytes(answer.reply.tree)
+                traffic.up += 0 if isinstance(answer.reply, Unusable) else tree.nbytes(answer.reply.tree)
                 traffic.replies += 1
             yield answer
 

@@ -6,6 +6,7 @@ from raylt import tree
 from raylt.core.client import Client, ClientFunction, Message, Reply
 from raylt.core.evaluation import EvaluationSet
 from raylt.core.setup import Setup, private_entries
+from raylt.core.wire import Unusable, plain, room_for
 from raylt.data.samples import Samples
 from raylt.data.task import Facts, Shard
 from raylt.seeds import seeded
@@ -27,9 +28,10 @@ class Host:
         self._initial = tree.snapshot(private_entries(setup.method, self.model))
         self._test = EvaluationSet(test, facts, device)
         self._threads = max(1, int(setup.config.resources.cpus_per_client))
+        self._room = room_for(tree.nbytes(dict(self.model.state_dict())))
 
     def run(self, fn: ClientFunction, message: Message, round: int, id: int, shard: Shard | None,
-            private: Tree | None) -> tuple[Reply, Tree]:
+            private: Tree | None) -> tuple[Reply | Unusable, Tree]:
         """Runs one client's function once.
 
         Args:
@@ -37,7 +39,7 @@ class Host:
             private: what the client's last call returned, or None before its first.
 
         Returns:
-            The reply and the client's private state, both on the CPU.
+            The reply, or why it is none, and the client's private state, both on the CPU.
 
         Raises:
             LateWrite: the function changed what it had handed over.
@@ -58,7 +60,7 @@ class Host:
             torch.set_num_threads(threads)
         client.check_stamps()
         after = {"model": private_entries(self.setup.method, self.model), "state": dict(client.state)}
-        return Reply(reply.weight, _outgoing(reply.tree)), _outgoing(after)
+        return plain(reply, after, self._room)
 
     def _admit(self, id: int, shard: Shard | None) -> Client:
         assert shard is not None, f"client {id} is not here and came without its data"
@@ -66,8 +68,3 @@ class Host:
         self.clients[id] = Client(id, samples, self._test, self.model, self.setup.config, self.device,
                                   self.setup.augment)
         return self.clients[id]
-
-
-def _outgoing(parts: Tree) -> Tree:
-    """On the CPU and contiguous: other layouts cannot be sent without a copy. Shares memory where it can."""
-    return tree.map_tensors(lambda t: t.detach().cpu().contiguous(), parts)

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import cloudpickle
 
 from raylt.config import Config
-from raylt.core.client import ClientFunction, Message, Reply
-from raylt.core.fleet import Answer, Fleet, ItemFunction, compute
+from raylt.core.client import ClientFunction, Message
+from raylt.core.fleet import Answer, Arrived, Fleet, ItemFunction, compute
 from raylt.core.host import Host
+from raylt.core.wire import packed, unpacked
 from raylt.data.task import Task
 from raylt.errors import ClientError, RayltError, one_line
-from raylt.tree import Tree
+from raylt.tree import Tree, from_arrays, to_arrays
 
 
 class LocalFleet(Fleet):
@@ -37,7 +38,7 @@ class LocalFleet(Fleet):
         return results
 
     def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int,
-                 usable: Callable[[Reply], bool]) -> Iterator[Answer]:
+                 usable: Callable[[int, Arrived], bool]) -> Iterator[Answer]:
         name = getattr(fn, "__name__", "call")
         call = cloudpickle.dumps((fn, message))     # which knows functions and classes of notebooks and plug-ins
         deadline = self.config.federation.deadline_s
@@ -49,7 +50,7 @@ class LocalFleet(Fleet):
                 yield Answer(id, None, None, ClientError(id, self.round, name, f"not done after {deadline:g} s"))
                 continue
             answer = self._ask(call, id, name)
-            answered += answer.reply is not None and usable(answer.reply)
+            answered += answer.reply is not None and usable(id, answer.reply)
             yield answer
 
     def _ask(self, call: bytes, id: int, name: str) -> Answer:
@@ -57,23 +58,23 @@ class LocalFleet(Fleet):
             fn, message = pickle.loads(call)
             private = self._private.get(id)
             try:
-                result = self._host.run(fn, message, self.round, id, self._shards[id],
-                                        None if private is None else pickle.loads(private))
-            except Exception as raised:
+                reply, after = packed(*self._host.run(fn, message, self.round, id, self._shards[id],
+                                                      None if private is None else from_arrays(pickle.loads(private))))
+                sent, kept = pickle.dumps(reply), pickle.dumps(after)
+            except (Exception, SystemExit) as raised:       # as where a process of its own ends
                 if retries == 0:
                     return Answer(id, None, None, ClientError(id, self.round, name, one_line(raised)))
                 self.ledger.retried.append(id)
             else:
-                reply, after = pickle.loads(pickle.dumps(result))
-                return Answer(id, reply, pickle.dumps(after))
+                return Answer(id, unpacked(pickle.loads(sent)), kept)
         raise AssertionError("unreachable")
 
     def private_states(self, ids: Iterable[int]) -> Iterator[tuple[int, Tree]]:
         for id in ids:
-            yield id, pickle.loads(self._private[id])
+            yield id, from_arrays(pickle.loads(self._private[id]))
 
     def restore(self, id: int, private: Tree) -> None:
-        self._private[id] = pickle.dumps(private)
+        self._private[id] = pickle.dumps(to_arrays(private))
 
     def close(self) -> None:
         self._private.clear()

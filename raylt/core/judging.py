@@ -1,13 +1,18 @@
 """How clients are judged: by the framework, from what a method says its models are."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from raylt import tree
 from raylt.core.client import Client, Message, Reply
 from raylt.core.method import Method
+from raylt.core.reductions import Reduction, each
 from raylt.core.server import Server
+from raylt.data.maps import class_counts
+from raylt.data.task import Shard
 from raylt.models.split import Params, SplitModel, load_entries, with_classifier
 
 
@@ -59,3 +64,17 @@ class Judge:
         model = judged_model(self.method, client, message["model"], self.other)
         return client.reply(confusion=client.test.confusion(model, self.method.predict,
                                                             client.config.evaluation.batch))
+
+
+def counts_on(shard: Shard, classes: int) -> Reduction:
+    """What judgements on a test set look like: counts [C, C], none negative, in whose rows are as many as each class
+    has samples, or labelled pixels, there."""
+    expected = torch.from_numpy(class_counts(shard.labels(), classes))
+    like = torch.empty(classes, classes, dtype=torch.int64, device="meta")
+    return each.like(like).where(partial(_count_fault, expected=expected))
+
+
+def _count_fault(counts: Tensor, expected: Tensor) -> str | None:
+    if (counts < 0).any():
+        return "has negative counts"
+    return None if torch.equal(counts.sum(1), expected) else "has not as many counts of each class as the test set"

@@ -7,14 +7,15 @@ client and see it and the message, nothing else; those that take the `server` ru
 
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from torch import Tensor, nn
 
 from raylt import tree
 from raylt.config import Config
+from raylt.config.typed import as_typed
 from raylt.core.client import Client, Message, Reply
 from raylt.core.cohort import Cohort
 from raylt.core.fleet import Fleet
@@ -48,6 +49,12 @@ class Method(BaseModel):
     problems: ClassVar[tuple[Kind, ...]] = ("classification",)
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     trains_as: ClassVar[str | None] = None
+
+    @field_validator("*", mode="before", check_fields=False)
+    @classmethod
+    def _as_typed(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        return as_typed(cls.model_fields[info.field_name].annotation, value)
 
     @property
     def finishes(self) -> bool:
@@ -130,11 +137,15 @@ class Method(BaseModel):
         """What every client of the round gets."""
         return {"model": tree.snapshot(self.shared(server.model))}
 
+    def reply_weights(self, server: Server, fleet: Fleet) -> Mapping[int, float] | None:
+        """What each client's reply counts in the means of a round, by id, and what it must say; None: its samples."""
+        return None
+
     def round(self, server: Server, fleet: Fleet) -> None:
         """One round, in straight-line code."""
         message = self.message(server)
-        got = fleet.ask(self.train, self.sample(server, fleet), message, model=mean.like(message["model"]), loss=mean,
-                        **asked_for(self.terms))
+        got = fleet.ask(self.train, self.sample(server, fleet), message, self.reply_weights(server, fleet),
+                        model=mean.like(message["model"]), loss=mean.like(0.0), **asked_for(self.terms))
         server.step(got["model"])
         server.log(loss=got["loss"], **figure_of(got))
 

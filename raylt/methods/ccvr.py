@@ -22,7 +22,7 @@ from raylt.core.reductions import total
 from raylt.core.server import Server
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.models.split import SplitModel, linear, with_classifier
-from raylt.ops.moments import class_sums, moments, perturb
+from raylt.ops.moments import class_sums, moments, moments_fault, perturb
 
 
 class CCVR(Method):
@@ -56,7 +56,7 @@ class CCVR(Method):
                                for name, size in (("z", d), ("zz", d * (d + 1) // 2))}}
         message = {"model": tree.snapshot(server.model.entries("encoder."))}
         got = fleet.ask(self.statistics, fleet.everyone, message,
-                        classes=total.within(dict.fromkeys(range(server.model.classes), of_class)))
+                        classes=total.within(dict.fromkeys(range(server.model.classes), of_class)).where(moments_fault))
         present = sorted(got["classes"])                              # [2]
         generator = torch.Generator().manual_seed(server.seed("virtual"))
         z = torch.cat([self.draw(got["classes"][c], generator) for c in present]).to(server.device)

@@ -61,8 +61,8 @@ class CReFF(Method):
     def round(self, server: Server, fleet: Fleet) -> None:
         message, model = self.message(server), server.model
         of_class = torch.empty(model.classes, model.dim + 1, device="meta")
-        got = fleet.ask(self.train, self.sample(server, fleet), message, model=mean.like(message["model"]), loss=mean,
-                        gradients=total.within(dict.fromkeys(range(model.classes), of_class)))
+        got = fleet.ask(self.train, self.sample(server, fleet), message, model=mean.like(message["model"]),
+                        loss=mean.like(0.0), gradients=total.within(dict.fromkeys(range(model.classes), of_class)))
         server.step(got["model"])
         with server.stages.time("matching"):
             server.log(loss=got["loss"], cosine=self.match(server, got["gradients"]))

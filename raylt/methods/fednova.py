@@ -42,6 +42,6 @@ class FedNova(Method):
         message = self.message(server)
         x, rest = trained_and_rest(server.model, message["model"])
         got = fleet.ask(self.train, self.sample(server, fleet), message,
-                        direction=mean.like(x), mass=mean, rest=mean.like(rest), loss=mean)
+                        direction=mean.like(x), mass=mean.like(0.0), rest=mean.like(rest), loss=mean.like(0.0))
         server.step(tree.sub(x, tree.scale(got["direction"], got["mass"])) | got["rest"])                # [3]
         server.log(loss=got["loss"], effective_steps=got["mass"])

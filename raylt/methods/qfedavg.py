@@ -57,7 +57,8 @@ class QFedAvg(Method):
         """Line 7: w <- w - sum_k Delta_k / sum_k h_k [1]."""
         message = self.message(server)
         w, rest = trained_and_rest(server.model, message["model"])
-        got = fleet.ask(self.train, self.sample(server, fleet), message, delta=mean.like(w), h=mean,
-                        rest=mean.like(rest), loss=mean)
+        got = fleet.ask(self.train, self.sample(server, fleet), message, rest=mean.like(rest),
+                        loss=mean.like(0.0), delta=mean.like(w).up_to(1e18),
+                        h=mean.like(0.0).where(lambda h: None if h > 0 else f"is {h}, not positive"))
         server.step(tree.sub(w, tree.scale(got["delta"], 1 / got["h"])) | got["rest"])               # [4]
         server.log(loss=got["loss"], mean_h=got["h"])

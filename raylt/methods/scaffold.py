@@ -57,7 +57,7 @@ class Scaffold(Method):
     def round(self, server: Server, fleet: Fleet) -> None:
         message = self.message(server)
         got = fleet.ask(self.train, self.sample(server, fleet), message, model=mean.like(message["model"]),
-                        control=mean.like(message["control"]), loss=mean)
+                        control=mean.like(message["control"]), loss=mean.like(0.0))
         server.step(got["model"])                                               # line 16 [4]
         share = sum(got.weights.values()) / sum(fleet.sizes.values())           # |S| / N [1]
         server.state["control"] = tree.add(message["control"], tree.scale(got["control"], share))       # line 17

@@ -67,6 +67,17 @@ def moments(sums: Tree) -> Moments:
     return Moments(sums["n"], mean, unpack(sums["zz"], len(mean)) / sums["n"] - torch.outer(mean, mean))
 
 
+def moments_fault(sums: Tree) -> str | None:
+    """Why sums by class, of `class_sums`, cannot be those of any features: the variance of some direction would be
+    negative; or None."""
+    for c, of_class in sums.items():
+        cov = moments(of_class).cov
+        rounding = 1e-9 * cov.diagonal().abs().max() + 1e-12 * of_class["zz"].abs().max() / of_class["n"] + 1e-30
+        if torch.linalg.cholesky_ex(cov + rounding * torch.eye(len(cov), dtype=cov.dtype)).info:
+            return f"has no covariance in class {c}"
+    return None
+
+
 def pack(matrix: Tensor) -> Tensor:
     """The upper triangle of a symmetric [d, d] row by row, [d (d + 1) / 2]."""
     rows, columns = torch.triu_indices(*matrix.shape, device=matrix.device)

@@ -23,9 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from raylt.config import Config
+from raylt.config import Config, notation
 from raylt.core import checkpoint
 from raylt.core.checkpoint import Checkpoint, Seal
 from raylt.core.report import Report
@@ -90,7 +88,7 @@ class Journal:
             journal._open.write(identity.ORIGINS, identity.as_text(list(origins)))
         identity.write(journal._open, identity.identify(config, split, data, origins, parent))
         # written last: a folder with a config.yaml can be resumed
-        journal._open.write("config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        journal._open.write("config.yaml", notation.write(config.model_dump(mode="json")))
         return journal
 
     @property

@@ -12,11 +12,12 @@ from raylt import tree
 from raylt.config import Config
 from raylt.core import checkpoint
 from raylt.core.client import ClientFunction, Message, Reply
-from raylt.core.fleet import Answer
+from raylt.core.fleet import Answer, Arrived
 from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
+from raylt.core.wire import Unusable
 from raylt.data.task import Task
-from raylt.errors import CheckpointError, ConfigError
+from raylt.errors import CheckpointError, ClientError, ConfigError
 from raylt.runs.here import one_thread, open_here
 from raylt.runs.run import Run
 
@@ -42,7 +43,7 @@ class OneClient(LocalFleet):
         self._wanted = round, client, function
 
     def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int,
-                 usable: Callable[[Reply], bool]) -> Iterator[Answer]:
+                 usable: Callable[[int, Arrived], bool]) -> Iterator[Answer]:
         round, client, function = self._wanted
         name = getattr(fn, "__name__", "call")
         if self.round != round or client not in ids or function not in (None, name):
@@ -50,6 +51,8 @@ class OneClient(LocalFleet):
         private = next((state for _, state in self.private_states([client])), None) if client in self._private else None
         start = time.perf_counter()
         reply, _ = self._host.run(fn, message, self.round, client, self._shards[client], private)
+        if isinstance(reply, Unusable):
+            raise ClientError(client, round, name, f"reply rejected: {reply.fault}")
         raise Replayed(name, time.perf_counter() - start, reply)
 
 

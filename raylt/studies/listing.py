@@ -6,10 +6,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from raylt import store
-from raylt.errors import ConfigError, RayltError
+from raylt.config.notation import read_file
+from raylt.errors import ConfigError
 from raylt.studies.records import age, read_run
 
 STUDY = "study.yaml"
@@ -78,9 +76,9 @@ def _study(folder: Path) -> Entry:
 def _planned(file: Path) -> int | None:
     """Runs of a study; counted here and not by its definition, which would take a second to import torch."""
     try:
-        tree = yaml.safe_load(store.read(file))
+        tree = read_file(file)
         cells, seeds = tree.get("cells") or [{}], tree.get("seeds", 3)
         count = prod(map(len, cells.values())) if isinstance(cells, dict) else len(cells)
         return len(tree["arms"]) * count * (seeds if isinstance(seeds, int) else len(seeds))
-    except (RayltError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError):
         return None

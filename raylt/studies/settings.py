@@ -5,11 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from raylt import store
 from raylt.config import Config, check, recipe
-from raylt.errors import CheckpointError, ConfigError
+from raylt.config.notation import read_file
+from raylt.errors import ConfigError
 from raylt.registry import resolve
 
 # what a cell is called: the paper's letter, and nothing for a value that speaks for itself
@@ -77,12 +75,7 @@ def _as_method(value: Any) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.safe_load(store.read(path))
-    except CheckpointError as error:
-        raise ConfigError(f"{error}; give a YAML file that exists") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML ({' '.join(str(error).split())})") from None
+    tree = read_file(path)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping, is a {type(tree).__name__}")
     return tree

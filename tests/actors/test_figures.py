@@ -1,11 +1,20 @@
 """What Prometheus reads of a run, and the dashboard that draws it."""
 
+import contextlib
 import json
+import os
 import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
 import time
+import urllib.parse
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
@@ -55,3 +64,95 @@ def test_the_dashboard_draws_every_figure(file):
     drawn = set(re.findall(r"ray_raylt_(\w+?)(?:_total)?\{", json.dumps(json.loads(text))))
     figures = Path(__file__).parents[2] / "actors/figures.py"
     assert drawn == set(re.findall(r'self\._(?:gauge|counter)\("(\w+)"', figures.read_text()))
+
+
+SLOWLY = '''
+import time
+from dataclasses import replace
+from typing import ClassVar
+
+from raylt.core.method import Method
+
+
+class Slowly(Method):
+    """FedAvg that takes its time, and whose client 1 is refused."""
+
+    name: ClassVar[str] = "slowly"
+    paper: ClassVar[str] = "none"
+
+    def train(self, client, message):
+        reply = super().train(client, message)
+        return replace(reply, weight=1e9) if client.id == 1 else reply
+
+    def round(self, server, fleet):
+        time.sleep(0.5)
+        super().round(server, fleet)
+'''
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed (Debian: prometheus)")
+def test_every_query_of_the_dashboard_returns_data_of_a_run(tmp_path):
+    """As docs/deployment.md has it: Prometheus finds the run by the file that Ray writes."""
+    dashboard = json.loads((Path(__file__).parents[2] / "docs/grafana.json").read_text())
+    queries = {target["expr"].replace("$run", "watched") for panel in dashboard["panels"]
+               for target in panel.get("targets", ())}
+    (tmp_path / "slowly.py").write_text(SLOWLY)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY")}
+    run = subprocess.Popen(
+        [sys.executable, "-m", "raylt", "run", "--plugin", "slowly.py", "method=slowly", "federation.rounds=400",
+         "federation.quorum=0.5", "data.clients=3", "local.epochs=1", "--out", "runs", "--name", "watched"],
+        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=(tmp_path / "err.txt").open("w"),
+        env=environment | {"TMPDIR": str(tmp_path), "RAY_AUTH_MODE": "disabled"})
+    server = None
+    try:
+        found = wait_for(lambda: discovered(run.pid), run, tmp_path / "err.txt", 120)
+        (tmp_path / "prometheus.yml").write_text(json.dumps({
+            "global": {"scrape_interval": "1s"},
+            "scrape_configs": [{"job_name": "ray", "file_sd_configs": [{"files": [str(found)],
+                                                                        "refresh_interval": "1s"}]}]}))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        server = subprocess.Popen(
+            ["prometheus", f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/series",
+             f"--web.listen-address=127.0.0.1:{port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        empty = set(queries)
+        wait_for(lambda: not empty.difference_update({q for q in empty if answered(port, q)}) and not empty, run,
+                 tmp_path / "err.txt", 100, lambda: f"no data of {empty}")
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(60) == 130
+        assert "stopped; to go on: raylt resume" in (tmp_path / "err.txt").read_text()
+    finally:
+        for process in (run, server):
+            if process is not None and process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def discovered(pid: int) -> Path | None:
+    """The file in which the Ray that a process started says where its metrics are."""
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            for word in process.cmdline():
+                file = Path(word.partition("=")[2]) / "prom_metrics_service_discovery.json"
+                if word.startswith("--temp-dir=") and file.is_file() and json.loads(file.read_text()):
+                    return file
+    return None
+
+
+def answered(port: int, query: str) -> bool:
+    address = f"http://127.0.0.1:{port}/api/v1/query?" + urllib.parse.urlencode({"query": query})
+    with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=10) as answer:
+        return bool(json.loads(answer.read())["data"]["result"])
+    return False
+
+
+def wait_for(claim, process, errors, seconds, otherwise=lambda: ""):
+    end = time.monotonic() + seconds
+    while not (value := claim()):
+        assert process.poll() is None, errors.read_text()
+        assert time.monotonic() < end, f"{otherwise()}: {errors.read_text()[-2000:]}"
+        time.sleep(0.5)
+    return value

@@ -71,7 +71,7 @@ def test_settings_say_which_values_they_take(raylt):
     listing = json.loads(raylt("settings", "--format", "json").out)
     assert listing["federation.batchnorm"]["allowed"] == "average, local"
     assert listing["local.momentum"]["allowed"] == "a number >= 0 and < 1"
-    assert listing["data.min_size"]["allowed"] == "a whole number >= 0 or null"
+    assert listing["data.min_size"]["allowed"] == "a whole number >= 0 and <= 1e+07 or null"
     assert listing["resources.actors"]["allowed"] == "a whole number or auto"
     assert listing["method"]["default"] is None
     assert all(name in listing["model"]["allowed"] for name in MODELS)

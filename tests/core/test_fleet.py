@@ -206,7 +206,7 @@ def test_reduced_parts_hold_two_replies_at_most(make_fleet, kind):
     ("missing", "model.w is missing"),
     ("part", "loss is missing"),
     ("additional", "more was not asked for"),
-    ("weight", "weight 0.0"),
+    ("weight", "weight 0.0, expected {samples} (its samples; fleet.ask takes others after the message)"),
 ])
 def test_mean_leaves_out_a_reply_that_cannot_be_used_and_says_why(make_fleet, fault, reason, culprit):
     fleet = make_fleet(quorum=0.8)                          # needs 4 of 5
@@ -218,11 +218,64 @@ def test_mean_leaves_out_a_reply_that_cannot_be_used_and_says_why(make_fleet, fa
     others = [(id, size) for id, size in zip(IDS, SIZES, strict=True) if id != culprit]
     expected = sum(id * size for id, size in others) / sum(size for _, size in others)
     assert got["model"]["w"].flatten().tolist() == pytest.approx([expected] * 4)
-    assert fleet.ledger.rejected == {culprit: reason}
+    assert fleet.ledger.rejected == {culprit: reason.format(samples=SIZES[IDS.index(culprit)])}
     assert fleet.ledger.lost == fleet.ledger.retried == []
     for id, state in fleet.private_states(IDS):
         assert state["state"]["last"] == (1 if id == culprit else 2)
     assert fingerprint(dict(fleet.private_states([culprit]))[culprit]) == fingerprint(before[culprit])
+
+
+def tell_counted(client: Client, message: Message) -> Reply:
+    return Reply(message["weights"][client.id], {"w": tensor([float(client.id)])})
+
+
+def test_other_weights_than_samples_count_where_the_server_declares_them(make_fleet):
+    fleet = make_fleet(quorum=0.5)
+    weights = {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0, 5: 5.0}
+    got = fleet.ask(tell_counted, IDS, {"weights": weights}, weights, w=mean)
+    assert got["w"].item() == pytest.approx((2 + 2 * 3 + 3 * 4 + 5 * 5) / 15)
+    got = fleet.ask(tell_counted, IDS, {"weights": weights | {5: 1e9}}, weights, w=mean)
+    assert fleet.ledger.rejected == {5: "weight 1000000000.0, expected 5 (declared)"}
+    assert got["w"].item() == pytest.approx((2 + 2 * 3 + 3 * 4) / 10)
+
+
+def tell_statistics(client: Client, message: Message) -> Reply:
+    classes = {1: {"n": 2, "z": tensor([1.0])}}
+    match message["fault"] if client.id == 0 else None:
+        case "half":
+            classes[2] = {"z": tensor([1.0])}
+        case "empty":
+            classes[2] = {}
+        case "none":
+            classes[1]["n"] = 0
+        case "negative":
+            classes[1]["n"] = -1
+        case "text":
+            classes["1"] = classes.pop(1)
+        case "float":
+            classes[1]["n"] = 2.0
+        case "large":
+            classes[1]["z"] = tensor([1e19])
+        case "condition":
+            classes[1]["z"] = tensor([7.0])
+    return client.reply(classes=classes)
+
+
+@pytest.mark.parametrize(("fault", "reason"), [
+    ("half", "classes.2.n is missing"), ("empty", "classes.2.n is missing"),
+    ("none", "classes.1.n is 0, a count from 1 on is expected"),
+    ("negative", "classes.1.n is -1, a count from 1 on is expected"),
+    ("text", "classes.1.n has the right name of the wrong type: 1 is not '1'"),
+    ("float", "classes.1.n is number, expected count"),
+    ("large", "classes.1.z holds 1e+19, beyond 1e+18 (up_to(...) declares another bound)"),
+    ("condition", "classes holds a seven")])
+def test_sums_of_classes_are_whole_and_counted(make_fleet, fault, reason):
+    fleet = make_fleet()
+    like = total.within({c: {"n": 1, "z": torch.empty(1, device="meta")} for c in range(4)})
+    wanted = like.where(lambda classes: "holds a seven" if classes[1]["z"] == 7 else None)
+    got = fleet.ask(tell_statistics, IDS, {"fault": fault}, classes=wanted)
+    assert fleet.ledger.rejected == {0: reason}
+    assert got["classes"] == {1: {"n": 8, "z": 4}}
 
 
 @pytest.mark.parametrize("kind", [total, each])

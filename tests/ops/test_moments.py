@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from raylt.ops.moments import class_means, class_sums, moments, pack, pooled_means, unpack
+from raylt.ops.moments import class_means, class_sums, moments, moments_fault, pack, pooled_means, unpack
 from raylt.tree import Fold
 
 
@@ -66,3 +66,11 @@ def test_unit_prototypes_are_the_weighted_mean_of_directions():
     for part in (first, second):
         fold.add(part)
     assert torch.allclose(pooled_means(fold.sum(), 1)["means"], torch.tensor([[0.25, 0.75]]))
+
+
+def test_sums_are_those_of_features_where_no_direction_has_a_negative_variance():
+    z = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))      # fewer samples than directions
+    honest = class_sums(torch.cat([z, 1e3 + 1e-3 * z]), torch.tensor([0, 0, 0, 1, 1, 1]))
+    assert moments_fault(honest) is None
+    for name, wrong in (("zz", -honest[1]["zz"]), ("z", 10 * honest[1]["z"])):
+        assert moments_fault(honest | {1: honest[1] | {name: wrong}}) == "has no covariance in class 1"

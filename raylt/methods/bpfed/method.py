@@ -121,10 +121,13 @@ class BPFed(Method):
     def finish(self, server: Server, fleet: Fleet) -> None:
         message: Message = {"model": tree.snapshot(self.shared(server.model))}
         if self.fa:
-            got = fleet.ask(self.covariance, fleet.everyone, message, scatter=total, n=total)
+            d = server.model.dim
+            scatter = torch.empty(d * (d + 1) // 2, device="meta")
+            got = fleet.ask(self.covariance, fleet.everyone, message, scatter=total.like(scatter), n=total.like(0))
             covariance = got["scatter"] / max(got["n"], 1)      # M_glo, Eq. 16
             message = {"covariance": covariance.float()}        # [9]
-        got = fleet.ask(self.retrain, fleet.everyone, message, loss=total, undecided=total, halved=total, blind=total)
+        got = fleet.ask(self.retrain, fleet.everyone, message, loss=total.like(0.0), undecided=total.like(0),
+                        halved=total.like(0), blind=total.like(0))
         replies = len(got.weights)
         server.log(retrain_loss=got["loss"] / replies, undecided=got["undecided"] / replies,    # [10]
                    halved_clients=got["halved"], blind_clients=got["blind"])

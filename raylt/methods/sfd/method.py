@@ -46,7 +46,7 @@ from raylt.methods.sfd.fourier import bootstrap_floor, draw_frequencies, fourier
 from raylt.methods.sfd.losses import adaptive_supcon, adjusted_prior, logit_shift
 from raylt.methods.sfd.synthesis import Parts, Target, bank_sizes, cholesky, synthesise
 from raylt.models.split import Params, SplitModel, with_classifier
-from raylt.ops.moments import class_sums, moments
+from raylt.ops.moments import class_sums, moments, moments_fault
 from raylt.seeds import seed_for
 from raylt.tree import Tree
 
@@ -129,6 +129,10 @@ class SFD(Fields):
         r = server.round - 1                                    # [4]
         return super().message(server) | {"beta": self.beta1 * 0.5 * (1 + math.cos(math.pi * r / server.rounds))}
 
+    def reply_weights(self, server: Server, fleet: Fleet) -> dict[int, float] | None:
+        steps = partial(server.config.local.steps, epochs=1)
+        return None if self.weighting == "samples" else {id: float(max(1, steps(n))) for id, n in fleet.sizes.items()}
+
     @property
     def finishes(self) -> bool:
         return self.safs
@@ -136,12 +140,11 @@ class SFD(Fields):
     def finish(self, server: Server, fleet: Fleet) -> None:
         """Algorithm 2, Algorithm 1, then the classifier is trained on what they made."""
         seed, d = server.seed("fourier"), server.model.dim
-        of_class = {"n": 0, "z": sums_like(d), "zz": sums_like(d * (d + 1) // 2), "phi": sums_like(self.rf_dim)}
+        of_class = {"n": 1, "z": sums_like(d), "zz": sums_like(d * (d + 1) // 2), "phi": sums_like(self.rf_dim)}
         message = {"model": tree.snapshot(encoder(server.model)), "seed": seed}
         got = fleet.ask(self.statistics, fleet.everyone, message,
-                        classes=total.within(dict.fromkeys(range(server.model.classes), of_class)))
-        sums = got["classes"]
-        sums = {c: sums[c] for c in sorted(sums, key=lambda c: (sums[c]["n"], c))}        # largest bank first [7]
+                        classes=total.within(dict.fromkeys(range(server.model.classes), of_class)).where(moments_fault))
+        sums = dict(sorted(got["classes"].items(), key=lambda held: (held[1]["n"], held[0])))   # largest bank first [7]
         sizes = bank_sizes([of_class["n"] for of_class in sums.values()], *self.bank(server.model.dim))
         with server.stages.time("synthesis"):
             made = fleet.map(self.synthesise, [

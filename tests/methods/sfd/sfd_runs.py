@@ -29,7 +29,7 @@ def statistics(experiment: Experiment) -> dict:
     """Sums over all clients, of frequencies drawn from seed 5."""
     experiment.fleet.begin(9)
     method, model = experiment.method, experiment.server.model
-    parts = {"n": 0, "z": sums_like(64), "zz": sums_like(64 * 65 // 2), "phi": sums_like(method.rf_dim)}
+    parts = {"n": 1, "z": sums_like(64), "zz": sums_like(64 * 65 // 2), "phi": sums_like(method.rf_dim)}
     return experiment.fleet.ask(method.statistics, experiment.fleet.everyone,
                                 {"model": tree.snapshot(encoder(model)), "seed": 5},
                                 classes=total.within(dict.fromkeys(range(10), parts)))["classes"]

@@ -1,0 +1,44 @@
+"""Every kind of hostile client in one session of Ray's: the same outcome as in one process."""
+
+import hostile
+import pytest
+from hostile import COUNTS, KINDS, Hostile, Judged
+from ray import cloudpickle
+from tiny import CPU, make_setup
+from tiny import configure as tiny_configure
+
+from raylt.core.checkpoint import hash_tensors
+from raylt.core.experiment import Experiment
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+CONFIG = {"federation": {"rounds": 2, "retries": 0}}
+
+
+@pytest.fixture
+def by_value():
+    """Actors cannot import the module."""
+    cloudpickle.register_pickle_by_value(hostile)
+    yield
+    cloudpickle.unregister_pickle_by_value(hostile)
+
+
+def test_fleets_agree_on_every_hostile_client(make_fleet, make_experiment, tiny_task, tmp_path, by_value):
+    config = tiny_configure(**CONFIG)
+    fleet = make_fleet(config, 2, Hostile())
+
+    def finish(experiment):
+        reports = []
+        while not experiment.done:
+            reports.append(experiment.step())
+        refused = {id for report in reports for id in [*report.rejected, *report.lost]}
+        return hash_tensors(experiment.server.model.state_dict()), refused, reports[-1].by_client
+
+    def on_ray(method):
+        fleet._setup = make_setup(config, method)
+        fleet._private.clear()
+        return finish(Experiment(fleet._setup, tiny_task, fleet, CPU, tmp_path))
+
+    for method in (Hostile, Judged):
+        for kind in KINDS if method is Hostile else COUNTS:
+            here = finish(make_experiment(config, tiny_task, tmp_path, method(kind=kind)))
+            assert on_ray(method(kind=kind)) == here, kind
