@@ -1,7 +1,7 @@
 """Twenty SIGKILLs at random moments of random processes: runs of several methods, two at a time, on a cluster of two
 nodes; each ends with the model of a run that nobody disturbed.
 
-About two minutes. The moments and the victims are drawn from a seed; what they meet is up to the machine.
+The moments and the victims are drawn from a seed; what they meet is up to the machine.
 """
 
 import json
@@ -20,9 +20,10 @@ import raylt
 from raylt.config import load
 from raylt.runs.verify import verify
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 VICTIMS = {"driver": 5, "ServerActor": 5, "ClientActor": 10}
 AT_ONCE = 2
+LIMIT_S = 840             # on a machine where others are at work; about two minutes where nobody is
 # private states, control variates, statistics and a last phase at the server
 METHODS = ("scaffold", "fedper", "ccvr", "fedavg")
 # a call is made again however often its process dies, so that nobody is left out
@@ -137,7 +138,7 @@ def test_twenty_kills_change_no_model(cluster, tmp_path, capsys):
                 goal = runs.steps() + 1 if chance.random() < 0.7 else 0
                 pause = time.monotonic() + chance.uniform(0.1, 2.0)
             time.sleep(0.05)
-            assert time.monotonic() - began < 560, {name: runs.said(name) for name in runs.drivers}
+            assert time.monotonic() - began < LIMIT_S, {name: runs.said(name) for name in runs.drivers}
     finally:
         for process in runs.drivers.values():
             process.kill()

@@ -152,6 +152,8 @@ def test_a_checkpoint_under_another_number_is_damaged(stopped):
     (lambda one, two, three: (one, "\n", two, three), "line 2: is not JSON"),
     (lambda one, two, three: (one,), "has 1 lines, and the checkpoint after step 3 follows 2"),
     (lambda one, two, three: (), "has 0 lines, and the checkpoint after step 3 follows 2"),
+    (lambda one, two, three: (one, two.replace('"seconds": ', '"seconds": 1')),
+     "line 2 was changed after the checkpoint after step 3 was written"),
 ])
 def test_lines_that_were_changed_are_named(stopped, change, message):
     write_lines(stopped, *change(*lines_of(stopped)))
