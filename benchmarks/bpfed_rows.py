@@ -92,7 +92,8 @@ def measure(stage: str, recipe: Path, settings: list[str]) -> dict[str, dict[str
         for name, second in rows.items():
             start = time.perf_counter()
             experiment.method = make_method(first | second)
-            with experiment.rehearsal():
+            # a row without a second stage is judged as the first left it
+            with experiment.rehearsal() if experiment.method.finishes else fleet.rehearsing():
                 said, matrices = dict(experiment.server.figures), judged(experiment)
             by_client = metrics.by_client(matrices, torch.from_numpy(task.client_counts))
             figures[name] = {"figures": said, "seconds": time.perf_counter() - start, **by_client,

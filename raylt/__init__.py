@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from raylt.hyper import hp
     from raylt.models.split import SplitModel
     from raylt.registry import register
+    from raylt.runs.branch import branch
     from raylt.runs.callbacks import Callback
     from raylt.runs.run import Run
     from raylt.runs.start import resume, run
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["Callback", "Method", "RayltError", "Run", "SplitModel", "Study", "__version__", "each", "hp", "load_config",
-           "mean", "register", "resume", "run", "study", "total"]
+__all__ = ["Callback", "Method", "RayltError", "Run", "SplitModel", "Study", "__version__", "branch", "each", "hp",
+           "load_config", "mean", "register", "resume", "run", "study", "total"]
 
 _PLACES = {
     "Callback": ("raylt.runs.callbacks", "Callback"),
@@ -34,6 +35,7 @@ _PLACES = {
     "Run": ("raylt.runs.run", "Run"),
     "SplitModel": ("raylt.models.split", "SplitModel"),
     "Study": ("raylt.studies.study", "Study"),
+    "branch": ("raylt.runs.branch", "branch"),
     "each": ("raylt.core.reductions", "each"),
     "hp": ("raylt.hyper", "hp"),
     "load_config": ("raylt.config", "load"),

@@ -43,8 +43,9 @@ def make(path: Path) -> None:
 
 def sync(path: Path) -> None:
     """Waits until a file's or folder's content is on the disk."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with told(path):
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -136,10 +136,10 @@ class Folder:
                 raise
             os.fsync(self._handle)
 
-    def append(self, name: str, text: str) -> None:
+    def append(self, name: str, content: bytes | str) -> None:
         """Adds to the end of a file, and waits until that is on the disk."""
         with self._told(name), self.log(name) as stream:
-            stream.write(text.encode())
+            stream.write(content.encode() if isinstance(content, str) else content)
             stream.flush()
             os.fsync(stream.fileno())
 

@@ -45,7 +45,7 @@ def test_blocks_keep_the_lines_of_their_page():
 def test_pages_name_commands_that_there_are(page):
     text = (DOCS.parent / page).read_text()
     known = {"run", "resume", "tune", "plot", "data", "methods", "settings", "recipes", "plan", "debug", "doctor",
-             "check", "study", "compare", "report", "reproduce", "verdicts", "ls", "follow"}
+             "check", "study", "compare", "report", "reproduce", "verdicts", "ls", "follow", "verify", "branch"}
     assert set(re.findall(r"\braylt ([a-z]+) (?=[\[A-Za-z-]*[A-Z./=\[])", text)) <= known
 
 

@@ -9,11 +9,12 @@ from raylt.cli.options import Format, FormatOption, out, print_json
 
 
 def methods(format: FormatOption = Format.table) -> None:
-    """List the methods with their fields: default, search range and equation."""
+    """List the methods with their fields: default, search range, equation, and the later stage that they act from."""
     from raylt.hyper import range_of
     from raylt.methods import METHODS
     listing = {name: {"paper": method.paper, "problems": list(method.problems), "fields": {
-        field: {"default": info.default, "range": str(range_of(info)), "source": info.description}
+        field: {"default": info.default, "range": str(range_of(info)), "source": info.description,
+                "stage": method.stage_of(field)}
         for field, info in method.model_fields.items()}} for name, method in METHODS.items()}
     if format is Format.json:
         print_json(listing)
@@ -23,7 +24,8 @@ def methods(format: FormatOption = Format.table) -> None:
         table = _plain("field", "default", "range", "what")
         table.columns[0].no_wrap = True
         for field, its in entry["fields"].items():
-            table.add_row(field, str(its["default"]), its["range"], its["source"])
+            stage = f" (from {its['stage']} on)" if its["stage"] else ""
+            table.add_row(field, str(its["default"]), its["range"], its["source"] + stage)
         if entry["fields"]:
             out.print(table)
         out.print()

@@ -1,6 +1,6 @@
-"""The command line: raylt run | resume | tune | study | compare | report | reproduce | verdicts | ls | follow | plot |
-check | verify | data | methods | settings | recipes | plan | debug | doctor. Exit code 2 for input that cannot be
-used, 1 for a failed run."""
+"""The command line: raylt run | resume | branch | tune | study | compare | report | reproduce | verdicts | ls |
+follow | plot | check | verify | data | methods | settings | recipes | plan | debug | doctor. Exit code 2 for
+input that cannot be used, 1 for a failed run."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ from raylt.cli.data import data
 from raylt.cli.listings import methods, recipes, settings
 from raylt.cli.options import err, out
 from raylt.cli.reproduce import reproduce, verdicts
-from raylt.cli.runs import debug, resume, run
+from raylt.cli.runs import branch, debug, resume, run
 from raylt.cli.study import compare, follow, ls, report, study
 from raylt.cli.tune import tune
 from raylt.cli.verify import verify
@@ -23,7 +23,7 @@ from raylt.errors import RayltError, one_line
 from raylt.signals import interrupt_on_sigterm
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (run, resume, tune, study, compare, report, reproduce, verdicts, ls, follow):
+for command in (run, resume, branch, tune, study, compare, report, reproduce, verdicts, ls, follow):
     app.command()(command)
 app.add_typer(plot.app, name="plot")
 for command in (check, verify, data, methods, settings, recipes, plan, debug, doctor):

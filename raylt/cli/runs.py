@@ -1,4 +1,4 @@
-"""`raylt run | resume | debug`."""
+"""`raylt run | resume | branch | debug`."""
 
 import traceback
 from pathlib import Path
@@ -46,6 +46,18 @@ def resume(run_folder: RunFolder,
     """Continue a run after its last committed round; the result is that of an undisturbed run, bit for bit."""
     from raylt.runs.run import Run
     _show(Run.open(run_folder).resume(overrides or [], fleet=fleet.value, address=address), format)
+
+
+def branch(run_folder: RunFolder,
+           overrides: Annotated[list[str], typer.Argument(
+               metavar="key=value ...", help="Fields of the method that act in a later stage; raylt methods marks "
+               "them. method=NAME takes another that trains in the same way, as ccvr does after fedavg.")],
+           folder: Annotated[Path | None, typer.Option("--out", help="The new run's folder; by default one beside the "
+                                                       "run's.")] = None,
+           fleet: FleetOption = FleetName.ray, address: Address = None, format: FormatOption = Format.table) -> None:
+    """Do what a run does late again with other fields, from the checkpoint before it: what the whole run would give."""
+    from raylt.runs.branch import branch as start
+    _show(start(run_folder, overrides, folder, fleet=fleet.value, address=address), format)
 
 
 def debug(run_folder: RunFolder,

@@ -15,7 +15,7 @@ that has it otherwise a copy: a part is written once, copied once, and from then
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,10 +84,11 @@ class Checkpoint:
 
 
 def write(parent: Path, step: int, parts: Iterable[tuple[str, Tree | None]], facts: dict[str, Any],
-          previous: Checkpoint | None, keep: int) -> Checkpoint:
+          previous: Checkpoint | None, keep: int, lasting: Collection[int] = ()) -> Checkpoint:
     """Commits a checkpoint and then removes all but the newest `keep`.
 
     Args:
+        lasting: steps whose checkpoints stay.
         parts: names and trees; None for a part that is as it was in `previous`.
         facts: what else the manifest says; JSON.
 
@@ -114,7 +115,8 @@ def write(parent: Path, step: int, parts: Iterable[tuple[str, Tree | None]], fac
         folder.rename(beside, final)
         sync(parent)
         for old in _numbered(folder)[:-keep]:
-            folder.remove(old)
+            if int(old) not in lasting:
+                folder.remove(old)
     return Checkpoint(parent / final, facts, entries)
 
 

@@ -107,11 +107,22 @@ class Experiment:
             seal: what binds the checkpoint to its run; None without a run folder.
         """
         report = self.step()
-        if self._step % self.config.output.checkpoint_every == 0 or self._step >= self.server.rounds:
+        if (self._step % self.config.output.checkpoint_every == 0 or self._step >= self.server.rounds
+                or self._step in self._forks):
             start = time.perf_counter()
             self.save(report, seal)
             report.stages["checkpoint"] = time.perf_counter() - start
         return report
+
+    @property
+    def _forks(self) -> set[int]:
+        """The steps after which a run can be branched: their checkpoints stay."""
+        return set(self.method.stages(self.server.rounds).values())
+
+    def judged_again(self) -> dict[str, Any]:
+        """What the report of the last step says of accuracies, of another of the models that clients have."""
+        assert self.done
+        return self._evaluate(last=True)
 
     def conclude(self) -> dict[str, str]:
         """Writes the deployed model and returns what a summary says of it."""
@@ -124,7 +135,7 @@ class Experiment:
         """Commits a checkpoint of everything that the next step depends on, with the report of the step before."""
         facts = {"step": self._step, "report": asdict(report), "seal": None if seal is None else asdict(seal)}
         self._saved = checkpoint.write(self.folder / "checkpoints", self._step, self._parts(), facts, self._saved,
-                                       self.config.output.keep)
+                                       self.config.output.keep, self._forks)
         self.fleet.changed.clear()
 
     def load(self, saved: Checkpoint) -> None:

@@ -37,6 +37,8 @@ class Method(BaseModel):
         paper: authors, venue and year.
         personal: whether clients are judged by their own models.
         problems: what the paper's algorithm is defined for; others are refused.
+        later: by stage, the fields that act from it on and not before, see `stages`.
+        trains_as: the method whose rounds these are, where only what follows them is another.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -45,6 +47,8 @@ class Method(BaseModel):
     paper: ClassVar[str]
     personal: ClassVar[bool] = False
     problems: ClassVar[tuple[Kind, ...]] = ("classification",)
+    later: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    trains_as: ClassVar[str | None] = None
 
     @field_validator("*", mode="before", check_fields=False)
     @classmethod
@@ -56,6 +60,19 @@ class Method(BaseModel):
     def finishes(self) -> bool:
         """Whether there is something to do after the last round."""
         return False
+
+    def stages(self, rounds: int) -> dict[str, int]:
+        """The stages of a run, by name, and the step after which each begins; a run can be branched there.
+
+        Args:
+            rounds: R.
+        """
+        return {"finish": rounds, "judging": rounds + self.finishes}
+
+    @classmethod
+    def stage_of(cls, field: str) -> str | None:
+        """The stage that a field acts from; None: from the first round."""
+        return next((stage for stage, names in cls.later.items() if field in names), None)
 
     @property
     def terms(self) -> tuple[str, ...]:

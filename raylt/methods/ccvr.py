@@ -7,6 +7,7 @@ Departures from the text:
 [3] Calibration is that of SFD's comparison: epochs, batch, momentum, decay and cosine rate; the text states none.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -29,6 +30,9 @@ class CCVR(Method):
 
     name: ClassVar[str] = "ccvr"
     paper: ClassVar[str] = "Luo et al., NeurIPS 2021"
+    trains_as: ClassVar[str | None] = "fedavg"
+    later: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "finish": ("virtual", "epochs", "batch", "lr", "momentum", "weight_decay")}
 
     virtual: int = hp(2000, Choice(100, 500, 1000, 2000), "M_c, virtual features per class", ge=1)
     epochs: int = hp(100, Choice(10, 50, 100), "of calibration; as SFD's", ge=0)

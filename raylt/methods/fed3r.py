@@ -8,6 +8,7 @@ Departures from the text:
 [4] A class that nobody holds is never predicted.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -31,6 +32,8 @@ class Fed3R(Method):
 
     name: ClassVar[str] = "fed3r"
     paper: ClassVar[str] = "Fani et al., ICML 2024"
+    trains_as: ClassVar[str | None] = "fedavg"
+    later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("ridge", "normalise")}
 
     ridge: float = hp(0.01, LogUniform(1e-4, 100), "lambda; from the code", gt=0)
     normalise: bool = hp(True, Choice(True, False), "each class's weights to length 1; from the code")

@@ -26,6 +26,7 @@ class FedNCM(Method):
 
     name: ClassVar[str] = "fedncm"
     paper: ClassVar[str] = "Legate et al., NeurIPS 2023"
+    trains_as: ClassVar[str | None] = "fedavg"
 
     @property
     def finishes(self) -> bool:

@@ -39,6 +39,17 @@ class Guest(TypedDict):
 
 
 @closed
+class Parent(TypedDict):
+    """The run that one was branched from, see raylt/runs/branch.py: its folder's name, its SHA-256, the stage that is
+    done otherwise and the last step that is shared."""
+
+    name: str
+    run: str
+    stage: str
+    step: int
+
+
+@closed
 class Identity(TypedDict):
     """The content of identity.json."""
 
@@ -48,6 +59,7 @@ class Identity(TypedDict):
     data: dict[str, str]
     guests: list[Guest]
     raylt: str
+    parent: Parent | None
     sha256: str
 
 
@@ -60,15 +72,18 @@ def version() -> str:
     return importlib.metadata.version("raylt")
 
 
-def identify(config: Config, split: Split, data: Mapping[str, str], guests: Iterable[Mapping[str, Any]]) -> Identity:
+def identify(config: Config, split: Split, data: Mapping[str, str], guests: Iterable[Mapping[str, Any]],
+             parent: Mapping[str, Any] | None = None) -> Identity:
     """The identity of a run that begins.
 
     Args:
         data: from `raylt.data.hashes.hash_data`.
         guests: from `raylt.registry.origins`.
+        parent: the run that it is branched from.
     """
     content: Any = {"format": _FORMAT, "config": _settled(config), "split": split.seal, "data": dict(data),
-                    "guests": [dict(guest) for guest in guests], "raylt": version()}
+                    "guests": [dict(guest) for guest in guests], "raylt": version(),
+                    "parent": None if parent is None else dict(parent)}
     content["sha256"] = hash_json(content)
     return content
 

@@ -18,6 +18,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ class Journal:
         except CheckpointError:
             self._open.__exit__()
             raise
-        self._board = Board(folder)
+        self._board = Board()
         self._head: str | None = None
 
     def _hold(self) -> int:
@@ -63,12 +64,13 @@ class Journal:
 
     @classmethod
     def create(cls, folder: Path, config: Config, split: Split, data: Mapping[str, str],
-               origins: Sequence[Mapping[str, Any]] = ()) -> "Journal":
+               origins: Sequence[Mapping[str, Any]] = (), parent: Mapping[str, Any] | None = None) -> "Journal":
         """A new run folder.
 
         Args:
             data: what the data hash to, see raylt/data/hashes.py.
             origins: records of the guests that the configuration names, see raylt/registry.py.
+            parent: the run that it is branched from, see raylt/runs/identity.py.
 
         Raises:
             CheckpointError: it exists already.
@@ -84,7 +86,7 @@ class Journal:
         split.save(folder / "split.json")
         if origins:
             journal._open.write(identity.ORIGINS, identity.as_text(list(origins)))
-        identity.write(journal._open, identity.identify(config, split, data, origins))
+        identity.write(journal._open, identity.identify(config, split, data, origins, parent))
         # written last: a folder with a config.yaml can be resumed
         journal._open.write("config.yaml", notation.write(config.model_dump(mode="json")))
         return journal
@@ -102,7 +104,18 @@ class Journal:
         text = lines.write_line(content, self.seal.line, provenance.now())
         self._open.append(lines.FILE, text + "\n")
         self._head = lines.hash_line(text)
-        self._board.show(content)
+        self._board.show(self._open, content)
+
+    def adopt(self, reports: Sequence[dict[str, Any]], saved: Checkpoint, keep: int) -> None:
+        """Takes over the first steps of another run: their reports, and the checkpoint after the last."""
+        for content in reports:
+            if content is reports[-1]:
+                facts = {"step": len(reports), "report": content, "seal": asdict(self.seal)}
+                checkpoint.write(self.folder / "checkpoints", len(reports),
+                                 ((name, saved.read(name)) for name in saved.parts), facts, None, keep)
+            text = lines.write_line(content, self.seal.line, provenance.now())
+            self._open.append(lines.FILE, text + "\n")
+            self._head = lines.hash_line(text)
 
     def reports(self) -> list[dict[str, Any]]:
         """The committed steps, oldest first."""
@@ -154,7 +167,6 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         """Lets another process have the folder."""
         if self._lock is not None:
-            self._board.close()
             os.close(self._lock)
             self._open.__exit__()
             self._lock = None

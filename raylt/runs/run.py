@@ -74,6 +74,11 @@ class Run:
         return self._files.config()
 
     @property
+    def sha256(self) -> str:
+        """Of everything that its result follows from, see raylt/runs/identity.py."""
+        return self._files.identity["sha256"]
+
+    @property
     def origins(self) -> list[Guest]:
         """Records of the guests that the run was made with, see raylt/registry.py."""
         return self._files.guests()

@@ -9,11 +9,11 @@ from pathlib import Path
 from raylt.core import checkpoint
 from raylt.core.checkpoint import Checkpoint
 from raylt.errors import CheckpointError, RayltError
-from raylt.runs import lines, sealed
+from raylt.runs import lines, provenance, sealed
 from raylt.runs.files import Files
 from raylt.runs.identity import FILE as IDENTITY
 from raylt.runs.identity import ORIGINS
-from raylt.runs.journal import Journal
+from raylt.runs.journal import LOCK, Journal
 from raylt.runs.run import Run
 from raylt.store import Folder
 
@@ -118,13 +118,27 @@ def _findings(run: Run) -> Iterator[Finding]:
     yield _look("split.json", lambda: f"split {files.split().sha256[:16]}, {len(files.split().clients)} clients")
     yield _look("data", lambda: f"{run.task.name}, as the run saw them")
     yield _lines(files)
-    yield from _checkpoints(files)
+    if (checkpoints := _look(CHECKPOINTS, lambda: str(len(checkpoint.steps(run.folder / CHECKPOINTS))))).whole:
+        yield from _checkpoints(files)
+    else:
+        yield checkpoints
+    for name in (provenance.FILE, LOCK):
+        if not (other := _look(name, lambda name=name: _plain(run.folder, name))).whole:
+            yield other
     if files.ended:
         yield _look(sealed.FILE, lambda: f"accuracy {files.summary()['accuracy']['last']:.4f}")
         yield _look(sealed.MODEL, lambda: f"{len(files.model())} entries, as {sealed.FILE} tells of them")
     with Folder.open(run.folder) as here:
         for name in _left(here):
             yield Finding(name, False, "left by a process that was killed while it wrote", "remove it")
+
+
+def _plain(folder: Path, name: str) -> str:
+    """Raises a CheckpointError where something else than a plain file has this name."""
+    with Folder.open(folder) as here:
+        if name in here.names():
+            here.place(name)
+    return name
 
 
 def _look(what: str, read: Callable[[], str]) -> Finding:
@@ -185,9 +199,8 @@ def _at(files: Files, step: int, known: lines.Lines | None) -> Checkpoint | str 
 
 def _left(here: Folder) -> list[str]:
     left = here.unfinished()
-    if CHECKPOINTS in here.names():
-        with here.inner(CHECKPOINTS) as inner:
-            left += [f"{CHECKPOINTS}/{name}" for name in inner.unfinished()]
+    with suppress(CheckpointError), here.inner(CHECKPOINTS) as inner:
+        left += [f"{CHECKPOINTS}/{name}" for name in inner.unfinished()]
     return left
 
 

@@ -110,9 +110,8 @@ def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: s
     files, failure = Files(folder), failure_file(folder)
     state = files.state
     try:
-        problem = store.read(failure).decode(errors="replace").strip() if failure.exists() else None
         if state == "missing":              # at most what a process left that died while it made the folder
-            return Record(**known, state="missing" if problem is None else "failed", problem=problem)
+            return _not_done(known, "missing", failure)
         config = files.config()
         known |= {"config": config.model_dump(mode="json"), "planned_steps": config.federation.rounds,
                   "made": _made(folder)}
@@ -121,7 +120,7 @@ def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: s
         if state == "running":
             return Record(**known, state="running")
         if state == "stopped":
-            return Record(**known, state="stopped" if problem is None else "failed", problem=problem)
+            return _not_done(known, "stopped", failure)
         files.split()
         summary = files.summary()
     except RayltError as error:
@@ -135,6 +134,16 @@ def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: s
 def failure_file(folder: Path) -> Path:
     """Where a study notes what a run ended with; beside the folder, which a run that cannot start does not leave."""
     return folder.with_name(folder.name + ".failed")
+
+
+def _not_done(known: dict[str, Any], state: State, failure: Path) -> Record:
+    """The record of a run that nobody is at, failed where a study noted so."""
+    if not failure.parent.is_dir():
+        return Record(**known, state=state)
+    with store.Folder.open(failure.parent) as folder:
+        if failure.name not in folder.names():
+            return Record(**known, state=state)
+        return Record(**known, state="failed", problem=folder.read(failure.name).decode(errors="replace").strip())
 
 
 def age(folder: Path) -> float | None:

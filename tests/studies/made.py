@@ -27,7 +27,8 @@ def summary(accuracy: float, rounds: int, best: float, split: str = "ab" * 32) -
     return {"schema": 2, "date": "2026-01-01T00:00:00+00:00", "made": {}, "method": "fedavg", "split_sha256": split,
             "model_sha256": "cd" * 32, "task": "classification", "rounds": rounds,
             "accuracy": {"last": accuracy, "last10": accuracy, "best": best}, "macro": accuracy, "miou": accuracy,
-            "global_accuracy": accuracy, "before_finish": None, "groups_before_finish": None,
+            "global_accuracy": accuracy, "global_macro": accuracy, "global_miou": accuracy, "others": {},
+            "before_finish": None, "groups_before_finish": None,
             "groups": dict.fromkeys(GROUPS, accuracy), "clients": figures | {"by": {"matched": figures}},
             "bytes": {"up": 10 * rounds, "down": 20 * rounds}, "seconds": 2.0 * rounds, "seconds_per_round": 2.0,
             "figures": {}, "troubles": {}}

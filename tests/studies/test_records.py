@@ -1,5 +1,6 @@
 import fcntl
 import json
+import os
 
 import pytest
 from made import write_run
@@ -131,3 +132,17 @@ def test_listing_has_runs_and_counts_those_of_a_study(tmp_path, run):
     assert (entries["run"].state, entries["run"].accuracy, entries["run"].progress) == ("done", 0.2, "3/3")
     assert (entries["study"].state, entries["study"].progress) == ("stopped", "1/3 runs")
     assert {entry.name for entry in listing(tmp_path / "study")} == {"fedavg/seed-0", "fedavg/seed-1"}
+
+
+def test_a_study_of_somebody_else_is_listed_and_nothing_waits_or_is_followed(tmp_path, run):
+    theirs, secret = tmp_path / "theirs", tmp_path / "secret"
+    write_run(theirs / "fedavg" / "seed-0", PLAN, [0.1, 0.3, 0.2])
+    os.mkfifo(theirs / "study.yaml")
+    secret.write_text("precious")
+    (theirs / "fedavg" / "seed-0.failed").symlink_to(secret)
+    os.mkfifo(theirs / "fedavg" / "seed-1.failed")
+    assert [entry.name for entry in listing(tmp_path)] == ["run"]
+    assert read_run(theirs / "fedavg" / "seed-0").state == "done"
+    assert read_run(theirs / "fedavg" / "seed-1").state == "damaged"
+    (theirs / "fedavg" / "seed-0" / "summary.json").unlink()
+    assert "precious" not in str(read_run(theirs / "fedavg" / "seed-0").problem)

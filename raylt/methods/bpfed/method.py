@@ -18,7 +18,7 @@ marked at its line:
     two classes, too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -50,6 +50,9 @@ class BPFed(Method):
     name: ClassVar[str] = "bpfed"
     paper: ClassVar[str] = "Balanced Personalized Federated Learning"
     personal: ClassVar[bool] = True
+    later: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "finish": ("fa", "cov_weight", "loss", "delta", "gamma", "softmax", "crt", "lws", "restart", "epochs", "batch",
+                   "lr", "momentum", "weight_decay", "argmax")}
 
     alpha: float = hp(1.0, Choice(0.0, 0.2, 0.5, 1.0, 2.0), "lambda ~ Beta(alpha, alpha), Eq. 7, Fig. 3; 0: no Mixup",
                       ge=0)

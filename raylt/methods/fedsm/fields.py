@@ -1,6 +1,7 @@
 """The hyper-parameters of FedSM (semantic mixup), and what is refused before a run starts."""
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator, model_validator
 
@@ -21,6 +22,10 @@ OFFICIAL: dict[str, Any] = {"retrain": "after", "norm": "l2", "wording": "label"
 
 class Fields(Method):
     """Equation, table and figure numbers are the journal's; what is not stated there stands in `method.py`."""
+
+    later: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "retraining": ("similarity", "softmax", "partner", "unit", "lam_low", "lam_high", "size", "norm", "retrain",
+                       "encoders", "rounds", "epochs", "batch", "lr")}
 
     preset: Literal["paper", "official"] = hp("paper", Choice("paper", "official"), "official: as the authors' code")
     teacher: str = hp("ViT-B-32/openai", Choice("ViT-B-32/openai", "ViT-B-32/metaclip_400m", "none"), "open_clip's "
@@ -63,6 +68,9 @@ class Fields(Method):
     @classmethod
     def _absolute(cls, name: str) -> str:
         return name if name == "none" else open_teacher(name).name
+
+    def stages(self, rounds: int) -> dict[str, int]:
+        return super().stages(rounds) | {"retraining": max(0, rounds - self.rounds)}
 
     @property
     def distils(self) -> bool:

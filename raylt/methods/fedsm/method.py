@@ -184,12 +184,12 @@ class FedSM(Fields):
 
     def start(self, server: Server, fleet: Fleet) -> None:
         message: Message = {}
-        server.state |= {"teacher": "none: no distillation, uniform relevance", "relevance": 0.0}
+        server.state["teacher"] = "none: no distillation, uniform relevance"
         if self.wordings:
             teacher, names = open_teacher(self.teacher), server.facts.class_names
             message = {wording: teacher.text(names, wording, server.device) for wording in sorted(self.wordings)}
             server.state["teacher"] = teacher.about
-            server.state["relevance"] = total_variation(self.alpha(message[self.wording].cpu()))
+            server.state["text"] = message[self.wording].cpu()
         if not self.distils:
             fleet.ask(self.join, fleet.everyone, message)
             return
@@ -200,8 +200,9 @@ class FedSM(Fields):
     def round(self, server: Server, fleet: Fleet) -> None:
         """Algorithm 1: in the last rounds the prototypes are taken first, or between training and re-training [3]; with
         `retrain=after`, last."""
-        server.log(**{name: server.state[name] for name in ("teacher", "relevance", "teacher_accuracy")
-                      if name in server.state})
+        text = server.state.get("text")
+        server.log(relevance=0.0 if text is None else total_variation(self.alpha(text)),
+                   **{name: server.state[name] for name in ("teacher", "teacher_accuracy") if name in server.state})
         retrain = self.retrain if server.round > server.rounds - self.rounds else None
         cohort, message = self.sample(server, fleet), self.message(server)
         model = mean.like(message["model"])

@@ -32,6 +32,7 @@ the text, each marked at its line:
 All three modules off is FedAvg to the bit, and with `judged=global` in every figure.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -68,6 +69,7 @@ class MuPFL(Fields):
     paper: ClassVar[str] = "Zhang et al., Multi-level Personalized FL"
     problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
+    later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("last_update",), "judging": ("judged",)}
 
     def build(self, task: Facts, base: SplitModel) -> SplitModel:
         if self.bavd:

@@ -1,6 +1,7 @@
 """The hyper-parameters of SFD, and what is refused before the first round."""
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -14,6 +15,11 @@ OFFICIAL: dict[str, Any] = {"delta": "negatives", "rf_dim": 3000, "weighting": "
 
 class Fields(Method):
     """Equation, table and appendix numbers are the paper's; "from the code": they stand in the authors' code only."""
+
+    later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": (
+        "statistics_area", "rf_dim", "rf_type", "gamma_rbf", "m_min", "m_max", "synthesis_steps", "synthesis_lr",
+        "synthesis_per", "synthesis_momentum", "epochs", "batch", "lr", "momentum", "weight_decay", "schedule", "bias",
+        "safs", "aligner", "mmd", "arr")}
 
     preset: Literal["paper", "official"] = hp("paper", Choice("paper", "official"), "official: as the authors' code")
     gamma: float = hp(0.1, Choice(0.1, 1.0), "strength of the logit adjustment, Eq. 5", ge=0)

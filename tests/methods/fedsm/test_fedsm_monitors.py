@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import teachers
 import torch
-from fedsm_runs import QUICK, open_client, run, states_of
+from fedsm_runs import QUICK, bits, open_client, run, states_of
 from tiny import private_states
 from torch import tensor
 
+from raylt.contract.hosts import Backwards, FailsFirst, NewHosts
 from raylt.core.features import features
 from raylt.core.training import sgd
 from raylt.data.longtail import group_of
@@ -102,3 +103,11 @@ def test_trained_model_waits_at_the_client_and_leaves_nothing_behind(tiny_task, 
     ids = {id for name, _, id, _ in experiment.fleet._host.replies if name == "retrain_next"}
     assert ids == set(reports[-1].participants) < set(experiment.fleet.ids)
     assert all(state["state"].keys() == {"phrase"} for state in private_states(experiment).values())
+
+
+def test_model_that_waits_moves_with_its_client_to_another_process(tiny_task, tmp_path, npz):
+    method = FedSM(teacher=npz, encoders="trained", **QUICK)
+    straight = bits(run(tiny_task, tmp_path, method)[0])
+    assert bits(run(tiny_task, tmp_path, method, host=NewHosts)[0]) == straight     # another one for each call
+    assert bits(run(tiny_task, tmp_path, method, host=FailsFirst)[0]) == straight
+    assert bits(run(tiny_task, tmp_path, method, fleet=Backwards)[0]) == straight

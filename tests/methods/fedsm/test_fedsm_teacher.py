@@ -30,7 +30,7 @@ def test_features_are_encoded_once_per_client_and_are_no_part_of_a_checkpoint(ti
     assert all(cache["teacher"].dtype == torch.float16 for cache in caches.values())
     assert all(cache["teacher"].shape == (len(tiny_task.shards[id]), 64) for id, cache in caches.items())
     assert all(state["state"].keys() == {"phrase"} for state in private_states(experiment).values())
-    assert experiment.server.state.keys() == {"teacher", "relevance", "teacher_accuracy"}
+    assert experiment.server.state.keys() == {"teacher", "text", "teacher_accuracy"}
 
 
 @pytest.mark.slow
