@@ -2,8 +2,7 @@
 # make run       install, then a federated training on scikit-learn's handwritten digits
 # make test      install with the test extra, then ruff, the type checker and the suite
 # make mutants   plausible mistakes in the methods, each of which their tests must notice (half an hour; WORD=sfd for some)
-
-# make fuzz      N malformed inputs (2,000 if not given): refused in a line, or as if undisturbed; with a table of outcomes
+# make fuzz      2,000 malformed inputs (N=10000 for more), each of which must be refused in a line or change nothing
 
 PYTHON ?= python3
 BIN := .venv/bin

@@ -3,6 +3,7 @@
 import tomllib
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
@@ -82,3 +83,47 @@ def test_the_manifest_of_the_deployment_page_asks_for_the_token():
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
         container, = group["template"]["spec"]["containers"]
         assert container["resources"]["limits"] == container["resources"]["requests"]
+
+
+# of KubeRay's RayCluster, ray.io/v1, and of the pods in it: the fields that the page uses, by the type that each takes
+QUANTITY = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([KMGT]i?|m)?$"}
+STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
+RESOURCES = {"type": "object", "additionalProperties": QUANTITY}
+
+
+def of(required=(), **properties):
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+def lists(item):
+    return {"type": "array", "items": item, "minItems": 1}
+
+
+TEXT, COUNT = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 0}
+VOLUME = of(["name"], name=TEXT, persistentVolumeClaim=of(["claimName"], claimName=TEXT),
+            emptyDir=of(medium={"enum": ["", "Memory"]}, sizeLimit=QUANTITY))
+CONTAINER = of(["name", "image"], name=TEXT, image=TEXT, env=lists(of(["name"], name=TEXT, value={"type": "string"})),
+               resources=of(limits=RESOURCES, requests=RESOURCES),
+               volumeMounts=lists(of(["name", "mountPath"], name=TEXT, mountPath=TEXT)))
+POD = of(["spec"], spec=of(["containers"], containers=lists(CONTAINER), volumes=lists(VOLUME)))
+RAY_CLUSTER = of(
+    ["apiVersion", "kind", "metadata", "spec"], apiVersion={"const": "ray.io/v1"}, kind={"const": "RayCluster"},
+    metadata=of(["name"], name=TEXT), spec=of(
+        ["headGroupSpec"], rayVersion=TEXT, authOptions=of(mode={"enum": ["disabled", "token"]}),
+        headGroupSpec=of(["template"], serviceType={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
+                         rayStartParams=STRINGS, template=POD),
+        workerGroupSpecs=lists(of(["groupName", "minReplicas", "maxReplicas", "template"], groupName=TEXT,
+                                  replicas=COUNT, minReplicas=COUNT, maxReplicas=COUNT, rayStartParams=STRINGS,
+                                  template=POD))))
+
+
+def test_the_manifest_has_the_fields_of_a_ray_cluster_and_of_pods():
+    page = (FILE.parent / "docs/deployment.md").read_text()
+    manifest = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
+    jsonschema.validate(manifest, RAY_CLUSTER)
+    for group in (manifest["spec"]["headGroupSpec"], *manifest["spec"]["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        mounted = {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+    for group in manifest["spec"]["workerGroupSpecs"]:
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]

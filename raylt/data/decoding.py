@@ -3,7 +3,6 @@
 import math
 import os
 import zipfile
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from raylt.errors import CheckpointError, DataError
+from raylt.errors import DataError
 from raylt.store import Folder
 
 if TYPE_CHECKING:
@@ -79,8 +78,7 @@ def read_npz(path: Path, keys: Sequence[str]) -> dict[str, np.ndarray]:
             _check_sizes(stream, keys)
             with np.load(stream, allow_pickle=False) as file:
                 return {key: file[key] for key in keys if key in file}
-    except (CheckpointError, OSError, ValueError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error,
-            NotImplementedError) as error:
+    except Exception as error:                  # numpy and zipfile raise whatever they trip over
         cause = "no such file" if not path.exists() else " ".join(str(error).split())
         raise DataError(f"{path.resolve()}: not a readable npz file ({cause}); write it with numpy.savez_compressed "
                         "and without Python objects") from None

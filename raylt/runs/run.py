@@ -168,11 +168,14 @@ class Run:
             task: instead of the run's own, as with other test images.
 
         Raises:
-            CheckpointError: no step was committed, or no checkpoint was kept.
+            CheckpointError: no step was committed, no checkpoint was kept, or that of a finished run's end is damaged.
         """
         saved = self.checkpoint()
         if saved is None:
             raise CheckpointError(f"{self.folder}: has no checkpoint that can be read; run it again")
+        if self.state == "done" and (step := saved.facts["step"]) != (last := len(self.reports)):
+            raise CheckpointError(f"{self.folder}: the checkpoint after its last step, {last}, is damaged; the newest "
+                                  f"that can be read is of step {step}; raylt verify says what is whole")
         return open_here(self.setup, task or self.task, self.folder, saved)
 
     # what can be done with it

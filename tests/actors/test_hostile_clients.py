@@ -10,8 +10,8 @@ from tiny import configure as tiny_configure
 from raylt.core.checkpoint import hash_tensors
 from raylt.core.experiment import Experiment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
-CONFIG = {"federation": {"rounds": 2, "retries": 0}}
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+CONFIG = {"federation": {"rounds": 2, "retries": 0}, "evaluation": {"every": 9}}
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from raylt.config import settings
 
 WORDS = [
     "on", "off", "yes", "no", "true", "True", "null", "~", "010", "0x10", "0o7", "1:30", "1_000", "1e5", "1e-5",
-    "1e400",     ".inf", "-.inf", ".nan", "nan", "+1", "-1", "0", "1", "2", "3.5", "''", "'1'", "[]", "{}", "[1, 2]", "[2, 1]",
-    "{a: 1, a: 2}", "&a [1]", "*a", "!!int '010'", "!!python/name:os.system x", "<<: {a: 1}", "2020-01-01", "|", ">",
-    "-", "?", ":", "#", "auto", "digits", "fedavg", "/dev/zero", "\x00", "\ud7ff", "é", "9" * 400, "1" + "0" * 5000,
-    "[" * 60, "a: b: c", "\t1", "dirichlet", "iid", "classes", "average", "local", "npz:", "folder:", "npz:/dev/null",
-    "../x", "-0", "1e30"]
+    "1e400", ".inf", "-.inf", ".nan", "nan", "+1", "-1", "0", "1", "2", "3.5", "''", "'1'", "[]", "{}", "[1, 2]",
+    "[2, 1]", "{a: 1, a: 2}", "&a [1]", "*a", "!!int '010'", "!!python/name:os.system x", "<<: {a: 1}", "2020-01-01",
+    "|", ">", "-", "?", ":", "#", "auto", "digits", "fedavg", "/dev/zero", "\x00", "\ud7ff", "é", "9" * 400,
+    "1" + "0" * 5000, "[" * 60, "a: b: c", "\t1", "dirichlet", "iid", "classes", "average", "local", "npz:",
+    "folder:", "npz:/dev/null", "../x", "-0", "1e30"]
 KEYS = [*(key for key, _ in settings()), "method.mu", "method.name", "local", "data", "federation.round", "", ".",
         "a.b.c", "method"]
 scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12),

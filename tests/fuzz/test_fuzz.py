@@ -315,8 +315,9 @@ def searches(tmp_path_factory) -> list[Path]:
     folder = tmp_path_factory.mktemp("searches")
     config = load(None, ["method=fedprox", "federation.rounds=2", "local.epochs=1", "data.clients=3",
                          "data.imbalance=100", "data.validation=0.2"])
-    return [search(config, space(config, ["local.lr=0.01..0.1"]), 2, out=folder, name=f"s{seed}", fleet="local",
-                   parallel=1, seed=seed).folder for seed in (1, 2)]
+    found = (search(config, space(config, {"local.lr": "loguniform(0.01, 0.3)"}), 2, out=folder, name=f"s{seed}",
+                    fleet="local", parallel=1, seed=seed, scheduler="none") for seed in (1, 2))
+    return [search.folder for search in found]
 
 
 @st.composite

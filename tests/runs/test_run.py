@@ -157,6 +157,14 @@ def test_the_model_of_a_run_predicts_what_was_judged(plain):
     assert all(torch.equal(value, network[name]) for name, value in model.network.state_dict().items())
 
 
+def test_a_finished_run_gives_no_model_of_an_earlier_step(plain, tmp_path):
+    run = copied(plain, tmp_path / "run")
+    newest = max((run.folder / "checkpoints").iterdir())
+    (newest / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"after its last step, \d, is damaged; .* of step \d; raylt verify"):
+        run.model()
+
+
 def test_a_prediction_has_labels_names_and_probabilities(plain):
     images = load_images(plain.task.test.x)[:7]
     prediction = plain.model().predict(images)
