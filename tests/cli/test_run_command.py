@@ -87,9 +87,9 @@ def test_run_folder_is_complete(finished):
 
 def test_bytes_of_a_run_are_those_of_its_clients_and_rounds(finished):
     folder, (_, out, _) = finished
-    # down: 2 rounds x 3 clients x the model; up: the same and 8 bytes of loss each
+    # down: 2 rounds x 3 clients x the model; up: the same, 8 bytes of loss and 8 for each share of two terms
     model = sum(t.numel() * t.element_size() for t in load_file(folder / "model.safetensors").values())
-    assert json.loads(out)["bytes"] == {"down": 2 * 3 * model, "up": 2 * 3 * (model + 8)}
+    assert json.loads(out)["bytes"] == {"down": 2 * 3 * model, "up": 2 * 3 * (model + 3 * 8)}
 
 
 def test_without_a_terminal_a_run_prints_a_line_per_round_and_no_bar(finished):
