@@ -1,6 +1,5 @@
 """The scripts of benchmarks/ in their smallest settings: that they run, and what they promise of their figures."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raylt.cli.main import app
+import raylt
+from raylt.config import load
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -53,25 +53,18 @@ def test_a_stand_in_gives_unit_features_that_say_what_they_are(images):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("row", "settings"), [
-    ("FedAvg", ["method=fedavg"]), ("mixup", ["method.kd=0"]), ("distillation", ["method.rounds=0"]), ("both", []),
-    ("random", ["method.partner=random"])])
-def test_a_row_of_fedsm_is_what_a_run_gives(row, settings, images, tmp_path_factory, tmp_path):
+def test_rows_of_fedsm_that_share_a_first_stage_are_what_whole_runs_give(images, tmp_path):
     source, teacher = images
     common = [f"data.source=npz:{source}", "data.imbalance=10", "data.partition=iid", "data.clients=4", "model=small",
-              "federation.rounds=4", "federation.participation=0.5", "local.epochs=1", "local.batch=8", "local.lr=0.1"]
-    fedsm = ["method=fedsm", f"method.teacher=npz:{teacher}", "method.rounds=2", "method.size=8", "method.epochs=2"]
-    rows = tmp_path_factory.getbasetemp() / "fedsm_rows"
-    recipe = tmp_path / "empty.yaml"
-    recipe.write_text("")
-    script("fedsm_rows", recipe, *common, *fedsm, "--out", rows)        # a second time it reads what is there
-    own = settings if row == "FedAvg" else [*fedsm, *settings]
-    app(["run", *common, *own, "--fleet", "local", "--out", str(tmp_path), "--name", "one"], standalone_mode=False)
-    report = json.loads((tmp_path / "one" / "metrics.jsonl").read_text().splitlines()[-1])
-    found = json.loads((rows / f"{row}.json").read_text())
-    for what in ("accuracy", "groups", "by_client"):
-        assert found[what] == report[what]
-    assert found["figures"]["loss"] == report["figures"]["loss"]
+              "federation.rounds=4", "federation.participation=0.5", "local.epochs=1", "local.batch=8", "local.lr=0.1",
+              "method=fedsm", f"method.teacher=npz:{teacher}", "method.rounds=2", "method.size=8", "method.epochs=2"]
+    both = raylt.run(load(None, common), out=tmp_path, name="both", fleet="local", quiet=True)
+    for row in ("method.rounds=0", "method.partner=random", "method.softmax=0.05"):
+        branched = raylt.branch(both, [row], tmp_path / f"branch {row}", fleet="local", quiet=True)
+        whole = raylt.run(load(None, [*common, row]), out=tmp_path, name=row, fleet="local", quiet=True)
+        for what in ("accuracy", "groups", "by_client", "figures"):
+            assert branched.reports[-1][what] == whole.reports[-1][what]
+        assert branched.summary["model_sha256"] == whole.summary["model_sha256"]
 
 
 @pytest.mark.slow

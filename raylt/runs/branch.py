@@ -44,7 +44,27 @@ def branch(run: Run | Path | str, overrides: Sequence[str], folder: Path | str |
     config: Config = check(Config, tree)
     method = resolve(config).method
     config = config.model_copy(update={"method": {"name": method.name, **method.model_dump()}})
-    stage, step = fork(run.config, run.method, config, method)
+    stage = fork(run.config, run.method, config, method).stage
+    beside = run.folder.parent / f"{run.name}-{stage}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
+    return branch_to(run, config, beside if folder is None else Path(folder), fleet=fleet, address=address, quiet=quiet,
+                     callbacks=callbacks)
+
+
+def can_branch(run: Run, config: Config) -> bool:
+    """Whether a run has come so far that this configuration can go on from it."""
+    if run.state == "missing":
+        return False
+    try:
+        step = fork(run.config, run.method, config, resolve(config).method).step
+    except ConfigError:
+        return False
+    return len(run.reports) >= step and step in checkpoint.steps(run.folder / "checkpoints")
+
+
+def branch_to(run: Run, config: Config, folder: Path, *, fleet: FleetKind = "ray", address: str | None = None,
+              quiet: bool = False, callbacks: Sequence[Callback] = ()) -> Run:
+    """The same for a whole configuration, with all fields of its method, in a new folder."""
+    stage, step = fork(run.config, run.method, config, resolve(config).method)
     lines = run.reports
     if len(lines) < step:
         raise CheckpointError(f"{run.folder}: has committed {len(lines)} steps, and {stage} begins after {step}; "
@@ -56,13 +76,11 @@ def branch(run: Run | Path | str, overrides: Sequence[str], folder: Path | str |
     setup.check(task.facts)
     reports = [{key: value for key, value in line.items() if key not in _OF_A_LINE} for line in lines[:step]]
     parent = {"name": run.name, "run": run.sha256, "stage": stage, "step": step}
-    beside = run.folder.parent / f"{run.name}-{stage}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
-    place = beside if folder is None else Path(folder)
-    journal = Journal.create(place, config, task.split, hash_data(task), origins(config), parent)
+    journal = Journal.create(folder, config, task.split, hash_data(task), origins(config), parent)
     screen = [] if quiet else [Screen()]
     try:
         with one_thread():
-            end = open_here(setup, task, place, saved)
+            end = open_here(setup, task, folder, saved)
             if end.done:                    # the last step is a shared one, and judged as the end of this run
                 reports[-1] |= end.judged_again()
         journal.adopt(reports, saved, config.output.keep)
@@ -70,4 +88,4 @@ def branch(run: Run | Path | str, overrides: Sequence[str], folder: Path | str |
     except ConfigError:
         journal.discard()
         raise
-    return Run(place)
+    return Run(folder)

@@ -20,7 +20,9 @@ from raylt import store
 from raylt.registry import PLUGIN
 from raylt.studies.definition import Planned
 from raylt.studies.estimate import Pace
+from raylt.studies.places import Place, places_for
 from raylt.studies.records import Record, failure_file
+from raylt.studies.stems import stems
 
 ATTEMPTS = 2            # times that a run is begun when the process dies under it
 
@@ -42,6 +44,7 @@ class Job:
     seconds: float = 0.0            # of the steps that were taken since it was begun here
     begun_at: int = 0               # steps that were there before
     attempts: int = 0
+    stem: Path | None = None        # a run with which it shares its first steps, that comes before it
 
 
 @dataclass
@@ -65,19 +68,21 @@ def run_all(planned: Sequence[Planned], records: Sequence[Record], folder: Path,
         The folders of those that failed.
     """
     done = sum(record.state == "done" for record in records)
-    jobs = [Job(p, folder / p.folder, r.steps, begun_at=r.steps) for p, r in zip(planned, records, strict=True)
-            if r.state in ("missing", "stopped", "failed")]
+    shared = stems(planned)
+    jobs = [Job(p, folder / p.folder, r.steps, begun_at=r.steps,
+                stem=folder / shared[p.folder] if p.folder in shared else None)
+            for p, r in zip(planned, records, strict=True) if r.state in ("missing", "stopped", "failed")]
     if not jobs:
         return []
     pace = Pace(records)
-    places = _places(parallel, fleet, len(jobs))
+    places = places_for(parallel, fleet, len(jobs))
     return _Pool(jobs, places, pace, watcher, folder, fleet, address, done).run()
 
 
 class _Pool:
     """Workers, the jobs that wait and the messages that come."""
 
-    def __init__(self, jobs: list[Job], places: list["Place"], pace: Pace, watcher: Watcher, folder: Path, fleet: str,
+    def __init__(self, jobs: list[Job], places: list[Place], pace: Pace, watcher: Watcher, folder: Path, fleet: str,
                  address: str | None, done: int):
         self._waiting = sorted(jobs, key=lambda job: -pace.left(job.planned, job.steps))
         self._places, self._pace, self._watcher, self._folder = places, pace, watcher, folder
@@ -110,19 +115,32 @@ class _Pool:
 
     def _employ(self, number: int, log: Any) -> None:
         """Gives the next job to a place, with a new process where it has none."""
-        if not self._waiting:
-            return
         worker = self._workers.get(number)
+        if (job := self._next()) is None or (worker is not None and worker.job):
+            return
         if worker is None:
             worker = self._workers[number] = self._hire(number, log)
-        job = worker.job = self._waiting.pop(0)
+        self._waiting.remove(job)
+        worker.job = job
         job.attempts += 1
         assert worker.process.stdin is not None
         content = {"folder": str(job.folder), "config": job.planned.config.model_dump(mode="json"),
-                   "fleet": self._fleet, "address": self._address, "plugins": self._plugins}
+                   "fleet": self._fleet, "address": self._address, "plugins": self._plugins,
+                   "stem": None if job.stem is None else str(job.stem)}
         with suppress(BrokenPipeError):             # it died: its output ends, too, and that is heard
             worker.process.stdin.write(json.dumps(content) + "\n")
             worker.process.stdin.flush()
+
+    def _next(self) -> Job | None:
+        """The longest whose stem is not still to come."""
+        pending = {job.folder for job in self._waiting} | {worker.job.folder for worker in self._workers.values()
+                                                           if worker.job}
+        return next((job for job in self._waiting if job.stem not in pending), None)
+
+    def _employ_all(self, log: Any) -> None:
+        """A run that ended frees its place, and those that waited for it."""
+        for number in range(len(self._places)):
+            self._employ(number, log)
 
     def _hire(self, number: int, log: Any) -> Worker:
         # a session of its own: Ctrl-C is for the study, which then lets its workers go
@@ -159,11 +177,11 @@ class _Pool:
                 self._done += 1
                 self._watcher.says(f"{self._done}/{self._total}  {job.planned.folder}  {job.seconds:.0f} s")
                 worker.job = None
-                self._employ(number, log)
+                self._employ_all(log)
             case "failed":
                 self._give_up(job, message["problem"])
                 worker.job = None
-                self._employ(number, log)
+                self._employ_all(log)
 
     def _lost(self, number: int, worker: Worker, log: Any) -> None:
         """A worker's process ended by itself: killed, or out of memory."""
@@ -179,7 +197,7 @@ class _Pool:
             with store.folder_for(job.folder.parent) as parent:
                 parent.write(failure_file(job.folder).name, why + "\n")
             self._give_up(job, why)
-        self._employ(number, log)
+        self._employ_all(log)
 
     def _give_up(self, job: Job, why: str) -> None:
         self._failed.append(job.planned.folder)
@@ -205,40 +223,6 @@ class _Pool:
             except subprocess.TimeoutExpired:
                 worker.process.kill()
                 worker.process.wait()
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a worker runs: its share of the cores, and its GPU."""
-
-    cores: frozenset[int]
-    environment: dict[str, str]
-
-
-def slots(parallel: int | None, fleet: str) -> int:
-    """Runs at once: with Ray one, which spreads a run's clients itself; else one per GPU, or per core without any."""
-    return parallel or (1 if fleet == "ray" else _gpus() or len(_cores()))
-
-
-def _places(parallel: int | None, fleet: str, jobs: int) -> list[Place]:
-    count, gpus, cores = min(slots(parallel, fleet), jobs), _gpus(), _cores()
-    if fleet == "ray":
-        return [Place(frozenset(), {})] * count
-    places = []
-    for number in range(count):
-        mine = frozenset(cores[number % len(cores)::count])         # evaluation takes all cores that a process may use
-        gpu = {"CUDA_VISIBLE_DEVICES": str(number % gpus)} if gpus else {}
-        places.append(Place(mine or frozenset(cores), {"OMP_NUM_THREADS": str(max(1, len(mine))), **gpu}))
-    return places
-
-
-def _cores() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-
-
-def _gpus() -> int:
-    import torch  # only here: a study that has nothing to run need not wait for it
-    return torch.cuda.device_count()
 
 
 def makespan(seconds: Iterable[float], slots: int) -> float:

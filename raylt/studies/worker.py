@@ -18,6 +18,7 @@ from raylt.config import Config, check
 from raylt.core.report import Report
 from raylt.errors import RayltError, one_line
 from raylt.registry import load_plugin
+from raylt.runs.branch import branch_to, can_branch
 from raylt.runs.callbacks import Callback
 from raylt.runs.run import Run
 from raylt.runs.start import resume, run
@@ -57,7 +58,8 @@ def main() -> None:
         try:
             for file in job["plugins"]:
                 load_plugin(Path(file))
-            do(folder, check(Config, job["config"]), job["fleet"], job["address"], teller)
+            stem = None if job["stem"] is None else Run(job["stem"])
+            do(folder, check(Config, job["config"]), job["fleet"], job["address"], teller, stem)
         except Exception as error:
             text = str(error) if isinstance(error, RayltError) else one_line(error)
             store.write(failure_file(folder), text + "\n")
@@ -66,14 +68,22 @@ def main() -> None:
             teller.tell("done")
 
 
-def do(folder: Path, config: Config, fleet: Any, address: str | None, callback: Callback) -> None:
-    """Takes a run from wherever it is to its end."""
+def do(folder: Path, config: Config, fleet: Any, address: str | None, callback: Callback,
+       stem: Run | None = None) -> None:
+    """Takes a run from wherever it is to its end.
+
+    Args:
+        stem: a run with which it shares its first steps: they are taken over where it has come so far.
+    """
     with store.folder_for(folder.parent) as parent:
         parent.remove(failure_file(folder).name)
         if Run(folder).state != "missing":
             resume(folder, fleet=fleet, address=address, quiet=True, callbacks=[callback])
             return
         parent.remove(folder.name)          # left by a process that died while it made the folder
+    if stem is not None and can_branch(stem, config):
+        branch_to(stem, config, folder, fleet=fleet, address=address, quiet=True, callbacks=[callback])
+        return
     run(config, out=folder.parent, name=folder.name, fleet=fleet, address=address, quiet=True, callbacks=[callback])
 
 

@@ -1,0 +1,58 @@
+"""Arms that begin in the same way are trained once."""
+
+import json
+
+import pytest
+
+from raylt.runs.callbacks import Callback
+from raylt.runs.run import Run
+from raylt.studies.definition import define
+from raylt.studies.stems import stems
+from raylt.studies.study import Study
+from raylt.studies.worker import do
+
+BASE = {"data": {"clients": 3}, "federation": {"rounds": 1}, "local": {"epochs": 1}, "output": {"keep": 2}}
+SHARED = {"name": "shared", "base": BASE, "seeds": 2, "cells": {"data.imbalance": [10, 20]},
+          "arms": {"fedavg": "fedavg", "prox": "fedprox", "ccvr": {"method": {"name": "ccvr", "epochs": 2}},
+                   "more": {"method": {"name": "ccvr", "epochs": 3}}}}
+
+
+def parent_of(folder):
+    return json.loads((folder / "identity.json").read_text())["parent"]
+
+
+def test_runs_that_part_late_share_the_first_of_them_within_a_cell_and_a_seed():
+    planned = define(SHARED).runs()
+    shared = stems(planned)
+    assert len(planned) == 16
+    assert shared == {each.folder: each.folder.replace(each.arm, "fedavg") for each in planned
+                      if each.arm in ("ccvr", "more")}
+    local = {"more": {"method": {"name": "ccvr", "epochs": 3}, "local.lr": 0.3}}
+    assert not any("more" in folder for folder in stems(define(SHARED | {"arms": SHARED["arms"] | local}).runs()))
+
+
+def test_run_of_a_study_takes_its_first_steps_from_its_stem_where_that_has_come_so_far(tmp_path):
+    by_arm = {each.arm: each for each in define(SHARED).runs() if each.seed == 0 and "10" in each.cell}
+    places = {arm: tmp_path / arm for arm in by_arm}
+    do(places["ccvr"], by_arm["ccvr"].config, "local", None, Callback(), Run(places["fedavg"]))     # it is not there
+    assert parent_of(places["ccvr"]) is None
+    do(places["fedavg"], by_arm["fedavg"].config, "local", None, Callback())
+    do(places["more"], by_arm["ccvr"].config, "local", None, Callback(), Run(places["fedavg"]))
+    assert parent_of(places["more"])["run"] == Run(places["fedavg"]).sha256
+    ends = [Run(places[arm]).summary for arm in ("ccvr", "more")]
+    assert ends[0]["model_sha256"] == ends[1]["model_sha256"]
+    assert ends[0]["groups"] == ends[1]["groups"]
+
+
+@pytest.mark.slow
+def test_study_trains_arms_that_part_late_once(tmp_path):
+    study = Study.create(define(SHARED | {"cells": {}, "seeds": 1}), tmp_path)
+
+    class Quiet:
+        def says(self, text): ...
+        def progress(self, *_): ...
+
+    assert study.run(Quiet(), parallel=2) == []
+    parents = {record.arm: parent_of(study.folder / record.folder) for record in study.records}
+    assert [arm for arm, parent in parents.items() if parent] == ["ccvr", "more"]
+    assert {record.state for record in study.records} == {"done"}
