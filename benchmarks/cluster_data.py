@@ -37,7 +37,8 @@ def follow(run: Run) -> tuple[list[float], list[int]]:
     for report in run.reports:
         labels = np.array(report["figures"].get("clusters", []))
         if len(set(labels.tolist())) > 1:
-            mine = distances[np.ix_(report["participants"], report["participants"])]
+            ids = report["figures"].get("clustered", report["participants"])
+            mine = distances[np.ix_(ids, ids)]
             random = [within(rng.permutation(labels), mine) for _ in range(DRAWS)]
             beaten.append(float(np.mean(within(labels, mine) < np.array(random))))
             kappas.append(report["figures"]["kappa"])

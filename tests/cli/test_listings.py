@@ -50,10 +50,13 @@ def test_methods_are_listed_with_default_range_and_source(raylt):
     listing = json.loads(out)
     assert code == 0
     assert listing["fedprox"]["fields"]["mu"] == {
-        "default": 0.01, "range": "[0.0001, 1] log", "source": "weight of the proximal term, Eq. 2"}
+        "default": 0.01, "range": "[0.0001, 1] log", "source": "weight of the proximal term, Eq. 2",
+        "stage": None}
+    assert listing["sfd"]["fields"]["aligner"]["stage"] == "finish"
     assert listing["fedavg"]["paper"] == "McMahan et al., AISTATS 2017"
     table = raylt("methods").out
     assert all(name in table for name in listing)
+    assert "finish on" in table
 
 
 def test_settings_are_listed_with_default_and_meaning(raylt):

@@ -30,7 +30,7 @@ class BAVD(nn.Module):
         sign: of psi: +1 is l(t) - l(t - 1) as Eq. 6 has it, -1 makes it positive where a step lowered the loss.
         threshold: the mean that M is compared with: of each channel by itself, or over the whole of it.
         keeps: whether what `keep` found is zeroed in evaluation mode. The mask is then an entry of the model,
-            "mask", bool [1, C or 1, H, W]; not for bchw.
+            "mask", bool [1, C or 1, H, W].
     """
 
     mask: Tensor
@@ -76,8 +76,8 @@ class BAVD(nn.Module):
         """Makes what M zeroes now what is zeroed in evaluation mode; all is let through where there is no M yet."""
         if self.map is None:
             self.mask.fill_(True)
-        else:
-            self.mask.copy_(self._above(self.map))
+        else:                                       # the mean over the places of the batch, where M has any
+            self.mask.copy_(self._above(self.map.mean(0, keepdim=True)))
 
     def normalised(self) -> Tensor:
         """M brought to [0, 1] by its smallest and largest value, float32 [size]; zeros where all values are one."""

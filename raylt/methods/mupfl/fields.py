@@ -1,8 +1,6 @@
 """The fields of MuPFL, and the models that a client can be judged by. Departures [n] are listed in method.py."""
 
-from typing import Literal, Self
-
-from pydantic import model_validator
+from typing import Literal
 
 from raylt.core.method import Method
 from raylt.hyper import Choice, LogUniform, Uniform, hp
@@ -46,10 +44,3 @@ class Fields(Method):
     last_update: bool = hp(False, Choice(False, True), "all clients train once more before they are judged in the end")
     judged: Model = hp("cluster", Choice(*MODELS), "a client's model: u of w~_i with own v_i; w_i after local "
                        "training; Eq. 14's w~_i; u_glo with own v_i, 3.5; w_glo")
-
-    @model_validator(mode="after")
-    def _mask_of_one_batch(self) -> Self:
-        if self.bavd_judged and self.bavd_map == "bchw":
-            raise ValueError("method.bavd_judged = true: a map over the places of a batch (bavd_map = bchw) says "
-                             "nothing of other images; use chw or hw")
-        return self

@@ -101,8 +101,3 @@ def test_what_a_client_dropped_last_is_dropped_when_it_is_judged(tiny_task, tmp_
             assert (h[:, ~mask[0]] == 0).all()
         assert layers_of(method.other_model(client, "global"))[0].mask.all()        # the server has none
     assert all(not name.endswith(".mask") for name in method.shared(experiment.server.model))
-
-
-def test_map_of_a_batch_cannot_be_kept_when_judged():
-    with pytest.raises(ValueError, match="bavd_map = bchw"):
-        MuPFL(bavd_judged=True, bavd_map="bchw")
