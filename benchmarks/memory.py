@@ -33,7 +33,7 @@ def main() -> None:
                              "method=fedavg", f"model={arguments.model}", "local.batch=8", "local.epochs=1",
                              "evaluation.every=1000"])
         with tempfile.TemporaryDirectory() as folder, \
-                open_experiment(resolve(config), random_task(clients), Path(folder) / "run", None) as experiment:
+                open_experiment(resolve(config), random_task(clients), Path(folder), None) as experiment:
             children = psutil.Process().children(recursive=True)
             server = next(child for child in children if "ServerActor" in " ".join(child.cmdline()))
             before = server.memory_full_info().uss

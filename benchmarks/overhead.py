@@ -57,7 +57,7 @@ def main() -> None:
         "local.momentum=0", "evaluation.every=1000", f"resources.actors={arguments.actors}"])
     task = build_task(config.data) if arguments.source else random_task()
     setup = resolve(config)
-    with tempfile.TemporaryDirectory() as folder, open_experiment(setup, task, Path(folder) / "run", None) as ours:
+    with tempfile.TemporaryDirectory() as folder, open_experiment(setup, task, Path(folder), None) as ours:
         bare = Bare(config, task, arguments.actors)
         rows = [{"raylt": spend(ours.advance, bare.pids, own=False), "bare": spend(bare.round, bare.pids, own=True)}
                 for _ in range(arguments.rounds)]
