@@ -117,7 +117,8 @@ def open_any(paths: Sequence[Path]) -> "Study":
 def show_plan(planned: "Study", parallel: int | None, fleet: str) -> None:
     """The runs of a study, their states and the time that is left, as far as any has been timed."""
     from raylt.studies.estimate import Pace
-    from raylt.studies.schedule import makespan, slots
+    from raylt.studies.places import slots
+    from raylt.studies.schedule import makespan
     pace = Pace(planned.records)
     table = Table("run", "state", "round", "left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     left = []

@@ -88,9 +88,9 @@ def write(parent: Path, step: int, parts: Iterable[tuple[str, Tree | None]], fac
     """Commits a checkpoint and then removes all but the newest `keep`.
 
     Args:
-        lasting: steps whose checkpoints stay.
         parts: names and trees; None for a part that is as it was in `previous`.
         facts: what else the manifest says; JSON.
+        lasting: steps whose checkpoints stay, too.
 
     Raises:
         DiskFull: there is no room; those that were committed are as they were.

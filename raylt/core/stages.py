@@ -4,13 +4,12 @@ A method says which of its fields act in a later stage alone (`Method.later`) an
 (`Method.stages`). Two runs that differ in nothing else are the same until then.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from raylt.config import Config
+from raylt.config import Config, differences, settled
 from raylt.core.method import Method
 from raylt.errors import ConfigError
-
-FREE = ("resources", "output", "method")        # no number depends on the first two
 
 
 class Fork(NamedTuple):
@@ -26,9 +25,9 @@ def fork(config: Config, method: Method, other_config: Config, other: Method) ->
     Raises:
         ConfigError: they differ from the first round on, and in what; or in nothing.
     """
-    if differences := [line for key in Config.model_fields if key not in FREE
-                       for line in _differences(key, _plain(getattr(config, key)), _plain(getattr(other_config, key)))]:
-        raise ConfigError(f"{'; '.join(differences)}: acts from the start; only fields of the method that act in a "
+    before, after = settled(config) | {"method": None}, settled(other_config) | {"method": None}
+    if early := [f"{key}: {then!r} -> {now!r}" for key, then, now in differences(before, after)]:
+        raise ConfigError(f"{'; '.join(early)}: acts from the start; only fields of the method that act in a "
                           "later stage can change, start a new run for others")
     trained, other_trained = (each.trains_as or each.name for each in (method, other))
     if trained != other_trained:
@@ -51,22 +50,8 @@ def fork(config: Config, method: Method, other_config: Config, other: Method) ->
     return Fork(first, starts[first])
 
 
-def _changed(method: Method, other: Method) -> list[tuple[str, Any, Any]]:
-    fields = method.model_dump(mode="json"), other.model_dump(mode="json")
-    missing = "absent"
-    if type(method) is not type(other):         # what acts in a stage of one alone is not compared
-        fields = tuple({name: value for name, value in values.items() if each.stage_of(name) is None}
-                       for values, each in zip(fields, (method, other), strict=True))
-    before, after = fields
-    return [(name, before.get(name, missing), after.get(name, missing)) for name in before | after
-            if before.get(name, missing) != after.get(name, missing)]
-
-
-def _plain(section: Any) -> Any:
-    return section.model_dump(mode="json") if hasattr(section, "model_dump") else section
-
-
-def _differences(key: str, before: Any, after: Any) -> list[str]:
-    if isinstance(before, dict) and isinstance(after, dict):
-        return [line for inner in before for line in _differences(f"{key}.{inner}", before[inner], after[inner])]
-    return [] if before == after else [f"{key}: {before!r} -> {after!r}"]
+def _changed(method: Method, other: Method) -> Iterator[tuple[str, Any, Any]]:
+    """The fields that differ; of two methods, those that act while both train."""
+    before, after = ({name: value for name, value in each.model_dump(mode="json").items()
+                      if type(method) is type(other) or each.stage_of(name) is None} for each in (method, other))
+    return differences(before, after)

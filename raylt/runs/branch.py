@@ -10,10 +10,11 @@ from pathlib import Path
 
 from raylt.config import Config, check, override
 from raylt.core import checkpoint
-from raylt.core.stages import fork
+from raylt.core.stages import Fork, fork
 from raylt.data.hashes import hash_data
 from raylt.errors import CheckpointError, ConfigError
 from raylt.registry import origins, resolve
+from raylt.runs import provenance
 from raylt.runs.callbacks import Callback, Callbacks
 from raylt.runs.here import one_thread, open_here
 from raylt.runs.journal import Journal
@@ -52,29 +53,20 @@ def branch(run: Run | Path | str, overrides: Sequence[str], folder: Path | str |
 
 def can_branch(run: Run, config: Config) -> bool:
     """Whether a run has come so far that this configuration can go on from it."""
-    if run.state == "missing":
-        return False
     try:
-        step = fork(run.config, run.method, config, resolve(config).method).step
-    except ConfigError:
+        _shared(run, config)
+    except (ConfigError, CheckpointError):
         return False
-    return len(run.reports) >= step and step in checkpoint.steps(run.folder / "checkpoints")
+    return True
 
 
 def branch_to(run: Run, config: Config, folder: Path, *, fleet: FleetKind = "ray", address: str | None = None,
               quiet: bool = False, callbacks: Sequence[Callback] = ()) -> Run:
     """The same for a whole configuration, with all fields of its method, in a new folder."""
-    stage, step = fork(run.config, run.method, config, resolve(config).method)
-    lines = run.reports
-    if len(lines) < step:
-        raise CheckpointError(f"{run.folder}: has committed {len(lines)} steps, and {stage} begins after {step}; "
-                              "resume it first")
-    if step not in checkpoint.steps(run.folder / "checkpoints"):
-        raise CheckpointError(f"{run.folder}: the checkpoint after step {step}, where {stage} begins, is not kept; "
-                              f"run it again with output.keep={run.config.federation.rounds}")
+    stage, step = _shared(run, config)
     saved, task, setup = run.checkpoint_after(step), run.task, resolve(config)
     setup.check(task.facts)
-    reports = [{key: value for key, value in line.items() if key not in _OF_A_LINE} for line in lines[:step]]
+    reports = [{key: value for key, value in line.items() if key not in _OF_A_LINE} for line in run.reports[:step]]
     parent = {"name": run.name, "run": run.sha256, "stage": stage, "step": step}
     journal = Journal.create(folder, config, task.split, hash_data(task), origins(config), parent)
     screen = [] if quiet else [Screen()]
@@ -84,8 +76,21 @@ def branch_to(run: Run, config: Config, folder: Path, *, fleet: FleetKind = "ray
             if end.done:                    # the last step is a shared one, and judged as the end of this run
                 reports[-1] |= end.judged_again()
         journal.adopt(reports, saved, config.output.keep)
+        provenance.copy(run.folder, folder)
         carry_out(setup, task, journal, fleet, address, Callbacks([*screen, *callbacks]))
     except ConfigError:
         journal.discard()
         raise
     return Run(folder)
+
+
+def _shared(run: Run, config: Config) -> Fork:
+    """Where the configuration parts from the run, which has come so far and kept its checkpoint of there."""
+    shared = fork(run.config, run.method, config, resolve(config).method)
+    if (committed := len(run.reports)) < shared.step:
+        raise CheckpointError(f"{run.folder}: has committed {committed} steps, and {shared.stage} begins after "
+                              f"{shared.step}; resume it first")
+    if shared.step not in checkpoint.steps(run.folder / "checkpoints"):
+        raise CheckpointError(f"{run.folder}: the checkpoint after step {shared.step}, where {shared.stage} begins, is "
+                              f"not kept; run it again with output.keep={run.config.federation.rounds}")
+    return shared

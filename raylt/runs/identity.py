@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from raylt.config import Config
+from raylt.config import Config, differences, settled
 from raylt.data.split import Split
 from raylt.errors import CheckpointError
 from raylt.store import Folder
@@ -25,7 +25,6 @@ from raylt.typed import closed, hash_json
 
 FILE, ORIGINS = "identity.json", "origins.json"
 _FORMAT = 1
-_FREE = ("resources", "output")             # what a run that goes on may have otherwise
 
 
 @closed
@@ -81,7 +80,7 @@ def identify(config: Config, split: Split, data: Mapping[str, str], guests: Iter
         guests: from `raylt.registry.origins`.
         parent: the run that it is branched from.
     """
-    content: Any = {"format": _FORMAT, "config": _settled(config), "split": split.seal, "data": dict(data),
+    content: Any = {"format": _FORMAT, "config": settled(config), "split": split.seal, "data": dict(data),
                     "guests": [dict(guest) for guest in guests], "raylt": version(),
                     "parent": None if parent is None else dict(parent)}
     content["sha256"] = hash_json(content)
@@ -117,10 +116,10 @@ def read_identity(folder: Folder) -> Identity:
 
 def check_config(identity: Identity, config: Config, folder: Folder) -> None:
     """Raises a CheckpointError where config.yaml is not what the run was made with; names the settings."""
-    differences = list(_differences("", identity["config"], _settled(config)))
-    if differences:
-        raise CheckpointError(f"{folder.path / 'config.yaml'}: {'; '.join(differences)}; put that back, or start a new "
-                              "run")
+    other = [f"{key} is {now!r}, the run was made with {then!r}"
+             for key, then, now in differences(identity["config"], settled(config))]
+    if other:
+        raise CheckpointError(f"{folder.path / 'config.yaml'}: {'; '.join(other)}; put that back, or start a new run")
 
 
 def check_split(identity: Identity, split: Split, folder: Folder) -> None:
@@ -155,15 +154,3 @@ def check_version(identity: Identity, folder: Folder) -> None:
     if identity["raylt"] != version():
         raise CheckpointError(f"{folder.path}: was made by raylt {identity['raylt']}, this is {version()}; go on with "
                               "that one, or start a new run")
-
-
-def _settled(config: Config) -> dict[str, Any]:
-    return {key: value for key, value in config.model_dump(mode="json").items() if key not in _FREE}
-
-
-def _differences(key: str, old: Any, new: Any) -> Iterable[str]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        for inner in old | new:
-            yield from _differences(f"{key}.{inner}" if key else inner, old.get(inner), new.get(inner))
-    elif old != new or type(old) is not type(new):
-        yield f"{key} is {new!r}, the run was made with {old!r}"

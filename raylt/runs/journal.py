@@ -100,22 +100,23 @@ class Journal:
 
     def append(self, report: Report) -> None:
         """Records a committed step."""
-        content = lines.plain(report)
+        self._append(lines.plain(report))
+
+    def adopt(self, reports: Sequence[dict[str, Any]], saved: Checkpoint, keep: int) -> None:
+        """Takes over the first steps of another run: their reports, and the checkpoint after the last."""
+        *before, last = reports
+        for content in before:
+            self._append(content)
+        facts = {"step": len(reports), "report": last, "seal": asdict(self.seal)}
+        checkpoint.write(self.folder / "checkpoints", len(reports),
+                         ((name, saved.read(name)) for name in saved.parts), facts, None, keep)
+        self._append(last)
+
+    def _append(self, content: dict[str, Any]) -> None:
         text = lines.write_line(content, self.seal.line, provenance.now())
         self._open.append(lines.FILE, text + "\n")
         self._head = lines.hash_line(text)
         self._board.show(self._open, content)
-
-    def adopt(self, reports: Sequence[dict[str, Any]], saved: Checkpoint, keep: int) -> None:
-        """Takes over the first steps of another run: their reports, and the checkpoint after the last."""
-        for content in reports:
-            if content is reports[-1]:
-                facts = {"step": len(reports), "report": content, "seal": asdict(self.seal)}
-                checkpoint.write(self.folder / "checkpoints", len(reports),
-                                 ((name, saved.read(name)) for name in saved.parts), facts, None, keep)
-            text = lines.write_line(content, self.seal.line, provenance.now())
-            self._open.append(lines.FILE, text + "\n")
-            self._head = lines.hash_line(text)
 
     def reports(self) -> list[dict[str, Any]]:
         """The committed steps, oldest first."""

@@ -79,6 +79,12 @@ def note(folder: Path, fleet: str, step: int) -> None:
         there.append(FILE, "\n" * cut + line)
 
 
+def copy(source: Path, folder: Path) -> None:
+    """Takes over the lines of another run, whose steps this one has."""
+    with Folder.open(folder) as there:
+        there.append(FILE, "".join(json.dumps(line) + "\n" for line in read(source)))
+
+
 def read(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run, oldest first; those that a kill cut off are left out. Empty for a run of an older raylt."""
     with Folder.open(folder) as there:

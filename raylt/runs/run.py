@@ -5,7 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raylt.config import Config, load
+from raylt.config import Config, differences, load, settled
 from raylt.core.checkpoint import Checkpoint
 from raylt.core.experiment import Experiment
 from raylt.core.method import Method
@@ -191,12 +191,9 @@ class Run:
         Raises:
             CheckpointError: other settings, another process is at it, or no usable checkpoint.
         """
-        before = self.config.model_dump()
-        config = load(self.folder / "config.yaml", overrides)
-        after = config.model_dump()
-        if differences := [line for key in before if key not in ("resources", "output")
-                           for line in _differences(key, before[key], after[key])]:
-            raise CheckpointError(f"{self.folder}: a resumed run keeps its settings ({'; '.join(differences)}); only "
+        before, config = self.config, load(self.folder / "config.yaml", overrides)
+        if other := [f"{key}: {then!r} -> {now!r}" for key, then, now in differences(settled(before), settled(config))]:
+            raise CheckpointError(f"{self.folder}: a resumed run keeps its settings ({'; '.join(other)}); only "
                                   "resources.* and output.* may change; start a new run for others")
         setup = self._resolve(config)
         if self.state == "done":            # there is nothing left to do, nor to write again
@@ -237,9 +234,3 @@ class Run:
         """What is not raylt's own must be here, as it was."""
         seek(config)
         check_origins([{**guest} for guest in self.origins], self.folder)
-
-
-def _differences(key: str, old: Any, new: Any) -> list[str]:
-    if isinstance(old, dict) and isinstance(new, dict):
-        return [line for inner in old | new for line in _differences(f"{key}.{inner}", old.get(inner), new.get(inner))]
-    return [] if old == new else [f"{key}: {old!r} -> {new!r}"]

@@ -205,22 +205,23 @@ class FedSM(Fields):
                    **{name: server.state[name] for name in ("teacher", "teacher_accuracy") if name in server.state})
         retrain = self.retrain if server.round > server.rounds - self.rounds else None
         cohort, message = self.sample(server, fleet), self.message(server)
-        model = mean.like(message["model"])
-        parts = {"loss": mean} | asked_for(self.terms) | ({"cosine": mean} if self.finetune else {})
+        model, number = mean.like(message["model"]), mean.like(0.0)
+        parts = {"loss": number} | asked_for(self.terms) | ({"cosine": number} if self.finetune else {})
         if retrain == "before" and self.encoders == "global":
             message |= self.global_prototypes(server, fleet)
-            got = trained = fleet.ask(self.train_and_retrain, cohort, message, model=model, retrain_loss=mean,
-                                      drift=mean, **parts)
+            got = trained = fleet.ask(self.train_and_retrain, cohort, message, model=model, retrain_loss=number,
+                                      drift=number, **parts)
         elif retrain == "before":
             trained = fleet.ask(self.train_first, cohort, message, classes=of_classes(server.model), **parts)
             got = fleet.ask(self.retrain_next, list(trained.weights),
-                            pooled_means(trained["classes"], server.model.classes), model=model, retrain_loss=mean)
+                            pooled_means(trained["classes"], server.model.classes), model=model, retrain_loss=number)
         else:
             got = trained = fleet.ask(self.train, cohort, message, model=model, **parts)
         server.step(got["model"])
         if retrain == "after":
             message = encoder(server.model) | self.global_prototypes(server, fleet)
-            got = fleet.ask(self.refit, cohort, message, classifier=mean, retrain_loss=mean)
+            got = fleet.ask(self.refit, cohort, message, retrain_loss=number,
+                            classifier=mean.like(server.model.classifier.state_dict()))
             server.state["classifier"] = got["classifier"]
         server.log(**{name: trained[name] for name in ("loss", "cosine", "drift") if name in trained},
                    **figure_of(trained), **({"retrain_loss": got["retrain_loss"]} if retrain else {}))

@@ -182,7 +182,7 @@ class MuPFL(Fields):
 
     def train_all(self, server: Server, fleet: Fleet, cohort: Cohort | list[int]) -> tuple[Params, Replies]:
         """Local training of a cohort: the mean of where it leads to, by clusters with ACMU, and the replies."""
-        message, wanted = self.message(server), dict[str, Reduction](loss=mean)
+        message, wanted = self.message(server), dict[str, Reduction](loss=mean.like(0.0))
         whole, layers = message["model"], layers_of(server.model)
         if self.pkcf:
             gradient = torch.empty(server.model.classes, server.model.dim + 1, device="meta")
