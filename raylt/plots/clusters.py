@@ -107,7 +107,7 @@ def _plot(name: str, clusters: Clusters) -> "Figure":
         axes["map"].annotate(ids, place, xytext=(7, 6), textcoords="offset points", fontsize=9)
     first, second = (f"{100 * share:.0f} %" for share in np.nan_to_num(clusters.explained))
     axes["map"].set(xlabel=f"first principal component ({first} of the variance)", ylabel=f"second ({second})",
-                    title="participants by the similarity of their updates and maps")
+                    title="clients by the similarity of their updates and maps")
     axes["map"].margins(0.2)
     axes["map"].grid(color="#eeeeee", zorder=0)
 

@@ -11,22 +11,23 @@ from raylt.studies.definition import Planned
 def stems(planned: Sequence[Planned]) -> dict[str, str]:
     """Of each run that another one's first steps will do for, by its folder, that other's folder.
 
-    Of several it is the one with which it shares the most steps; one that is taken over so is no stem itself.
+    One that is taken over so is no stem itself.
     """
     roots: dict[tuple[str, int], list[Planned]] = {}
     shared: dict[str, str] = {}
     for each in planned:
         same = roots.setdefault((each.cell, each.seed), [])
-        steps = {root.folder: step for root in same if (step := _shared_steps(root, each))}
-        if steps:
-            shared[each.folder] = max(steps, key=steps.__getitem__)
-        else:
+        stem = next((root for root in same if _part_late(root, each)), None)
+        if stem is None:
             same.append(each)
+        else:
+            shared[each.folder] = stem.folder
     return shared
 
 
-def _shared_steps(root: Planned, other: Planned) -> int:
+def _part_late(one: Planned, other: Planned) -> bool:
     try:
-        return fork(root.config, resolve(root.config).method, other.config, resolve(other.config).method).step
+        fork(one.config, resolve(one.config).method, other.config, resolve(other.config).method)
     except ConfigError:             # they differ from the start
-        return 0
+        return False
+    return True

@@ -145,6 +145,9 @@ def test_figures_of_a_report_equal_a_loop_over_the_test_set(build, tiny_task):
     each = class_accuracies(matrix)
     assert 0.25 < report.accuracy < 1                       # or the comparisons below compare little
     assert report.accuracy == report.global_accuracy == pytest.approx(sum(each) / 4)
+    assert report.global_macro == pytest.approx(sum(each) / 4)
+    union = [sum(matrix[c]) + sum(row[c] for row in matrix) - matrix[c][c] for c in range(4)]
+    assert report.global_miou == pytest.approx(sum(matrix[c][c] / union[c] for c in range(4)) / 4)
     assert report.groups == pytest.approx({"many": each[0], "medium": (each[1] + each[2]) / 2, "few": each[3]})
     owned = [sum(a for a, n in zip(each, COUNTS[k], strict=True) if n) / (COUNTS[k] > 0).sum() for k in IDS]
     matched = [sum(a * n for a, n in zip(each, COUNTS[k], strict=True)) / COUNTS[k].sum() for k in IDS]

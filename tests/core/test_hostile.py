@@ -3,11 +3,14 @@
 from functools import cache
 
 import pytest
+import torch
 from hostile import COUNTS, KINDS, Hostile, Judged
 from tiny import configure, make_experiment
 
 from raylt.core.checkpoint import hash_tensors
+from raylt.core.client import Reply
 from raylt.core.reductions import mean
+from raylt.core.wire import plain
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +65,13 @@ def test_without_templates_the_replies_that_most_clients_sent_refuse_it_as_well(
         refused = {*fleet.ledger.rejected, *fleet.ledger.lost}
         assert (refused == {0}) == (outcome == "rejected"), kind
         assert len(got.weights) == len(fleet.ids) - len(refused)
+
+
+@pytest.mark.parametrize("where", ["reply", "state"])
+def test_a_reply_or_a_state_takes_no_more_than_its_room(where):
+    small, large = {"x": torch.zeros(10)}, {"x": torch.zeros(10), "y": torch.zeros(16)}
+    for tree, fits in ((small, True), (large, False)):
+        reply, state = (Reply(1.0, tree), {}) if where == "reply" else (Reply(1.0, {}), tree)
+        sent, _ = plain(reply, state, room=100)             # bytes
+        assert isinstance(sent, Reply) == fits
+    assert "which is the limit" in sent.fault

@@ -1,6 +1,7 @@
 """What pixels without a label teach (FedSeg's BackCE), against probabilities written out."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ from tiny import configure, make_scenes, make_setup, open_client, pixels
 from torch.nn import functional as F
 
 from raylt.core.pixels import back_cross_entropy
+from raylt.data.maps import class_views
 from raylt.data.samples import IGNORED
 from raylt.errors import ConfigError
 from raylt.methods.ditto import Ditto
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedprox import FedProx
 from raylt.methods.mupfl.method import MuPFL
+from raylt.methods.mupfl.pkcf import tune
 
 
 def by_hand(logits, y) -> float:
@@ -62,3 +65,20 @@ def test_what_they_teach_is_a_setting_of_every_method(method, how):
 def test_classes_without_labels_ask_for_that_loss():
     with pytest.raises(ConfigError, match=r"set local\.unlabelled=absent"):
         make_setup(configure(data={"erased": "unlabelled"}), FedAvg()).check(make_scenes().facts)
+
+
+@pytest.mark.parametrize("erased", ["background", "unlabelled"])
+def test_classifiers_are_tuned_on_classes_as_clients_see_them_or_on_the_classes(erased):
+    # where classes only lose their labels, nothing that a client's maps say contradicts their true names
+    scenes = make_scenes()
+    views = class_views(5, 4 if erased == "unlabelled" else 3, 2, erased)
+    scenes = replace(scenes, shards=tuple(replace(shard, view=view) for shard, view in zip(scenes.shards, views,
+                                                                                          strict=True)))
+    method = MuPFL(bavd=False, m=2, tau=1)
+    client = open_client(scenes, method, config=configure(data={"clients": 5}))
+    client.model = pixels(4, (16, 16, 3))
+    seen = []
+    client.model.classifier.register_forward_hook(lambda layer, z, logits: seen.append(len(logits)))
+    tune(client, torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(0)), torch.ones(4, dtype=torch.bool), 1)
+    assert sum(seen) == 8
+    assert (client.samples.view is None) == (erased == "unlabelled")

@@ -11,6 +11,7 @@ from raylt.core.stages import fork
 from raylt.errors import CheckpointError, ConfigError
 from raylt.methods import METHODS
 from raylt.registry import resolve
+from raylt.runs import provenance
 
 SFD = ("method=sfd", "method.rf_dim=64", "method.m_min=160", "method.m_max=200", "method.synthesis_steps=2",
        "method.epochs=2")
@@ -56,6 +57,8 @@ def test_branch_is_what_the_whole_run_gives(tmp_path, settings, overrides, stage
     parts = json.loads((branched.folder / "identity.json").read_text())["parent"]
     assert parts == {"name": "parent", "run": parent.sha256, "stage": stage, "step": step}
     assert branched.sha256 != whole.sha256 != parent.sha256
+    made = [line["after_step"] for line in provenance.read(branched.folder)]
+    assert made == [0, step]                # by whom the shared steps were taken, and the rest
     assert before == sorted((p.name, p.read_bytes()) for p in parent.folder.iterdir() if p.is_file())
 
 

@@ -188,7 +188,9 @@ class MuPFL(Fields):
             gradient = torch.empty(server.model.classes, server.model.dim + 1, device="meta")
             wanted["gradients"] = each.within(dict.fromkeys(range(server.model.classes), gradient))
         if self.acmu:
-            wanted |= {"update": each.like(whole), "start": each.like(part(whole, self.own_update_start))}
+            # believed as far as a model is, since both become parts of one
+            wanted |= {"update": each.like(whole).up_to(1e6),
+                       "start": each.like(part(whole, self.own_update_start)).up_to(1e6)}
             if layers:
                 wanted["map"] = each.like(torch.empty(sum(layer.size for layer in layers), device="meta"))
         else:

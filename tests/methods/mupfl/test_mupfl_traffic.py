@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from mupfl_runs import QUICK, open_client, run
+from tiny import Recorder
 
 from raylt import tree
 from raylt.data.task import Shard
@@ -35,6 +36,21 @@ def test_variants_run_and_send_what_they_should(tiny_task, tmp_path, fields):
         assert report.traffic.keys() - {"join"} == ({"train", "keep"} if method.acmu else {"train"})
         if "keep" in report.traffic:
             assert report.traffic["keep"] == {"down": clients * whole, "up": 0, "replies": clients}
+
+
+@pytest.mark.parametrize("name", ["update", "start"])
+def test_what_no_model_can_be_is_not_believed_of_an_update_either(tiny_task, tmp_path, name):
+    class Boosts(Recorder):
+        def run(self, fn, message, round, id, shard, private):
+            reply, after = super().run(fn, message, round, id, shard, private)
+            if fn.__name__ == "train" and id == 0 and round == 2:
+                reply.tree[name]["classifier.bias"] = reply.tree[name]["classifier.bias"] + 1e9
+            return reply, after
+
+    _, (first, second) = run(tiny_task, tmp_path, MuPFL(**QUICK), host=Boosts)
+    assert first.rejected == {}
+    assert list(second.rejected) == [0]
+    assert f"{name}.classifier.bias" in second.rejected[0]
 
 
 def test_upload_in_the_papers_setting_is_that_of_section_3(tiny_task):
