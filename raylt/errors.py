@@ -5,6 +5,8 @@
                ├ ClientError   ─ ClientLost         one client's call failed
                ├ LateWrite                          a tensor was changed after it was handed over
                ├ TooFewReplies                      a round fell below its quorum
+               ├ BudgetSpent                        more would be uploaded than privacy.epsilon allows
+               ├ Overflow                           a value does not fit into a secure sum
                ├ ServerLost                         the process that aggregates died
                ├ CheckpointError                    a run folder that cannot be used
                │   └ FolderHeld                     another process is at it
@@ -76,6 +78,14 @@ class LateWrite(RayltError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.path,)
+
+
+class BudgetSpent(RayltError):
+    """An upload with noise would exceed the run's privacy budget."""
+
+
+class Overflow(RayltError):
+    """A value is too large for the fixed point of a secure sum."""
 
 
 class TooFewReplies(RayltError):

@@ -3,14 +3,38 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from raylt.config.sections import Config
+from raylt.config.sections import Config, settings
 
 NO_RESULT = ("resources", "output")         # sections that no result depends on
+FOLLOWS = ("imbalance", "partition", "clients", "test")     # of the data section: what null leaves to the data
 
 
 def settled(config: Config) -> dict[str, Any]:
     """The settings that results depend on, as JSON has them."""
     return {key: value for key, value in config.model_dump(mode="json").items() if key not in NO_RESULT}
+
+
+def followed(config: Config, known: Config) -> Config:
+    """The configuration of a run that is planned, with what its data decide as a run over the same data has it."""
+    data, there = config.data, known.data
+    left = [key for key in FOLLOWS if getattr(data, key) is None and data.source == there.source]
+    return config.model_copy(update={"data": data.model_copy(update={key: getattr(there, key) for key in left})})
+
+
+def completed(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that an older raylt recorded, with those that it did not have yet, at their defaults: what they ask for
+    now is what it did.
+
+    Args:
+        recorded: nested, as `settled` gives them.
+    """
+    tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in recorded.items()}
+    for key, field in settings():
+        section, _, name = key.rpartition(".")
+        if section in NO_RESULT or field.is_required():
+            continue
+        (tree.setdefault(section, {}) if section else tree).setdefault(name, field.default)
+    return tree
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any, Any]]:

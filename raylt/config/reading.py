@@ -117,7 +117,10 @@ def _explain(kind: type[BaseModel], error: ValidationError, prefix: str) -> str:
         field = model.model_fields.get(name)
         where.append(name)
         inner = field.annotation if field else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        # a section may be left out: then its type is a union with None
+        inner = next((each for each in (inner, *typing.get_args(inner)) if isinstance(each, type)
+                      and issubclass(each, BaseModel)), None)
+        if inner is None:
             break
         model = inner
     key = prefix + ".".join(where)

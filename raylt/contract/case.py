@@ -58,9 +58,9 @@ class Case:
         return Setup(config, method or self.method, FACTORIES[self.kind], None)
 
     def experiment(self, config: Config, *, method: Method | None = None, fleet: type[LocalFleet] = LocalFleet,
-                   host: Callable[..., Any] = Host) -> Experiment:
-        """A new experiment in this process."""
-        setup, task = self.setup(config, method), self.task
+                   host: Callable[..., Any] = Host, task: Task | None = None) -> Experiment:
+        """A new experiment in this process, by default on the case's task."""
+        setup, task = self.setup(config, method), task or self.task
         clients = fleet(config, task, host(setup, task.facts, task.test, CPU))
         return Experiment(setup, task, clients, CPU, self.folder)
 

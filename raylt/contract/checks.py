@@ -1,9 +1,10 @@
-"""The checks. Each one's docstring is what a method keeps to; what it does instead is said by `Broken`."""
+"""The checks of runs. Each one's docstring is what a method keeps to; what it does instead is said by `Broken`."""
 
 import math
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from safetensors.torch import load_file
@@ -11,53 +12,18 @@ from torch import Tensor
 
 from raylt import metrics, tree
 from raylt.contract.case import CPU, SOME, Case
+from raylt.contract.declarations import declares_its_fields, expect, has_a_name_and_a_paper, is_a_value
 from raylt.contract.hosts import Backwards, FailsFirst, NewHosts, OwnHosts
 from raylt.contract.trace import Trace, fingerprint, finish
 from raylt.core import checkpoint
 from raylt.core.evaluation import confusion_of
 from raylt.core.setup import private_entries
 from raylt.data.samples import Samples
-from raylt.hyper import in_range, range_of
 from raylt.models.split import load_entries
 
 Check = Callable[[Case], None]
+NEW = 3                 # a client that holds a single sample
 TROUBLES = "lost", "retried", "rejected"
-
-
-class Broken(AssertionError):
-    """What a method does that it may not."""
-
-
-def expect(condition: object, said: str) -> None:
-    """Raises `Broken` unless the condition holds."""
-    if not condition:
-        raise Broken(said)
-
-
-def has_a_name_and_a_paper(case: Case) -> None:
-    """names itself and its source"""
-    method = type(case.method)
-    expect(isinstance(getattr(method, "name", None), str) and method.name, "`name` is missing")
-    expect(isinstance(getattr(method, "paper", None), str) and method.paper, "`paper` is missing: authors, venue, year")
-
-
-def is_a_value(case: Case) -> None:
-    """is frozen, refuses unknown fields and can be made from its defaults"""
-    method = type(case.method)
-    expect(method.model_config.get("frozen") and method.model_config.get("extra") == "forbid",
-           "model_config was changed: a method is frozen and forbids unknown fields")
-    method()
-
-
-def declares_its_fields(case: Case) -> None:
-    """declares each field by hp(), with a search range that holds its default and a source"""
-    for name, field in type(case.method).model_fields.items():
-        try:
-            held = in_range(field.default, range_of(field))
-        except (KeyError, TypeError):
-            raise Broken(f"{name} is not declared by hp(default, range, source)") from None
-        expect(held, f"{name}: the default {field.default!r} lies outside its range {range_of(field)}")
-        expect(field.description, f"{name}: hp() needs a source: what it is, its equation or section")
 
 
 def ends_with_a_judged_model(case: Case) -> None:
@@ -189,6 +155,23 @@ def local_running_statistics(case: Case) -> None:
     expect(trace.reports[-1].by_client is not None, "clients are not judged")
 
 
+def joining_late(case: Case) -> None:
+    """judges clients that join after training, and nothing else depends on them"""
+    traces = []
+    for twin in (0, 1):                     # what the newcomer holds is another client's
+        shards = (*case.task.shards[:NEW], case.task.shards[twin], *case.task.shards[NEW + 1:])
+        counts = case.task.client_counts.copy()
+        counts[NEW] = counts[twin]
+        task = replace(case.task, shards=shards, client_counts=counts, newcomers=(NEW,))
+        traces.append(case.run(task=task))
+    for trace in traces:
+        figures = trace.reports[-1].figures["new_clients"]
+        expect(figures["count"] == 1 and 0 <= figures["matched"] <= 1, f"the figures of the newcomer are {figures}")
+        expect(f"client {NEW}" not in trace.bits, "what a newcomer did is kept")
+        expect(not any(NEW in r.participants for r in trace.reports), "a newcomer took part in a round")
+    _same(*traces)
+
+
 def over_selection(case: Case) -> None:
     """runs with federation.over_select"""
     trace = case.run(case.config(SOME, federation={"over_select": 0.5}))
@@ -247,4 +230,4 @@ CHECKS: tuple[Check, ...] = (
     hands_over_values, is_left_as_it_was, same_seed_same_bits, other_seed_other_bits, order_of_clients,
     spread_over_processes, retried_calls, judging_changes_nothing, resumed_after_every_step,
     messages_and_replies_are_plain, leaves_messages_alone, keeps_private_entries, local_running_statistics,
-    over_selection, plain_list_of_clients, predicts_what_was_judged, gives_one_logit_per_class)
+    joining_late, over_selection, plain_list_of_clients, predicts_what_was_judged, gives_one_logit_per_class)

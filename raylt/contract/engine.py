@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from raylt.contract.case import Case
-from raylt.contract.checks import CHECKS, Broken, Check
+from raylt.contract.checks import CHECKS, Check
+from raylt.contract.declarations import Broken
 from raylt.core.method import Method
 from raylt.errors import one_line
 

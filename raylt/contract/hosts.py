@@ -33,15 +33,15 @@ class Recorder(Host):
 class Backwards(LocalFleet):
     """Runs the last client first and, as every fleet, answers in the order of the ids."""
 
-    def _answers(self, fn, ids, message, enough, usable):
-        yield from reversed(list(super()._answers(fn, ids[::-1], message, enough, usable)))
+    def _answers(self, fn, ids, message, enough, usable, sums):
+        yield from reversed(list(super()._answers(fn, ids[::-1], message, enough, usable, sums)))
 
 
 class OwnHosts:
     """As many hosts, so model objects, as there are clients: one actor for each."""
 
     def __init__(self, *args: Any):
-        self.args, self.hosts = args, {}
+        self.args, self.hosts, self.device = args, {}, args[-1]
 
     def run(self, fn, message, round, id, shard, private):
         if id not in self.hosts:
@@ -53,7 +53,7 @@ class NewHosts:
     """A new host for every call: the actor was lost in between, and all caches with it."""
 
     def __init__(self, *args: Any):
-        self.args = args
+        self.args, self.device = args, args[-1]
 
     def run(self, *call):
         return Host(*self.args).run(*call)

@@ -26,8 +26,9 @@ def make_task() -> Task:
     labels = np.concatenate([load(shard.y) for shard in shards])
     shards = tuple(replace(shard, ids=ids) for shard, ids in zip(shards, rows, strict=True))
     split = Split(rows, hash_labels(labels), "tiny", 1.0, "by_hand", 1.0, 0)
+    test, auxiliary = (_draw(rng, np.full(4, n)) for n in (10, 5))
     return Task("tiny", ("a", "b", "c", "d"), (8, 8, 1), (0.5,), (0.25,), COUNTS, ("many", "medium", "medium", "few"),
-                shards, _draw(rng, np.full(4, 10)), split)
+                shards, test, split, auxiliary=auxiliary)
 
 
 def _draw(rng: np.random.Generator, counts: np.ndarray) -> Shard:

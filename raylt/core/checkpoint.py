@@ -2,7 +2,7 @@
 
     000012/manifest.json            facts, and for each part: its file, the file's SHA-256, its tree
     000012/server.safetensors       the tensors of one part
-    000012/client-003.safetensors
+    000012/clients-000012-0.safetensors         of the private states of several clients, see raylt/core/states.py
 
 They are written beside their place, synced, and renamed into it, so a folder with a number is complete. A part is a
 tree; its form is kept in the manifest with the tensors as `[name]`, so nothing is parsed back from names.
@@ -28,14 +28,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from raylt.core.parts import Part, fill, write_part
+from raylt.core.parts import Part, States, fill, write_part
 from raylt.disk import sync
 from raylt.errors import CheckpointError
 from raylt.store import WRITING, Folder, folder_for
 from raylt.tree import Tree
 from raylt.typed import closed, hash_json
 
-_FORMAT = 2
+_FORMAT, _READ = 3, (2, 3)    # 2: each client had a part of its own
 _MANIFEST = 2**30           # bytes at most
 _DAMAGE = (CheckpointError, OSError, ValueError, KeyError, TypeError, SafetensorError)
 
@@ -83,7 +83,7 @@ class Checkpoint:
                                   "another round, or start a new run") from None
 
 
-def write(parent: Path, step: int, parts: Iterable[tuple[str, Tree | None]], facts: dict[str, Any],
+def write(parent: Path, step: int, parts: Iterable[tuple[str, Tree | States | None]], facts: dict[str, Any],
           previous: Checkpoint | None, keep: int, lasting: Collection[int] = ()) -> Checkpoint:
     """Commits a checkpoint and then removes all but the newest `keep`.
 
@@ -170,10 +170,10 @@ def sweep(folder: Folder) -> list[str]:
 
 
 def hash_tensors(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 over tensors in name order: name, type, shape and bytes of each."""
+    """SHA-256 over tensors of the CPU in name order: name, type, shape and bytes of each."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        value = tensors[name].detach().cpu().clone(memory_format=torch.contiguous_format)
+        value = tensors[name].detach().clone(memory_format=torch.contiguous_format)
         digest.update(f"{name}\0{value.dtype}\0{list(value.shape)}\0".encode())
         digest.update(value.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -229,8 +229,8 @@ def _open(folder: Folder, name: str) -> Checkpoint:
         content = {key: value for key, value in manifest.items() if key != "sha256"}
         if manifest["sha256"] != hash_json(content):
             raise ValueError("manifest.json: its content does not match its hash")
-        if manifest["format"] != _FORMAT:
-            raise ValueError(f"format {manifest['format']}, this raylt reads {_FORMAT}")
+        if manifest["format"] not in _READ:
+            raise ValueError(f"format {manifest['format']}, this raylt reads {' and '.join(map(str, _READ))}")
         if manifest["facts"].get("step") != int(name):
             raise ValueError(f"it is that of step {manifest['facts'].get('step')}")
         for entry in manifest["parts"].values():

@@ -14,8 +14,10 @@ from raylt.config import Config
 from raylt.core.evaluation import EvaluationSet
 from raylt.core.pixels import back_cross_entropy
 from raylt.data.samples import Augmentation, Batch, Samples
+from raylt.data.transforms import in_turn
 from raylt.errors import LateWrite
 from raylt.models.split import Params, SplitModel, load_entries
+from raylt.recordable import recordable
 from raylt.seeds import seed_for
 from raylt.tree import Stamps, Tree
 
@@ -24,7 +26,7 @@ Message = Tree
 
 @dataclass(frozen=True)
 class Reply:
-    """What one client sends back once: its weight (its number of samples) and a tree of CPU tensors."""
+    """What one client sends back once: its weight (its number of samples) and a tree, brought to the CPU on its way."""
 
     weight: float
     tree: Tree
@@ -34,7 +36,7 @@ ClientFunction = Callable[["Client", Message], Reply]
 
 
 class State(dict[str, Any]):
-    """What a client must remember: a tree of CPU tensors. Each value is stamped as it is handed over."""
+    """What a client must remember: a tree of tensors. Each value is stamped as it is handed over."""
 
     def __init__(self, values: Tree, stamps: Stamps):
         super().__init__()
@@ -68,7 +70,8 @@ class Client:
         counts: samples, or pixels, per class, int64 [C], on its device.
         model: weights are what the call's message brought (`receive`) and, for the entries that a method does not
             share, what this client's last call left.
-        state: anything else it must remember; a tree of CPU tensors, part of every checkpoint.
+        state: anything else it must remember; a tree of tensors, part of every checkpoint. Between calls they are on
+            the CPU, and so they come to the next.
         cache: what can be computed again from its data (a teacher's features); never in a checkpoint.
         round: number of the round, from 1; 0 before the first.
         test: the balanced test set of the experiment; for the framework's judgements, never for training.
@@ -106,6 +109,11 @@ class Client:
         if (path := self._stamps.changed()) is not None:
             raise LateWrite(f"client {self.id}: {path}")
 
+    @property
+    def augment(self) -> Augmentation | None:
+        """How its training images are varied; None: not at all."""
+        return self._augment
+
     def __len__(self) -> int:
         return len(self.samples)
 
@@ -141,11 +149,12 @@ class Client:
         """The places of the samples of each batch, int64 [2..size]."""
         for _ in range(epochs):
             order = torch.randperm(len(self), generator=self.order)
-            yield from (rows for rows in order.to(self.device).split(size) if len(rows) > 1)
+            yield from (rows for rows in order.to(self.device, non_blocking=True).split(size) if len(rows) > 1)
 
-    def batch(self, rows: Tensor) -> Batch:
-        """The samples at `rows`, augmented as the configuration says."""
-        return self.samples.batch(rows, self._augment, self.noise)
+    @recordable                         # as far as the augmentation is
+    def batch(self, rows: Tensor, then: Augmentation | None = None) -> Batch:
+        """The samples at `rows`, augmented as the configuration says, and by `then` after it."""
+        return self.samples.batch(rows, in_turn([self._augment, then]), self.noise)
 
     def begin(self, purpose: str, round: int) -> None:
         """Sets the round and the generators of one call."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from raylt.core.server import Stages
 
@@ -41,6 +42,10 @@ class Traffic:
     up: int = 0
     replies: int = 0
 
+    def add(self, more: "Traffic") -> None:
+        """Adds the other's."""
+        self.down, self.up, self.replies = self.down + more.down, self.up + more.up, self.replies + more.replies
+
 
 @dataclass
 class Ledger:
@@ -55,3 +60,4 @@ class Ledger:
     rejected: dict[int, str] = field(default_factory=dict)  # reply not usable, and why
     participants: set[int] = field(default_factory=set)     # usable repliers to calls that were not for everyone
     stages: Stages = field(default_factory=Stages)
+    privacy: dict[str, Any] | None = None                   # what was uploaded with noise, and its budget

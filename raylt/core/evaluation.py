@@ -1,4 +1,4 @@
-"""What is judged: `EvaluationSet`, the test set of one process, and the counts of a model's answers."""
+"""What is judged: `EvaluationSet`, the test set of one process, and `Counts` of a model's answers."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -6,12 +6,47 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from raylt.data.samples import IGNORED, Samples
+from raylt.data.samples import IGNORED, Batch, Samples
 from raylt.data.task import Facts, Shard
 from raylt.metrics import confusion
-from raylt.models.split import Params, SplitModel, with_encoder
+from raylt.models.split import SplitModel, with_encoder
 
 Predict = Callable[[nn.Module, Tensor], Tensor]
+NOBODY = -1             # in the place of an owner: a test image that is of no client
+
+
+class Counts:
+    """Counts of (true, predicted) classes over a test set, and over the parts of it that are clients' own.
+
+    Args:
+        owners: the client of each test image or NOBODY, int64 [N]; None where they are nobody's.
+
+    Attributes:
+        all: int64 [C, C].
+        own: of each client that has test images, int64 [C, C].
+    """
+
+    def __init__(self, classes: int, device: torch.device, owners: Tensor | None = None):
+        self._classes, self._owners = classes, None if owners is None else owners.to(device)
+        self.all = torch.zeros(classes, classes, dtype=torch.int64, device=device)
+        self.own: dict[int, Tensor] = {}
+
+    def add(self, predicted: Tensor, batch: Batch) -> None:
+        """Counts the answers to a batch, int64 like its labels."""
+        self.all += confusion(predicted, batch.y, self._classes, IGNORED)
+        if self._owners is None:
+            return
+        owners = self._owners[batch.rows]
+        for id in owners.unique().tolist():
+            if id != NOBODY:
+                one = owners == id
+                counts = confusion(predicted[one], batch.y[one], self._classes, IGNORED)
+                self.own[id] = self.own[id] + counts if id in self.own else counts
+
+    def cpu(self) -> "Counts":
+        """The same on the CPU."""
+        self.all, self.own = self.all.cpu(), {id: counts.cpu() for id, counts in self.own.items()}
+        return self
 
 
 class EvaluationSet:
@@ -23,7 +58,8 @@ class EvaluationSet:
 
     def __init__(self, shard: Shard, facts: Facts, device: torch.device):
         self._shard, self._facts, self._device = shard, facts, device
-        self._encoder: Params = {}
+        self._form: list[tuple[str, torch.dtype, torch.Size]] | None = None        # of the last encoder's entries
+        self._bits = torch.empty(0, dtype=torch.uint8)
         self._features: list[Tensor] = []
 
     @cached_property
@@ -31,35 +67,40 @@ class EvaluationSet:
         return Samples(self._shard, self._facts, self._device)
 
     @torch.no_grad()
-    def confusion(self, model: SplitModel, predict: Predict, size: int) -> Tensor:
-        """Counts of (true, predicted) classes of a client's model, int64 [C, C] on the CPU.
+    def counts(self, model: SplitModel, predict: Predict, size: int, owners: Tensor | None = None) -> Counts:
+        """Counts of a client's model.
 
         Args:
             predict: a method's: model and images to logits.
             size: images at a time, always the same.
+            owners: as `Counts` has them.
         """
         model.eval()
         if self._facts.kind == "segmentation":          # features of every pixel would not fit into memory
-            return confusion_of(lambda x: predict(model, x), self.samples, self._facts.classes, size)
+            return counts_of(lambda x: predict(model, x), self.samples, self._facts.classes, size, owners)
         known = self._knows(model.encoder)
         if not known:
             self._features = []
         remembered = _Remembered(model.encoder)
         judged = with_encoder(model, remembered)
-        total = torch.zeros(2 * [self._facts.classes], dtype=torch.int64, device=self._device)
+        counts = Counts(self._facts.classes, self._device, owners)
         for place, batch in enumerate(self.samples.in_order(size)):
             if not known:
                 self._features.append(model.encoder(batch.x))
             remembered.x, remembered.z = batch.x, self._features[place]
-            total += confusion(predict(judged, batch.x).argmax(1), batch.y, self._facts.classes)
-        return total.cpu()
+            counts.add(predict(judged, batch.x).argmax(1), batch)
+        return counts
 
     def _knows(self, encoder: nn.Module) -> bool:
         """Whether the features that are kept are this encoder's; if not, it is the one to come."""
-        entries, known = encoder.state_dict(), self._encoder
-        if known.keys() == entries.keys() and all(map(torch.equal, entries.values(), known.values())):
+        entries = encoder.state_dict()
+        form = [(name, value.dtype, value.shape) for name, value in entries.items()]
+        # in one piece: a comparison of each entry would make the host wait for each
+        pieces = [value.contiguous().flatten().view(torch.uint8) for value in entries.values()]
+        bits = torch.cat(pieces) if pieces else self._bits
+        if form == self._form and torch.equal(bits, self._bits):
             return True
-        self._encoder = {name: value.clone() for name, value in entries.items()}
+        self._form, self._bits = form, bits
         return False
 
 
@@ -78,14 +119,25 @@ class _Remembered(nn.Module):
 
 
 @torch.no_grad()
-def confusion_of(predict: Callable[[Tensor], Tensor], samples: Samples, classes: int, size: int) -> Tensor:
-    """Counts of (true class, predicted class) over all samples or labelled pixels, int64 [C, C] on the CPU.
+def counts_of(predict: Callable[[Tensor], Tensor], samples: Samples, classes: int, size: int,
+              owners: Tensor | None = None, told: Callable[[Tensor], None] | None = None) -> Counts:
+    """Counts of (true, predicted) classes over all samples or labelled pixels, on the CPU.
 
     Args:
         predict: images [B, channels, H, W] to logits [B, C] or [B, C, H, W], in evaluation mode.
         size: images at a time.
+        owners: as `Counts` has them.
+        told: is given the logits of each batch.
     """
-    total = torch.zeros(classes, classes, dtype=torch.int64, device=samples.y.device)
+    counts = Counts(classes, samples.y.device, owners)
     for batch in samples.in_order(size):
-        total += confusion(predict(batch.x).argmax(1), batch.y, classes, IGNORED)
-    return total.cpu()
+        logits = predict(batch.x)
+        counts.add(logits.argmax(1), batch)
+        if told is not None:
+            told(logits)
+    return counts.cpu()
+
+
+def confusion_of(predict: Callable[[Tensor], Tensor], samples: Samples, classes: int, size: int) -> Tensor:
+    """The same over all of them alone, int64 [C, C]."""
+    return counts_of(predict, samples, classes, size).all

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from raylt.core.client import Client
+from raylt.core.noise import clipped
 from raylt.core.pixels import pixel_features
 from raylt.core.training import autocast
 from raylt.data.samples import Augmentation
@@ -11,7 +12,8 @@ from raylt.data.samples import Augmentation
 
 @torch.no_grad()
 def features(client: Client, augment: Augmentation | None = None, pixels: int = 16) -> tuple[Tensor, Tensor]:
-    """The features of all of a client's samples under its model as it is, in evaluation mode and the samples' order.
+    """The features of all of a client's samples under its model as it is, in evaluation mode and the samples' order;
+    with `privacy.epsilon` none is longer than `privacy.clip`.
 
     Args:
         augment: drawn from the call's own generator; by default the images are taken as they are.
@@ -30,4 +32,5 @@ def features(client: Client, augment: Augmentation | None = None, pixels: int = 
     parts = [pixel_features(encoded(batch.x), batch.y, pixels, client.noise)
              for batch in client.samples.in_order(size, augment, client.noise)]
     z, y = zip(*parts, strict=True)
-    return torch.cat(z), torch.cat(y)
+    features, privacy = torch.cat(z), client.config.privacy
+    return features if privacy.epsilon is None else clipped(features, privacy.clip), torch.cat(y)

@@ -20,22 +20,23 @@ import torch
 
 from raylt import tree
 from raylt.config import Config
-from raylt.core.client import ClientFunction, Message
+from raylt.core.client import ClientFunction, Message, Reply
 from raylt.core.cohort import Cohort, Ledger, Traffic
-from raylt.core.gathering import Gathering, Replies
+from raylt.core.gathering import Gathering, Replies, usual_of
+from raylt.core.protection import Protection
 from raylt.core.reductions import Reduction
-from raylt.core.schema import Arrived, Form, Schema, difference
+from raylt.core.schema import Arrived, Form, Schema
+from raylt.core.server import Watch
 from raylt.core.wire import Unusable
 from raylt.data.task import Task
-from raylt.errors import ClientError, TooFewReplies
+from raylt.errors import ClientError, Overflow, TooFewReplies
 from raylt.tree import Tree
 
 ItemFunction = Callable[[Tree], Tree]
 
 
-def compute(fn: ItemFunction, item: Tree, threads: int) -> Tree:
-    """One item of `Fleet.map`: on the device of this process, with as many threads as everywhere."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def compute(fn: ItemFunction, item: Tree, threads: int, device: torch.device) -> Tree:
+    """One item of `Fleet.map`: on the device of the process, with as many threads as everywhere."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)          # it decides the order of some sums
     try:
@@ -59,24 +60,31 @@ class Fleet(ABC):
     """All clients of an experiment; see the module's docstring.
 
     Attributes:
-        ids: clients that hold samples, ascending.
-        sizes: samples per client, by id.
+        ids: clients that hold samples and train, ascending.
+        newcomers: those that hold samples and join only after training.
+        sizes: samples per client, by id, of those that train; `all_sizes` of the newcomers, too.
         ledger: what happened since `begin`.
+        watch: is told of each answer; None where nobody follows.
         changed: clients whose private state is newer than the last checkpoint.
     """
 
     def __init__(self, config: Config, task: Task):
         self.config = config
-        self.sizes = {k: len(shard) for k, shard in enumerate(task.shards) if len(shard)}
+        self.all_sizes = {k: len(shard) for k, shard in enumerate(task.shards) if len(shard)}
+        late = set(task.newcomers)
+        self.newcomers = [k for k in self.all_sizes if k in late]
+        self.sizes = {k: n for k, n in self.all_sizes.items() if k not in late}
         self.ids = list(self.sizes)
         self.round = 0
         self.ledger = Ledger()
         self.changed: set[int] = set()
+        self.watch: Watch | None = None
+        self.protection = Protection(config)
         self._private: dict[int, Any] = {}      # handles of the clients' private states: what an actor is rebuilt from
 
     @property
     def everyone(self) -> Cohort:
-        """All clients that hold samples."""
+        """All clients that hold samples and train."""
         return Cohort(self.ids, everyone=True)
 
     def begin(self, round: int) -> None:
@@ -88,7 +96,8 @@ class Fleet(ABC):
         """What clients come to remember inside the block is forgotten after it."""
         before = dict(self._private), set(self.changed), self.round, self.ledger
         try:
-            yield
+            with self.protection.rehearsing():
+                yield
         finally:
             self._private, self.changed, self.round, self.ledger = before
 
@@ -111,12 +120,14 @@ class Fleet(ABC):
             TooFewReplies: fewer than `federation.quorum` of the clients replied usably.
         """
         cohort = cohort if isinstance(cohort, Cohort) else Cohort(cohort)
-        name, schema = getattr(fn, "__name__", "call"), Schema(parts, self.sizes, weights)
+        name, schema = getattr(fn, "__name__", "call"), Schema(parts, self.all_sizes, weights)
         if not cohort.ids:
             raise TooFewReplies(f"round {self.round}, {name}: no client was asked; give it at least one")
         gathered: dict[Form, Gathering] = {}
+        handling = self.protection.handling(self.round, message, parts, cohort,
+                                            self.sizes if weights is None else weights)
         errors: list[ClientError | None] = []
-        for answer in self._counted(name, fn, cohort, message, schema):
+        for answer in self._counted(name, fn, cohort, message, schema, handling.summable):
             if answer.reply is None:
                 self.ledger.lost.append(answer.id)
                 errors.append(answer.error)
@@ -126,8 +137,14 @@ class Fleet(ABC):
                 assert not isinstance(answer.reply, Unusable)
                 with self.ledger.stages.time("aggregation"):
                     form = schema.form(answer.reply)
-                    gathered.setdefault(form, Gathering(parts)).add(answer.id, answer.reply, answer.private)
-        usual, faults = _usual(gathered)
+                    if form not in gathered:
+                        gathered[form] = handling.gathering()
+                    try:
+                        sent = handling.sent(answer.reply) if isinstance(answer.reply, Reply) else answer.reply
+                        gathered[form].add(answer.id, sent, answer.private)
+                    except Overflow as overflow:
+                        errors.append(self._reject(answer.id, name, str(overflow)))
+        usual, faults = usual_of(gathered)
         errors += [self._reject(id, name, fault) for id, fault in faults.items()]
         self._check_quorum(name, cohort, 0 if usual is None else len(usual), errors)
         assert usual is not None
@@ -136,7 +153,10 @@ class Fleet(ABC):
         if not cohort.everyone:
             self.ledger.participants.update(usual.private)
         with self.ledger.stages.time("aggregation"):
-            return usual.replies()
+            reduced = handling.received(usual.replies())
+        self.ledger.traffic[name].add(usual.overhead)
+        self.ledger.privacy = handling.statement or self.ledger.privacy
+        return reduced
 
     @abstractmethod
     def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
@@ -150,12 +170,19 @@ class Fleet(ABC):
 
     @abstractmethod
     def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int,
-                 usable: Callable[[int, Arrived], bool]) -> Iterator[Answer]:
+                 usable: Callable[[int, Arrived], bool], sums: Schema | None) -> Iterator[Answer]:
         """Runs `fn` on the clients and yields an answer for each, in the order of `ids` (ascending).
 
         It asks a client again up to `federation.retries` times, noting it in the ledger. It leaves out those that are
         late once `enough` have answered usably; those that are late at the deadline are yielded with an error.
+
+        Args:
+            sums: where a block of clients (raylt.core.blocks) may come as its sums: what its replies must look like.
         """
+
+    @abstractmethod
+    def describe(self) -> dict[str, str | None]:
+        """What its processes compute on, see `raylt.core.device.describe`; where they differ, each once."""
 
     @abstractmethod
     def private_states(self, ids: Iterable[int]) -> Iterator[tuple[int, Tree]]:
@@ -169,24 +196,37 @@ class Fleet(ABC):
     def close(self) -> None:
         """Frees what the fleet holds."""
 
-    def _counted(self, name: str, fn: ClientFunction, cohort: Cohort, message: Message, schema: Schema) -> Iterator[
-            Answer]:
+    def _counted(self, name: str, fn: ClientFunction, cohort: Cohort, message: Message, schema: Schema,
+                 summable: bool) -> Iterator[Answer]:
         """The answers, with their bytes and the wait for them in the ledger."""
         size, traffic = tree.nbytes(message), self.ledger.traffic.setdefault(name, Traffic())
         # only where some may be left out does it matter, while calls run, which replies are usable
         everybody = cohort.needed == len(cohort)
         answers = self._answers(fn, list(cohort), message, cohort.needed,
-                                lambda id, reply: everybody or schema.fault(id, reply) is None)
+                                lambda id, reply: everybody or schema.fault(id, reply) is None,
+                                schema if summable and everybody else None)
+        done = 0
         while True:
+            if self.watch is not None:
+                self.watch(name, done, len(cohort))
             with self.ledger.stages.time(name):
                 answer = next(answers, None)
             if answer is None:
                 return
+            done += 1
             traffic.down += size
             if answer.reply is not None:
-                traffic.up += 0 if isinstance(answer.reply, Unusable) else tree.nbytes(answer.reply.tree)
+                reply = answer.reply
+                traffic.up += tree.nbytes(reply.tree) if isinstance(reply, Reply) else reply.nbytes
                 traffic.replies += 1
             yield answer
+
+    @contextmanager
+    def judging(self) -> Iterator[None]:
+        """Inside the block private states stay as they were, and what is asked for is for our own eyes: no federation
+        would send it."""
+        with self.rehearsing(), self.protection.judging():
+            yield
 
     def _reject(self, id: int, name: str, fault: str) -> ClientError:
         self.ledger.rejected[id] = fault
@@ -199,15 +239,3 @@ class Fleet(ABC):
             raise TooFewReplies(
                 f"round {self.round}, {name}: {usable} of {cohort.needed} clients replied usably, federation.quorum = "
                 f"{quorum:g} needs {needed}; first failure: {errors[0]}") from errors[0]
-
-
-def _usual(gathered: dict[Form, Gathering]) -> tuple[Gathering | None, dict[int, str]]:
-    """The replies of the most frequent form, and why each of the others does not count, by client id."""
-    ranked = sorted(gathered, key=lambda form: -len(gathered[form]))
-    if not ranked:
-        return None, {}
-    if len(ranked) > 1 and len(gathered[ranked[0]]) == len(gathered[ranked[1]]):
-        text = difference(ranked[1], ranked[0]).replace("most replies", "as many replies")
-        return None, {id: f"two forms are equally frequent: {text}" for form in ranked for id in gathered[form].private}
-    faults = {id: difference(form, ranked[0]) for form in ranked[1:] for id in gathered[form].private}
-    return gathered[ranked[0]], dict(sorted(faults.items()))

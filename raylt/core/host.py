@@ -1,5 +1,7 @@
 """`Host`: the clients that one process runs."""
 
+import math
+
 import torch
 
 from raylt import tree
@@ -19,12 +21,17 @@ class Host:
     They share one model object: what is private to a client is put into it before the client's call and taken out
     afterwards. So a process with a hundred clients holds one model, and a call's result depends on (private state,
     message, seed) alone, whichever process runs it.
+
+    Args:
+        room: bytes that the samples of all its clients may take on the device. Beyond it those of the client whose last
+            call is longest ago give way; with its next call they must come again.
     """
 
-    def __init__(self, setup: Setup, facts: Facts, test: Shard, device: torch.device):
-        self.setup, self.facts, self.device = setup, facts, device
+    def __init__(self, setup: Setup, facts: Facts, test: Shard, device: torch.device, room: float = math.inf):
+        self.setup, self.facts, self.device, self._samples_room = setup, facts, device, room
         self.model = setup.new_model(facts).to(device)
         self.clients: dict[int, Client] = {}
+        self._samples_bytes = 0
         self._initial = tree.snapshot(private_entries(setup.method, self.model))
         self._test = EvaluationSet(test, facts, device)
         self._threads = max(1, int(setup.config.resources.cpus_per_client))
@@ -35,7 +42,7 @@ class Host:
         """Runs one client's function once.
 
         Args:
-            shard: the client's data; needed the first time only.
+            shard: the client's data; needed the first time, and after they gave way.
             private: what the client's last call returned, or None before its first.
 
         Returns:
@@ -44,7 +51,7 @@ class Host:
         Raises:
             LateWrite: the function changed what it had handed over.
         """
-        client = self.clients.get(id) or self._admit(id, shard)
+        client = self._admit(id, shard)
         entries, state = (self._initial, {}) if private is None else (private["model"], private["state"])
         client.recall(state)
         client.receive(entries)
@@ -63,8 +70,25 @@ class Host:
         return plain(reply, after, self._room)
 
     def _admit(self, id: int, shard: Shard | None) -> Client:
-        assert shard is not None, f"client {id} is not here and came without its data"
-        samples = Samples(shard, self.facts, self.device)
-        self.clients[id] = Client(id, samples, self._test, self.model, self.setup.config, self.device,
-                                  self.setup.augment)
-        return self.clients[id]
+        client = self.clients.pop(id, None)
+        if client is None:
+            assert shard is not None, f"client {id} is not here and came without its data"
+            samples = Samples(shard, self.facts, self.device)
+            client = Client(id, samples, self._test, self.model, self.setup.config, self.device, self.setup.augment)
+            self._samples_bytes += samples.nbytes
+        self.clients[id] = client                       # the last one, who gives way last
+        while len(self.clients) > 1 and self._samples_bytes > self._samples_room:
+            self._release(next(iter(self.clients)))
+        return client
+
+    def _release(self, id: int) -> None:
+        self._samples_bytes -= self.clients.pop(id).samples.nbytes
+
+    def drop(self, all_but: int) -> bool:
+        """Frees the device from the data of all clients but one; whether there were any."""
+        others = [id for id in self.clients if id != all_but]
+        for id in others:
+            self._release(id)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return bool(others)

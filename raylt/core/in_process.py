@@ -8,8 +8,10 @@ import cloudpickle
 
 from raylt.config import Config
 from raylt.core.client import ClientFunction, Message
+from raylt.core.device import describe
 from raylt.core.fleet import Answer, Arrived, Fleet, ItemFunction, compute
 from raylt.core.host import Host
+from raylt.core.schema import Schema
 from raylt.core.wire import packed, unpacked
 from raylt.data.task import Task
 from raylt.errors import ClientError, RayltError, one_line
@@ -32,15 +34,15 @@ class LocalFleet(Fleet):
         for place, item in enumerate(items):
             try:
                 ours, its = pickle.loads(cloudpickle.dumps((fn, item)))
-                results.append(compute(ours, its, threads))
+                results.append(compute(ours, its, threads, self._host.device))
             except Exception as error:
                 raise RayltError(f"{getattr(fn, '__name__', 'map')}, item {place}: {one_line(error)}") from error
         return results
 
     def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int,
-                 usable: Callable[[int, Arrived], bool]) -> Iterator[Answer]:
+                 usable: Callable[[int, Arrived], bool], sums: Schema | None) -> Iterator[Answer]:
         name = getattr(fn, "__name__", "call")
-        call = cloudpickle.dumps((fn, message))     # which knows functions and classes of notebooks and plug-ins
+        call = cloudpickle.dumps((fn, to_arrays(message)))      # which knows what notebooks and plug-ins define
         deadline = self.config.federation.deadline_s
         start, answered = time.monotonic(), 0
         for id in ids:
@@ -58,7 +60,7 @@ class LocalFleet(Fleet):
             fn, message = pickle.loads(call)
             private = self._private.get(id)
             try:
-                reply, after = packed(*self._host.run(fn, message, self.round, id, self._shards[id],
+                reply, after = packed(*self._host.run(fn, from_arrays(message), self.round, id, self._shards[id],
                                                       None if private is None else from_arrays(pickle.loads(private))))
                 sent, kept = pickle.dumps(reply), pickle.dumps(after)
             except (Exception, SystemExit) as raised:       # as where a process of its own ends
@@ -68,6 +70,9 @@ class LocalFleet(Fleet):
             else:
                 return Answer(id, unpacked(pickle.loads(sent)), kept)
         raise AssertionError("unreachable")
+
+    def describe(self) -> dict[str, str | None]:
+        return describe(self._host.device)
 
     def private_states(self, ids: Iterable[int]) -> Iterator[tuple[int, Tree]]:
         for id in ids:

@@ -1,13 +1,16 @@
 """How clients are judged: by the framework, from what a method says its models are."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from raylt import tree
 from raylt.core.client import Client, Message, Reply
+from raylt.core.evaluation import NOBODY
 from raylt.core.method import Method
 from raylt.core.reductions import Reduction, each
 from raylt.core.server import Server
@@ -48,6 +51,22 @@ def judged_model(method: Method, client: Client, entries: Params, other: str | N
 
 
 @dataclass(frozen=True)
+class Newcomer:
+    """The client function of one that joins after training.
+
+    Attributes:
+        method: says what such a client does.
+    """
+
+    method: Method
+
+    def settle(self, client: Client, message: Message) -> Reply:
+        """What is to be done before it is judged."""
+        self.method.settle(client, message)
+        return client.reply()
+
+
+@dataclass(frozen=True)
 class Judge:
     """The client function of a judgement.
 
@@ -60,21 +79,52 @@ class Judge:
     other: str | None = None
 
     def judge(self, client: Client, message: Message) -> Reply:
-        """Counts [C, C] of (true, predicted) classes of this client's model on the test set."""
-        model = judged_model(self.method, client, message["model"], self.other)
-        return client.reply(confusion=client.test.confusion(model, self.method.predict,
-                                                            client.config.evaluation.batch))
+        """Counts [C, C] of (true, predicted) classes of this client's model on the test set; where the message says
+        whose each test image is, [2, C, C]: on all of it, and on the client's own."""
+        model, owners = judged_model(self.method, client, message["model"], self.other), message.get("owners")
+        if owners is not None:
+            owners = owners.where(owners == client.id, NOBODY)
+        counts = client.test.counts(model, self.method.predict, client.config.evaluation.batch, owners)
+        if owners is None:
+            return client.reply(confusion=counts.all)
+        own = counts.own.get(client.id, torch.zeros_like(counts.all))
+        return client.reply(confusion=torch.stack([counts.all, own]))
 
 
 def counts_on(shard: Shard, classes: int) -> Reduction:
     """What judgements on a test set look like: counts [C, C], none negative, in whose rows are as many as each class
     has samples, or labelled pixels, there."""
-    expected = torch.from_numpy(class_counts(shard.labels(), classes))
     like = torch.empty(classes, classes, dtype=torch.int64, device="meta")
-    return each.like(like).where(partial(_count_fault, expected=expected))
+    return each.like(like).where(partial(_count_fault, expected=totals(shard, classes)))
 
 
-def _count_fault(counts: Tensor, expected: Tensor) -> str | None:
+def counts_on_own(shard: Shard, classes: int, own: Mapping[int, Tensor]) -> Reduction:
+    """The same of judgements that tell the client's own test images apart: [2, C, C], of all and of its own.
+
+    Args:
+        own: samples per class, int64 [C], of each client that has test images.
+    """
+    like = torch.empty(2, classes, classes, dtype=torch.int64, device="meta")
+    condition = partial(_own_fault, everybody=totals(shard, classes), own=own)
+    return each.like(like).where_of(condition)
+
+
+def totals(shard: Shard, classes: int, rows: np.ndarray | None = None) -> Tensor:
+    """Samples, or labelled pixels, per class of a test set, or of some of its rows, int64 [C]."""
+    labels = shard.labels()
+    return torch.from_numpy(class_counts(labels if rows is None else labels[rows], classes))
+
+
+def _count_fault(counts: Tensor, expected: Tensor, what: str = "the test set") -> str | None:
     if (counts < 0).any():
         return "has negative counts"
-    return None if torch.equal(counts.sum(1), expected) else "has not as many counts of each class as the test set"
+    return None if torch.equal(counts.sum(1), expected) else f"has not as many counts of each class as {what}"
+
+
+def _own_fault(id: int, counts: Tensor, everybody: Tensor, own: Mapping[int, Tensor]) -> str | None:
+    everywhere, here = counts
+    if fault := _count_fault(everywhere, everybody):
+        return fault
+    if fault := _count_fault(here, own.get(id, torch.zeros_like(everybody)), "the client's own test images"):
+        return fault
+    return "has more counts on the client's own test images than on all" if (here > everywhere).any() else None

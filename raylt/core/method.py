@@ -6,10 +6,12 @@ client and see it and the message, nothing else; those that take the `server` ru
 """
 
 import math
+import secrets
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from torch import Tensor, nn
 
@@ -27,6 +29,9 @@ from raylt.core.training import Objective, sgd
 from raylt.data.sources import Kind
 from raylt.data.task import Facts, Task
 from raylt.models.split import Params, SplitModel
+from raylt.recordable import recordable
+
+Group = Literal["global", "personal", "statistics", "aggregation"]
 
 
 class Method(BaseModel):
@@ -34,11 +39,16 @@ class Method(BaseModel):
 
     Attributes:
         name: what a configuration calls it.
-        paper: authors, venue and year.
+        paper: authors, venue and year; `link`: where it can be read.
         personal: whether clients are judged by their own models.
         problems: what the paper's algorithm is defined for; others are refused.
         later: by stage, the fields that act from it on and not before, see `stages`.
         trains_as: the method whose rounds these are, where only what follows them is another.
+        group: what it changes: the one model's training (global), what clients keep (personal), what is put together
+            after training (statistics) or in a round (aggregation); None: global or personal.
+        privileged: what it takes for granted that a federation does not have, in words; None for most.
+        sums_samples: whether what clients upload after the last round are sums over samples of which each adds no more
+            than is declared (`Reduction.bounded`), so that noise can hide it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -49,6 +59,10 @@ class Method(BaseModel):
     problems: ClassVar[tuple[Kind, ...]] = ("classification",)
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     trains_as: ClassVar[str | None] = None
+    privileged: ClassVar[str | None] = None
+    link: ClassVar[str | None] = None
+    group: ClassVar[Group | None] = None
+    sums_samples: ClassVar[bool] = False
 
     @field_validator("*", mode="before", check_fields=False)
     @classmethod
@@ -73,6 +87,11 @@ class Method(BaseModel):
     def stage_of(cls, field: str) -> str | None:
         """The stage that a field acts from; None: from the first round."""
         return next((stage for stage, names in cls.later.items() if field in names), None)
+
+    @property
+    def sees_each(self) -> tuple[str, ...]:
+        """The parts that it asks for as `each`: what the server must see of every client by itself."""
+        return ()
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -108,9 +127,9 @@ class Method(BaseModel):
     def objective(self, client: Client, message: Message) -> Objective:
         """The loss of a batch. Called once a round, so the closure holds what the round fixes.
 
-        One of several terms is a `Terms`.
+        One of several terms is a `Terms`. One whose calls launch the same every time says so, `raylt.recordable`.
         """
-        return lambda batch: client.cross_entropy(client.model(batch.x), batch.y)
+        return recordable(lambda batch: client.cross_entropy(client.model(batch.x), batch.y))
 
     def train(self, client: Client, message: Message) -> Reply:
         """Local training, on the model that the message brought."""
@@ -119,16 +138,42 @@ class Method(BaseModel):
         loss = sgd(client, objective)
         return client.reply(model=self.shared(client.model), loss=loss, **reply_of(objective, self.terms))
 
+    def settle(self, client: Client, message: Message) -> None:
+        """What a client does that joins after training, once, before it is judged; the message is a round's.
+
+        It joins, and the entries that it keeps for itself are trained on its samples, as long as in a round, under the
+        shared ones as they are in the end. Where it keeps but running statistics (federation.batchnorm = local), these
+        are taken. A method whose personal models are in the clients' states says here how they come to be.
+        """
+        client.receive(message["model"])
+        shared, model, local = self.shared(client.model), client.model, client.config.local
+        own = [value for name, value in model.named_parameters() if name not in shared and value.requires_grad]
+        if own:
+            self.join(client, {})
+            sgd(client, self.objective(client, message), own)
+        elif model.stays:
+            with torch.no_grad():
+                for batch in client.batches(local.epochs, local.batch):
+                    model.train()(batch.x)
+
     # at the server
 
     def start(self, server: Server, fleet: Fleet) -> None:
-        """Before the first round."""
-        fleet.ask(self.join, fleet.everyone, {})
+        """Before the first round. The empty `join` is not sent: ten thousand calls for nothing take half a minute."""
+        if type(self).join is not Method.join:
+            fleet.ask(self.join, fleet.everyone, {})
 
     def sample(self, server: Server, fleet: Fleet) -> Cohort | list[int]:
-        """The clients of this round: ceil(participation * K), uniformly without replacement, seeded by the round."""
-        federation = server.config.federation
-        wanted = min(len(fleet.ids), math.ceil(federation.participation * server.config.data.clients - 1e-9))
+        """The clients of this round: ceil(participation * K), uniformly without replacement, or each with the chance
+        `participation`; seeded by the round, unless privacy rests on nobody's knowing who was drawn."""
+        federation, clients = server.config.federation, server.config.data.clients
+        if federation.sampling == "poisson":
+            hidden = server.config.privacy.update_epsilon is not None
+            rng = np.random.default_rng(secrets.randbits(256) if hidden else server.seed("sample"))
+            return Cohort([id for id in fleet.ids if rng.random() < federation.participation])
+        assert clients is not None, "a run's configuration says how many there are"
+        there = clients - len(fleet.newcomers)
+        wanted = min(len(fleet.ids), math.ceil(federation.participation * there - 1e-9))
         asked = min(len(fleet.ids), math.ceil(wanted * (1 + federation.over_select) - 1e-9))
         rng = np.random.default_rng(server.seed("sample"))
         return Cohort(rng.choice(fleet.ids, asked, replace=False), wanted)

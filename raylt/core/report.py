@@ -18,10 +18,14 @@ class Report:
         global_macro, global_miou: of the global model, over the true classes; None when it was not judged.
         macro, miou: means over the classes of accuracy and of intersection over union, of what `accuracy` is of.
         groups: accuracy over the many-, medium- and few-shot classes; None for a group without classes.
-        clients: per-client figures ("owned", "matched", "global", "miou"), each with its mean and worst decile.
+        clients: per-client figures ("owned", "matched", "global", "miou", and "local" where clients have test images of
+            their own), each with its mean and worst decile.
         by_client: the same of each client by id, None for one that is not judged; kept of clients' own models, and
             of the last evaluation of all.
         others: of a personal method after its last step, the same figures of each of its `other_models`, by name.
+        quality: after the last round, of the global model's probabilities: "auc" and "calibration_error", see
+            `raylt.metrics.quality`.
+        confusion: SHA-256 of the counts that all of this was read off, see raylt/core/confusions.py.
         traffic: bytes and replies by client function.
         participants: ids of the clients sampled for the round whose replies were used.
         lost, retried, rejected: client ids; rejected ones with the reason.
@@ -51,3 +55,5 @@ class Report:
     global_macro: float | None = None
     global_miou: float | None = None
     others: dict[str, dict[str, Any]] | None = None
+    quality: dict[str, float | None] | None = None
+    confusion: str | None = None

@@ -1,18 +1,21 @@
 """`Schema`: what the replies to one call must look like before they count."""
 
+import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from raylt import tree
+from raylt.core.blocks import Form, Summed, summed
 from raylt.core.client import Reply
 from raylt.core.reductions import Reduction
 from raylt.core.wire import Path, Unusable, dotted, shown
 
-Form = frozenset[tuple[Path, str]]      # path and kind of each leaf
-Arrived = Reply | Unusable
+Arrived = Reply | Summed | Unusable
 
 # No parameter, no gradient and no sum over samples comes near these; what does makes products of the next round
 # infinite, at clients who did nothing wrong.
@@ -43,14 +46,38 @@ class Schema:
             return reply.fault
         if fault := self._weight_fault(id, reply.weight):
             return fault
+        if isinstance(reply, Summed):           # the rest was looked at where it was added up
+            return None
         if missing := self._parts.keys() - reply.tree.keys():
             return f"{min(missing)} is missing"
         if more := reply.tree.keys() - self._parts.keys():
             return f"{min(map(shown, more))} was not asked for"
-        return next((fault for name in self._parts if (fault := self._part_fault(name, reply.tree[name]))), None)
+        return next((fault for name in self._parts if (fault := self._part_fault(id, name, reply.tree[name]))),
+                    None)
 
-    def form(self, reply: Reply) -> Form:
+    def of(self, ids: Iterable[int]) -> "Schema":
+        """The same for some clients alone, without what a template holds beside names, types and shapes: it travels to
+        where they run."""
+        light = copy.copy(self)
+        light._weights = {id: self._weights[id] for id in ids}
+        light._parts = {name: replace(part, template=None, mend=None) for name, part in self._parts.items()}
+        light._templates = {name: {path: leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+                                   for path, leaf in template.items()} for name, template in self._templates.items()}
+        return light
+
+    def summed(self, ids: Sequence[int], replies: Sequence[Reply | Unusable]) -> list[Summed | Unusable]:
+        """The replies of a whole block, by ascending ids, as their sums; of one that cannot be used, why."""
+        faults = [self.fault(id, reply) for id, reply in zip(ids, replies, strict=True)]
+        usable = [reply for reply, fault in zip(replies, faults, strict=True) if fault is None]
+        sums = iter(summed(self._parts, [(reply, self.form(reply)) for reply in usable if isinstance(reply, Reply)]))
+        return [next(sums) if fault is None else
+                Unusable(fault, tree.nbytes(reply.tree) if isinstance(reply, Reply) else 0)
+                for reply, fault in zip(replies, faults, strict=True)]
+
+    def form(self, reply: Reply | Summed) -> Form:
         """What the parts without a template look like; the form that most replies have is the one that counts."""
+        if isinstance(reply, Summed):
+            return reply.form
         return frozenset((path, _kind(leaf)) for name, value in reply.tree.items() if name not in self._templates
                          for path, leaf in _leaves(value, (name,)))
 
@@ -60,7 +87,7 @@ class Schema:
             return None
         return f"weight {shown(weight)}, expected {expected:g} ({self._whence})"
 
-    def _part_fault(self, name: str, value: Any) -> str | None:
+    def _part_fault(self, id: int, name: str, value: Any) -> str | None:
         part, template, size = self._parts[name], self._templates.get(name), 0
         leaves = dict(_leaves(value, (name,)))
         if template is not None and (fault := _misfit(leaves, template, part.partial)):
@@ -73,6 +100,8 @@ class Schema:
             return (f"{name} takes {size / 2**20:,.0f} MiB, {MOST_BYTES / 2**20:,.0f} are the limit of a part that is "
                     "asked for without like(...) or within(...)")
         fault = None if part.condition is None else part.condition(value)
+        if fault is None and part.own_condition is not None:
+            fault = part.own_condition(id, value)
         return None if fault is None else f"{name} {fault}"
 
 

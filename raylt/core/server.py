@@ -1,7 +1,7 @@
 """`Server`: the global model and what the server remembers."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,18 +9,31 @@ import torch
 
 from raylt.config import Config
 from raylt.core.server_optimisers import ServerOptimiser
+from raylt.data.samples import Samples
 from raylt.data.task import Facts
 from raylt.models.split import Params, SplitModel, load_entries, trained_names
 from raylt.seeds import seed_for
 from raylt.tree import Tree
 
+Watch = Callable[[str, int, int], None]     # is told what goes on, and how many of how many clients are done
+
 
 class Stages(dict[str, float]):
-    """Seconds that each stage of a step took, by name."""
+    """Seconds that each stage of a step took, by name.
+
+    Args:
+        watch: is told of each stage that begins.
+    """
+
+    def __init__(self, *seconds: Mapping[str, float], watch: Watch | None = None):
+        super().__init__(*seconds)
+        self._watch = watch
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
         """Adds the seconds inside the block to a stage."""
+        if self._watch is not None:
+            self._watch(name, 0, 0)
         start = time.perf_counter()
         try:
             yield
@@ -45,11 +58,14 @@ class Server:
         rounds: R.
         figures: what the method reports of this round, on top of the framework's own figures.
         stages: seconds of the server's own work in this round; `with server.stages.time("synthesis"): ...`.
+        auxiliary: images of its own, on its device; None unless `data.auxiliary` asks for them. No federation has them:
+            a method that needs some says so.
     """
 
     def __init__(self, config: Config, facts: Facts, model: SplitModel, device: torch.device,
-                 optimiser: ServerOptimiser | None = None):
+                 optimiser: ServerOptimiser | None = None, auxiliary: Samples | None = None):
         self.config, self.facts, self.model, self.device = config, facts, model, device
+        self.auxiliary = auxiliary
         self.optimiser = optimiser
         self.state: Tree = {}
         self.round, self.rounds = 0, config.federation.rounds

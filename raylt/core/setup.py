@@ -1,13 +1,16 @@
 """`Setup`: what an experiment is made of, as values. They travel to every process; nothing is looked up there."""
 
+import importlib.util
 from dataclasses import dataclass
 
 import torch
 
 from raylt.config import Config
+from raylt.core.client_noise import check_budget
 from raylt.core.method import Method
 from raylt.data.samples import Augmentation
 from raylt.data.task import Facts
+from raylt.data.transforms import moves_pixels
 from raylt.errors import ConfigError
 from raylt.models import ModelFactory
 from raylt.models.split import Params, SplitModel, running_statistics
@@ -35,7 +38,7 @@ class Setup:
             model = self.method.build(facts, self.model(facts.classes, facts.shape))
         if self.config.federation.batchnorm == "local":
             model.stays = running_statistics(model)
-        # images come as channels-last views of their bytes; convolutions are 1.1 to 1.3 times as fast on them
+        # images come as channels-last views of their bytes; steps are 1.1 to 2 times as fast on them
         return model.to(memory_format=torch.channels_last)      # pyright: ignore[reportCallIssue]
 
     def check(self, facts: Facts) -> SplitModel:
@@ -54,11 +57,42 @@ class Setup:
         if self.config.data.erased == "unlabelled" and self.config.local.unlabelled == "ignored":
             raise ConfigError("data.erased = unlabelled: a batch that shows none of a client's classes has no label at "
                               "all; set local.unlabelled=absent")
+        if facts.kind == "segmentation" and moves_pixels(self.augment):
+            raise ConfigError(f"augment = {self.config.augment}: moves pixels without their label maps; take "
+                              "crop_flip, scale_crop_flip or color_jitter")
         model = self.new_model(facts)
+        self._check_federation(model)
         if model.problem != facts.kind:
             raise ConfigError(f"model = {self.config.model}: does not do {facts.kind}, which {facts.name} is a problem "
                               f"of; raylt settings lists the models that do")
         return model
+
+    def _check_federation(self, model: SplitModel) -> None:
+        """Whether what the server is to see of replies is what the method needs of them."""
+        method, robust = self.method, self.config.federation.robust
+        if self.config.federation.secure:
+            if importlib.util.find_spec("cryptography") is None:
+                raise ConfigError("federation.secure = true: needs cryptography; pip install 'raylt[secure]'")
+            if method.sees_each:
+                raise ConfigError(f"federation.secure = true: {method.name} must see each client's "
+                                  f"{' and '.join(method.sees_each)}, and a secure sum shows none; set it to false, or "
+                                  "the fields of the method so that it only sums")
+        if self.config.privacy.epsilon is not None and (
+                not method.sums_samples or not method.finishes or method.sees_each):
+            raise ConfigError(f"privacy.epsilon = {self.config.privacy.epsilon:g}: {method.name} uploads no sums over "
+                              "samples after the last round; leave it out, or take sfd, ccvr, fedncm or fed3r")
+        check_budget(self.config)
+        federation, clients = self.config.federation, self.config.data.clients or 1
+        empty = federation.rounds * (1 - federation.participation)**clients
+        if federation.sampling == "poisson" and empty > 0.01:
+            raise ConfigError("federation.sampling = poisson: the chance that some round has no client is "
+                              f"{empty:.2g}; raise federation.participation or data.clients")
+        if robust is not None and not method.shared(model):
+            raise ConfigError(f"federation.robust = {robust}: {method.name} averages no model; leave it out")
+        if robust is not None and method.sees_each:
+            raise ConfigError(f"federation.robust = {robust}: {method.name} puts clients together itself, from each "
+                              f"one's {' and '.join(method.sees_each)}; leave it out, or set the fields of the method "
+                              "so that it averages")
 
 
 def private_entries(method: Method, model: SplitModel) -> Params:

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from raylt.core.client import Client
 from raylt.core.reductions import Reduction, mean
-from raylt.core.training import Objective
 from raylt.data.samples import Batch
+from raylt.recordable import is_recordable
+
+Objective = Callable[[Batch], Tensor]
 
 
 class Terms:
-    """An objective: the sum of the terms of a batch. On the last batch of a local training it measures them.
+    """An objective: the sum of the terms of a batch. On the last batch of a local training `sgd` has them measured.
 
     That takes one more pass back for each term on this one batch; it draws nothing and changes no bit of the training.
     The last batch it is, since at the first a proximal term is zero by its definition.
@@ -29,18 +31,21 @@ class Terms:
 
     Attributes:
         norms: of each term the length of its gradient, by name; empty before the last batch.
+        recordable: whether `terms` is.
     """
 
     def __init__(self, client: Client, terms: Callable[[Batch], dict[str, Tensor]]):
-        self._terms, self._batches_left = terms, client.steps()
+        self._terms, self.recordable = terms, is_recordable(terms)
         self._params = [p for p in client.model.parameters() if p.requires_grad]
         self.norms: dict[str, float] = {}
 
     def __call__(self, batch: Batch) -> Tensor:
+        return reduce(operator.add, self._terms(batch).values())
+
+    def measured(self, batch: Batch) -> Tensor:
+        """The same, and from now on `norms` are those of this batch."""
         terms = self._terms(batch)
-        self._batches_left -= 1
-        if self._batches_left == 0:
-            self.norms = {name: gradient_norm(term, self._params) for name, term in terms.items()}
+        self.norms = {name: gradient_norm(term, self._params) for name, term in terms.items()}
         return reduce(operator.add, terms.values())
 
 

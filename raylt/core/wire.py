@@ -29,9 +29,14 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Unusable:
-    """What arrives in the place of a reply that is none, and why."""
+    """What arrives in the place of a reply that is none, and why.
+
+    Attributes:
+        nbytes: of the reply, where it was looked at by its client's process.
+    """
 
     fault: str
+    nbytes: int = 0
 
 
 class _Foreign(Exception):
@@ -71,7 +76,7 @@ def packed(reply: Reply | Unusable, private: Tree) -> tuple[Reply | Unusable, Tr
 def unpacked(sent: Any) -> Reply | Unusable:
     """The reply that was packed, or why it cannot be used. Whatever was sent, it does not raise."""
     if type(sent) is Unusable:
-        return Unusable(shown(sent.fault, 400))
+        return Unusable(shown(sent.fault, 400), sent.nbytes if type(sent.nbytes) is int else 0)
     if type(sent) is not Reply:
         return Unusable(f"the reply is {_named(sent)}")
     try:

@@ -2,7 +2,16 @@
 
 from torch import nn
 
+from raylt.config import Config
+from raylt.errors import ConfigError
 from raylt.models.split import Params, trained_names
+
+
+def check_sgd(method: str, config: Config) -> None:
+    """Raises a ConfigError where clients do not train by SGD, of whose steps the method counts the gradients."""
+    if config.local.optimiser != "sgd":
+        raise ConfigError(f"local.optimiser = {config.local.optimiser}: method = {method} takes an update for a sum of "
+                          "gradients times local.lr, as SGD makes it; set local.optimiser=sgd, or take another method")
 
 
 def gradient_mass(steps: int, momentum: float) -> float:

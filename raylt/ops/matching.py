@@ -5,6 +5,7 @@ one pass of autograd, not two, for the features whose gradient is to match. Ever
 images, or of pixels.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -41,7 +42,8 @@ def mean_gradients(replies: list[Tree]) -> tuple[Tensor, Tensor]:
 
 
 def match_features(h: Tensor, classes: Tensor, targets: Tensor, classifier: nn.Module, *, steps: int, lr: float,
-                   distance: Distance = "flat") -> tuple[Tensor, Tensor]:
+                   distance: Distance = "flat",
+                   also: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """Features whose mean gradient points where each class's target does, Eq. 19 and 20, by gradient descent.
 
     Args:
@@ -51,6 +53,7 @@ def match_features(h: Tensor, classes: Tensor, targets: Tensor, classifier: nn.M
         classifier: an `nn.Linear` with a bias; it stays as it is.
         distance: 1 - cosine of a class's whole gradient; or the sum of that over its rows, the bias's column being
             one more, as CReFF has it.
+        also: a scalar of the features [K, m, d] that is lowered with the distance.
 
     Returns:
         The features, and the cosine of each class's gradient and target after the last step, [K].
@@ -66,6 +69,7 @@ def match_features(h: Tensor, classes: Tensor, targets: Tensor, classifier: nn.M
         else:
             loss = ((1 - _cosine(found[..., :-1], targets[..., :-1])).sum()
                     + (1 - _cosine(found[..., -1], targets[..., -1])).sum())
+        loss = loss if also is None else loss + also(h)
         h = (h - lr * torch.autograd.grad(loss, h)[0]).detach().requires_grad_()
     h = h.detach()
     return h, _cosine(_gradient(h, classes, weight, bias).flatten(1), targets.flatten(1))

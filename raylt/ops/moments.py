@@ -1,11 +1,13 @@
 """Per-class first and second moments of features: sums at the clients, means and covariances where they meet."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from raylt.errors import ConfigError
 from raylt.tree import Tree
 
 NEVER = -1e9        # the bias of a class that is not to be predicted; finite, as whatever travels is
@@ -67,6 +69,12 @@ def moments(sums: Tree) -> Moments:
     return Moments(sums["n"], mean, unpack(sums["zz"], len(mean)) / sums["n"] - torch.outer(mean, mean))
 
 
+def isotropic_deviation(held: Sequence[Moments]) -> float:
+    """The deviation of a feature from its class's mean: the root of its variance's mean over samples and directions."""
+    n = sum(of_class.n for of_class in held)
+    return (sum(of_class.n * of_class.cov.diagonal().mean().item() for of_class in held) / n) ** 0.5
+
+
 def moments_fault(sums: Tree) -> str | None:
     """Why sums by class, of `class_sums`, cannot be those of any features: the variance of some direction would be
     negative; or None."""
@@ -76,6 +84,40 @@ def moments_fault(sums: Tree) -> str | None:
         if torch.linalg.cholesky_ex(cov + rounding * torch.eye(len(cov), dtype=cov.dtype)).info:
             return f"has no covariance in class {c}"
     return None
+
+
+def sample_lengths(clip: float) -> dict[str, float]:
+    """What one sample whose feature is no longer than `clip` can add to `class_sums` of its class, leaf by leaf. The
+    packed triangle of z z^T is no longer than |z|^2, and as long where z has one entry."""
+    return {"n": 1.0, "z": clip, "zz": clip**2}
+
+
+def nearest_moments(sums: Tree) -> Tree:
+    """Sums by class with noise, as samples could have them: whole counts, covariances without negative directions. A
+    class whose count is not even one is left out.
+
+    Raises:
+        ConfigError: that is so of all of them.
+    """
+    mended = {}
+    for c, noisy in sums.items():
+        n = round(noisy["n"])
+        if n < 1:
+            continue
+        mended[c] = noisy | {"n": n}
+        if "zz" in noisy:
+            mean = noisy["z"] / n
+            cov = unpack(noisy["zz"], len(mean)) / n - torch.outer(mean, mean)
+            mended[c]["zz"] = pack(n * (without_negative(cov) + torch.outer(mean, mean)))
+    if not mended:
+        raise ConfigError("privacy.epsilon: no class has a sample left under so much noise; take a larger one")
+    return mended
+
+
+def without_negative(matrix: Tensor) -> Tensor:
+    """The nearest symmetric matrix without negative eigenvalues, float64 [d, d]."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * values.clamp(min=0)) @ vectors.T
 
 
 def pack(matrix: Tensor) -> Tensor:
