@@ -1,71 +1,35 @@
-"""`Dispatch`: one call on several clients: who waits, who runs, who has answered."""
+"""`Dispatch`: one call on several clients: who waits, who runs, who has answered.
 
+Many small clients travel in blocks, one call of Ray's for several: what such a call costs is more than what they
+compute. A client with more than SMALL samples has a call of its own, and so has everyone where few are asked, or where
+not all of them are waited for. Where so many are asked that each actor gets several blocks of raylt.core.blocks, those
+blocks whose clients are all small are the calls, and come back as their sums.
+"""
+
+import itertools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Container
+from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
 
-from actors.slots import LOST, Slot, Slots
-from raylt.config import Config
+from actors.calls import Call, Clients, named
+from actors.client import Block
+from actors.faults import FULL
+from actors.slots import LOST, Slot
+from raylt.core.blocks import BLOCK, Summed, whole
 from raylt.core.client import ClientFunction
-from raylt.core.cohort import Ledger
 from raylt.core.fleet import Answer, Arrived
+from raylt.core.schema import Schema
 from raylt.core.wire import unpacked
 from raylt.errors import ClientError, ClientLost, one_line
 
 PATIENCE_S = 60.0           # nothing is called stuck before
 FIRST_PATIENCE_S = 600.0    # where no client has done the same call yet
-
-
-@dataclass
-class Call:
-    """One client's call under way."""
-
-    id: int
-    slot: Slot
-    private: Any
-    start: float
-    patience: float         # seconds after which it is called stuck
-    actors: int             # how many there were when it began
-    named: bool = False
-
-
-class Clients(Protocol):
-    """What a dispatch must know of the clients, and whom it tells what happens: the fleet.
-
-    Attributes:
-        sizes: samples per client, by id.
-        shards: references to the clients' data, by id.
-    """
-
-    config: Config
-    round: int
-    ledger: Ledger
-    sizes: dict[int, int]
-    shards: list[Any]
-    slots: Slots
-
-    def private(self, id: int) -> Any:
-        """A reference to a client's private state; None before its first call."""
-
-    def keep(self, private: Any) -> Any:
-        """A reference to the same state that the loss of a client's node does not touch."""
-
-    def patience(self, name: str) -> float:
-        """Seconds after which a client that is still at this call is called stuck."""
-        ...
-
-    def took(self, name: str, id: int, seconds: float) -> None:
-        """Records the seconds of a call."""
-
-    def note(self, text: str) -> None:
-        """Adds a line to the run's notes."""
-
-    def note_stuck(self, id: int, name: str, seconds: float, actor: str) -> None:
-        """Says who keeps everybody waiting."""
+SMALL = 32                  # samples of a client that shares a call
+MOST = 64                   # clients of a call
+SPREAD = 4                  # calls that an actor gets at least, so that none waits long for the last
 
 
 class Dispatch:
@@ -74,13 +38,20 @@ class Dispatch:
     Args:
         message: a reference.
         enough: usable answers after which nobody else is waited for.
+        sums: see `Fleet._answers`.
     """
 
     def __init__(self, fleet: Clients, fn: ClientFunction, ids: list[int], message: Any, enough: int,
-                 usable: Callable[[int, Arrived], bool]):
+                 usable: Callable[[int, Arrived], bool], sums: Schema | None):
         self.fleet, self.fn, self.message, self.enough, self.usable = fleet, fn, message, enough, usable
         self.name = getattr(fn, "__name__", "call")
-        self.waiting = sorted(ids, key=lambda id: -fleet.sizes[id])     # the largest first, or a round ends with it
+        self.alone = set[int]()                         # who was in a block that was lost: asked again without others
+        everybody = enough >= len(ids) and fleet.config.federation.deadline_s is None
+        self.block = min(MOST, len(ids) // (SPREAD * len(fleet.slots))) if everybody else 1
+        blocks = whole(ids) if sums is not None and self.block >= BLOCK else []
+        self.sums, self.blocks = sums, [block for block in blocks if all(map(self._shares, block))]
+        apart = set(ids).difference(*self.blocks)
+        self.waiting = sorted(apart, key=lambda id: (-fleet.all_sizes[id], id))     # a round would end with the largest
         self.running: dict[Any, Call] = {}
         self.attempts = dict.fromkeys(ids, 0)
         self.answers: dict[int, Answer] = {}
@@ -103,7 +74,7 @@ class Dispatch:
                 self._record(ref, self.running.pop(ref))
             else:
                 self._release(ref)
-        if self.answered >= self.enough or (not self.running and not self.waiting):
+        if self.answered >= self.enough or not (self.running or self.waiting or self.blocks):
             self._end()
         elif not ready and self.deadline is not None and time.monotonic() >= self.deadline:
             self._expire()
@@ -113,65 +84,105 @@ class Dispatch:
     def _start(self) -> None:
         busy = {id(call.slot) for call in self.running.values()}
         free = [slot for slot in self.fleet.slots if id(slot) not in busy and slot.late is None]
-        idle = [slot for slot in free if not self._take(slot, slot.home)]
+        idle = [slot for slot in free if not self._take(slot, slot.own)]
         for slot in idle:
-            self._take(slot, self.waiting)
+            if not self._take(slot, None) and self.blocks:
+                self._submit(slot, self.blocks.pop(0), self.sums)
 
-    def _take(self, slot: Slot, clients: list[int]) -> bool:
-        id = next((id for id in self.waiting if id in clients), None)
-        if id is None:
+    def _take(self, slot: Slot, clients: Container[int] | None) -> bool:
+        """Has a slot run the first of those that wait, of `clients` where they are given."""
+        ids: list[int] = []
+        for id in self.waiting:
+            if clients is None or id in clients:
+                if ids and not self._shares(id):
+                    continue
+                ids.append(id)
+                if len(ids) >= self.block or not self._shares(id):
+                    break
+        if not ids:
             return False
-        self._submit(slot, id)
+        self._submit(slot, ids)
         return True
 
-    def _submit(self, slot: Slot, id: int) -> None:
-        self.waiting.remove(id)
-        shard = None if id in slot.held else self.fleet.shards[id]
-        slot.held.add(id)
-        patience = self.fleet.patience(self.name)
-        reply, private = slot.actor.run.options(num_returns=2).remote(
-            self.fn, self.message, self.fleet.round, id, shard, self.fleet.private(id), patience)
-        self.running[reply] = Call(id, slot, private, time.monotonic(), patience, len(self.fleet.slots))
+    def _shares(self, id: int) -> bool:
+        return self.fleet.all_sizes[id] <= SMALL and id not in self.alone
+
+    def _submit(self, slot: Slot, ids: list[int], sums: Schema | None = None) -> None:
+        chosen = set(ids)
+        self.waiting = [id for id in self.waiting if id not in chosen]
+        shards, handles = self.fleet.shards, [self.fleet.private(id) for id in ids]
+        new = sorted({shards.places[id] for id in ids} - slot.held)
+        slot.held.update(new)
+        known = [handle for handle in handles if handle is not None]
+        places = itertools.count()
+        block = Block(self.fleet.round, new, [(id, shards.places[id], None if handle is None else next(places))
+                                              for id, handle in zip(ids, handles, strict=True)])
+        patience = len(ids) * self.fleet.patience(self.name)
+        replies, *privates = slot.actor.run.options(num_returns=1 + len(ids)).remote(
+            self.fn, self.message, block, patience, None if sums is None else sums.of(ids),
+            *(shards.packs[number] for number in new), *known)
+        self.running[replies] = Call(ids, slot, privates, time.monotonic(), patience, len(self.fleet.slots))
 
     def _record(self, ref: Any, call: Call) -> None:
-        id = call.id
         try:
-            reply: Any = ray.get(ref)
-            private = self.fleet.keep(call.private)
+            replies: list[Any] = ray.get(ref)
+            privates = [self.fleet.keep(private) for private in call.privates]
         except LOST as error:
-            lost = ClientLost(id, self.fleet.round, self.name, f"its process died ({type(error).__name__})")
-            self.fleet.note(str(lost))
-            start = time.monotonic()
-            self.fleet.slots.replace([call.slot])
-            if self.deadline is not None:
-                self.deadline += time.monotonic() - start
-            self._fail(id, lost)
+            self._lose(call, error)
             return
         except RayTaskError as error:               # it could not be sent there, or its reply not back
-            self._fail(id, ClientError(id, self.fleet.round, self.name, one_line(error.cause)))
+            if len(call.ids) > 1:
+                self._ask_alone(call.ids)
+            else:
+                self._fail(call.ids[0], ClientError(call.ids[0], self.fleet.round, self.name, one_line(error.cause)))
             return
-        full = isinstance(reply, str) and reply.startswith("OutOfMemoryError")
+        seconds = (time.monotonic() - call.start) / len(call.ids)
+        for id, reply, private in zip(call.ids, replies, privates, strict=True):
+            self._answer(id, reply, private, call, seconds)
+
+    def _lose(self, call: Call, error: Exception) -> None:
+        """An actor died: another in its place, and its clients are asked again. Whose fault it was in a block nobody
+        knows, so that counts as nobody's attempt."""
+        lost = ClientLost(call.ids[0], self.fleet.round, self.name, f"its process died ({type(error).__name__})")
+        self.fleet.note(str(lost) if len(call.ids) == 1 else f"{named(call.ids)}, round {self.fleet.round}, "
+                        f"{self.name}: their process died ({type(error).__name__}), each is asked again by itself")
+        start = time.monotonic()
+        self.fleet.slots.replace([call.slot])
+        if self.deadline is not None:
+            self.deadline += time.monotonic() - start
+        if len(call.ids) == 1:
+            self._fail(call.ids[0], lost)
+        else:
+            self._ask_alone(call.ids)
+
+    def _ask_alone(self, ids: list[int]) -> None:
+        self.alone.update(ids)
+        self.fleet.ledger.retried += ids
+        self.waiting = ids + self.waiting
+
+    def _answer(self, id: int, reply: Any, private: Any, call: Call, seconds: float) -> None:
+        full = isinstance(reply, str) and reply.startswith(FULL)
         if full and call.actors > len(self.fleet.slots):       # room was made meanwhile
             self.waiting.insert(0, id)
         elif full and call.actors > 1:
-            self._make_room(call)
+            self._make_room(id)
         elif isinstance(reply, str):
             self._fail(id, ClientError(id, self.fleet.round, self.name, reply))
         else:
-            reply = unpacked(reply)
+            reply = reply if isinstance(reply, Summed) else unpacked(reply)
             self.answered += self.usable(id, reply)
             self.answers[id] = Answer(id, reply, private)
-            self.fleet.took(self.name, id, time.monotonic() - call.start)
+            self.fleet.took(self.name, id, seconds)
 
-    def _make_room(self, call: Call) -> None:
+    def _make_room(self, id: int) -> None:
         """A device is full: half the actors at once, and the same calls again. Nobody's attempt is counted."""
         before, given_up = len(self.fleet.slots), self.fleet.slots.halve()
-        self.waiting.insert(0, call.id)
+        self.waiting.insert(0, id)
         for ref, other in list(self.running.items()):
             if any(other.slot is slot for slot in given_up):
                 del self.running[ref]
-                self.waiting.insert(0, other.id)
-        self.fleet.note(f"client {call.id}, round {self.fleet.round}, {self.name}: device out of memory; going on with "
+                self.waiting = other.ids + self.waiting
+        self.fleet.note(f"client {id}, round {self.fleet.round}, {self.name}: device out of memory; going on with "
                         f"{len(self.fleet.slots)} of {before} client actors")
 
     def _name_stuck(self) -> None:
@@ -179,7 +190,7 @@ class Dispatch:
         for call in self.running.values():
             if not call.named and now >= call.start + call.patience:
                 call.named = True
-                self.fleet.note_stuck(call.id, self.name, now - call.start, call.slot.name)
+                self.fleet.note_stuck(call.ids, self.name, now - call.start, call.slot.name)
 
     def _fail(self, id: int, error: ClientError) -> None:
         if self.attempts[id] < self.fleet.config.federation.retries:
@@ -209,7 +220,7 @@ class Dispatch:
     def _expire(self) -> None:
         """The deadline has passed: actors that are still at work may be stuck, and are replaced."""
         limit = self.fleet.config.federation.deadline_s
-        for id in [*(call.id for call in self.running.values()), *self.waiting]:
+        for id in [*(id for call in self.running.values() for id in call.ids), *self.waiting]:
             cause = f"not done after federation.deadline_s = {limit:g} s"
             self.answers[id] = Answer(id, None, None, ClientError(id, self.fleet.round, self.name, cause))
         self.over = True

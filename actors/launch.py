@@ -13,10 +13,11 @@ from actors.access import whereabouts
 from actors.cluster import session
 from actors.placement import Node, Plan, nodes_of, parse_nodes, plan
 from raylt.config import Config
-from raylt.data.task import Task
+from raylt.data.task import Task, build_task
 
 if TYPE_CHECKING:
     from actors.hosting import RemoteExperiment
+    from raylt.core.server import Watch
     from raylt.core.setup import Setup
 
 
@@ -26,7 +27,7 @@ def _quiet(text: str, minor: bool = False) -> None:
 
 @contextmanager
 def open_experiment(setup: "Setup", task: Task, folder: Path, address: str | None,
-                    says: Callable[..., None] = _quiet) -> "Iterator[RemoteExperiment]":
+                    says: Callable[..., None] = _quiet, watch: "Watch | None" = None) -> "Iterator[RemoteExperiment]":
     """Starts the server and client actors of a run, on a new local cluster or on the one to be joined.
 
     Raises:
@@ -35,7 +36,11 @@ def open_experiment(setup: "Setup", task: Task, folder: Path, address: str | Non
     """
     with session(address) as cluster:
         from actors.hosting import host
-        yield host(setup, task, folder, cluster, says)
+        experiment = host(setup, task, folder, cluster, says, watch)
+        try:
+            yield experiment
+        finally:
+            experiment.close()
 
 
 def foresee(config: Config, address: str | None, description: str | None) -> Plan:
@@ -45,7 +50,7 @@ def foresee(config: Config, address: str | None, description: str | None) -> Pla
         description: of nodes that one does not have, as `parse_nodes` reads it.
             Without one it is planned for the cluster that a run would join, else for this machine.
     """
-    clients = config.data.clients
+    clients = config.data.clients or build_task(config.data).clients
     if description is not None:
         return plan(config, clients, parse_nodes(description))
     if whereabouts(address) is None:

@@ -86,7 +86,7 @@ def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None 
         ConfigError: the settings ask for more than there is.
     """
     wanted, federation, need = config.resources, config.federation, need or Need()
-    on_gpus = wanted.gpus_per_client != 0
+    on_gpus = wanted.gpu_share != 0
     homes, client_labels, where = _homes(nodes, on_gpus)
     active = min(clients, math.ceil(federation.participation * (1 + federation.over_select) * clients - 1e-9))
     limits = [_limits(wanted, node, need) for node in homes]
@@ -99,6 +99,10 @@ def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None 
     if on_gpus and any(node.gpus for node in homes):
         share = _gpu_share(wanted, homes, limits, actors)
     server_gpus, server_labels, server_why = _server(nodes, on_gpus)
+    if wanted.device == "cuda" and not (share and server_gpus):
+        who = "the server" if share else "client actors"
+        raise ConfigError(f"resources.device = cuda: {who} would be on nodes without GPUs, the cluster has "
+                          f"{_total(nodes)}; add GPUs there, or set resources.device=auto")
     each = math.ceil(clients / actors)
     bound = min(limits[0], key=lambda name: limits[0][name])
     reasons = {
@@ -109,6 +113,9 @@ def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None 
         "each actor": f"{wanted.cpus_per_client:g} CPUs and {share:g} GPUs" + (
             f"; {math.floor(1 / share)} share a GPU with room for the server" if 0 < share < 1 else ""),
         "server": server_why}
+    if 0 < share <= 0.5:
+        reasons["MPS"] = ("worth starting: without it the kernels of processes that share a GPU take turns "
+                          "(docs/deployment.md)")
     return Plan(Placement(actors, wanted.cpus_per_client, share, client_labels), server_gpus, server_labels, reasons)
 
 
@@ -167,11 +174,11 @@ def _homes(nodes: Sequence[Node], on_gpus: bool) -> tuple[list[Node], dict[str, 
 def _limits(wanted: ResourcesConfig, node: Node, need: Need) -> dict[str, int]:
     """How many client actors a node holds, by what bounds it."""
     limits = {"CPUs": math.floor(node.cpus / wanted.cpus_per_client + 1e-9)}
-    if wanted.gpus_per_client == "auto":
+    if wanted.gpu_share == "auto":
         if node.gpus and need.gpu_memory:
             limits["GPU memory"] = int(node.gpus) * math.floor(USABLE / need.gpu_memory)
-    elif wanted.gpus_per_client > 0:
-        limits["GPUs"] = _share(wanted.gpus_per_client, node.gpus)[0]
+    elif wanted.gpu_share > 0:
+        limits["GPUs"] = _share(wanted.gpu_share, node.gpus)[0]
     if need.memory and node.memory < math.inf:
         limits["memory"] = math.floor(USABLE * node.memory / need.memory)
     return limits
@@ -199,8 +206,8 @@ def _actors(wanted: ResourcesConfig, clients: int, active: int, slots: int, home
 
 def _gpu_share(wanted: ResourcesConfig, homes: Sequence[Node], limits: Sequence[Mapping[str, int]],
                actors: int) -> float:
-    if wanted.gpus_per_client != "auto":
-        return _share(wanted.gpus_per_client, 1)[1]
+    if wanted.gpu_share != "auto":
+        return _share(wanted.gpu_share, 1)[1]
     # the fewest on a GPU with which all actors, and the server, fit
     each = next(each for each in range(1, actors + 1) if actors <= sum(
         node.count * min(*limit.values(), each * int(node.gpus)) for node, limit in zip(homes, limits, strict=True)))
@@ -212,7 +219,7 @@ def _server(nodes: Sequence[Node], on_gpus: bool) -> tuple[float, dict[str, str]
     labelled = [node for node in nodes if node.role == "server"]
     labels, where = ({"role": "server"}, "the node labelled role=server") if labelled else ({}, "any node")
     if not on_gpus:
-        return 0.0, labels, f"{where}; resources.gpus_per_client = 0, so it computes on the CPU"
+        return 0.0, labels, f"{where}; on the CPU, as resources says"
     if any(node.gpus for node in labelled or nodes):
         return SERVER_GPUS, labels, f"{where}{'' if labelled else ' with GPUs'}, on {SERVER_GPUS:g} of a GPU"
     none = "no GPU there" if any(node.gpus for node in nodes) else "no GPU"
@@ -235,7 +242,7 @@ def _rounded(whole: float, parts: int) -> float:
 
 
 def _size(wanted: ResourcesConfig) -> str:
-    return f"{wanted.cpus_per_client:g} CPUs and {wanted.gpus_per_client} GPUs"
+    return f"{wanted.cpus_per_client:g} CPUs and {wanted.gpu_share} GPUs"
 
 
 def _total(nodes: Sequence[Node]) -> str:

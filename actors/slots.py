@@ -15,6 +15,7 @@ from ray.exceptions import (
 from ray.util import get_current_placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.faults import DeviceFull
 from actors.placement import Placement, nodes_of, reserve, room
 from raylt.errors import ConfigError, RayltError
 
@@ -31,9 +32,13 @@ class Slot:
     bundle: int                                         # of the placement group
     actor: Any = None
     process: tuple[str, int] | None = None              # node and pid of the actor, once it is up
+    facts: dict[str, str | None] = field(default_factory=dict)      # what it computes on
     lives: int = 0
-    held: set[int] = field(default_factory=set)         # clients whose data the actor has
+    held: set[int] = field(default_factory=set)         # packs of clients' data that the actor has
     late: Any = None                                    # a call that nobody waits for any more
+
+    def __post_init__(self) -> None:
+        self.own = frozenset(self.home)
 
 
 class Slots:
@@ -50,7 +55,7 @@ class Slots:
         self._start_timeout_s = start_timeout_s
         self._slots, self._placement, self._start, self._note = slots, placement, start, note
         # all actors get their places or none does; a trial of a search has its own places already
-        self._group = None if get_current_placement_group() else reserve(placement, len(slots))
+        self.group = None if get_current_placement_group() else reserve(placement, len(slots))
         try:
             for slot in slots:
                 self._spawn(slot)
@@ -70,10 +75,11 @@ class Slots:
 
     def replace(self, slots: Sequence[Slot]) -> None:
         """New actors for lost and stuck ones; waits for them. Where a node is gone, there may be none."""
-        for slot in slots:
+        here = [slot for slot in slots if any(slot is other for other in self._slots)]     # others were given up
+        for slot in here:
             ray.kill(slot.actor)
             self._spawn(slot)
-        self._await(slots, lives=3)
+        self._await(here, lives=3)
 
     def halve(self) -> list[Slot]:
         """Gives up every second place, when there is more than one; returns those.
@@ -94,13 +100,13 @@ class Slots:
         for slot in self._slots:
             if slot.actor is not None:
                 ray.kill(slot.actor)
-        if self._group is not None:
-            remove_placement_group(self._group)
+        if self.group is not None:
+            remove_placement_group(self.group)
 
     def _spawn(self, slot: Slot) -> None:
         name = slot.name if slot.lives == 0 else f"{slot.name}~{slot.lives}"
         slot.lives, slot.held, slot.late = slot.lives + 1, set(), None
-        place = None if self._group is None else PlacementGroupSchedulingStrategy(self._group, slot.bundle)
+        place = None if self.group is None else PlacementGroupSchedulingStrategy(self.group, slot.bundle)
         slot.actor = self._start(slot, name, place)
 
     def _await(self, slots: Sequence[Slot], lives: int) -> None:
@@ -109,11 +115,17 @@ class Slots:
         left = {id(slot): lives for slot in slots}
         waiting = {slot.actor.ready.remote(): slot for slot in slots}
         while waiting:
+            full: dict[int, DeviceFull] = {}
             timeout = min(LOOK_S, max(0.0, end - time.monotonic()))
             for ref in ray.wait(list(waiting), num_returns=len(waiting), timeout=timeout)[0]:
                 slot = waiting.pop(ref)
                 try:
-                    slot.process = ray.get(ref)
+                    node, pid, slot.facts = ray.get(ref)
+                    slot.process = node, pid
+                except DeviceFull as error:             # as Ray raises it, its text is a whole traceback
+                    full[id(slot)] = getattr(error, "cause", error)
+                except ConfigError as error:            # its device cannot be used, nor would another process's be
+                    raise ConfigError(str(getattr(error, "cause", error))) from error
                 except LOST as error:
                     left[id(slot)] -= 1
                     if left[id(slot)] == 0:
@@ -121,12 +133,32 @@ class Slots:
                         raise RayltError(f"a client actor died while it started: {last}") from error
                     self._spawn(slot)       # on a node that is going down, for one
                     waiting[slot.actor.ready.remote()] = slot
+            if full:
+                waiting |= self._make_room(full, waiting)
             if waiting and time.monotonic() >= end:
                 raise ConfigError(
                     f"resources: {len(self)} client actors of {self._placement.cpus:g} CPUs and "
                     f"{self._placement.gpus:g} GPUs did not start within {self._start_timeout_s:g} s; wait until the "
                     "cluster is free, or lower resources.actors")
             self._give_up(waiting)
+
+    def _make_room(self, full: dict[int, DeviceFull], waiting: dict[Any, Slot]) -> dict[Any, Slot]:
+        """Half the actors at once where a device had no room for some that start; those of them that are left try once
+        more, after the others are gone.
+
+        Args:
+            full: what they said, by their slots' identities.
+            waiting: the slots that are waited for; those that are given up are taken out.
+        """
+        before, said = len(self), next(iter(full.values()))
+        if before == 1:
+            raise ConfigError(f"resources: the device has no room for a single client actor ({said}); free it, take a "
+                              "smaller model or local.batch, or set resources.device=cpu") from said
+        given_up = {id(slot) for slot in self.halve()}
+        for ref in [ref for ref, slot in waiting.items() if id(slot) in given_up]:
+            del waiting[ref]
+        self._note(f"device out of memory as client actors start ({said}); going on with {len(self)} of {before}")
+        return {slot.actor.ready.remote(again=True): slot for slot in self._slots if id(slot) in full}
 
     def _give_up(self, waiting: dict[Any, Slot]) -> None:
         """Those that wait for a place which is no more: their clients go to the actors that are left."""

@@ -10,6 +10,7 @@ from typing import Any
 
 os.environ["RAY_AIR_NEW_OUTPUT"] = "0"                      # read by Tune when it is imported
 import ray
+import torch
 from ray import tune as ray_tune
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher as RaySearcher
@@ -17,11 +18,12 @@ from ray.tune.search import Searcher as RaySearcher
 from actors.fleet import RayFleet
 from actors.guests import send_by_value
 from actors.placement import Placement
+from actors.shards import Shards
 from raylt.config import Config
 from raylt.core.fleet import Fleet
 from raylt.core.setup import Setup
 from raylt.data.task import Task
-from raylt.errors import ConfigError, RayltError, one_line
+from raylt.errors import RayltError, one_line
 from raylt.store import Folder, folder_for
 from tune.desk import ERROR, Desk
 from tune.placement import bundles_of
@@ -96,12 +98,12 @@ class TrialActor(ray_tune.Trainable):
         if Path(self._job.cwd).is_dir():
             os.chdir(self._job.cwd)
         config = Config.model_validate_json(self._config["config"])
-        return Trial(self._job, self._config["trial"], config, self._config["cost"], self._fleet)
+        return Trial(self._job, self._config["trial"], config, self._config["cost"], self._fleet,
+                     leased=bool(ray.get_gpu_ids()))
 
-    def _fleet(self, setup: Setup, task: Task, name: str) -> Fleet:
+    def _fleet(self, setup: Setup, task: Task, name: str, device: torch.device) -> Fleet:
         # no scheduling strategy: so Ray puts the actors into the trial's placement group
-        return RayFleet(setup, task, [ray.put(shard) for shard in task.shards], ray.put(task.test),
-                        self._placement, name)
+        return RayFleet(setup, task, Shards.put(task.shards), ray.put(task.test), self._placement, name)
 
 
 class _Office:
@@ -179,10 +181,6 @@ def _callbacks(track: Sequence[str], folder: Path) -> list[Any]:
     """Ray's callbacks for MLflow and W&B."""
     found: list[Any] = []
     for name in track:
-        try:
-            __import__(name)
-        except ImportError:
-            raise ConfigError(f"--track {name}: not installed; pip install 'raylt[track]'") from None
         if name == "mlflow":
             from ray.air.integrations.mlflow import MLflowLoggerCallback
             uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"

@@ -42,7 +42,8 @@ def task_of(config: Config) -> Task:
 
 def sizes(config: Config) -> list[int]:
     """Samples of each client that holds any."""
-    return [n for n in task_of(config).sizes.tolist() if n]
+    task = task_of(config)
+    return [n for k, n in enumerate(task.sizes.tolist()) if n and k not in task.newcomers]
 
 
 class Desk:

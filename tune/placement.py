@@ -1,9 +1,10 @@
 """Where the trials of a search go: the share of a cluster that each reserves, and how many fit."""
 
 import copy
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
-from actors.placement import SERVER_GPUS, Placement
+from actors.placement import SERVER_GPUS, USABLE, Need, Placement
 from raylt.config import Config
 from raylt.errors import ConfigError
 
@@ -11,37 +12,75 @@ Bundle = dict[str, float]
 PER_GPU = 8                     # trials at once on one GPU, when their shares are ours to choose
 
 
-def place_trial(config: Config, clients: int, trials: float, have: Mapping[str, float]) -> Placement:
+def most_on_gpu(nodes: Sequence[Mapping[str, float]], need: Need) -> float:
+    """How many processes of this size share a GPU at most: by its memory, and by that of the machine that it is in."""
+    bounds = [math.floor(USABLE / need.gpu_memory)] if need.gpu_memory else []
+    if need.memory:
+        bounds += [int(USABLE * node.get("memory", math.inf) / need.memory / node["GPU"]) for node in nodes
+                   if node.get("GPU") and "memory" in node]
+    return min(bounds, default=math.inf)
+
+
+def place_trial(config: Config, clients: int, trials: float, have: Mapping[str, float],
+                most: float = math.inf) -> Placement:
     """The client actors of one trial; with `auto`, so many that the trials to come share the cluster evenly.
 
     Args:
         clients: those that hold samples.
         trials: how many there will be at most.
         have: the cluster's resources.
+        most: processes that share a GPU at most, where that was measured: client actors and each trial's server.
+
+    Raises:
+        ConfigError: GPUs are asked for, and there are none; or the actors that are asked for do not fit into their
+            memory.
     """
     wanted = config.resources
     cpus, gpus = have.get("CPU", 0.0), have.get("GPU", 0.0)
+    if wanted.device == "cuda" and not gpus:
+        raise ConfigError("resources.device = cuda: the cluster has no GPU; join one that has, or set "
+                          "resources.device=auto")
     slots = max(1, int(cpus / wanted.cpus_per_client + 1e-9))
-    if wanted.gpus_per_client != "auto" and wanted.gpus_per_client > 0:
-        slots = max(1, min(slots, int(gpus / wanted.gpus_per_client + 1e-9)))
-    elif gpus and wanted.gpus_per_client == "auto":
+    if wanted.gpu_share != "auto" and wanted.gpu_share > 0:
+        slots = max(1, min(slots, int(gpus / wanted.gpu_share + 1e-9)))
+    elif gpus and wanted.gpu_share == "auto":
         trials = min(trials, PER_GPU * gpus)
-    at_once = max(1, int(min(trials, slots)))
+
+    def fit(trials: int, actors: int) -> bool:
+        return not gpus or sum(_on_gpu(trials, actors, gpus)) <= most
+
+    at_once = _largest(int(min(trials, slots)), lambda count: fit(count, 1))
     if wanted.actors != "auto":
         actors = wanted.actors
     elif wanted.clients_per_actor != "auto":
         actors = -(-clients // wanted.clients_per_actor)
     else:
-        actors = max(1, slots // at_once)
+        actors = _largest(slots // at_once, lambda count: fit(at_once, count))
     actors = min(actors, clients)
-    if wanted.gpus_per_client != "auto":
-        return Placement(actors, wanted.cpus_per_client, wanted.gpus_per_client)
+    if actors > 1 and not fit(1, actors):
+        raise ConfigError(f"resources: {actors} client actors of a trial and its server do not fit into the memory of "
+                          f"{gpus:g} GPUs, each of which holds {most:g} such processes; lower resources.actors, or take"
+                          " a smaller model or local.batch")
+    if wanted.gpu_share != "auto":
+        return Placement(actors, wanted.cpus_per_client, wanted.gpu_share)
     share = 0.0
     if gpus:
-        at_once = max(1, min(at_once, slots // actors))
-        servers, each = -(-at_once // int(gpus)), -(-at_once * actors // int(gpus))
+        at_once = _largest(min(at_once, slots // actors), lambda count: fit(count, actors))
+        servers, each = _on_gpu(at_once, actors, gpus)
         share = int((1 - SERVER_GPUS * servers) / each * 1e4) / 1e4
     return Placement(actors, wanted.cpus_per_client, share)
+
+
+def _on_gpu(trials: int, actors: int, gpus: float) -> tuple[int, int]:
+    """Servers and client actors on a GPU, spread evenly."""
+    return -(-trials // int(gpus)), -(-trials * actors // int(gpus))
+
+
+def _largest(count: int, fit: Callable[[int], bool]) -> int:
+    """The largest number up to `count` that fits, at least one."""
+    while count > 1 and not fit(count):
+        count -= 1
+    return max(1, count)
 
 
 def bundles_of(placement: Placement) -> list[Bundle]:

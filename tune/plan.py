@@ -195,7 +195,8 @@ def client_steps(config: Config, sizes: list[int]) -> int:
         sizes: samples of each client that holds any.
     """
     federation, each = config.federation, [config.local.steps(n) for n in sizes]
-    asked = min(len(sizes), math.ceil(federation.participation * config.data.clients - 1e-9))
+    clients = (config.data.clients or len(sizes)) - config.data.new_clients
+    asked = min(len(sizes), math.ceil(federation.participation * clients - 1e-9))
     return round(federation.rounds * asked * sum(each) / len(each))
 
 

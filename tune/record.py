@@ -37,6 +37,11 @@ class Point:
     test: dict[str, float | None]
 
 
+def figures_of(kind: Kind) -> str:
+    """Under which name metrics.jsonl has a judgement: a rehearsal's is of another model than the step's own."""
+    return "rehearsal" if kind == "rehearsal" else "validation"
+
+
 def read_points(folder: Folder) -> list[Point]:
     """The judgements of a trial, from its folder.
 
@@ -94,7 +99,8 @@ class Record:
             raise CheckpointError(f"{folder}: has another configuration than the search; put the trial's own back")
         reports = files.lines().reports
         for point in ended["points"]:
-            judged = reports[point["step"] - 1]["figures"].get("validation") if point["step"] <= len(reports) else {}
+            figures = reports[point["step"] - 1]["figures"] if point["step"] <= len(reports) else None
+            judged = {} if figures is None else figures.get(figures_of(point["kind"]))
             if judged is not None and judged != point["validation"]:
                 raise CheckpointError(f"{folder.parent.parent / TRIALS}: trial {self.id} has other figures of step "
                                       f"{point['step']} than its metrics.jsonl; put the original back")

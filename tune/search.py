@@ -20,6 +20,7 @@ from typing import Any, Literal
 from raylt.config import Config
 from raylt.errors import CheckpointError, ConfigError, RayltError, one_line
 from raylt.registry import Guest, guests, resolve
+from raylt.runs.trackers import check_trackers
 from raylt.store import Folder, folder_for
 from tune import report
 from tune.desk import Desk, Watcher, sizes, task_of
@@ -78,8 +79,7 @@ def search(config: Config, spaces: Space | Mapping[str, Space], samples: int | N
         ConfigError: nothing to search, or a trial does not fit into the cluster.
         RayltError: no trial came to its end.
     """
-    if strange := set(track) - {"mlflow", "wandb"}:
-        raise ConfigError(f"--track {min(strange)}: must be mlflow or wandb")
+    _check_tracked(track, fleet)
     if config.data.validation == 0:
         config = config.model_copy(update={"data": config.data.model_copy(update={"validation": VALIDATION})})
     by_method: dict[str, Space] = {}
@@ -107,6 +107,7 @@ def resume(folder: Path | str, *, parallel: int | None = None, fleet: FleetKind 
     Raises:
         CheckpointError: the folder is not one of a search.
     """
+    _check_tracked(track, fleet)
     folder = Path(folder).resolve()
     if not (folder / "search.json").exists():
         raise CheckpointError(f"{folder}: not the folder of a search (it has no search.json)")
@@ -185,11 +186,16 @@ def _open_cluster(fleet: FleetKind, address: str | None) -> Iterator[list[dict[s
 
 
 def _place(plan: Plan, nodes: Sequence[Mapping[str, float]], parallel: int | None) -> tuple[Any, int]:
-    from tune.placement import bundles_of, check_fit, place_trial
+    from tune.placement import bundles_of, check_fit, most_on_gpu, place_trial
     have = {key: sum(node.get(key, 0.0) for node in nodes) for key in ("CPU", "GPU")}
     total = sum(track.total for track in State(plan, sizes).tracks.values())
     most = int(min(total, parallel or 1000))
     placement = place_trial(plan.base, len(sizes(plan.base)), most, have)
+    if plan.base.resources.gpu_share == "auto" and 0 < placement.gpus < 0.5:
+        # several would share a GPU: so many as its memory holds
+        from tune.needs import need_of
+        if (need := need_of(plan, _guests_of(plan))) is not None:
+            placement = place_trial(plan.base, len(sizes(plan.base)), most, have, most_on_gpu(nodes, need))
     return placement, check_fit(bundles_of(placement), nodes, most)
 
 
@@ -204,6 +210,12 @@ def _create(folder: Path, plan: Plan) -> None:
 def _guests_of(plan: Plan) -> tuple[Guest, ...]:
     """What trials may name beside raylt's own: the methods of the search, and whatever else there is to choose from."""
     return tuple(guest for guest in guests() if guest.kind != "method" or guest.name in plan.methods)
+
+
+def _check_tracked(track: Sequence[str], fleet: FleetKind) -> None:
+    check_trackers(track)
+    if track and fleet == "local":
+        raise ConfigError(f"--track {track[0]}: Ray Tune logs the trials; leave out --fleet local")
 
 
 def _check(plan: Plan) -> None:

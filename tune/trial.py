@@ -16,14 +16,17 @@ from typing import Any
 import torch
 
 from raylt.config import Config
+from raylt.core.device import open_device
 from raylt.core.experiment import Experiment
 from raylt.core.fleet import Fleet
 from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
 from raylt.core.report import Report
 from raylt.core.setup import Setup
+from raylt.core.validation import has_own_models, validate
 from raylt.data.hashes import hash_data
-from raylt.data.task import Task, build_task
+from raylt.data.outline import outline_of
+from raylt.data.task import Task, build_task, complete
 from raylt.errors import CheckpointError, FolderHeld
 from raylt.registry import Guest, adopt, origins, resolve
 from raylt.runs import provenance
@@ -32,12 +35,11 @@ from raylt.runs.run import Run
 from raylt.runs.summary import summarise
 from raylt.store import Folder, folder_for
 from tune.halving import rungs
-from tune.judging import judge, personal
 from tune.kinds import Metric
-from tune.record import SCORES, Point, read_points
+from tune.record import SCORES, Point, figures_of, read_points
 
 LOCK_TIMEOUT_S = 60
-OpenFleet = Callable[[Setup, Task, str], Fleet]
+OpenFleet = Callable[[Setup, Task, str, torch.device], Fleet]
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,11 @@ class Trial:
 
     Args:
         cost: client-steps of all rounds.
-        open_fleet: called with setup, task and a name for the actors.
+        open_fleet: called with setup, task, a name for the actors and the device of this process.
+        leased: whether Ray leased a GPU to this process, see `open_device`.
     """
 
-    def __init__(self, job: Job, id: str, config: Config, cost: int, open_fleet: OpenFleet):
+    def __init__(self, job: Job, id: str, config: Config, cost: int, open_fleet: OpenFleet, leased: bool | None = None):
         self.job, self.id, self.config, self.cost = job, id, config, cost
         self.folder = job.folder / "trials" / id
         self.fleet: Fleet | None = None
@@ -78,7 +81,7 @@ class Trial:
             _ = Run(self.folder).finished()
             self._points = self._read()
         else:
-            self._open(open_fleet)
+            self._open(open_fleet, leased)
         self._told = 0
 
     @property
@@ -100,17 +103,18 @@ class Trial:
         if self._journal is not None:
             self._journal.__exit__()
 
-    def _open(self, open_fleet: OpenFleet) -> None:
+    def _open(self, open_fleet: OpenFleet, leased: bool | None) -> None:
         torch.set_num_threads(1)            # weights computed here must not depend on the machine's cores
         adopt(self.job.guests)
         there = Run(self.folder).state != "missing"
         self.task = Run(self.folder).task if there else build_task(self.config.data)
         assert self.task.validation is not None
+        self.config = self.config.model_copy(update={"data": complete(self.config.data, self.task.split)})
         if not there:
             with folder_for(self.folder.parent) as trials:
                 trials.remove(self.folder.name)                 # of one that was killed before it began
             Journal.create(self.folder, self.config, self.task.split, hash_data(self.task),
-                           origins(self.config)).__exit__()
+                           origins(self.config), outline=outline_of(self.task)).__exit__()
         self._journal = _hold(self.folder)
         if Run.open(self.folder).config != self.config:
             raise CheckpointError(f"{self.folder}: has another configuration; give the search another --name")
@@ -118,11 +122,13 @@ class Trial:
         setup.method.prepare(self.task, self.config, setup.check(self.task.facts))
         saved, _ = self._journal.rewind()
         name = f"{self.job.folder.name}/{self.id}" + (f"~{os.getpid()}" if there else "")
-        self.fleet = open_fleet(setup, self.task, name)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = open_device(self.config, leased)
+        self.fleet = open_fleet(setup, self.task, name, device)
         self._experiment = Experiment(setup, self.task, self.fleet, device, self.folder)
-        self._reports = self._journal.reports()
-        provenance.note(self.folder, "local" if isinstance(self.fleet, LocalFleet) else "ray", len(self._reports))
+        self._reports, facts = self._journal.reports(), self._experiment.describe()
+        provenance.check_device(self.folder, self.config, facts)
+        provenance.note(self.folder, "local" if isinstance(self.fleet, LocalFleet) else "ray", len(self._reports),
+                        self.config, facts)
         if saved is not None:
             self._experiment.load(saved)
             step = saved.facts["step"]
@@ -138,7 +144,7 @@ class Trial:
         report = self._experiment.advance(self._journal.seal)
         point = self._judge(report)
         if point is not None:
-            report = replace(report, figures=report.figures | {"validation": point.validation})
+            report = replace(report, figures=report.figures | {figures_of(point.kind): point.validation})
         self._journal.append(report)
         if self._experiment.done:
             self._conclude()
@@ -160,9 +166,9 @@ class Trial:
         assert self._experiment is not None
         if kind == "rehearsal":
             with self._experiment.rehearsal():
-                figures = judge(self._experiment)
+                figures = self._validate()
         else:
-            figures = judge(self._experiment)
+            figures = report.figures.get("validation") or self._validate()
         score = figures[self.job.metric]
         assert score is not None, "the search checks that there is a class to judge"
         rounds = self.config.federation.rounds
@@ -172,6 +178,11 @@ class Trial:
         self._write()
         return point
 
+    def _validate(self) -> dict[str, float | None]:
+        experiment = self._experiment
+        assert experiment is not None
+        return validate(experiment.method, experiment.server, experiment.fleet, experiment.task)
+
     def _kind(self, report: Report) -> Any:
         assert self._experiment is not None
         experiment, every, rounds = self._experiment, self.config.evaluation.every, self.config.federation.rounds
@@ -179,8 +190,8 @@ class Trial:
             return "final"
         if self.job.rungs and report.step in rungs(rounds, self.job.grace):
             return "rehearsal" if experiment.method.finishes else "round"
-        if report.step % every or personal(experiment):        # asking every client for it each round is too dear
-            return None
+        if report.step % every or has_own_models(experiment.method, experiment.server):
+            return None             # asking every client for it each round is too dear
         return "proxy" if experiment.method.finishes else "round"
 
     def _read(self) -> dict[int, Point]:
@@ -192,9 +203,8 @@ class Trial:
             folder.write(SCORES, "".join(json.dumps(asdict(point)) + "\n" for point in self._points.values()))
 
 
-def local_fleet(setup: Setup, task: Task, name: str) -> Fleet:
+def local_fleet(setup: Setup, task: Task, name: str, device: torch.device) -> Fleet:
     """All clients in this process."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return LocalFleet(setup.config, task, Host(setup, task.facts, task.test, device))
 
 
