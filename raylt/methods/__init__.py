@@ -8,27 +8,42 @@ from raylt.core.method import Method
 from raylt.errors import UnknownMethod
 from raylt.methods.balancefl import BalanceFL
 from raylt.methods.bpfed.method import BPFed
-from raylt.methods.ccvr import CCVR
-from raylt.methods.creff import CReFF
+from raylt.methods.classifiers.ccvr import CCVR
+from raylt.methods.classifiers.fed3r import Fed3R
+from raylt.methods.classifiers.fedncm import FedNCM
+from raylt.methods.classifiers.fednpc import FedNPC
+from raylt.methods.classifiers.means import NoisyMeans
+from raylt.methods.classifiers.oracle import Oracle
+from raylt.methods.classifiers.posthoc import PostHoc
+from raylt.methods.creff.clip2fl import CLIP2FL
+from raylt.methods.creff.method import CReFF
 from raylt.methods.ditto import Ditto
-from raylt.methods.fed3r import Fed3R
+from raylt.methods.fedafa import FedAFA
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedavgm import FedAvgM
 from raylt.methods.feddecorr import FedDecorr
+from raylt.methods.fedetf import FedETF
 from raylt.methods.fedfocal import FedFocal
+from raylt.methods.fedgrab import FedGraB
 from raylt.methods.fedlc import FedLC
-from raylt.methods.fedncm import FedNCM
+from raylt.methods.fedloge import FedLoGe
 from raylt.methods.fednova import FedNova
 from raylt.methods.fedopt import FedAdam, FedYogi
 from raylt.methods.fedper import FedPer
 from raylt.methods.fedprox import FedProx
+from raylt.methods.fedrela import FedReLa
 from raylt.methods.fedrep import FedRep
 from raylt.methods.fedrod import FedRoD
 from raylt.methods.fedsm.method import FedSM
+from raylt.methods.fedyoyo import FedYoYo
+from raylt.methods.flea import FLea
+from raylt.methods.la import LogitAdjustment
 from raylt.methods.local import Local
 from raylt.methods.moon import MOON
 from raylt.methods.mupfl.method import MuPFL
 from raylt.methods.qfedavg import QFedAvg
+from raylt.methods.ratioloss import RatioLoss
+from raylt.methods.rucr import RUCR
 from raylt.methods.scaffold import Scaffold
 from raylt.methods.sfd.method import SFD
 
@@ -50,11 +65,26 @@ METHODS: dict[str, type[Method]] = {
     FedDecorr.name: FedDecorr,
     FedLC.name: FedLC,
     FedFocal.name: FedFocal,
+    RatioLoss.name: RatioLoss,
     BalanceFL.name: BalanceFL,
+    FedAFA.name: FedAFA,
     CReFF.name: CReFF,
+    CLIP2FL.name: CLIP2FL,
     CCVR.name: CCVR,
     FedNCM.name: FedNCM,
     Fed3R.name: Fed3R,
+    NoisyMeans.name: NoisyMeans,
+    Oracle.name: Oracle,
+    LogitAdjustment.name: LogitAdjustment,
+    PostHoc.name: PostHoc,
+    FedNPC.name: FedNPC,
+    RUCR.name: RUCR,
+    FedLoGe.name: FedLoGe,
+    FLea.name: FLea,
+    FedETF.name: FedETF,
+    FedGraB.name: FedGraB,
+    FedReLa.name: FedReLa,
+    FedYoYo.name: FedYoYo,
     SFD.name: SFD,
     BPFed.name: BPFed,
     MuPFL.name: MuPFL,

@@ -11,7 +11,7 @@ All switches off and all classes owned is FedAvg of a network whose classifier h
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -21,12 +21,13 @@ from torch.nn import functional as F
 from raylt.core.client import Client, Message, Reply
 from raylt.core.features import features
 from raylt.core.method import Method
-from raylt.core.training import Objective, sgd
+from raylt.core.training import Objective, balanced, sgd
 from raylt.data.samples import Batch
 from raylt.data.task import Facts
 from raylt.hyper import Choice, LogUniform, hp
 from raylt.models.split import SplitModel
 from raylt.ops.moments import class_scatter, perturb
+from raylt.recordable import recordable
 
 POOL = 500
 
@@ -36,6 +37,7 @@ class BalanceFL(Method):
 
     name: ClassVar[str] = "balancefl"
     paper: ClassVar[str] = "Shuai et al., IPSN 2022"
+    link: ClassVar[str | None] = "https://github.com/sxontheway/BalanceFL"
 
     resample: bool = hp(True, Choice(True, False), "batches in which each owned class is equally likely, inter-class "
                         "balancing")
@@ -50,52 +52,44 @@ class BalanceFL(Method):
 
     def train(self, client: Client, message: Message) -> Reply:
         client.receive(message["model"])
-        batches = balanced(client) if self.resample else None
-        loss = sgd(client, self.objective(client, message), batches=batches)
+        loss = sgd(client, self.objective(client, message), rows=balanced(client) if self.resample else None)
         return client.reply(model=self.shared(client.model), loss=loss)
 
     def objective(self, client: Client, message: Message) -> Objective:
         """Cross-entropy over owned classes, distillation on the others, minus the entropy of predictions."""
-        model, owned = client.model, client.counts > 0                          # [1]
+        model, held = client.model, client.counts > 0                           # [1]
+        # places of classes: indexing by a mask would make each step wait for how many there are
+        owned, missing = held.nonzero().flatten(), (~held).nonzero().flatten()
         augment = self.augmentation(client) if self.fa else lambda z, y: z
-        distil = self.kd > 0 and int((~owned).sum()) > 1        # a softmax over one class says nothing
+        distil = self.kd > 0 and len(missing) > 1               # a softmax over one class says nothing
         teacher = copy.deepcopy(model).requires_grad_(False).eval() if distil else model
 
         def loss(batch: Batch) -> Tensor:
             z = model.encoder(batch.x)                                          # [B, d]
             logits, others = model.classifier(z), torch.zeros((), device=client.device)
             perturbed = model.classifier(augment(z, batch.y)) if self.fa else logits
-            own = F.cross_entropy(perturbed.masked_fill(~owned, -torch.inf), batch.y)
+            own = F.cross_entropy(perturbed.masked_fill(~held, -torch.inf), batch.y)
             if distil:
                 with torch.no_grad():
-                    told = (teacher(batch.x)[:, ~owned] / self.temperature).softmax(1)
-                others = F.cross_entropy(logits[:, ~owned] / self.temperature, told)
+                    told = (teacher(batch.x)[:, missing] / self.temperature).softmax(1)
+                others = F.cross_entropy(logits[:, missing] / self.temperature, told)
             return own + self.kd * others - self.entropy * mean_entropy(logits[:, owned])
 
-        return loss
+        return loss if self.fa else recordable(loss)                            # it draws on the host
 
     def augmentation(self, client: Client) -> Callable[[Tensor, Tensor], Tensor]:
         """Adds N(0, M_k) to a feature of class c with probability 1 - n_c / n_max."""
         z, y = features(client)                                 # [n, d], [n], of the model that was received [2]
         scatter, weights = class_scatter(z, y)
-        pool = perturb(scatter / max(weights, 1), POOL, client.order).float().to(z.device)             # [3]
+        pool = perturb(scatter / max(weights, 1), POOL, client.order).float()                       # [3]
         chance = 1 - client.counts / client.counts.max()        # [C]
 
         def augment(z: Tensor, y: Tensor) -> Tensor:
-            draw = torch.rand(len(y), generator=client.order).to(z.device)
-            rows = torch.randint(POOL, (len(y),), generator=client.order).to(z.device)
+            draw = torch.rand(len(y), generator=client.order).to(z.device, non_blocking=True)
+            rows = torch.randint(POOL, (len(y),), generator=client.order).to(z.device, non_blocking=True)
             return z + pool[rows] * (draw < chance[y])[:, None]
 
         return augment
-
-
-def balanced(client: Client) -> Iterator[Batch]:
-    """As many batches as `client.batches` gives, of samples drawn so that each owned class is equally likely."""
-    local, y = client.config.local, client.samples.y
-    weight = (1 / client.counts.double())[y].cpu()                              # [n]
-    for _ in range(local.epochs):
-        drawn = torch.multinomial(weight, len(y), replacement=True, generator=client.order).to(client.device)
-        yield from (client.batch(rows) for rows in drawn.split(local.batch) if len(rows) > 1)
 
 
 def mean_entropy(logits: Tensor) -> Tensor:

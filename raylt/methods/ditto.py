@@ -11,7 +11,6 @@ Departures from the text of Algorithm 1:
 import copy
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from raylt import tree
@@ -22,6 +21,8 @@ from raylt.data.samples import Batch
 from raylt.data.sources import Kind
 from raylt.hyper import LogUniform, hp
 from raylt.models.split import SplitModel, load_entries
+from raylt.ops.proximal import squared_distance
+from raylt.recordable import recordable
 
 
 class Ditto(Method):
@@ -29,6 +30,7 @@ class Ditto(Method):
 
     name: ClassVar[str] = "ditto"
     paper: ClassVar[str] = "Li et al., ICML 2021"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/2012.04221"
     problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
 
@@ -46,15 +48,21 @@ class Ditto(Method):
         client.receive(trained)                     # running statistics that stay at the client are those of w_k
         return client.reply(model={name: trained[name] for name in self.shared(client.model)}, loss=loss)
 
+    def settle(self, client: Client, message: Message) -> None:
+        """v_k from the w_t that it receives, as in a client's first round [2]."""
+        client.receive(message["model"])
+        sgd(client, self.near(client))
+        client.state["personal"] = tree.snapshot(client.model.state_dict())
+
     def near(self, client: Client) -> Objective:
         """h_k(v; w_t) = F_k(v) + lambda/2 ||v - w_t||^2, where w_t is the model as it is now."""
         model = client.model
         params = [p for p in model.parameters() if p.requires_grad]
         anchor = [p.detach().clone() for p in params]
 
+        @recordable
         def loss(batch: Batch) -> Tensor:
-            square = torch.stack([(p - w).square().sum() for p, w in zip(params, anchor, strict=True)]).sum()
-            return client.cross_entropy(model(batch.x), batch.y) + self.lam / 2 * square
+            return client.cross_entropy(model(batch.x), batch.y) + self.lam / 2 * squared_distance(params, anchor)
 
         return loss
 

@@ -11,4 +11,5 @@ class FedAvg(Method):
 
     name: ClassVar[str] = "fedavg"
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/1602.05629"
     problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")

@@ -5,7 +5,7 @@ Departure from the text: what no gradient moves (BatchNorm's statistics) is aver
 
 from typing import ClassVar
 
-from raylt.core.method import Method
+from raylt.core.method import Group, Method
 from raylt.core.server_optimisers import Momentum
 from raylt.data.sources import Kind
 from raylt.hyper import Choice, LogUniform, hp
@@ -16,6 +16,8 @@ class FedAvgM(Method):
 
     name: ClassVar[str] = "fedavgm"
     paper: ClassVar[str] = "Hsu et al., arXiv 2019"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/1909.06335"
+    group: ClassVar[Group | None] = "aggregation"
     problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
 
     beta: float = hp(0.9, Choice(0.0, 0.5, 0.7, 0.9, 0.97), "server momentum; CReFF's options have 0.97", ge=0, lt=1)

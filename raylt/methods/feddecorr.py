@@ -18,6 +18,7 @@ from raylt.core.terms import Terms
 from raylt.core.training import Objective
 from raylt.data.samples import Batch
 from raylt.hyper import Choice, hp
+from raylt.recordable import recordable
 
 
 class FedDecorr(Method):
@@ -25,6 +26,7 @@ class FedDecorr(Method):
 
     name: ClassVar[str] = "feddecorr"
     paper: ClassVar[str] = "Shi et al., ICLR 2023"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/2210.00226"
 
     beta: float = hp(0.1, Choice(0.0, 0.01, 0.05, 0.1, 0.2, 0.3), "weight of the term", ge=0)
     loss: Literal["code", "paper"] = hp("code", Choice("code", "paper"), "scale of the term")
@@ -38,6 +40,7 @@ class FedDecorr(Method):
             return super().objective(client, message)
         model = client.model
 
+        @recordable
         def terms(batch: Batch) -> dict[str, Tensor]:
             z = model.encoder(batch.x)                                          # [B, d]
             return {"cross_entropy": F.cross_entropy(model.classifier(z), batch.y),

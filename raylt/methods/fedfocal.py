@@ -13,6 +13,7 @@ from raylt.core.client import Client, Message
 from raylt.core.method import Method
 from raylt.core.training import Objective
 from raylt.hyper import Choice, hp
+from raylt.recordable import recordable
 
 
 class FedFocal(Method):
@@ -20,11 +21,12 @@ class FedFocal(Method):
 
     name: ClassVar[str] = "fedfocal"
     paper: ClassVar[str] = "Sarkar et al., arXiv 2020"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/2011.06283"
 
     gamma: float = hp(2.0, Choice(0.5, 1.0, 2.0, 5.0), "focusing parameter; Lin et al., ICCV 2017", ge=0)
 
     def objective(self, client: Client, message: Message) -> Objective:
-        return lambda batch: focal_loss(client.model(batch.x), batch.y, self.gamma)
+        return recordable(lambda batch: focal_loss(client.model(batch.x), batch.y, self.gamma))
 
 
 def focal_loss(logits: Tensor, y: Tensor, gamma: float) -> Tensor:

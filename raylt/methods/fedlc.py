@@ -17,6 +17,7 @@ from raylt.core.client import Client, Message
 from raylt.core.method import Method
 from raylt.core.training import Objective
 from raylt.hyper import Choice, LogUniform, hp
+from raylt.recordable import recordable
 
 
 class FedLC(Method):
@@ -24,6 +25,7 @@ class FedLC(Method):
 
     name: ClassVar[str] = "fedlc"
     paper: ClassVar[str] = "Zhang et al., ICML 2022"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/2209.00189"
 
     tau: float = hp(1.0, LogUniform(0.01, 1.0), "strength of the calibration; SFD tunes it in {1, 0.1}", ge=0)
     missing: Literal["mask", "eps", "one"] = hp("mask", Choice("mask", "eps", "one"), "a class that a client lacks: "
@@ -31,7 +33,7 @@ class FedLC(Method):
 
     def objective(self, client: Client, message: Message) -> Objective:
         margin = self.margin(client.counts)
-        return lambda batch: F.cross_entropy(client.model(batch.x) - margin, batch.y)          # [1]
+        return recordable(lambda batch: F.cross_entropy(client.model(batch.x) - margin, batch.y))          # [1]
 
     def margin(self, counts: Tensor) -> Tensor:
         """tau n^(-1/4) of each class, float32 [C]; infinite for one that is left out [2]."""

@@ -10,14 +10,17 @@ Clients that take equally many steps make it FedAvg.
 from typing import ClassVar
 
 from raylt import tree
+from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet import Fleet
-from raylt.core.method import Method
+from raylt.core.method import Group, Method
 from raylt.core.reductions import mean
 from raylt.core.server import Server
 from raylt.core.training import sgd
 from raylt.data.sources import Kind
-from raylt.ops.local_updates import gradient_mass, trained_and_rest
+from raylt.data.task import Task
+from raylt.models.split import SplitModel
+from raylt.ops.local_updates import check_sgd, gradient_mass, trained_and_rest
 
 
 class FedNova(Method):
@@ -25,7 +28,12 @@ class FedNova(Method):
 
     name: ClassVar[str] = "fednova"
     paper: ClassVar[str] = "Wang et al., NeurIPS 2020"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/2007.07481"
+    group: ClassVar[Group | None] = "aggregation"
     problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
+
+    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        check_sgd(self.name, config)
 
     def train(self, client: Client, message: Message) -> Reply:
         """d_i = G_i a_i / |a_i|_1, section 4, here times the learning rate: the update over |a_i|_1."""

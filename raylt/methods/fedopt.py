@@ -7,7 +7,7 @@ Departures from the text:
 
 from typing import ClassVar
 
-from raylt.core.method import Method
+from raylt.core.method import Group, Method
 from raylt.core.server_optimisers import Adam, Yogi
 from raylt.data.sources import Kind
 from raylt.hyper import Choice, LogUniform, hp
@@ -18,6 +18,8 @@ class FedAdam(Method):
 
     name: ClassVar[str] = "fedadam"
     paper: ClassVar[str] = "Reddi et al., ICLR 2021"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/2003.00295"
+    group: ClassVar[Group | None] = "aggregation"
     problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
 
     server_lr: float = hp(0.1, LogUniform(1e-3, 10), "eta, line 12; tuned for each task in the paper", gt=0)

@@ -16,6 +16,7 @@ class FedPer(Method):
 
     name: ClassVar[str] = "fedper"
     paper: ClassVar[str] = "Arivazhagan et al., arXiv 2019"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/1912.00818"
     problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
 

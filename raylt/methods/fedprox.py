@@ -6,7 +6,6 @@ the paper's gamma-inexactness is not measured.
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from raylt.core.client import Client, Message
@@ -16,6 +15,8 @@ from raylt.core.training import Objective
 from raylt.data.samples import Batch
 from raylt.data.sources import Kind
 from raylt.hyper import LogUniform, hp
+from raylt.ops.proximal import squared_distance
+from raylt.recordable import recordable
 
 
 class FedProx(Method):
@@ -23,6 +24,7 @@ class FedProx(Method):
 
     name: ClassVar[str] = "fedprox"
     paper: ClassVar[str] = "Li et al., MLSys 2020"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/1812.06127"
     problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
 
     mu: float = hp(0.01, LogUniform(1e-4, 1.0), "weight of the proximal term, Eq. 2", ge=0)
@@ -36,9 +38,9 @@ class FedProx(Method):
         params = [p for p in client.model.parameters() if p.requires_grad]
         anchor = [p.detach().clone() for p in params]            # w_t: the model was received just before
 
+        @recordable
         def terms(batch: Batch) -> dict[str, Tensor]:
-            square = torch.stack([(p - a).square().sum() for p, a in zip(params, anchor, strict=True)]).sum()
             return {"cross_entropy": client.cross_entropy(client.model(batch.x), batch.y),
-                    "proximal": self.mu / 2 * square}
+                    "proximal": self.mu / 2 * squared_distance(params, anchor)}
 
         return Terms(client, terms)

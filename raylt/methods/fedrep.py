@@ -21,6 +21,7 @@ class FedRep(Method):
 
     name: ClassVar[str] = "fedrep"
     paper: ClassVar[str] = "Collins et al., ICML 2021"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/2102.07078"
     problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
 
@@ -28,6 +29,11 @@ class FedRep(Method):
 
     def shared(self, model: SplitModel) -> Params:
         return model.entries("encoder.")
+
+    def settle(self, client: Client, message: Message) -> None:
+        """The first half of a round: lines 7 to 9."""
+        client.receive(message["model"])
+        sgd(client, self.objective(client, message), client.model.classifier.parameters(), self.head_epochs)
 
     def train(self, client: Client, message: Message) -> Reply:
         client.receive(message["model"])

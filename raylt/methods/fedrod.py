@@ -19,6 +19,7 @@ from raylt.core.training import Objective
 from raylt.data.samples import Batch
 from raylt.data.task import Facts
 from raylt.models.split import Params, SplitModel, with_classifier
+from raylt.recordable import recordable
 
 HEAD = "personal"
 
@@ -28,6 +29,7 @@ class FedRoD(Method):
 
     name: ClassVar[str] = "fedrod"
     paper: ClassVar[str] = "Chen and Chao, ICLR 2022"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/2107.00778"
     personal: ClassVar[bool] = True
 
     def build(self, task: Facts, base: SplitModel) -> SplitModel:
@@ -44,6 +46,7 @@ class FedRoD(Method):
         """Balanced risk of G and the encoder, and empirical risk of G + P, which moves P alone."""
         model, shift, head = client.model, client.counts.log(), client.model.get_submodule(HEAD)       # [2]
 
+        @recordable
         def loss(batch: Batch) -> Tensor:
             z = model.encoder(batch.x)                                          # [B, d]
             generic = model.classifier(z)

@@ -24,6 +24,7 @@ from raylt.data.samples import Batch
 from raylt.data.task import Facts
 from raylt.hyper import Choice, LogUniform, hp
 from raylt.models.split import Params, SplitModel, load_entries
+from raylt.recordable import recordable
 
 
 class MOON(Method):
@@ -31,6 +32,7 @@ class MOON(Method):
 
     name: ClassVar[str] = "moon"
     paper: ClassVar[str] = "Li et al., CVPR 2021"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/2103.16257"
 
     mu: float = hp(5.0, Choice(0.1, 1.0, 5.0, 10.0), "weight of the contrastive term, Eq. 4; 5 for CIFAR-10", ge=0)
     tau: float = hp(0.5, LogUniform(0.1, 1.0), "temperature, Eq. 3", gt=0)
@@ -61,6 +63,7 @@ class MOON(Method):
         received = frozen(model.encoder, {})                    # the model was received just before
         previous = frozen(model.encoder, client.state.get("previous", {}))      # [2]
 
+        @recordable
         def terms(batch: Batch) -> dict[str, Tensor]:
             z = model.encoder(batch.x)                                          # [B, d]
             with torch.no_grad():

@@ -11,17 +11,20 @@ Control variates start at 0, which makes the first round FedAvg.
 from typing import ClassVar
 
 from raylt import tree
+from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet import Fleet
-from raylt.core.method import Method
+from raylt.core.method import Group, Method
 from raylt.core.reductions import mean
 from raylt.core.server import Server
 from raylt.core.server_optimisers import Momentum
 from raylt.core.training import Objective, learning_rate
 from raylt.data.sources import Kind
+from raylt.data.task import Task
 from raylt.hyper import LogUniform, hp
-from raylt.models.split import Params
-from raylt.ops.local_updates import gradient_mass, trained_and_rest
+from raylt.models.split import Params, SplitModel
+from raylt.ops.local_updates import check_sgd, gradient_mass, trained_and_rest
+from raylt.recordable import recordable
 
 
 class Scaffold(Method):
@@ -29,16 +32,21 @@ class Scaffold(Method):
 
     name: ClassVar[str] = "scaffold"
     paper: ClassVar[str] = "Karimireddy et al., ICML 2020"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/1910.06378"
+    group: ClassVar[Group | None] = "aggregation"
     problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
 
     server_lr: float = hp(1.0, LogUniform(0.1, 1.5), "eta_g, line 16", gt=0)
+
+    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        check_sgd(self.name, config)
 
     def objective(self, client: Client, message: Message) -> Objective:
         """Cross-entropy, whose gradient becomes g_i(y) - c_i + c, Eq. 3."""
         plain, drift = super().objective(client, message), tree.sub(message["control"], own(client, message["control"]))
         params = [(p, drift[name]) for name, p in client.model.named_parameters() if name in drift]
         # what is added is worth 0 and has the gradient c - c_i: the loss that is reported stays the cross-entropy
-        return lambda batch: plain(batch) + sum(((p - p.detach()) * d).sum() for p, d in params)
+        return recordable(lambda batch: plain(batch) + sum(((p - p.detach()) * d).sum() for p, d in params))
 
     def train(self, client: Client, message: Message) -> Reply:
         c, c_i = message["control"], own(client, message["control"])

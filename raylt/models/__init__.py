@@ -5,7 +5,7 @@ from collections.abc import Callable
 from raylt.errors import ConfigError
 from raylt.models.cnn import cnn, small
 from raylt.models.foreign import foreign
-from raylt.models.resnet import resnet8, resnet8_proj, resnet18, resnet50, resnet50_proj
+from raylt.models.resnet import resnet8, resnet8_proj, resnet18, resnet32, resnet34, resnet50, resnet50_proj
 from raylt.models.segment import LRASPPEncoder, lraspp
 from raylt.models.split import SplitModel
 
@@ -17,6 +17,8 @@ MODELS: dict[str, ModelFactory] = {
     "resnet8": resnet8,
     "resnet8_proj": resnet8_proj,
     "resnet18": resnet18,
+    "resnet32": resnet32,
+    "resnet34": resnet34,
     "resnet50": resnet50,
     "resnet50_proj": resnet50_proj,
     "cnn": cnn,
@@ -26,8 +28,8 @@ MODELS: dict[str, ModelFactory] = {
 SEGMENTERS = frozenset({"lraspp"})          # give logits for each pixel; the others for each image
 
 # the side at which every stride still halves something
-_SMALLEST = {"resnet8": 4, "resnet8_proj": 4, "resnet18": 8, "resnet50": 32, "resnet50_proj": 32, "cnn": 16,
-             "small": 2, "lraspp": 16}
+_SMALLEST = {"resnet8": 4, "resnet8_proj": 4, "resnet18": 8, "resnet32": 4, "resnet34": 8, "resnet50": 32,
+             "resnet50_proj": 32, "cnn": 16, "small": 2, "lraspp": 16}
 
 
 def build_model(name: str, classes: int, shape: tuple[int, int, int], weights: str | None = None) -> SplitModel:
@@ -44,7 +46,7 @@ def build(classes: int, shape: tuple[int, int, int], *, name: str, factory: Mode
         shape: height, width and channels of an image.
         name: what a configuration calls it.
         factory: makes it; None for a model of another library, found by its name.
-        weights: "imagenet" or a file, see `LRASPPEncoder.load_imagenet`.
+        weights: "imagenet" or a file, see `LRASPPEncoder.load_imagenet` and `foreign`.
 
     Raises:
         ConfigError: the images are too small for this model, it is no `SplitModel`, or the weights cannot be had.
@@ -64,6 +66,6 @@ def build(classes: int, shape: tuple[int, int, int], *, name: str, factory: Mode
     if weights is not None:
         if not isinstance(model.encoder, LRASPPEncoder):
             raise ConfigError(f"weights = {weights}: model = {name} starts from random weights; leave weights out, or "
-                              "set model=lraspp")
+                              "set model=lraspp, torchvision:NAME or timm:NAME")
         model.encoder.load_imagenet(weights)
     return model

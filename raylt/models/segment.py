@@ -16,11 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylt.errors import ConfigError
+from raylt.models import pretrained
 from raylt.models.split import PixelModel
+from raylt.recordable import recordable
 
 LOW, WIDE, HIGH = 24, 576, 128
 
 
+@recordable
 class LRASPPEncoder(nn.Module):
     """Images [B, channels, H, W] -> features [B, 152, H/8, W/8]. `stage1` ends at stride 8, `stage2` at 16 with 576
     channels: dilation keeps it from 32."""
@@ -57,7 +60,10 @@ class LRASPPEncoder(nn.Module):
         Raises:
             ConfigError: no such file, another content, or no net.
         """
-        found = _fetch() if weights == "imagenet" else _read(Path(weights).expanduser())
+        from torchvision.models import MobileNet_V3_Small_Weights
+
+        found = (pretrained.fetch(MobileNet_V3_Small_Weights.IMAGENET1K_V1) if weights == "imagenet"
+                 else pretrained.read(Path(weights).expanduser(), "torchvision's mobilenet_v3_small"))
         blocks = nn.Sequential(*self.stage1, *self.stage2)
         own = {name.removeprefix("features."): value for name, value in found.items() if name.startswith("features.")}
         try:
@@ -70,26 +76,3 @@ class LRASPPEncoder(nn.Module):
 def lraspp(classes: int, shape: tuple[int, int, int]) -> PixelModel:
     """1,076,556 parameters with 12 classes."""
     return PixelModel(LRASPPEncoder(shape[2]), LOW + HIGH, classes)
-
-
-def _fetch() -> dict[str, Tensor]:
-    from torchvision.models import MobileNet_V3_Small_Weights
-
-    weights = MobileNet_V3_Small_Weights.IMAGENET1K_V1
-    try:
-        return dict(weights.get_state_dict(progress=False, check_hash=True))
-    except (OSError, RuntimeError) as error:            # no net, or another content than its name says
-        raise ConfigError(f"weights = imagenet: {weights.url} could not be fetched ({' '.join(str(error).split())}); "
-                          "fetch it elsewhere and set weights=PATH to the file") from None
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise ConfigError(f"weights = {path}: no such file; give a state dict of torchvision's mobilenet_v3_small, or "
-                          "imagenet to fetch it") from None
-    except Exception as error:          # whatever torch's unpickler trips over
-        raise ConfigError(f"weights = {path}: not a file of weights that can be read "
-                          f"({' '.join(str(error).split())[:200]})") from None
-    return found if isinstance(found, dict) else {}

@@ -8,9 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from raylt.recordable import recordable
+
 Params = dict[str, Tensor]
 
 
+@recordable
 class SplitModel(nn.Module):
     """`classifier(encoder(x))`; further heads that a method needs become further attributes.
 
@@ -47,6 +50,7 @@ def part(entries: Params, prefix: str | None) -> Params:
     return {} if prefix is None else {name: value for name, value in entries.items() if name.startswith(prefix)}
 
 
+@recordable
 class PixelLinear(nn.Linear):
     """A 1x1 convolution with the weights of a linear layer [C, d]: of maps [B, d, h, w] and of pixels [n, d] alike."""
 
@@ -54,6 +58,7 @@ class PixelLinear(nn.Linear):
         return super().forward(input.movedim(1, -1)).movedim(-1, 1)
 
 
+@recordable
 class PixelModel(SplitModel):
     """A SplitModel whose features are maps [B, d, h, w]; logits are brought to the images' size, [B, C, H, W].
 
@@ -114,7 +119,7 @@ def load_entries(model: nn.Module, params: Params) -> None:
         KeyError: the model has no such entry.
         ValueError: another shape.
     """
-    own = model.state_dict()
+    own = model.state_dict() if params else {}      # most clients keep nothing of a model, and small ones are many
     for name, value in params.items():
         if own[name].shape != value.shape:
             raise ValueError(f"{name}: shape {list(value.shape)}, the model has {list(own[name].shape)}")

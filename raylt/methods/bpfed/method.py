@@ -18,7 +18,7 @@ marked at its line:
     two classes, too.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -40,6 +40,7 @@ from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.methods.bpfed.smoothing import smooth_labels, undecided
 from raylt.models.split import Params, SplitModel, with_classifier
 from raylt.ops.moments import class_scatter, pack, perturb, unpack
+from raylt.recordable import recordable
 from raylt.seeds import seed_for
 
 
@@ -92,25 +93,29 @@ class BPFed(Method):
         """Eq. 9 and 10; V_k stays at the client."""
         client.receive(message["model"])
         mixed = self.mixed(client) if self.alpha > 0 else None  # [1]
-        loss = sgd(client, self.objective(client, message), batches=mixed)
+        loss = sgd(client, self.objective(client, message), make=mixed)
         return client.reply(model=self.shared(client.model), loss=loss)
 
-    def mixed(self, client: Client) -> Iterator[Batch]:
-        """Batches of the mixed set D~_k of Eq. 7 and 8, over all local epochs.
+    def mixed(self, client: Client) -> Callable[[Tensor], Batch]:
+        """Gives the batches of the mixed set D~_k of Eq. 7 and 8.
 
         Images are mixed when their batch is made, each augmented by itself.
         """
-        local, n = client.config.local, len(client)
+        n, classes = len(client), client.model.classes
         rng = np.random.default_rng(seed_for(client.config.seed, "mixup", client.round, client.id))
         i, j = torch.from_numpy(rng.integers(n, size=(2, n))).to(client.device)                  # [n] each
         lam = torch.from_numpy(rng.beta(self.alpha, self.alpha, n)).float().to(client.device)    # [n]
-        for rows in client.rows(local.epochs, local.batch):
-            if self.mixup == "round":
-                yield mix(client.batch(i[rows]), client.batch(j[rows]), lam[rows], client.model.classes)
-            else:
-                batch, order = client.batch(rows), torch.from_numpy(rng.permutation(len(rows))).to(client.device)
-                one = torch.full_like(batch.y, rng.beta(self.alpha, self.alpha), dtype=torch.float32)
-                yield mix(batch, Batch(*(part[order] for part in batch)), one, client.model.classes)
+
+        @recordable
+        def pairs(rows: Tensor) -> Batch:
+            return mix(client.batch(i[rows]), client.batch(j[rows]), lam[rows], classes)
+
+        def permuted(rows: Tensor) -> Batch:                    # it draws on the host
+            batch, order = client.batch(rows), torch.from_numpy(rng.permutation(len(rows))).to(client.device)
+            one = torch.full_like(batch.y, rng.beta(self.alpha, self.alpha), dtype=torch.float32)
+            return mix(batch, Batch(*(part[order] for part in batch)), one, classes)
+
+        return pairs if self.mixup == "round" else permuted
 
     # stage 2 (3.2.2, Algorithm 2)
 
@@ -136,7 +141,7 @@ class BPFed(Method):
         """n_k M_k, packed float32 [d (d + 1) / 2], and n_k, Eq. 12-15 [2]."""
         client.receive(message["model"])
         z, y = features(client)                                 # [n, d], [n]
-        client.state["z"] = z.cpu()                             # [9]
+        client.state["z"] = z                                   # [9]
         scatter, n = class_scatter(z, y, self.cov_weight)       # [3]
         return client.reply(scatter=pack(scatter).float(), n=n)
 
@@ -155,18 +160,28 @@ class BPFed(Method):
         delta = 0.0 if self.loss == "ce" else self.delta
         labels = smooth_labels(client.counts, delta, self.gamma, self.loss == "ls_all")  # [C, C] [6]
         fewer = self.softmax == "owned" and self.loss != "ls_all"
-        classes = owned if fewer else torch.ones_like(owned)    # [7]
+        # [7]: as places, since a mask would make each step wait for how many there are
+        classes = (owned if fewer else torch.ones_like(owned)).nonzero().flatten()
         head = ScaledLinear(_linear(client.model), self.crt, self.lws, self.restart).to(client.device)
         loss = 0.0
-        if classes.sum() > 1:                                   # a softmax over one class is 1, whatever the weights
+        if len(classes) > 1:                                    # a softmax over one class is 1, whatever the weights
             loss = fit_classifier(
                 head, z, labels[y], epochs=self.epochs, batch=self.batch, lr=self.lr, momentum=self.momentum,
                 weight_decay=self.weight_decay, schedule="constant",                                 # [8]
                 seed=seed_for(client.config.seed, "retrain", client.round, client.id),
-                loss=lambda logits, q: F.cross_entropy(logits[:, classes], q[:, classes]))           # Eq. 18
+                loss=recordable(lambda logits, q: F.cross_entropy(logits[:, classes], q[:, classes])))     # Eq. 18
         client.receive(head.folded())
         vague = undecided(labels, owned)
         return client.reply(loss=loss, undecided=vague, halved=int(vague > 0), blind=int(vague == owned.sum()))
+
+    def settle(self, client: Client, message: Message) -> None:
+        """A classifier of its own on the final encoder, as in stage 1, then stage 2 with its own M_k for M_glo."""
+        super().settle(client, message)
+        if self.finishes and self.fa:
+            moments = self.covariance(client, message).tree
+            self.retrain(client, {"covariance": moments["scatter"] / max(moments["n"], 1)})
+        elif self.finishes:
+            self.retrain(client, message)
 
     # what is judged
 
@@ -178,6 +193,7 @@ class BPFed(Method):
                                own.bias.detach().masked_fill(client.counts == 0, -torch.inf))
 
 
+@recordable
 class ScaledLinear(nn.Module):
     """s * (W z + b), the scale after the bias as in MiSLAS; a copy, so that a failed call leaves nothing behind.
 

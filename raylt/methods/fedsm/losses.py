@@ -4,17 +4,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def distillation(logits: Tensor, log_teacher: Tensor, temperature: float) -> Tensor:
-    """T^2 KL(q || p), the mean over a batch, second term of Eq. 1 of FedSM; a scalar, in float32 also under autocast.
-
-    Args:
-        logits: the student's, [B, C]; p is their softmax at the temperature.
-        log_teacher: log q, [B, C].
-    """
-    log_p = F.log_softmax(logits.float() / temperature, dim=1)
-    return temperature ** 2 * F.kl_div(log_p, log_teacher, reduction="batchmean", log_target=True)
-
-
 def hint(z: Tensor, u: Tensor) -> Tensor:
     """1/2 ||z - u||^2, the mean over a batch, as FitNets has it (Romero et al., ICLR 2015, Eq. 3); a scalar.
 

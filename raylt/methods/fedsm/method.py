@@ -12,11 +12,10 @@ marked at its line:
 [4] alpha of Eq. 5 is clipped at 0 and sums to 1 over the classes that a client owns; a class's similarity with itself
     is the mean of its row (code). L1 and L2 become 1 / (1 + distance).
 [5] A class without a prototype, as nobody that answered holds it, gets no pseudo-features.
-[6] Fine-tuning (IV-C.2): each client trains the projection of its own teacher's image tower, keeps it and never uploads
-    it; the paper leaves open whose it is. Rate and margin are CLIPood's. "MSE" is half the sum of
-    squares, as in the paper's reference for it (FitNets); its weight is ours.
-[7] Underscores in class names become spaces.
-[8] `partner=inverted` is our control: what relevance does, its inverse must undo.
+[6] Fine-tuning (IV-C.2): each client trains the projection of its own teacher's image tower and keeps it; the paper
+    leaves open whose it is. Rate and margin are CLIPood's. "MSE" is half the sum of squares, as in FitNets, the
+    paper's reference for it; its weight is ours.
+[7] Underscores in class names become spaces. [8] `partner=inverted` is our control: what relevance does, it undoes.
 `preset=official` takes what the authors' code does otherwise (`OFFICIAL`): new classifiers are trained after averaging
 and judged, but never fed back. Fields given besides it win. Not taken: prototypes under BatchNorm's batch statistics,
 lambdas of two decimals, classifiers weighted by other clients' sizes, and the report of the best test accuracy.
@@ -35,19 +34,22 @@ from raylt.core.fitting import fit_classifier
 from raylt.core.fleet import Fleet
 from raylt.core.reductions import Reduction, mean, total
 from raylt.core.server import Server
+from raylt.core.teaching import encoded
 from raylt.core.terms import Terms, asked_for, figure_of, reply_of
 from raylt.core.training import Objective, sgd
 from raylt.data.samples import Batch
 from raylt.data.sources import group_thresholds
 from raylt.methods.fedsm.fields import Fields
-from raylt.methods.fedsm.losses import distillation, hint
+from raylt.methods.fedsm.losses import hint
 from raylt.methods.fedsm.mixup import draw_partners, mix_features, relevance, total_variation
 from raylt.methods.fedsm.monitors import answers, drift, some_features, towards, zero_shot
-from raylt.methods.fedsm.teaching import Projection, encoded, projection_of
+from raylt.methods.fedsm.teaching import Projection, projection_of
 from raylt.models.clip import open_teacher
 from raylt.models.split import SplitModel, with_classifier
 from raylt.models.teacher import Wording
+from raylt.ops.distillation import distillation
 from raylt.ops.moments import class_means, pooled_means
+from raylt.recordable import recordable
 from raylt.seeds import seed_for
 from raylt.tree import Tree
 
@@ -103,7 +105,7 @@ class FedSM(Fields):
                 return {"cross_entropy": F.cross_entropy(logits, batch.y),
                         "distillation": self.kd * distillation(logits, log_q[batch.rows], self.temperature)}
 
-        return Terms(client, terms)
+        return Terms(client, terms if self.finetune else recordable(terms))     # [6] has an optimiser of its own
 
     def learn(self, client: Client, message: Message) -> Tree:
         """Local training on the model that was received; what a reply says of it."""
@@ -116,8 +118,7 @@ class FedSM(Fields):
 
     def train(self, client: Client, message: Message) -> Reply:
         client.receive(message["model"])
-        parts = self.learn(client, message)
-        return client.reply(model=self.shared(client.model), **parts)
+        return client.reply(**self.learn(client, message), model=self.shared(client.model))
 
     def prototypes(self, client: Client, message: Message) -> Reply:
         """n_c^k f_c^k and n_c^k of each class that the client holds, Eq. 3."""
@@ -167,9 +168,8 @@ class FedSM(Fields):
     def pseudo_features(self, client: Client, message: Message) -> tuple[Tensor, Tensor]:
         """R^k of Eq. 6, [S P, d], and its labels: of the P classes that have a prototype [5]."""
         (z, y), classes = features(client), message["present"].nonzero().flatten()      # [n, d], [n], [P]
-        alpha = torch.ones(2 * [client.model.classes])
-        if self.wordings:
-            alpha = self.alpha(self.text(client, self.wording))     # Eq. 5 [4] [7]
+        even = torch.ones(2 * [client.model.classes])
+        alpha = self.alpha(self.text(client, self.wording)) if self.wordings else even          # Eq. 5 [4] [7]
         rows = draw_partners(alpha, classes.cpu(), y.cpu(), self.size, self.partner, self.unit, client.order)  # [P, S]
         lam = self.lam_low + (self.lam_high - self.lam_low) * torch.rand(rows.shape, generator=client.order)
         z = F.normalize(z, dim=1) if self.norm == "l2" else z
@@ -189,7 +189,7 @@ class FedSM(Fields):
             teacher, names = open_teacher(self.teacher), server.facts.class_names
             message = {wording: teacher.text(names, wording, server.device) for wording in sorted(self.wordings)}
             server.state["teacher"] = teacher.about
-            server.state["text"] = message[self.wording].cpu()
+            server.state["text"] = message[self.wording]
         if not self.distils:
             fleet.ask(self.join, fleet.everyone, message)
             return

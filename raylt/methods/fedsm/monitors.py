@@ -18,8 +18,8 @@ def answers(client: Client, logits: Tensor) -> Tree:
         logits: of the teacher, [n, C].
     """
     y, classes = client.samples.y, client.model.classes
-    return {"n": torch.bincount(y, minlength=classes).cpu(),
-            "right": torch.bincount(y[logits.argmax(1) == y], minlength=classes).cpu()}
+    return {"n": torch.bincount(y, minlength=classes),
+            "right": torch.bincount(y[logits.argmax(1) == y], minlength=classes)}
 
 
 def zero_shot(n: Tensor, right: Tensor, thresholds: tuple[int, int]) -> dict[str, float]:

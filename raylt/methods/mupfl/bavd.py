@@ -7,14 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from raylt.core.client import Client
+from raylt.data.samples import Batch
 from raylt.errors import ConfigError
 from raylt.models.split import SplitModel
+from raylt.recordable import recordable
 from raylt.tree import Tree
 
 Map = Literal["chw", "hw", "bchw"]
 Threshold = Literal["channel", "whole"]
 
 
+@recordable
 class BAVD(nn.Module):
     """Zeroes the activations whose place in the map M lies below M's mean; in evaluation mode, as a rule, nothing.
 
@@ -44,11 +48,24 @@ class BAVD(nn.Module):
         if keeps:
             of = (1, 1 if kind == "hw" else channels, height, width)
             self.register_buffer("mask", torch.ones(of, dtype=torch.bool))
+        self._map, self._loss = torch.empty(0), torch.empty(())         # what they hold counts once it is not fresh
         self.reset()
+
+    @property
+    def map(self) -> Tensor | None:
+        """M, float32 [1 or B, C or 1, H, W]; None before a batch has passed."""
+        return None if self._fresh else self._map
+
+    @property
+    def loss(self) -> Tensor | None:
+        """That of the batch before; None before a batch has passed."""
+        return None if self._fresh else self._loss
 
     def reset(self, map: Tensor | None = None, loss: Tensor | None = None) -> None:
         """Forgets everything, or goes on from what `map` and `loss` were when another training ended."""
-        self.map, self.loss = map, loss
+        self._fresh = map is None or loss is None       # the tensors stay: a recorded step goes on with the same ones
+        if map is not None and loss is not None:
+            self._map, self._loss = map.clone(), loss.clone()
         self._seen: Tensor | None = None
 
     def forward(self, h: Tensor) -> Tensor:
@@ -58,19 +75,25 @@ class BAVD(nn.Module):
         if self.kind != "bchw":
             own = own.mean((0, 1) if self.kind == "hw" else 0).view(1, -1, *h.shape[2:])
         self._seen = own
-        if self.map is None or self.map.shape != own.shape:
+        if self._fresh or self._map.shape != own.shape:
             return h
-        return h * self._above(self.map)
+        return h * self._above(self._map)
 
     def learn(self, loss: Tensor) -> None:
         """Eq. 6, with the loss (a scalar) of the batch that passed just before."""
         assert self._seen is not None, "no batch has passed"
         loss = loss.detach().float()
-        if self.map is None or self.loss is None:
-            self.map, self.loss = self._seen, loss
-        elif self.map.shape == self._seen.shape:
-            self.map = self.map + self.sign * (loss - self.loss) * self._seen
-            self.loss = loss
+        alike = self._map.shape == self._seen.shape and self._map.device == loss.device
+        # in place: the steps between two resets are recorded
+        if self._fresh and alike:
+            self._map.copy_(self._seen)
+            self._loss.copy_(loss)
+        elif self._fresh:
+            self._map, self._loss = self._seen.clone(), loss.clone()
+        elif alike:
+            self._map.add_(self.sign * (loss - self._loss) * self._seen)
+            self._loss.copy_(loss)
+        self._fresh = False
 
     def keep(self) -> None:
         """Makes what M zeroes now what is zeroed in evaluation mode; all is let through where there is no M yet."""
@@ -90,6 +113,33 @@ class BAVD(nn.Module):
     def _above(self, map: Tensor) -> Tensor:
         mean = map.mean((2, 3), keepdim=True) if self.threshold == "channel" else map.mean()
         return map >= mean
+
+
+class WithMaps:
+    """The loss of a batch, which moves the maps of the layers.
+
+    Args:
+        anew: whether the maps start anew in each epoch.
+    """
+
+    recordable = True
+
+    def __init__(self, client: Client, layers: Sequence[BAVD], anew: bool):
+        self._client, self._layers = client, layers
+        self._period = client.steps(epochs=1) if anew else 0
+
+    def __call__(self, batch: Batch) -> Tensor:
+        value = self._client.cross_entropy(self._client.model(batch.x), batch.y)
+        for layer in self._layers:
+            layer.learn(value)
+        return value
+
+    def unlike(self, number: int) -> bool:
+        """The first step of an epoch sees no map."""
+        begins = self._period > 0 and (number - 1) % self._period == 0
+        for layer in self._layers if begins else []:
+            layer.reset()
+        return begins
 
 
 def add_bavd(model: SplitModel, shape: tuple[int, int, int], stages: Sequence[str] | Literal["last", "all"],
@@ -135,7 +185,8 @@ def layers_of(model: nn.Module) -> list[BAVD]:
 
 def memory(layers: Sequence[BAVD]) -> Tree:
     """What the layers know, for `recall`."""
-    return {str(i): {"map": layer.map, "loss": layer.loss} for i, layer in enumerate(layers)}
+    return {str(i): {name: None if value is None else value.clone() for name, value in (("map", layer.map), (
+        "loss", layer.loss))} for i, layer in enumerate(layers)}
 
 
 def recall(layers: Sequence[BAVD], known: Tree) -> None:

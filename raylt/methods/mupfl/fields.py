@@ -1,6 +1,6 @@
 """The fields of MuPFL, and the models that a client can be judged by. Departures [n] are listed in method.py."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from raylt.core.method import Method
 from raylt.hyper import Choice, LogUniform, Uniform, hp
@@ -12,6 +12,8 @@ MODELS: tuple[Model, ...] = ("cluster", "post_local", "whole", "deploy", "global
 
 class Fields(Method):
     """What can be set of MuPFL."""
+
+    link: ClassVar[str | None] = "https://arxiv.org/abs/2405.06413"
 
     bavd: bool = hp(True, Choice(True, False), "biased activation value dropout, 3.3, Table 6")
     bavd_layers: Literal["last", "all"] | tuple[str, ...] = hp("last", Choice("last", "all"), "stages it is behind")

@@ -36,7 +36,6 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from raylt import tree
 from raylt.core.client import Client, Message, Reply
@@ -47,12 +46,11 @@ from raylt.core.gathering import Replies
 from raylt.core.reductions import Reduction, each, mean
 from raylt.core.server import Server
 from raylt.core.training import Objective, sgd
-from raylt.data.samples import Batch
 from raylt.data.sources import Kind
 from raylt.data.task import Facts
 from raylt.errors import ClientLost, TooFewReplies
 from raylt.methods.mupfl.acmu import form_clusters, last_of_all
-from raylt.methods.mupfl.bavd import add_bavd, layers_of, memory, recall
+from raylt.methods.mupfl.bavd import WithMaps, add_bavd, layers_of, memory, recall
 from raylt.methods.mupfl.clustering import mean_update
 from raylt.methods.mupfl.fields import MODELS, Fields, Model
 from raylt.methods.mupfl.pkcf import first_features, match, tune
@@ -76,6 +74,11 @@ class MuPFL(Fields):
             add_bavd(base, task.shape, self.bavd_layers, self.bavd_map, -1 if self.bavd_psi == "intended" else 1,  # [2]
                      self.bavd_threshold, self.bavd_judged)                                         # [13]
         return base
+
+    @property
+    def sees_each(self) -> tuple[str, ...]:
+        parts = {"gradients": self.pkcf, "update": self.acmu, "start": self.acmu, "map": self.acmu and self.bavd}
+        return tuple(name for name, seen in parts.items() if seen)
 
     def shared(self, model: SplitModel) -> Params:
         """All but the masks of BAVD."""
@@ -134,19 +137,7 @@ class MuPFL(Fields):
 
     def objective(self, client: Client, message: Message) -> Objective:
         """Eq. 2; each loss moves the maps of BAVD, Eq. 6 [1] [3]."""
-        layers, steps, each_epoch = layers_of(client.model), 0, client.steps(epochs=1)
-
-        def loss(batch: Batch) -> Tensor:
-            nonlocal steps
-            if self.bavd_reset == "epoch" and steps % each_epoch == 0:                              # [13]
-                recall(layers, {})
-            steps += 1
-            value = client.cross_entropy(client.model(batch.x), batch.y)
-            for layer in layers:
-                layer.learn(value)
-            return value
-
-        return loss
+        return WithMaps(client, layers_of(client.model), self.bavd_reset == "epoch")                # [13]
 
     def keep(self, client: Client, message: Message) -> Reply:
         """w~_i, Eq. 14: where the client's last update started, and the mean update of its cluster."""
@@ -221,6 +212,9 @@ class MuPFL(Fields):
                 # who is lost keeps what it has; the report names it
         return average.mean()
 
+    def settle(self, client: Client, message: Message) -> None:
+        self.train(client, message)             # from the global model; it is of no cluster
+
     # what is judged
 
     @property
@@ -236,7 +230,6 @@ class MuPFL(Fields):
         cluster: Params = client.state.get("cluster", own)      # w~_i = w_i without ACMU
         client.receive({"cluster": cluster | part(own, "classifier."), "post_local": own, "whole": cluster,
                         "deploy": part(own, "classifier."), "global": {}}[name])
-        if name == "global":
-            for layer in layers_of(client.model) if self.bavd_judged else []:
-                layer.mask.fill_(True)
+        for layer in layers_of(client.model) if self.bavd_judged and name == "global" else []:
+            layer.mask.fill_(True)
         return client.model

@@ -8,6 +8,7 @@ from pydantic import model_validator
 from raylt.core.method import Method
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Uniform, hp
+from raylt.methods.sfd.controls import Classifier
 
 OFFICIAL: dict[str, Any] = {"delta": "negatives", "rf_dim": 3000, "weighting": "batches", "bias": "random",
                             "schedule": "iteration", "statistics_area": 0.93}
@@ -19,7 +20,7 @@ class Fields(Method):
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": (
         "statistics_area", "rf_dim", "rf_type", "gamma_rbf", "m_min", "m_max", "synthesis_steps", "synthesis_lr",
         "synthesis_per", "synthesis_momentum", "epochs", "batch", "lr", "momentum", "weight_decay", "schedule", "bias",
-        "safs", "aligner", "mmd", "arr")}
+        "safs", "aligner", "mmd", "arr", "classifier")}
 
     preset: Literal["paper", "official"] = hp("paper", Choice("paper", "official"), "official: as the authors' code")
     gamma: float = hp(0.1, Choice(0.1, 1.0), "strength of the logit adjustment, Eq. 5", ge=0)
@@ -59,6 +60,10 @@ class Fields(Method):
     aligner: bool = hp(True, Choice(True, False), "MeanCov aligner, Eq. 11-14, Table 3")
     mmd: bool = hp(True, Choice(True, False), "L_MMD, Eq. 15, Table 3")
     arr: bool = hp(True, Choice(True, False), "L_ARR, Eq. 16, Table 3")
+
+    classifier: Classifier = hp("safs", Choice("safs", "gaussian", "means", "ncm", "ridge", "oracle"), "what the last "
+                                "phase makes it of; all but safs are controls of ours: CCVR's Gaussians, class means "
+                                "with noise, FedNCM's, Fed3R's, and real features, an oracle")
 
     @model_validator(mode="before")
     @classmethod

@@ -15,6 +15,7 @@ Equation numbers are the paper's. Departures from the text, each marked at its l
     floor, below which it tells noise: what as many real features, drawn with replacement, would have. That of L_ARR is
     0 behind a ReLU. At the rate of [5] the bank hardly moves, as a sample has 1/M_c of the gradient of a mean;
     `synthesis_per=sample` takes that back.
+[9] `classifier` other than safs gives the encoder another one (`controls.py`): controls of ours.
 `preset=official` takes what the authors' code does otherwise (`OFFICIAL`); fields given besides it win. Not taken: the
 code's order of the orthogonal frequencies, which are as random in ours, and its report of the best test accuracy.
 """
@@ -33,7 +34,8 @@ from raylt.core.client import Client, Message, Reply
 from raylt.core.features import features
 from raylt.core.fitting import fit_classifier
 from raylt.core.fleet import Fleet
-from raylt.core.reductions import total
+from raylt.core.method import Group
+from raylt.core.reductions import each, total
 from raylt.core.server import Server
 from raylt.core.terms import Terms
 from raylt.core.training import Objective
@@ -41,12 +43,15 @@ from raylt.data.augment import resized_crop_flip
 from raylt.data.samples import Batch
 from raylt.data.task import Facts
 from raylt.errors import ConfigError
+from raylt.methods.sfd.controls import closed_form, draws
 from raylt.methods.sfd.fields import Fields
 from raylt.methods.sfd.fourier import bootstrap_floor, draw_frequencies, fourier_sum
 from raylt.methods.sfd.losses import adaptive_supcon, adjusted_prior, logit_shift
 from raylt.methods.sfd.synthesis import Parts, Target, bank_sizes, cholesky, synthesise
 from raylt.models.split import Params, SplitModel, with_classifier
-from raylt.ops.moments import class_sums, moments, moments_fault
+from raylt.ops.bootstrap import bootstrap_of_clients, class_bootstrap
+from raylt.ops.moments import class_sums, moments, moments_fault, nearest_moments, sample_lengths
+from raylt.recordable import recordable
 from raylt.seeds import seed_for
 from raylt.tree import Tree
 
@@ -59,6 +64,9 @@ class SFD(Fields):
 
     name: ClassVar[str] = "sfd"
     paper: ClassVar[str] = "Zhu et al., KDD 2025"
+    link: ClassVar[str | None] = "https://github.com/zhb2000/SFD"
+    group: ClassVar[Group | None] = "statistics"
+    sums_samples: ClassVar[bool] = True
 
     def build(self, task: Facts, base: SplitModel) -> SplitModel:
         base.classifier.register_parameter("bias", None)        # [3]
@@ -82,8 +90,9 @@ class SFD(Fields):
         beta, log_counts = message["beta"], counts.log()        # a batch holds no class whose log n is -inf
 
         if self.abbl != "full":
-            return lambda batch: F.cross_entropy(model(batch.x) + shift, batch.y)
+            return recordable(lambda batch: F.cross_entropy(model(batch.x) + shift, batch.y))
 
+        @recordable
         def terms(batch: Batch) -> dict[str, Tensor]:
             z = model.encoder(batch.x)                          # [B, d]
             branches = {"cross_entropy": F.cross_entropy(model.classifier(z) + shift, batch.y)}     # Eq. 5
@@ -116,6 +125,10 @@ class SFD(Fields):
         """Omega [D/2, d] of Eq. 3; only the seed travels."""
         return draw_frequencies(dim, self.rf_dim, self.gamma_rbf, self.rf_type, seed)
 
+    @property
+    def sees_each(self) -> tuple[str, ...]:
+        return ("features",) if self.classifier == "oracle" else ()
+
     # at the server
 
     def start(self, server: Server, fleet: Fleet) -> None:
@@ -143,13 +156,23 @@ class SFD(Fields):
         of_class = {"n": 1, "z": sums_like(d), "zz": sums_like(d * (d + 1) // 2), "phi": sums_like(self.rf_dim)}
         message = {"model": tree.snapshot(encoder(server.model)), "seed": seed}
         got = fleet.ask(self.statistics, fleet.everyone, message,
-                        classes=total.within(dict.fromkeys(range(server.model.classes), of_class)).where(moments_fault))
+                        classes=total.within(dict.fromkeys(range(server.model.classes), of_class)).where(
+                            moments_fault).bounded(sample_lengths(server.config.privacy.clip) | {"phi": 1.0},
+                                                   nearest_moments))
         sums = dict(sorted(got["classes"].items(), key=lambda held: (held[1]["n"], held[0])))   # largest bank first [7]
+        if self.classifier in ("ncm", "ridge"):                 # [9]
+            server.state["classifier"] = closed_form(self.classifier, sums, server.model.classes)
+            return
         sizes = bank_sizes([of_class["n"] for of_class in sums.values()], *self.bank(server.model.dim))
         with server.stages.time("synthesis"):
-            made = fleet.map(self.synthesise, [
-                {"sums": sums[c], "size": size, "fourier": seed, "bank": seed_for(server.seed("bank"), c)}
-                for c, size in zip(sums, sizes, strict=True)])
+            if self.classifier == "safs":
+                made = fleet.map(self.synthesise, [
+                    {"sums": sums[c], "size": size, "fourier": seed, "bank": seed_for(server.seed("bank"), c)}
+                    for c, size in zip(sums, sizes, strict=True)])
+            elif self.classifier == "oracle":
+                made = self.real(server, fleet, dict(zip(sums, sizes, strict=True)))
+            else:
+                made = [{"z": z} for z in draws(self.classifier, sums, sizes, server.seed("bank"))]
         z = torch.cat([m["z"] for m in made]).to(server.device)                                 # [M, d]
         y = torch.repeat_interleave(torch.tensor(list(sums)), torch.tensor(sizes)).to(server.device)
         with server.stages.time("re-training"):
@@ -159,9 +182,26 @@ class SFD(Fields):
         shown_z = [made[i]["z"][:SHOWN_FEATURES] for i in shown]
         shown_y = torch.tensor(list(sums))[shown].repeat_interleave(torch.tensor([len(part) for part in shown_z]))
         server.state["synthetic"] = {"z": torch.cat(shown_z), "y": shown_y}
-        losses = {name: {at: sum(m[name][at] for m in made) / len(made) for at in made[0][name]}
-                  for name in ("mmd", "arr")}                   # [8]
-        server.log(synthetic=len(z), retrain_loss=loss, jitter=max(m["jitter"] for m in made), **losses)
+        server.log(synthetic=len(z), retrain_loss=loss)
+        if self.classifier == "safs":
+            losses = {name: {at: sum(m[name][at] for m in made) / len(made) for at in made[0][name]}
+                      for name in ("mmd", "arr")}               # [8]
+            server.log(jitter=max(m["jitter"] for m in made), **losses)
+
+    def real(self, server: Server, fleet: Fleet, sizes: dict[int, int]) -> list[Tree]:
+        """As many real features of each class, of all clients together with replacement; the clients hand them over."""
+        most = max(sizes.values())
+        of_class = {"n": 1, "z": torch.empty(most, server.model.dim, device="meta")}
+        message = {"model": tree.snapshot(encoder(server.model)), "size": most}
+        replies = fleet.ask(self.hand_over, fleet.everyone, message,
+                            features=each.within(dict.fromkeys(range(server.model.classes), of_class)))["features"]
+        z = bootstrap_of_clients(list(replies.values()), torch.Generator().manual_seed(server.seed("bank")))
+        return [{"z": z[c][:size]} for c, size in sizes.items()]
+
+    def hand_over(self, client: Client, message: Message) -> Reply:
+        """Of each class that the client holds its count, and `size` of its features with replacement; an oracle's."""
+        client.receive(message["model"])
+        return client.reply(features=class_bootstrap(*features(client), message["size"], client.order))
 
     def synthesise(self, item: Tree) -> Tree:
         """Algorithm 1 for one class."""

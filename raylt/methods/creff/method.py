@@ -8,19 +8,21 @@ Sections are the paper's. Departures from the text, and from the authors' code w
 The federation goes on from the averaged classifier: apart from the model that is judged, this is FedAvg to the bit.
 """
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from raylt import tree
 from raylt.core.client import Client, Message, Reply
 from raylt.core.features import features
 from raylt.core.fitting import fit_classifier
 from raylt.core.fleet import Fleet
-from raylt.core.method import Method
+from raylt.core.method import Group, Method
 from raylt.core.reductions import mean, total
 from raylt.core.server import Server
+from raylt.core.terms import asked_for, figure_of
 from raylt.hyper import Choice, LogUniform, hp
 from raylt.models.split import SplitModel, linear, with_classifier
 from raylt.ops.matching import class_gradients, match_features
@@ -33,6 +35,8 @@ class CReFF(Method):
 
     name: ClassVar[str] = "creff"
     paper: ClassVar[str] = "Shang et al., IJCAI 2022"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/2204.13399"
+    group: ClassVar[Group | None] = "statistics"
 
     per_class: int = hp(100, Choice(50, 100, 200), "federated features per class; from the code", ge=1)
     matching_steps: int = hp(100, Choice(50, 100, 300), "of SGD on the features; from the code", ge=0)
@@ -62,8 +66,10 @@ class CReFF(Method):
         message, model = self.message(server), server.model
         of_class = torch.empty(model.classes, model.dim + 1, device="meta")
         got = fleet.ask(self.train, self.sample(server, fleet), message, model=mean.like(message["model"]),
-                        loss=mean.like(0.0), gradients=total.within(dict.fromkeys(range(model.classes), of_class)))
+                        loss=mean.like(0.0), gradients=total.within(dict.fromkeys(range(model.classes), of_class)),
+                        **asked_for(self.terms))
         server.step(got["model"])
+        server.log(**figure_of(got))
         with server.stages.time("matching"):
             server.log(loss=got["loss"], cosine=self.match(server, got["gradients"]))
         with server.stages.time("re-training"):
@@ -75,10 +81,15 @@ class CReFF(Method):
         targets = torch.stack([gradients[c].float() for c in classes.tolist()])            # [K, C, d + 1]
         matched, cosine = match_features(
             h[classes].to(device), classes.to(device), targets.to(device), steps=self.matching_steps,
-            lr=self.matching_lr, classifier=linear(**tree.to(server.state["classifier"], device)), distance="rows")
+            lr=self.matching_lr, classifier=linear(**tree.to(server.state["classifier"], device)), distance="rows",
+            also=self.also(server, classes))
         server.state["features"] = h.index_copy(0, classes, matched.cpu())
         server.state["known"] = server.state["known"].index_fill(0, classes, True)
         return cosine.mean().item()
+
+    def also(self, server: Server, classes: Tensor) -> Callable[[Tensor], Tensor] | None:
+        """What else the features of these classes are to lower, a scalar of [K, m, d]; None: nothing."""
+        return None
 
     def retrain(self, server: Server) -> float:
         """A new classifier on the federated features, balanced as they are; returns the loss of the last epoch."""

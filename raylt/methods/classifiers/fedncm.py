@@ -8,29 +8,24 @@ Departures from the text:
 from typing import ClassVar
 
 import torch
-from torch.nn import functional as F
 
-from raylt import tree
 from raylt.core.client import Client, Message, Reply
 from raylt.core.features import features
 from raylt.core.fleet import Fleet
-from raylt.core.method import Method
 from raylt.core.reductions import total
 from raylt.core.server import Server
-from raylt.models.split import SplitModel, with_classifier
-from raylt.ops.moments import NEVER, class_means, pooled_means
+from raylt.methods.classifiers.family import AfterTraining
+from raylt.ops.closed_form import nearest_mean_classifier
+from raylt.ops.moments import class_means, nearest_moments, pooled_means
 
 
-class FedNCM(Method):
+class FedNCM(AfterTraining):
     """One pass over all clients after the last round; nothing is trained in it."""
 
     name: ClassVar[str] = "fedncm"
     paper: ClassVar[str] = "Legate et al., NeurIPS 2023"
-    trains_as: ClassVar[str | None] = "fedavg"
-
-    @property
-    def finishes(self) -> bool:
-        return True
+    link: ClassVar[str | None] = "https://arxiv.org/abs/2306.03937"
+    sums_samples: ClassVar[bool] = True
 
     def statistics(self, client: Client, message: Message) -> Reply:
         """Of each class that the client holds: its count and the sum of its features."""
@@ -40,14 +35,8 @@ class FedNCM(Method):
     def finish(self, server: Server, fleet: Fleet) -> None:
         """W_c = mu_c / ||mu_c||, b = 0."""
         of_class = {"n": 1, "z": torch.empty(server.model.dim, device="meta")}
-        message = {"model": tree.snapshot(server.model.entries("encoder."))}                    # [1]
-        got = fleet.ask(self.statistics, fleet.everyone, message,
-                        classes=total.within(dict.fromkeys(range(server.model.classes), of_class)))
+        like = dict.fromkeys(range(server.model.classes), of_class)
+        lengths = {"n": 1.0, "z": server.config.privacy.clip}
+        got = self.gather(server, fleet, classes=total.within(like).bounded(lengths, nearest_moments))         # [1]
         pooled = pooled_means(got["classes"], server.model.classes)
-        server.state["classifier"] = {"weight": F.normalize(pooled["means"], dim=1),
-                                      "bias": torch.where(pooled["present"], 0.0, NEVER)}       # [2]
-
-    def global_model(self, server: Server) -> SplitModel:
-        if "classifier" not in server.state:
-            return server.model
-        return with_classifier(server.model, **tree.to(server.state["classifier"], server.device))
+        server.state["classifier"] = nearest_mean_classifier(**pooled)                          # [2]

@@ -1,0 +1,1 @@
+"""Classifiers made after training, of one pass over all clients."""

@@ -1,0 +1,46 @@
+"""FedNPC: the classifier goes on learning from noise, until no class is ahead (Gao et al., CVPR Findings 2026).
+
+As in the authors' code, which is all that is public. Departures from it:
+[1] The classifier after the last step is taken; the code takes that of the step with the best test accuracy, and the
+    trained one where none is better.
+[2] The rounds are FedAvg's, as in the code's `FedAvg-FedNPC`; there its first stage may be any method.
+The encoder never sees the noise, and clients are not asked.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch.nn import functional as F
+
+from raylt import tree
+from raylt.core.fleet import Fleet
+from raylt.core.optimisers import SGD
+from raylt.core.server import Server
+from raylt.hyper import Choice, LogUniform, Uniform, hp
+from raylt.methods.classifiers.family import AfterTraining
+from raylt.models.split import linear
+
+
+class FedNPC(AfterTraining):
+    """FedAvg [2], then cross-entropy on N(0, I) with labels drawn evenly, a few steps of it."""
+
+    name: ClassVar[str] = "fednpc"
+    paper: ClassVar[str] = "Gao et al., CVPR Findings 2026"
+    later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("samples", "steps", "lr", "momentum")}
+
+    samples: int = hp(10000, Choice(1000, 10000), "M, of a step, drawn anew for each; from the code", ge=1)
+    steps: int = hp(27, Choice(10, 27, 50), "of all samples at once; E = 28 of the code counts from 1", ge=0)
+    lr: float = hp(0.1, LogUniform(0.01, 1.0), "from the code", gt=0)
+    momentum: float = hp(0.9, Uniform(0, 0.99), "from the code", ge=0, lt=1)
+
+    def finish(self, server: Server, fleet: Fleet) -> None:
+        own = server.model.classifier.state_dict()
+        classifier = linear(own["weight"].clone(), own["bias"].clone())
+        optimiser = SGD(classifier.parameters(), self.lr, self.momentum)
+        generator, model = torch.Generator().manual_seed(server.seed("noise")), server.model
+        for _ in range(self.steps):
+            z = torch.randn(self.samples, model.dim, generator=generator).to(server.device)
+            y = torch.randint(model.classes, (self.samples,), generator=generator).to(server.device)
+            optimiser.step(F.cross_entropy(classifier(z), y))
+        server.state["classifier"] = tree.snapshot(classifier.state_dict())                     # [1]

@@ -1,0 +1,1 @@
+"""CReFF, and what builds on its federated features."""
