@@ -11,11 +11,12 @@ from raylt.data.maps import VOID
 from raylt.errors import DataError
 
 KEYS = "x_train", "y_train", "x_test", "y_test", "class_names"
+CLIENTS = "id_train", "id_test", "client_names"
 
 
 class Arrays(NamedTuple):
-    """Images uint8 [N, H, W, channels], labels int64 [N] or label maps uint8 [N, H, W], class names, and a recorded id
-    of each training image where there is one."""
+    """Images uint8 [N, H, W, channels], labels int64 [N] or label maps uint8 [N, H, W], class names; and where they are
+    recorded, an id of each training and of each test image, and a name for each different id, in their order."""
 
     x_train: Stored
     y_train: Stored
@@ -23,21 +24,22 @@ class Arrays(NamedTuple):
     y_test: Stored
     class_names: tuple[str, ...]
     ids: np.ndarray | None = None
+    test_ids: np.ndarray | None = None
+    client_names: tuple[str, ...] | None = None
 
 
 def arrays(path: Path) -> Arrays:
-    """The data set in an npz file of the arrays KEYS and, where samples have one, `id_train`.
+    """The data set in an npz file of the arrays KEYS and, where it is recorded whose each sample is, of CLIENTS.
 
     Raises:
         DataError: the file cannot be read, or its arrays are not there or do not fit each other.
     """
-    entries = read_npz(path, (*KEYS, "id_train"))
+    entries = read_npz(path, (*KEYS, *CLIENTS))
     missing = [key for key in KEYS if key not in entries]
     if missing:
-        raise DataError(f"{path}: has no {', '.join(missing)}; {', '.join(KEYS)} are expected, id_train is optional")
-    names = entries["class_names"]
-    if names.ndim != 1 or names.dtype.kind != "U" or not len(names):
-        raise DataError(f"{path}: class_names is {names.dtype} {list(names.shape)}; a row of strings is expected")
+        raise DataError(f"{path}: has no {', '.join(missing)}; {', '.join(KEYS)} are expected, "
+                        f"{', '.join(CLIENTS)} are optional")
+    names = _checked_names(path, "class_names", entries["class_names"])
     x, y = {}, {}
     for part in ("train", "test"):
         x[part] = _checked_images(path, f"x_{part}", entries[f"x_{part}"])
@@ -48,11 +50,39 @@ def arrays(path: Path) -> Arrays:
     if x["train"].shape[1:] != x["test"].shape[1:]:
         raise DataError(f"{path}: images of x_train are {list(x['train'].shape[1:])}, of x_test "
                         f"{list(x['test'].shape[1:])}; they must be alike")
-    ids = entries.get("id_train")
-    if ids is not None and ids.shape != y["train"].shape[:1]:
-        raise DataError(f"{path}: id_train is {list(ids.shape)}; one id for each of the {len(y['train'])} training "
-                        "images is expected")
-    return Arrays(x["train"], y["train"], x["test"], y["test"], tuple(names.tolist()), ids)
+    return Arrays(x["train"], y["train"], x["test"], y["test"], tuple(names.tolist()), *_clients(path, entries, y))
+
+
+def _clients(path: Path, entries: dict[str, np.ndarray], y: dict[str, np.ndarray]) -> tuple[
+        np.ndarray | None, np.ndarray | None, tuple[str, ...] | None]:
+    """Ids of training and test images, and names of the different ones."""
+    ids, test_ids, names = (entries.get(key) for key in CLIENTS)
+    for key, part in zip(CLIENTS, ("train", "test"), strict=False):
+        if key in entries and entries[key].shape != y[part].shape[:1]:
+            raise DataError(f"{path}: {key} is {list(entries[key].shape)}; one id for each of the {len(y[part])} "
+                            f"{part}{'ing' * (part == 'train')} images is expected")
+    if ids is None:
+        if test_ids is not None or names is not None:
+            raise DataError(f"{path}: has no id_train; id_test and client_names are of the ids that it records")
+        return None, None, None
+    known = np.unique(ids)
+    if test_ids is not None and len(more := np.setdiff1d(test_ids, known)):
+        raise DataError(f"{path}: id_test holds {more[0].item()!r}, which id_train does not hold; every client "
+                        "needs training images")
+    if names is not None and len(_checked_names(path, "client_names", names)) != len(known):
+        raise DataError(f"{path}: client_names has {len(names)} names; one for each of the {len(known)} different ids "
+                        "of id_train is expected, in their sorted order")
+    if names is None and known.dtype.kind == "U":
+        names = known
+    return ids, test_ids, None if names is None else tuple(names.tolist())
+
+
+def _checked_names(path: Path, key: str, names: np.ndarray) -> np.ndarray:
+    if names.ndim != 1 or names.dtype.kind != "U" or not len(names):
+        raise DataError(f"{path}: {key} is {names.dtype} {list(names.shape)}; a row of strings is expected")
+    if len(np.unique(names)) != len(names):
+        raise DataError(f"{path}: {key} has a name twice; give each its own")
+    return names
 
 
 def _checked_images(path: Path, key: str, x: np.ndarray) -> np.ndarray:

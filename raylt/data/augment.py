@@ -6,6 +6,7 @@ is nothing of the image. Every augmentation has two parts, one that draws and on
 makes one decision per batch.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -13,10 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from raylt.data.maps import VOID
+from raylt.data.transforms import Augmentation, auto_augment, color_jitter, rand_augment, trivial_augment
+from raylt.recordable import recordable
 
 PADDING = 4
 
 
+@recordable
 def crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Each image cut at random out of its zero-padded self, and mirrored with probability 1/2.
 
@@ -53,6 +57,7 @@ def apply_crops(x: Tensor, offsets: Tensor, flips: Tensor, fill: int = 0) -> Ten
     return padded.view(-1, channels).index_select(0, pixels.view(-1)).view(x.shape)
 
 
+@recordable
 def resized_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator,
                       least: float = 0.64) -> tuple[Tensor, Tensor]:
     """SFD's: a random part of 64 to 100 % of each image's area, brought to its size, and mirrored with probability 1/2.
@@ -70,6 +75,7 @@ def resized_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator,
     return apply_boxes(x, boxes, flips), _moved(y, lambda maps: apply_boxes_to_maps(maps, boxes, flips))
 
 
+@recordable
 def scale_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Street scenes': each image scaled by 0.5 to 2, cut at random to its size, and mirrored with probability 1/2.
 
@@ -92,7 +98,7 @@ def draw_boxes(batch: int, size: tuple[int, int], generator: torch.Generator,
                least: float = 0.64) -> tuple[Tensor, Tensor]:
     """Parts of an image as top, left, height, width, int64 [B, 4], and whether to mirror, bool [B]."""
     area, *corner = torch.rand(3, batch, 1, generator=generator, device=generator.device)
-    full = torch.tensor(size, device=generator.device)
+    full = _sides(size, generator.device)
     sides = (full * (least + (1 - least) * area).sqrt()).round()                         # [B, 2]
     corners = torch.floor(torch.cat(corner, dim=1) * (full - sides + 1))
     return torch.cat([corners, sides], dim=1).long(), _draw_flips(batch, generator)
@@ -102,7 +108,7 @@ def draw_scaled_boxes(batch: int, size: tuple[int, int], generator: torch.Genera
     """What images scaled by s, uniform in 0.5..2, show of themselves in their own size: top, left, height, width,
     int64 [B, 4], larger than the image where s < 1; and whether to mirror, bool [B]."""
     scale, *corner = torch.rand(3, batch, 1, generator=generator, device=generator.device)
-    full = torch.tensor(size, device=generator.device)
+    full = _sides(size, generator.device)
     sides = (full / (0.5 + 1.5 * scale)).round()                                         # [B, 2]
     corners = torch.floor(torch.cat(corner, dim=1) * ((full - sides).abs() + 1)) * (full - sides).sign()
     return torch.cat([corners, sides], dim=1).long(), _draw_flips(batch, generator)
@@ -132,6 +138,25 @@ def _grid(x: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
     return torch.stack(torch.broadcast_tensors(across, down), dim=-1)
 
 
+def cutout(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Each image with a black square of half its side about a random pixel, as much of it as lies within (DeVries and
+    Taylor, arXiv 2017, at the 16 pixels of CIFAR).
+
+    Args:
+        x: [B, H, W, channels].
+        y: int64 [B]; stays as it is.
+        generator: on the device of `x`.
+    """
+    batch, sides = len(x), x.shape[1:3]
+    hidden = torch.ones(batch, *sides, dtype=torch.bool, device=x.device)
+    for axis, side in enumerate(sides, 1):
+        centre = torch.randint(side, (batch, 1), generator=generator, device=generator.device)
+        places = _steps(side, x)[None]
+        within = (places >= centre - side // 4) & (places < centre + side // 4)           # [B, side]
+        hidden &= within[:, :, None] if axis == 1 else within[:, None, :]
+    return x.masked_fill(hidden[..., None], 0), y
+
+
 def normalise(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """`(x / 255 - mean) / std` per channel.
 
@@ -150,16 +175,26 @@ def normalise(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return rows.view(x.shape).permute(0, 3, 1, 2)
 
 
-AUGMENTATIONS: dict[str, Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]] | None] = {
+AUGMENTATIONS: dict[str, Augmentation | None] = {
     "none": None,
     "crop_flip": crop_flip,
     "resized_crop_flip": resized_crop_flip,
     "scale_crop_flip": scale_crop_flip,
+    "color_jitter": color_jitter,
+    "rand_augment": rand_augment,
+    "trivial_augment": trivial_augment,
+    "auto_augment": auto_augment,
 }
 
 
 def _moved(y: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor:
     return y if y.ndim == 1 else move(y[..., None])[..., 0]
+
+
+@functools.cache
+def _sides(size: tuple[int, int], device: torch.device) -> Tensor:
+    """Height and width, int64 [2]; kept, since to bring them there makes the host wait for the device."""
+    return torch.tensor(size, device=device)
 
 
 def _draw_flips(batch: int, generator: torch.Generator) -> Tensor:

@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 
 from raylt import store
 from raylt.data.cache import Mapped, Stored
+from raylt.data.outline import outline_of
 from raylt.data.task import Task
 from raylt.errors import DataError, RayltError
 from raylt.typed import closed, hash_json
@@ -28,14 +29,16 @@ class _Known(TypedDict):
 
 _KNOWN = TypeAdapter(_Known)
 BESIDE = ".sha256"
+OUTLINE = "clients and classes"         # the name of the outline's hash
 
 
 def hash_data(task: Task) -> dict[str, str]:
     """SHA-256 of what a run sees: by name, training and test images and labels, and what a model is told of them.
 
-    Training images and labels are taken client by client, validation samples last.
+    Training images and labels are taken client by client, validation samples and the server's own last.
     """
-    training = [*task.shards, *([] if task.validation is None else [task.validation])]
+    training = [*task.shards, *(part for part in (task.validation, task.auxiliary) if part is not None)]
+    tests = {} if task.own_tests is None else {"clients of test images": _hash(task.own_tests)}
     facts = [task.name, task.kind, list(task.class_names), list(task.shape), list(task.mean), list(task.std)]
     return {
         "training images": _hash(shard.x for shard in training),
@@ -43,6 +46,8 @@ def hash_data(task: Task) -> dict[str, str]:
         "test images": _hash([task.test.x]),
         "test labels": _hash([task.test.y]),
         "classes and normalisation": hash_json(facts),
+        OUTLINE: hash_json(outline_of(task)),
+        **tests,
     }
 
 

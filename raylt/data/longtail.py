@@ -41,7 +41,8 @@ def long_tail_counts(available: np.ndarray, imbalance: float) -> np.ndarray:
     return counts
 
 
-def long_tail_subset(labels: np.ndarray, imbalance: float, classes: int, seed: int) -> np.ndarray:
+def long_tail_subset(labels: np.ndarray, imbalance: float, classes: int, seed: int,
+                     by_size: bool = False) -> np.ndarray:
     """Positions of a random long-tailed subset, sorted; a function of its arguments alone.
 
     Args:
@@ -49,11 +50,31 @@ def long_tail_subset(labels: np.ndarray, imbalance: float, classes: int, seed: i
         imbalance: IF, see `long_tail_counts`.
         classes: C.
         seed: `data.seed`.
+        by_size: whether the largest class stays the largest one; otherwise the first becomes it, as with benchmarks.
     """
-    counts = long_tail_counts(np.bincount(labels, minlength=classes), imbalance)
+    available = np.bincount(labels, minlength=classes)
+    order = np.argsort(-available, kind="stable") if by_size else np.arange(classes)
+    counts = np.empty(classes, dtype=np.int64)
+    counts[order] = long_tail_counts(available[order], imbalance)
     rng = np.random.default_rng(seed_for(seed, "longtail"))
     chosen = [rng.choice(np.flatnonzero(labels == c), n, replace=False) for c, n in enumerate(counts)]
     return np.sort(np.concatenate(chosen))
+
+
+def own_tail(labels: np.ndarray, imbalance: float, rng: np.random.Generator) -> np.ndarray:
+    """Positions of one client's own long-tailed subset, sorted: its classes in an order that is drawn, each with at
+    most n_max * (1/IF)^(i/(C-1)) samples for its place i, n_max the size of its largest class, and at least one.
+
+    Args:
+        labels: of the client's samples, int64 [n]; C is how many classes they have.
+        imbalance: IF.
+    """
+    classes, counts = np.unique(labels, return_counts=True)
+    last = max(len(classes) - 1, 1)
+    most = [max(1, int(counts.max(initial=0) * (1 / imbalance) ** (place / last))) for place in range(len(classes))]
+    chosen = [rng.permutation(np.flatnonzero(labels == c))[:n] for c, n in zip(
+        classes[rng.permutation(len(classes))], most, strict=True)]
+    return np.sort(np.concatenate([np.empty(0, np.int64), *chosen]))
 
 
 def group_of(counts: np.ndarray, low: int, high: int) -> list[str]:

@@ -1,8 +1,8 @@
 """Who gets which sample: CReFF's partition, Dirichlet partitions with and without a smallest size, that of Hsu et al.,
-IID, recorded ids, and, of images with label maps, classes.
+and, of images with label maps, classes; simpler ones are in simple_partitions.py.
 
 Every function returns one sorted int64 array of positions into `labels` per client; together they hold each position
-once. Clients may be empty unless a smallest size is asked for.
+once, unless `data.tail` thins what a client has. Clients may be empty unless a smallest size is asked for.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,8 @@ from collections.abc import Callable
 import numpy as np
 
 from raylt.config import DataConfig
+from raylt.data.longtail import own_tail
+from raylt.data.simple_partitions import by_id, iid, pathological, quantity, shards
 from raylt.errors import DataError
 from raylt.seeds import seed_for
 
@@ -19,44 +21,63 @@ CREFF_GROUP = 10        # CReFF deals to this many clients at a time
 Cut = Callable[[np.ndarray, int], np.ndarray]
 
 
-def partition(labels: np.ndarray, config: DataConfig, ids: np.ndarray | None) -> list[np.ndarray]:
+def partition(labels: np.ndarray, config: DataConfig, ids: np.ndarray | None,
+              known: np.ndarray | None = None) -> list[np.ndarray]:
     """The partition that `config` asks for, seeded by `config.seed`.
 
     Args:
         labels: of the (long-tailed) training samples, int64 [n]; where they are maps, the classes that each image
             shows, bool [n, C].
-        config: its `partition`, `clients`, `alpha`, `beta`, `imbalance`, `min_size` and `seed` matter.
+        config: its `partition`, `clients`, `alpha`, `beta`, `imbalance`, `min_size` and `seed` matter; none of the
+            first two and imbalance is None.
         ids: recorded id of each sample, [n], or None where the source has none.
+        known: the different ids, sorted, also of samples that a long tail left out; by default those in `ids`.
 
     Raises:
         DataError: the data cannot be split like that.
     """
-    if config.clients > len(labels):
-        raise DataError(f"data.clients = {config.clients} is more than the {len(labels)} training samples; "
+    clients, imbalance = config.clients, config.imbalance
+    assert clients is not None
+    assert imbalance is not None
+    assert config.partition is not None
+    if clients > len(labels):
+        raise DataError(f"data.clients = {clients} is more than the {len(labels)} training samples; "
                         "lower data.clients or data.imbalance")
     if labels.ndim == 2 and config.partition not in ("classes", "iid", "by_id"):
         raise DataError(f"data.partition = {config.partition}: deals samples by their one class, and an image of "
                         f"{config.source} shows many; set data.partition=classes, iid or by_id")
+    if labels.ndim == 2 and config.tail != "global":
+        raise DataError(f"data.tail = {config.tail}: thins the classes of each client, and an image of {config.source} "
+                        "shows many; set data.tail=global")
     if labels.ndim == 1 and config.partition == "classes":
         raise DataError(f"data.partition = classes: relabels pixels, and {config.source} has one label per image; set "
                         "data.partition=dirichlet, creff, iid or by_id")
     rng = np.random.default_rng(seed_for(config.seed, "partition"))
     match config.partition:
         case "creff":
-            parts = creff(labels, config.clients, config.alpha, rng)
+            parts = creff(labels, clients, config.alpha, rng)
         case "dirichlet":
-            parts = dirichlet(labels, config.clients, config.alpha, config.min_size or 0, rng)
+            parts = dirichlet(labels, clients, config.alpha, config.min_size or 0, rng)
         case "dirichlet_min":
             min_size = 10 if config.min_size is None else config.min_size
-            parts = dirichlet_min(labels, config.clients, config.alpha, min_size, rng)
+            parts = dirichlet_min(labels, clients, config.alpha, min_size, rng)
         case "hsu":
-            parts = hsu(labels, config.clients, config.alpha, rng)
+            parts = hsu(labels, clients, config.alpha, rng)
         case "iid":
-            parts = iid(labels, config.clients, rng)
+            parts = iid(labels, clients, rng)
         case "by_id":
-            parts = by_id(ids, config.clients)
+            parts = by_id(ids, clients, known)
         case "classes":
-            parts = by_class(labels, config.clients, config.beta, config.imbalance, rng)
+            parts = by_class(labels, clients, config.beta, imbalance, rng)
+        case "pathological":
+            parts = pathological(labels, clients, config.per_client, rng)
+        case "shards":
+            parts = shards(labels, clients, config.per_client, rng)
+        case "quantity":
+            parts = quantity(labels, clients, config.alpha, config.min_size or 0, rng)
+    if config.tail != "global":
+        thinner = np.random.default_rng(seed_for(config.seed, "tail"))
+        parts = [part[own_tail(labels[part], imbalance, thinner)] for part in parts]
     smallest = min(len(part) for part in parts)
     if smallest < (config.min_size or 0):
         raise DataError(f"data.min_size = {config.min_size}, but the smallest client of partition {config.partition} "
@@ -129,27 +150,6 @@ def hsu(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
             for members, taken, n in zip(rows, left, counts, strict=True):
                 owner[members[taken - n:taken]] = k
             left, wanted = left - counts, wanted - counts.sum()
-    return _by_owner(owner, clients)
-
-
-def iid(labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Samples dealt at random; sizes differ by at most 1."""
-    return [np.sort(part) for part in np.array_split(rng.permutation(len(labels)), clients)]
-
-
-def by_id(ids: np.ndarray | None, clients: int) -> list[np.ndarray]:
-    """One client per recorded id, in sorted order of the ids.
-
-    Raises:
-        DataError: no ids, or not as many different ones as clients.
-    """
-    if ids is None:
-        raise DataError("data.partition = by_id: the source records no ids; give an npz: source with id_train, "
-                        "or another data.partition")
-    distinct, owner = np.unique(ids, return_inverse=True)
-    if len(distinct) != clients:
-        raise DataError(f"data.clients = {clients}: the samples record {len(distinct)} different ids and by_id makes "
-                        f"one client of each; set data.clients={len(distinct)}")
     return _by_owner(owner, clients)
 
 

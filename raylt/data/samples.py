@@ -1,6 +1,6 @@
 """`Samples`: images that live as uint8 on a device from the start, and the batches cut from them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,9 +10,9 @@ from raylt.data.augment import normalise
 from raylt.data.cache import load
 from raylt.data.maps import VOID
 from raylt.data.task import Facts, Shard
+from raylt.data.transforms import Augmentation
 from raylt.tree import view
 
-Augmentation = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]
 IGNORED = -100          # what torch's cross-entropy leaves out unless told otherwise
 
 
@@ -37,6 +37,11 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.y)
+
+    @property
+    def nbytes(self) -> int:
+        """What images and labels take on the device."""
+        return self.x.nbytes + self.y.nbytes
 
     def counts(self, classes: int) -> Tensor:
         """Images or labelled pixels of each class, int64 [C]."""

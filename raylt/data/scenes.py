@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from raylt.data.arrays import Arrays
-from raylt.data.cache import Frames, decode_frames
 from raylt.data.decoding import open_image, read_npz
+from raylt.data.frames import Frames, decode_frames
 from raylt.data.maps import VOID
 from raylt.errors import DataError
 from raylt.seeds import seed_for

@@ -7,69 +7,25 @@ label maps are in scenes.py.
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from raylt.config import DataConfig
 from raylt.data.arrays import Arrays, arrays
-from raylt.data.cache import Stored, decode_tree, load, take
+from raylt.data.folders import open_parts, read_parts
+from raylt.data.hub import open_hub
 from raylt.data.scenes import camvid, cityscapes, shapes
+from raylt.data.source import PUBLISHED, Kind, Source, channel_statistics
+from raylt.data.trees import How, decode_tree
 from raylt.errors import ConfigError, DataError
 from raylt.seeds import seed_for
 
-Channels = tuple[float, ...]
-Kind = Literal["classification", "segmentation"]
+__all__ = ["NAMES", "SOURCES", "Kind", "Source", "channel_statistics", "group_thresholds", "open_source"]
 
 TORCHVISION = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "fashion_mnist": "FashionMNIST"}
-NAMES = ("digits", *TORCHVISION, "cinic10", "imagenet_lt", "shapes", "camvid", "cityscapes", "folder", "npz")
-IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-CIFAR = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)      # CReFF's code uses them for CIFAR-100 too
-PUBLISHED = {
-    "cifar10": CIFAR,
-    "cifar100": CIFAR,
-    "fashion_mnist": ((0.2860,), (0.3530,)),
-    "cinic10": ((0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835)),
-    "imagenet_lt": IMAGENET,
-    "camvid": IMAGENET,             # so that weights from ImageNet see what they saw there
-    "cityscapes": IMAGENET,
-}
+NAMES = ("digits", *TORCHVISION, "cinic10", "imagenet_lt", "shapes", "camvid", "cityscapes", "folder", "npz", "hf")
 GROUPS = {"cifar10": (200, 1000), "fashion_mnist": (200, 1000), "cinic10": (200, 1000), "digits": (20, 60)}
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """A data set before it is thinned and partitioned.
-
-    Args:
-        x_train, x_test: uint8 [N, H, W, channels].
-        y_train, y_test: int64 [N], in [0, C); or label maps uint8 [N, H, W], in [0, C) or VOID.
-        class_names: C names.
-        ids: recorded id of each training sample, [N], where there is one.
-        mean, std: per channel, of pixels in [0, 1].
-    """
-
-    name: str
-    x_train: Stored
-    y_train: Stored
-    x_test: Stored
-    y_test: Stored
-    class_names: tuple[str, ...]
-    mean: Channels
-    std: Channels
-    ids: np.ndarray | None = None
-
-    @property
-    def kind(self) -> Kind:
-        return "classification" if len(self.y_train.shape) == 1 else "segmentation"
-
-    @property
-    def strata(self) -> np.ndarray:
-        """What a validation part is to be representative of: the labels; images with maps are all of one kind."""
-        return load(self.y_train) if self.kind == "classification" else np.zeros(len(self.y_train), dtype=np.int64)
-
 
 SOURCES: dict[str, Callable[[DataConfig], Source]] = {}        # of one's own, by name: see raylt/registry.py
 
@@ -91,7 +47,7 @@ def open_source(config: DataConfig) -> Source:
         case "cifar10" | "cifar100" | "fashion_mnist", False:
             return _torchvision(kind, root, config.download)
         case "cinic10", False:
-            return _tree("cinic10", root / "cinic10", 32, root / "cache")
+            return _cinic10(root / "cinic10", root / "cache")
         case "imagenet_lt", False:
             return _imagenet_lt(root / "imagenet_lt", config)
         case "shapes", False:
@@ -101,17 +57,20 @@ def open_source(config: DataConfig) -> Source:
         case "cityscapes", False:
             return _source("cityscapes", cityscapes(root, config.size))
         case "folder", True:
-            return _tree(config.source, path, config.size, root / "cache")
+            how = How(config.size, config.channels, config.fit, config.bad)
+            return open_parts(config.source, read_parts(path), how, root / "cache")
         case "npz", True:
             return _source(config.source, arrays(path))
-    if kind in ("folder", "npz"):
+        case "hf", True:
+            return open_hub(config)
+    if kind in ("folder", "npz", "hf"):
         raise ConfigError(f"data.source = {config.source!r} names no path; write {kind}:PATH")
     if colon and kind in NAMES:
         raise ConfigError(f"data.source = {config.source!r}: {kind} takes no path, it lies under data.root")
     nearest = difflib.get_close_matches(kind, NAMES, 1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
-    raise ConfigError(f"data.source = {config.source!r}: no such source; {hint}There are: {', '.join(NAMES[:-2])}, "
-                      "folder:PATH, npz:PATH; one's own comes by --plugin FILE.")
+    raise ConfigError(f"data.source = {config.source!r}: no such source; {hint}There are: {', '.join(NAMES[:-3])}, "
+                      "folder:PATH, npz:PATH, hf:NAME@REVISION; one's own comes by --plugin FILE.")
 
 
 def group_thresholds(config: DataConfig, pixels: int | None = None) -> tuple[int, int]:
@@ -127,22 +86,6 @@ def group_thresholds(config: DataConfig, pixels: int | None = None) -> tuple[int
     return low, high
 
 
-def channel_statistics(x: Stored) -> tuple[Channels, Channels]:
-    """Mean and standard deviation per channel of pixels in [0, 1], of at most 2,000 evenly spaced images if `x` is
-    mapped. A constant channel gets the deviation of one grey level, so that dividing by it is safe."""
-    if not isinstance(x, np.ndarray):
-        x = load(take(x, np.linspace(0, len(x) - 1, min(len(x), 2000)).astype(np.int64)))
-    levels = np.arange(256) / 255
-    mean, std = [], []
-    for channel in range(x.shape[3]):
-        # a histogram is exact and needs no float copy of the images
-        share = sum(np.bincount(part[..., channel].ravel(), minlength=256)
-                    for part in np.array_split(x, 1 + len(x) // 4096)) / x[..., 0].size
-        mean.append(float(levels @ share))
-        std.append(max(float(np.sqrt((levels - mean[-1]) ** 2 @ share)), 1 / 255))
-    return tuple(mean), tuple(std)
-
-
 def _digits() -> Source:
     from sklearn.datasets import load_digits
 
@@ -156,9 +99,9 @@ def _digits() -> Source:
 
 
 def _source(name: str, stored: Arrays) -> Source:
-    x_train, y_train, x_test, y_test, names, ids = stored
+    x_train, y_train, x_test, y_test, names, ids, test_ids, clients = stored
     mean, std = PUBLISHED.get(name) or channel_statistics(x_train)
-    return Source(name, x_train, y_train, x_test, y_test, names, mean, std, ids)
+    return Source(name, x_train, y_train, x_test, y_test, names, mean, std, ids, test_ids, clients)
 
 
 def _torchvision(name: str, root: Path, download: bool) -> Source:
@@ -178,36 +121,15 @@ def _torchvision(name: str, root: Path, download: bool) -> Source:
     return Source(name, x_train, y_train, x_test, y_test, tuple(train.classes), *PUBLISHED[name])
 
 
-def _tree(name: str, folder: Path, size: int, cache: Path) -> Source:
-    kind = name.partition(":")[0]
-    names = _subfolders(folder / "train")
-    if _subfolders(folder / "test") != names:
-        raise DataError(f"{folder}: train and test must hold the same class folders; "
-                        f"they differ in {sorted(set(names) ^ set(_subfolders(folder / 'test')))}")
-    parts = []
-    for part in ("train", "test"):
-        files = [sorted(f"{c}/{file.name}" for file in (folder / part / c).iterdir() if file.name[0] != ".")
-                 for c in names]
-        if not any(files):
-            raise DataError(f"{folder / part}: no images in its class folders; put them at {part}/<class>/<image>")
-        x = decode_tree(f"{kind}-{part}", folder / part, [file for of_class in files for file in of_class], size, cache)
-        parts += [x, np.repeat(np.arange(len(names)), [len(of_class) for of_class in files])]
-    x_train, y_train, x_test, y_test = parts
-    mean, std = PUBLISHED.get(name) or channel_statistics(x_train)
-    return Source(name, x_train, y_train, x_test, y_test, names, mean, std)
-
-
-def _subfolders(folder: Path) -> tuple[str, ...]:
-    if not folder.is_dir():
-        raise DataError(f"{folder.resolve()}: no such folder; images are expected at {folder.name}/<class>/<image>")
-    names = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."))
-    if not names:
-        raise DataError(f"{folder.resolve()}: no class folders; images are expected at {folder.name}/<class>/<image>")
-    return names
+def _cinic10(folder: Path, cache: Path) -> Source:
+    parts = read_parts(folder)
+    if parts.test is None or parts.train.clients is not None:
+        raise DataError(f"{folder}: holds no cinic10; its images are expected at train/<class>/ and test/<class>/")
+    return open_parts("cinic10", parts, How(32), cache)
 
 
 def _imagenet_lt(folder: Path, config: DataConfig) -> Source:
-    if config.imbalance != 1:
+    if config.imbalance not in (None, 1):
         raise DataError(f"data.imbalance = {config.imbalance:g}: imagenet_lt is long-tailed as published and is never "
                         "thinned again; set data.imbalance=1")
     (train, y_train), (test, y_test) = (_read_list(folder / f"ImageNet_LT_{part}.txt") for part in ("train", "test"))
@@ -216,8 +138,9 @@ def _imagenet_lt(folder: Path, config: DataConfig) -> Source:
     if len(names) != classes or y_test.max() >= classes:
         raise DataError(f"{folder}: the labels of ImageNet_LT_train.txt must be 0..C-1 and cover those of "
                         "ImageNet_LT_test.txt; use the published lists")
-    x_train, x_test = (decode_tree(f"imagenet_lt-{part}", folder, files, config.size, Path(config.root).expanduser()
-                                   / "cache") for part, files in (("train", train), ("test", test)))
+    cache = Path(config.root).expanduser() / "cache"
+    x_train, x_test = (decode_tree(f"imagenet_lt-{part}", folder, files, How(config.size), cache)[0]
+                       for part, files in (("train", train), ("test", test)))
     return Source("imagenet_lt", x_train, y_train, x_test, y_test, tuple(names[c] for c in range(classes)),
                   *PUBLISHED["imagenet_lt"])
 

@@ -2,9 +2,10 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
 from pydantic import Field, TypeAdapter
@@ -16,6 +17,7 @@ from raylt.errors import CheckpointError, DataError
 from raylt.typed import as_json, closed, hash_json
 
 LIMIT = 2**30               # bytes of a split.json: a hundred million samples
+Row = Annotated[int, Field(ge=-2**63, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
@@ -24,7 +26,7 @@ class _File(TypedDict):
     """The content of a split.json."""
 
     sha256: Sha256
-    clients: list[list[Annotated[int, Field(ge=-2**63, lt=2**63)]]]
+    clients: list[list[Row]]
     labels_sha256: Sha256
     source: str
     imbalance: Annotated[float, Field(ge=1, allow_inf_nan=False)]
@@ -32,10 +34,16 @@ class _File(TypedDict):
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     seed: Annotated[int, Field(ge=0)]
     beta: NotRequired[Annotated[int, Field(ge=1)]]
+    test: NotRequired[list[list[Row]]]
+    test_share: NotRequired[Annotated[float, Field(gt=0, lt=1)]]
+    client_names: NotRequired[list[str]]
+    tail: NotRequired[Literal["local", "mixed"]]
+    per_client: NotRequired[Annotated[int, Field(ge=1)]]
     seal: Sha256
 
 
 _FILE = TypeAdapter(_File)
+_LATER = ("test", "test_share", "client_names", "tail", "per_client")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +55,12 @@ class Split:
         labels_sha256: of the source's training labels, see `hash_labels`.
         source, imbalance, partition, alpha, seed: the settings they were drawn with.
         beta: the classes that each client keeps, of partition classes alone.
+        test: of each id that the source records, in their order, the training samples that became test samples, int64
+            [n], ascending; of a source without a test set alone.
+        test_share: `data.test`, there.
+        client_names: of each client, where partition by_id gave it the samples of a name.
+        tail: `data.tail`, where it is another than global.
+        per_client: `data.per_client`, of the partitions that go by it.
     """
 
     clients: tuple[np.ndarray, ...]
@@ -57,19 +71,27 @@ class Split:
     alpha: float
     seed: int
     beta: int | None = None
+    test: tuple[np.ndarray, ...] | None = None
+    test_share: float | None = None
+    client_names: tuple[str, ...] | None = None
+    tail: Literal["local", "mixed"] | None = None
+    per_client: int | None = None
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of the index lists alone, as JSON without spaces."""
-        return hashlib.sha256(json.dumps(self._lists(), separators=(",", ":")).encode()).hexdigest()
+        """SHA-256 of the clients' index lists alone, as JSON without spaces."""
+        return _hash(self.clients)
 
     @property
     def seal(self) -> str:
         """SHA-256 of everything, the index lists by theirs."""
-        return hash_json({**asdict(self), "clients": self.sha256})
+        tree = {**asdict(self), "clients": self.sha256, "test": None if self.test is None else _hash(self.test)}
+        # what came later counts where it is there: splits drawn before keep their seal
+        return hash_json({name: value for name, value in tree.items() if name not in _LATER or value is not None})
 
     def to_json(self) -> dict[str, Any]:
-        tree = {"sha256": self.sha256, **asdict(self), "clients": self._lists(), "seal": self.seal}
+        tree = {"sha256": self.sha256, **asdict(self), "clients": _lists(self.clients),
+                "test": None if self.test is None else _lists(self.test), "seal": self.seal}
         return {name: value for name, value in tree.items() if value is not None}
 
     @classmethod
@@ -81,8 +103,12 @@ class Split:
         """
         tree: dict[str, Any] = {**as_json(content, _FILE, "not a split.json", DataError)}
         sha256, seal = tree.pop("sha256"), tree.pop("seal")
-        lists = tree.pop("clients")
-        split = cls(tuple(np.array(rows, dtype=np.int64) for rows in lists), **tree)
+        for name in ("clients", "test"):
+            if name in tree:
+                tree[name] = tuple(np.array(rows, dtype=np.int64) for rows in tree[name])
+        if "client_names" in tree:
+            tree["client_names"] = tuple(tree["client_names"])
+        split = cls(**tree)
         if split.sha256 != sha256:
             raise DataError("the index lists were changed after the split was saved: they do not have the sha256 "
                             "beside them; draw the split anew or take the original file")
@@ -108,9 +134,6 @@ class Split:
         except DataError as error:
             raise DataError(f"{path}: {error}") from None
 
-    def _lists(self) -> list[list[int]]:
-        return [rows.tolist() for rows in self.clients]
-
 
 def hash_labels(labels: Stored) -> str:
     """SHA-256 of labels as little-endian int64, of maps as they are."""
@@ -119,3 +142,11 @@ def hash_labels(labels: Stored) -> str:
         part = load(take(labels, rows))
         digest.update(part.astype("<i8" if part.ndim == 1 else "u1").tobytes())
     return digest.hexdigest()
+
+
+def _lists(rows: Sequence[np.ndarray]) -> list[list[int]]:
+    return [each.tolist() for each in rows]
+
+
+def _hash(rows: Sequence[np.ndarray]) -> str:
+    return hashlib.sha256(json.dumps(_lists(rows), separators=(",", ":")).encode()).hexdigest()

@@ -6,11 +6,14 @@ from pathlib import Path
 import numpy as np
 
 from raylt.config import DataConfig
+from raylt.data.auxiliary import auxiliary_rows
 from raylt.data.cache import Stored, load, take
-from raylt.data.longtail import group_of, long_tail_subset
-from raylt.data.maps import BACKGROUND, VOID, class_counts, class_views, relabel, shown
-from raylt.data.partition import partition
-from raylt.data.sources import Kind, Source, group_thresholds, open_source
+from raylt.data.drawing import draw, notes
+from raylt.data.longtail import group_of
+from raylt.data.maps import BACKGROUND, VOID, class_counts, class_views, relabel
+from raylt.data.newcomers import draw_newcomers
+from raylt.data.source import Kind, Source, channel_statistics
+from raylt.data.sources import group_thresholds, open_source
 from raylt.data.split import Split, hash_labels
 from raylt.data.validation import carve
 from raylt.errors import DataError
@@ -78,9 +81,15 @@ class Task(Facts):
         groups: "many", "medium" or "few" for each class, by its global training count (with those for validation); "-"
             for a background that stands for all classes.
         shards: training samples of each client; a client may have none.
-        test: the balanced test set.
+        test: the balanced test set; or the clients' own test samples, one client after the other.
         split: which training samples of the source the shards and the validation set are.
         validation: as long-tailed as the shards; None unless `data.validation` asks for it.
+        client_names: of each client, K of them; without names their numbers.
+        own_tests: of each client, the rows of `test` that are its own test samples, int64 [n]; None where nobody
+            recorded whose they are, or the clients are not those that it was recorded of.
+        notes: what a user should hear of the data, in whole sentences.
+        auxiliary: what the server holds itself, balanced; None unless `data.auxiliary` asks for it.
+        newcomers: ids of the clients that join only after training, ascending.
     """
 
     client_counts: np.ndarray
@@ -89,6 +98,15 @@ class Task(Facts):
     test: Shard
     split: Split
     validation: Shard | None = None
+    client_names: tuple[str, ...] = ()
+    own_tests: tuple[np.ndarray, ...] | None = None
+    notes: tuple[str, ...] = ()
+    auxiliary: Shard | None = None
+    newcomers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.client_names:
+            object.__setattr__(self, "client_names", tuple(map(str, range(self.clients))))
 
     @property
     def counts(self) -> np.ndarray:
@@ -112,9 +130,9 @@ class Task(Facts):
 
     def without_data(self) -> "Task":
         """What the server may know: sizes and views of the shards stay, their images and labels do not."""
-        return replace(self, shards=tuple(
-            Shard(np.empty((len(shard), 0, 0, 0), np.uint8), np.empty((len(shard), 0), np.uint8), None, shard.view)
-            for shard in self.shards))
+        # one pair of arrays for all clients of a size: a hundred thousand of them travel in a second
+        empty = {n: (np.empty((n, 0, 0, 0), np.uint8), np.empty((n, 0), np.uint8)) for n in set(map(len, self.shards))}
+        return replace(self, shards=tuple(Shard(*empty[len(shard)], None, shard.view) for shard in self.shards))
 
     @property
     def facts(self) -> Facts:
@@ -138,7 +156,7 @@ def build_task(config: DataConfig, split: Split | None = None) -> Task:
         split = Split.load(Path(config.split).expanduser())
         _check(split, source, config, config.split)
     else:
-        split = _draw(source, config)
+        split = draw(source, config)
     names, views = source.class_names, None
     everyone = class_counts(take(source.y_train, np.concatenate(split.clients)), len(names))
     groups = group_of(everyone, *group_thresholds(config, everyone.sum() if source.kind == "segmentation" else None))
@@ -155,32 +173,37 @@ def build_task(config: DataConfig, split: Split | None = None) -> Task:
     if config.validation:
         kept, held = carve(split.clients, source.strata, config.validation, config.seed)
     shards = tuple(shard(rows, k) for k, rows in enumerate(kept))
+    late = draw_newcomers(kept, config)
+    extra = shard(auxiliary_rows(source, kept, late, held, config)) if config.auxiliary else None
     client_counts = np.stack([class_counts(its.labels(), len(names)) for its in shards])
+    mean, std, test = source.mean, source.std, Shard(source.x_test, source.y_test)
+    if split.test is not None:
+        mean, std = channel_statistics(take(source.x_train, np.sort(np.concatenate(split.clients))))
+        test = replace(shard(np.concatenate(split.test)), ids=None)
     _, height, width, channels = source.x_train.shape
-    mean, std = (source.mean, source.std) if config.normalise else ((0.0,) * channels, (1.0,) * channels)
+    if not config.normalise:
+        mean, std = (0.0,) * channels, (1.0,) * channels
     return Task(source.name, names, (height, width, channels), mean, std, client_counts, tuple(groups),
-                shards, Shard(source.x_test, source.y_test), split, None if held is None else shard(held),
+                shards, test, split, None if held is None else shard(held), split.client_names or (),
+                _own_tests(source, split), (*source.notes, *notes(source, split, load(test.y))), extra, late,
                 kind=source.kind)
 
 
-def _draw(source: Source, config: DataConfig) -> Split:
-    subset, labels = _thinned(source, config)
-    parts = partition(labels, config, None if source.ids is None else source.ids[subset])
-    return Split(tuple(subset[part] for part in parts), hash_labels(source.y_train), source.name, config.imbalance,
-                 config.partition, config.alpha, config.seed, config.beta if config.partition == "classes" else None)
+def complete(config: DataConfig, split: Split) -> DataConfig:
+    """The configuration with what the data decided, for the record."""
+    known = {"clients": len(split.clients), "imbalance": split.imbalance, "partition": split.partition,
+             "test": split.test_share}
+    return config.model_copy(update={key: value for key, value in known.items() if getattr(config, key) is None})
 
 
-def _thinned(source: Source, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of the training set, and what a partition goes by."""
-    classes = len(source.class_names)
-    if source.kind == "classification":
-        labels = load(source.y_train)
-        subset = long_tail_subset(labels, config.imbalance, classes, config.seed)
-        return subset, labels[subset]
-    if config.imbalance != 1 and config.partition in ("iid", "by_id"):
-        raise DataError(f"data.imbalance = {config.imbalance:g}: the classes of {source.name} share its images, so "
-                        "none can be thinned; set data.imbalance=1")
-    return np.arange(len(source.y_train)), shown(source.y_train, classes)
+def _own_tests(source: Source, split: Split) -> tuple[np.ndarray, ...] | None:
+    if split.partition != "by_id":
+        return None
+    if split.test is not None:
+        return tuple(np.split(np.arange(sum(map(len, split.test))), np.cumsum([len(rows) for rows in split.test])[:-1]))
+    if source.test_ids is None or source.ids is None:
+        return None
+    return tuple(np.flatnonzero(source.test_ids == known) for known in np.unique(source.ids))
 
 
 def _check(split: Split, source: Source, config: DataConfig, name: str) -> None:
@@ -188,10 +211,13 @@ def _check(split: Split, source: Source, config: DataConfig, name: str) -> None:
     if split.labels_sha256 != hash_labels(source.y_train):
         raise DataError(f"{name}: drawn from {split.source}, whose training labels are not those of data.source = "
                         f"{config.source}; use the source it was drawn from")
-    if len(split.clients) != config.clients:
+    if config.clients is not None and len(split.clients) != config.clients:
         raise DataError(f"{name}: has {len(split.clients)} clients, data.clients = {config.clients}; "
                         f"set data.clients={len(split.clients)}")
-    rows = np.concatenate(split.clients)
+    if (split.test is not None) != (not len(source.y_test)):
+        raise DataError(f"{name}: was drawn where {source.name} had {'no' if split.test is not None else 'a'} test "
+                        "part, which is otherwise now; draw the split anew")
+    rows = np.concatenate([*split.clients, *(split.test or ())])
     if not len(rows) or rows.min() < 0 or rows.max() >= len(source.y_train):
         raise DataError(f"{name}: indices must be from 0 to {len(source.y_train) - 1} and at least one; "
                         "draw the split anew")

@@ -1,4 +1,5 @@
-"""The validation set: a stratified part of the training samples that no client gets, to choose configurations by."""
+"""Stratified parts of the training samples: the validation set, which no client gets, to choose configurations by; and
+the test samples of clients whose data have none."""
 
 from collections.abc import Sequence
 
@@ -40,3 +41,31 @@ def carve(clients: Rows, labels: np.ndarray, share: float, seed: int) -> tuple[l
                 wanted -= 1
     kept = [its[~taken[owner == k]] for k, its in enumerate(clients)]
     return kept, np.sort(rows[taken])
+
+
+def hold_out(ids: np.ndarray, labels: np.ndarray, share: float, seed: int) -> list[np.ndarray]:
+    """Takes `share` of each client's samples of each class as its test samples; a function of its arguments alone.
+
+    Of n samples of a class round(share * n) are taken and never the last one; a client that would be left without any,
+    and has two samples of a class, gives one of its largest class.
+
+    Args:
+        ids: whose each sample is, [N].
+        labels: int64 [N].
+        share: in (0, 1).
+        seed: `data.seed`.
+
+    Returns:
+        Of each different id, in sorted order, rows of its test samples, int64 [n], ascending.
+    """
+    parts = []
+    for place, known in enumerate(np.unique(ids)):
+        rng = np.random.default_rng(seed_for(seed, "test part", place))
+        rows = np.flatnonzero(ids == known)
+        members = [rng.permutation(rows[labels[rows] == c]) for c in np.unique(labels[rows])]
+        counts = [min(int(share * len(each) + 0.5), len(each) - 1) for each in members]
+        largest = max(range(len(members)), key=lambda c: len(members[c]))
+        if not any(counts) and len(members[largest]) > 1:
+            counts[largest] = 1
+        parts.append(np.sort(np.concatenate([each[:n] for each, n in zip(members, counts, strict=True)])))
+    return parts

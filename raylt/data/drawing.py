@@ -1,0 +1,86 @@
+"""A split drawn from a source as a configuration asks: what becomes the test part, what is left out, who gets what."""
+
+import numpy as np
+
+from raylt.config import BENCHMARKS, DataConfig
+from raylt.data.cache import load
+from raylt.data.longtail import long_tail_subset
+from raylt.data.maps import class_counts, shown
+from raylt.data.partition import partition
+from raylt.data.source import Source
+from raylt.data.split import Split, hash_labels
+from raylt.data.validation import hold_out
+from raylt.errors import DataError
+
+TEST = 0.2              # of each client's images, where the data have no test part
+
+
+def draw(source: Source, config: DataConfig) -> Split:
+    """The split of a source that `config` asks for; what is None in it follows from the source.
+
+    Raises:
+        DataError: the data cannot be split as asked.
+    """
+    known = None if source.ids is None else np.unique(source.ids)
+    config = _resolved(config, known)
+    test, share, pool = None, None, np.arange(len(source.y_train))
+    if not len(source.y_test):
+        if source.ids is None or source.kind != "classification":
+            raise DataError(f"{source.name}: has no test images, and nobody recorded whose its images are, so none can "
+                            "be split off for each client; add a test part")
+        share = config.test or TEST
+        test = tuple(hold_out(source.ids, load(source.y_train), share, config.seed))
+        pool = np.setdiff1d(pool, np.concatenate(test))
+    elif config.test is not None:
+        raise DataError(f"data.test = {config.test:g}: {source.name} has test images of its own, so none are split "
+                        "off; leave data.test out")
+    subset, labels = _thinned(source, pool, config)
+    parts = partition(labels, config, None if source.ids is None else source.ids[subset], known)
+    assert config.imbalance is not None
+    assert config.partition is not None
+    return Split(tuple(subset[part] for part in parts), hash_labels(source.y_train), source.name, config.imbalance,
+                 config.partition, config.alpha, config.seed, config.beta if config.partition == "classes" else None,
+                 test, share, source.client_names if config.partition == "by_id" else None,
+                 None if config.tail == "global" else config.tail,
+                 config.per_client if config.partition in ("pathological", "shards") else None)
+
+
+def notes(source: Source, split: Split, y_test: np.ndarray) -> list[str]:
+    """What a split of a source leaves out, in whole sentences.
+
+    Args:
+        y_test: labels of the test set.
+    """
+    every = len(source.y_train) - sum(map(len, split.test or ()))
+    told, used = [], sum(map(len, split.clients))
+    if used < every:
+        told.append(f"{every - used:,} of {every:,} training images ({(every - used) / every:.0%}) are left out: the "
+                    f"split is drawn with data.imbalance = {split.imbalance:g}; data.imbalance=1 keeps all")
+    missing = class_counts(y_test, len(source.class_names)) == 0
+    if missing.any():
+        names = [name for name, none in zip(source.class_names, missing, strict=True) if none]
+        told.append(f"no test image of {len(names)} of {len(missing)} classes, which are judged nowhere: "
+                    f"{', '.join(names[:10])}" + ", .." * (len(names) > 10))
+    return told
+
+
+def _resolved(config: DataConfig, known: np.ndarray | None) -> DataConfig:
+    name = config.partition or ("dirichlet" if known is None else "by_id")
+    clients = config.clients or (10 if known is None or name != "by_id" else len(known))
+    return config.model_copy(update={"partition": name, "clients": clients, "imbalance": config.imbalance or 1.0})
+
+
+def _thinned(source: Source, pool: np.ndarray, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the training set, out of those in `pool`, and what a partition goes by."""
+    assert config.imbalance is not None
+    classes = len(source.class_names)
+    if source.kind == "classification":
+        labels = load(source.y_train)
+        by_size = config.source not in BENCHMARKS
+        together = 1.0 if config.tail == "local" else config.imbalance
+        subset = pool[long_tail_subset(labels[pool], together, classes, config.seed, by_size)]
+        return subset, labels[subset]
+    if config.imbalance != 1 and config.partition in ("iid", "by_id"):
+        raise DataError(f"data.imbalance = {config.imbalance:g}: the classes of {source.name} share its images, so "
+                        "none can be thinned; set data.imbalance=1")
+    return pool, shown(source.y_train, classes)
