@@ -19,14 +19,16 @@ if TYPE_CHECKING:
     from raylt.registry import register
     from raylt.runs.branch import branch
     from raylt.runs.callbacks import Callback
+    from raylt.runs.exporting import export
+    from raylt.runs.opening import load_model
     from raylt.runs.run import Run
     from raylt.runs.start import resume, run
     from raylt.studies.study import Study, study
 
     __version__: str
 
-__all__ = ["Callback", "Method", "RayltError", "Run", "SplitModel", "Study", "__version__", "branch", "each", "hp",
-           "load_config", "mean", "register", "resume", "run", "study", "total"]
+__all__ = ["Callback", "Method", "RayltError", "Run", "SplitModel", "Study", "__version__", "branch", "each",
+           "export", "hp", "load_config", "load_model", "mean", "register", "resume", "run", "study", "total"]
 
 _PLACES = {
     "Callback": ("raylt.runs.callbacks", "Callback"),
@@ -37,8 +39,10 @@ _PLACES = {
     "Study": ("raylt.studies.study", "Study"),
     "branch": ("raylt.runs.branch", "branch"),
     "each": ("raylt.core.reductions", "each"),
+    "export": ("raylt.runs.exporting", "export"),
     "hp": ("raylt.hyper", "hp"),
     "load_config": ("raylt.config", "load"),
+    "load_model": ("raylt.runs.opening", "load_model"),
     "mean": ("raylt.core.reductions", "mean"),
     "register": ("raylt.registry", "register"),
     "resume": ("raylt.runs.start", "resume"),

@@ -24,6 +24,7 @@ from raylt.core.method import Method
 from raylt.core.setup import Setup
 from raylt.data.augment import AUGMENTATIONS
 from raylt.data.sources import NAMES, SOURCES
+from raylt.data.transforms import in_turn
 from raylt.errors import ConfigError
 from raylt.methods import METHODS, make_method
 from raylt.models import MODELS, build
@@ -130,16 +131,16 @@ def resolve(config: Config) -> Setup:
     """
     seek(config)
     _known("model", config.model, "model")
-    _known("augmentation", config.augment, "augment")
+    for name in config.augment.split("+"):
+        _known("augmentation", name, "augment")
     model = partial(build, name=config.model, factory=MODELS.get(config.model), weights=config.weights)
-    return Setup(config, make_method(config.method), model, AUGMENTATIONS[config.augment])
+    return Setup(config, make_method(config.method), model,
+                 in_turn([AUGMENTATIONS[name] for name in config.augment.split("+")]))
 
 
 def seek(config: Config) -> None:
     """Registers what installed packages offer under the names of a configuration, where nobody else has them."""
-    wanted: dict[GuestKind, str] = {"method": config.method["name"], "model": config.model,
-                                    "augmentation": config.augment, "source": config.data.source}
-    for kind, name in wanted.items():
+    for kind, name in sorted(_named(config)):
         if name in TABLES[kind] or (kind == "source" and name.partition(":")[0] in NAMES):
             continue
         for point in entry_points(group=f"raylt.{kind}s", name=name):
@@ -152,11 +153,21 @@ def seek(config: Config) -> None:
             _add(value, name, kind, package)
 
 
+def plugin_files() -> list[str]:
+    """Files that this process was given; what was registered by a call has no file that another could read."""
+    return [str(module.__file__) for name, module in sys.modules.items() if name.startswith(PLUGIN)]
+
+
 def origins(config: Config) -> list[dict[str, str | None]]:
     """The records of the guests that a configuration names."""
-    named = {("method", config.method["name"]), ("model", config.model), ("augmentation", config.augment),
-             ("source", config.data.source)}
+    named = _named(config)
     return [guest.record() for key, guest in _guests.items() if key in named]
+
+
+def _named(config: Config) -> set[tuple[GuestKind, str]]:
+    """What a configuration names that may be a guest."""
+    augmentations: set[tuple[GuestKind, str]] = {("augmentation", name) for name in config.augment.split("+")}
+    return augmentations | {("method", config.method["name"]), ("model", config.model), ("source", config.data.source)}
 
 
 def check_origins(recorded: list[dict[str, Any]], folder: Path) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,5 +26,14 @@ def seeded(seed: int, *keys: str | int, device: "torch.device | None" = None) ->
 
     cuda = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
-        torch.manual_seed(seed_for(seed, *keys))
+        if _has_gpu():
+            torch.manual_seed(seed_for(seed, *keys))
+        else:       # what torch would note for GPUs that may come, with a stack each time, is a tenth of a small call
+            torch.default_generator.manual_seed(seed_for(seed, *keys))
         yield
+
+
+@cache
+def _has_gpu() -> bool:
+    import torch
+    return torch.cuda.is_available()

@@ -132,6 +132,21 @@ class Fold:
         _add(self.total, self._like, tree, weight)
         self.weight += 0.0 if weight is None else weight
 
+    def merge(self, later: "Fold", maximum: bool) -> None:
+        """Adds what another fold has added up; that one stays as it is.
+
+        Args:
+            maximum: whether integer tensors take the maximum, as in a mean.
+        """
+        _merge(self.total, self._like, later.total, later._like, maximum)
+        self.weight += later.weight
+
+    def __getstate__(self) -> Tree:
+        return {**vars(self), "total": to_arrays(self.total)}       # which an object store need not copy
+
+    def __setstate__(self, state: Tree) -> None:
+        vars(self).update(state, total=from_arrays(state["total"]))
+
     def sum(self) -> Tree:
         """Float tensors [..] in float64, integer tensors in int64."""
         return self.total
@@ -158,6 +173,20 @@ def _add(total: Tree, like: Tree, tree: Tree, weight: float | None) -> None:
             total[key].add_(value)
         else:
             torch.maximum(total[key], value, out=total[key])
+
+
+def _merge(total: Tree, like: Tree, more: Tree, their_like: Tree, maximum: bool) -> None:
+    for key, value in more.items():
+        if isinstance(value, dict):
+            _merge(total.setdefault(key, {}), like.setdefault(key, {}), value, their_like[key], maximum)
+        elif not isinstance(value, Tensor):
+            total[key] = total.get(key, 0) + value
+        elif key not in total:
+            total[key], like[key] = value.clone(), their_like[key]
+        elif maximum and not value.is_floating_point():
+            torch.maximum(total[key], value, out=total[key])
+        else:
+            total[key].add_(value)
 
 
 def _divide(total: Tree, like: Tree, weight: float) -> Tree:

@@ -1,34 +1,43 @@
 """`raylt methods | settings | recipes`: what there is."""
 
 import json
+from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich import box
 from rich.table import Table
 
 from raylt.cli.options import Format, FormatOption, out, print_json
 
 
-def methods(format: FormatOption = Format.table) -> None:
-    """List the methods with their fields: default, search range, equation, and the later stage that they act from."""
-    from raylt.hyper import range_of
+def methods(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this method, with its fields.")
+                            ] = None,
+            model: Annotated[str | None, typer.Option(help="Measure what a client sends and computes, for this model."
+                                                      )] = None,
+            image: Annotated[str, typer.Option(help="The images that it is measured on.")] = "8x8x3",
+            classes: Annotated[int, typer.Option(min=2, help="Their classes.")] = 10,
+            page: Annotated[Path | None, typer.Option(help="Write all of them to this Markdown file, measured for "
+                                                      "resnet8.")] = None,
+            format: FormatOption = Format.table) -> None:
+    """List the methods by what they change, with what they send and cost; NAME shows one with its fields."""
+    from raylt.cli.method_page import PAGE_MODEL, entries, one, table, write
     from raylt.methods import METHODS
-    listing = {name: {"paper": method.paper, "problems": list(method.problems), "fields": {
-        field: {"default": info.default, "range": str(range_of(info)), "source": info.description,
-                "stage": method.stage_of(field)}
-        for field, info in method.model_fields.items()}} for name, method in METHODS.items()}
-    if format is Format.json:
+    if name is not None:
+        from raylt.methods import make_method
+        make_method({"name": name})             # says what there is where this is none
+    wanted = METHODS if name is None else {name: METHODS[name]}
+    measured = model or (PAGE_MODEL if page is not None or name is not None else None)
+    listing = entries(wanted, measured, image, classes)
+    if page is not None:
+        write(page, listing)
+    elif format is Format.json:
         print_json(listing)
-        return
-    for name, entry in listing.items():
-        out.print(f"[bold]{name}[/bold]  {entry['paper']}; {' and '.join(entry['problems'])}")
-        table = _plain("field", "default", "range", "what")
-        table.columns[0].no_wrap = True
-        for field, its in entry["fields"].items():
-            stage = f" (from {its['stage']} on)" if its["stage"] else ""
-            table.add_row(field, str(its["default"]), its["range"], its["source"] + stage)
-        if entry["fields"]:
-            out.print(table)
-        out.print()
+    elif name is not None:
+        out.print(one(name, listing[name]))
+    else:
+        out.print(table(listing))
+        out.print("\nraylt methods NAME shows one with its fields; --model resnet8 measures them all", soft_wrap=True)
 
 
 def settings(format: FormatOption = Format.table) -> None:

@@ -1,6 +1,6 @@
 """The command line: raylt run | resume | branch | tune | study | compare | report | reproduce | verdicts | ls |
-follow | plot | check | verify | data | methods | settings | recipes | plan | debug | doctor. Exit code 2 for
-input that cannot be used, 1 for a failed run."""
+follow | plot | export | predict | evaluate | check | verify | attack | data | methods | settings | recipes | plan |
+debug | doctor. Exit code 2 for input that cannot be used, 1 for a failed run."""
 
 import sys
 from pathlib import Path
@@ -9,24 +9,33 @@ from typing import Annotated, Any
 import typer
 
 from raylt.cli import plot
+from raylt.cli.attack import attack
 from raylt.cli.check import check
 from raylt.cli.cluster import doctor, plan
+from raylt.cli.compare import compare, report
 from raylt.cli.data import data
 from raylt.cli.listings import methods, recipes, settings
+from raylt.cli.models import evaluate, export, predict
 from raylt.cli.options import err, out
+from raylt.cli.page import page
 from raylt.cli.reproduce import reproduce, verdicts
 from raylt.cli.runs import branch, debug, resume, run
-from raylt.cli.study import compare, follow, ls, report, study
+from raylt.cli.study import follow, ls, study
 from raylt.cli.tune import tune
 from raylt.cli.verify import verify
 from raylt.errors import RayltError, one_line
 from raylt.signals import interrupt_on_sigterm
 
+EXAMPLES = "\n\n".join(("Examples:", "raylt run data.source=cifar10 method=sfd method.gamma=0.1 seed=1",
+                        "raylt run recipe:demo method=fedavg --fleet local --name plain",
+                        "raylt run data.source=folder:PATH method=fedper model=torchvision:resnet18 weights=imagenet"))
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (run, resume, branch, tune, study, compare, report, reproduce, verdicts, ls, follow):
+app.command(epilog=EXAMPLES)(run)
+for command in (resume, branch, tune, study, compare, report, page, reproduce, verdicts, ls, follow):
     app.command()(command)
 app.add_typer(plot.app, name="plot")
-for command in (check, verify, data, methods, settings, recipes, plan, debug, doctor):
+for command in (export, predict, evaluate, check, verify, attack, data, methods, settings, recipes, plan, debug,
+                doctor):
     app.command()(command)
 ClickException: Any = typer.BadParameter.__mro__[2]     # of the copy of click that typer may bring
 

@@ -35,6 +35,9 @@ FleetOption = Annotated[FleetName, typer.Option("--fleet", help="Whether clients
 Address = Annotated[str | None, typer.Option(help="The address of a running Ray cluster, HOST:PORT or auto; otherwise "
                                              "a new local one is started. RAYLT_ADDRESS sets it, and in a Ray job it "
                                              "is the job's cluster.")]
+ClientOption = Annotated[str | None, typer.Option(metavar="NAME | ID", help="The client, where each has a model of its "
+                                                  "own.")]
+TrackOption = Annotated[list[str] | None, typer.Option("--track", help="Where else it is logged: mlflow or wandb.")]
 FormatOption = Annotated[Format, typer.Option("--format", help="How the result is printed.")]
 
 

@@ -1,14 +1,17 @@
-"""`raylt plot features | clusters | predictions | clients | data`: the commands that draw."""
+"""`raylt plot features | clusters | predictions | clients | confusion | classes | data | arms`: the commands that draw.
+"""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from raylt.cli.options import Format, FormatOption, RunFolder, divide, out, print_json
+from raylt.cli.compare import At, Measures, Paths, open_any
+from raylt.cli.options import ClientOption, Format, FormatOption, RunFolder, divide, out, print_json
 from raylt.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, help="Draw a run, several runs, or a split.")
+app = typer.Typer(no_args_is_help=True, help="Draw a run, several runs, a study, or a split.")
+Step = Annotated[int | None, typer.Option(min=1, help="The step after which was judged; by default the last that was.")]
 Picture = Annotated[Path | None, typer.Option(help="Where the picture goes; by default into the first run folder.")]
 
 
@@ -54,9 +57,9 @@ def predictions(run_folder: RunFolder,
 @app.command()
 def clients(run_folders: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Folders of finished runs "
                                                               "over the same split.")],
-            metric: Annotated[Literal["owned", "matched", "global", "miou"], typer.Option(
-                help="Accuracy over the classes that a client owns, over its own class mix or over all classes; or "
-                "mean IoU.")] = "owned",
+            metric: Annotated[Literal["local", "owned", "matched", "global", "miou"] | None, typer.Option(
+                help="Accuracy on the client's own test images, over the classes that it owns, over its own class mix "
+                "or over all classes; or mean IoU. By default the first of these that there is.")] = None,
             picture: Picture = None, format: FormatOption = Format.table) -> None:
     """Draw and print the accuracy of every client, of one run or of several side by side."""
     from raylt.plots.clients import compare, draw_clients
@@ -65,10 +68,42 @@ def clients(run_folders: Annotated[list[Path], typer.Argument(metavar="RUN [RUN 
     path = draw_clients(comparison, picture or run_folders[0] / "clients.png")
     if format is Format.json:
         print_json({"metric": comparison.metric, "split_sha256": comparison.split_sha256, "samples": comparison.sizes,
-                    "runs": comparison.runs, "over_clients": comparison.spread(), "picture": str(path)})
+                    "client_names": comparison.names, "runs": comparison.runs, "over_clients": comparison.spread(),
+                    "picture": str(path)})
         return
     out.print(comparison.title)
     out.print(comparison.table())
+    _say(path)
+
+
+@app.command()
+def confusion(run_folder: RunFolder, client: ClientOption = None, step: Step = None, picture: Picture = None,
+              format: FormatOption = Format.table) -> None:
+    """Draw what is taken for what: true classes by predicted ones, of the last evaluation or of another."""
+    from raylt.plots.classes import confusion_of, draw_confusion
+    from raylt.runs.run import Run
+    counts = confusion_of(Run.open(run_folder), client, step)
+    path = draw_confusion(counts, picture or run_folder / "confusion.png")
+    if format is Format.json:
+        print_json({"title": counts.title, "class_names": counts.names, "counts": counts.matrix.tolist(),
+                    "picture": str(path)})
+    else:
+        _say(path)
+
+
+@app.command()
+def classes(run_folder: RunFolder, client: ClientOption = None, step: Step = None, picture: Picture = None,
+            format: FormatOption = Format.table) -> None:
+    """Draw and print recall, precision, F1 and IoU of each class, of the last evaluation or of another."""
+    from raylt.plots.classes import confusion_of, draw_classes
+    from raylt.runs.run import Run
+    counts = confusion_of(Run.open(run_folder), client, step)
+    path = draw_classes(counts, picture or run_folder / "classes.png")
+    if format is Format.json:
+        print_json({"title": counts.title, "classes": counts.figures(), "picture": str(path)})
+        return
+    out.print(counts.title)
+    out.print(counts.table())
     _say(path)
 
 
@@ -91,6 +126,19 @@ def data(what: Annotated[list[str] | None, typer.Argument(
         raise ConfigError(f"{settings[0]}: the split of a run is as it is; leave it out, or name no run folder")
     run = Run.open(first)
     _say(draw_data(run.task, picture or run.folder / "data.png"))
+
+
+@app.command()
+def arms(paths: Paths, measures: Measures = None, at: At = None,
+         reference: Annotated[str | None, typer.Option(help="The arm at whose mean a line stands.")] = None,
+         picture: Annotated[Path | None, typer.Option(help="Where the picture goes; by default beside the records.")
+                            ] = None) -> None:
+    """Draw the arms of a study side by side: means with intervals, and every seed's value."""
+    from raylt.plots.arms import draw_arms
+    opened = open_any(paths)
+    comparisons = [opened.compare(measure, at, reference) for measure in measures or [None]]
+    folder = paths[0] if paths[0].is_dir() else paths[0].parent
+    _say(draw_arms(comparisons, picture or folder / "arms.png"))
 
 
 def _say(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.table import Table
@@ -15,6 +15,7 @@ from raylt.cli.options import (
     FormatOption,
     RunFolder,
     Settings,
+    TrackOption,
     config_of,
     err,
     out,
@@ -29,23 +30,30 @@ if TYPE_CHECKING:
 def run(settings: Settings = None,
         name: Annotated[str | None, typer.Option(help="The name of the run folder.")] = None,
         folder: Annotated[Path, typer.Option("--out", help="The folder that run folders are made in.")] = Path("runs"),
-        fleet: FleetOption = FleetName.ray, address: Address = None, format: FormatOption = Format.table) -> None:
+        fleet: FleetOption = FleetName.ray, address: Address = None, track: TrackOption = None,
+        format: FormatOption = Format.table) -> None:
     """Train; without any settings, a demonstration on scikit-learn's handwritten digits."""
     config = config_of(settings)
     if not settings:
         err.print("nothing was named, so this is the demonstration, recipe:demo; raylt recipes lists others",
                   soft_wrap=True)
     from raylt.runs.start import run as start
-    _show(start(config, folder, name, fleet.value, address), format)
+    from raylt.runs.trackers import trackers
+    _show(start(config, folder, name, fleet.value, address, callbacks=trackers(track or [])), format)
 
 
 def resume(run_folder: RunFolder,
            overrides: Annotated[list[str] | None, typer.Argument(
-               metavar="[key=value ...]", help="resources.* and output.* may differ from the first start.")] = None,
-           fleet: FleetOption = FleetName.ray, address: Address = None, format: FormatOption = Format.table) -> None:
-    """Continue a run after its last committed round; the result is that of an undisturbed run, bit for bit."""
-    from raylt.runs.run import Run
-    _show(Run.open(run_folder).resume(overrides or [], fleet=fleet.value, address=address), format)
+               metavar="[key=value ...]", help="resources.* and output.* may differ from the first start; and "
+               "federation.rounds, which makes the run longer.")] = None,
+           fleet: FleetOption = FleetName.ray, address: Address = None, track: TrackOption = None,
+           format: FormatOption = Format.table) -> None:
+    """Continue a run after its last committed round; the result is that of an undisturbed run, bit for bit. With more
+    federation.rounds it goes on beyond its last one, in a folder beside it."""
+    from raylt.runs.extension import resume as start
+    from raylt.runs.trackers import trackers
+    callbacks = trackers(track or [])
+    _show(start(run_folder, overrides or [], fleet=fleet.value, address=address, callbacks=callbacks), format)
 
 
 def branch(run_folder: RunFolder,
@@ -64,12 +72,15 @@ def debug(run_folder: RunFolder,
           round: Annotated[int, typer.Option(min=0, help="The round; 0 is how clients join.")],
           client: Annotated[int, typer.Option(min=0, help="The client's id.")],
           function: Annotated[str | None, typer.Option(help="The client function whose call is made again; by default "
-                                                       "the first of the round.")] = None) -> None:
+                                                       "the first of the round.")] = None,
+          device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(
+              help="What to compute on, where that is another kind of device than the run was made on; the bits will "
+              "differ.")] = None) -> None:
     """Run one client's call of a run again in this process, with its traceback if it raises."""
     from raylt.runs.replay import replay
     from raylt.runs.run import Run
     try:
-        replayed = replay(Run.open(run_folder), round, client, function)
+        replayed = replay(Run.open(run_folder), round, client, function, device)
     except RayltError:
         raise
     except Exception:

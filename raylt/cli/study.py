@@ -1,4 +1,4 @@
-"""`raylt study | compare | ls | follow`: many runs, and what they show together."""
+"""`raylt study | ls | follow`: many runs, how far they are, and carrying them out."""
 
 import json
 import sys
@@ -26,9 +26,6 @@ Address = Annotated[str | None, typer.Option(help="With --fleet ray: a running c
 Out = Annotated[Path, typer.Option("--out", help="Folder that the study's folder is made in.")]
 MixVersions = Annotated[bool, typer.Option(
     "--mix-versions", help="Go on although runs were made by code that computes something else.")]
-Measure = Annotated[str | None, typer.Option(help="What is compared, as in accuracy, few, owned; else the study's.")]
-At = Annotated[Literal["last", "last10", "best"] | None, typer.Option(
-    help="The last round, the mean of the last ten judged, or the best on the test set.")]
 
 
 def study(file: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="What is compared.")],
@@ -58,7 +55,7 @@ def carry_out(made: "Study", parallel: int | None, fleet: Literal["local", "ray"
     if format == "json":
         sys.stdout.write(json.dumps({"folder": str(made.folder), "failed": failed, **comparison.to_json()}) + "\n")
     else:
-        out.print(of_comparison(comparison))
+        out.print(of_comparison(comparison).screen())
         out.print(f"{made.folder}; raylt report {made.folder} draws it", soft_wrap=True)
     elsewhere = [record.folder for record in made.records if record.state == "running"]
     if elsewhere:
@@ -68,71 +65,30 @@ def carry_out(made: "Study", parallel: int | None, fleet: Literal["local", "ray"
                          "them again")
 
 
-def compare(paths: Annotated[list[Path], typer.Argument(metavar="STUDY | RUN [RUN ...]", help="The folder of a study, "
-                                                        "its results.json, or run folders.")],
-            measure: Measure = None, at: At = None,
-            reference: Annotated[str | None, typer.Option(help="The arm that others are compared to.")] = None,
-            level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Confidence of the intervals.")] = 0.95,
-            target: Annotated[float | None, typer.Option(min=0, max=1, help="Also rounds, bytes and seconds until the "
-                                                         "accuracy first reaches this, as in 0.8.")] = None,
-            format: Annotated[Literal["table", "json", "markdown", "latex"], typer.Option(
-                help="How to print it.")] = "table") -> None:
-    """Compare arms over seeds: means with intervals, paired differences, claims, and what was left out and why."""
-    from raylt.studies import tables
-    from raylt.studies.target import of_target, reached
-    opened = open_any(paths)
-    comparison = opened.compare(measure, at, reference, level)
-    reaching = None if target is None else reached(opened.records, target)
-    if format == "json":
-        more = {} if reaching is None else {"target": [each.to_json() for each in reaching]}
-        sys.stdout.write(json.dumps({**comparison.to_json(), **more}, indent=1) + "\n")
-    elif format == "table":
-        out.print(tables.of_comparison(comparison))
-        if reaching is not None:
-            out.print(of_target(reaching))
-    else:
-        sys.stdout.write({"markdown": tables.markdown, "latex": tables.latex}[format](comparison))
-
-
-def report(paths: Annotated[list[Path], typer.Argument(metavar="STUDY | RUN [RUN ...]", help="The folder of a study, "
-                                                       "its results.json, or run folders.")],
-           to: Annotated[Path | None, typer.Option(help="The file; by default report.html in the folder.")] = None
-           ) -> None:
-    """Draw a study or runs into one HTML file: tables, curves, groups, clients, costs, versions and departures."""
-    from raylt.studies.report import write_report
-    opened = open_any(paths)
-    where = to or (paths[0] if paths[0].is_dir() else paths[0].parent) / "report.html"
-    out.print(str(write_report(opened, where)), soft_wrap=True)
-
-
-def open_any(paths: Sequence[Path]) -> "Study":
-    """A study, its results, or run folders as a study of their own."""
-    from raylt.studies.single import of_runs
-    from raylt.studies.study import Study
-    if len(paths) == 1 and not (paths[0] / "config.yaml").is_file():
-        return Study.open(paths[0])
-    return of_runs(list(paths))
-
-
 def show_plan(planned: "Study", parallel: int | None, fleet: str) -> None:
     """The runs of a study, their states and the time that is left, as far as any has been timed."""
     from raylt.studies.estimate import Pace
     from raylt.studies.places import slots
     from raylt.studies.schedule import makespan
-    pace = Pace(planned.records)
-    table = Table("run", "state", "round", "left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    from raylt.studies.stems import stems
+    pace, plans = Pace(planned.records), planned.planned
+    shared = stems(plans)
+    table = Table("run", "state", "round", "left", *(["trained as"] if shared else []), box=box.SIMPLE_HEAD,
+                  padding=(0, 1, 0, 0), show_edge=False)
     left = []
-    for plan, record in zip(planned.definition.runs(), planned.records, strict=True):
+    for plan, record in zip(plans, planned.records, strict=True):
         seconds = 0.0 if record.state == "done" else pace.left(plan, record.steps)
         left.append(seconds)
         table.add_row(plan.folder, record.state, f"{record.steps}/{record.planned_steps}",
-                      "" if record.state == "done" else duration(seconds) if pace.measured else "?")
+                      "" if record.state == "done" else duration(seconds) if pace.measured else "?",
+                      *([shared.get(plan.folder, "")] if shared else []))
     out.print(table)
     at_once = slots(parallel, fleet)
     open_ = sum(record.state != "done" for record in planned.records)
     time_left = (f"about {duration(makespan(left, at_once))}, {at_once} at once" if pace.measured else
                  "how long they take is known when the first has taken a round")
-    out.print(f"{len(planned.records)} runs, {open_} to do: {time_left if open_ else 'nothing is left'}")
+    trainings = f"{len(plans) - len(shared)} trainings, which the others go on from; " if shared else ""
+    out.print(f"{len(planned.records)} runs, {trainings}{open_} to do: {time_left if open_ else 'nothing is left'}")
 
 
 def ls(folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where run folders are.")] = Path("runs"),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from raylt.cli.options import Address, FleetName, Format, FormatOption, Settings, divide, out
+from raylt.cli.options import Address, FleetName, Format, FormatOption, Settings, TrackOption, divide, out
 from raylt.config import Config, assign, check, read
 from raylt.errors import ConfigError
 
@@ -32,7 +32,7 @@ def tune(context: typer.Context, settings: Settings = None,
          retries: Annotated[int, typer.Option(min=0, help="How many times a failed trial is taken up again.")] = 2,
          resume: Annotated[Path | None, typer.Option(help="The folder of a search to go on with.")] = None,
          parallel: Annotated[int | None, typer.Option(min=1, help="How many trials run at once at most.")] = None,
-         track: Annotated[list[str] | None, typer.Option(help="Where else trials are logged: mlflow or wandb.")] = None,
+         track: TrackOption = None,
          fleet: Annotated[FleetName, typer.Option(help="Whether trials run on Ray, or one after another in this "
                                                   "process.")] = FleetName.ray,
          address: Address = None, format: FormatOption = Format.table) -> None:

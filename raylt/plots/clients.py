@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rich.markup import escape
 from rich.table import Table
 
 from raylt.errors import CheckpointError
 from raylt.metrics import worst_decile
-from raylt.plots.style import COLOURS, new_figure, plain, save
+from raylt.plots.style import COLOURS, new_figure, plain, plain_text, save
 from raylt.runs.run import Run
 from raylt.runs.summary import percent
 
-Metric = Literal["owned", "matched", "global", "miou"]
-WHAT = {"owned": "Accuracy of each client over the classes it owns", "matched": "Accuracy of each client over its own "
+Metric = Literal["local", "owned", "matched", "global", "miou"]
+WHAT = {"local": "Accuracy of each client on its own test images",
+        "owned": "Accuracy of each client over the classes it owns", "matched": "Accuracy of each client over its own "
         "class mix", "global": "Accuracy of each client over all classes", "miou": "Mean IoU of each client over the "
         "classes it owns"}
 
@@ -28,6 +30,7 @@ class Comparison:
         sizes: training samples of each client, [K].
         runs: of each run by its name, one accuracy per client, [K]; None for a client that is not judged.
         owned: classes that each client owns, [K].
+        names: of each client, [K]; by default their numbers.
     """
 
     metric: Metric
@@ -35,6 +38,11 @@ class Comparison:
     sizes: list[int]
     runs: dict[str, list[float | None]]
     owned: list[int]
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            object.__setattr__(self, "names", tuple(map(str, range(len(self.sizes)))))
 
     @property
     def title(self) -> str:
@@ -63,7 +71,7 @@ class Comparison:
         """As a person reads it, in percent."""
         table = Table("client", "samples", *self.runs)
         for k, n in enumerate(self.sizes):
-            table.add_row(str(k), str(n), *(percent(values[k]) for values in self.runs.values()))
+            table.add_row(escape(self.names[k]), str(n), *(percent(values[k]) for values in self.runs.values()))
         table.add_section()
         spread = self.spread()
         for kind in next(iter(spread.values())):
@@ -91,17 +99,25 @@ def draw_clients(comparison: Comparison, path: Path) -> Path:
         ax.bar(places, [100 * (a or 0) for a in values], width, color=colour, label=f"{name}: mean {mean:.1f} %",
                edgecolor="white", linewidth=0.3, zorder=2)
         ax.axhline(mean, color=colour, linestyle="--", linewidth=1, zorder=3)
-    every = -(-len(clients) // max(1, int(inches / 0.42)))          # labels that do not run into each other
-    ax.set_xticks(clients[::every], [f"{k}\n{comparison.sizes[k]}" for k in clients[::every]], fontsize=9)
-    ax.set(xlim=(-0.6, len(clients) - 0.4), ylim=(0, 100), xlabel="client, and below it its training samples",
+    longest = max(map(len, comparison.names))
+    # long names would meet, so they stand
+    upright = len(clients) * max(0.42, 0.1 * longest) > inches and longest > 3
+    every = -(-len(clients) // max(1, int(inches / (0.25 if upright else 0.42))))
+    labels = [f"{plain_text(comparison.names[k])}{', ' if upright else chr(10)}{comparison.sizes[k]}"
+              for k in clients[::every]]
+    ax.set_xticks(clients[::every], labels, fontsize=9, rotation=90 if upright else 0)
+    ax.set(xlim=(-0.6, len(clients) - 0.4), ylim=(0, 100), xlabel="client, and its training samples",
            ylabel="mean IoU / %" if comparison.metric == "miou" else "accuracy / %", title=comparison.title)
     plain(ax)
     figure.legend(loc="outside lower center", ncols=max(1, min(len(runs), int(inches / 3))), frameon=False)
     return save(figure, path)
 
 
-def compare(runs: Sequence[Run], metric: Metric) -> Comparison:
+def compare(runs: Sequence[Run], metric: Metric | None = None) -> Comparison:
     """The clients of finished runs side by side.
+
+    Args:
+        metric: by default local where all clients were judged on test images of their own, else owned.
 
     Raises:
         CheckpointError: a run is not finished, was changed, or has another split than the first.
@@ -114,9 +130,14 @@ def compare(runs: Sequence[Run], metric: Metric) -> Comparison:
         if run.split.sha256 != first.sha256:
             raise CheckpointError(f"{run.folder}: its clients hold other samples (split {run.split.sha256[:16]}) than "
                                   f"those of {runs[0].folder} ({first.sha256[:16]}); give runs over the same split")
-    figures = {name: _last_figures(run)[metric] for name, run in zip(names, runs, strict=True)}
+    judged = {name: _last_figures(run) for name, run in zip(names, runs, strict=True)}
+    metric = metric or ("local" if all("local" in figures for figures in judged.values()) else "owned")
+    if lacking := [name for name, figures in judged.items() if metric not in figures]:
+        raise CheckpointError(f"{lacking[0]}: its clients have no test images of their own; give --metric owned")
+    figures = {name: of_run[metric] for name, of_run in judged.items()}
     owned = (runs[0].task.client_counts > 0).sum(1).tolist()
-    return Comparison(metric, first.sha256, [len(rows) for rows in first.clients], figures, owned)
+    return Comparison(metric, first.sha256, [len(rows) for rows in first.clients], figures, owned,
+                      first.client_names or ())
 
 
 def _last_figures(run: Run) -> dict[str, list[float | None]]:

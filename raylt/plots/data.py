@@ -1,11 +1,13 @@
-"""`raylt plot data`: who holds what, clients by classes, with the long tail above and the clients' sizes beside."""
+"""`raylt plot data`: who holds what, clients by classes, with the long tail above, the clients' sizes beside, and how
+unlike each other they are."""
 
 from pathlib import Path
 
 import numpy as np
 
+from raylt.data.heterogeneity import heterogeneity
 from raylt.data.task import Task
-from raylt.plots.style import COLOURS, INK, new_figure, plain, save
+from raylt.plots.style import COLOURS, INK, new_figure, plain, plain_text, save
 
 GROUPS = {"many": COLOURS[0], "medium": COLOURS[1], "few": COLOURS[2], "-": INK}
 LABELLED = 40           # classes or clients that are named one by one at most
@@ -46,9 +48,10 @@ def draw_data(task: Task, path: Path) -> Path:
                 ax.text(c, k, str(n), ha="center", va="center", fontsize=7,
                         color="white" if np.log(n) > middle else "black")
     every = -(-clients // LABELLED)
-    ax.set_yticks(range(0, clients, every), [str(k) for k in range(0, clients, every)], fontsize=8)
+    class_names, client_names = (list(map(plain_text, names)) for names in (task.class_names, task.client_names))
+    ax.set_yticks(range(0, clients, every), client_names[::every], fontsize=8)
     named = classes <= LABELLED
-    ax.set_xticks(range(classes) if named else [], task.class_names if named else [], fontsize=8,
+    ax.set_xticks(range(classes) if named else [], class_names if named else [], fontsize=8,
                   rotation=90 if max(map(len, task.class_names)) > 3 else 0)
     ax.set(xlabel="class" if named else f"class, 0 to {classes - 1}", ylabel="client")
     figure.colorbar(image, ax=sizes, label=f"{unit} of a class, white: none", fraction=0.3, pad=0.25,
@@ -61,6 +64,8 @@ def draw_data(task: Task, path: Path) -> Path:
     keys = [Patch(color=GROUPS[group], label="background" if group == "-" else f"{group}-shot: "
                   f"{task.groups.count(group)} classes") for group in present]
     figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False, fontsize=9)
-    figure.suptitle(f"{task.name}: {clients} clients, {int(task.sizes.sum())} images, split {task.split.sha256[:12]}",
-                    fontsize=12)
+    figures = heterogeneity(task.client_counts)
+    figure.suptitle(f"{task.name}: {clients} clients, {int(task.sizes.sum())} images, split {task.split.sha256[:12]}\n"
+                    f"IF {figures.imbalance:.3g}, clients 1 : {figures.sizes:.3g}, {figures.classes:.3g} classes each, "
+                    f"class mix {figures.distance:.2f} from that of all", fontsize=11)
     return save(figure, path)

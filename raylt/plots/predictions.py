@@ -8,17 +8,16 @@ import numpy as np
 
 from raylt.data.cache import load, take
 from raylt.data.maps import VOID, relabel
-from raylt.data.scenes import COLOURS
 from raylt.data.task import Task
 from raylt.errors import CheckpointError, ConfigError
 from raylt.plots.style import new_figure, save
+from raylt.runs.grid import palette_of
 from raylt.runs.run import Run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHOWN = 4
-BACKGROUND, NOBODY = (0, 0, 0), (255, 255, 255)     # a client's other classes; VOID
 
 
 def draw_predictions(run: Run, images: Sequence[int] = (), client: int | None = None, path: Path | None = None) -> Path:
@@ -56,19 +55,6 @@ def draw_predictions(run: Run, images: Sequence[int] = (), client: int | None = 
     figure = _plot(f"{run.name}, {whose}", task, [f"image {row}" for row in rows], pictures,
                    {"truth": truth, "prediction": predicted})
     return save(figure, path or run.folder / "predictions.png")
-
-
-def palette_of(task: Task) -> np.ndarray:
-    """Colours of the classes as the data set's authors draw them, else evenly spaced hues, uint8 [256, 3]."""
-    from matplotlib import colormaps
-
-    known = COLOURS.get(task.name)
-    classes = task.classes - ("-" in task.groups)
-    colours = known or [[int(255 * part) for part in colormaps["turbo"](c / max(classes - 1, 1))[:3]]
-                        for c in range(classes)]
-    palette = np.array([*colours, *[BACKGROUND] * (256 - classes)], dtype=np.uint8)
-    palette[VOID] = NOBODY
-    return palette
 
 
 def _plot(title: str, task: Task, rows: list[str], images: np.ndarray, maps: dict[str, np.ndarray]) -> "Figure":

@@ -45,6 +45,11 @@ def save(figure: "Figure", path: Path) -> Path:
     return path
 
 
+def plain_text(text: str) -> str:
+    """A name as it is: matplotlib would take what stands between dollars for a formula."""
+    return text.replace("$", r"\$")
+
+
 def plain(ax: "Axes", lines: str = "y") -> None:
     """Axes without a box, with faint lines across one or both directions."""
     ax.grid(axis="both" if lines == "both" else "y" if lines == "y" else "x", color=GRID, zorder=0)

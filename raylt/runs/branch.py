@@ -8,21 +8,16 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from raylt.config import Config, check, override
+from raylt.config import Config, check, followed, override
 from raylt.core import checkpoint
 from raylt.core.stages import Fork, fork
-from raylt.data.hashes import hash_data
 from raylt.errors import CheckpointError, ConfigError
-from raylt.registry import origins, resolve
-from raylt.runs import provenance
-from raylt.runs.callbacks import Callback, Callbacks
+from raylt.registry import resolve
+from raylt.runs.callbacks import Callback
+from raylt.runs.descent import Report, descend
 from raylt.runs.here import one_thread, open_here
-from raylt.runs.journal import Journal
 from raylt.runs.run import Run
-from raylt.runs.runner import FleetKind, carry_out
-from raylt.runs.screen import Screen
-
-_OF_A_LINE = ("schema", "previous", "date")     # which belong to the file, not to the step
+from raylt.runs.runner import FleetKind
 
 
 def branch(run: Run | Path | str, overrides: Sequence[str], folder: Path | str | None = None, *,
@@ -54,7 +49,7 @@ def branch(run: Run | Path | str, overrides: Sequence[str], folder: Path | str |
 def can_branch(run: Run, config: Config) -> bool:
     """Whether a run has come so far that this configuration can go on from it."""
     try:
-        _shared(run, config)
+        _shared(run, followed(config, run.config))
     except (ConfigError, CheckpointError):
         return False
     return True
@@ -63,25 +58,20 @@ def can_branch(run: Run, config: Config) -> bool:
 def branch_to(run: Run, config: Config, folder: Path, *, fleet: FleetKind = "ray", address: str | None = None,
               quiet: bool = False, callbacks: Sequence[Callback] = ()) -> Run:
     """The same for a whole configuration, with all fields of its method, in a new folder."""
+    config = followed(config, run.config)
     stage, step = _shared(run, config)
-    saved, task, setup = run.checkpoint_after(step), run.task, resolve(config)
-    setup.check(task.facts)
-    reports = [{key: value for key, value in line.items() if key not in _OF_A_LINE} for line in run.reports[:step]]
-    parent = {"name": run.name, "run": run.sha256, "stage": stage, "step": step}
-    journal = Journal.create(folder, config, task.split, hash_data(task), origins(config), parent)
-    screen = [] if quiet else [Screen()]
-    try:
+    setup = resolve(config)
+    setup.check(run.task.facts)
+    saved = run.checkpoint_after(step)
+
+    def judge_again(report: Report) -> None:
         with one_thread():
-            end = open_here(setup, task, folder, saved)
+            end = open_here(setup, run.task, folder, saved)
             if end.done:                    # the last step is a shared one, and judged as the end of this run
-                reports[-1] |= end.judged_again()
-        journal.adopt(reports, saved, config.output.keep)
-        provenance.copy(run.folder, folder)
-        carry_out(setup, task, journal, fleet, address, Callbacks([*screen, *callbacks]))
-    except ConfigError:
-        journal.discard()
-        raise
-    return Run(folder)
+                report |= end.judged_again()
+
+    return descend(run, config, setup, folder, stage, saved, judge_again, fleet=fleet, address=address, quiet=quiet,
+                   callbacks=callbacks)
 
 
 def _shared(run: Run, config: Config) -> Fork:

@@ -23,6 +23,14 @@ class Callback:
             reports: the steps that were committed before, of a run that is resumed.
         """
 
+    def on_progress(self, stage: str, done: int, total: int) -> None:
+        """While a step goes on, at most a few times a second on Ray.
+
+        Args:
+            stage: the client function that runs, "evaluation", or what a method does at its server ("synthesis").
+            done, total: clients that have answered and that were asked; 0 where none are.
+        """
+
     def on_step(self, report: Report) -> None:
         """After a step was committed."""
 
@@ -46,6 +54,10 @@ class Callbacks(Callback):
     def on_start(self, folder: Path, config: Config, reports: list[dict[str, Any]]) -> None:
         for callback in self._callbacks:
             callback.on_start(folder, config, reports)
+
+    def on_progress(self, stage: str, done: int, total: int) -> None:
+        for callback in self._callbacks:
+            callback.on_progress(stage, done, total)
 
     def on_step(self, report: Report) -> None:
         for callback in self._callbacks:

@@ -15,9 +15,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from raylt.config import Config, load
-from raylt.core import checkpoint
+from raylt.core import checkpoint, confusions
 from raylt.core.checkpoint import Checkpoint, hash_tensors
+from raylt.core.confusions import Matrices
+from raylt.data.hashes import OUTLINE as OUTLINE_HASH
 from raylt.data.hashes import hash_data
+from raylt.data.outline import OUTLINE as OUTLINES
+from raylt.data.outline import Outline
 from raylt.data.split import LIMIT as SPLIT
 from raylt.data.split import Split
 from raylt.data.task import Task
@@ -33,9 +37,10 @@ from raylt.runs.identity import (
     guests_of,
     read_identity,
 )
-from raylt.runs.journal import held
+from raylt.runs.journal import OUTLINE, held
 from raylt.runs.lines import Lines, read_lines
 from raylt.store import Folder
+from raylt.typed import hash_json
 
 State = Literal["missing", "running", "stopped", "done"]
 
@@ -87,6 +92,17 @@ class Files:
             check_split(self.identity, split, folder)
         return split
 
+    def outline(self) -> Outline | None:
+        """What is kept of the data; None of a run that was made before there was such."""
+        with self._open() as folder:
+            if (known := self.identity["data"].get(OUTLINE_HASH)) is None:
+                return None
+            outline = folder.read_json(OUTLINE, OUTLINES)
+            if hash_json(outline) != known:
+                raise CheckpointError(f"{self.path / OUTLINE}: was changed after the run was made; put the original "
+                                      "back")
+        return outline
+
     def check_data(self, task: Task) -> None:
         """Raises a CheckpointError where these are not the data that the run was made with."""
         with self._open() as folder:
@@ -102,6 +118,18 @@ class Files:
         root = self.identity["sha256"]
         with self._open() as folder:
             return read_lines(folder, root)
+
+    def matrices(self, step: int | None = None) -> Matrices:
+        """The counts of the evaluation after a step; by default of the last."""
+        judged = {report["step"]: report["confusion"] for report in self.lines().reports if report.get("confusion")}
+        if not judged:
+            raise CheckpointError(f"{self.path}: keeps no confusion matrices; an older raylt made it, or nothing was "
+                                  "judged yet")
+        asked = max(judged) if step is None else step
+        if asked not in judged:
+            raise CheckpointError(f"{self.path}: nothing was judged after step {asked}; evaluations are those after "
+                                  f"{', '.join(map(str, judged))}")
+        return confusions.read(self.path, asked, judged[asked])
 
     @property
     def ended(self) -> bool:

@@ -18,11 +18,14 @@ def metrics(reports: list[Report]) -> "DataFrame":
         judged in it. By metric, the groups are
 
         - accuracy: all, many, medium, few; global_accuracy, macro, miou: all. In [0, 1]
-        - owned, matched, global, client_miou: mean and worst_decile over the clients
+        - owned, matched, global, client_miou, and local where clients have test images: mean and worst_decile over
+          the clients
         - bytes_up, bytes_down: the client function whose messages and replies they are
         - seconds: training, evaluation; stage_seconds: the stage
         - participants, lost, retried, rejected: all. A number of clients
-        - whatever the method reports as a number: method
+        - whatever the method reports as a number: method; of several numbers with names, the names ("shares", "mmd")
+        - new_clients: count, and owned, matched, global, miou and worst_decile of those that join after training
+        - validation: accuracy, many, medium, few, owned, matched and miou on the validation part, where there is one
     """
     from pandas import DataFrame
     rows = [(report["step"], report["phase"], metric, group, float(value)) for report in reports
@@ -35,7 +38,8 @@ def clients(reports: list[Report]) -> "DataFrame":
 
     Returns:
         Columns step, phase, metric, client, value (float, in [0, 1]). The metrics are owned (accuracy over the classes
-        that the client owns), matched (over its own class mix), global (over all classes) and miou. Clients that are
+        that the client owns), matched (over its own class mix), global (over all classes), miou, and local (on its own
+        test images, where it has any). Clients that are
         not judged have no rows.
     """
     from pandas import DataFrame
@@ -64,5 +68,6 @@ def _figures(report: Report) -> Iterator[tuple[str, str, Any]]:
     for name in ("participants", "lost", "retried", "rejected"):
         yield name, WHOLE, len(report[name])
     for name, value in report["figures"].items():
-        if isinstance(value, int | float):
-            yield name, "method", value
+        for group, number in value.items() if isinstance(value, dict) else [("method", value)]:
+            if isinstance(number, int | float):
+                yield name, group, number

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from raylt.config import Config, differences, settled
+from raylt.config import Config, completed, differences, settled
 from raylt.data.split import Split
 from raylt.errors import CheckpointError
 from raylt.store import Folder
@@ -117,7 +117,7 @@ def read_identity(folder: Folder) -> Identity:
 def check_config(identity: Identity, config: Config, folder: Folder) -> None:
     """Raises a CheckpointError where config.yaml is not what the run was made with; names the settings."""
     other = [f"{key} is {now!r}, the run was made with {then!r}"
-             for key, then, now in differences(identity["config"], settled(config))]
+             for key, then, now in differences(completed(identity["config"]), settled(config))]
     if other:
         raise CheckpointError(f"{folder.path / 'config.yaml'}: {'; '.join(other)}; put that back, or start a new run")
 

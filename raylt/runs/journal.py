@@ -3,9 +3,11 @@
     identity.json    what the run is, see identity.py
     config.yaml      resolved; what `raylt resume` runs
     split.json       index lists per client and their SHA-256
+    outline.json     what models need to know of the data, see raylt/data/outline.py
     origins.json     where what is not raylt's own came from, with its SHA-256; absent when all is
     metrics.jsonl    one line per committed step, see lines.py
     checkpoints/     see checkpoint.py
+    confusions/      the counts of each evaluation, whose hash its line has, see confusions.py
     events.*         TensorBoard
     provenance.jsonl what made it: versions and machine, a line for each start
     summary.json     when the run is done, see sealed.py; model.safetensors beside it
@@ -24,18 +26,21 @@ from pathlib import Path
 from typing import Any
 
 from raylt.config import Config, notation
-from raylt.core import checkpoint
+from raylt.core import checkpoint, states
 from raylt.core.checkpoint import Checkpoint, Seal
 from raylt.core.report import Report
+from raylt.data.outline import Outline
 from raylt.data.split import Split
 from raylt.disk import make
 from raylt.errors import CheckpointError, FolderHeld
 from raylt.runs import identity, lines, provenance, sealed
 from raylt.runs.board import Board
+from raylt.runs.grid import Picture
 from raylt.store import Folder
 
 LOCK_ATTEMPTS = 5
 LOCK = ".lock"
+OUTLINE = "outline.json"
 
 
 class Journal:
@@ -52,7 +57,7 @@ class Journal:
         except CheckpointError:
             self._open.__exit__()
             raise
-        self._board = Board()
+        self._board = Board(lambda: identity.read_identity(self._open)["config"])
         self._head: str | None = None
 
     def _hold(self) -> int:
@@ -64,13 +69,15 @@ class Journal:
 
     @classmethod
     def create(cls, folder: Path, config: Config, split: Split, data: Mapping[str, str],
-               origins: Sequence[Mapping[str, Any]] = (), parent: Mapping[str, Any] | None = None) -> "Journal":
+               origins: Sequence[Mapping[str, Any]] = (), parent: Mapping[str, Any] | None = None,
+               outline: Outline | None = None) -> "Journal":
         """A new run folder.
 
         Args:
             data: what the data hash to, see raylt/data/hashes.py.
             origins: records of the guests that the configuration names, see raylt/registry.py.
             parent: the run that it is branched from, see raylt/runs/identity.py.
+            outline: of the data; without one its models are opened with the data alone.
 
         Raises:
             CheckpointError: it exists already.
@@ -86,6 +93,8 @@ class Journal:
         split.save(folder / "split.json")
         if origins:
             journal._open.write(identity.ORIGINS, identity.as_text(list(origins)))
+        if outline is not None:
+            journal._open.write(OUTLINE, identity.as_text(outline))
         identity.write(journal._open, identity.identify(config, split, data, origins, parent))
         # written last: a folder with a config.yaml can be resumed
         journal._open.write("config.yaml", notation.write(config.model_dump(mode="json")))
@@ -108,8 +117,8 @@ class Journal:
         for content in before:
             self._append(content)
         facts = {"step": len(reports), "report": last, "seal": asdict(self.seal)}
-        checkpoint.write(self.folder / "checkpoints", len(reports),
-                         ((name, saved.read(name)) for name in saved.parts), facts, None, keep)
+        checkpoint.write(self.folder / "checkpoints", len(reports), states.copied(len(reports), saved), facts, None,
+                         keep)
         self._append(last)
 
     def _append(self, content: dict[str, Any]) -> None:
@@ -151,6 +160,10 @@ class Journal:
             committed = folder.has(lines.FILE)
         if not committed:
             shutil.rmtree(self.folder)
+
+    def show(self, picture: Picture) -> None:
+        """Shows predictions of the model that the run ended with."""
+        self._board.picture(self._open, len(self.reports()), picture)
 
     def conclude(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Writes summary.json: the run is done.

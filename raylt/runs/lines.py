@@ -8,7 +8,7 @@ line can be changed, left out, swapped or come from elsewhere without being seen
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
@@ -49,6 +49,8 @@ class Line(TypedDict):
     clients: dict[str, dict[str, Share]] | None
     by_client: dict[str, list[Share]] | None
     others: dict[str, dict[str, Any]] | None
+    quality: NotRequired[dict[str, Share] | None]
+    confusion: NotRequired[str | None]
     traffic: dict[str, dict[str, Count]]
     participants: list[Count]
     lost: list[Count]

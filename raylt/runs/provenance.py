@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +20,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from raylt.errors import CheckpointError
+from raylt.config import Config
+from raylt.errors import CheckpointError, ConfigError
 from raylt.store import Folder
 from raylt.typed import as_json
 
@@ -27,7 +29,8 @@ SCHEMA = 2              # of summary.json and of the lines of metrics.jsonl; ray
 FILE = "provenance.jsonl"
 _LINE = TypeAdapter(dict[str, Any])
 _ROOT = Path(__file__).parents[1]
-_DECISIVE = ("config", "hyper", "metrics", "seeds", "tree", "registry", "data", "models", "core", "ops", "methods")
+_DECISIVE = ("config", "hyper", "metrics", "seeds", "tree", "registry", "recordable", "data", "models", "core", "ops",
+             "methods")
 
 
 def now() -> str:
@@ -46,37 +49,57 @@ def code_sha256() -> str:
     return digest.hexdigest()
 
 
-def here(fleet: str) -> dict[str, Any]:
-    """Versions, machine and device of this process.
+def here(fleet: str, config: Config, facts: Mapping[str, str | None]) -> dict[str, Any]:
+    """Versions, machine and device of a run.
 
     Args:
         fleet: "ray" or "local". With Ray, clients may sit on machines that this process does not see.
+        facts: what clients and server compute on, `Experiment.describe`.
     """
-    import torch  # raylt ls reads provenance without it
-
-    cuda = torch.cuda.is_available()
     return {
         "date": now(),
         "raylt": importlib.metadata.version("raylt"),
         "commit": _commit(),
         "code": code_sha256(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
         "ray": importlib.metadata.version("ray"),
         "system": f"{platform.system()} {platform.machine()}",
-        "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "device": torch.cuda.get_device_name(0) if cuda else "cpu",
+        "precision": config.local.precision,
+        "deterministic": config.resources.deterministic,
+        "graphs": config.resources.graphs,
+        **facts,
         "fleet": fleet,
     }
 
 
-def note(folder: Path, fleet: str, step: int) -> None:
-    """Appends a line to the run's provenance: it starts, or goes on after `step` committed steps."""
-    line = json.dumps({**here(fleet), "after_step": step}) + "\n"
+def note(folder: Path, fleet: str, step: int, config: Config, facts: Mapping[str, str | None]) -> None:
+    """Appends a line to the run's provenance: it starts, or goes on after `step` committed steps.
+
+    Args:
+        facts: as `here` has them.
+    """
+    line = json.dumps({**here(fleet, config, facts), "after_step": step}) + "\n"
     with Folder.open(folder) as there:
         cut = FILE in there.names() and not there.read(FILE).endswith(b"\n")       # by a kill
         there.append(FILE, "\n" * cut + line)
+
+
+def check_device(folder: Path, config: Config, facts: Mapping[str, str | None]) -> None:
+    """Before a run is gone on with, or a call of it made again: the kind of device is the one that it was made on.
+
+    Raises:
+        ConfigError: it is another, and resources.device does not name it.
+    """
+    lines = read(folder)
+    then, now = lines[-1].get("device") if lines else None, facts["device"]
+    if then is None or config.resources.device != "auto":
+        return
+    if (then == "cpu") != (now == "cpu"):
+        kinds = ["cpu" if device == "cpu" else "cuda" for device in (then, now)]
+        raise ConfigError(f"resources.device = auto: {folder} was made on {then} and would go on on {now}, which gives "
+                          f"other bits; set resources.device={kinds[0]} where that is there, or "
+                          f"resources.device={kinds[1]} to go on all the same")
 
 
 def copy(source: Path, folder: Path) -> None:
@@ -104,8 +127,9 @@ def of_summary(folder: Path) -> dict[str, Any]:
         `mixed` each fact that changed between its processes.
     """
     lines = read(folder)
-    mixed = {key: sorted({str(line[key]) for line in lines}) for key in ("code", "torch", "device", "cpu")
-             if len({str(line[key]) for line in lines}) > 1}
+    seen = {key: sorted({str(line[key]) for line in lines if key in line})
+            for key in ("code", "torch", "device", "driver", "cpu", "server_device")}
+    mixed = {key: values for key, values in seen.items() if len(values) > 1}
     made = {key: value for key, value in lines[-1].items() if key != "after_step"} if lines else {}
     return {"schema": SCHEMA, "date": now(), "made": made | {"sessions": len(lines), "mixed": mixed}}
 
@@ -121,15 +145,3 @@ def _commit() -> str | None:
                               capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-@functools.cache
-def _cpu() -> str:
-    """The kind of processor, as the system names it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

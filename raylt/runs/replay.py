@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,11 +15,15 @@ from raylt.core.client import ClientFunction, Message, Reply
 from raylt.core.fleet import Answer, Arrived
 from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
+from raylt.core.schema import Schema
 from raylt.core.wire import Unusable
 from raylt.data.task import Task
 from raylt.errors import CheckpointError, ClientError, ConfigError
-from raylt.runs.here import one_thread, open_here
+from raylt.runs import provenance
+from raylt.runs.here import computed_on, one_thread, open_here
 from raylt.runs.run import Run
+
+DeviceKind = Literal["cpu", "cuda"]
 
 
 @dataclass
@@ -43,11 +47,11 @@ class OneClient(LocalFleet):
         self._wanted = round, client, function
 
     def _answers(self, fn: ClientFunction, ids: list[int], message: Message, enough: int,
-                 usable: Callable[[int, Arrived], bool]) -> Iterator[Answer]:
+                 usable: Callable[[int, Arrived], bool], sums: Schema | None) -> Iterator[Answer]:
         round, client, function = self._wanted
         name = getattr(fn, "__name__", "call")
         if self.round != round or client not in ids or function not in (None, name):
-            return super()._answers(fn, ids, message, enough, usable)
+            return super()._answers(fn, ids, message, enough, usable, sums)
         private = next((state for _, state in self.private_states([client])), None) if client in self._private else None
         start = time.perf_counter()
         reply, _ = self._host.run(fn, message, self.round, client, self._shards[client], private)
@@ -56,15 +60,16 @@ class OneClient(LocalFleet):
         raise Replayed(name, time.perf_counter() - start, reply)
 
 
-def replay(run: Run, round: int, client: int, function: str | None) -> Replayed:
+def replay(run: Run, round: int, client: int, function: str | None, device: DeviceKind | None = None) -> Replayed:
     """The first call of a client in a round, or the one of `function`; what it raises is raised here.
 
     Args:
         round: 1..R, R + 1 for what the method does after the last one, 0 for how clients join.
+        device: instead of resources.device; needed where the run was made on another kind than is here.
 
     Raises:
         CheckpointError: the checkpoint before that round is no longer there.
-        ConfigError: the client was not asked.
+        ConfigError: the client was not asked, or the kind of device is another.
     """
     saved, checkpoints = None, run.folder / "checkpoints"
     if round > 1:
@@ -78,8 +83,10 @@ def replay(run: Run, round: int, client: int, function: str | None) -> Replayed:
     def fleet(config: Config, task: Task, host: Host) -> OneClient:
         return OneClient(config, task, host, round, client, function)
 
+    setup = run.setup if device is None else computed_on(run.setup, device)
     with one_thread():              # as the server does: the same bits
-        experiment = open_here(run.setup, run.task, run.folder, saved, fleet)
+        experiment = open_here(setup, run.task, run.folder, saved, fleet)
+        provenance.check_device(run.folder, setup.config, experiment.describe())
         try:
             if not experiment.done:
                 experiment.step()

@@ -1,22 +1,24 @@
 """`Run`: a run folder as an object. Whoever reads a run folder does it through this."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raylt.config import Config, differences, load, settled
 from raylt.core.checkpoint import Checkpoint
+from raylt.core.confusions import Matrices
 from raylt.core.experiment import Experiment
 from raylt.core.method import Method
 from raylt.core.setup import Setup
+from raylt.data.outline import task_from
 from raylt.data.task import Split, Task, build_task
 from raylt.errors import CheckpointError
 from raylt.registry import check_origins, resolve, seek
 from raylt.runs import export, frames
 from raylt.runs.callbacks import Callback, Callbacks
 from raylt.runs.files import Files, State
-from raylt.runs.here import open_here
+from raylt.runs.here import anywhere, open_here
 from raylt.runs.identity import Guest
 from raylt.runs.journal import Journal
 from raylt.runs.runner import FleetKind, carry_out
@@ -110,6 +112,13 @@ class Run:
         self._files.check_data(task)
         return task
 
+    @cached_property
+    def outline(self) -> Task:
+        """The task without its data, to open models with; whole where an older raylt made the run, or the method is
+        one's own and may look at images."""
+        known = None if any(guest["kind"] == "method" for guest in self.origins) else self._files.outline()
+        return self.task if known is None else task_from(known, self.split)
+
     # what came of it
 
     @property
@@ -140,6 +149,14 @@ class Run:
         """The figures of every judged client, see `frames.clients`: columns step, phase, metric, client, value."""
         return frames.clients(self.reports)
 
+    def matrices(self, step: int | None = None) -> Matrices:
+        """The confusion matrices of the evaluation after a step; by default of the last.
+
+        Raises:
+            CheckpointError: nothing was judged then, or they were changed.
+        """
+        return self._files.matrices(step)
+
     def finished(self) -> "Run":
         """This run.
 
@@ -154,11 +171,7 @@ class Run:
         return self._files.checkpoint()
 
     def checkpoint_after(self, step: int) -> Checkpoint:
-        """The one after a step.
-
-        Raises:
-            CheckpointError: it is damaged.
-        """
+        """The one after a step; a CheckpointError where it is damaged."""
         return self._files.checkpoint_after(step)
 
     def experiment(self, task: Task | None = None) -> Experiment:
@@ -176,7 +189,7 @@ class Run:
         if self.state == "done" and (step := saved.facts["step"]) != (last := len(self.reports)):
             raise CheckpointError(f"{self.folder}: the checkpoint after its last step, {last}, is damaged; the newest "
                                   f"that can be read is of step {step}; raylt verify says what is whole")
-        return open_here(self.setup, task or self.task, self.folder, saved)
+        return open_here(anywhere(self.setup), task or self.task, self.folder, saved)
 
     # what can be done with it
 
@@ -211,7 +224,7 @@ class Run:
             CheckpointError: nothing was committed yet.
             ConfigError: with federation.batchnorm=local there are only clients' models.
         """
-        return export.global_model(self.experiment(), self._files.model() if self._files.ended else None)
+        return export.global_model(self.experiment(self.outline), self._files.model() if self._files.ended else None)
 
     def client_model(self, id: int) -> export.TrainedModel:
         """A client's own model, ready to predict; of a method without such, the global one.
@@ -220,11 +233,11 @@ class Run:
             CheckpointError: nothing was committed yet.
             ConfigError: no such client, or it holds no samples.
         """
-        experiment, saved = self.experiment(), self.checkpoint()
-        part = f"client-{id:03d}"
-        private = saved.read(part) if saved is not None and part in saved.parts else None
-        return export.client_model(experiment, self.setup, id, private)
+        return next(self.client_models([id]))[1]
 
+    def client_models(self, ids: Iterable[int] | None = None) -> Iterator[tuple[int, export.TrainedModel]]:
+        """Those of several clients, by id, one after the other; by default of all that hold samples."""
+        return export.client_models(self.experiment(self.outline), self.setup, self.checkpoint(), ids)
 
     def _resolve(self, config: Config) -> Setup:
         self._welcome(config)

@@ -10,9 +10,10 @@ from raylt.core.checkpoint import Seal
 from raylt.core.report import Report
 from raylt.core.setup import Setup
 from raylt.data.task import Task
-from raylt.errors import ConfigError, ServerLost
+from raylt.errors import ConfigError, ServerLost, one_line
 from raylt.runs import provenance
 from raylt.runs.callbacks import Callback
+from raylt.runs.grid import draw_predictions
 from raylt.runs.here import one_thread, open_here
 from raylt.runs.journal import Journal
 from raylt.runs.summary import summarise
@@ -26,6 +27,7 @@ class Steps(Protocol):
 
     @property
     def done(self) -> bool: ...
+    def describe(self) -> dict[str, str | None]: ...
     def advance(self, seal: Seal | None = None) -> Report: ...
     def conclude(self) -> dict[str, str]: ...
 
@@ -40,7 +42,7 @@ def carry_out(setup: Setup, task: Task, journal: Journal, fleet: FleetKind, addr
 
     Raises:
         CheckpointError: steps were committed and no checkpoint is usable.
-        ConfigError: an unknown fleet, no such cluster, or it is too small.
+        ConfigError: an unknown fleet, no such cluster, it is too small, or its device is not to be used.
     """
     deaths, committed, summary = 0, -1, None
     try:
@@ -53,7 +55,8 @@ def carry_out(setup: Setup, task: Task, journal: Journal, fleet: FleetKind, addr
                     callback.on_message(f"{fault}; continuing after step {saved.facts['step'] if saved else 0}")
                 if deaths == 0:
                     callback.on_start(journal.folder, setup.config, journal.reports())
-                    provenance.note(journal.folder, fleet, len(journal.reports()))
+                    for note in task.notes:
+                        callback.on_message(note)
                 try:
                     summary = _take_steps(setup, task, journal, fleet, address, callback)
                 except ServerLost as error:
@@ -64,14 +67,26 @@ def carry_out(setup: Setup, task: Task, journal: Journal, fleet: FleetKind, addr
                     callback.on_message(f"{error.cause}; starting it again from the last checkpoint")
             summary |= provenance.of_summary(journal.folder)
             summary = journal.conclude(summary)
+            _show_predictions(setup, task, journal, callback)
     finally:
         callback.on_end(summary)
+
+
+def _show_predictions(setup: Setup, task: Task, journal: Journal, callback: Callback) -> None:
+    """The run is done: what is amiss with a picture of it is told and changes nothing."""
+    try:
+        journal.show(draw_predictions(setup, task, journal.folder))
+    except Exception as error:
+        callback.on_message(f"no picture of predictions for TensorBoard: {one_line(error)}")
 
 
 def _take_steps(setup: Setup, task: Task, journal: Journal, fleet: FleetKind, address: str | None,
                 callback: Callback) -> dict[str, Any]:
     setup.method.prepare(task, setup.config, setup.check(task.facts))
     with _experiment(setup, task, journal.folder, fleet, address, callback) as experiment:
+        facts = experiment.describe()
+        provenance.check_device(journal.folder, setup.config, facts)
+        provenance.note(journal.folder, fleet, len(journal.reports()), setup.config, facts)
         while not experiment.done:
             report = experiment.advance(journal.seal)
             journal.append(report)
@@ -82,13 +97,15 @@ def _take_steps(setup: Setup, task: Task, journal: Journal, fleet: FleetKind, ad
 def _experiment(setup: Setup, task: Task, folder: Path, fleet: FleetKind, address: str | None,
                 callback: Callback) -> AbstractContextManager[Steps]:
     if fleet == "local":
-        return _in_this_process(setup, task, folder)
+        return _in_this_process(setup, task, folder, callback)
     from actors.launch import open_experiment  # the only way from here to Ray
-    return open_experiment(setup, task, folder, address, callback.on_message)
+    return open_experiment(setup, task, folder, address, callback.on_message, callback.on_progress)
 
 
 @contextmanager
-def _in_this_process(setup: Setup, task: Task, folder: Path) -> Iterator[Steps]:
+def _in_this_process(setup: Setup, task: Task, folder: Path, callback: Callback) -> Iterator[Steps]:
     saved, _ = checkpoint.latest(folder / "checkpoints")
     with one_thread():
-        yield open_here(setup, task, folder, saved)
+        experiment = open_here(setup, task, folder, saved)
+        experiment.fleet.watch = callback.on_progress
+        yield experiment

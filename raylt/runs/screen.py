@@ -8,38 +8,57 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from raylt.config import Config
 from raylt.core.report import Report
+from raylt.metrics import LOCAL
+from raylt.registry import resolve
 from raylt.runs.callbacks import Callback
+
+STAGES = {"join": "joining", "train": "training", "evaluation": "judging", "judge": "judging", "checkpoint": "saving"}
+BAR = 12                    # columns: at a width of 80 everything else still fits
+STAGE = 20
 
 
 class Screen(Callback):
-    """Shows a run on standard error as it goes: a bar on a terminal, a line per round elsewhere."""
+    """Shows a run on standard error as it goes: a bar on a terminal, a line per round elsewhere.
+
+    The bar counts what a method does after its last round as one more step, so the time that is left includes it.
+    """
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
-        self._bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(
-            "{task.fields[accuracy]}"), TextColumn("ETA"), TimeRemainingColumn(), console=self._console,
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(BAR), MofNCompleteColumn(), TextColumn("{task.fields[stage]}"),
+            TextColumn("{task.fields[figures]}"), TimeRemainingColumn(compact=True), console=self._console,
             disable=not self._console.is_terminal)
-        self._task = self._bar.add_task("round", total=None, accuracy="starting", visible=False)
-        self._rounds = 0
+        self._task = self._bar.add_task("round", total=None, stage="starting", figures="", visible=False)
+        self._rounds, self._best = 0, _Best()
 
     def on_start(self, folder: Path, config: Config, reports: list[dict[str, Any]]) -> None:
         self._rounds, taken = config.federation.rounds, len(reports)
         self.on_message(f"{config.method['name']} on {config.data.source}, run folder {folder}"
                         + (f", continuing after step {taken}" if taken else ""))
-        self._bar.update(self._task, total=self._rounds, completed=min(taken, self._rounds), visible=True)
+        for report in reports:
+            self._best.take(report["accuracy"], report["clients"], report["global_accuracy"])
+        self._bar.update(self._task, total=self._rounds + resolve(config).method.finishes, completed=taken,
+                         visible=True)
         self._bar.start()
 
+    def on_progress(self, stage: str, done: int, total: int) -> None:
+        what = STAGES.get(stage, stage.replace("_", " "))[:STAGE - 8]
+        self._bar.update(self._task, stage=f"{what} {done}/{total}" if total else what)
+
     def on_step(self, report: Report) -> None:
-        accuracy = "" if report.accuracy is None else f"accuracy {100 * report.accuracy:.2f} %"
+        figure = self._best.take(report.accuracy, report.clients, report.global_accuracy)
         troubles = [f"client {id}: reply rejected ({why})" for id, why in report.rejected.items()]
         troubles += [f"client {id}: no reply" for id in report.lost]
         for trouble in troubles:
             self.on_message(f"round {report.step}, {trouble}")
         if self._console.is_terminal:
-            self._bar.update(self._task, completed=min(report.step, self._rounds), accuracy=accuracy)
+            loss = report.figures.get("loss")
+            figures = [f"loss {loss:.3f}"] if isinstance(loss, float) else []
+            self._bar.update(self._task, completed=report.step, stage="", figures=" ".join([*figures, self._best.text]))
         else:
             what = f"round {report.step}/{self._rounds}" if report.phase == "round" else report.phase
-            self.on_message("  ".join(part for part in (what, accuracy, f"{report.seconds:.2f} s") if part))
+            self.on_message("  ".join(part for part in (what, figure, f"{report.seconds:.2f} s") if part))
 
     def on_message(self, text: str, minor: bool = False) -> None:
         if self._console.is_terminal or not minor:
@@ -47,3 +66,42 @@ class Screen(Callback):
 
     def on_end(self, summary: dict[str, Any] | None) -> None:
         self._bar.stop()
+
+
+class _Best:
+    """The figure that says most of a run, and the best that was seen of it.
+
+    Clients on their own test images come first, then what is deployed; of a personal method between its evaluations it
+    is the global model's accuracy.
+    """
+
+    ORDER = "global", "accuracy", "local"
+
+    def __init__(self) -> None:
+        self._kind, self._last, self._best = "", 0.0, 0.0
+
+    def take(self, accuracy: float | None, clients: dict[str, dict[str, float]] | None, shared: float | None) -> str:
+        """Takes in a step's figures, each None where it was not judged; says this step's."""
+        local = (clients or {}).get(LOCAL)
+        known = {"local": None if local is None else local["mean"], "accuracy": accuracy, "global": shared}
+        kind = next((kind for kind in reversed(self.ORDER) if known[kind] is not None), None)
+        if kind is None:
+            return ""
+        value = known[kind]
+        assert value is not None
+        if not self._kind or self.ORDER.index(kind) > self.ORDER.index(self._kind):
+            self._kind, self._best = kind, value        # what came before is of something else
+        if kind == self._kind:
+            self._last, self._best = value, max(self._best, value)
+        return f"{_NAMES[kind]} {100 * value:.2f} %"
+
+    @property
+    def text(self) -> str:
+        """For a bar."""
+        if not self._kind:
+            return ""
+        return f"{_SHORT[self._kind]} {100 * self._last:.1f} % (best {100 * self._best:.1f})"
+
+
+_NAMES = {"local": "clients' own images", "accuracy": "accuracy", "global": "global model"}
+_SHORT = {"local": "own", "accuracy": "accuracy", "global": "global"}

@@ -27,6 +27,7 @@ class _Accuracy(TypedDict):
     last: Annotated[float, Field(ge=0, le=1)]
     last10: Annotated[float, Field(ge=0, le=1)]
     best: Annotated[float, Field(ge=0, le=1)]
+    last10_values: NotRequired[Count]
 
 
 @closed
@@ -62,6 +63,7 @@ class Summary(TypedDict):
     global_accuracy: Share
     global_macro: Share
     global_miou: Share
+    quality: NotRequired[dict[str, Share] | None]
     before_finish: Share
     groups: Spread
     groups_before_finish: Spread | None
@@ -72,6 +74,7 @@ class Summary(TypedDict):
     seconds_per_round: Seconds
     figures: dict[str, Any]
     troubles: dict[str, Count]
+    privacy: NotRequired[dict[str, Any]]
     run: Sha256
     line: Sha256
     sha256: Sha256

@@ -8,10 +8,12 @@ from typing import Any
 from raylt.config import Config, apply, assign, check, override, read
 from raylt.core.method import Method
 from raylt.data.hashes import hash_data
-from raylt.data.task import build_task
+from raylt.data.outline import outline_of
+from raylt.data.task import build_task, complete
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
 from raylt.registry import GuestKind, origins, register, resolve
+from raylt.runs import extension
 from raylt.runs.callbacks import Callback, Callbacks
 from raylt.runs.journal import Journal
 from raylt.runs.run import Run
@@ -50,11 +52,14 @@ def run(what: "str | Path | Config | Method", /, out: Path | str = "runs", name:
     config = configure(what, overrides, settings)
     method = resolve(config).method
     config = config.model_copy(update={"method": {"name": method.name, **method.model_dump()}})
-    task, setup = build_task(config.data), resolve(config)
+    task = build_task(config.data)
+    config = config.model_copy(update={"data": complete(config.data, task.split)})
+    setup = resolve(config)
     setup.check(task.facts)
     source = Path(task.name.partition(":")[2] or task.name).stem        # of folder:PATH and npz:PATH, the last name
     name = name or f"{method.name}-{source}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
-    journal = Journal.create(Path(out) / name, config, task.split, hash_data(task), origins(config))
+    journal = Journal.create(Path(out) / name, config, task.split, hash_data(task), origins(config),
+                             outline=outline_of(task))
     screen = [] if quiet else [Screen()]
     try:
         carry_out(setup, task, journal, fleet, address, Callbacks([*screen, *callbacks]))
@@ -66,8 +71,9 @@ def run(what: "str | Path | Config | Method", /, out: Path | str = "runs", name:
 
 def resume(folder: Path | str, overrides: Sequence[str] = (), fleet: FleetKind = "ray", address: str | None = None,
            quiet: bool = False, callbacks: Sequence[Callback] = ()) -> Run:
-    """Continues the run in a folder after its last committed step, see `Run.resume`."""
-    return Run.open(folder).resume(overrides, fleet=fleet, address=address, quiet=quiet, callbacks=callbacks)
+    """Continues the run in a folder after its last committed step, see `Run.resume`; with `federation.rounds=R` among
+    the overrides, beyond its last round, in a folder of its own (`raylt.runs.extension`)."""
+    return extension.resume(folder, overrides, fleet=fleet, address=address, quiet=quiet, callbacks=callbacks)
 
 
 def configure(what: "str | Path | Config | Method", overrides: Sequence[str] | Mapping[str, Any] = (),

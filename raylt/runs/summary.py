@@ -3,10 +3,11 @@
 from typing import Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from raylt.data.task import Task
-from raylt.metrics import client_figures
+from raylt.metrics import LOCAL, client_figures
 
 Report = dict[str, Any]
 
@@ -21,6 +22,7 @@ def summarise(reports: list[Report], method: str, split_sha256: str, concluded: 
     rounds = [r for r in reports if r["phase"] == "round"]
     curve = [r["accuracy"] for r in rounds if r["accuracy"] is not None]
     final = reports[-1]
+    spent = [r["figures"]["privacy"] for r in reports if "privacy" in r["figures"]]
     traffic = [t for r in reports for t in r["traffic"].values()]
     seconds = sum(r["seconds"] for r in rounds)
     return {
@@ -30,6 +32,7 @@ def summarise(reports: list[Report], method: str, split_sha256: str, concluded: 
         "accuracy": {
             "last": final["accuracy"],                          # of what is deployed in the end
             "last10": sum(curve[-10:]) / len(curve[-10:]),      # mean over the last ten judged rounds
+            "last10_values": len(curve[-10:]),                  # of which there may be fewer
             "best": max([*curve, final["accuracy"]]),
         },
         "macro": final["macro"],
@@ -39,6 +42,7 @@ def summarise(reports: list[Report], method: str, split_sha256: str, concluded: 
         "global_accuracy": final["global_accuracy"],
         "global_macro": final["global_macro"],
         "global_miou": final["global_miou"],
+        "quality": final.get("quality"),
         "groups": final["groups"],
         "clients": final["clients"]["matched"] | {"by": final["clients"]} | _by_sampling(reports),
         "others": {name: {key: figures[key] for key in ("accuracy", "macro", "miou", "groups", "clients")}
@@ -48,6 +52,7 @@ def summarise(reports: list[Report], method: str, split_sha256: str, concluded: 
         "seconds_per_round": seconds / len(rounds),
         "figures": final["figures"],                            # what the method reports of the last step
         "troubles": {kind: sum(len(r[kind]) for r in reports) for kind in ("lost", "retried", "rejected")},
+        **({"privacy": spent[-1]} if spent else {}),
         **concluded,
     }
 
@@ -70,10 +75,13 @@ def table_of(summary: dict[str, Any], folder: str) -> Table:
     table.add_column()
     table.add_column(overflow="fold")
     accuracy, clients = summary["accuracy"], summary["clients"]
+    if local := clients["by"].get(LOCAL):
+        table.add_row("clients, mean (own test images)", percent(local["mean"]))
+        table.add_row("  worst decile", percent(local["worst_decile"]))
     table.add_row("accuracy, last", percent(accuracy["last"]))
     if summary["before_finish"] is not None:
         table.add_row("accuracy, before the last phase", percent(summary["before_finish"]))
-    table.add_row("accuracy, mean of the last 10", percent(accuracy["last10"]))
+    table.add_row(_last10(accuracy.get("last10_values")), percent(accuracy["last10"]))
     table.add_row("accuracy, best", percent(accuracy["best"]))
     if summary["task"] == "segmentation":
         table.add_row("mIoU, mAcc", f"{percent(summary['miou'])}, {percent(summary['macro'])}")
@@ -86,12 +94,21 @@ def table_of(summary: dict[str, Any], folder: str) -> Table:
                       " / ".join(percent(value) for value in summary["groups_before_finish"].values()))
     table.add_row("clients, mean (own class mix)", percent(clients["mean"]))
     table.add_row("clients, worst decile", percent(clients["worst_decile"]))
+    if quality := summary.get("quality"):
+        table.add_row("global model: AUC, calibration error",
+                      f"{_share(quality['auc'])}, {_share(quality['calibration_error'])}")
     for name, figures in summary["others"].items():
         table.add_row(f"  judged by {name}", percent(figures["clients"]["matched"]["mean"]))
+    if "privacy" in summary:
+        budget = summary["privacy"]
+        table.add_row("epsilon, delta", f"{budget['epsilon']:g}, {budget['delta']:g} for {budget['unit']}; without "
+                                        f"{budget['not_covered'].partition(':')[0]}")
     parts = clients["sampled"], clients["never_sampled"]
     if all(parts):
         table.add_row("clients, ever / never sampled",
                       " / ".join(f"{percent(each['matched']['mean'])} ({each['count']})" for each in parts))
+    if (new := summary["figures"].get("new_clients")) is not None:
+        table.add_row("new clients, mean (own class mix)", f"{percent(new['matched'])} ({new['count']})")
     table.add_row("bytes up / down", f"{size(summary['bytes']['up'])} / {size(summary['bytes']['down'])}")
     table.add_row("seconds per round", f"{summary['seconds_per_round']:.2f}")
     troubles = {kind: count for kind, count in summary["troubles"].items() if count}
@@ -106,20 +123,31 @@ def table_of(summary: dict[str, Any], folder: str) -> Table:
     return table
 
 
+def _last10(values: int | None) -> str:
+    """What the mean of the last ten is over."""
+    return "accuracy, mean of the last 10" if values in (None, 10) else (
+        "accuracy, the one judged round" if values == 1 else f"accuracy, mean of all {values} judged rounds")
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
 def split_table(task: Task, width: int) -> Table:
     """Who holds what: clients by classes, or, where `width` columns are too few for it, each client in short."""
     heads = ("samples", "classes", "of the largest")
-    whole = 22 + sum(max(len(name), 6) + 1 for name in task.class_names) <= width
-    table = Table("client", *((*task.class_names, "samples") if whole else heads), box=box.SIMPLE_HEAD,
+    first = max(map(len, task.client_names))
+    whole = 21 + first + sum(max(len(name), 6) + 1 for name in task.class_names) <= width
+    table = Table("client", *((*map(escape, task.class_names), "samples") if whole else heads), box=box.SIMPLE_HEAD,
                   padding=(0, 1, 0, 0), show_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     for k, (row, size) in enumerate(zip(task.client_counts, task.sizes, strict=True)):
         if whole:
-            table.add_row(str(k), *(_short(n) if n else "·" for n in row), str(size))
+            table.add_row(escape(task.client_names[k]), *(_short(n) if n else "·" for n in row), str(size))
         else:
-            largest = f"{task.class_names[row.argmax()]} {percent(row.max() / row.sum())}" if row.any() else ""
-            table.add_row(str(k), str(size), str((row > 0).sum()), largest)
+            largest = f"{escape(task.class_names[row.argmax()])} {percent(row.max() / row.sum())}" if row.any() else ""
+            table.add_row(escape(task.client_names[k]), str(size), str((row > 0).sum()), largest)
     table.add_section()
     if whole:
         table.add_row("all", *(_short(n) for n in task.counts), str(task.sizes.sum()))

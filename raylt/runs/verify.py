@@ -6,14 +6,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from raylt.core import checkpoint
+from raylt.core import checkpoint, confusions
 from raylt.core.checkpoint import Checkpoint
 from raylt.errors import CheckpointError, RayltError
 from raylt.runs import lines, provenance, sealed
 from raylt.runs.files import Files
 from raylt.runs.identity import FILE as IDENTITY
 from raylt.runs.identity import ORIGINS
-from raylt.runs.journal import LOCK, Journal
+from raylt.runs.journal import LOCK, OUTLINE, Journal
 from raylt.runs.run import Run
 from raylt.store import Folder
 
@@ -116,12 +116,14 @@ def _findings(run: Run) -> Iterator[Finding]:
     if (run.folder / ORIGINS).is_symlink() or (run.folder / ORIGINS).exists():
         yield _look(ORIGINS, lambda: ", ".join(guest["name"] for guest in files.guests()))
     yield _look("split.json", lambda: f"split {files.split().sha256[:16]}, {len(files.split().clients)} clients")
+    yield _look(OUTLINE, lambda: "not kept" if files.outline() is None else "what models need to know of the data")
     yield _look("data", lambda: f"{run.task.name}, as the run saw them")
     yield _lines(files)
     if (checkpoints := _look(CHECKPOINTS, lambda: str(len(checkpoint.steps(run.folder / CHECKPOINTS))))).whole:
         yield from _checkpoints(files)
     else:
         yield checkpoints
+    yield from _matrices(files)
     for name in (provenance.FILE, LOCK):
         if not (other := _look(name, lambda name=name: _plain(run.folder, name))).whole:
             yield other
@@ -177,6 +179,19 @@ def _checkpoints(files: Files) -> Iterator[Finding]:
             yield Finding(what, False, str(state), "remove it" if some and isinstance(state, str) else None)
     if not states and not files.ended and known is not None and sealed.was_saved(known):
         yield Finding(CHECKPOINTS, False, "gone: the run cannot go on")
+
+
+def _matrices(files: Files) -> Iterator[Finding]:
+    """One finding where they are all whole, else one for each that is not."""
+    kept: list[int] = []
+    with suppress(CheckpointError):
+        kept = [report["step"] for report in files.lines().reports if report.get("confusion")]
+    looks = [_look(f"{confusions.FOLDER}/{step:06d}.npz", lambda step=step: files.matrices(step).sha256)
+             for step in kept]
+    damaged = [look for look in looks if not look.whole]
+    if kept and not damaged:
+        yield Finding(confusions.FOLDER, True, f"of {len(kept)} evaluations, as {lines.FILE} tells of them")
+    yield from damaged
 
 
 def _at(files: Files, step: int, known: lines.Lines | None) -> Checkpoint | str | CheckpointError:

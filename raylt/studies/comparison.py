@@ -68,6 +68,7 @@ class Comparison:
     Attributes:
         left_out: one line for each run that is not averaged in, with why.
         apart: one line for each arm that has settings of its own beside its method, on purpose.
+        tuned: one line for each arm and cell that was tuned: to what, by how much.
     """
 
     measure: str
@@ -79,6 +80,7 @@ class Comparison:
     overall: list[Overall]
     left_out: list[str]
     apart: list[str]
+    tuned: list[str]
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": 1, **asdict(self)}
@@ -91,12 +93,14 @@ class Comparison:
 
 
 def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] = (), measure: str = "accuracy",
-            at: At = "last", level: float = 0.95, own: Mapping[str, Mapping[str, Any]] | None = None) -> Comparison:
+            at: At = "last", level: float = 0.95, own: Mapping[str, Mapping[str, Any]] | None = None,
+            tuned: Sequence[str] = ()) -> Comparison:
     """Compares the finished runs; the others are named and left out.
 
     Args:
         reference: the arm that the others are compared to.
         own: settings by arm that are not its method's, by dotted key: what they say may differ from the other arms'.
+        tuned: lines of what the arms were tuned to.
 
     Raises:
         ConfigError: no such measure, or it is known of the last round only.
@@ -124,10 +128,11 @@ def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] =
                                 stdev(seeds.values()) if len(seeds) > 1 else None,
                                 None if arm == reference else _pair(mine, arm, reference, cell, level),
                                 _optimism(done, arm, cell, measure)))
+    shown = {row.arm for row in rows}
     return Comparison(measure, at, reference, level, rows, judge(claims, values, cells, level),
                       _overall(mine, arms, cells, reference, level), left_out,
                       [f"{arm}: {', '.join(f'{key} {value}' for key, value in settings.items())}"
-                       for arm, settings in own.items()])
+                       for arm, settings in own.items() if arm in shown], list(tuned))
 
 
 def judge(claims: Sequence[Claim], values: Mapping[str, Values], cells: Sequence[str], level: float) -> list[Judged]:
@@ -158,11 +163,20 @@ def value_of(record: Record, measure: str, at: At) -> float | None:
     last = known.read(record.summary)
     if at == "last" or known.every_round is None or last is None:
         return last
+    if at == "validation":
+        return _chosen(record, known.every_round)
     rounds = record.config["federation"]["rounds"]
     curve = [value for value in record.curve[known.every_round][:rounds] if value is not None]
     if not curve:
         return None
     return fmean(curve[-10:]) if at == "last10" else max([*curve, last])
+
+
+def _chosen(record: Record, key: str) -> float | None:
+    """A figure of the step, the finish among them, whose model is best on validation samples; the first of equals."""
+    judged = [(chosen, value) for chosen, value in zip(record.curve.get("validation", []), record.curve[key],
+                                                       strict=False) if chosen is not None and value is not None]
+    return max(judged, key=lambda pair: pair[0])[1] if judged else None
 
 
 def _values(done: Sequence[Record], measure: str, at: At) -> tuple[Values, list[str]]:
@@ -171,7 +185,8 @@ def _values(done: Sequence[Record], measure: str, at: At) -> tuple[Values, list[
     for record in sorted(done, key=lambda r: r.seed):
         value = value_of(record, measure, at)
         if value is None:
-            without.append(f"{record.folder}: has no {measure}")
+            more = " of a round chosen on validation samples; set data.validation" if at == "validation" else ""
+            without.append(f"{record.folder}: has no {measure}{more}")
         else:
             values.setdefault((record.arm, record.cell), {})[record.seed] = value
     return values, without

@@ -28,6 +28,7 @@ from raylt.config import Config, Section, check
 from raylt.errors import ConfigError
 from raylt.studies.measures import At, measure_of
 from raylt.studies.settings import label, merge, read_recipe, read_yaml, resolved, slug
+from raylt.studies.tuning import Outcomes, Tuning
 
 _ARM = re.compile(r"[\w(][\w .,+()=/-]*")
 
@@ -74,6 +75,7 @@ class Definition(Section):
     at: At = "last"
     reference: str | None = None
     claims: list[str] = Field(default=[])
+    tune: Tuning | None = None
     paper: str | None = None            # set by raylt reproduce: whose figures the runs are held against
     scale: float = Field(default=1.0, gt=0, le=1)
 
@@ -107,6 +109,13 @@ class Definition(Section):
             if cell not in self.all_cells or not set(arms) <= set(self.arms):
                 raise ConfigError(f"study.only: {cell!r}: {arms}; there are the cells {', '.join(self.all_cells)} and "
                                   f"the arms {', '.join(self.arms)}")
+        for arm in self.tune.fields if self.tune else ():
+            if arm not in self.arms:
+                raise ConfigError(f"study.tune.fields: {arm!r} is no arm; there are: {', '.join(self.arms)}")
+        for cell in self.all_cells if self.tune else ():
+            if self.compared_to not in self.only.get(cell, self.arms):
+                raise ConfigError(f"study.tune: the budget is counted in runs of {self.compared_to!r}, which cell "
+                                  f"{cell!r} has not; set reference to an arm that every cell has")
         for measure in (self.measure, *(claim.measure for claim in self.parsed_claims)):
             try:
                 measure_of(measure)
@@ -155,27 +164,38 @@ class Definition(Section):
         product = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
         return {label(each): each for each in product}
 
-    def runs(self) -> list[Planned]:
+    def runs(self, tuned: Outcomes | None = None) -> list[Planned]:
         """Every run, cell by cell, seed by seed, arm by arm.
+
+        Args:
+            tuned: what came of tuning; without it arms have the settings that the study gives.
 
         Raises:
             ConfigError: a setting does not exist or does not fit.
         """
-        base: dict[str, Any] = {}
-        if self.recipe is not None:
-            base = read_recipe(self.recipe)
-        base = merge(base, self.base)
         planned = []
-        for cell, settings in self.all_cells.items():
-            here = {key: value for key, value in settings.items() if key != "recipe"}
-            ground = merge(read_recipe(settings["recipe"]), self.base) if "recipe" in settings else base
+        for cell in self.all_cells:
             for seed in self.all_seeds:
                 for arm in self.only.get(cell, self.arms):
-                    tree = merge(merge(ground, here), self.arms[arm])
-                    tree = merge(tree, {"seed": seed, "data.seed": seed})
+                    tree = self._settings(cell, arm, seed)
+                    outcome = (tuned or {}).get(cell, {}).get(arm)
+                    tree = merge(tree, outcome["values"]) if outcome else tree
                     folder = "/".join(part for part in (slug(cell), slug(arm), f"seed-{seed}") if part)
                     planned.append(Planned(cell, arm, seed, resolved(tree, f"arm {arm!r}"), folder))
         return planned
+
+    def bases(self) -> dict[tuple[str, str], Config]:
+        """Of each cell and arm the settings that it is tuned from: those of the first seed, with only those fields of
+        the method that the study gives."""
+        return {(cell, arm): check(Config, self._settings(cell, arm, self.all_seeds[0])) for cell in self.all_cells
+                for arm in self.only.get(cell, self.arms)}
+
+    def _settings(self, cell: str, arm: str, seed: int) -> dict[str, Any]:
+        settings = self.all_cells[cell]
+        here = {key: value for key, value in settings.items() if key != "recipe"}
+        recipe = settings.get("recipe", self.recipe)
+        ground = merge({} if recipe is None else read_recipe(recipe), self.base)
+        return merge(merge(merge(ground, here), self.arms[arm]), {"seed": seed, "data.seed": seed})
 
 
 def read_definition(path: Path) -> Definition:

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from raylt.config import Config, recipes
+from raylt.config import Config, completed, recipes
 from raylt.methods import METHODS
 from raylt.studies.measures import At
 from raylt.studies.settings import merge, read_recipe, resolved
@@ -48,6 +48,9 @@ _ROWS: dict[str, dict[str, Any]] = {        # rows that are a method of raylt wi
     "BPFed[mixup alpha=0]": {"alpha": 0},
 }
 _FIELDS: dict[str, dict[str, Any]] = {"FedProx": {"mu": 0.01}}      # mu is not stated in any of the papers
+# personal methods of which a table of global models has the generic classifier, as SFD says in appendix C
+_GENERIC = ("FedRoD", "FedLoGe")
+_SETTINGS: dict[str, dict[str, Any]] = {"RatioLoss": {"data.auxiliary": 63}}       # per class, as its code has
 _UNCLEAR = {"FedAvg with clustering": "the paper does not say what FedAvg with clustering does with its clusters"}
 
 
@@ -114,9 +117,9 @@ def identity(config: Mapping[str, Any]) -> str:
     """What makes runs repetitions of one another: everything but seeds, number of rounds, places and resources.
 
     Args:
-        config: as config.yaml has it.
+        config: as config.yaml has it; a setting that it lacks, being older, has its default.
     """
-    tree = json.loads(json.dumps(config))
+    tree = json.loads(json.dumps(completed(config)))
     for key in ("resources", "output", "evaluation"):
         tree.pop(key, None)
     tree.pop("seed", None)
@@ -149,11 +152,13 @@ def _expectation(number: int, row: dict[str, str]) -> Expectation:
         if row[column]:
             setting[letter] = row[column]
     changes, problem = _changes(row)
-    recipe = _recipe_of(row)
+    recipe, measure = _recipe_of(row), _MEASURES[row["metric"]]
+    if measure == "accuracy" and row["method"] in _GENERIC:
+        measure = "global_accuracy"
     if problem is None and recipe not in _known_recipes():
         problem = f"there is no recipe {recipe}"
     return Expectation(number, row["paper"], row["table"], row["method"], float(row["value"]) / 100,
-                       float(row["std"]) / 100 if row["std"] else None, setting, row["note"], _MEASURES[row["metric"]],
+                       float(row["std"]) / 100 if row["std"] else None, setting, row["note"], measure,
                        _AT.get(row["paper"], "last"), recipe, changes, problem)
 
 
@@ -196,8 +201,8 @@ def _changes(row: dict[str, str]) -> tuple[dict[str, Any], str | None]:
             return {}, f"raylt has no method {name}"
         if row["dataset"] == "cityscapes" and "segmentation" not in METHODS[name].problems:
             return {}, f"{name} is not defined for label maps here"
-        changes["method"] = {"name": name, **_FIELDS.get(label, {})}
-        if paper == "FedSM":                # the recipe's model has FedSM's projection, which the baselines have not
+        changes |= {"method": {"name": name, **_FIELDS.get(label, {})}, **_SETTINGS.get(label, {})}
+        if paper == "FedSM" and name != "clip2fl":      # the recipe's projection is FedSM's and CLIP2FL's alone
             changes["model"] = "resnet50" if row["dataset"] == "imagenet_lt" else "resnet8"
     if row["epochs"]:
         changes["local.epochs"] = int(row["epochs"])

@@ -1,5 +1,6 @@
 """What `raylt ls` lists: the runs and studies under a folder."""
 
+import os
 from collections import Counter
 from dataclasses import asdict, dataclass
 from math import prod
@@ -45,11 +46,22 @@ def listing(folder: Path) -> list[Entry]:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; give one that holds run folders")
     if (folder / STUDY).is_file():
-        entries = [_run(path.parent, str(path.parent.relative_to(folder))) for path in folder.glob("**/config.yaml")]
+        entries = [_run(run, str(run.relative_to(folder))) for run in _runs(folder)]
     else:
         entries = [_study(path) if (path / STUDY).is_file() else _run(path, path.name)
                    for path in folder.iterdir() if (path / STUDY).is_file() or (path / "config.yaml").is_file()]
     return sorted(entries, key=lambda entry: (entry.age_s if entry.age_s is not None else float("inf"), entry.name))
+
+
+def _runs(study: Path) -> list[Path]:
+    """The run folders of a study, at any depth. What lies inside a run is not entered: one at work deletes old
+    checkpoints at any moment, and a folder that is gone while it is walked through would end the listing."""
+    runs = []
+    for place, folders, files in os.walk(study):
+        if "config.yaml" in files:
+            runs.append(Path(place))
+            folders.clear()
+    return runs
 
 
 def _run(folder: Path, name: str) -> Entry:
@@ -61,7 +73,7 @@ def _run(folder: Path, name: str) -> Entry:
 
 
 def _study(folder: Path) -> Entry:
-    runs = [path.parent for path in folder.glob("**/config.yaml")]
+    runs = _runs(folder)
     records = [read_run(run) for run in runs]
     states = Counter(record.state for record in records)
     methods = sorted({record.config["method"]["name"] for record in records if record.config})

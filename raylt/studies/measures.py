@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from raylt.errors import ConfigError
 
-At = Literal["last", "last10", "best"]
+At = Literal["last", "last10", "validation", "best"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Measure:
     Attributes:
         what: in words, for a table's heading.
         read: from summary.json; None where the run has no such figure.
-        every_round: the key of the curve that `last10` and `best` are taken from; None: only the last is known.
+        every_round: the key of the curve that `last10`, `validation` and `best` are taken from; None: only the last is
+            known.
         higher: whether more is better.
     """
 
@@ -43,7 +44,8 @@ _OF_MODELS: dict[str, tuple[str, ...]] = {
     "accuracy": ("accuracy",), "macro": ("macro",), "miou": ("miou",),
     **{group: ("groups", group) for group in ("many", "medium", "few")},
     "owned": ("clients", "owned", "mean"), "matched": ("clients", "matched", "mean"),
-    "clients": ("clients", "global", "mean"), "client_miou": ("clients", "miou", "mean"),
+    "clients": ("clients", "global", "mean"), "local": ("clients", "local", "mean"),
+    "client_miou": ("clients", "miou", "mean"),
     "worst_decile": ("clients", "matched", "worst_decile"),
 }
 
@@ -63,7 +65,12 @@ MEASURES: dict[str, Measure] = {
     "client_miou": Measure("mean IoU over clients, own classes", _at("clients", "by", "miou", "mean")),
     "worst_decile": Measure("worst tenth of the clients, own class mix",
                             _at("clients", "by", "matched", "worst_decile")),
+    "local": Measure("mean over clients, own test images", _at("clients", "by", "local", "mean")),
+    **{f"new_{kind}": Measure(f"clients that join after training, {what}", _at("figures", "new_clients", kind))
+       for kind, what in (("owned", "classes that they own"), ("matched", "own class mix"),
+                          ("worst_decile", "worst tenth, own class mix"))},
     "bytes_up": Measure("bytes sent by clients", _at("bytes", "up"), higher=False),
+    "seconds": Measure("seconds of the run, judging among them", _at("seconds"), higher=False),
     "bytes_down": Measure("bytes sent to clients", _at("bytes", "down"), higher=False),
 }
 

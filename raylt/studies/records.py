@@ -62,8 +62,8 @@ class Record:
         problem: why it is failed or damaged.
         config: as config.yaml has it.
         summary: as summary.json has it; None unless done.
-        curve: lists by step: "step", "accuracy", the groups, cumulated "up", "down" (bytes) and "seconds"; values of
-            rounds that were not judged are None.
+        curve: lists by step: "step", "accuracy", the groups, "validation" (accuracy on the validation part), cumulated
+            "up", "down" (bytes) and "seconds"; values of rounds that were not judged are None.
         made: of the last process that worked at it, see `raylt.runs.provenance`, and under "codes" all their codes.
         by_client: accuracies of each client by id, of the last evaluation; None for one that is not judged.
     """
@@ -127,7 +127,7 @@ def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: s
         known["curve"] = {}
         return Record(**known, state="damaged", problem=str(error))
     by_client = lines.reports[-1]["by_client"] or {}
-    known["by_client"] = {kind: by_client[kind] for kind in ("owned", "matched") if kind in by_client}
+    known["by_client"] = {kind: by_client[kind] for kind in ("local", "owned", "matched") if kind in by_client}
     return Record(**known, state="done", summary=summary)
 
 
@@ -160,15 +160,17 @@ def _made(folder: Path) -> dict[str, Any]:
 
 
 def _curve(reports: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    curve: dict[str, list[Any]] = {key: [] for key in ("step", "accuracy", *GROUPS, "up", "down", "seconds")}
+    keys = "step", "accuracy", *GROUPS, "validation", "up", "down", "seconds"
+    curve: dict[str, list[Any]] = {key: [] for key in keys}
     up = down = 0
     seconds = 0.0
     for report in reports:
         up += sum(call["up"] for call in report["traffic"].values())
         down += sum(call["down"] for call in report["traffic"].values())
         seconds += report["seconds"] + report["evaluation_seconds"]
-        groups = report["groups"] or {}
+        groups, validation = report["groups"] or {}, report["figures"].get("validation") or {}
         for key, value in [("step", report["step"]), ("accuracy", report["accuracy"]), ("up", up), ("down", down),
-                           ("seconds", round(seconds, 3)), *((group, groups.get(group)) for group in GROUPS)]:
+                           ("seconds", round(seconds, 3)), ("validation", validation.get("accuracy")),
+                           *((group, groups.get(group)) for group in GROUPS)]:
             curve[key].append(value)
     return curve

@@ -59,7 +59,7 @@ def render(study: Study) -> str:
                    for each in comparison.claims],
         "overall": [(each.arm, interval(each.iqm, show), "" if each.improvement is None else
                      interval(each.improvement, lambda value: f"{value:.2f}")) for each in comparison.overall],
-        "left_out": comparison.left_out, "apart": comparison.apart,
+        "left_out": comparison.left_out, "apart": comparison.apart, "tuned": comparison.tuned,
         "cells": [_cell(study, comparison, cell, place) for cell in dict.fromkeys(record.cell for record in done)],
         "verdicts": _verdicts(study, done), "costs": _costs(done), "runs": done, "made": _made(done),
         "departures": _departures({record.config["method"]["name"] for record in done}),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from raylt import store
-from raylt.registry import PLUGIN
+from raylt.registry import plugin_files
 from raylt.studies.definition import Planned
 from raylt.studies.estimate import Pace
 from raylt.studies.places import Place, places_for
@@ -91,8 +91,8 @@ class _Pool:
         self._messages: queue.SimpleQueue[tuple[int, Worker, dict[str, Any] | None]] = queue.SimpleQueue()
         self._done, self._total = done, done + len(jobs)
         self._failed: list[str] = []
-        # files that this process was given; what was registered by a call has no file that a worker could read
-        self._plugins = [str(module.__file__) for name, module in sys.modules.items() if name.startswith(PLUGIN)]
+        self._said: set[str] = set()
+        self._plugins = plugin_files()
 
     def run(self) -> list[str]:
         with store.folder_for(self._folder) as folder, folder.log("workers.log") as log:
@@ -165,7 +165,9 @@ class _Pool:
         assert job is not None
         match message["event"]:
             case "says":
-                self._watcher.says(f"{job.planned.folder}: {message['text']}")
+                if message["text"] not in self._said:           # what all runs have to say is said once
+                    self._said.add(message["text"])
+                    self._watcher.says(f"{job.planned.folder}: {message['text']}")
             case "starts":
                 job.steps = job.begun_at = message["steps"]
                 job.seconds = 0.0

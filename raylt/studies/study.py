@@ -1,45 +1,27 @@
 """`Study`: a folder of runs that belong together, from its definition to its tables."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import TypeAdapter
-from typing_extensions import TypedDict
 
 from raylt import store
-from raylt.config import Config, DataConfig, check
+from raylt.config import Config, DataConfig, followed, settled
 from raylt.data.task import build_task
 from raylt.errors import CheckpointError, ConfigError, DataError
 from raylt.runs import provenance
 from raylt.runs.files import Files
-from raylt.studies import schedule
+from raylt.studies import results, schedule
 from raylt.studies.comparison import Comparison, compare
 from raylt.studies.definition import Definition, Planned, define, read_definition
 from raylt.studies.measures import At
 from raylt.studies.records import Record, read_run
 from raylt.studies.settings import flat
-from raylt.typed import as_json, closed
+from raylt.studies.tuning import Outcomes, describe, read_tuned, search_arms
 
-FILE, RESULTS = "study.yaml", "results.json"
-SCHEMA = 1                  # of results.json
-RESULTS_LIMIT = 2**30       # bytes of it
-
-
-@closed
-class _Results(TypedDict):
-    """The content of results.json."""
-
-    schema: int
-    definition: dict[str, Any]
-    records: list[dict[str, Any]]
-    holdings: dict[str, dict[str, Any]]
-
-
-_RESULTS = TypeAdapter(_Results)
+FILE = "study.yaml"
 
 
 class Silent:
@@ -59,11 +41,15 @@ class Study:
         definition: what is compared.
         folder: that holds the runs; None for results that were read from a file.
         records: of every planned run, as they were when they were last read.
+        tuned: what came of tuning, by cell and arm, see raylt/studies/tuning.py.
     """
 
     def __init__(self, definition: Definition, folder: Path | None, records: list[Record],
-                 holdings: dict[str, dict[str, Any]] | None = None):
+                 holdings: dict[str, dict[str, Any]] | None = None, tuned: Outcomes | None = None):
         self.definition, self.folder, self.records = definition, folder, records
+        self.tuned: Outcomes = tuned or {}
+        if folder is not None and definition.tune is not None:
+            self.tuned = read_tuned(folder)
         self._holdings = holdings
 
     @classmethod
@@ -83,10 +69,9 @@ class Study:
         folder = out / definition.name
         if folder.exists() and not (folder / FILE).is_file() and any(folder.iterdir()):
             raise CheckpointError(f"{folder}: exists and is no study; give the study another name, or another --out")
-        planned = definition.runs()
         study = cls(definition, folder, [])
-        study.read(planned)
-        for plan, record in zip(planned, study.records, strict=True):
+        study.read()
+        for plan, record in zip(study.planned, study.records, strict=True):
             if record.config and (changed := differences(record.config, plan.config)):
                 raise CheckpointError(f"{folder / plan.folder}: was made with other settings ({'; '.join(changed)}); "
                                       "give the study another name, or remove that run")
@@ -103,27 +88,33 @@ class Study:
             CheckpointError: it is none of these.
         """
         if path.is_file() and path.suffix == ".json":
-            return cls._of_results(path)
+            definition, records, holdings, tuned = results.read_results(path)
+            return cls(definition, None, records, holdings, tuned)
         if (path / FILE).is_file():
             study = cls(read_definition(path / FILE), path, [])
-            study.read(study.definition.runs())
+            study.read()
             return study
         raise CheckpointError(f"{path}: no study (it has no {FILE}); give a folder that raylt study made, or its "
-                              f"{RESULTS}")
+                              f"{results.FILE}")
 
-    def read(self, planned: list[Planned] | None = None) -> list[Record]:
+    @property
+    def planned(self) -> list[Planned]:
+        """Every run, with what its arm was tuned to."""
+        return self.definition.runs(self.tuned)
+
+    def read(self) -> list[Record]:
         """Reads the state of every run off its folder."""
         assert self.folder is not None
         self._holdings = None
         self.records = [replace(read_run(self.folder / plan.folder, plan.cell, plan.arm, plan.seed, plan.folder),
                                 planned_steps=plan.config.federation.rounds)
-                        for plan in planned or self.definition.runs()]
+                        for plan in self.planned]
         return self.records
 
     def run(self, watcher: schedule.Watcher | None = None, parallel: int | None = None,
             fleet: Literal["local", "ray"] = "local", address: str | None = None,
             mix_versions: bool = False) -> list[str]:
-        """Runs what is missing, goes on with what was stopped, and writes results.json.
+        """Tunes arms where the study says so, runs what is missing, goes on with what stopped, writes results.json.
 
         Args:
             parallel: runs at once; by default one per core.
@@ -136,15 +127,18 @@ class Study:
             CheckpointError: a run is damaged, or runs were made by another version of the code.
         """
         assert self.folder is not None
-        planned = self.definition.runs()
-        for record in self.read(planned):
+        if self.definition.tune is not None:
+            self.tuned = search_arms(self.definition.bases(), self.definition.tune, self.definition.compared_to,
+                                     self.folder, watcher or Silent(), parallel, fleet, address)
+        for record in self.read():
             if record.state == "damaged":
                 raise CheckpointError(f"{record.problem}; raylt verify {self.folder / record.folder} says what is "
                                       "whole; remove that run to do it again")
         if not mix_versions:
             self._check_versions()
-        failed = schedule.run_all(planned, self.records, self.folder, watcher or Silent(), parallel, fleet, address)
-        self.read(planned)
+        failed = schedule.run_all(self.planned, self.records, self.folder, watcher or Silent(), parallel, fleet,
+                                  address)
+        self.read()
         self.save_results()
         return failed
 
@@ -154,8 +148,12 @@ class Study:
         chosen = self.definition
         own = {arm: {key: value for key, value in flat(changes).items() if not key.startswith("method")}
                for arm, changes in chosen.arms.items()}
+        lines = [describe(cell, arm, outcome) for cell, arms in self.tuned.items() for arm, outcome in arms.items()]
+        for arms in self.tuned.values():
+            for arm, outcome in arms.items():
+                own[arm] = own.get(arm, {}) | {key: "as tuned" for key in outcome["values"] if key[:7] != "method."}
         return compare(self.records, reference or chosen.compared_to, chosen.parsed_claims, measure or chosen.measure,
-                       at or chosen.at, level, own)
+                       at or chosen.at, level, own, lines)
 
     @property
     def holdings(self) -> dict[str, dict[str, Any]]:
@@ -175,19 +173,9 @@ class Study:
     def save_results(self) -> Path:
         """Writes results.json: the definition and every record, all that tables and reports are made from."""
         assert self.folder is not None
-        content = {"schema": SCHEMA, "definition": self.definition.model_dump(mode="json"),
-                   "records": [record.to_json() for record in self.records], "holdings": self.holdings}
-        store.write(self.folder / RESULTS, json.dumps(content, separators=(",", ":")) + "\n")
-        return self.folder / RESULTS
-
-    @classmethod
-    def _of_results(cls, path: Path) -> "Study":
-        content = as_json(store.read(path, RESULTS_LIMIT), _RESULTS, f"{path}: not the results of a study")
-        if content["schema"] != SCHEMA:
-            raise CheckpointError(f"{path}: has schema {content['schema']}, this raylt reads {SCHEMA}")
-        definition: Definition = check(Definition, content["definition"])
-        records = [Record.from_json(record, str(path)) for record in content["records"]]
-        return cls(definition, None, records, content["holdings"])
+        path = self.folder / results.FILE
+        results.write_results(path, self.definition, self.records, self.holdings, self.tuned)
+        return path
 
     def _check_versions(self) -> None:
         current = provenance.code_sha256()
@@ -201,9 +189,10 @@ class Study:
 
 def differences(config: dict[str, Any], planned: Config) -> list[str]:
     """Settings of a run folder that are not those of its plan, resources and output apart."""
-    before, after = flat(config), flat(planned.model_dump(mode="json"))
+    made = Config(**config)
+    before, after = flat(settled(made)), flat(settled(followed(planned, made)))
     return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in sorted(before | after)
-            if before.get(key) != after.get(key) and not key.startswith(("resources.", "output."))]
+            if before.get(key) != after.get(key)]
 
 
 def study(definition: "Mapping[str, Any] | Path | str | Definition", out: Path | str = "runs", **how: Any) -> Study:

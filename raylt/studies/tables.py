@@ -1,87 +1,66 @@
-"""A comparison as text, Markdown and LaTeX. Accuracies are in percent, differences in points; nothing here depends on
-how long a run took, so equal runs print equal tables."""
+"""Comparisons as tables. Accuracies are in percent, differences in points; nothing here depends on how long a run took
+unless `seconds` is asked for, so equal runs print equal tables."""
 
 from collections.abc import Callable, Sequence
 
-from rich import box
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
+from raylt.errors import ConfigError
 from raylt.studies.comparison import Comparison, Row
 from raylt.studies.measures import measure_of
+from raylt.studies.sheet import Sheet
 from raylt.studies.statistics import Interval
 
-HEADINGS = {"last": "last round", "last10": "mean of the last ten judged rounds", "best": "best round on the test set"}
+HEADINGS = {"last": "last round", "last10": "mean of the last ten judged rounds",
+            "validation": "round with the best accuracy on validation samples", "best": "best round on the test set"}
 
 
-def of_comparison(comparison: Comparison) -> Group:
-    """What a person reads on a terminal."""
-    parts: list[Table | Text] = []
-    table = Table(*_head(comparison), title=_title(comparison), title_justify="left", box=box.SIMPLE_HEAD,
-                  padding=(0, 1, 0, 0), show_edge=False)
-    for column in table.columns[2:-1]:
-        column.justify, column.no_wrap = "right", True
-    cell = None
-    for row in comparison.rows:
-        if cell not in (None, row.cell):
-            table.add_section()
-        table.add_row("" if row.cell == cell else row.cell, *_cells(comparison, row))
-        cell = row.cell
-    parts.append(table)
-    for title, head, lines in _further(comparison):
-        more = Table(*head, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
-                     show_edge=False)
-        for line in lines:
-            more.add_row(*line)
-        parts += [Text(""), more]
-    if comparison.apart:
-        parts += [Text("\narms with settings of their own:\n" + "\n".join(f"  {line}" for line in comparison.apart))]
-    if comparison.left_out:
-        parts += [Text("\nleft out:\n" + "\n".join(f"  {line}" for line in comparison.left_out))]
-    return Group(*parts)
-
-
-def markdown(comparison: Comparison) -> str:
-    """Tables that GitHub and every Markdown reader draws."""
-    lines = [f"**{_title(comparison)}**", "", *_pipes(_head(comparison), [[row.cell, *_cells(comparison, row)]
-                                                                         for row in comparison.rows])]
-    for title, head, rows in _further(comparison):
-        lines += ["", f"**{title}**", "", *_pipes(head, rows)]
-    if comparison.apart:
-        lines += ["", "Arms with settings of their own:", "", *(f"- {line}" for line in comparison.apart)]
-    if comparison.left_out:
-        lines += ["", "Left out:", "", *(f"- {line}" for line in comparison.left_out)]
-    return "\n".join(lines) + "\n"
-
-
-def latex(comparison: Comparison) -> str:
-    """A tabular for booktabs; claims and what was left out are comments below it."""
+def of_comparison(comparison: Comparison) -> Sheet:
+    """One measure: every arm in every cell, its difference to the reference arm, claims, and what was left out."""
     head = _head(comparison)
-    lines = [f"% {_title(comparison)}", rf"\begin{{tabular}}{{ll{'r' * (len(head) - 3)}l}}", r"\toprule",
-             " & ".join(map(_tex, head)) + r" \\", r"\midrule"]
-    cell = None
-    for row in comparison.rows:
-        if cell not in (None, row.cell):
-            lines.append(r"\midrule")
-        lines.append(" & ".join(map(_tex, ["" if row.cell == cell else row.cell, *_cells(comparison, row)])) + r" \\")
-        cell = row.cell
-    lines += [r"\bottomrule", r"\end{tabular}"]
-    for title, _, rows in _further(comparison):
-        lines += [f"% {title}", *(f"%   {', '.join(row)}" for row in rows)]
-    lines += [f"% own settings: {line}" for line in comparison.apart]
-    lines += [f"% left out: {line}" for line in comparison.left_out]
-    return "\n".join(lines) + "\n"
+    return Sheet(_title(comparison), head, [[row.cell, *_cells(comparison, row)] for row in comparison.rows],
+                 f"ll{'r' * (len(head) - 3)}l", further=_further(comparison), notes={
+                     "arms with settings of their own": comparison.apart,
+                     "tuned on validation samples": comparison.tuned, "left out": comparison.left_out})
+
+
+def of_measures(comparisons: Sequence[Comparison]) -> Sheet:
+    """Several measures of the same runs side by side, in each cell the best arm by the first measure on top.
+
+    Raises:
+        ConfigError: a measure is named twice.
+    """
+    first, names = comparisons[0], [comparison.measure for comparison in comparisons]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"measure {max(names, key=names.count)}: it is given twice; name each measure once")
+    means = {(row.cell, row.arm, each.measure): row.mean for each in comparisons for row in each.rows}
+    cells = list(dict.fromkeys(row.cell for row in first.rows))
+    sign = -1 if measure_of(first.measure).higher else 1
+    ordered = sorted(first.rows, key=lambda row: (cells.index(row.cell), sign * row.mean.estimate))
+    several = len(cells) > 1
+    rows = [[*([row.cell] if several else []), row.arm, str(len(row.values)),
+             *("-" if (mean := means.get((row.cell, row.arm, name))) is None else margin(mean, shown(name))
+               for name in names)] for row in ordered]
+    title = f"ordered by {measure_of(first.measure).what}, {HEADINGS[first.at]}; ± {100 * first.level:g} % t interval"
+    units = {name: "" if name == "seconds" else f", {unit(name)}" for name in names}
+    head = [*(["cell"] if several else []), "arm", "seeds", *(f"{name}{units[name]}" for name in names)]
+    return Sheet(title, head, rows, f"{'ll' if several else 'l'}r{'r' * len(names)}", several, notes={
+        "arms with settings of their own": first.apart, "tuned on validation samples": first.tuned,
+        "left out": list(dict.fromkeys(line for each in comparisons for line in each.left_out))})
 
 
 def shown(measure: str) -> Callable[[float], str]:
     """How a value of a measure is written, without its unit: shares in percent, bytes in MiB."""
-    scale = 2**-20 if measure.startswith("bytes") else 100
-    return lambda value: f"{scale * value:.2f}"
+    if measure == "seconds":
+        return lambda value: f"{value:.0f}"
+    return lambda value: f"{scale(measure) * value:.2f}"
+
+
+def scale(measure: str) -> float:
+    """What a value is multiplied by where it is shown in its `unit`."""
+    return 1 if measure == "seconds" else 2**-20 if measure.startswith("bytes") else 100
 
 
 def unit(measure: str) -> str:
-    return "MiB" if measure.startswith("bytes") else "%"
+    return "MiB" if measure.startswith("bytes") else "s" if measure == "seconds" else "%"
 
 
 def interval(each: Interval, show: Callable[[float], str]) -> str:
@@ -138,14 +117,3 @@ def _further(comparison: Comparison) -> list[tuple[str, list[str], list[list[str
                        f"{comparison.reference}; bootstrap within cells",
                        ["arm", "interquartile mean", "probability of improvement"], rows))
     return tables
-
-
-def _pipes(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head),
-            *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)]
-
-
-def _tex(text: str) -> str:
-    for sign in "%&_#$":
-        text = text.replace(sign, f"\\{sign}")
-    return text.replace(">", "$>$").replace("<", "$<$").replace("±", r"$\pm$")
