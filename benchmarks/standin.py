@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raylt.config import load_data
+from raylt.config import Config, load_data
+from raylt.core.device import open_device
 from raylt.core.optimisers import SGD
 from raylt.data import cache
 from raylt.data.augment import crop_flip, normalise
@@ -47,8 +48,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--limit", type=int, help="only so many training images, for a trial")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="as resources.device")
     arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = open_device(Config.model_validate({"method": "fedavg", "resources": {"device": arguments.device}}))
     source, target = (open_source(load_data(None, [f"data.source=npz:{path}"]))
                       for path in (arguments.images, arguments.target))
     text, target_text = (F.normalize(torch.from_numpy(np.load(path)).float(), dim=1).to(device)

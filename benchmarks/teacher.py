@@ -25,11 +25,11 @@ from raylt.core.client import Client
 from raylt.core.evaluation import EvaluationSet
 from raylt.core.optimisers import SGD
 from raylt.core.setup import Setup
+from raylt.core.teaching import encoded
 from raylt.core.training import Objective
 from raylt.data.samples import Samples
 from raylt.data.task import Facts, Shard
 from raylt.methods.fedsm.method import FedSM
-from raylt.methods.fedsm.teaching import encoded
 from raylt.models import build_model
 from raylt.models.clip import open_teacher
 

@@ -1,0 +1,23 @@
+"""What FLGo asks of a benchmark: its kind of task, and who computes."""
+
+from flgo.benchmark.toolkits.cv.classification import FromDatasetGenerator, FromDatasetPipe, GeneralCalculator
+
+from flgo_task import test_data, train_data
+
+
+class TaskGenerator(FromDatasetGenerator):
+    def __init__(self):
+        super().__init__(benchmark="flgo_task", train_data=train_data, val_data=None, test_data=test_data)
+
+
+class TaskPipe(FromDatasetPipe):
+    class TaskDataset(FromDatasetPipe.TaskDataset):
+        def __getitems__(self, rows):
+            """Asked for by recent versions of torch, which refuse FLGo's own class without it."""
+            return [self[row] for row in rows]
+
+    def __init__(self, task_path):
+        super().__init__(task_path, train_data=train_data, val_data=None, test_data=test_data)
+
+
+TaskCalculator = GeneralCalculator

@@ -1,0 +1,51 @@
+"""Figures that scripts here measure and docs/privacy.md shows: kept as JSON in benchmarks/results, and written from
+there between two comments of the page, so that nothing is typed.
+
+    <!-- benchmarks/NAME.py --page -->
+    <!-- end of benchmarks/NAME.py -->
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "privacy.md"
+
+
+def keep(name: str, figures: dict[str, Any]) -> None:
+    """Records what a script measured."""
+    (HERE / "results" / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def kept(name: str) -> dict[str, Any]:
+    """What a script measured last."""
+    return json.loads((HERE / "results" / f"{name}.json").read_text())
+
+
+def filled(text: str, name: str, table: str) -> str:
+    """A page's text with a script's table in its place.
+
+    Raises:
+        ValueError: the page has no such place, or several.
+    """
+    start, end = f"<!-- benchmarks/{name}.py --page -->\n", f"<!-- end of benchmarks/{name}.py -->"
+    place = re.compile(f"({re.escape(start)}).*?({re.escape(end)})", re.DOTALL)
+    if len(place.findall(text)) != 1:
+        raise ValueError(f"{PAGE.name}: {len(place.findall(text))} places for the table of {name}, not one")
+    return place.sub(lambda block: f"{block[1]}\n{table}\n\n{block[2]}", text)
+
+
+def write(name: str, table: str) -> None:
+    """Writes a script's table into the page."""
+    PAGE.write_text(filled(PAGE.read_text(), name, table))
+
+
+def row(*cells: object) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def table_of(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join([row(*head), "|" + "---|" * len(head), *(row(*cells) for cells in rows)])

@@ -1,0 +1,207 @@
+"""The speed table: the same rounds of federated averaging by raylt, by other frameworks and by a bare PyTorch loop.
+
+    python benchmarks/speed.py [--scales resnet8 thousand ten_thousand] [--turns 3] [--only NAME ...]
+    python benchmarks/speed.py --table          # writes README.md's table from the record again, measures nothing
+
+Images are made here from a fixed seed, as are the lists of who holds which; network, first weights, batch size, local
+epochs, optimiser and clients a round are the same for all (`peers/workload.py`). Each framework has an environment of
+its own in `peers/.env`, with the same version of torch, and a script of its own, `peers/run_NAME.py`, which says how it
+is set up; every process computes on one thread, every system may use two. They run one after the other, in turns, from
+the command to its end, and are judged by the loss of the model that they end with: who learned less than the others did
+less. The record goes to `speed.json`, its table to README.md.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, fields
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.nn.functional as F
+from peers.measure import Measured, measure
+from peers.table import RECORD, show, write_table
+from peers.workload import Scale, Work
+from safetensors.torch import load_file
+
+from raylt.config import load
+from raylt.data.source import channel_statistics
+from raylt.data.task import build_task
+from raylt.registry import resolve
+
+HERE = Path(__file__).parent
+PEERS = HERE / "peers"
+SCALES = {scale.name: scale for scale in (
+    Scale("resnet8", "resnet8", clients=20, per_round=5, samples=64, batch=32, rounds=4, lr=0.02, side=32, channels=3),
+    Scale("thousand", "cnn", clients=1000, per_round=100, samples=10, batch=5, rounds=5, lr=0.05, side=28, channels=1),
+    Scale("ten_thousand", "cnn", clients=10_000, per_round=100, samples=10, batch=5, rounds=5, lr=0.05, side=28,
+          channels=1))}
+PACKAGES = {"flower": "flwr[simulation]>=1.20,<2", "pfl": "pfl[pytorch]>=0.4,<1", "flgo": "flgo>=0.4,<1"}
+MISSING = {"PFLlib": "no package of it on the registry: it is a folder of scripts, and its loop is not copied here"}
+SYSTEMS = ("bare", "raylt-ray", "raylt-local", *PACKAGES)
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "2147483648",
+          "MALLOC_TOP_PAD_": "67108864"}       # what raylt gives its client processes, for the bare loop too
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scales", nargs="+", choices=SCALES, default=list(SCALES))
+    parser.add_argument("--turns", type=int, default=3, help="how often each runs; a system that takes more than a "
+                        "minute runs once")
+    parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--limit", type=float, default=300, help="CPU seconds after which a run is stopped; a bare "
+                        "loop takes ten")
+    parser.add_argument("--shared", action="store_true", help="records that others worked on the machine meanwhile")
+    parser.add_argument("--table", action="store_true", help="only writes the table from the record")
+    arguments = parser.parse_args()
+    if not arguments.table:
+        refused = {name: "left out of this run" for name in SYSTEMS if name not in arguments.only} | MISSING
+        refused |= {name: why for name in PACKAGES if name not in refused and (why := install(name))}
+        record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {"scales": {}, "versions": {}}
+        record |= {"date": date.today().isoformat(), "machine": machine(), "shared": arguments.shared}
+        record["versions"] |= {name: versions(name) for name in ["raylt", *PACKAGES] if name not in refused}
+        code, systems = commit(), [system for system in arguments.only if system not in refused]
+        for name in arguments.scales:
+            taken = compare(SCALES[name], systems, arguments.turns, arguments.limit, refused)
+            record["scales"][name] = {"commit": code} | taken
+            record["left_out"] = [name for name in SCALES if name not in record["scales"]]
+            RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    write_table()
+    print(show(json.loads(RECORD.read_text())))
+
+
+def install(name: str) -> str:
+    """Makes a framework's environment where there is none; why it cannot be had, or nothing."""
+    folder = PEERS / ".env" / name
+    uv, python = shutil.which("uv"), folder / "bin" / "python"
+    if (folder / "ready").exists():
+        return ""
+    venv = [uv, "venv", "--quiet", "--clear", "--python", sys.executable] if uv else [sys.executable, "-m", "venv"]
+    pip = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
+    for command in ([*venv, folder],
+                    [*pip, "--quiet", PACKAGES[name], f"torch=={torch.__version__.partition('+')[0]}"]):
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        if done.returncode:
+            return "cannot be installed: " + (done.stderr.strip().splitlines() or ["no reason given"])[-1][:200]
+    subprocess.run([python, "-m", "compileall", "-q", folder / "lib"], stdout=subprocess.DEVNULL)
+    (folder / "ready").touch()
+    return ""
+
+
+def compare(scale: Scale, systems: list[str], turns: int, limit: float, refused: dict[str, str]) -> dict:
+    """Runs all systems in turns; the medians of each, why one is missing, and what was learned."""
+    taken: dict[str, list[Measured]] = {system: [] for system in systems}
+    losses: dict[str, list[float]] = {system: [] for system in systems}
+    failed = dict(refused)
+    for turn in range(turns):
+        for system in systems:
+            if system in failed or (turn and max(one.wall for one in taken[system]) > 60):
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                prepare(scale, Path(folder))
+                try:
+                    taken[system].append(run(system, Path(folder), limit))
+                    losses[system].append(loss(system, Path(folder)))
+                except RuntimeError as problem:
+                    failed[system] = str(problem)
+                    continue
+            print(f"{scale.name} {turn + 1} {system}: {taken[system][-1]}, loss {losses[system][-1]:.3f}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(scale, Path(folder))
+        start = loss("initial", Path(folder))
+    learned = {system: start - statistics.median(values) for system, values in losses.items() if values}
+    for system, value in learned.items():
+        if "bare" in learned and not 0.5 < value / learned["bare"] < 2:
+            failed[system] = (f"its loss fell by {value:.2f}, the bare loop's by {learned['bare']:.2f}: "
+                              "not the same work")
+    return {"settings": asdict(scale), "missing": failed, "loss": {"start": start} | losses,
+            "turns": {system: len(values) for system, values in taken.items()},
+            "systems": {system: {field.name: statistics.median(getattr(one, field.name) for one in values)
+                                 for field in fields(Measured)}
+                        for system, values in taken.items() if values and system not in failed}}
+
+
+def run(system: str, folder: Path, limit: float) -> Measured:
+    """One run of a system from its command to its end."""
+    name, _, fleet = system.partition("-")
+    python = PEERS / ".env" / name / "bin" / "python" if name in PACKAGES else sys.executable
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"} | {
+        "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0",
+        "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{PEERS}{os.pathsep}{HERE.parent}"}
+    if name == "bare":
+        env |= MALLOC
+    return measure([python, PEERS / f"run_{name}.py", folder, *([fleet] if fleet else [])], env, folder / "errors",
+                   limit)
+
+
+def prepare(scale: Scale, folder: Path) -> None:
+    """Makes what `Work` reads. An image is a pattern of its class under noise; a client draws its classes from
+    Dir(0.5), and its images lie anywhere in the file."""
+    rng = np.random.default_rng(0)
+    mixes = rng.dirichlet([0.5] * 10, scale.clients)
+    labels = np.concatenate([rng.choice(10, scale.samples, p=mix) for mix in mixes])
+    order = rng.permutation(len(labels))
+    test = np.arange(100) % 10
+    coarse = rng.integers(0, 64, (10, scale.side // 4, scale.side // 4, scale.channels)).repeat(4, 1).repeat(4, 2)
+    patterns = (40 + 12 * np.arange(10)[:, None, None, None] + coarse).astype(np.int16)
+
+    def draw(y: np.ndarray) -> np.ndarray:
+        noise = rng.integers(-48, 48, (len(y), *patterns.shape[1:]), dtype=np.int16)
+        return (patterns[y] + noise).clip(0, 255).astype(np.uint8)
+
+    x, y = draw(labels[order]), labels[order]
+    np.savez(folder / "data.npz", x_train=x, y_train=y, x_test=draw(test), y_test=test,
+             id_train=np.repeat(np.arange(scale.clients), scale.samples)[order],
+             class_names=np.array([f"class {c}" for c in range(10)]))
+    mean, std = channel_statistics(x)
+    (folder / "scale.json").write_text(json.dumps(asdict(scale) | {"mean": mean, "std": std}))
+    config = load(None, ["method=fedavg", f"model={scale.model}", f"data.source=npz:{folder / 'data.npz'}",
+                         "data.partition=by_id", "data.imbalance=1"])
+    torch.save(resolve(config).new_model(build_task(config.data).facts).state_dict(), folder / "initial.pt")
+
+
+def loss(system: str, folder: Path) -> float:
+    """Cross-entropy on 1,000 training images of the model that a system ended with; BatchNorm takes the batch's
+    statistics, because not all systems send its buffers."""
+    work = Work(folder)
+    net = work.model().train()
+    saved = folder / "runs" / system / "model.safetensors"
+    net.load_state_dict(load_file(saved) if saved.exists() else torch.load(folder / f"{system}.pt"))
+    with torch.no_grad():
+        x, y = work.images(torch.arange(1000))
+        return F.cross_entropy(net(x), y).item()
+
+
+def machine() -> str:
+    cpu = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+                if line.startswith("model name")), platform.machine())
+    return f"{os.cpu_count()} cores of {cpu}, {psutil.virtual_memory().total / 2**30:.0f} GiB, {platform.system()}"
+
+
+def commit() -> str:
+    done = subprocess.run(["git", "-C", HERE, "describe", "--always", "--dirty", "--exclude=*"],
+                          capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def versions(name: str) -> dict[str, str]:
+    """Of a framework and of what it stands on, in its environment."""
+    packages = {"raylt": ["raylt", "torch", "ray"], "flower": ["flwr", "torch", "ray"]}.get(name, [name, "torch"])
+    code = f"from importlib.metadata import version as v; print(*map(v, {packages}))"
+    python = sys.executable if name == "raylt" else PEERS / ".env" / name / "bin" / "python"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    return dict(zip(packages, done.stdout.split(), strict=True))
+
+
+if __name__ == "__main__":
+    main()
