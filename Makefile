@@ -2,6 +2,7 @@
 # make run       install, then a federated training on scikit-learn's handwritten digits
 # make test      install with the test extra, then ruff, the type checker and the suite
 # make mutants   plausible mistakes in the methods, each of which their tests must notice (half an hour; WORD=sfd for some)
+# make bench     the speed table of README.md: installs other frameworks in environments of their own (TURNS=1 for fewer runs)
 # make fuzz      2,000 malformed inputs (N=10000 for more), each of which must be refused in a line or change nothing
 
 PYTHON ?= python3
@@ -15,10 +16,13 @@ else
 INSTALL = $(BIN)/python -m pip install --quiet
 endif
 
-# the fast tests on two processes, a file on one of them; the slow ones start clusters and wait for them, so one by one
-FAST = $(BIN)/pytest -m "not slow" -n 2 --dist loadfile
+# the fast tests on two processes, a file on one of them; of the slow ones those that compute, as well; the others start
+# clusters and wait for them, so one by one
+PAIRED = -n 2 --dist loadfile
+FAST = $(BIN)/pytest -m "not slow" $(PAIRED)
+COMPUTE = $(addprefix tests/,core data fuzz methods models ops plots privacy test_accelerator.py test_contract.py)
 
-.PHONY: install run test fast mutants fuzz
+.PHONY: install run test fast mutants bench fuzz
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -37,13 +41,17 @@ test: .venv/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright
 	$(FAST)
-	$(BIN)/pytest -m slow --durations=10
+	$(BIN)/pytest -m slow $(PAIRED) $(COMPUTE)
+	$(BIN)/pytest -m slow --durations=10 $(addprefix --ignore=,$(COMPUTE))
 
 fast: .venv/test.stamp
 	$(FAST)
 
 mutants: .venv/test.stamp
 	$(BIN)/python tests/mutants/run.py $(WORD)
+
+bench: .venv/test.stamp
+	$(BIN)/python benchmarks/speed.py --turns $(or $(TURNS),3)
 
 fuzz: .venv/test.stamp
 	RAYLT_FUZZ=$(or $(N),2000) $(BIN)/pytest tests/fuzz -m slow

@@ -32,13 +32,13 @@ class Other:
 
 
 class Liar:
-    """Stands in for a client's test set."""
+    """Stands in for a client's test set, and for what was counted on it."""
 
     def __init__(self, counts: Any):
-        self.counts = counts
+        self.all = counts
 
-    def confusion(self, *_: Any) -> Any:
-        return self.counts
+    def counts(self, *_: Any) -> Any:
+        return self
 
 
 def _first(model: dict[str, Any]) -> str:

@@ -31,6 +31,30 @@ def run_and_kill(folder: Path, settings: list[str], pause: float) -> None:
     assert not (folder / "killed" / "checkpoints" / "000003").exists()
 
 
+DEADLY = """
+import importlib, os, signal
+from raylt.cli.main import main
+module, calls = importlib.import_module({module!r}), []
+inner = module.{function}
+def deadly(*parts, **named):
+    calls.append(None)
+    if len(calls) == {call}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return inner(*parts, **named)
+module.{function} = deadly
+main()
+"""
+
+
+def run_and_kill_in(folder: Path, settings: list[str], module: str, function: str, call: int) -> None:
+    """Runs in `folder`: "straight" ends, "killed" dies in the given call, from 1, of a function of a module."""
+    parts = ["run", *settings, "--fleet", "local", "--out", str(folder), "--name"]
+    subprocess.run([*COMMAND, *parts, "straight"], check=True, env=ENVIRONMENT, capture_output=True)
+    deadly = DEADLY.format(module=module, function=function, call=call)
+    killed = subprocess.run([sys.executable, "-c", deadly, *parts, "killed"], env=ENVIRONMENT, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+
+
 def resume(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Takes up the killed run; the summaries of the straight one and of this."""
     subprocess.run([*COMMAND, "resume", str(folder / "killed"), "--fleet", "local"], check=True, env=ENVIRONMENT,

@@ -1,12 +1,79 @@
 """Runs of a few seconds, on the digits and in this process, for tests that read run folders."""
 
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 import raylt
 from raylt.config import load
+from raylt.contract.tasks import make_scenes, pixels
+
+# fields of a method that only decide how long it computes, cut down
+QUICK: dict[str, dict[str, Any]] = {
+    "sfd": {"rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 3, "epochs": 2},
+    "creff": {"per_class": 5, "matching_steps": 3, "epochs": 2},
+    "ccvr": {"virtual": 20, "epochs": 2},
+    "clip2fl": {"per_class": 5, "matching_steps": 3, "epochs": 2, "kd": 0, "contrast": 0},
+    "noisymeans": {"virtual": 20, "epochs": 2},
+    "oracle": {"virtual": 20, "epochs": 2},
+    "rucr": {"rounds": 1, "size": 5, "epochs": 2},
+    "fedloge": {"steps": 20},
+    "fedetf": {"turns": 1, "turn_epochs": 1},
+    "fedrela": {"after": 0.5, "share": 0.2},
+    "fedrep": {"head_epochs": 1},
+    "fedafa": {"steps": 2},
+    "mupfl": {"m": 5, "tau": 2, "matching_steps": 3},
+    "fedsm": {"teacher": "none", "rounds": 1, "size": 5, "epochs": 2}}
 
 
 def make_run(folder: Path, name: str, *settings: str) -> raylt.Run:
     """A finished run in `folder/name`; the settings name its method."""
     config = load(None, ["federation.rounds=1", "local.epochs=1", "data.clients=3", *settings])
     return raylt.run(config, out=folder, name=name, fleet="local", quiet=True)
+
+
+def make_tiny_run(folder: Path, method: str, *settings: str, name: str | None = None,
+                  maps: bool = False) -> raylt.Run:
+    """A finished run of a method in well under a second: 4 classes in pictures of 8x8 pixels, or label maps of 16x16.
+
+    Whose training and test images they are is recorded; with data.partition=by_id that decides.
+    """
+    fields = [f"method.{field}={value}" for field, value in QUICK.get(method, {}).items()]
+    fields += ["data.auxiliary=2"] if method == "ratioloss" else []         # which cannot do without
+    file, kind = (_scenes, ["model=tiny_pixels", "data.imbalance=1", "data.partition=classes", "data.beta=2"]) if maps \
+        else (_pictures, ["data.imbalance=4"])
+    if maps:
+        raylt.register(pixels, "tiny_pixels", kind="model")
+    config = load(None, [f"method={method}", *fields, f"data.source=npz:{file(folder)}", "data.clients=4", *kind,
+                         "federation.rounds=2", "local.epochs=1", "local.batch=8", *settings])
+    return raylt.run(config, out=folder, name=name or method, fleet="local", quiet=True)
+
+
+def _pictures(folder: Path) -> Path:
+    """Class c brightens quadrant c; the last of four clients has none of the last class, and two test images."""
+    path = folder / "pictures.npz"
+    if path.exists():
+        return path
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for part, n in (("train", 96), ("test", 42)):
+        y, ids = np.arange(n) % 4, np.arange(n) // 4 % 4
+        ids[(y == 3) & (ids == 3)] = 0
+        if part == "test":
+            ids[np.flatnonzero(ids == 3)[2:]] = 1
+        x = rng.integers(0, 160, (n, 8, 8, 1))
+        for image, c in zip(x, y, strict=True):
+            image[4 * (c // 2):, 4 * (c % 2):][:4, :4] += 60
+        arrays |= {f"x_{part}": x.astype(np.uint8), f"y_{part}": y, f"id_{part}": ids}
+    np.savez(path, **arrays, class_names=np.array(["up left", "up right", "low left", "low right"]),
+             client_names=np.array(["wien", "graz", "linz", "bregenz"]))
+    return path
+
+
+def _scenes(folder: Path) -> Path:
+    path = folder / "scenes.npz"
+    task = make_scenes()
+    x, y = (np.concatenate([getattr(shard, part) for shard in task.shards]) for part in "xy")
+    np.savez(path, x_train=x, y_train=y, x_test=task.test.x, y_test=task.test.y, class_names=np.array(["a", "b", "c"]))
+    return path

@@ -8,16 +8,18 @@ from raylt.data.augment import (
     apply_boxes,
     apply_boxes_to_maps,
     apply_crops,
+    cutout,
     draw_boxes,
     draw_crops,
     draw_scaled_boxes,
     normalise,
 )
 from raylt.data.maps import VOID
+from raylt.data.transforms import EachImage
 
 Y = torch.arange(8)
-every_augmentation = pytest.mark.parametrize("augment", [a for a in AUGMENTATIONS.values() if a],
-                                             ids=[name for name, a in AUGMENTATIONS.items() if a])
+OWN = {name: augment for name, augment in AUGMENTATIONS.items() if augment and not isinstance(augment, EachImage)}
+every_augmentation = pytest.mark.parametrize("augment", OWN.values(), ids=OWN)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -184,3 +186,42 @@ def test_what_lies_outside_a_scaled_image_is_void_and_looks_like_its_border():
     assert (maps == VOID).sum() == 48 * 64 - 24 * 32
     moved = apply_boxes(x, boxes, flips)
     assert torch.allclose(moved[0, 0, 32], moved[0, 12, 32], atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["color_jitter", "rand_augment", "trivial_augment", "auto_augment"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_torchvisions_transforms_are_drawn_anew_for_each_image_and_disturb_no_other_draw(name, channels):
+    x = images(1, channels=channels).expand(12, -1, -1, -1).contiguous()
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    first, labels = AUGMENTATIONS[name](x, torch.arange(12), seeded(1))
+    assert torch.equal(torch.rand(1), expected)             # what training draws next is what it would have drawn
+    again, _ = AUGMENTATIONS[name](x.float(), torch.arange(12), seeded(1))
+    assert torch.equal(first, again)
+    assert torch.equal(labels, torch.arange(12))
+    assert first.shape == x.shape
+    assert len({image.numpy().tobytes() for image in first}) >= 6           # changes of colour leave grey as it is
+
+
+def test_a_transform_is_torchvisions_on_single_images():
+    x = images(3)
+    found, _ = AUGMENTATIONS["rand_augment"](x, torch.arange(3), seeded(2))
+    torch.manual_seed(int(torch.randint(2**62, (), generator=seeded(2))))
+    transform = v2.RandAugment()
+    for image, expected in zip(x, found, strict=True):
+        assert torch.equal(transform(image.permute(2, 0, 1)).permute(1, 2, 0), expected)
+
+
+@pytest.mark.parametrize("shape", [(32, 32, 3), (8, 12, 1)])
+def test_cutout_blackens_a_square_about_a_drawn_pixel(shape):
+    height, width, _ = shape
+    x = images(40, *shape).clamp(min=1)
+    cut, labels = cutout(x, torch.arange(40), seeded(3))
+    rows, columns = (torch.randint(side, (40, 1), generator=generator).flatten().tolist()
+                     for generator in [seeded(3)] for side in (height, width))
+    for image, made, row, column in zip(x, cut, rows, columns, strict=True):
+        expected = image.clone()
+        expected[max(row - height // 4, 0):row + height // 4, max(column - width // 4, 0):column + width // 4] = 0
+        assert torch.equal(made, expected)
+    assert torch.equal(labels, torch.arange(40))

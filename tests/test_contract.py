@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from pydantic import ValidationError
+from small_runs import QUICK
 
 from raylt.contract.case import SOME, Case
 from raylt.contract.checks import CHECKS
@@ -18,16 +19,9 @@ from raylt.core.training import sgd
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
 
-# fields of a method that only decide how long it computes, cut down
-QUICK: dict[str, dict[str, Any]] = {
-    "sfd": {"rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 3, "epochs": 2},
-    "creff": {"per_class": 5, "matching_steps": 3, "epochs": 2},
-    "ccvr": {"virtual": 20, "epochs": 2},
-    "fedrep": {"head_epochs": 1},
-    "mupfl": {"m": 5, "tau": 2, "matching_steps": 3},
-    "fedsm": {"teacher": "none", "rounds": 1, "size": 5, "epochs": 2}}
-
 CASES = [(name, kind) for name, method in METHODS.items() for kind in method.problems]
+# the others are many, and run with the slow tests
+QUICKLY = ("fedavg", "fedper", "scaffold", "ccvr", "sfd", "fedsm", "mupfl", "bpfed")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +35,9 @@ def case_of(tmp_path_factory):
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize(("name", "kind"), CASES, ids=["-".join(case) for case in CASES])
+@pytest.mark.parametrize(("name", "kind"), [pytest.param(
+    name, kind, marks=[] if name in QUICKLY and kind == "classification" else pytest.mark.slow, id=f"{name}-{kind}")
+    for name, kind in CASES])
 def test_method_keeps_the_contract(case_of, name, kind, check):
     assert fault_of(check, case_of(name, kind)) is None
 

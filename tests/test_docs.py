@@ -40,12 +40,14 @@ def test_blocks_keep_the_lines_of_their_page():
     assert blocks(page).splitlines()[number] == "import raylt"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/deployment.md", "docs/library.md", "docs/studies.md",
+@pytest.mark.parametrize("page", ["README.md", "docs/deployment.md", "docs/fair-ground.md", "docs/library.md",
+                                  "docs/models-out.md", "docs/own-data.md", "docs/privacy.md", "docs/studies.md",
                                   "docs/write-a-method.md"])
 def test_pages_name_commands_that_there_are(page):
     text = (DOCS.parent / page).read_text()
     known = {"run", "resume", "tune", "plot", "data", "methods", "settings", "recipes", "plan", "debug", "doctor",
-             "check", "study", "compare", "report", "reproduce", "verdicts", "ls", "follow", "verify", "branch"}
+             "check", "study", "compare", "report", "reproduce", "verdicts", "ls", "follow", "verify", "branch",
+             "attack", "export", "predict", "evaluate", "page"}
     assert set(re.findall(r"\braylt ([a-z]+) (?=[\[A-Za-z-]*[A-Z./=\[])", text)) <= known
 
 

@@ -127,6 +127,21 @@ def test_client_figures_of_one_shared_model():
     assert figures["global"] == {"mean": pytest.approx(5 / 7), "worst_decile": pytest.approx(5 / 7)}
 
 
+def test_figures_of_a_client_are_the_same_bits_with_however_many_others(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    matrices = {k: torch.randint(0, 30, (10, 10), generator=generator) for k in range(40) if k != 7}
+    counts = torch.randint(0, 3, (40, 10), generator=generator)
+    together = by_client(matrices, counts)
+    alone = {k: by_client({k: matrix}, counts) for k, matrix in matrices.items()}
+    assert together == {kind: [alone[k][kind][k] if k in alone else None for k in range(40)] for kind in together}
+    shared = dict.fromkeys(matrices, matrices[0])
+    same = by_client({k: matrix.clone() for k, matrix in shared.items()}, counts)
+    assert by_client(shared, counts) == same
+    monkeypatch.setattr("raylt.metrics.AT_ONCE", 300)               # three clients, or thirty that share one
+    assert by_client(matrices, counts) == together
+    assert by_client(shared, counts) == same
+
+
 def test_client_figures_of_own_models_use_each_clients_own_matrix():
     counts = tensor([[2, 0, 0], [0, 3, 0], [1, 1, 0]])
     right = tensor([[5, 0, 0], [0, 2, 0], [0, 0, 0]])

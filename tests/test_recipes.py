@@ -56,8 +56,9 @@ def test_every_cell_of_mupfls_tables_3_and_4_that_a_method_here_has_is_in_a_reci
 
 @pytest.mark.parametrize("path", sorted((Path(raylt.__path__[0]).parent / "studies").glob("*.yaml")), ids=str)
 def test_arms_of_the_studies_are_what_their_methods_take(path):
-    methods = [make_method(planned.config.method) for planned in read_definition(path).runs()]
-    arms = len({method.model_dump_json() + method.name for method in methods})
+    runs = [planned.config for planned in read_definition(path).runs()]
+    # an arm may have settings of its own beside its method, as all data in one place
+    arms = len({make_method(run.method).model_dump_json() + run.method["name"] + run.data.partition for run in runs})
     assert arms >= len(read_definition(path).arms)          # no two are the same by mistake
 
 
@@ -68,7 +69,23 @@ def test_recipe_loads_and_its_method_builds(path):
     assert config.model in MODELS
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=NAMES)
+def test_protocols_are_those_of_the_field():
+    def settings(name):
+        config = load(FOLDER / "protocols" / f"{name}_cifar10_if100.yaml")
+        return (config.data.clients, config.federation.participation, config.federation.rounds, config.local.epochs,
+                config.local.batch, config.local.lr, config.data.alpha, config.model)
+
+    assert settings("p1") == (20, 0.4, 200, 10, 32, 0.1, 0.5, "resnet8")
+    assert settings("p2") == (40, 0.2, 500, 5, 8, 0.03, 0.5, "resnet18")
+    assert settings("p3") == (100, 0.2, 2000, 2, 32, 0.1, 0.1, "resnet32")
+
+
+# what the protocol's paper prints is not known to belong to it
+WITHOUT_FIGURE = "protocols/p3_cifar10_if100.yaml"
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if path != FOLDER / WITHOUT_FIGURE], ids=[
+    name for name in NAMES if name != WITHOUT_FIGURE])
 def test_header_gives_command_figure_and_time_and_its_commands_load(path):
     header = [line for line in path.read_text().splitlines() if line.startswith("#")]
     cells = [match for line in header if (match := re.match(r"#   (\S+) +(\d+\.\d\d?)   raylt run (\S+) ?(.*)$", line))]

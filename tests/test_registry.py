@@ -12,7 +12,9 @@ from torch import nn
 import raylt
 from raylt import registry
 from raylt.config import load
+from raylt.data.augment import crop_flip
 from raylt.data.task import build_task
+from raylt.data.transforms import color_jitter
 from raylt.errors import ConfigError
 from raylt.models import build_model
 from raylt.registry import check_origins, load_plugin, origins, register, resolve
@@ -178,3 +180,58 @@ def test_models_of_other_libraries(name, shape, dim):
 def test_models_of_other_libraries_that_cannot_be_had_are_named(name, said):
     with pytest.raises(ConfigError, match=said):
         build_model(name, 7, (32, 32, 3))
+
+
+@pytest.mark.parametrize("shape", [(32, 32, 3), (32, 32, 1), (32, 32, 4)])
+def test_a_torchvision_model_starts_from_a_file_but_for_its_classifier(tmp_path, shape):
+    from torchvision.models import resnet18
+    torch.manual_seed(1)
+    theirs = resnet18(weights=None)
+    torch.save(theirs.state_dict(), tmp_path / "theirs.pth")
+    model = build_model("torchvision:resnet18", 7, shape, str(tmp_path / "theirs.pth"))
+    own = model.encoder.state_dict()
+    assert torch.equal(own["body.layer4.1.conv2.weight"], theirs.layer4[1].conv2.weight)
+    assert model.classifier.weight.shape == (7, 512)
+    x = torch.rand(2, shape[2], 32, 32)
+    if shape[2] == 3:
+        assert torch.equal(own["body.conv1.weight"], theirs.conv1.weight)
+    elif shape[2] == 1:         # a grey image is as if it stood in all three channels
+        first = torch.nn.functional.conv2d(x.expand(2, 3, 32, 32), theirs.conv1.weight, stride=2, padding=3)
+        assert torch.allclose(model.encoder.body.conv1(x), first, atol=1e-5)
+    else:
+        assert own["body.conv1.weight"].shape == (64, 4, 7, 7)
+        assert torch.allclose(own["body.conv1.weight"][:, 3], theirs.conv1.weight[:, 0] * 0.75)
+
+
+def test_a_timm_model_starts_from_a_file_but_for_its_classifier(tmp_path):
+    import timm
+    torch.manual_seed(1)
+    theirs = timm.create_model("resnet10t", num_classes=1000)
+    torch.save(theirs.state_dict(), tmp_path / "theirs.pth")
+    model = build_model("timm:resnet10t", 7, (32, 32, 1), str(tmp_path / "theirs.pth"))
+    assert torch.equal(model.encoder.state_dict()["body.layer4.0.conv2.weight"], theirs.layer4[0].conv2.weight)
+    assert model.classifier.weight.shape == (7, 512)
+
+
+@pytest.mark.parametrize("name", ["torchvision:resnet18", "timm:resnet10t"])
+def test_weights_that_cannot_be_had_are_one_line(tmp_path, name):
+    torch.save({"something": torch.zeros(2)}, tmp_path / "other.pth")
+    (tmp_path / "no.pth").write_text("no weights")
+    for file, said in (("gone.pth", "no such file"), ("other.pth", "weights = "), ("no.pth", "weights = ")):
+        with pytest.raises(ConfigError, match=said) as raised:
+            build_model(name, 7, (32, 32, 3), str(tmp_path / file))
+        assert "\n" not in str(raised.value)
+
+
+def test_several_augmentations_are_joined_and_each_must_exist(tmp_path):
+    both = resolve(load(None, ["method=fedavg", "augment=crop_flip+color_jitter"])).augment
+    x, y = torch.randint(0, 256, (4, 16, 16, 3), dtype=torch.uint8), torch.arange(4)
+    generators = [torch.Generator().manual_seed(3) for _ in range(2)]
+    expected = color_jitter(*crop_flip(x, y, generators[0]), generators[0])[0]
+    assert torch.equal(both(x, y, generators[1])[0], expected)
+    with pytest.raises(ConfigError, match="augment = 'colour'"):
+        resolve(load(None, ["method=fedavg", "augment=crop_flip+colour"]))
+    maps = load(None, ["method=fedavg", "augment=crop_flip+rand_augment", "model=lraspp", "data.source=shapes",
+                       "data.partition=iid", "data.imbalance=1"])
+    with pytest.raises(ConfigError, match=r"augment = crop_flip\+rand_augment: moves pixels without"):
+        resolve(maps).check(build_task(maps.data).facts)

@@ -72,6 +72,18 @@ def test_generator_is_where_it_was_after_a_block_that_raised():
     assert torch.equal(torch.rand(3), first)
 
 
+def test_seeding_notes_nothing_for_gpus_where_there_are_none(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    noted = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", noted.append)
+    with seeded(3, "block"):
+        drawn = torch.rand(3)
+    assert not noted            # torch keeps such notes, with a stack each, until a GPU is used
+    torch.manual_seed(seed_for(3, "block"))
+    assert torch.equal(torch.rand(3), drawn)
+
+
 def test_inner_block_does_not_disturb_the_outer():
     with seeded(0, "outer"):
         plain = torch.rand(2), torch.rand(2)

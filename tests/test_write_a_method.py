@@ -10,7 +10,8 @@ from raylt.contract.engine import run_checks
 from raylt.registry import TABLES, load_plugin
 
 PAGE = Path(__file__).parents[1] / "docs" / "write-a-method.md"
-NAMES = ("mine", "mine_means", "mine_memory", "mine_own", "mine_tuned", "mine_nearest", "mine_momentum")
+NAMES = ("mine", "mine_means", "mine_memory", "mine_own", "mine_tuned", "mine_tuned_for_all", "mine_nearest",
+         "mine_momentum")
 
 
 def sources() -> tuple[str, str]:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from raylt.config import Config
+from raylt.contract import trace
 from raylt.contract.hosts import Recorder
 from raylt.contract.tasks import COUNTS, SCENES, make_scenes, make_task, pixels
-from raylt.contract.trace import fingerprint, private_states
+from raylt.contract.trace import fingerprint
 from raylt.core.client import Client
 from raylt.core.evaluation import EvaluationSet
 from raylt.core.experiment import Experiment
@@ -21,6 +22,7 @@ from raylt.core.setup import Setup
 from raylt.data.samples import Samples
 from raylt.data.task import Task
 from raylt.registry import resolve
+from raylt.tree import Tree
 
 __all__ = ["COUNTS", "CPU", "SCENES", "Recorder", "configure", "fingerprint", "make_experiment", "make_scenes",
            "make_setup", "make_task", "open_client", "pixels", "private_states"]
@@ -42,6 +44,14 @@ def make_setup(config: Config, method: Method | None = None) -> Setup:
     """What the configuration names, or another method in its place."""
     setup = resolve(config)
     return setup if method is None else replace(setup, method=method)
+
+
+def private_states(experiment: Experiment) -> dict[int, Tree]:
+    """Of every client that trains, by id: what its next call starts from, also where none was made yet."""
+    host = experiment.fleet._host
+    host = host if isinstance(host, Host) else Host(*host.args)          # of raylt/contract/hosts.py
+    untouched = {"model": host._initial, "state": {}}
+    return dict.fromkeys(experiment.fleet.ids, untouched) | trace.private_states(experiment)
 
 
 def open_client(task: Task, method: Method, id: int = 0, config: Config | None = None) -> Client:

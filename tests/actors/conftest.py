@@ -9,6 +9,7 @@ import ray
 from tiny import make_setup
 
 from actors.fleet import Placement, RayFleet
+from actors.shards import Shards
 from raylt.config import Config
 from raylt.core.method import Method
 
@@ -21,7 +22,7 @@ def make_fleet(ray_session, tiny_task) -> Iterator[Callable[..., RayFleet]]:
     made: list[RayFleet] = []
 
     def make(config: Config, actors: int, method: Method | None = None, **placed: Any) -> RayFleet:
-        shards, test = [ray.put(shard) for shard in tiny_task.shards], ray.put(tiny_task.test)
+        shards, test = Shards.put(tiny_task.shards), ray.put(tiny_task.test)
         fleet = RayFleet(make_setup(config, method), tiny_task, shards, test,
                          Placement(**{"actors": actors, "cpus": 0.25, "gpus": 0.0} | placed), f"run{next(_names)}")
         made.append(fleet)

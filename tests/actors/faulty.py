@@ -3,6 +3,7 @@
     python faulty.py run method=faulty ...        in a process; Ray's workers learn the method by Ray's own hooks
 """
 
+import gc
 import os
 import sys
 import time
@@ -17,8 +18,10 @@ from raylt.core.fleet import Fleet
 from raylt.core.method import Method
 from raylt.core.reductions import mean
 from raylt.core.server import Server
+from raylt.data.task import Facts
 from raylt.methods import METHODS
 from raylt.models.split import Params, SplitModel
+from raylt.tree import Tree
 
 # each stage has a round of its own, and one after it
 STAGES = {"train": 2, "upload": 4, "aggregate": 6, "checkpoint": 8, "evaluate": 10}
@@ -105,6 +108,19 @@ class Faulty(Method):
         time.sleep(WAIT_S)
 
 
+class Crowded(Method):
+    """There is no room for a client actor that starts beside more than `fit` others."""
+
+    name: ClassVar[str] = "crowded"
+    paper: ClassVar[str] = "for tests"
+    folder: str
+    fit: int
+
+    def build(self, task: Facts, base: SplitModel) -> SplitModel:
+        crowd(Path(self.folder), self.fit)
+        return base
+
+
 def fill(client: Client, message: Message) -> Reply:
     """The device is full as long as more than `message["fit"]` actors are at it."""
     here = Path(message["folder"], f"at-{os.getpid()}")
@@ -112,6 +128,36 @@ def fill(client: Client, message: Message) -> Reply:
     time.sleep(0.3)
     full = len([file for file in here.parent.glob("at-*") if _lives(file)]) > message["fit"]
     if full:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return client.reply(id=client.id)
+
+
+def crowd(folder: Path, fit: int) -> None:
+    """No room on the device as long as more than `fit` processes have been here and live."""
+    folder.joinpath(f"at-{os.getpid()}").touch()
+    time.sleep(0.3)
+    if len([file for file in folder.glob("at-*") if _lives(file)]) > fit:
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+
+def fill_item(item: Tree) -> Tree:
+    """An item of the server's own work, on such a device."""
+    crowd(Path(item["folder"]), item["fit"])
+    return {"x": item["x"]}
+
+
+def break_device(client: Client, message: Message) -> Reply:
+    """The victim's first call finds the device lost."""
+    if client.id == message["victim"] and not Path(message["folder"], "broken").exists():
+        Path(message["folder"], "broken").touch()
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return client.reply(id=client.id)
+
+
+def need_room(client: Client, message: Message) -> Reply:
+    """The device is full while other clients' data lie there."""
+    here = [other for other in gc.get_objects() if isinstance(other, Client) and other.id != client.id]
+    if message["alone"] and here:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     return client.reply(id=client.id)
 

@@ -71,6 +71,13 @@ def test_room_counts_what_a_smaller_cluster_still_holds():
     assert room(placement, parse_nodes("server:1x8gpu8cpu")) == 0
 
 
+def test_a_plan_says_when_mps_pays():
+    assert "MPS" in planned("1x1gpu8cpu", 2).reasons                # two on a GPU
+    assert "MPS" not in planned("2x1gpu8cpu", 2).reasons            # one on each
+    assert "MPS" not in planned("1x8cpu", 2).reasons
+    assert "MPS" not in planned("1x1gpu8cpu", 2, gpus_per_client=0).reasons
+
+
 def test_nodes_are_read_off_what_ray_lists():
     listing = [{"Alive": True, "Resources": {"CPU": 4.0, "GPU": 1.0, "memory": 100.0}, "Labels": {"role": "client"}},
                {"Alive": False, "Resources": {}, "Labels": {}}, {"Alive": True, "Resources": {"CPU": 2.0}}]
@@ -102,4 +109,4 @@ def test_plan_prints_and_starts_nothing(monkeypatch, capsys):
         cli.main()
     got = json.loads(capsys.readouterr().out)
     assert (ended.value.code, got["placement"]["actors"]) == (0, 20)
-    assert set(got["reasons"]) == {"nodes", "client actors", "clients per actor", "each actor", "server"}
+    assert set(got["reasons"]) == {"nodes", "client actors", "clients per actor", "each actor", "server", "MPS"}

@@ -11,6 +11,7 @@ from trouble import IDS, configure
 from actors.fleet import NOTES, STACKS, RayFleet
 from actors.placement import Placement
 from actors.probe import probe
+from actors.shards import Shards
 from raylt.core.reductions import each
 from raylt.methods.fedavg import FedAvg
 
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 @pytest.fixture
 def fleet(ray_session, tiny_task, tmp_path):
-    shards, test = [ray.put(shard) for shard in tiny_task.shards], ray.put(tiny_task.test)
+    shards, test = Shards.put(tiny_task.shards), ray.put(tiny_task.test)
     setup = make_setup(configure(), FedAvg())
     made = RayFleet(setup, tiny_task, shards, test, Placement(4, 0.25, 0.0), tmp_path.name, tmp_path)
     made.begin(3)

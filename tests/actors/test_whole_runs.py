@@ -98,7 +98,8 @@ def test_every_fleet_gives_the_same_model(tmp_path):
         said = (tmp_path / "err.txt").read_text().splitlines()
         # nothing of Ray's own, no warnings
         assert re.fullmatch(r"fedavg on digits, run folder \S+", said[0])
-        assert [re.sub(r"accuracy .*", "", line).strip() for line in said[1:]] == [f"round {r}/3" for r in (1, 2, 3)]
+        assert "training images (66%) are left out" in said[1]
+        assert [re.sub(r"accuracy .*", "", line).strip() for line in said[2:]] == [f"round {r}/3" for r in (1, 2, 3)]
     assert len(found["one"][1]) == 3
     assert found["one"] == found["two"] == found["local"]
 
@@ -146,7 +147,8 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, number, fleet):
     said = (tmp_path / "err.txt").read_text().splitlines()
     assert said[-1] == "stopped; to go on: raylt resume RUN, raylt tune --resume SEARCH, or the same raylt study"
     # Ctrl-C reaches the server's process too, and its end may be seen first
-    assert all(line.startswith(("fedavg on", "round ", "the server's process died")) for line in said[:-1])
+    assert all(line.startswith(("fedavg on", "995 of 1,497 training images", "round ", "the server's process died"))
+               for line in said[:-1])
     wait_for(lambda: all_gone(started), 10)
     assert not (tmp_path / "r/summary.json").exists()
     assert (tmp_path / "r/config.yaml").exists()
@@ -171,7 +173,7 @@ def test_what_goes_wrong_on_the_cluster_is_one_line(tmp_path, setting, code, sai
     got, out, err = run(tmp_path, "run", *SETTINGS, setting, "--out", str(tmp_path), "--name", "r")
     assert (got, out) == (code, "")
     assert err[-1].startswith(said)
-    assert len(err) == 2
+    assert len(err) == 3                        # what is run, what of the images is left out, and the error
     assert not (tmp_path / "r/summary.json").exists()
 
 

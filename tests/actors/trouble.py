@@ -23,17 +23,19 @@ def configure(**federation: Any) -> Config:
 
 
 class Private(FedProx):
-    """Its classifier stays with the client, which also counts its calls. The `victims` die in their first training."""
+    """Its classifier stays with the client, which also counts its calls. The `victims` die as they train, the first
+    `times` times."""
 
     name: ClassVar[str] = "private"
     victims: tuple[int, ...] = ()
+    times: int = 1
     folder: str = ""
 
     def shared(self, model: SplitModel) -> Params:
         return {key: value for key, value in model.entries().items() if not key.startswith("classifier")}
 
     def train(self, client: Client, message: Message) -> Reply:
-        if client.id in self.victims and first(self.folder, client.id):
+        if client.id in self.victims and first(self.folder, client.id, self.times):
             client.state["calls"] = torch.tensor([-1.0])            # must be lost with the process
             os.kill(os.getpid(), signal.SIGKILL)
         client.state["calls"] = client.state.get("calls", torch.zeros(1)) + 1
@@ -90,3 +92,19 @@ def leave(client: Client, message: Message) -> Reply:
 def half(client: Client, message: Message) -> Reply:
     """A type that numpy lacks, so that the reply cannot be sent."""
     return client.reply(x=torch.ones(1, dtype=torch.bfloat16))
+
+
+def fail_each_fifth(client: Client, message: Message) -> Reply:
+    """Raises at every fifth client."""
+    if client.id % 5 == 0:
+        raise ValueError("no luck")
+    return client.reply(id=client.id)
+
+
+def flaky(client: Client, message: Message) -> Reply:
+    """Client 70 raises in its first attempt, 140 sends what is not finite."""
+    if client.id == 70 and first(message["folder"], client.id):
+        raise ValueError("no luck")
+    client.state["calls"] = client.state.get("calls", 0) + 1
+    x = torch.randn(5, generator=torch.Generator().manual_seed(client.id))
+    return client.reply(x=x / 0 if client.id == 140 else x)

@@ -1,11 +1,14 @@
 """The commands that list: data, methods, settings, recipes."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 from commands import SMALL
 
+from raylt.cli.method_page import GROUPS
 from raylt.config import settings
 from raylt.data.augment import AUGMENTATIONS
 from raylt.data.sources import NAMES
@@ -56,7 +59,33 @@ def test_methods_are_listed_with_default_range_and_source(raylt):
     assert listing["fedavg"]["paper"] == "McMahan et al., AISTATS 2017"
     table = raylt("methods").out
     assert all(name in table for name in listing)
-    assert "finish on" in table
+    assert [table.index(f"{group}: ") for group in GROUPS] == sorted(table.index(f"{group}: ") for group in GROUPS)
+    assert listing["fednova"]["group"] == "aggregation"
+    assert listing["ditto"]["group"] == "personal"
+    assert "privileged: labelled images" in " ".join(table.split())
+
+
+def test_one_method_is_shown_with_its_fields_what_it_sends_and_what_it_costs(raylt):
+    out = raylt("methods", "fedncm").out
+    assert "statistics" in out
+    assert "Departures" in out
+    assert re.search(r"finish +statistics +classes +10.1 KiB +4.7 MiB +1 read", out)
+    one = json.loads(raylt("methods", "ditto", "--model", "small", "--format", "json").out)
+    assert one["ditto"]["calls"][0]["trained"] == 2
+    assert "finish on" in raylt("methods", "ccvr", "--model", "small").out
+    code, _, err = raylt("methods", "fedncmm")
+    assert code == 2
+    assert "did you mean fedncm?" in err
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["--model", "small", "--image", "8x8"], "--image 8x8: is written HEIGHTxWIDTHxCHANNELS"),
+    (["--model", "resnet9"], "model = resnet9"), (["--model", "cnn"], "images are 8x8, it needs at least 16x16")])
+def test_what_methods_cannot_be_measured_with_is_refused(raylt, arguments, said):
+    code, _, err = raylt("methods", "fedavg", *arguments)
+    assert code == 2
+    assert said in err
+    assert len(err.splitlines()) == 1
 
 
 def test_settings_are_listed_with_default_and_meaning(raylt):

@@ -65,3 +65,10 @@ def test_without_a_picture_its_help_is_shown(raylt):
 def test_the_commands_of_before_are_gone(raylt):
     for command in ("features", "clusters", "show", "clients"):
         refused(raylt(command, "runs/one"), f"'{command}'")
+
+
+def test_arms_of_recorded_studies_are_drawn(raylt):
+    digits = Path(__file__).parents[2] / "studies" / "results" / "digits.json"
+    assert raylt("plot", "arms", digits, "--measure", "few", "--picture", "arms.png") == (0, "arms.png\n", "")
+    assert Path("arms.png").stat().st_size > 10_000
+    refused(raylt("plot", "arms", digits, "--measure", "new_owned", "--picture", "arms.png"), "new_owned")

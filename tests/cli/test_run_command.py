@@ -61,7 +61,7 @@ def test_json_of_a_run_has_the_figures_of_summary_json(finished):
     printed = json.loads(out)
     assert {"method", "split_sha256", "rounds", "accuracy", "groups", "clients", "bytes", "seconds",
             "model_sha256"} <= set(printed)
-    assert set(printed["accuracy"]) == {"last", "last10", "best"}
+    assert set(printed["accuracy"]) == {"last", "last10", "last10_values", "best"}
     assert list(printed["groups"]) == ["many", "medium", "few"]
     assert {"mean", "worst_decile"} <= set(printed["clients"])
     assert set(printed["bytes"]) == {"up", "down"}
@@ -74,8 +74,8 @@ def test_run_folder_is_complete(finished):
     folder, (_, out, _) = finished
     names = {"events" if entry.name.startswith("events.") else entry.name for entry in folder.iterdir()}
     assert names == {
-        "identity.json", "config.yaml", "split.json", "metrics.jsonl", "checkpoints", "events", "summary.json",
-                     "model.safetensors", ".lock", "provenance.jsonl"}
+        "identity.json", "config.yaml", "split.json", "outline.json", "metrics.jsonl", "checkpoints", "confusions",
+        "events", "summary.json", "model.safetensors", ".lock", "provenance.jsonl"}
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
     assert sorted(entry.name for entry in (folder / "checkpoints").iterdir()) == ["000001", "000002"]
     assert all(file.stat().st_size > 0 for file in folder.glob("events.*"))
@@ -96,8 +96,9 @@ def test_without_a_terminal_a_run_prints_a_line_per_round_and_no_bar(finished):
     folder, (_, _, err) = finished
     lines = err.splitlines()
     assert lines[0] == f"fedprox on digits, run folder {folder}"
-    assert [line.split("  ")[0] for line in lines[1:]] == ["round 1/2", "round 2/2"]
-    assert "accuracy" in lines[1]
+    assert "training images (73%) are left out" in lines[1]
+    assert [line.split("  ")[0] for line in lines[2:]] == ["round 1/2", "round 2/2"]
+    assert "accuracy" in lines[2]
     assert "\x1b" not in err
     assert "\r" not in err
 
@@ -147,7 +148,7 @@ def test_folder_of_a_run_without_a_name_is_one_folder_below_out(raylt, npz):
 
 def test_without_any_settings_the_demonstration_is_run_and_said_to_be(raylt, monkeypatch):
     asked = []
-    monkeypatch.setattr("raylt.runs.start.run", lambda config, *_: asked.append(config) or exit(3))
+    monkeypatch.setattr("raylt.runs.start.run", lambda config, *_, **__: asked.append(config) or exit(3))
     code, out, err = raylt("run")
     assert (code, out) == (3, "")
     assert err == "nothing was named, so this is the demonstration, recipe:demo; raylt recipes lists others\n"
@@ -156,6 +157,21 @@ def test_without_any_settings_the_demonstration_is_run_and_said_to_be(raylt, mon
 
 def test_a_recipe_runs_by_its_name_with_settings_that_change_it(raylt, monkeypatch):
     asked = []
-    monkeypatch.setattr("raylt.runs.start.run", lambda config, *_: asked.append(config) or exit(3))
+    monkeypatch.setattr("raylt.runs.start.run", lambda config, *_, **__: asked.append(config) or exit(3))
     assert raylt("run", "recipe:mupfl/segmentation/shapes", "federation.rounds=2") == Outcome(3, "", "")
     assert (asked[0].data.source, asked[0].federation.rounds) == ("shapes", 2)
+
+
+def test_help_shows_commands_that_can_be_copied(raylt):
+    from raylt.cli.main import EXAMPLES
+    code, out, _ = raylt("run", "--help")
+    assert code == 0
+    lines = [line.strip() for line in EXAMPLES.splitlines() if line.startswith("raylt")]
+    assert all(" ".join(line.split()[:3]) in out for line in lines)
+    for line in lines[:2]:
+        load(*_divided(line.split()[2:]))
+
+
+def _divided(words):
+    kept = [word for word in words if "=" in word and not word.startswith("--")]
+    return (words[0] if "=" not in words[0] else None), kept

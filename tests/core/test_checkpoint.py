@@ -225,7 +225,7 @@ def test_another_format_is_refused(two):
     del content["sha256"]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     file.write_text(json.dumps(content | {"sha256": digest}))
-    assert "format 1, this raylt reads 2" in latest(two)[1][0]
+    assert "format 1, this raylt reads 2 and 3" in latest(two)[1][0]
 
 
 @pytest.mark.parametrize("place", range(0, 180, 7))

@@ -6,11 +6,14 @@ import torch
 from tiny import COUNTS, CPU, Recorder, configure, fingerprint, make_experiment, make_setup, private_states
 from torch import tensor
 
+from raylt.config import load
 from raylt.core import checkpoint
 from raylt.core.experiment import Experiment
 from raylt.core.method import Method
 from raylt.core.setup import private_entries
+from raylt.core.states import SavedStates, places
 from raylt.data.samples import Samples
+from raylt.data.task import build_task
 from raylt.methods.fedavg import FedAvg
 from raylt.tree import snapshot
 
@@ -111,7 +114,7 @@ def test_steps_are_the_rounds_and_then_the_finish(build):
 
 def test_a_report_says_what_the_time_of_its_step_went_to(build):
     first, last = run(build(Slow(), federation={"rounds": 1}))
-    assert set(first.stages) == {"join", "train", "aggregation", "evaluation", "checkpoint"}
+    assert set(first.stages) == {"train", "aggregation", "evaluation", "checkpoint"}
     assert set(last.stages) == {"synthesis", "evaluation", "checkpoint"}
     assert 0.1 <= last.stages["synthesis"] <= last.seconds
     for report in (first, last):
@@ -120,13 +123,30 @@ def test_a_report_says_what_the_time_of_its_step_went_to(build):
         assert 0 < own <= report.seconds
 
 
+class Joining(FedAvg):
+    """Has something to do before the first round."""
+
+    name: ClassVar[str] = "joining"
+
+    def join(self, client, message):
+        return client.reply()
+
+
 def test_clients_join_once_before_the_first_round(build):
-    experiment = build()
+    experiment = build(Joining())
     reports = run(experiment)
     joined = [(round, id) for function, round, id, _ in experiment.fleet._host.replies if function == "join"]
     assert joined == [(0, id) for id in IDS]
     assert [sorted(r.traffic) for r in reports] == [["join", "train"], ["train"]]
     assert reports[0].traffic["join"] == {"down": 0, "up": 0, "replies": 5}
+
+
+def test_a_join_that_does_nothing_is_not_sent(build):
+    experiment = build(OwnClassifier(), federation={"participation": 0.3, "rounds": 1})
+    report, = run(experiment)
+    assert sorted(report.traffic) == ["train"]
+    assert {id for function, _, id, _ in experiment.fleet._host.replies if function == "train"} == set(
+        report.participants) == set(experiment.fleet._private)
 
 
 @pytest.mark.parametrize(("every", "judged"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (4, [4, 5]), (9, [5])])
@@ -320,18 +340,23 @@ def test_newest_checkpoints_alone_are_kept(build, tmp_path):
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").glob("*")) == ["000003", "000004"]
 
 
-def test_files_of_clients_that_did_not_train_are_carried_on_and_not_written_again(build, tmp_path):
+def test_files_of_clients_that_did_not_train_are_carried_on_and_not_written_again(build, tmp_path, monkeypatch):
+    monkeypatch.setattr("raylt.core.states.PACK", 1)            # a file for each client, as of large states
+    monkeypatch.setattr("raylt.core.states.LITTLE", 1)
     # personal models are judged after the last round only, and that is round 4
-    experiment = build(OwnClassifier(), federation={"participation": 0.3, "rounds": 4}, output={"keep": 3})
+    experiment = build(OwnClassifier(), federation={"participation": 0.3, "rounds": 4}, output={"keep": 3}, seed=2)
     for _ in range(3):
         experiment.advance()
     trained = {id for function, round, id, _ in experiment.fleet._host.replies if (function, round) in (
         ("train", 2), ("train", 3))}
     folder = tmp_path / "checkpoints"
-    same = {id for id in IDS if (folder / f"000001/client-{id:03d}.safetensors").samefile(
-        folder / f"000003/client-{id:03d}.safetensors")}
-    assert 2 <= len(trained) < len(IDS)
-    assert same == set(IDS) - trained
+    early = {id for function, round, id, _ in experiment.fleet._host.replies if (function, round) == ("train", 1)}
+    first, third = ({id: folder / f"{step:06d}/{name}.safetensors" for id, name in places(
+        checkpoint.at(folder, step).parts).items()} for step in (1, 3))
+    same = {id for id in early if first[id].name == third[id].name and first[id].samefile(third[id])}
+    assert early - trained
+    assert early & trained
+    assert same == early - trained
 
 
 def test_linked_private_states_survive_the_removal_of_older_checkpoints(build, tmp_path):
@@ -340,8 +365,8 @@ def test_linked_private_states_survive_the_removal_of_older_checkpoints(build, t
         experiment.advance()
     saved, faults = checkpoint.latest(tmp_path / "checkpoints")
     assert not faults
-    for id, state in private_states(experiment).items():
-        assert fingerprint(saved.read(f"client-{id:03d}")) == fingerprint(state)
+    for id, state in experiment.fleet.private_states(experiment.fleet._private):
+        assert fingerprint(SavedStates(saved).read(id)) == fingerprint(state)
 
 
 def test_checkpoint_after_a_gap_holds_the_clients_of_all_rounds_since_the_last(build, tmp_path):
@@ -350,5 +375,21 @@ def test_checkpoint_after_a_gap_holds_the_clients_of_all_rounds_since_the_last(b
     for _ in range(4):
         experiment.advance()
     saved, _ = checkpoint.latest(tmp_path / "checkpoints")
-    assert {id: fingerprint(saved.read(f"client-{id:03d}")) for id in IDS} == {
-        id: fingerprint(state) for id, state in private_states(experiment).items()}
+    assert {id: fingerprint(SavedStates(saved).read(id)) for id in experiment.fleet._private} == {
+        id: fingerprint(state) for id, state in experiment.fleet.private_states(experiment.fleet._private)}
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedper"])
+def test_a_run_that_holds_a_validation_part_is_judged_on_it_and_trains_the_same(method, tmp_path):
+    ended = []
+    for every in (1, 2):
+        config = load(None, ["data.source=digits", "data.clients=3", "data.validation=0.2", f"method={method}",
+                             f"evaluation.every={every}", "federation.rounds=2", "evaluation.personal=0"])
+        experiment = make_experiment(config, build_task(config.data), tmp_path / str(every))
+        first, last = experiment.step(), experiment.step()
+        assert ("validation" in first.figures) == (every == 1 and method == "fedavg")   # only where it is judged anyway
+        assert 0 < last.figures["validation"]["accuracy"] <= 1
+        assert last.figures["validation"]["accuracy"] != last.accuracy
+        assert "judge" not in last.traffic                          # no client would send it
+        ended.append((fingerprint(experiment.server.model.state_dict()), last.figures, last.accuracy))
+    assert ended[0] == ended[1]

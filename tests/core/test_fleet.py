@@ -480,7 +480,7 @@ def sample(task, clients: int, ids, round: int = 1, seed: int = 0, **federation)
     config = configure(seed=seed, data={"clients": clients}, federation=federation)
     server = Server(config, task.facts, torch.nn.Identity(), CPU)
     server.round = round
-    return list(FedAvg().sample(server, SimpleNamespace(ids=list(ids))))
+    return list(FedAvg().sample(server, SimpleNamespace(ids=list(ids), newcomers=[])))
 
 
 def test_sample_draws_from_clients_with_samples_only(tiny_task):

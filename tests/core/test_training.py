@@ -11,11 +11,12 @@ from torch.nn import functional as F
 from raylt.core.client import Client
 from raylt.core.evaluation import confusion_of
 from raylt.core.features import features
-from raylt.core.optimisers import SGD
+from raylt.core.optimisers import SGD, Adam
 from raylt.core.reductions import each
 from raylt.core.training import learning_rate, sgd
 from raylt.data.augment import normalise
 from raylt.data.samples import Samples
+from raylt.errors import ConfigError
 from raylt.methods.fedavg import FedAvg
 from raylt.models import build_model
 from raylt.seeds import seed_for, seeded
@@ -84,6 +85,46 @@ def test_sgd_step_decays_parameters_whose_gradients_are_one_tensor(loss):
     loss(*theirs).backward()
     torch.optim.SGD(theirs, 0.1, weight_decay=0.5).step()
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize(("decoupled", "theirs"), [(False, torch.optim.Adam), (True, torch.optim.AdamW)])
+def test_adam_steps_equal_those_of_torch_also_of_a_parameter_that_rests(decoupled, theirs, weight_decay):
+    with seeded(0, "net"):
+        ours, x, y = Net(), torch.randn(20, 6, 1, 8, 8), torch.randint(0, 3, (20, 6))
+    other = copy.deepcopy(ours)
+    mine = Adam(ours.parameters(), 0.01, weight_decay, decoupled)
+    reference = theirs(other.parameters(), 0.01, weight_decay=weight_decay)
+    for step in range(20):
+        used = step % 3 == 2                # the loss depends on `unused` in every third step
+        mine.step(F.cross_entropy(ours(x[step]), y[step]) + used * ours.unused.square().sum() if used
+                  else F.cross_entropy(ours(x[step]), y[step]))
+        reference.zero_grad()
+        loss = F.cross_entropy(other(x[step]), y[step])
+        (loss + other.unused.square().sum() if used else loss).backward()
+        reference.step()
+    assert not torch.equal(ours.unused, torch.ones(5))
+    for name, value in ours.state_dict().items():
+        assert torch.allclose(value, other.state_dict()[name], rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.parametrize("optimiser", ["adam", "adamw"])
+def test_clients_train_by_the_optimiser_that_is_asked_for(tiny_task, optimiser):
+    moved = {}
+    for name in ("sgd", optimiser):
+        client = make_client(tiny_task, 0, configure(local={"batch": 24, "epochs": 1, "lr": 0.01, "optimiser": name}))
+        before = copy.deepcopy(client.model.classifier.weight)
+        sgd(client, lambda batch, client=client: F.cross_entropy(client.model(batch.x), batch.y))
+        moved[name] = (client.model.classifier.weight - before).detach()
+    assert torch.allclose(moved[optimiser].abs(), torch.full_like(moved[optimiser], 0.01), rtol=0.01)   # the first step
+    assert not torch.allclose(moved["sgd"].abs(), moved[optimiser].abs(), rtol=0.01)
+
+
+@pytest.mark.parametrize("method", ["fednova", "scaffold", "qfedavg"])
+def test_methods_that_count_gradients_refuse_other_optimisers(tiny_task, method):
+    setup = make_setup(configure(method={"name": method}, local={"optimiser": "adam"}))
+    with pytest.raises(ConfigError, match=f"optimiser = adam: method = {method} takes"):
+        setup.method.prepare(tiny_task, setup.config, setup.check(tiny_task.facts))
 
 
 def test_sgd_leaves_frozen_and_unnamed_parameters_alone(tiny_task):
@@ -258,6 +299,16 @@ def test_learning_rate_falls_by_its_share_every_so_many_rounds(tiny_task):
     assert found[0] == found[1] == found[3] == 0.01
     assert found[4] == found[6] == pytest.approx(0.01 * 0.995)
     assert found[7] == pytest.approx(0.01 * 0.995 ** 2)
+
+
+def test_learning_rate_falls_along_a_cosine_and_stays_for_what_follows(tiny_task):
+    client = make_client(tiny_task, 0, configure(local={"lr": 0.1, "schedule": "cosine"}, federation={"rounds": 4}))
+    found = []
+    for client.round in range(6):
+        found.append(learning_rate(client))
+    assert found[0] == found[1] == 0.1
+    assert found[3] == pytest.approx(0.05)
+    assert found[5] == found[4] == pytest.approx(0.05 * (1 - 0.5 ** 0.5))
 
 
 def test_training_steps_are_as_large_as_the_learning_rate_of_the_round(tiny_task):

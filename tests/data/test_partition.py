@@ -3,7 +3,8 @@ import pytest
 
 from raylt.config import DataConfig
 from raylt.data.longtail import long_tail_counts
-from raylt.data.partition import by_id, creff, dirichlet, dirichlet_min, hsu, iid, partition
+from raylt.data.partition import creff, dirichlet, dirichlet_min, hsu, partition
+from raylt.data.simple_partitions import by_id, iid
 from raylt.errors import DataError
 
 COUNTS = long_tail_counts(np.full(10, 500), 50)

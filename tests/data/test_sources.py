@@ -110,28 +110,21 @@ def test_classes_of_a_folder_are_sorted_and_its_images_mapped(config, pets):
     assert source.std[1] == 1 / 255
 
 
-def test_a_folder_opened_again_uses_its_cache(config, pets):
-    before = load(open_source(config).x_train)
-    for file in pets.rglob("*.png"):
-        file.write_bytes(b"")
-    assert (load(open_source(config).x_train) == before).all()
-
-
 def test_a_broken_image_in_a_folder_is_named(config, pets):
     (pets / "train/cat/1.png").write_bytes(b"")
-    with pytest.raises(DataError, match=r"train/cat/1\.png: not an image"):
+    with pytest.raises(DataError, match=r"1 images cannot be decoded: .*train/cat/1\.png \(is empty\)"):
         open_source(config)
 
 
 def test_a_folder_that_is_not_there_is_named(config):
-    with pytest.raises(DataError, match=r"pets/train: no such folder; images are expected at train/<class>"):
+    with pytest.raises(DataError, match=r"pets: no such folder; expected are <client>/<class>"):
         open_source(config)
 
 
 def test_a_folder_without_classes_is_refused(config, pets):
     shutil.rmtree(pets / "train")
     (pets / "train").mkdir()
-    with pytest.raises(DataError, match="no class folders"):
+    with pytest.raises(DataError, match="pets/train: no images in its folders"):
         open_source(config)
 
 

@@ -7,7 +7,8 @@ from torch import tensor
 from torch.nn import functional as F
 
 from raylt.core.features import features
-from raylt.methods.balancefl import POOL, BalanceFL, balanced, mean_entropy
+from raylt.core.training import balanced
+from raylt.methods.balancefl import POOL, BalanceFL, mean_entropy
 from raylt.methods.fedavg import FedAvg
 
 OFF = {"resample": False, "fa": False, "kd": 0, "entropy": 0}
@@ -86,9 +87,9 @@ def test_entropy_is_subtracted(tiny_task):
 def test_batches_hold_every_owned_class_alike(tiny_task):
     client = open_client(tiny_task, BalanceFL(), 1, configure(local={"epochs": 300}))
     sizes, labels = [], []
-    for batch in balanced(client):
-        sizes.append(len(batch.y))
-        labels.append(batch.y)
+    for rows in balanced(client):
+        sizes.append(len(rows))
+        labels.append(client.samples.y[rows])
     assert sizes == [8, 6] * 300                                # as many and as large as without
     shares = torch.cat(labels).bincount(minlength=4) / sum(sizes)
     # 4200 draws: a share of 1/3 has a deviation of 0.007

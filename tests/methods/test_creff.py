@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from raylt import tree
 from raylt.core.reductions import Reduction
-from raylt.methods.creff import CReFF, new_classifier
+from raylt.methods.creff.method import CReFF, new_classifier
 from raylt.methods.fedavg import FedAvg
 from raylt.models.split import linear
 from raylt.ops.matching import match_features
@@ -99,7 +99,8 @@ def test_features_of_absent_classes_stay_and_take_no_part_in_re_training(tiny_ta
     experiment = start(tiny_task, tmp_path, method)
     server, before = experiment.server, experiment.server.state["features"].clone()
     seen = []
-    monkeypatch.setattr("raylt.methods.creff.fit_classifier", lambda classifier, z, y, **_: seen.append(y) or 0.0)
+    monkeypatch.setattr("raylt.methods.creff.method.fit_classifier",
+                        lambda classifier, z, y, **_: seen.append(y) or 0.0)
     method.round(server, experiment.fleet)
     after = server.state["features"]
     assert torch.equal(after[3], before[3])

@@ -1,7 +1,8 @@
+import naive
 import pytest
 import torch
 from rounds import flat, replies, run, start
-from tiny import fingerprint, open_client, private_states
+from tiny import configure, fingerprint, make_experiment, open_client, private_states
 from torch.nn import functional as F
 
 from raylt.core.method import Method
@@ -103,3 +104,20 @@ def test_balanced_softmax_of_equal_counts_is_cross_entropy(tiny_task):
     plain = F.cross_entropy(client.model(batch.x), batch.y)
     # P is 0 at the start: both terms are the plain cross-entropy
     assert FedRoD().objective(client, {})(batch).item() == pytest.approx(2 * plain.item(), rel=1e-6)
+
+
+def test_sum_of_both_classifiers_is_what_the_run_reports_of_each_client_and_g_of_all(tiny_task, tmp_path):
+    experiment = make_experiment(configure(evaluation={"personal": 1}), tiny_task, tmp_path, FedRoD())
+    report = experiment.step()
+    own, (x, y) = private_states(experiment), (naive.pixels(torch.from_numpy(tiny_task.test.x)), tiny_task.test.y)
+    model, accuracy = experiment.server.model.eval(), {}
+    with torch.no_grad():
+        z = model.encoder(x)
+        generic = model.classifier(z)
+        for id, state in own.items():
+            personal = F.linear(z, state["model"]["personal.weight"], state["model"]["personal.bias"])
+            accuracy[id] = ((generic + personal).argmax(1).numpy() == y).mean()
+    assert report.global_accuracy == pytest.approx((generic.argmax(1).numpy() == y).mean())
+    assert {id: report.by_client["global"][id] for id in own} == pytest.approx(accuracy)
+    assert report.accuracy == pytest.approx(sum(accuracy.values()) / len(accuracy))
+    assert len(set(accuracy.values())) > 1

@@ -21,27 +21,36 @@ def risk(task, id, model, method=None) -> float:
         return -client.model.eval()(batch.x).double().log_softmax(1)[torch.arange(len(batch.y)), batch.y].mean().item()
 
 
-def test_q_of_zero_is_fedavg(tiny_task, tmp_path):
+def test_without_momentum_both_constants_are_one(tiny_task, tmp_path):
+    ends = [flat(run(tiny_task, tmp_path, QFedAvg(q=1, lipschitz=lipschitz), rounds=1, local={"momentum": 0.0}))
+            for lipschitz in ("rate", "step")]
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("lipschitz", ["rate", "step"])
+def test_q_of_zero_is_fedavg(tiny_task, tmp_path, lipschitz):
     parts = {"federation": {"participation": 0.5}}
-    ends = [flat(run(tiny_task, tmp_path, method, **parts)) for method in (FedAvg(), QFedAvg(q=0))]
+    ends = [flat(run(tiny_task, tmp_path, method, **parts)) for method in (FedAvg(), QFedAvg(q=0, lipschitz=lipschitz))]
     assert torch.allclose(*ends, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("q", [0.5, 1.0, 2.0])
-def test_upload_is_delta_k_and_h_k_of_lines_4_and_5(tiny_task, tmp_path, q):
+@pytest.mark.parametrize(("q", "lipschitz", "constant"), [(0.5, "rate", 50), (1.0, "rate", 50), (2.0, "rate", 50),
+                                                   (0.5, "step", 5), (2.0, "step", 5)])
+def test_upload_is_delta_k_and_h_k_of_lines_4_and_5(tiny_task, tmp_path, q, lipschitz, constant):
+    """L is 1 / 0.02, or with the momentum 0.9 counted (1 - 0.9) / 0.02."""
     plain = start(tiny_task, tmp_path, FedAvg(), local={"lr": 0.02})
     before = plain.method.message(plain.server)["model"]
     trained = replies(plain, [0, 1], "model", "loss")
-    fair = start(tiny_task, tmp_path, QFedAvg(q=q), local={"lr": 0.02})
+    fair = start(tiny_task, tmp_path, QFedAvg(q=q, lipschitz=lipschitz), local={"lr": 0.02})
     uploads = replies(fair, [0, 1], "delta", "h", "rest", "loss")
     for id in (0, 1):
         f = risk(tiny_task, id, before)
         square = 0.0
         for name, delta in uploads[id]["delta"].items():
-            dw = 50 * (before[name].double() - trained[id]["model"][name].double())      # L = 1 / 0.02
+            dw = constant * (before[name].double() - trained[id]["model"][name].double())
             square += dw.square().sum().item()
             assert torch.allclose(delta.double(), f ** q * dw, rtol=1e-4, atol=1e-5), name
-        assert uploads[id]["h"] == pytest.approx(q * f ** (q - 1) * square + 50 * f ** q, rel=1e-4)
+        assert uploads[id]["h"] == pytest.approx(q * f ** (q - 1) * square + constant * f ** q, rel=1e-4)
         assert uploads[id]["loss"] == trained[id]["loss"]
 
 

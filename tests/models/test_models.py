@@ -27,6 +27,11 @@ def parameters(module: nn.Module) -> int:
     ("resnet8_proj", 100, CIFAR, 1_356_608, 1_407_908),
     ("resnet18", 10, CIFAR, 11_168_832, 11_173_962),
     ("resnet18", 100, CIFAR, 11_168_832, 11_220_132),
+    # 3x3 of 3 -> 16, ten of 16 -> 16, 16 -> 32 and nine of 32 -> 32, 32 -> 64 and nine of 64 -> 64; 1x1 of 16 -> 32 and
+    # 32 -> 64; two numbers for each channel of a norm
+    ("resnet32", 10, CIFAR, 9 * (48 + 10 * 256 + 512 + 9 * 1024 + 2048 + 9 * 4096) + 512 + 2048
+     + 2 * (16 + 10 * 16 + 10 * 32 + 10 * 64 + 32 + 64), 466_906),
+    ("resnet34", 10, CIFAR, 21_282_122 - 5130, 21_282_122),
     ("cnn", 10, FASHION, 52_096, 62_346),
     ("small", 10, (8, 8, 1), 288 + 64 + 18_432 + 128, 288 + 64 + 18_432 + 128 + 650),
 ])
@@ -135,5 +140,5 @@ def test_smallest_image_works_and_one_pixel_less_is_refused(name, side):
 
 
 def test_refusal_names_the_models_that_fit():
-    with pytest.raises(ConfigError, match="there are: resnet8, resnet8_proj, resnet18, small"):
+    with pytest.raises(ConfigError, match="there are: resnet8, resnet8_proj, resnet18, resnet32, resnet34, small"):
         build_model("cnn", 10, (8, 8, 1))

@@ -6,9 +6,11 @@ import shutil
 from contextlib import contextmanager
 
 import pytest
+import torch
 from small_runs import make_run
 
 from raylt import Run
+from raylt.core.device import describe
 from raylt.errors import CheckpointError, ConfigError, DiskFull, RayltError
 from raylt.plots.style import new_figure, save
 from raylt.runs import provenance
@@ -219,6 +221,6 @@ def test_provenance_that_a_kill_cut_off_is_gone_on_with_in_a_new_line(folder):
     before = provenance.read(folder)
     with (folder / provenance.FILE).open("a") as stream:
         stream.write('{"date": "20')
-    provenance.note(folder, "local", 3)
+    provenance.note(folder, "local", 3, Run.open(folder).config, describe(torch.device("cpu")))
     assert provenance.read(folder)[:-1] == before
     assert provenance.read(folder)[-1]["after_step"] == 3

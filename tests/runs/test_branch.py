@@ -37,6 +37,12 @@ ALSO = pytest.mark.slow
     pytest.param(MUPFL, ["method.last_update=true"], "finish", 2, marks=ALSO),
     (("method=fedavg",), ["method=ccvr", "method.epochs=2"], "finish", 1),
     pytest.param(("method=fedavg",), ["method=fed3r"], "finish", 1, marks=ALSO),
+    (("method=fedavg",), ["method=posthoc"], "finish", 1),
+    pytest.param(("method=fedavg",), ["method=noisymeans", "method.epochs=2"], "finish", 1, marks=ALSO),
+    pytest.param(("method=fedavg",), ["method=oracle", "method.epochs=2", "method.batch=99"], "finish", 1, marks=ALSO),
+    pytest.param(("method=fedavg",), ["method=fednpc"], "finish", 1, marks=ALSO),
+    pytest.param(SFD, ["method.classifier=oracle"], "finish", 1, marks=ALSO),
+    pytest.param(SFD, ["method.classifier=ridge"], "finish", 1, marks=ALSO),
     pytest.param(("method=ccvr", "method.epochs=2"), ["method=fedncm"], "finish", 1, marks=ALSO),
     pytest.param(("method=ccvr", "method.epochs=2"), ["method=fedavg"], "finish", 1, marks=ALSO)], ids=str)
 def test_branch_is_what_the_whole_run_gives(tmp_path, settings, overrides, stage, step):

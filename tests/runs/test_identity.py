@@ -11,6 +11,7 @@ from raylt import Run
 from raylt.errors import CheckpointError, RayltError
 from raylt.runs import identity
 from raylt.runs.replay import replay
+from raylt.store import Folder
 from raylt.studies.single import of_runs
 
 SETTINGS = "method=fedprox", "federation.rounds=3", "output.keep=3"
@@ -280,3 +281,14 @@ def test_a_finished_run_without_its_checkpoints_is_not_run_again(run):
     before = content(run.folder)
     assert run.resume(fleet="local", quiet=True).state == "done"
     assert content(run.folder) == before
+
+
+def test_settings_that_an_older_raylt_did_not_have_are_at_their_defaults(run):
+    folder = Folder.open(run.folder)
+    with folder:
+        older = identity.read_identity(folder)
+        del older["config"]["local"]["schedule"], older["config"]["augment"]
+        identity.check_config(older, run.config, folder)
+        other = run.config.model_copy(update={"local": run.config.local.model_copy(update={"schedule": "cosine"})})
+        with pytest.raises(CheckpointError, match=r"local\.schedule is .cosine., the run was made with .step."):
+            identity.check_config(older, other, folder)

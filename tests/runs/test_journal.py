@@ -195,19 +195,19 @@ def test_rewind_keeps_the_lines_when_no_checkpoint_is_usable(journal):
     assert steps_of(journal) == [1, 2]
 
 
-def test_tensorboard_shows_every_number_under_its_path(journal):
+def test_tensorboard_shows_every_number_under_its_name(journal):
     journal.append(report(1))
     journal.append(report(2))
     release(journal)
     found = {(tag, step): value for tag, step, value in events_of(journal.folder)}
-    assert found["accuracy", 1] == pytest.approx(0.1)
-    assert found["accuracy", 2] == pytest.approx(0.2)
-    assert found["clients/matched/worst_decile", 2] == 0.25
-    assert found["traffic/train/up", 1] == 12
-    assert found["figures/loss", 1] == 1.5
-    assert found["groups/few", 1] == 0
+    assert found["accuracy/test set", 1] == pytest.approx(0.1)
+    assert found["accuracy/test set", 2] == pytest.approx(0.2)
+    assert found["clients/matched, worst tenth", 2] == 0.25
+    assert found["traffic/train, bytes up", 1] == 12
+    assert found["training/loss", 1] == 1.5
+    assert found["accuracy/few-shot", 1] == 0
     tags = {tag for tag, _ in found}
-    assert not tags & {"step", "phase", "figures/kind", "groups/medium"}
+    assert not tags & {"step", "phase", "method/kind", "accuracy/medium-shot"}
 
 
 def test_conclude_writes_the_summary_sealed(journal):

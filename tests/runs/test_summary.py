@@ -36,7 +36,7 @@ def printed(summary) -> str:
 def test_figures_of_a_short_run():
     summary = summary_of(report(1, 0.25), report(2, 0.75), report(3, 0.5))
     # last10: (0.25 + 0.75 + 0.5) / 3
-    assert summary["accuracy"] == {"last": 0.5, "last10": 0.5, "best": 0.75}
+    assert summary["accuracy"] == {"last": 0.5, "last10": 0.5, "last10_values": 3, "best": 0.75}
     assert (summary["method"], summary["rounds"], summary["split_sha256"]) == ("fedavg", 3, "cd" * 32)
     assert summary["model_sha256"] == "ab" * 32
     assert summary["groups"] == {"many": 0.8125, "medium": None, "few": 0.125}
@@ -45,7 +45,10 @@ def test_figures_of_a_short_run():
 
 def test_last10_averages_the_last_ten_rounds():
     # rounds 3..12 of accuracy round / 16: (3 + .. + 12) / 10 / 16 = 7.5 / 16
-    assert summary_of(*(report(n, n / 16) for n in range(1, 13)))["accuracy"]["last10"] == 7.5 / 16
+    summary = summary_of(*(report(n, n / 16) for n in range(1, 13)))
+    assert summary["accuracy"]["last10"] == 7.5 / 16
+    assert summary["accuracy"]["last10_values"] == 10
+    assert "accuracy, mean of the last 10 " in printed(summary)
 
 
 def test_last10_averages_rounds_that_were_judged():
@@ -56,7 +59,7 @@ def test_last10_averages_rounds_that_were_judged():
 
 def test_finish_counts_for_last_and_best_and_not_for_the_curve_of_rounds():
     summary = summary_of(report(1, 0.25), report(2, 0.5), report(3, 0.875, "finish", seconds=100.0))
-    assert summary["accuracy"] == {"last": 0.875, "last10": 0.375, "best": 0.875}
+    assert summary["accuracy"] == {"last": 0.875, "last10": 0.375, "last10_values": 2, "best": 0.875}
     assert (summary["before_finish"], summary["rounds"]) == (0.5, 2)
     assert summary["seconds_per_round"] == 1.0          # of rounds alone
 
@@ -127,7 +130,7 @@ def test_table_shows_each_figure():
         line.strip(" │").partition("│") for line in printed(summary).splitlines() if line.startswith("│"))}
     assert lines == {
         "accuracy, last": "62.50 %", "accuracy, before the last phase": "75.00 %",
-        "accuracy, mean of the last 10": "50.00 %", "accuracy, best": "75.00 %",
+        "accuracy, mean of all 2 judged rounds": "50.00 %", "accuracy, best": "75.00 %",
         "many / medium / few": "81.25 % / - / 12.50 %",
             "many / medium / few, before it": "81.25 % / - / 12.50 %", "clients, mean (own class mix)": "70.00 %",
         "clients, worst decile": "30.00 %", "bytes up / down": "5.0 KiB / 3.0 MiB", "seconds per round": "1.00",

@@ -47,8 +47,8 @@ def test_a_whole_run_is_whole_and_nothing_is_written(run):
     before = {file: file.stat().st_mtime_ns for file in run.folder.rglob("*")}
     findings = verify(run.folder)
     assert [finding.what for finding in findings] == [
-        "identity.json", "config.yaml", "split.json", "data", "metrics.jsonl", "checkpoints/000001",
-        "checkpoints/000002", "checkpoints/000003", "summary.json", "model.safetensors"]
+        "identity.json", "config.yaml", "split.json", "outline.json", "data", "metrics.jsonl", "checkpoints/000001",
+        "checkpoints/000002", "checkpoints/000003", "confusions", "summary.json", "model.safetensors"]
     assert all(finding.whole for finding in findings)
     assert {file: file.stat().st_mtime_ns for file in run.folder.rglob("*")} == before
     assert repair(run.folder) == []
@@ -136,7 +136,7 @@ def test_the_command_says_it_in_80_columns_and_by_its_exit_code(run, capsys, mon
     code, out, _ = called(capsys, run.folder)
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
-    assert out.count(" whole") == 10
+    assert out.count(" whole") == 12
     flip(run.folder / "checkpoints/000003/server.safetensors")
     code, out, _ = called(capsys, run.folder, "--format", "json")
     assert code == 2

@@ -71,3 +71,16 @@ def test_identity_ignores_seed_rounds_and_place_and_nothing_else():
             "federation": {**config["federation"], "rounds": 3}, "resources": {}}
     assert identity(same) == identity(config)
     assert identity({**config, "local": {**config["local"], "lr": 0.02}}) != identity(config)
+
+
+def test_generic_classifiers_are_what_tables_of_global_models_are_of():
+    measures = {(cell.paper, cell.method, cell.measure) for cell in expectations()
+                if cell.method in ("FedRoD", "FedLoGe")}
+    assert {measure for paper, _, measure in measures if paper == "SFD"} == {"global_accuracy"}
+
+
+def test_clip2fl_keeps_the_projection_of_the_recipe_that_other_baselines_have_not():
+    models = {cell.method: cell.config().model for cell in expectations()
+              if cell.paper == "FedSM" and cell.method in ("CLIP2FL", "CReFF", "RUCR")
+              and cell.setting["dataset"] == "cifar10"}
+    assert models == {"CLIP2FL": "resnet8_proj", "CReFF": "resnet8", "RUCR": "resnet8"}

@@ -1,16 +1,20 @@
 """Arms that begin in the same way are trained once."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+import raylt
+from raylt.cli.main import app
 from raylt.runs.callbacks import Callback
 from raylt.runs.run import Run
-from raylt.studies.definition import define
+from raylt.studies.definition import define, read_definition
 from raylt.studies.stems import stems
 from raylt.studies.study import Study
 from raylt.studies.worker import do
 
+STUDIES = Path(raylt.__path__[0]).parent / "studies"
 BASE = {"data": {"clients": 3}, "federation": {"rounds": 1}, "local": {"epochs": 1}, "output": {"keep": 2}}
 SHARED = {"name": "shared", "base": BASE, "seeds": 2, "cells": {"data.imbalance": [10, 20]},
           "arms": {"fedavg": "fedavg", "prox": "fedprox", "ccvr": {"method": {"name": "ccvr", "epochs": 2}},
@@ -42,6 +46,22 @@ def test_run_of_a_study_takes_its_first_steps_from_its_stem_where_that_has_come_
     ends = [Run(places[arm]).summary for arm in ("ccvr", "more")]
     assert ends[0]["model_sha256"] == ends[1]["model_sha256"]
     assert ends[0]["groups"] == ends[1]["groups"]
+
+
+def test_dry_run_says_what_is_trained_and_from_where_the_others_go_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.yaml").write_text(json.dumps(SHARED | {"cells": {}}))
+    app(["study", "s.yaml", "--dry-run"], standalone_mode=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines if line.startswith(("ccvr/seed-1", "more/seed-1"))] == [
+        "fedavg/seed-1"] * 2
+    assert "8 runs, 4 trainings, which the others go on from; 8 to do: " in " ".join(lines)
+
+
+def test_decisive_study_trains_two_encoders_a_seed():
+    planned = read_definition(STUDIES / "sfd_decisive.yaml").runs()
+    trained = [each.folder for each in planned if each.folder not in stems(planned)]
+    assert trained == [f"{encoder}-none/seed-{seed}" for seed in range(6) for encoder in ("abbl", "ce")]
 
 
 @pytest.mark.slow

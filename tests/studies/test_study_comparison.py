@@ -57,7 +57,7 @@ def test_a_run_that_is_not_whole_is_named_and_never_averaged_in(state):
     assert found.rows == compare(records(), "a").rows
     assert len(found.left_out) == 1
     assert found.left_out[0].startswith(f"IF 10/b/seed-6: {state}")
-    assert found.left_out[0] in tables.markdown(found).replace("- ", "", 1)
+    assert found.left_out[0] in tables.of_comparison(found).markdown().replace("- ", "", 1)
 
 
 def test_pairs_are_of_the_same_seeds_only():
@@ -85,10 +85,11 @@ def test_runs_that_cannot_stand_beside_each_other_are_refused_by_name(change, wh
 
 def test_an_arm_with_settings_of_its_own_may_differ_in_what_they_say_and_is_named():
     central = record("b", 0, 0.9, summary=record("b", 7, 0.9).summary)        # a split of its own
-    found = compare([record("a", 0, 0.5), central], "a", own={"b": {"data.clients": 1}, "a": {}})
+    own = {"b": {"data.clients": 1}, "a": {}, "not run": {"data.clients": 2}}
+    found = compare([record("a", 0, 0.5), central], "a", own=own)
     assert found.apart == ["b: data.clients 1"]
-    assert "- b: data.clients 1" in tables.markdown(found)
-    assert "% own settings: b" in tables.latex(found)
+    assert "- b: data.clients 1" in tables.of_comparison(found).markdown()
+    assert "% arms with settings of their own: b" in tables.of_comparison(found).latex()
     with pytest.raises(CheckpointError, match="split differs"):
         compare([record("a", 0, 0.5), central], "a", own={"b": {"local.epochs": 1}})
 
@@ -99,6 +100,17 @@ def test_last_ten_and_best_come_from_the_judged_rounds():
     assert value_of(one, "accuracy", "last") == 1.0
     assert value_of(one, "accuracy", "last10") == pytest.approx(0.5)      # of rounds 1..3: 0.1, 0.9
     assert value_of(one, "accuracy", "best") == 1.0                       # the finish counts
+
+
+def test_a_round_is_chosen_on_validation_samples_and_the_finish_may_be_it():
+    curve = {"accuracy": [0.1, 0.8, 0.9, 0.5], "few": [0.0, 0.2, 0.1, 0.4], "validation": [0.3, None, 0.6, 0.5]}
+    one = record("a", 0, 0.5, curve=curve, config={"federation": {"rounds": 3, "participation": 1.0}})
+    assert value_of(one, "accuracy", "validation") == 0.9           # neither the last nor, in all rounds, the best
+    assert value_of(one, "few", "validation") == 0.1                # of the same round
+    late = record("a", 0, 0.5, curve=curve | {"validation": [0.3, None, 0.6, 0.7]}, config=one.config)
+    assert value_of(late, "accuracy", "validation") == 0.5
+    without = compare([record("a", 0, 0.5)], "a", at="validation").left_out
+    assert "set data.validation" in without[0]
 
 
 def test_what_cannot_be_asked_is_one_line():
@@ -114,19 +126,19 @@ def test_tables_of_equal_records_are_equal_whatever_the_order_and_the_seconds():
     slower = [record(r.arm, r.seed, r.summary["accuracy"]["last"], cell=r.cell,
                      curve=r.curve | {"seconds": [9.0] * 10}) for r in records()]
     first, second = (compare(each, "a", [Claim("b", "a", "few")]) for each in (records(), slower))
-    assert tables.markdown(first) == tables.markdown(second)
-    assert tables.latex(first) == tables.latex(second)
+    assert tables.of_comparison(first).markdown() == tables.of_comparison(second).markdown()
+    assert tables.of_comparison(first).latex() == tables.of_comparison(second).latex()
     assert json.dumps(first.to_json()) == json.dumps(second.to_json())
 
 
 def test_markdown_and_latex_of_a_row():
     found = compare(records(), "a")
-    assert "| IF 10 | b | 6 | 62.50 ± " in tables.markdown(found)
-    text = tables.latex(found)
+    assert "| IF 10 | b | 6 | 62.50 ± " in tables.of_comparison(found).markdown()
+    text = tables.of_comparison(found).latex()
     assert r" & b & 6 & 62.50 $\pm$ " in text
     assert text.count(r"\\") == 5                    # heading and four rows
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(tables.of_comparison(found))
+    console.print(tables.of_comparison(found).screen())
     assert "+10.00 ±" in console.export_text()
 
 

@@ -2,22 +2,26 @@
 
 import csv
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 import raylt
+from actors.placement import Need
 from raylt.config import load
 from raylt.errors import CheckpointError, ConfigError
 from tune import resume, search, space, spaces_of
 from tune.desk import Desk
-from tune.placement import bundles_of, check_fit, fitting, place_trial
+from tune.placement import bundles_of, check_fit, fitting, most_on_gpu, place_trial
+from tune.plan import Plan
 
 SETTINGS = ["method=fedprox", "data.clients=4", "data.imbalance=5", "federation.rounds=6", "local.epochs=1"]
 RANGES = {"local.lr": "loguniform(0.01, 0.3)"}
@@ -168,6 +172,55 @@ def test_trials_share_a_cluster_evenly():
         bundles = bundles_of(placed(have, trials))
         nodes = [{"CPU": have["CPU"] / have["GPU"], "GPU": 1.0}] * int(have["GPU"])
         assert fitting(bundles, nodes, 100) >= min(trials, 8 * have["GPU"])
+
+
+def test_so_many_trials_share_a_gpu_as_its_memory_holds():
+    def placed(most, trials, gpus, *settings):
+        have = {"CPU": 64.0, "GPU": float(gpus)}
+        bundles = bundles_of(place_trial(config_of(*settings), 20, trials, have, most))
+        return len(bundles) - 1, fitting(bundles, [have], 100)
+
+    # client actors of each trial, and trials at once: with their servers never more processes than GPUs hold
+    assert placed(math.inf, 20, 1) == (8, 8)
+    assert placed(6, 20, 1) == (1, 3)
+    assert placed(7, 2, 1) == (2, 2)
+    assert placed(3, 20, 4) == (2, 4)
+    assert placed(1, 20, 1) == (1, 1)           # what was measured is server and client in one
+    assert placed(6, 20, 1, "resources.actors=2") == (2, 2)
+    with pytest.raises(ConfigError, match=r"3 client actors of a trial and its server .* 1 GPUs, each .* holds 3 such"):
+        placed(3, 20, 1, "resources.actors=3")
+
+
+def test_memory_of_gpus_and_of_their_machines_bounds_processes():
+    nodes = [{"CPU": 8.0, "GPU": 2.0, "memory": 100.0}, {"CPU": 8.0, "memory": 1.0}]
+    assert most_on_gpu(nodes, Need(gpu_memory=0.2)) == 4                # 0.9 / 0.2
+    assert most_on_gpu(nodes, Need(memory=15, gpu_memory=0.2)) == 3     # 0.9 * 100 / 15, of two GPUs
+    assert most_on_gpu(nodes, Need()) == math.inf
+
+
+def test_what_trials_need_is_measured_where_they_share_a_gpu_and_of_the_largest_that_are_tried(monkeypatch):
+    from tune import needs
+    from tune.search import _place
+
+    seen = []
+
+    def probe(setup, task, gpus):
+        seen.append((setup.method.name, setup.config.model, setup.config.local.batch, gpus))
+        return None if setup.config.model == "resnet8" else Need(1.0, 0.2 if setup.method.name == "fedavg" else 0.3)
+
+    monkeypatch.setattr(needs, "probe", probe)
+    config = config_of("resources.cpus_per_client=0.5")
+    ranges = {"model": "choice(small, resnet8)", "local.batch": "grid(16, 64, 32)"}
+    plan = Plan(config, spaces_of(["fedavg", "fedprox"], space(config, ranges), config), searcher="random")
+    nodes = [{"CPU": 16.0, "GPU": 2.0}]
+    placement, at_once = _place(plan, nodes, None)
+    assert seen == [(name, model, 64, 1) for name in ("fedavg", "fedprox") for model in ("small", "resnet8")]
+    assert (placement.actors, at_once) == (2, 2)            # 0.9 / 0.3 processes on each, one a server
+    seen.clear()
+    for settings in ("resources.gpus_per_client=0.25", "data.clients=2"):       # it is given; and each has its own
+        _place(replace(plan, base=config_of(settings), spaces={"fedavg": {}}), nodes, None)
+    _place(plan, [{"CPU": 16.0}], None)
+    assert not seen
 
 
 def test_a_trial_that_does_not_fit_is_refused_with_what_is_missing():

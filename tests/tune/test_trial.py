@@ -11,6 +11,7 @@ from tiny import make_experiment, pixels
 from raylt.config import load
 from raylt.core.method import Method
 from raylt.core.reductions import total
+from raylt.core.validation import balance, validate
 from raylt.data.task import build_task
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, hp
@@ -18,7 +19,6 @@ from raylt.methods import METHODS
 from raylt.methods.fedavg import FedAvg
 from raylt.models import MODELS
 from tune.desk import sizes
-from tune.judging import balance, judge
 from tune.plan import client_steps
 from tune.search import search
 from tune.space import configure, space
@@ -184,7 +184,7 @@ def test_trials_of_segmentation_are_judged_on_held_out_images_as_each_client_see
                          "federation.participation=0.2", "evaluation.batch=80"])
     experiment = make_experiment(config, build_task(config.data), tmp_path)
     experiment.step()
-    figures = judge(experiment)
+    figures = validate(experiment.method, experiment.server, experiment.fleet, experiment.task)
     assert len(experiment.task.validation) == 64
     assert set(figures) == {"accuracy", "many", "medium", "few", "owned", "matched", "miou"}
     assert all(0 <= value <= 1 for value in figures.values())

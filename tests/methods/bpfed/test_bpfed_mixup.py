@@ -12,6 +12,12 @@ from raylt.seeds import seed_for
 
 # Mixup, Eq. 7 and 8
 
+def mixed(client, **fields):
+    """The batches of a local training."""
+    local = client.config.local
+    return list(map(BPFed(**fields).mixed(client), client.rows(local.epochs, local.batch)))
+
+
 def test_mixed_batches_are_those_of_equations_7_and_8(tiny_task):
     client = open_client(tiny_task)
     rng = np.random.default_rng(seed_for(0, "mixup", 1, 0))
@@ -19,7 +25,7 @@ def test_mixed_batches_are_those_of_equations_7_and_8(tiny_task):
     lam = rng.beta(1.0, 1.0, 24)
     shard = tiny_task.shards[0]
     x = (shard.x / 255 - 0.5) / 0.25
-    batches, seen = list(BPFed().mixed(client)), []
+    batches, seen = mixed(client), []
     assert [len(batch.y) for batch in batches] == [8, 8, 8] * 2
     order = torch.Generator().manual_seed(seed_for(0, "order", "train", 1, 0))
     for epoch in range(2):                          # the same triples in every epoch, in another order
@@ -39,7 +45,7 @@ def test_triples_are_fresh_in_every_round_and_for_every_client(tiny_task):
         client = open_client(tiny_task)
         client.id = id
         client.begin("train", round)
-        return torch.cat([batch.y for batch in BPFed().mixed(client)][:3]).sort(0).values
+        return torch.cat([batch.y for batch in mixed(client)][:3]).sort(0).values
 
     assert torch.equal(labels(1), labels(1))
     assert not torch.equal(labels(1), labels(2))
@@ -51,7 +57,7 @@ def test_images_of_a_pair_are_augmented_each_by_itself(tiny_task):
     client = open_client(tiny_task, **config)
     client.batch = lambda rows: calls.append(rows) or plain(rows)       # type: ignore[method-assign]
     plain, calls = Client.batch.__get__(client), []
-    batches = list(BPFed().mixed(client))
+    batches = mixed(client)
     assert len(calls) == 2 * len(batches)           # two draws of crops and flips per batch, one for each side
 
 
@@ -61,10 +67,10 @@ def test_pairs_of_equal_images_keep_them_and_mixed_labels_give_the_mixed_loss(ti
     lam = torch.rand(8, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(mix(batch, batch, lam, 4).x, batch.x, atol=1e-6)
     other = client.samples.batch(torch.arange(8, 16))
-    mixed = mix(batch, other, lam, 4)
+    both = mix(batch, other, lam, 4)
     logits = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     each = [F.cross_entropy(logits, b.y, reduction="none") for b in (batch, other)]
-    assert F.cross_entropy(logits, mixed.y).item() == pytest.approx(
+    assert F.cross_entropy(logits, both.y).item() == pytest.approx(
         (lam * each[0] + (1 - lam) * each[1]).mean().item(), rel=1e-5)
 
 
@@ -76,7 +82,7 @@ def test_lambda_of_one_is_plain_training_on_the_first_of_each_pair(tiny_task, mo
     monkeypatch.setattr(np.random, "default_rng", lambda seed: Ones(np.random.PCG64(seed)))
     first = np.random.default_rng(seed_for(0, "mixup", 1, 0)).integers(24, size=(2, 24))[0]
     ours, plain = open_client(tiny_task), open_client(tiny_task)
-    sgd(ours, BPFed().objective(ours, {}), batches=BPFed().mixed(ours))
+    sgd(ours, BPFed().objective(ours, {}), make=BPFed().mixed(ours))
     plain.model.train()
     optimiser = SGD(plain.model.parameters(), 0.05, 0.9)
     for rows in plain.rows(2, 8):
@@ -88,7 +94,7 @@ def test_lambda_of_one_is_plain_training_on_the_first_of_each_pair(tiny_task, mo
 
 def test_one_lambda_per_batch_mixes_a_batch_with_itself(tiny_task):
     client = open_client(tiny_task)
-    for batch in BPFed(mixup="batch").mixed(client):
+    for batch in mixed(client, mixup="batch"):
         # with one lambda and a permutation, the labels add up to what the batch's own labels add up to
         own = torch.bincount(client.samples.y[batch.rows], minlength=4).float()
         assert torch.allclose(batch.y.sum(0), own, atol=1e-5)
@@ -97,9 +103,9 @@ def test_one_lambda_per_batch_mixes_a_batch_with_itself(tiny_task):
 
 def test_sgd_takes_other_batches_and_counts_their_samples(tiny_task):
     client = open_client(tiny_task)
-    batches = list(client.batches(1, 8))[:2]
+    rows, batches = list(client.rows(1, 8))[:2], {}
     losses = []
     mean = sgd(client, lambda batch: losses.append(client.model(batch.x).square().mean()) or losses[-1],
-               batches=batches)
-    assert len(losses) == 2
+               rows=rows, make=lambda places: batches.setdefault(len(batches), client.batch(places)))
+    assert len(losses) == len(batches) == 2
     assert mean == pytest.approx(sum(loss.item() for loss in losses) / 2)

@@ -7,6 +7,7 @@ from killed import resume, run_and_kill
 from tiny import Recorder, configure, fingerprint, make_experiment, private_states
 
 from raylt.core import checkpoint
+from raylt.core.states import SavedStates
 from raylt.errors import TooFewReplies
 from raylt.methods.bpfed.method import BPFed
 
@@ -46,11 +47,12 @@ def test_finish_that_broke_off_between_its_halves_is_repeated_to_the_same_bits(f
 def test_killed_during_retraining_and_resumed_it_ends_with_the_same_classifiers(tmp_path):
     settings = ["method=bpfed", "federation.rounds=2", "local.epochs=1", "data.clients=4", "method.epochs=300"]
 
-    def classifiers(folder: Path) -> dict[str, str]:
+    def classifiers(folder: Path) -> dict[int, str]:
         saved, _ = checkpoint.latest(folder / "checkpoints")
         assert saved is not None
         assert saved.facts["step"] == 3
-        return {part: fingerprint(saved.read(part)) for part in saved.parts if part.startswith("client-")}
+        kept = SavedStates(saved)
+        return {id: fingerprint(kept.read(id)) for id in kept.places}
 
     run_and_kill(tmp_path, settings, 0.5)               # covariances take a few milliseconds, re-training seconds
     straight, killed = resume(tmp_path)

@@ -12,6 +12,7 @@ import raylt
 from raylt import tree
 from raylt.core import checkpoint
 from raylt.core.judging import judged_entries
+from raylt.core.states import SavedStates
 from raylt.errors import ConfigError
 from raylt.methods import make_method
 from raylt.methods.fedsm.fields import OFFICIAL
@@ -129,7 +130,7 @@ def test_killed_during_a_retraining_round_and_resumed_it_ends_with_the_same_mode
     run_and_kill(tmp_path, settings, 0.5)               # local training takes milliseconds, re-training seconds
     saved, _ = checkpoint.latest(tmp_path / "killed" / "checkpoints")
     assert saved is not None
-    assert saved.read("client-000")["state"].keys() == {"phrase"}      # text features, and none of images
+    assert SavedStates(saved).read(0)["state"].keys() == {"phrase"}      # text features, and none of images
     straight, killed = resume(tmp_path)
     assert straight["model_sha256"] == killed["model_sha256"]
     assert straight["accuracy"] == killed["accuracy"]

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from raylt.methods.fedsm.losses import distillation, margin_softmax
+from raylt.methods.fedsm.losses import margin_softmax
+from raylt.ops.distillation import distillation
 
 
 def draw(batch=12, classes=4, seed=0, dtype=torch.float32):

@@ -8,13 +8,12 @@ from tiny import configure, make_experiment, private_states
 from torch.nn import functional as F
 
 from raylt.contract.hosts import Backwards, FailsFirst, NewHosts, OwnHosts
-from raylt.core import checkpoint
+from raylt.core import checkpoint, teaching
 from raylt.core.checkpoint import hash_tensors
 from raylt.core.features import features
 from raylt.core.reductions import mean
 from raylt.core.training import sgd
 from raylt.errors import ClientError, ConfigError, TooFewReplies
-from raylt.methods.fedsm import teaching
 from raylt.methods.fedsm.method import FedSM
 from raylt.models.clip import open_teacher
 from raylt.runs.summary import summarise

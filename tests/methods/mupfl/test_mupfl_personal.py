@@ -138,7 +138,7 @@ def test_client_that_never_took_part_is_judged_by_the_global_model(tiny_task, tm
     for name, _, id, reply in host.replies:
         if name == "judge":                     # the first is that of the model that comes first
             judged.setdefault(id, reply["confusion"])
-    matrix = experiment._judge_global()
+    matrix = experiment.evaluator._judge_global(last=False)[0].all
     never = set(experiment.fleet.ids) - asked
     assert never
     assert all(torch.equal(judged[id], matrix) for id in never)

@@ -9,6 +9,7 @@ from mupfl_runs import QUICK, run
 from tiny import configure, fingerprint, make_experiment, private_states
 
 from raylt.core import checkpoint
+from raylt.core.states import SavedStates
 from raylt.methods.mupfl.method import MuPFL
 
 # killed and resumed
@@ -35,10 +36,11 @@ def test_killed_between_upload_and_clustering_and_resumed_it_ends_the_same(tmp_p
     def figures(folder: Path) -> list:
         return [json.loads(line)["figures"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
-    def clients(folder: Path) -> dict[str, str]:
+    def clients(folder: Path) -> dict[str | int, str]:
         saved, _ = checkpoint.latest(folder / "checkpoints")
         assert saved is not None
-        return {name: fingerprint(saved.read(name)) for name in saved.parts}
+        kept = SavedStates(saved)
+        return {"server": fingerprint(saved.read("server"))} | {id: fingerprint(kept.read(id)) for id in kept.places}
 
     plain = [sys.executable, "-m", "raylt"]
     subprocess.run([*plain, "run", *settings, "straight"], check=True, env=os.environ, capture_output=True)

@@ -11,10 +11,11 @@ from torch.nn import functional as F
 from raylt.core.features import features
 from raylt.core.fitting import fit_classifier
 from raylt.core.optimisers import SGD
-from raylt.methods.ccvr import CCVR
-from raylt.methods.fed3r import Fed3R, ridge_regression
+from raylt.methods.classifiers.ccvr import CCVR
+from raylt.methods.classifiers.fed3r import Fed3R
+from raylt.methods.classifiers.fedncm import FedNCM
 from raylt.methods.fedavg import FedAvg
-from raylt.methods.fedncm import FedNCM
+from raylt.ops.closed_form import ridge_regression
 from raylt.ops.moments import NEVER, class_sums, moments
 from raylt.tree import Fold
 
@@ -103,7 +104,7 @@ def test_ccvr_draws_from_the_pooled_mean_and_unbiased_covariance():
     sums = class_sums(z + 5, torch.zeros(50, dtype=torch.int64))[0]
     n, mean, covariance = moments(sums)
     assert np.allclose(covariance * n / (n - 1), np.cov(z.double().numpy().T), atol=1e-6)
-    drawn = CCVR(virtual=2000).draw(sums, torch.Generator().manual_seed(1)).double()
+    drawn = CCVR(virtual=2000).gaussian(sums, torch.Generator().manual_seed(1)).double()
     assert drawn.shape == (2000, 4)
     assert torch.allclose(drawn.mean(0), mean, atol=0.3)
     assert np.allclose(np.cov(drawn.numpy().T), np.cov(z.double().numpy().T), rtol=0.15, atol=0.3)
@@ -111,13 +112,13 @@ def test_ccvr_draws_from_the_pooled_mean_and_unbiased_covariance():
 
 def test_ccvr_of_a_single_sample_draws_copies_of_it():
     sums = class_sums(torch.tensor([[1.0, 2.0]]), torch.tensor([0]))[0]
-    assert torch.allclose(CCVR(virtual=5).draw(sums, torch.Generator()), torch.tensor([[1.0, 2.0]]).expand(5, 2))
+    assert torch.allclose(CCVR(virtual=5).gaussian(sums, torch.Generator()), torch.tensor([[1.0, 2.0]]).expand(5, 2))
 
 
 def test_ccvr_draws_with_the_unbiased_covariance_of_few_samples():
     # of 0 and 2 the variance is 2, the biased one 1; 4000 draws give it to sqrt(2 / 4000)
     sums = class_sums(torch.tensor([[0.0], [2.0]]), torch.zeros(2, dtype=torch.int64))[0]
-    drawn = CCVR(virtual=4000).draw(sums, torch.Generator().manual_seed(0))
+    drawn = CCVR(virtual=4000).gaussian(sums, torch.Generator().manual_seed(0))
     assert drawn.var().item() == pytest.approx(2, rel=0.1)
 
 
@@ -129,7 +130,7 @@ def test_ccvr_calibrates_the_averaged_classifier_on_the_virtual_features(tiny_ta
         seen.append((fingerprint(classifier.state_dict()), z, y))
         return fit_classifier(classifier, z, y, **given)
 
-    monkeypatch.setattr("raylt.methods.ccvr.fit_classifier", catch)
+    monkeypatch.setattr("raylt.methods.classifiers.family.fit_classifier", catch)
     experiment = run(tiny_task, tmp_path, CCVR(**QUICK))
     server, (z, y) = experiment.server, pooled(tiny_task, experiment)
     (start, virtual, labels), = seen

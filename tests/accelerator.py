@@ -1,0 +1,300 @@
+"""A pretend accelerator: tensors that say they are on another device while their numbers lie on the CPU.
+
+Torch itself takes them for another device's (the back end's key for third parties, registered from Python), so that
+everything above the kernels is the real thing: autograd, modules, autocast, `.to`. Below, one dispatch mode runs each
+operation on the numbers, refuses before that what a GPU would refuse (tensors of two devices, a generator of another
+device) or do in a slow way that nobody asked for (indices on the CPU), and counts what a GPU would launch and what it
+would make the host wait for. None of it can be pickled: another process may have no such device. What it computes has
+the bits of the CPU. `Recorder` records and replays as CUDA graphs do.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, return_and_correct_aliasing
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+NAME = "pretend"
+aten: Any = torch.ops.aten
+
+MOVES = {aten.copy_, aten._to_copy, aten._copy_from, aten._copy_from_and_resize}        # between devices on purpose
+INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+PLACED = {aten.where, aten.fill_, aten.masked_fill, aten.masked_fill_}                  # numbers may be the CPU's
+# the host reads a value, or the size of the result
+WAITS = {aten._local_scalar_dense, aten.nonzero, aten._unique2, aten.unique_consecutive, aten.unique_dim, aten.equal,
+         aten.masked_select, aten.bincount, aten.is_nonzero, aten.linalg_eigh, aten._linalg_eigh}
+# nothing is launched for these, nor for views
+FREE = {aten.detach, aten.alias, aten._unsafe_view, aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty,
+        aten.new_empty_strided, aten.split, aten._reshape_alias, aten.lift_fresh, aten.unbind, aten._local_scalar_dense}
+
+
+class Counts:
+    """What was launched inside the block, and what the host waited for, by the names of torch's operations."""
+
+    def __init__(self) -> None:
+        self.kernels: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+
+    def clear(self) -> None:
+        self.kernels.clear()
+        self.waits.clear()
+
+
+@contextmanager
+def accelerator() -> Iterator[Counts]:
+    """Inside the block there is a device called `NAME`."""
+    counts, generator, lifts = Counts(), torch.Generator, torch._C._only_lift_cpu_tensors()
+    torch.Generator = Generator
+    torch._C._set_only_lift_cpu_tensors(True)       # torch.tensor(..., device=...) in two steps, the second seen here
+    try:
+        with _Mode(counts):
+            yield counts
+    finally:
+        torch.Generator = generator
+        torch._C._set_only_lift_cpu_tensors(lifts)
+
+
+class Held(torch.Tensor):
+    """A tensor on the pretend device; `held` are its numbers."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> "Held":
+        wrap: Any = torch.Tensor._make_wrapper_subclass
+        tensor = wrap(cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
+                      layout=held.layout, device=torch.device(NAME, 0))
+        tensor.held = held
+        return tensor
+
+    def __repr__(self, **_: Any) -> str:
+        return f"{self.held!r} on {NAME}"
+
+    def tolist(self) -> Any:                        # which torch has for no subclass
+        return self.cpu().tolist()
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError(f"can't convert a tensor on {NAME} to numpy; use Tensor.cpu() first")
+
+    __array__ = numpy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:      # what travels between processes lies on the CPU
+        raise TypeError(f"a tensor on {NAME} is sent to another process; use Tensor.cpu() first")
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return _run(func, args, kwargs or {}, None)
+
+
+_OURS: WeakValueDictionary[int, "Generator"] = WeakValueDictionary()     # torch passes them on as other objects
+
+
+class Generator(torch.Generator):
+    """Of the pretend device where it is asked for; it draws what a CPU's draws."""
+
+    def __new__(cls, device: torch.device | str = "cpu") -> Any:
+        if torch.device(device).type != NAME:
+            return torch._C.Generator(device)
+        generator = super().__new__(cls, "cpu")
+        _OURS[generator._cdata] = generator
+        return generator
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(NAME, 0)
+
+
+class _Backend(_DummyBackendModule):
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    def _lazy_init(self) -> None: ...
+
+    # what torch.random.fork_rng keeps of the devices that there are; all draws of this one are the CPU's
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None: ...
+
+
+# at import: autograd counts the devices that there are at its first backward pass
+_setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
+_AUTOCAST = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+_AUTOCAST.fallback(torch.library.fallthrough_kernel)
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self, counts: Counts):
+        super().__init__()
+        self._counts = counts
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return _run(func, args, kwargs or {}, self._counts)
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], counts: Counts | None) -> Any:
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    there = [x for x in flat if isinstance(x, Held)]
+    here = [x for x in flat if isinstance(x, torch.Tensor) and not isinstance(x, Held)]
+    target = kwargs.get("device")
+    target = None if target is None else torch.device(target).type
+    if not there and target != NAME:
+        _check_generator(flat, "cpu", func)
+        return func(*args, **kwargs)
+    packet = func.overloadpacket
+    if there and packet not in MOVES:
+        _check_devices(func, args, here)
+    to = target or (NAME if there else "cpu")
+    if packet is aten.copy_:
+        to = NAME if isinstance(args[0], Held) else "cpu"
+    _check_generator(flat, to, func)
+    if counts is not None:
+        _count(counts, func, args, kwargs, bool(there), bool(here), to)
+    plain_args, plain_kwargs = pytree.tree_unflatten([x.held if isinstance(x, Held) else x for x in flat], spec)
+    if plain_kwargs.get("device") is not None:
+        plain_kwargs["device"] = torch.device("cpu")
+    if packet is aten._to_copy and to == NAME and "memory_format" not in plain_kwargs:
+        plain_kwargs["memory_format"] = torch.preserve_format
+    if _TAPE is not None:
+        _TAPE.check(func, args, flat, here, to)
+    out = func(*plain_args, **plain_kwargs)
+    if _TAPE is not None and not func.is_view:
+        _TAPE.entries.append((func, plain_args, plain_kwargs, out))
+    if packet is aten.copy_:
+        return args[0]
+    if to != NAME or packet is aten._local_scalar_dense:
+        return out
+    wrapped = pytree.tree_map_only(torch.Tensor, Held, out)
+    if target is not None or not there:
+        return wrapped
+    return return_and_correct_aliasing(func, tuple(args), kwargs, wrapped)
+
+
+def _check_devices(func: Any, args: Sequence[Any], here: list[torch.Tensor]) -> None:
+    """Refuses the CPU's tensors as a GPU does: not numbers in what is applied place by place. And indices, which a GPU
+    does not refuse: it copies them, unasked, and the host waits."""
+    packet = func.overloadpacket
+    if packet in INDEXED and not isinstance(args[0], Held):
+        raise RuntimeError(f"{func}: indices on {NAME}, the indexed tensor on the CPU")
+    by_place = (torch.Tag.pointwise in func.tags or "foreach" in func.name() or packet in INDEXED or packet in PLACED)
+    written = {id(x) for a, value in zip(func._schema.arguments, args, strict=False)
+               if a.alias_info and a.alias_info.is_write
+               for x in (value if isinstance(value, list | tuple) else [value])}
+    strange = [x for x in here if x.dim() or not by_place or id(x) in written]
+    if strange:
+        shapes = [list(x.shape) for x in strange]
+        raise RuntimeError(f"{func}: some tensors are on {NAME}, others ({shapes}) on the CPU")
+
+
+def _check_generator(flat: list[Any], to: str, func: Any) -> None:
+    for x in flat:
+        if isinstance(x, torch._C.Generator) and (own := NAME if x._cdata in _OURS else x.device.type) != to:
+            raise RuntimeError(f"{func}: draws on {to} with a generator of {own}")
+
+
+def _count(counts: Counts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], there: bool, here: bool,
+           to: str) -> None:
+    name, packet = func.name().removeprefix("aten::"), func.overloadpacket
+    moved = packet in MOVES and (there != (to == NAME) or here)
+    if moved and not (kwargs.get("non_blocking") or (packet is aten.copy_ and len(args) > 2 and args[2])):
+        counts.waits[f"{name} {'to' if to == NAME else 'from'}"] += 1
+    masked = packet in INDEXED and any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)
+                                       for i in args[1] or [])
+    ragged = packet is aten.repeat_interleave and kwargs.get("output_size") is None
+    if packet in WAITS or masked or ragged:
+        counts.waits[name] += 1
+    if not (func.is_view or packet in FREE):
+        counts.kernels[name] += 1
+
+
+# graphs: what was launched while one was recorded is launched again on the same memory, whatever the host does
+
+Entry = tuple[Any, Sequence[Any], dict[str, Any], Any]
+
+
+class _Tape:
+    """What a recording launches, and what ends it: what would end that of a CUDA graph."""
+
+    def __init__(self, generator: torch.Generator | None):
+        self.entries: list[Entry] = []
+        self._generator = None if generator is None else generator._cdata
+
+    def check(self, func: Any, args: Sequence[Any], flat: list[Any], here: list[torch.Tensor], to: str) -> None:
+        packet = func.overloadpacket
+        masked = packet in INDEXED and any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)
+                                           for i in args[1] or [])
+        strange = {x._cdata for x in flat if isinstance(x, torch._C.Generator)} - {self._generator}
+        if packet in WAITS or masked or to != NAME or here or strange:
+            raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
+
+
+_TAPE: _Tape | None = None
+
+
+class Recorder:
+    """For `raylt.core.graphs`. Counts the recordings, and a launch for each replay."""
+
+    def __init__(self, counts: Counts):
+        self.recordings, self._counts = 0, counts
+
+    def warm_up(self, fn: Callable[[], None]) -> None:
+        fn()
+
+    def record(self, fn: Callable[[], None], generator: torch.Generator | None) -> Callable[[], None]:
+        global _TAPE
+        self.recordings += 1
+        tape, kernels, written = _Tape(generator), self._counts.kernels.copy(), _Written()
+        states = [(torch.default_generator, torch.get_rng_state()),
+                  *([] if generator is None else [(generator, generator.get_state())])]
+        _TAPE = tape
+        try:
+            with written:
+                fn()
+        finally:        # a recording launches nothing: what it wrote and drew is put back
+            _TAPE = None
+            written.restore()
+            self._counts.kernels = kernels
+            for drawn, state in states:
+                drawn.set_state(state)
+
+        def replay() -> None:
+            self._counts.kernels["graph"] += 1
+            with _disable_current_modes():
+                for entry in tape.entries:
+                    _again(*entry)
+
+        return replay
+
+
+class _Written(TorchDispatchMode):
+    """Copies of what is written to inside the block, from before the first write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: dict[int, tuple[Any, Any]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # what batch normalisation writes is not in its signature
+        unsaid = ("running_mean", "running_var") if "batch_norm" in func.name() else ()
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if (argument.alias_info and argument.alias_info.is_write) or argument.name in unsaid:
+                for x in value if isinstance(value, list | tuple) else [value]:
+                    if isinstance(x, Held) and (place := x.held.untyped_storage().data_ptr()) not in self._before:
+                        self._before[place] = x.held.untyped_storage(), x.held.untyped_storage().clone()
+        return func(*args, **(kwargs or {}))
+
+    def restore(self) -> None:
+        for whole, copy in self._before.values():
+            whole.copy_(copy)
+
+
+def _again(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+    made = func(*args, **kwargs)
+    for old, new in zip(pytree.tree_leaves(out), pytree.tree_leaves(made), strict=True):
+        if isinstance(old, torch.Tensor) and old is not new and old.data_ptr() != new.data_ptr():
+            old.copy_(new)

@@ -1,0 +1,64 @@
+"""GPUs that Ray leases: who gets which, what keeps off them, and that one which cannot be used is refused.
+
+The cluster says that it has two; the machine has none, so whatever is leased one must refuse to go on.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(290),
+              pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """What leased.py wrote."""
+    program = Path(__file__).with_name("leased.py")
+    folder = tmp_path_factory.mktemp("leased")
+    done = subprocess.run([sys.executable, str(program), str(folder)], capture_output=True, text=True, cwd=folder,
+                          timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    results = {}
+    for line in (folder / "told.jsonl").read_text().splitlines():
+        results |= json.loads(line)
+    return results
+
+
+def test_two_client_actors_share_each_gpu_and_the_server_finds_room(told):
+    clients = [gpu for lease in told["places"]["clients"] for gpu in lease]
+    assert sorted(clients) == [0, 0, 1, 1]
+    assert len(told["places"]["server"]) == 1
+    assert told["places"]["share"] == 0.475
+
+
+@pytest.mark.parametrize(("name", "setting"), [("leased", "auto"), ("clients", "cuda")])
+def test_a_leased_gpu_that_torch_cannot_use_is_refused_in_one_line_and_leaves_nothing(told, name, setting):
+    assert told[name]["exit_code"] == 2
+    assert not told[name]["left"]
+    said = told[name]["refused"]
+    assert said.startswith(f"resources.device = {setting}: Ray leased a GPU to this process, and torch cannot use it")
+    assert f"torch {torch.__version__}" in said
+    assert "driver none" in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("name", ["none", "cpu"])
+def test_what_is_kept_off_the_gpus_leases_none_and_runs(told, name):
+    assert told[name] == {"device": "cpu", "server_device": "cpu", "gpus": 2.0}
+
+
+def test_processes_that_lose_their_gpu_are_replaced_on_it_and_the_run_comes_to_the_same(told):
+    lost = told["lost"]
+    assert lost["same"]
+    assert lost["retried"] == [1]
+    clients, servers = lost["leases"]["client"], lost["leases"]["server"]
+    assert len(servers) == 2                            # the first took two rounds and a half
+    assert all(len(lease) == 1 for lease in [*clients, *servers])
+    # two, another for the one that ended, and two with the other server: each time one on a GPU
+    assert sorted(gpu for lease in clients for gpu in lease) in ([0, 0, 1, 1, 1], [0, 0, 0, 1, 1])
+    assert lost["gpus"] == 2.0

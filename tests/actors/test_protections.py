@@ -1,0 +1,90 @@
+"""What protects uploads and the mean, with clients on Ray: the bits of one process, also where an actor is killed."""
+
+import pytest
+from tiny import CPU, configure, make_setup
+from trouble import Private
+
+from raylt.core.checkpoint import hash_tensors
+from raylt.core.experiment import Experiment
+from raylt.core.host import Host
+from raylt.masking import protocol, shamir
+from raylt.methods.classifiers.fedncm import FedNCM
+from raylt.methods.fedavg import FedAvg
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+NOISE = {"epsilon": 5.0, "delta": 1e-4, "clip": 3.0}
+CASES = {"secure": (FedAvg(), {"federation": {"secure": True}}),
+         "secure statistics": (FedNCM(), {"federation": {"secure": True}}),
+         "median": (FedAvg(), {"federation": {"robust": "median"}}),
+         "clipped mean": (FedAvg(), {"federation": {"robust": "norm_clipped_mean"}}),
+         "noise": (FedNCM(), {"privacy": NOISE}),
+         "noise in a secure sum": (FedNCM(), {"privacy": NOISE, "federation": {"secure": True}})}
+
+
+def finish(experiment):
+    reports = []
+    while not experiment.done:
+        reports.append(experiment.step())
+    model = experiment.method.global_model(experiment.server).state_dict()
+    return hash_tensors(dict(model)), [(sorted(report.retried), sorted(report.lost)) for report in reports]
+
+
+@pytest.fixture
+def on_ray(make_fleet, tiny_task, tmp_path):
+    """`on_ray(config, method)`: how an experiment ends on two actors."""
+    def run(config, method):
+        fleet = make_fleet(config, 2, method)
+        end = finish(Experiment(make_setup(config, method), tiny_task, fleet, CPU, tmp_path))
+        fleet.close()
+        return end
+
+    return run
+
+
+def test_protected_runs_have_the_bits_of_one_process(on_ray, make_experiment, tiny_task, tmp_path, monkeypatch):
+    monkeypatch.setattr("raylt.core.noise.secrets.randbits", lambda bits: 7)        # noise that can be drawn again
+    ends = {}
+    for name, (method, parts) in CASES.items():
+        config = configure(**parts)
+        ends[name] = finish(make_experiment(config, tiny_task, tmp_path, method))
+        assert on_ray(config, method) == ends[name], name
+    assert len({end for end, _ in ends.values()}) == len(CASES)                     # each protection acts
+
+
+def test_an_actor_killed_in_a_round_of_secure_sums_leaves_no_mark(on_ray, make_experiment, tiny_task, tmp_path):
+    config = configure(federation={"secure": True})
+    undisturbed, _ = finish(make_experiment(config, tiny_task, tmp_path, Private()))
+    end, troubles = on_ray(config, Private(victims=(0, 5), folder=str(tmp_path)))
+    assert end == undisturbed
+    assert troubles == [([0, 5], []), ([], [])]
+
+
+class Gone(Host):
+    """Client 2 is lost in every training; what `Private` does to processes, without a process."""
+
+    def run(self, fn, message, round, id, shard, private):
+        if fn.__name__ == "train" and id == 2:
+            raise OSError("gone")
+        return super().run(fn, message, round, id, shard, private)
+
+
+def test_a_secure_round_goes_on_without_a_client_whose_process_dies_more_often_than_is_retried(
+        make_fleet, make_experiment, tiny_task, tmp_path, monkeypatch):
+    shares_used = []
+    monkeypatch.setattr(protocol, "join", lambda shares: shares_used.append(len(shares)) or shamir.join(shares))
+    config = configure(federation={"secure": True, "retries": 1, "rounds": 1})
+    method = Private(victims=(2,), times=2, folder=str(tmp_path))
+    fleet = make_fleet(config, 2, method)
+    on_ray = Experiment(make_setup(config, method), tiny_task, fleet, CPU, tmp_path)
+    report = on_ray.step()
+    assert (report.lost, report.participants) == ([2], [0, 1, 3, 5])
+    # of each of the four who are left the seed, of the fifth the mask key: from the four shares that are needed
+    assert shares_used == [4] * 5
+    masked, plain = (make_experiment(configure(federation={"retries": 0, "rounds": 1} | more), tiny_task, tmp_path,
+                                     Private(), host=Gone) for more in ({"secure": True}, {}))
+    assert [other.step().lost for other in (masked, plain)] == [[2], [2]]
+    ends = [dict(each.server.model.state_dict()) for each in (on_ray, masked, plain)]
+    assert hash_tensors(ends[0]) == hash_tensors(ends[1])
+    furthest = max((value - ends[0][name]).abs().max() for name, value in ends[2].items() if value.is_floating_point())
+    assert 0 < furthest < 1e-6
+    fleet.close()

@@ -1,0 +1,123 @@
+"""`raylt export | predict`."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from commands import refused
+from PIL import Image
+from small_runs import make_tiny_run
+
+from raylt import Run, load_model
+from raylt.data.cache import load
+
+
+@pytest.fixture(scope="module")
+def personal(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    return make_tiny_run(folder, "fedper", "data.partition=by_id", "federation.rounds=1").folder
+
+
+@pytest.fixture
+def images(personal) -> list[str]:
+    pixels = load(Run.open(personal).task.test.x)[:3, ..., 0]
+    for number, image in enumerate(pixels):
+        Image.fromarray(image).save(f"image {number}.png")
+    return [f"image {number}.png" for number in range(3)]
+
+
+def test_what_is_exported_predicts_image_files_as_the_run_does(raylt, personal, images):
+    code, out, _ = raylt("export", personal, "--client", "wien", "--out", "wien.safetensors")
+    assert (code, out) == (0, "wien.safetensors  wien.md\n")
+    code, out, err = raylt("predict", "wien.safetensors", *images, "--format", "json")
+    assert (code, err) == (0, "")
+    answers = json.loads(out)
+    expected = Run.open(personal).client_model(0).predict(load(Run.open(personal).task.test.x)[:3])
+    assert [answer["image"] for answer in answers] == images
+    assert [answer["class"] for answer in answers] == expected.names
+    assert [list(answer["shares"].values()) for answer in answers] == expected.probabilities.tolist()
+    assert json.loads(raylt("predict", personal, *images, "--client", 0, "--format", "json").out) == answers
+    table = raylt("predict", "wien.safetensors", *images).out
+    assert images[2] in table
+    assert f"{100 * max(answers[2]['shares'].values()):.1f} %" in table
+
+
+def test_all_clients_stand_in_one_file(raylt, personal, images):
+    assert raylt("export", personal).code == 0
+    file = personal / "exported.safetensors"
+    assert raylt("predict", file, images[0], "--client", "bregenz").code == 0
+    refused(raylt("predict", file, images[0]), "each client has a model of its own; give --client, one of wien, graz")
+    refused(raylt("predict", personal, images[0]), "give --client, one of wien")
+    refused(raylt("export", personal, "--client", "rom"), "has no model of a client rom")
+    refused(raylt("export", personal, "--out", "model.bin"), "--out model.bin: must end in .safetensors")
+    assert load_model(file, "linz").class_names[0] == "up left"
+    file.unlink()
+
+
+def test_files_that_are_no_images_are_all_named(raylt, personal, images):
+    Path("text.png").write_text("no image")
+    refused(raylt("predict", personal, "text.png", images[0], "gone.png", "--client", "wien"),
+            "2 images cannot be decoded: text.png (it is none, or of a kind that is not read); gone.png (No such file "
+            "or directory); replace or remove them\n")
+    shutil.copy(images[0], "other.txt")
+    refused(raylt("predict", "other.txt", images[0]), "other.txt: must be a file of raylt export")
+
+
+def test_an_image_of_another_size_and_in_colours_is_fitted(raylt, personal):
+    Image.new("RGB", (60, 20), (200, 200, 200)).save("wide.png")
+    answer = json.loads(raylt("predict", personal, "wide.png", "--client", "wien", "--format", "json").out)
+    assert sum(answer[0]["shares"].values()) == pytest.approx(1)
+
+
+# new images
+
+@pytest.fixture
+def new(personal) -> Path:
+    """The test images of each client, as <client>/<class>/<image>."""
+    task = Run.open(personal).task
+    for name, rows in zip(task.client_names, task.own_tests, strict=True):
+        for row in rows:
+            folder = Path("new", name, task.class_names[load(task.test.y)[row]])
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(load(task.test.x)[row, ..., 0]).save(folder / f"{row}.png")
+    return Path("new")
+
+
+def test_new_images_are_judged_by_each_clients_own_model(raylt, personal, new):
+    code, out, err = raylt("evaluate", personal, "--data", f"folder:{new}", "--format", "json")
+    assert (code, err) == (0, "")
+    found, kept = json.loads(out), Run.open(personal).matrices()
+    assert {name: figures["accuracy"] for name, figures in found["clients"].items()} == dict(
+        zip(("wien", "graz", "linz", "bregenz"), Run.open(personal).reports[-1]["by_client"]["local"], strict=True))
+    assert found["confusion"] == sum(kept.own.values()).tolist()
+    assert found["images"] == 42
+    table = raylt("evaluate", personal, "--data", f"folder:{new}").out
+    assert "bregenz  2" in table
+    raylt("export", personal, "--out", "all.safetensors")
+    assert json.loads(raylt("evaluate", "all.safetensors", "--data", f"folder:{new}", "--format", "json").out) == found
+
+
+def test_all_damaged_images_are_named_in_one_go(raylt, personal, new):
+    damaged = [new / "linz/up left/none.png", new / "linz/up left/empty.png", new / "wien/low right/cut off.png"]
+    for file in damaged:
+        file.write_bytes(b"")
+    damaged[2].write_bytes(next(new.rglob("[0-9]*.png")).read_bytes()[:50])
+    for more in ([], ["--client", "linz"]):
+        refused(raylt("evaluate", personal, "--data", f"folder:{new}", *more), "3 images cannot be decoded: ",
+                *(f"{file} (" for file in damaged), "; replace or remove them\n")
+
+
+def test_new_images_of_one_client(raylt, personal, new):
+    out = raylt("evaluate", personal, "--data", f"folder:{new}/linz", "--client", "linz", "--format", "json").out
+    kept = Run.open(personal).matrices()
+    assert json.loads(out)["confusion"] == kept.own[2].tolist()
+    refused(raylt("evaluate", personal, "--data", f"folder:{new}/linz"), "does not tell clients apart", "give --client")
+    refused(raylt("evaluate", personal, "--data", "cifar10"), "--data cifar10: must be folder:PATH")
+    refused(raylt("evaluate", personal, "--data", "folder:gone"), "gone: no such folder")
+    (new / "rom").mkdir()
+    shutil.copytree(new / "linz/up left", new / "rom/up left")
+    refused(raylt("evaluate", personal, "--data", f"folder:{new}"), "has no model of a client rom")
+    (new / "rom/up left").rename(new / "rom/upwards")
+    refused(raylt("evaluate", personal, "--data", f"folder:{new}", "--client", "linz"),
+            "has the class upwards, which the model does not know; it knows up left")

@@ -1,0 +1,151 @@
+"""Clients hidden in rounds: the accountant against an exact composition, clipping, noise, and the end of the budget."""
+
+import math
+
+import pytest
+import torch
+from rounds import flat, start
+from small_runs import make_run
+from tiny import configure, make_experiment
+
+from raylt.core.client import Reply
+from raylt.core.client_noise import ClientNoise, epsilon_of
+from raylt.core.gathering import Gathering
+from raylt.core.noise import delta_of
+from raylt.core.reductions import mean
+from raylt.errors import BudgetSpent, ConfigError
+from raylt.methods.fedavg import FedAvg
+from raylt.methods.scaffold import Scaffold
+
+pytest.importorskip("opacus")
+BUDGET = {"update_epsilon": 500.0, "noise_multiplier": 1.0, "delta": 1e-3}
+
+
+def floats(model):
+    return torch.cat([value.double().flatten() for value in model.values() if value.is_floating_point()])
+
+
+def one_round(task, folder, message=None, **privacy):
+    """What a round comes to from the model that was sent: the mean step, and how many floats it has."""
+    experiment = start(task, folder, FedAvg(), privacy=BUDGET | privacy)
+    fleet, message = experiment.fleet, experiment.method.message(experiment.server)
+    got = fleet.ask(experiment.method.train, fleet.everyone, message, model=mean.like(message["model"]),
+                    loss=mean.like(0.0))
+    return floats(got["model"]) - floats(message["model"]), got, message
+
+
+@pytest.mark.parametrize(("noise", "rounds"), [(1.0, 1), (2.0, 10), (8.0, 300)])
+def test_without_sampling_the_accountant_bounds_the_exact_composition_and_nearly_reaches_it(noise, rounds):
+    # T Gaussians of deviation z are one of z / sqrt(T)
+    spent = epsilon_of(noise, 1.0, rounds, 1e-5)
+    exact = noise / math.sqrt(rounds)
+    assert delta_of(exact, spent) <= 1e-5
+    assert delta_of(exact, 0.85 * spent) > 1e-5
+
+
+def test_sampling_counts_and_less_of_it_costs_less():
+    assert epsilon_of(1.0, 0.1, 20, 1e-5) < 0.5 * epsilon_of(1.0, 1.0, 20, 1e-5)
+
+
+def test_updates_are_cut_to_their_length_and_count_once_over_the_expected_number():
+    # q K = 0.5 * 6; updates of lengths 5 and 0.5 in (a, b), cut to 1: (0.6, 0.8) and (0.3, 0.4)
+    start = {"a": torch.tensor([1.0]), "b": torch.tensor([2.0]), "batches": torch.tensor(7)}
+    privacy = BUDGET | {"update_clip": 1.0, "noise_multiplier": 1e-12}
+    hidden = ClientNoise(configure(federation={"participation": 0.5}, privacy=privacy), start, 1)
+    gathering = Gathering({"model": mean, "loss": mean}, (0, 1))
+    for id, scale, samples in ((0, 1.0, 900.0), (1, 0.1, 3.0)):
+        model = {"a": start["a"] + 3 * scale, "b": start["b"] + 4 * scale, "batches": torch.tensor(50)}
+        gathering.add(id, hidden.clipped(Reply(samples, {"model": model, "loss": 2.5})), None)
+    got = hidden.noised(gathering.replies())
+    assert got["model"]["a"].item() == pytest.approx(1 + 0.9 / 3)
+    assert got["model"]["b"].item() == pytest.approx(2 + 1.2 / 3)
+    assert (got["model"]["batches"].item(), got["loss"]) == (7, None)
+
+
+def test_the_noise_has_the_stated_deviation_and_is_never_that_of_the_seed(tiny_task, tmp_path):
+    (one, *_), (two, *_) = (one_round(tiny_task, tmp_path, update_clip=0.3, noise_multiplier=1.0) for _ in range(2))
+    # z S / (q K) = 0.3 / 6; the difference of two draws is sqrt(2) as wide
+    assert (one - two).std().item() == pytest.approx(math.sqrt(2) * 0.05, rel=0.05)
+
+
+def test_variances_stay_positive(tiny_task, tmp_path):
+    _, got, _ = one_round(tiny_task, tmp_path, update_clip=100.0)
+    variances = torch.cat([value for name, value in got["model"].items() if name.endswith("running_var")])
+    assert variances.min() > 0
+    assert torch.isfinite(floats(got["model"])).all()
+
+
+def test_a_run_that_would_exceed_its_budget_does_not_start(tiny_task, tmp_path):
+    with pytest.raises(ConfigError, match=r"privacy.update_epsilon = 1: 2 rounds come to .*raise privacy.noise"):
+        make_experiment(configure(privacy={"update_epsilon": 1.0, "noise_multiplier": 1.0}), tiny_task, tmp_path)
+
+
+def test_a_round_beyond_the_budget_asks_nobody(tiny_task, tmp_path):
+    experiment = start(tiny_task, tmp_path, FedAvg(), privacy=BUDGET)
+    message = experiment.method.message(experiment.server)
+    with pytest.raises(BudgetSpent, match="round 10000: epsilon would be"):
+        ClientNoise.of({"model": mean}, message, experiment.config, 10_000)
+
+
+def test_whoever_uploads_more_than_a_model_is_refused_by_the_parts_name(tiny_task, tmp_path):
+    experiment = make_experiment(configure(privacy=BUDGET), tiny_task, tmp_path, Scaffold())
+    with pytest.raises(ConfigError, match="the part control is uploaded too"):
+        experiment.step()
+
+
+def test_robust_rules_and_two_budgets_are_refused(tiny_task, tmp_path):
+    with pytest.raises(ConfigError, match=r"federation\.robust = median has no sum"):
+        make_experiment(configure(privacy=BUDGET, federation={"robust": "median"}), tiny_task, tmp_path)
+    with pytest.raises(ValueError, match="budgets that do not add up"):
+        configure(privacy=BUDGET | {"epsilon": 1.0})
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_run_says_what_it_has_spent(tmp_path, secure):
+    summary = make_run(tmp_path, "run", "method=fedavg", "privacy.update_epsilon=100", "privacy.noise_multiplier=2",
+                       "federation.rounds=2", f"federation.secure={str(secure).lower()}").summary
+    assert summary["privacy"]["epsilon"] == pytest.approx(epsilon_of(2.0, 1.0, 2, 1e-5))
+    assert summary["privacy"]["unit"] == "one client, added or removed"
+    assert summary["privacy"]["covers"] == "the models of 2 rounds"
+
+
+def test_poisson_rounds_have_clients_by_chance_and_repeat(tiny_task, tmp_path):
+    config = configure(federation={"sampling": "poisson", "participation": 0.6, "rounds": 2})
+    sizes, models = set(), []
+    for _ in range(2):
+        experiment = make_experiment(config, tiny_task, tmp_path)
+        experiment.fleet.ids = list(range(200))
+        rounds = []
+        for number in range(20):
+            experiment.server.round = number
+            rounds.append(tuple(experiment.method.sample(experiment.server, experiment.fleet)))
+        models.append(rounds)
+        sizes = {len(ids) for ids in rounds}
+    assert models[0] == models[1]
+    assert len(sizes) > 5
+    assert sum(map(len, models[0])) / 20 == pytest.approx(120, abs=6)
+
+
+def test_poisson_under_a_budget_is_drawn_from_no_seed(tiny_task, tmp_path):
+    config = configure(federation={"sampling": "poisson", "participation": 0.6, "rounds": 2}, privacy=BUDGET)
+    experiment = make_experiment(config, tiny_task, tmp_path)
+    experiment.fleet.ids = list(range(200))
+    assert len({tuple(experiment.method.sample(experiment.server, experiment.fleet)) for _ in range(3)}) == 3
+
+
+def test_poisson_rounds_are_not_over_selected():
+    with pytest.raises(ValueError, match="over_select asks for more clients"):
+        configure(federation={"sampling": "poisson", "over_select": 0.5})
+
+
+def test_rounds_that_may_be_empty_are_refused(tiny_task, tmp_path):
+    with pytest.raises(ConfigError, match=r"the chance that some round has no client is 1\.1"):
+        make_experiment(configure(federation={"sampling": "poisson", "participation": 0.1}), tiny_task, tmp_path)
+
+
+def test_a_model_without_a_budget_is_what_it_was(tiny_task, tmp_path):
+    models = [make_experiment(configure(privacy=privacy), tiny_task, tmp_path) for privacy in (
+        {}, {"update_clip": 9.0})]
+    for experiment in models:
+        experiment.step()
+    assert torch.equal(*(flat(experiment) for experiment in models))

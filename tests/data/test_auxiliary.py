@@ -1,0 +1,62 @@
+import numpy as np
+import pytest
+
+from raylt.config import DataConfig
+from raylt.data.cache import load
+from raylt.data.hashes import hash_data
+from raylt.data.sources import open_source
+from raylt.data.task import build_task
+from raylt.errors import DataError
+
+CONFIG = DataConfig(clients=5, auxiliary=6, validation=0.2)
+
+
+@pytest.fixture(scope="module")
+def task():
+    return build_task(CONFIG)
+
+
+def test_the_server_gets_so_many_of_each_class_from_the_training_set(task):
+    assert np.bincount(task.auxiliary.y).tolist() == [6] * 10
+    source = open_source(CONFIG)
+    assert np.array_equal(load(task.auxiliary.x), source.x_train[task.auxiliary.ids])
+    assert np.array_equal(task.auxiliary.y, source.y_train[task.auxiliary.ids])
+
+
+def test_they_are_of_nobody_where_the_long_tail_left_some_out_else_copies_and_never_for_validation(task):
+    clients = np.concatenate([shard.ids for shard in task.shards])
+    ids, y = task.auxiliary.ids, task.auxiliary.y
+    assert not np.isin(ids, task.validation.ids).any()
+    assert np.isin(ids[y == 0], clients).all()          # all 148 of class 0 are in the long tail
+    assert not np.isin(ids[y > 0], clients).any()
+
+
+def test_nothing_is_taken_away_from_anybody(task):
+    plain = build_task(CONFIG.model_copy(update={"auxiliary": 0}))
+    assert plain.auxiliary is None
+    assert plain.split.sha256 == task.split.sha256
+    assert all(np.array_equal(a.ids, b.ids) for a, b in zip(plain.shards, task.shards, strict=True))
+    assert np.array_equal(plain.validation.ids, task.validation.ids)
+
+
+def test_seed_decides_which(task):
+    same, other = (build_task(CONFIG.model_copy(update=change)) for change in ({}, {"seed": 1}))
+    assert np.array_equal(task.auxiliary.ids, same.auxiliary.ids)
+    assert not np.array_equal(task.auxiliary.ids, other.auxiliary.ids)
+
+
+def test_a_class_with_fewer_gives_what_it_has():
+    task = build_task(DataConfig(clients=2, auxiliary=146, imbalance=1))
+    # digits have 144 to 148 training images of each class
+    assert np.bincount(task.auxiliary.y).tolist() == np.minimum(np.bincount(open_source(CONFIG).y_train), 146).tolist()
+
+
+def test_they_are_part_of_what_a_run_saw(task):
+    other = build_task(CONFIG.model_copy(update={"auxiliary": 7}))
+    names = {name for name, sha256 in hash_data(other).items() if hash_data(task)[name] != sha256}
+    assert names == {"training images", "training labels"}
+
+
+def test_label_maps_are_refused():
+    with pytest.raises(DataError, match=r"data\.auxiliary = 5: an image of shapes shows many classes"):
+        build_task(DataConfig(source="shapes", partition="iid", clients=3, imbalance=1, auxiliary=5))

@@ -1,0 +1,44 @@
+import pytest
+import torch
+
+from raylt.ops.etf import simplex_etf, sparse_etf
+
+
+@pytest.mark.parametrize(("classes", "dim"), [(2, 2), (4, 4), (10, 64)])
+def test_rows_of_the_frame_are_unit_vectors_with_equal_angles(classes, dim):
+    cosines = simplex_etf(classes, dim, torch.Generator().manual_seed(0)).double()
+    cosines = cosines @ cosines.T
+    expected = torch.full((classes, classes), -1 / (classes - 1), dtype=torch.float64).fill_diagonal_(1)
+    assert torch.allclose(cosines, expected, atol=1e-6)
+
+
+def test_frame_is_drawn_from_its_generator():
+    one, same, other = (simplex_etf(3, 5, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_sparse_frame_has_the_zeros_asked_for_and_nears_its_length_and_angles():
+    start, end = (sparse_etf(4, 32, 0.5, steps, torch.Generator().manual_seed(0), lr=0.003) for steps in (0, 1000))
+    assert int((end == 0).sum()) == 64
+    assert torch.equal(start == 0, end == 0)
+
+    def nearest(e):
+        unit = e / e.norm(dim=1, keepdim=True)
+        return (unit @ unit.T - 2 * torch.eye(4)).max()
+
+    assert nearest(end) < nearest(start)
+    assert nearest(end).item() == pytest.approx(-1 / 3, abs=0.03)       # no four rows can be further apart
+    assert end.norm(dim=1).tolist() == pytest.approx([0.1] * 4, abs=0.05)
+
+
+def test_first_step_of_adam_goes_a_rate_along_the_sign_of_the_gradient():
+    start, end = (sparse_etf(3, 8, 0.25, steps, torch.Generator().manual_seed(0), lr=1e-3) for steps in (0, 1))
+    e = start.clone().requires_grad_()
+    lengths = e.norm(dim=1)
+    cosines = (e @ e.T) / lengths[:, None] / lengths
+    far = torch.stack([torch.stack([cosines[i, j] for j in range(3) if j != i]).max().acos() for i in range(3)])
+    (((lengths - 0.1) ** 2).sum() - far.mean()).backward()
+    moved = (start != 0) & (e.grad.abs() > 1e-5)
+    assert torch.allclose((end - start)[moved], -1e-3 * e.grad.sign()[moved], atol=2e-5)
+    assert not (end - start)[start == 0].any()

@@ -1,0 +1,24 @@
+import torch
+
+from raylt.ops.proximal import squared_distance
+
+
+def test_squared_distance_is_the_sum_over_all_parameters():
+    # (1 - 0)^2 + (2 - 0)^2 + (5 - 3)^2 = 9; gradients 2 (p - a), halved by the factor
+    params = [torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(5.0, requires_grad=True)]
+    square = squared_distance(params, [torch.zeros(2), torch.tensor(3.0)])
+    assert square.item() == 9
+    (0.5 * square).backward()
+    assert [p.grad.tolist() for p in params] == [[1.0, 2.0], 2.0]
+
+
+def test_squared_distance_has_the_bits_of_the_formula_and_of_its_gradient():
+    draw = torch.Generator().manual_seed(0)
+    params = [torch.randn(size, generator=draw).requires_grad_() for size in (300, 7, 1)]
+    anchor = [torch.randn(p.shape, generator=draw) for p in params]
+    formula = torch.stack([(p - a).square().sum() for p, a in zip(params, anchor, strict=True)]).sum()
+    ours = squared_distance(params, anchor)
+    assert torch.equal(ours, formula)
+    for mu in (0.01, 0.3):
+        got, expected = (torch.autograd.grad(mu / 2 * value, params, retain_graph=True) for value in (ours, formula))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

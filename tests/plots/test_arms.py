@@ -1,0 +1,37 @@
+from pathlib import Path
+
+import pytest
+
+from raylt.plots.arms import chart
+from raylt.studies.study import Study
+
+DIGITS = Path(__file__).parents[2] / "studies" / "results" / "digits.json"
+
+
+@pytest.fixture(scope="module")
+def compared():
+    study = Study.open(DIGITS)
+    return [study.compare(measure) for measure in ("accuracy", "few")]
+
+
+def test_a_chart_of_arms_shows_what_the_table_has(compared):
+    figure = chart(compared)
+    panels = figure.axes
+    assert [ax.get_title() for ax in panels] == ["IF 10: accuracy", "IF 10: few", "IF 50: accuracy", "IF 50: few"]
+    names = [label.get_text() for label in panels[0].get_yticklabels()]
+    assert names[-1] == "sfd"                                   # the best on top
+    rows = {row.arm: row for row in compared[1].rows if row.cell == "IF 50"}
+    drawn = [line.get_xdata() for line in panels[3].lines]
+    for arm, row in rows.items():
+        assert any(x[0] == pytest.approx(100 * row.mean.estimate) and len(x) == 1 for x in drawn), arm
+        assert any(list(x) == pytest.approx([100 * v for v in row.values.values()]) for x in drawn if len(x) == 6), arm
+        ends = [100 * row.mean.low, 100 * row.mean.high]
+        assert any(list(x) == pytest.approx(ends) for x in drawn if len(x) == 2), arm
+    dotted = [line.get_xdata()[0] for line in panels[3].lines if line.get_linestyle() == ":"]
+    assert dotted == pytest.approx([100 * rows["fedavg"].mean.estimate])
+
+
+def test_an_arm_of_one_seed_has_no_interval(compared):
+    one = chart([Study.open(DIGITS.with_name("ground.json")).compare("bytes_up")]).axes[0]
+    assert all(len(line.get_xdata()) == 1 for line in one.lines if line.get_linestyle() != ":")
+    assert one.get_xlabel().endswith("MiB")

@@ -1,0 +1,232 @@
+"""Attacks succeed where they must, and tell: with shuffled pairs, or another's update, they fail."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from small_runs import make_run, make_tiny_run
+from torch import tensor
+
+from raylt.config import load
+from raylt.core.schema import Schema
+from raylt.data.samples import Samples
+from raylt.data.task import build_task
+from raylt.errors import ConfigError
+from raylt.methods import METHODS
+from raylt.ops.matching import class_gradients
+from raylt.privacy.attack import attack
+from raylt.privacy.decoder import Decoder, Inverter, mean_features, shuffled
+from raylt.privacy.gradients import gradient_of, invert_gradient, label_of
+from raylt.privacy.measures import check_measures, nearness
+from raylt.privacy.picture import draw
+from raylt.privacy.seen import NOT_ATTACKED, look, not_attacked, uploaded_sums, uploads_of
+from raylt.registry import resolve
+
+pytest.importorskip("torchmetrics")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    """An encoder with random weights, and what it makes of two halves of the digits."""
+    setup = resolve(load(None, ["method=fedavg", "data.imbalance=1", "data.clients=2", "data.partition=iid"]))
+    task = build_task(setup.config.data)
+    server = SimpleNamespace(model=setup.new_model(task.facts).eval(), device=CPU)
+    experiment = SimpleNamespace(server=server, task=task, config=setup.config)
+    return SimpleNamespace(task=task, model=server.model, outside=look(experiment, task.shards[0], 0),
+                           private=look(experiment, task.shards[1], 1).at(torch.arange(200)))
+
+
+@pytest.fixture(scope="module")
+def inverters(fresh):
+    """A decoder that learnt from the other half, and the control."""
+    x, z = fresh.outside.x, fresh.outside.z
+    return Inverter(z, x, epochs=25), Inverter(z, shuffled(x, 0), epochs=25)
+
+
+def reached(fresh, images):
+    private = fresh.private
+    return nearness(images, private.x, private.x, private.y, private.y)
+
+
+@pytest.mark.slow
+def test_features_of_a_fresh_encoder_are_inverted_and_shuffled_pairs_are_not(fresh, inverters):
+    good, control = (reached(fresh, inverter(fresh.private.z)) for inverter in inverters)
+    assert good.ssim > 0.6
+    assert good.told > 0.3
+    assert control.ssim < good.ssim - 0.2
+    assert control.told < 0.15
+    assert control.psnr < good.psnr - 3
+
+
+def test_a_class_average_is_seen_to_be_none_of_its_images(fresh):
+    averages = torch.stack([fresh.outside.x[fresh.outside.y == c].mean(0) for c in range(10)])
+    assert reached(fresh, averages[fresh.private.y]).told < 0.15
+
+
+def test_a_one_sample_gradient_is_inverted_and_anothers_is_not(fresh):
+    samples = Samples(fresh.task.shards[1], fresh.task.facts, CPU)
+    x, y, _ = samples.batch(tensor([3]))
+    gradient = gradient_of(fresh.model, x, y)
+    assert label_of(gradient).tolist() == y.tolist()
+    made = invert_gradient(fresh.model, gradient, fresh.task.shape, samples.mean, samples.std)
+    assert nearness(made, fresh.private.x[3:4]).ssim > 0.9
+    assert nearness(made, fresh.private.x[40:41]).ssim < 0.6
+
+
+def test_heads_that_take_no_part_in_a_prediction_are_left_out_of_its_gradient(fresh):
+    setup = resolve(load(None, ["method=sfd"]))
+    model = setup.new_model(fresh.task.facts).eval()
+    assert hasattr(model, "projector")
+    x, y, _ = Samples(fresh.task.shards[1], fresh.task.facts, CPU).batch(tensor([3]))
+    assert label_of(gradient_of(model, x, y)).tolist() == y.tolist()
+
+
+def test_the_feature_of_one_image_stands_in_its_class_gradient(fresh):
+    z, y = fresh.private.z[:1], fresh.private.y[:1]
+    gradient = class_gradients(z, y, fresh.model.classifier)[y.item()]
+    assert torch.allclose(mean_features(gradient), z[0], atol=1e-4)
+
+
+def test_equal_images_are_as_near_as_can_be():
+    x = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    same = nearness(x, x, x, tensor([0, 0, 1, 1]), tensor([0, 0, 1, 1]))
+    assert (round(same.ssim, 6), same.mae, same.told) == (1.0, 0.0, 1.0)
+    # an error of 0.1 everywhere: 10 log10(1 / 0.01) = 20 dB
+    grey = torch.full_like(x, 0.5)
+    far = nearness(grey + 0.1, grey)
+    assert far.psnr == pytest.approx(20, abs=1e-3)
+    assert far.mae == pytest.approx(0.1)
+    assert nearness(torch.rand(2, 3, 32, 32), torch.rand(2, 3, 32, 32)).ssim < 0.1
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 1), (32, 32, 3), (30, 45, 3)])
+def test_a_decoder_makes_images_of_the_shape(shape):
+    images = Decoder(16, shape)(torch.randn(2, 16))
+    assert images.shape == (2, shape[2], *shape[:2])
+    assert images.min() >= 0
+    assert images.max() <= 1
+
+
+def test_without_torchmetrics_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'raylt\[attack\]'"):
+        check_measures()
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs"), "run", "method=fedncm")
+
+
+@pytest.mark.slow
+def test_every_upload_of_a_run_is_attacked(ended, tmp_path, monkeypatch):
+    monkeypatch.setattr("raylt.privacy.attack.FEW", 2)
+    monkeypatch.setattr("raylt.privacy.attack.invert_gradient", partial(invert_gradient, steps=150, tries=1))
+    findings = attack(ended, epochs=1)
+    assert [finding.upload for finding in findings][:2] == ["features", "update"]
+    assert {finding.upload for finding in findings} == {"features", "update", "means", "counts"}
+    by_name = {finding.upload: finding for finding in findings}
+    assert by_name["counts"].guessed == 1.0                     # counts say it outright
+    assert by_name["update"].reached.ssim > by_name["update"].control.ssim
+    assert draw(by_name["features"], tmp_path / "grid.png").stat().st_size > 1000
+
+
+def test_what_a_method_does_not_send_is_refused_by_name(ended):
+    with pytest.raises(ConfigError, match=r"--upload gradients: fedncm uploads nothing of this name.*means, counts"):
+        attack(ended, "gradients")
+    with pytest.raises(ConfigError, match="--outside shapes: has images of the shape"):
+        attack(ended, "features", outside="shapes")
+    assert uploads_of("creff") == ("update", "gradients")
+
+
+def test_counts_of_a_secure_sum_or_under_noise_tell_less(ended):
+    experiment = ended.experiment()
+    images = look(experiment, ended.task.shards[0], 0)
+    plain, secure, noisy = (dict(uploaded_sums(load(None, ["method=fedncm", *more]), images, 10)) for more in (
+        [], ["federation.secure=true"], ["privacy.epsilon=1"]))
+    counts = {c: s["n"] for c, s in plain[0].items()}
+    assert counts == {c: n for c, n in enumerate(images.y.bincount(minlength=10).tolist()) if n}
+    assert list(secure) == [-1]
+    assert len(noisy[0]) == 10                                  # also the classes that it does not hold
+    assert all(noisy[0][c]["n"] != n for c, n in counts.items())
+
+
+# parts of replies, by the upload in whose name they are attacked
+PARTS = {"update": ("model", "direction", "rest", "delta", "update"), "means": ("classes.z",), "counts": ("counts",),
+         "gradients": ("gradients",), "activations": ("samples",), "effective": ("effective",)}
+
+
+def arrays(value, path=""):
+    """Names of the arrays in a reply, without those of classes and of a model's entries."""
+    if not isinstance(value, dict):
+        return {path} if torch.is_tensor(value) and value.ndim else set()
+    names = {name: isinstance(name, str) and "." not in name for name in value}
+    return set().union(*(arrays(inner, f"{path}.{name}".strip(".") if names[name] else path)
+                         for name, inner in value.items()))
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Names of the arrays that clients send from here on."""
+    names, fault = set(), Schema.fault
+    monkeypatch.setattr(Schema, "fault", lambda schema, id, reply: names.update(arrays(reply.tree)) or fault(
+        schema, id, reply))
+    return names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_not_attacked_of_a_method_is_named(tmp_path, sent, method):
+    make_tiny_run(tmp_path, method)
+    own = NOT_ATTACKED.get(method, ())
+    known = [*own, "confusion", *(part for upload in uploads_of(method) for part in PARTS.get(upload, ())),
+             *(PARTS["means"] if method == "oracle" else ())]                           # by the reference
+    assert [name for name in sent if not any(f"{name}.".startswith(f"{part}.") for part in known)] == []
+    assert all(any(f"{name}.".startswith(f"{part}.") for name in sent) for part in own)
+    assert set(own) <= set(not_attacked(method))
+
+
+def test_of_a_method_that_raylt_does_not_have_a_model_alone_is_attacked():
+    assert uploads_of("ones_own") == ("update",)
+    assert not_attacked("ones_own")[0] == "whatever it uploads beside a model"
+
+
+@pytest.mark.slow
+def test_synthetic_features_are_held_against_those_of_images_that_nobody_trained_on(tmp_path):
+    run = make_tiny_run(tmp_path, "sfd")
+    (alone,) = attack(run, "synthetic", epochs=1)
+    synthetic, unseen = attack(run, "synthetic", outside=f"npz:{tmp_path / 'pictures.npz'}", epochs=1)
+    assert alone.what == synthetic.what
+    assert (unseen.what.partition(",")[0], unseen.count) == ("for comparison: features of test images", 42)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_every_upload_of_every_method_is_attacked_or_refused_in_a_line(tmp_path, monkeypatch, method):
+    monkeypatch.setattr("raylt.privacy.attack.FEW", 2)
+    monkeypatch.setattr("raylt.privacy.attack.invert_gradient", partial(invert_gradient, steps=2, tries=1))
+    run = make_tiny_run(tmp_path, method)
+    for upload in ("features", *uploads_of(method)):
+        for finding in attack(run, upload, epochs=1):
+            assert finding.upload == upload
+            assert (finding.guessed is None) == (finding.reached is not None)
+    for upload in {"means", "gradients", "activations", "effective"} - set(uploads_of(method)):
+        with pytest.raises(ConfigError, match=rf"--upload {upload}: {method} uploads nothing of this name"):
+            attack(run, upload)
+
+
+@pytest.mark.slow
+def test_activations_give_away_more_than_features(tmp_path):
+    run = make_run(tmp_path, "run", "method=flea")
+    (behind,), (features,) = (attack(run, upload, epochs=10) for upload in ("activations", "features"))
+    assert behind.reached.ssim > features.reached.ssim + 0.1
+    assert behind.reached.told > features.reached.told + 0.1
+    assert behind.control.told < 0.2
+
+
+@pytest.mark.slow
+def test_effective_samples_say_who_holds_a_rare_class(tmp_path):
+    (finding,) = attack(make_run(tmp_path, "run", "method=fedyoyo"), "effective")
+    assert finding.guessed == 1.0

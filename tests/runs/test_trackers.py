@@ -1,0 +1,145 @@
+"""Runs that MLflow and W&B are told of: what they get, and that they go on where they were."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from small_runs import make_tiny_run
+
+import raylt
+from raylt.config import load
+from raylt.errors import ConfigError, RayltError
+from raylt.runs.board import figures_of
+from raylt.runs.trackers import trackers
+
+
+class Stopping(raylt.Callback):
+    """Ends a run after a step, as a kill would."""
+
+    def on_step(self, report):
+        if report.step == 1:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return make_tiny_run(tmp_path_factory.mktemp("runs"), "fedprox", "data.partition=by_id").config
+
+
+def interrupted_and_resumed(config, folder, names) -> raylt.Run:
+    """A run of two rounds that was stopped after the first."""
+    with pytest.raises(KeyboardInterrupt):
+        raylt.run(config, out=folder, name="one", fleet="local", quiet=True, callbacks=[*trackers(names), Stopping()])
+    return raylt.resume(folder / "one", fleet="local", quiet=True, callbacks=trackers(names))
+
+
+class FakeWandb:
+    """What is used of the package, in memory."""
+
+    def __init__(self):
+        self.sessions = []
+
+    def init(self, **asked):
+        known = any(session["id"] == asked["id"] for session in self.sessions)
+        session = {**asked, "steps": {}, "code": None, "summary": {}}
+        self.sessions.append(session)
+        return SimpleNamespace(
+            resumed=known, summary=session["summary"],
+            log=lambda figures, step: session["steps"].setdefault(step, figures),
+            finish=lambda exit_code: session.update(code=exit_code))
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("raylt.runs.trackers.find_spec", lambda name: True)
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    return fake
+
+
+def test_wandb_gets_settings_and_curves_and_goes_on(config, tmp_path, wandb):
+    run = interrupted_and_resumed(config, tmp_path, ["wandb"])
+    first, second = wandb.sessions
+    assert (first["project"], first["name"], first["dir"]) == ("raylt", "one", str(run.folder))
+    assert first["config"]["method.mu"] == run.method.model_dump()["mu"]
+    assert first["config"]["federation.rounds"] == 2
+    assert (first["code"], second["code"], second["id"] == first["id"]) == (1, 0, True)
+    assert {**first["steps"], **second["steps"]} == {report["step"]: dict(figures_of(report)) for report in run.reports}
+    assert [*second["steps"]] == [2]
+    assert second["steps"][2]["accuracy/test set"] == run.summary["accuracy"]["last"]
+    assert second["summary"]["model_sha256"] == run.summary["model_sha256"]
+
+
+def test_a_run_that_was_not_logged_before_is_logged_from_its_first_step(config, tmp_path, wandb):
+    with pytest.raises(KeyboardInterrupt):
+        raylt.run(config, out=tmp_path, name="one", fleet="local", quiet=True, callbacks=[Stopping()])
+    raylt.resume(tmp_path / "one", fleet="local", quiet=True, callbacks=trackers(["wandb"]))
+    assert [*wandb.sessions[0]["steps"]] == [1, 2]
+
+
+def test_what_a_tool_trips_over_is_one_line_and_the_run_can_go_on(config, tmp_path, wandb):
+    wandb.init = lambda **asked: 1 / 0
+    with pytest.raises(RayltError, match=r"--track wandb: ZeroDivisionError.*raylt resume goes on, with or without it"):
+        raylt.run(config, out=tmp_path, name="one", fleet="local", quiet=True, callbacks=trackers(["wandb"]))
+    assert raylt.resume(tmp_path / "one", fleet="local", quiet=True).state == "done"
+
+
+def test_what_is_no_tracker_or_not_installed_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="--track elsewhere: must be mlflow or wandb"):
+        trackers(["elsewhere"])
+    monkeypatch.setattr("raylt.runs.trackers.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"--track mlflow: not installed; pip install 'raylt\[track\]'"):
+        trackers(["mlflow"])
+
+
+# the real ones, where they are installed
+
+def records_of(content: bytes) -> list[bytes]:
+    """The records of W&B's file: after 7 bytes a log as LevelDB writes it, in blocks of 32 KiB."""
+    records, parts, at = [], b"", 7
+    while at + 7 <= len(content):
+        if 2**15 - at % 2**15 < 7:                      # too little for a head: the block's rest is empty
+            at += 2**15 - at % 2**15
+            continue
+        size, kind = int.from_bytes(content[at + 4:at + 6], "little"), content[at + 6]
+        parts += content[at + 7:at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):                              # whole, or the last part
+            records.append(parts)
+            parts = b""
+    return records
+
+
+@pytest.mark.slow
+def test_mlflow_keeps_one_run_in_a_table_beside_the_run_folder(config, tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run = interrupted_and_resumed(config, tmp_path, ["mlflow"])
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    place = client.get_experiment_by_name(tmp_path.name).experiment_id
+    logged, = client.search_runs([place])
+    assert (logged.info.run_name, logged.info.status) == ("one", "FINISHED")
+    assert logged.data.params["method.name"] == "fedprox"
+    assert logged.data.tags["raylt.model_sha256"] == run.summary["model_sha256"]
+    curve = client.get_metric_history(logged.info.run_id, "accuracy/test set")
+    assert [(point.step, point.value) for point in curve] == [
+        (report["step"], report["accuracy"]) for report in run.reports]
+    assert "clients/local mean" in logged.data.metrics
+
+
+@pytest.mark.slow
+def test_wandb_offline_writes_into_the_run_folder(config, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    from wandb.proto.wandb_internal_pb2 import Record  # pyright: ignore[reportMissingImports]
+    for key, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.delenv("WANDB_DIR", raising=False)
+    run = raylt.run(config, out=tmp_path, name="one", fleet="local", quiet=True, callbacks=trackers(["wandb"]))
+    file, = (run.folder / "wandb").glob("offline-run-*/*.wandb")
+    records = [Record.FromString(content) for content in records_of(file.read_bytes())]
+    curve = [item.value_json for record in records for item in record.history.item
+             if "accuracy/test set" in (item.key, *item.nested_key)]
+    assert [float(value) for value in curve] == [report["accuracy"] for report in run.reports]
+    assert run.finished().summary["rounds"] == 2
+    assert load(run.folder / "config.yaml").method["name"] == "fedprox"

@@ -1,0 +1,205 @@
+"""What those who watch a run are shown: the screen and TensorBoard."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+from small_runs import make_tiny_run
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
+import raylt
+from raylt.config import load
+from raylt.core.report import Report
+from raylt.data import cache
+from raylt.data.maps import relabel
+from raylt.runs import grid, progress
+from raylt.runs.board import curve_of
+from raylt.runs.screen import Screen
+
+
+def events(folder) -> list:
+    content, found = next(folder.glob("events.*")).read_bytes(), []
+    while content:
+        size = int.from_bytes(content[:8], "little")
+        found.append(Event.FromString(content[12:12 + size]))
+        content = content[16 + size:]
+    return found
+
+
+class Heard(raylt.Callback):
+    def __init__(self):
+        self.told = []
+
+    def on_progress(self, stage, done, total):
+        self.told.append((stage, done, total))
+
+    def on_step(self, report):
+        self.told.append(report.step)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_tiny_run(tmp_path_factory.mktemp("runs"), "sfd", "data.partition=by_id", "federation.rounds=1")
+
+
+# TensorBoard
+
+def test_the_board_has_settings_and_curves_under_names_of_their_own(run):
+    tags = {value.tag: value for event in events(run.folder) for value in event.summary.value}
+    settings = tags["_hparams_/session_start_info"].metadata.plugin_data.content
+    assert b"method.gamma" in settings
+    assert b"local.lr" in settings
+    assert {"accuracy/test set", "accuracy/few-shot", "clients/local, mean", "clients/owned, worst tenth",
+            "training/loss", "traffic/train, bytes up", "seconds of stages/evaluation"} <= tags.keys()
+    last = events(run.folder)[-2].summary.value         # after it comes the picture
+    accuracy = {value.tag: value.simple_value for value in last}["accuracy/test set"]
+    assert accuracy == pytest.approx(run.summary["accuracy"]["last"])
+
+
+@pytest.mark.parametrize(("figure", "curve"), [
+    ("global_accuracy", "accuracy/global model"), ("clients/local/worst_decile", "clients/local, worst tenth"),
+    ("figures/retrain_loss", "method/retrain loss"), ("figures/loss", "training/loss"),
+    ("others/whole/accuracy", "other models/whole, accuracy")])
+def test_curves_are_called_what_they_are(figure, curve):
+    assert curve_of(figure) == curve
+
+
+def shown(folder):
+    """The last picture of a run, uint8 [H, W, 3], and its tag."""
+    value = next(value for event in reversed(events(folder)) for value in event.summary.value
+                 if value.WhichOneof("value") == "image")
+    picture = np.asarray(Image.open(io.BytesIO(value.image.encoded_image_string)))
+    assert picture.shape == (value.image.height, value.image.width, 3)
+    return picture, value.tag
+
+
+def test_the_board_has_a_picture_of_predictions(run, tmp_path):
+    picture, tag = shown(run.folder)
+    assert tag == "predictions/global model"
+    rows = np.linspace(0, 41, grid.SHOWN).round().astype(int)
+    images, truth = cache.load(run.task.test.x)[rows], cache.load(run.task.test.y)[rows]
+    right = (run.model().predict(images).labels.numpy() == truth)
+    assert 0 < right.sum() < len(right)
+    for place in range(grid.SHOWN):
+        x, y = 6 + place % 6 * 102, 6 + place // 6 * (96 + 26 + 6)
+        assert (picture[y:y + 96:12, x:x + 96:12] == images[place]).all()
+        said = picture[y + 96 + 13:y + 96 + 26, x:x + 96].astype(int)           # the line of the prediction
+        green = (said[..., 1] > said[..., 0]).sum() > (said[..., 0] > said[..., 1]).sum()
+        assert green == right[place], place
+
+
+def test_the_picture_of_clients_own_models_is_of_the_first_one_and_its_images(tmp_path):
+    run = make_tiny_run(tmp_path, "fedper", "data.partition=by_id", "federation.rounds=1")
+    picture, tag = shown(run.folder)
+    assert tag == "predictions/client wien"
+    first, last = (cache.load(run.task.test.x)[run.task.own_tests[0][place]] for place in (0, -1))
+    assert (picture[6:102:12, 6:102:12] == first).all()
+    shown_images = min(grid.SHOWN, len(run.task.own_tests[0])) - 1
+    x, y = 6 + shown_images % 6 * 102, 6 + shown_images // 6 * 128
+    assert (picture[y:y + 96:12, x:x + 96:12] == last).all()
+
+
+def test_label_maps_are_shown_as_maps(tmp_path):
+    run = make_tiny_run(tmp_path, "mupfl", "federation.rounds=1", maps=True)
+    picture, tag = shown(run.folder)
+    assert tag == "predictions/client 0"
+    image, truth = cache.load(run.task.test.x)[:1], cache.load(run.task.test.y)[:1]
+    said = run.client_model(0).predict(image).labels.numpy().astype(np.uint8)
+    palette, view = grid.palette_of(run.task), run.task.views[0]
+    for column, maps in enumerate((truth, said), 1):
+        x = 6 + column * 102
+        assert (picture[6:102:6, x:x + 96:6] == palette[relabel(maps, view)[0]]).all()
+    assert (picture[6:102:6, 6:102:6] == image[0]).all()
+
+
+def test_what_cannot_be_drawn_is_told_and_the_run_is_done(tmp_path, monkeypatch):
+    class Told(raylt.Callback):
+        def on_message(self, text, minor=False):
+            told.append(text)
+
+    told = []
+    config = make_tiny_run(tmp_path, "fedavg", "federation.rounds=1", name="first").config
+    monkeypatch.setattr("raylt.runs.grid._with_words", lambda *given: 1 / 0)
+    run = raylt.run(config, out=tmp_path, name="second", fleet="local", quiet=True, callbacks=[Told()])
+    assert run.state == "done"
+    assert told[-1].startswith("no picture of predictions for TensorBoard: ZeroDivisionError")
+
+
+# the screen
+
+def test_a_callback_is_told_what_goes_on_in_a_step(tmp_path):
+    heard = Heard()
+    settings = ["federation.rounds=1", "data.partition=by_id"]
+    config = make_tiny_run(tmp_path, "bpfed", *settings, name="first").config
+    raylt.run(config, out=tmp_path, name="second", fleet="local", quiet=True, callbacks=[heard])
+    assert heard.told[:6] == [("join", n, 4) for n in range(5)] + [("train", 0, 4)]
+    order = list(dict.fromkeys(told if isinstance(told, int) else told[0] for told in heard.told))
+    assert order == ["join", "train", "evaluation", "judge", 1, "covariance", "retrain", 2]
+
+
+def test_a_server_says_what_it_does_itself(tmp_path):
+    heard = Heard()
+    config = make_tiny_run(tmp_path, "sfd", "federation.rounds=1", name="first").config
+    raylt.run(config, out=tmp_path, name="second", fleet="local", quiet=True, callbacks=[heard])
+    assert ("synthesis", 0, 0) in heard.told
+
+
+@pytest.fixture
+def screen():
+    """A screen of 80 columns, and what is on it."""
+    made = Screen()
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, highlight=False)
+    made._console, made._bar.live.console, made._bar.disable = console, console, False
+
+    def shown() -> str:
+        plain = Console(file=io.StringIO(), width=80)
+        plain.print(made._bar.get_renderable())
+        return plain.file.getvalue()        # pyright: ignore[reportAttributeAccessIssue]
+
+    yield made, shown
+    made.on_end(None)
+
+
+def report(step: int, accuracy: float | None, shared: float | None = None, local: float | None = None) -> Report:
+    clients = None if local is None else {"local": {"mean": local, "worst_decile": 0.0}}
+    return Report(step=step, phase="round", seconds=1, evaluation_seconds=1, accuracy=accuracy, global_accuracy=shared,
+                  groups=None, clients=clients, traffic={}, figures={"loss": 0.53})
+
+
+def test_the_bar_says_stage_loss_and_best_in_80_columns(screen, tmp_path):
+    made, shown = screen
+    made.on_start(tmp_path, load(None, ["method=bpfed", "federation.rounds=300"]), [])
+    made.on_step(report(211, None, 0.4, 0.825))
+    made.on_step(report(212, None, 0.4, 0.75))
+    made.on_progress("covariance", 107, 120)
+    lines = shown().splitlines()
+    assert len(lines) == 1
+    assert "212/301 covariance 107/120 loss 0.530 own 75.0 % (best 82.5)" in lines[0]      # the last phase is a step
+
+
+def test_the_bar_shows_a_personal_method_by_what_is_known(screen, tmp_path):
+    made, shown = screen
+    made.on_start(tmp_path, load(None, ["method=fedper"]), [])
+    made.on_step(report(1, None, 0.5))
+    made.on_step(report(2, None, 0.25))
+    assert "global 25.0 % (best 50.0)" in shown()
+    made.on_step(report(3, 0.125, 0.25))
+    assert "accuracy 12.5 % (best 12.5)" in shown()
+    made.on_step(report(4, None, 0.75))
+    assert "accuracy 12.5 % (best 12.5)" in shown()
+
+
+def test_progress_is_noted_and_forgotten(tmp_path):
+    note = progress.note_in(tmp_path)
+    assert progress.noted(tmp_path) is None
+    note("train", 1, 10)
+    note("train", 2, 10)                # at once: nobody reads so fast
+    assert progress.noted(tmp_path) == ("train", 1, 10)
+    note("judge", 0, 10)
+    assert progress.noted(tmp_path) == ("judge", 0, 10)
+    (tmp_path / progress.FILE).write_text('["ju')
+    assert progress.noted(tmp_path) is None
+    progress.forget(tmp_path)
+    assert not list(tmp_path.iterdir())

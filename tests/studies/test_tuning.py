@@ -1,0 +1,150 @@
+"""Arms that are tuned with the same budget before their seeds run."""
+
+import pytest
+
+from raylt.errors import CheckpointError, ConfigError
+from raylt.studies import tables
+from raylt.studies.comparison import compare
+from raylt.studies.definition import define
+from raylt.studies.study import Study
+from raylt.studies.tuning import FILE, Tuning, asked, describe, search_arms, write_tuned
+from tune.arm import tune_arm
+from tune.desk import sizes
+from tune.plan import client_steps
+
+TUNED = {"name": "tuned", "base": {"data": {"clients": 3}, "federation": {"rounds": 2}, "local": {"epochs": 1}},
+         "arms": {"fedavg": "fedavg", "prox": "fedprox", "prox 1": {"method": {"name": "fedprox", "mu": 1.0}}},
+         "seeds": 2, "tune": {"runs": 3, "searcher": "random"}}
+
+
+def outcome(base, tuning, **values):
+    return {"asked": asked(tuning, base), "values": values, "score": 0.5, "trials": 3, "client_steps": 90, "budget": 99}
+
+
+def test_runs_have_what_their_arm_was_tuned_to_in_that_cell():
+    definition = define(TUNED | {"cells": {"data.imbalance": [5, 10]}})
+    first, second = definition.all_cells
+    tuning = {first: {"prox": outcome(definition.bases()[first, "prox"], definition.tune, **{"method.mu": 0.5,
+                                                                                             "local.lr": 0.3})}}
+    by = {(p.cell, p.arm, p.seed): p.config for p in definition.runs(tuning)}
+    assert [by[first, "prox", seed].method["mu"] for seed in (0, 1)] == [0.5, 0.5]
+    assert by[first, "prox", 1].local.lr == 0.3
+    assert by[second, "prox", 0].method["mu"] == 0.01
+    assert by[first, "prox 1", 0].method["mu"] == 1.0
+
+
+def test_a_search_starts_from_the_fields_that_the_study_gives_alone():
+    bases = define(TUNED).bases()
+    assert bases["", "prox"].method == {"name": "fedprox"}
+    assert bases["", "prox 1"].method == {"name": "fedprox", "mu": 1.0}
+    assert bases["", "prox"].data.seed == 0
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"fields": {"sfd": ["tau"]}}, "study.tune.fields: 'sfd' is no arm"),
+    ({"runs": 0}, "study.tune.runs"), ({"trials": 3}, "study.tune.trials")])
+def test_what_cannot_be_tuned_is_one_line(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        define(TUNED | {"tune": TUNED["tune"] | changes})
+
+
+def test_the_reference_must_be_in_every_cell():
+    with pytest.raises(ConfigError, match="cell '10' has not"):
+        define(TUNED | {"cells": {"5": {}, "10": {}}, "only": {"10": ["prox"]}})
+
+
+def test_an_arm_is_searched_within_the_budget_and_goes_on_after_an_interruption(tmp_path):
+    definition = define(TUNED)
+    base, reference = (definition.bases()["", arm] for arm in ("prox", "fedavg"))
+    found = tune_arm(tmp_path, base, reference, definition.tune, "prox")
+    one = client_steps(reference.model_copy(update={"data": reference.data.model_copy(update={"validation": 0.2})}),
+                       sizes(reference.model_copy(update={"data": reference.data.model_copy(
+                           update={"validation": 0.2})})))
+    assert found["budget"] == 3 * one
+    assert 0 < found["client_steps"] <= found["budget"]
+    assert found["trials"] >= 3
+    assert list(found["values"]) == ["method.mu"]
+    assert tune_arm(tmp_path, base, reference, definition.tune, "prox") == found        # nothing is done again
+    with pytest.raises(CheckpointError, match="is a search for something else"):
+        tune_arm(tmp_path, base, reference, definition.tune.model_copy(update={"runs": 4}), "prox")
+
+
+def test_ranges_of_other_methods_fields_and_given_fields_are_not_searched(tmp_path):
+    definition = define(TUNED)
+    tuning = Tuning(runs=3, ranges={"method.mu": "loguniform(0.1, 1)"}, fields={"prox 1": []})
+    assert tune_arm(tmp_path, definition.bases()["", "fedavg"], definition.bases()["", "fedavg"], tuning, "fedavg")[
+        "trials"] == 0
+    with pytest.raises(ConfigError, match=r"tune.runs = 0.5: is \d+ client-steps, and one trial .* at least 1"):
+        tune_arm(tmp_path, definition.bases()["", "prox"], definition.bases()["", "fedavg"],
+                 Tuning(runs=0.5), "prox")
+
+
+def test_what_was_tuned_for_something_else_is_refused(tmp_path):
+    definition = define(TUNED)
+    bases = {key: base for key, base in definition.bases().items() if key[1] != "prox"}
+    done = {"": {arm: outcome(base, definition.tune) for (_, arm), base in bases.items()}}
+    write_tuned(tmp_path, done)
+    assert search_arms(bases, definition.tune, "fedavg", tmp_path, None, 1, "local", None) == done
+    with pytest.raises(CheckpointError, match="was tuned with other settings"):
+        search_arms(bases, Tuning(runs=9), "fedavg", tmp_path, None, 1, "local", None)
+
+
+def test_a_changed_file_is_refused_and_one_that_the_study_does_not_ask_for_is_not_used(tmp_path):
+    definition = define(TUNED)
+    folder = tmp_path / "tuned"
+    folder.mkdir()
+    base = definition.bases()["", "prox"]
+    write_tuned(folder, {"": {"prox": outcome(base, definition.tune, **{"method.mu": 0.5})}})
+    mu = {p.config.method["mu"] for p in Study.preview(definition, tmp_path).planned if p.arm == "prox"}
+    assert mu == {0.5}
+    without = define({key: value for key, value in TUNED.items() if key != "tune"})
+    mu = {p.config.method["mu"] for p in Study.preview(without, tmp_path).planned if p.arm == "prox"}
+    assert mu == {0.01}
+    (folder / FILE).write_text((folder / FILE).read_text().replace("0.5", "0.7"))
+    with pytest.raises(CheckpointError, match="was changed after the arms were tuned"):
+        Study.preview(definition, tmp_path)
+
+
+def test_tables_say_what_was_tuned():
+    line = describe("IF 10", "prox", outcome(define(TUNED).bases()["", "prox"], Tuning(runs=1), **{"method.mu": 0.5}))
+    assert line == "prox in IF 10: method.mu 0.5 (3 trials, 90 of 99 client-steps, 50.00 % on validation samples)"
+    from made import record
+    comparison = compare([record("a", 0, 0.5)], "a", tuned=[line])
+    assert f"- {line}" in tables.of_comparison(comparison).markdown()
+    assert f"% tuned on validation samples: {line}" in tables.of_comparison(comparison).latex()
+
+
+@pytest.mark.slow
+def test_a_range_that_is_none_is_the_users_mistake_in_one_line(tmp_path):
+    study = Study.create(define(TUNED | {"tune": {"runs": 3, "ranges": {"local.lr": "banana"}}}), tmp_path)
+    with pytest.raises(ConfigError, match=r"tuning of arm 'fedavg': study.tune.ranges.local.lr = 'banana': not a"):
+        study.run()
+    assert not (study.folder / FILE).exists()
+
+
+@pytest.mark.slow
+def test_a_study_tunes_its_arms_then_runs_its_seeds_and_does_neither_again(tmp_path):
+    said = []
+
+    class Heard:
+        def says(self, text):
+            said.append(text)
+
+        def progress(self, *args):
+            pass
+
+    study = Study.create(define(TUNED), tmp_path)
+    assert study.run(Heard()) == []
+    mu = study.tuned[""]["prox"]["values"]["method.mu"]
+    assert {r.config["method"]["mu"] for r in study.records if r.arm == "prox"} == {mu}
+    assert study.tuned[""]["fedavg"]["trials"] == study.tuned[""]["prox 1"]["trials"] == 0
+    assert all(record.state == "done" and record.config["data"]["validation"] == 0 for record in study.records)
+    again = Study.create(define(TUNED), tmp_path)
+    said.clear()
+    assert again.run(Heard()) == []
+    assert said == []
+    results = Study.open(study.folder / "results.json")
+    assert results.tuned == study.tuned
+    assert [line[:4] for line in results.compare().tuned] == ["feda", "prox", "prox"]
+    with pytest.raises(CheckpointError, match="tuned with other settings"):
+        Study.create(define(TUNED | {"tune": {"runs": 4}}), tmp_path).run()
