@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Paths = Annotated[list[Path], typer.Argument(metavar="STUDY | RUN [RUN ...]", help="The folder of a study, its "
                                              "results.json, or run folders.")]
+MixVersions = Annotated[bool, typer.Option(
+    "--mix-versions", help="Compare although runs were made by code that computes something else.")]
 Measures = Annotated[list[str] | None, typer.Option("--measure", help="What is compared, as in accuracy, few, owned; "
                                                     "else the study's. Several side by side: give it several times.")]
 At = Annotated[Literal["last", "last10", "validation", "best"] | None, typer.Option(
@@ -26,13 +28,14 @@ def compare(paths: Paths, measures: Measures = None, at: At = None,
             level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Confidence of the intervals.")] = 0.95,
             target: Annotated[float | None, typer.Option(min=0, max=1, help="Also rounds, bytes and seconds until the "
                                                          "accuracy first reaches this, as in 0.8.")] = None,
+            mix_versions: MixVersions = False,
             format: Annotated[Literal["table", "json", "markdown", "latex"], typer.Option(
                 help="How to print it.")] = "table") -> None:
     """Compare arms over seeds: means with intervals, paired differences, claims, and what was left out and why."""
     from raylt.studies.tables import of_comparison, of_measures
     from raylt.studies.target import of_target, reached
     opened = open_any(paths)
-    comparisons = [opened.compare(measure, at, reference, level) for measure in measures or [None]]
+    comparisons = [opened.compare(measure, at, reference, level, mix_versions) for measure in measures or [None]]
     reaching = None if target is None else reached(opened.records, target)
     sheet = of_measures(comparisons) if len(comparisons) > 1 else of_comparison(comparisons[0])
     if format == "json":
@@ -49,13 +52,13 @@ def compare(paths: Paths, measures: Measures = None, at: At = None,
 
 
 def report(paths: Paths,
-           to: Annotated[Path | None, typer.Option(help="The file; by default report.html in the folder.")] = None
-           ) -> None:
+           to: Annotated[Path | None, typer.Option(help="The file; by default report.html in the folder.")] = None,
+           mix_versions: MixVersions = False) -> None:
     """Draw a study or runs into one HTML file: tables, curves, groups, clients, costs, versions and departures."""
     from raylt.studies.report import write_report
     opened = open_any(paths)
     where = to or (paths[0] if paths[0].is_dir() else paths[0].parent) / "report.html"
-    out.print(str(write_report(opened, where)), soft_wrap=True)
+    out.print(str(write_report(opened, where, mix_versions)), soft_wrap=True)
 
 
 def open_any(paths: Sequence[Path]) -> "Study":

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from raylt.cli.compare import At, Measures, Paths, open_any
+from raylt.cli.compare import At, Measures, MixVersions, Paths, open_any
 from raylt.cli.options import ClientOption, Format, FormatOption, RunFolder, divide, out, print_json
 from raylt.errors import ConfigError
 
@@ -131,12 +131,13 @@ def data(what: Annotated[list[str] | None, typer.Argument(
 @app.command()
 def arms(paths: Paths, measures: Measures = None, at: At = None,
          reference: Annotated[str | None, typer.Option(help="The arm at whose mean a line stands.")] = None,
+         mix_versions: MixVersions = False,
          picture: Annotated[Path | None, typer.Option(help="Where the picture goes; by default beside the records.")
                             ] = None) -> None:
     """Draw the arms of a study side by side: means with intervals, and every seed's value."""
     from raylt.plots.arms import draw_arms
     opened = open_any(paths)
-    comparisons = [opened.compare(measure, at, reference) for measure in measures or [None]]
+    comparisons = [opened.compare(measure, at, reference, mix_versions=mix_versions) for measure in measures or [None]]
     folder = paths[0] if paths[0].is_dir() else paths[0].parent
     _say(draw_arms(comparisons, picture or folder / "arms.png"))
 

@@ -26,6 +26,8 @@ Address = Annotated[str | None, typer.Option(help="With --fleet ray: a running c
 Out = Annotated[Path, typer.Option("--out", help="Folder that the study's folder is made in.")]
 MixVersions = Annotated[bool, typer.Option(
     "--mix-versions", help="Go on although runs were made by code that computes something else.")]
+Record = Annotated[bool, typer.Option(
+    "--record", help="Keep the finished runs in results/NAME.json beside the study's file, which counts them as done.")]
 
 
 def study(file: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="What is compared.")],
@@ -33,25 +35,31 @@ def study(file: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="What 
           dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the runs and the time left; run nothing.")
                              ] = False,
           parallel: Parallel = None, fleet: Fleet = "local", address: Address = None,
-          mix_versions: MixVersions = False,
+          mix_versions: MixVersions = False, record: Record = False,
           format: Annotated[Literal["table", "json"], typer.Option(help="How to print the result.")] = "table") -> None:
     """Run every arm in every cell with every seed, as far as that has not been done, and compare them."""
     from raylt.studies.definition import read_definition
+    from raylt.studies.recorded import place_of
     from raylt.studies.study import Study
     definition = read_definition(file)
+    place = place_of(file, definition)
+    begin = Study.preview if dry_run else Study.create
+    begun = begin(definition, folder, place, mix_versions)
+    for line in begun.recorded.passed_over:
+        err.print(line, soft_wrap=True)
     if dry_run:
-        show_plan(Study.preview(definition, folder), parallel, fleet)
-        return
-    carry_out(Study.create(definition, folder), parallel, fleet, address, mix_versions, format)
+        show_plan(begun, parallel, fleet)
+    else:
+        carry_out(begun, parallel, fleet, address, mix_versions, place if record else None, format)
 
 
 def carry_out(made: "Study", parallel: int | None, fleet: Literal["local", "ray"], address: str | None,
-              mix_versions: bool, format: str) -> None:
+              mix_versions: bool, record_file: Path | None, format: str) -> None:
     """Runs a study with a bar and prints its comparison; exit code 1 where runs failed."""
     from raylt.studies.tables import of_comparison
     with Screen() as screen:
-        failed = made.run(screen, parallel, fleet, address, mix_versions)
-    comparison = made.compare()
+        failed = made.run(screen, parallel, fleet, address, mix_versions, record_file)
+    comparison = made.compare(mix_versions=mix_versions)
     if format == "json":
         sys.stdout.write(json.dumps({"folder": str(made.folder), "failed": failed, **comparison.to_json()}) + "\n")
     else:
@@ -79,7 +87,8 @@ def show_plan(planned: "Study", parallel: int | None, fleet: str) -> None:
     for plan, record in zip(plans, planned.records, strict=True):
         seconds = 0.0 if record.state == "done" else pace.left(plan, record.steps)
         left.append(seconds)
-        table.add_row(plan.folder, record.state, f"{record.steps}/{record.planned_steps}",
+        on_record = (plan.cell, plan.arm, plan.seed) in planned.recorded.records and record.state == "done"
+        table.add_row(plan.folder, "on record" if on_record else record.state, f"{record.steps}/{record.planned_steps}",
                       "" if record.state == "done" else duration(seconds) if pace.measured else "?",
                       *([shared.get(plan.folder, "")] if shared else []))
     out.print(table)

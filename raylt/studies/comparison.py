@@ -6,7 +6,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from raylt.errors import ConfigError
-from raylt.studies.comparable import check_comparable
+from raylt.studies.comparable import check_comparable, versions_of
 from raylt.studies.definition import Claim
 from raylt.studies.measures import At, measure_of
 from raylt.studies.records import Record
@@ -69,6 +69,7 @@ class Comparison:
         left_out: one line for each run that is not averaged in, with why.
         apart: one line for each arm that has settings of its own beside its method, on purpose.
         tuned: one line for each arm and cell that was tuned: to what, by how much.
+        versions: one line for each version of the code, where runs of several stand beside each other.
     """
 
     measure: str
@@ -81,6 +82,7 @@ class Comparison:
     left_out: list[str]
     apart: list[str]
     tuned: list[str]
+    versions: list[str]
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": 1, **asdict(self)}
@@ -94,13 +96,14 @@ class Comparison:
 
 def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] = (), measure: str = "accuracy",
             at: At = "last", level: float = 0.95, own: Mapping[str, Mapping[str, Any]] | None = None,
-            tuned: Sequence[str] = ()) -> Comparison:
+            tuned: Sequence[str] = (), mix_versions: bool = False) -> Comparison:
     """Compares the finished runs; the others are named and left out.
 
     Args:
         reference: the arm that the others are compared to.
         own: settings by arm that are not its method's, by dotted key: what they say may differ from the other arms'.
         tuned: lines of what the arms were tuned to.
+        mix_versions: whether runs of several versions of the code may stand beside each other.
 
     Raises:
         ConfigError: no such measure, or it is known of the last round only.
@@ -110,7 +113,7 @@ def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] =
         raise ConfigError(f"{measure} at {at}: it is known after the last round only; leave out --at")
     done = [record for record in records if record.state == "done"]
     own = {arm: settings for arm, settings in (own or {}).items() if settings}
-    check_comparable(done, own)
+    check_comparable(done, own, mix_versions)
     left_out = [_why(record) for record in records if record.state != "done"]
     values: dict[str, Values] = {}
     for name in {measure, *(claim.measure for claim in claims)}:
@@ -132,7 +135,7 @@ def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] =
     return Comparison(measure, at, reference, level, rows, judge(claims, values, cells, level),
                       _overall(mine, arms, cells, reference, level), left_out,
                       [f"{arm}: {', '.join(f'{key} {value}' for key, value in settings.items())}"
-                       for arm, settings in own.items() if arm in shown], list(tuned))
+                       for arm, settings in own.items() if arm in shown], list(tuned), versions_of(done))
 
 
 def judge(claims: Sequence[Claim], values: Mapping[str, Values], cells: Sequence[str], level: float) -> list[Judged]:

@@ -25,13 +25,16 @@ from raylt.studies.verdicts import verdicts
 LIMIT = 2 * 2**20       # bytes: a file that a mail takes
 
 
-def write_report(study: Study, path: Path) -> Path:
+def write_report(study: Study, path: Path, mix_versions: bool = False) -> Path:
     """Writes the report of what is finished; what is not is named.
+
+    Args:
+        mix_versions: whether runs of several versions of the code may stand beside each other.
 
     Raises:
         ConfigError: no run is finished, or the file cannot be written.
     """
-    text = render(study)
+    text = render(study, mix_versions)
     try:
         store.write(path, text)
     except CheckpointError as error:
@@ -39,12 +42,12 @@ def write_report(study: Study, path: Path) -> Path:
     return path
 
 
-def render(study: Study) -> str:
+def render(study: Study, mix_versions: bool = False) -> str:
     """The page."""
     done = [record for record in study.records if record.state == "done"]
     if not done:
         raise ConfigError(f"{study.definition.name}: no run is finished; raylt study runs them")
-    comparison = study.compare()
+    comparison = study.compare(mix_versions=mix_versions)
     arms = list(dict.fromkeys(record.arm for record in study.records))
     place = {arm: number for number, arm in enumerate(arms)}
     show = shown(comparison.measure)

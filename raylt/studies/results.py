@@ -8,8 +8,10 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from raylt import store
-from raylt.config import check
-from raylt.errors import CheckpointError
+from raylt.config import DataConfig, check
+from raylt.data.task import build_task
+from raylt.errors import CheckpointError, ConfigError, DataError
+from raylt.runs.files import Files
 from raylt.studies.definition import Definition
 from raylt.studies.records import Record
 from raylt.studies.tuning import Outcomes
@@ -52,3 +54,12 @@ def read_results(path: Path) -> tuple[Definition, list[Record], Holdings, Outcom
         raise CheckpointError(f"{path}: has schema {content['schema']}, this raylt reads {SCHEMA}")
     records = [Record.from_json(record, str(path)) for record in content["records"]]
     return check(Definition, content["definition"]), records, content["holdings"], content.get("tuned", {})
+
+
+def held_in(config: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    """What clients hold in a run, see `Study.holdings`; None where its data are not on this machine."""
+    try:
+        task = build_task(DataConfig(**config["data"]), Files(folder).split())
+    except (DataError, ConfigError):
+        return None
+    return {"names": list(task.class_names), "groups": list(task.groups), "counts": task.client_counts.tolist()}

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from raylt.config import Config, check, recipe
+from raylt.config import Config, check, followed, recipe, settled
 from raylt.config.notation import read_file
 from raylt.errors import ConfigError
 from raylt.registry import resolve
@@ -79,6 +79,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping, is a {type(tree).__name__}")
     return tree
+
+
+def differences(config: dict[str, Any], planned: Config) -> list[str]:
+    """Settings of a run that are not those of its plan, resources and output apart."""
+    made = Config(**config)
+    before, after = flat(settled(made)), flat(settled(followed(planned, made)))
+    return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in sorted(before | after)
+            if before.get(key) != after.get(key)]
 
 
 def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:

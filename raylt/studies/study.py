@@ -8,17 +8,15 @@ from typing import Any, Literal
 import yaml
 
 from raylt import store
-from raylt.config import Config, DataConfig, followed, settled
-from raylt.data.task import build_task
-from raylt.errors import CheckpointError, ConfigError, DataError
+from raylt.errors import CheckpointError, ConfigError
 from raylt.runs import provenance
-from raylt.runs.files import Files
-from raylt.studies import results, schedule
+from raylt.studies import recorded, results, schedule
 from raylt.studies.comparison import Comparison, compare
 from raylt.studies.definition import Definition, Planned, define, read_definition
 from raylt.studies.measures import At
+from raylt.studies.recorded import Recorded
 from raylt.studies.records import Record, read_run
-from raylt.studies.settings import flat
+from raylt.studies.settings import differences, flat
 from raylt.studies.tuning import Outcomes, describe, read_tuned, search_arms
 
 FILE = "study.yaml"
@@ -42,6 +40,7 @@ class Study:
         folder: that holds the runs; None for results that were read from a file.
         records: of every planned run, as they were when they were last read.
         tuned: what came of tuning, by cell and arm, see raylt/studies/tuning.py.
+        recorded: runs that are on record and need no folder, see raylt/studies/recorded.py.
     """
 
     def __init__(self, definition: Definition, folder: Path | None, records: list[Record],
@@ -50,34 +49,45 @@ class Study:
         self.tuned: Outcomes = tuned or {}
         if folder is not None and definition.tune is not None:
             self.tuned = read_tuned(folder)
+        self.recorded = Recorded() if folder is None else recorded.read(folder)
         self._holdings = holdings
 
     @classmethod
-    def preview(cls, definition: Definition, out: Path) -> "Study":
+    def preview(cls, definition: Definition, out: Path, record_file: Path | None = None,
+                mix_versions: bool = False) -> "Study":
         """What `create` would take up; makes nothing."""
         study = cls(definition, out / definition.name, [])
+        if record_file is not None:
+            study.recorded = recorded.take(record_file, study.planned, mix_versions)
         study.read()
         return study
 
     @classmethod
-    def create(cls, definition: Definition, out: Path) -> "Study":
+    def create(cls, definition: Definition, out: Path, record_file: Path | None = None,
+               mix_versions: bool = False) -> "Study":
         """The study's folder, made or taken up. What was run before stays, arms, cells and seeds may have been added.
 
+        Args:
+            record_file: results of the study that were kept, whose runs count as done; it need not exist.
+            mix_versions: also those that were made by code that computes something else.
+
         Raises:
-            CheckpointError: the folder is something else, or a run in it was made with other settings.
+            CheckpointError: the folder is something else, a run in it was made with other settings, or the record
+                cannot be read.
         """
         folder = out / definition.name
         if folder.exists() and not (folder / FILE).is_file() and any(folder.iterdir()):
             raise CheckpointError(f"{folder}: exists and is no study; give the study another name, or another --out")
-        study = cls(definition, folder, [])
-        study.read()
-        for plan, record in zip(study.planned, study.records, strict=True):
-            if record.config and (changed := differences(record.config, plan.config)):
+        study = cls.preview(definition, out, record_file, mix_versions)
+        for plan, made in zip(study.planned, study.records, strict=True):
+            if made.config and (changed := differences(made.config, plan.config)):
                 raise CheckpointError(f"{folder / plan.folder}: was made with other settings ({'; '.join(changed)}); "
                                       "give the study another name, or remove that run")
-        with store.folder_for(folder) as made:
-            made.write(FILE, yaml.safe_dump(definition.model_dump(mode="json", exclude_defaults=True),
-                                            sort_keys=False, allow_unicode=True))
+        with store.folder_for(folder) as opened:
+            opened.write(FILE, yaml.safe_dump(definition.model_dump(mode="json", exclude_defaults=True),
+                                              sort_keys=False, allow_unicode=True))
+        if record_file is not None:
+            recorded.keep(folder, definition, study.recorded)
         return study
 
     @classmethod
@@ -103,22 +113,26 @@ class Study:
         return self.definition.runs(self.tuned)
 
     def read(self) -> list[Record]:
-        """Reads the state of every run off its folder."""
+        """Reads the state of every run off its folder; one that has none is done if it is on record."""
         assert self.folder is not None
         self._holdings = None
-        self.records = [replace(read_run(self.folder / plan.folder, plan.cell, plan.arm, plan.seed, plan.folder),
-                                planned_steps=plan.config.federation.rounds)
-                        for plan in self.planned]
+        self.records = []
+        for plan in self.planned:
+            found = read_run(self.folder / plan.folder, plan.cell, plan.arm, plan.seed, plan.folder)
+            on_record = self.recorded.records.get((plan.cell, plan.arm, plan.seed))
+            self.records.append(on_record if found.state == "missing" and on_record else
+                                replace(found, planned_steps=plan.config.federation.rounds))
         return self.records
 
     def run(self, watcher: schedule.Watcher | None = None, parallel: int | None = None,
             fleet: Literal["local", "ray"] = "local", address: str | None = None,
-            mix_versions: bool = False) -> list[str]:
+            mix_versions: bool = False, record_file: Path | None = None) -> list[str]:
         """Tunes arms where the study says so, runs what is missing, goes on with what stopped, writes results.json.
 
         Args:
             parallel: runs at once; by default one per core.
             mix_versions: go on although runs were made by code that computes something else.
+            record_file: results of the study that are kept: finished runs are put there, also when this is interrupted.
 
         Returns:
             The folders, relative to the study's, of runs that failed.
@@ -136,14 +150,18 @@ class Study:
                                       "whole; remove that run to do it again")
         if not mix_versions:
             self._check_versions()
-        failed = schedule.run_all(self.planned, self.records, self.folder, watcher or Silent(), parallel, fleet,
-                                  address)
-        self.read()
-        self.save_results()
-        return failed
+        # a run without a folder is nothing that another could go on from
+        here = [(plan, found) for plan, found in zip(self.planned, self.records, strict=True)
+                if not self._is_on_record(found)]
+        try:
+            return schedule.run_all([plan for plan, _ in here], [found for _, found in here], self.folder,
+                                    watcher or Silent(), parallel, fleet, address)
+        finally:
+            self.read()
+            self.save_results(record_file)
 
     def compare(self, measure: str | None = None, at: At | None = None, reference: str | None = None,
-                level: float = 0.95) -> Comparison:
+                level: float = 0.95, mix_versions: bool = False) -> Comparison:
         """What the finished runs show, see `raylt.studies.comparison.compare`."""
         chosen = self.definition
         own = {arm: {key: value for key, value in flat(changes).items() if not key.startswith("method")}
@@ -153,7 +171,7 @@ class Study:
             for arm, outcome in arms.items():
                 own[arm] = own.get(arm, {}) | {key: "as tuned" for key in outcome["values"] if key[:7] != "method."}
         return compare(self.records, reference or chosen.compared_to, chosen.parsed_claims, measure or chosen.measure,
-                       at or chosen.at, level, own, lines)
+                       at or chosen.at, level, own, lines, mix_versions)
 
     @property
     def holdings(self) -> dict[str, dict[str, Any]]:
@@ -164,18 +182,31 @@ class Study:
         if self._holdings is None:
             self._holdings = {}
             for record in sorted(self.records, key=lambda r: r.seed):
-                if record.state == "done" and record.cell not in self._holdings:
-                    folder = (self.folder or Path()) / record.folder
-                    if (held := _held_in(record.config, folder)) is not None:
-                        self._holdings[record.cell] = held
+                if record.state != "done" or record.cell in self._holdings:
+                    continue
+                if self._is_on_record(record):
+                    held = self.recorded.holdings.get(record.cell)
+                else:
+                    held = results.held_in(record.config, (self.folder or Path()) / record.folder)
+                if held is not None:
+                    self._holdings[record.cell] = held
         return self._holdings
 
-    def save_results(self) -> Path:
-        """Writes results.json: the definition and every record, all that tables and reports are made from."""
+    def save_results(self, record_file: Path | None = None) -> Path:
+        """Writes results.json: the definition and every record, all that tables and reports are made from.
+
+        Args:
+            record_file: results that are kept, to which finished runs are added.
+        """
         assert self.folder is not None
+        if record_file is not None and (done := [each for each in self.records if each.state == "done"]):
+            recorded.record(record_file, self.definition, done, self.holdings, self.tuned)
         path = self.folder / results.FILE
         results.write_results(path, self.definition, self.records, self.holdings, self.tuned)
         return path
+
+    def _is_on_record(self, record: Record) -> bool:
+        return self.recorded.records.get((record.cell, record.arm, record.seed)) is record
 
     def _check_versions(self) -> None:
         current = provenance.code_sha256()
@@ -185,14 +216,6 @@ class Study:
                 raise CheckpointError(f"{record.folder}: was made by another version of the code ({codes[0][:12]}, "
                                       f"now {current[:12]}); --mix-versions goes on all the same, another name starts "
                                       "anew")
-
-
-def differences(config: dict[str, Any], planned: Config) -> list[str]:
-    """Settings of a run folder that are not those of its plan, resources and output apart."""
-    made = Config(**config)
-    before, after = flat(settled(made)), flat(settled(followed(planned, made)))
-    return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in sorted(before | after)
-            if before.get(key) != after.get(key)]
 
 
 def study(definition: "Mapping[str, Any] | Path | str | Definition", out: Path | str = "runs", **how: Any) -> Study:
@@ -205,21 +228,15 @@ def study(definition: "Mapping[str, Any] | Path | str | Definition", out: Path |
     Raises:
         ConfigError: runs failed; they are named, and the others are there.
     """
+    record_file = None
     if isinstance(definition, str | Path):
-        definition = read_definition(Path(definition))
+        file, definition = Path(definition), read_definition(Path(definition))
+        record_file = recorded.place_of(file, definition)
     elif not isinstance(definition, Definition):
         definition = define(definition)
-    made = Study.create(definition, Path(out))
+    made = Study.create(definition, Path(out), record_file, how.get("mix_versions", False))
     failed = made.run(**how)
     if failed:
         raise ConfigError(f"{made.folder}: {len(failed)} runs failed ({', '.join(failed)}); see the .failed "
                           "files there")
     return made
-
-
-def _held_in(config: dict[str, Any], folder: Path) -> dict[str, Any] | None:
-    try:
-        task = build_task(DataConfig(**config["data"]), Files(folder).split())
-    except (DataError, ConfigError):
-        return None
-    return {"names": list(task.class_names), "groups": list(task.groups), "counts": task.client_counts.tolist()}

@@ -19,7 +19,8 @@ def of_comparison(comparison: Comparison) -> Sheet:
     return Sheet(_title(comparison), head, [[row.cell, *_cells(comparison, row)] for row in comparison.rows],
                  f"ll{'r' * (len(head) - 3)}l", further=_further(comparison), notes={
                      "arms with settings of their own": comparison.apart,
-                     "tuned on validation samples": comparison.tuned, "left out": comparison.left_out})
+                     "tuned on validation samples": comparison.tuned, "versions of the code": comparison.versions,
+                     "left out": comparison.left_out})
 
 
 def of_measures(comparisons: Sequence[Comparison]) -> Sheet:
@@ -44,6 +45,7 @@ def of_measures(comparisons: Sequence[Comparison]) -> Sheet:
     head = [*(["cell"] if several else []), "arm", "seeds", *(f"{name}{units[name]}" for name in names)]
     return Sheet(title, head, rows, f"{'ll' if several else 'l'}r{'r' * len(names)}", several, notes={
         "arms with settings of their own": first.apart, "tuned on validation samples": first.tuned,
+        "versions of the code": first.versions,
         "left out": list(dict.fromkeys(line for each in comparisons for line in each.left_out))})
 
 

@@ -1,0 +1,144 @@
+"""Results that are kept beside a study's file: what is on record is not run again, and what is missing there is."""
+
+import json
+
+import pytest
+import yaml
+from made import write_run
+
+import raylt
+from raylt.cli.main import app
+from raylt.errors import CheckpointError
+from raylt.studies.definition import define
+from raylt.studies.recorded import place_of, take
+from raylt.studies.study import Study
+from raylt.studies.tables import of_comparison
+
+TINY = {"name": "tiny", "base": {"data": {"clients": 3}, "federation": {"rounds": 1}, "local": {"epochs": 1}},
+        "arms": {"fedavg": "fedavg", "prox": {"method": "fedprox"}}, "seeds": 2}
+
+
+def kept(tmp_path, tree=TINY, out="first", code=None):
+    """The record of a study whose runs were all done, by a certain version of the code."""
+    study = Study.create(define(tree), tmp_path / out)
+    for number, plan in enumerate(study.planned):
+        write_run(study.folder / plan.folder, plan, [0.5 + number**2 / 20], code=code, split=plan.seed)
+    record = tmp_path / "results" / "tiny.json"
+    study.run(record_file=record, mix_versions=True)
+    return study, record
+
+
+def without(record, arm, seed):
+    """Takes one run off the record."""
+    content = json.loads(record.read_text())
+    content["records"] = [each for each in content["records"] if (each["arm"], each["seed"]) != (arm, seed)]
+    record.write_text(json.dumps(content))
+
+
+def test_what_is_on_record_counts_as_done_and_makes_the_same_tables(tmp_path):
+    before, record = kept(tmp_path)
+    taken = Study.create(define(TINY), tmp_path / "second", record)
+    assert [each.state for each in taken.records] == ["done"] * 4
+    assert taken.run() == []
+    assert list(taken.folder.rglob("metrics.jsonl")) == []
+    assert taken.compare() == before.compare()
+    assert Study.open(taken.folder).compare() == before.compare()               # the folder alone tells it
+    assert Study.open(taken.folder / "results.json").compare() == before.compare()
+
+
+def test_a_run_that_is_taken_off_the_record_is_to_be_done_again(tmp_path):
+    _, record = kept(tmp_path)
+    Study.create(define(TINY), tmp_path / "second", record)
+    without(record, "prox", 1)
+    again = Study.create(define(TINY), tmp_path / "second", record)
+    assert [(each.arm, each.seed) for each in again.records if each.state == "missing"] == [("prox", 1)]
+    record.unlink()
+    nothing = Study.create(define(TINY), tmp_path / "second", record)
+    assert {each.state for each in nothing.records} == {"missing"}
+    assert not (nothing.folder / "recorded.json").exists()
+
+
+def test_a_run_folder_counts_before_the_record(tmp_path):
+    _, record = kept(tmp_path)
+    study = Study.create(define(TINY), tmp_path / "second")
+    plan = study.planned[0]
+    write_run(study.folder / plan.folder, plan, [0.25])
+    taken = Study.create(define(TINY), tmp_path / "second", record)
+    assert [each.summary["accuracy"]["last"] for each in taken.records] == [0.25, 0.55, 0.7, 0.95]
+
+
+def test_runs_of_other_code_are_passed_over_unless_told_and_tables_say_so(tmp_path):
+    _, record = kept(tmp_path, code="0" * 64)
+    study = Study.create(define(TINY), tmp_path / "second", record)
+    assert {each.state for each in study.records} == {"missing"}
+    line, = study.recorded.passed_over
+    assert "4 recorded runs were made by another version of the code" in line
+    assert "--mix-versions" in line
+    study = Study.create(define(TINY | {"seeds": 3}), tmp_path / "third", record, mix_versions=True)
+    for plan in study.planned[4:]:
+        write_run(study.folder / plan.folder, plan, [0.9], split=plan.seed)
+    assert study.run(mix_versions=True) == []
+    with pytest.raises(CheckpointError, match=r"code differs .*--mix-versions compares them all the same"):
+        study.compare()
+    comparison = study.compare(mix_versions=True)
+    assert [len(row.values) for row in comparison.rows] == [3, 3]
+    assert comparison.versions[0] == "000000000000: 4 runs"
+    assert "000000000000: 4 runs" in of_comparison(comparison).markdown()
+    with pytest.raises(CheckpointError, match="another version of the code"):
+        Study.create(define(TINY), tmp_path / "third").run()
+
+
+def test_runs_with_other_settings_are_passed_over_by_name(tmp_path):
+    _, record = kept(tmp_path)
+    other = define(TINY | {"base": TINY["base"] | {"local": {"epochs": 2}}})
+    study = Study.create(other, tmp_path / "second", record)
+    assert {each.state for each in study.records} == {"missing"}
+    line, = study.recorded.passed_over
+    assert "4 recorded runs had other settings" in line
+    assert "fedavg/seed-0 (local.epochs: 1 -> 2)" in line
+
+
+def test_recording_adds_and_loses_nothing(tmp_path):
+    _, record = kept(tmp_path)
+    one = TINY | {"arms": {"fedavg": "fedavg", "per": "fedper"}, "seeds": 1}
+    study = Study.create(define(one), tmp_path / "second", record)
+    plan = study.planned[1]
+    write_run(study.folder / plan.folder, plan, [0.1])
+    study.run(record_file=record)
+    records = json.loads(record.read_text())["records"]
+    assert [(each["arm"], each["seed"]) for each in records] == [
+        ("fedavg", 0), ("per", 0), ("prox", 0), ("fedavg", 1), ("prox", 1)]
+
+
+def test_what_cannot_be_read_is_an_error_and_what_is_not_there_is_none(tmp_path):
+    record = tmp_path / "tiny.json"
+    assert take(record, define(TINY).runs(), mix_versions=False).records == {}
+    record.write_text("{")
+    with pytest.raises(CheckpointError, match="not the results of a study"):
+        Study.create(define(TINY), tmp_path, record)
+
+
+def test_the_command_says_what_is_on_record(tmp_path, capsys):
+    kept(tmp_path)
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(TINY))
+    without(place_of(file, define(TINY)), "fedavg", 0)
+    app(["study", str(file), "--out", str(tmp_path / "second"), "--dry-run"], standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert shown.count("on record") == 3
+    assert shown.count("missing") == 1
+    assert "4 runs, 1 to do" in shown
+
+
+@pytest.mark.slow
+def test_a_run_taken_off_the_record_comes_out_the_same(tmp_path):
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(TINY))
+    record = place_of(file, define(TINY))
+    first = raylt.study(file, out=tmp_path / "first", parallel=1, record_file=record)
+    without(record, "prox", 1)
+    second = raylt.study(file, out=tmp_path / "second", parallel=1)
+    assert [path.parent.name for path in second.folder.rglob("summary.json")] == ["seed-1"]
+    assert [each.summary["model_sha256"] for each in second.records] == [
+        each.summary["model_sha256"] for each in first.records]
+    assert second.holdings == first.holdings
