@@ -26,7 +26,7 @@ Address = Annotated[str | None, typer.Option(help="With --fleet ray: a running c
 Out = Annotated[Path, typer.Option("--out", help="Folder that the study's folder is made in.")]
 MixVersions = Annotated[bool, typer.Option(
     "--mix-versions", help="Go on although runs were made by code that computes something else.")]
-Record = Annotated[bool, typer.Option(
+Keep = Annotated[bool, typer.Option(
     "--record", help="Keep the finished runs in results/NAME.json beside the study's file, which counts them as done.")]
 
 
@@ -35,7 +35,7 @@ def study(file: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="What 
           dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the runs and the time left; run nothing.")
                              ] = False,
           parallel: Parallel = None, fleet: Fleet = "local", address: Address = None,
-          mix_versions: MixVersions = False, record: Record = False,
+          mix_versions: MixVersions = False, record: Keep = False,
           format: Annotated[Literal["table", "json"], typer.Option(help="How to print the result.")] = "table") -> None:
     """Run every arm in every cell with every seed, as far as that has not been done, and compare them."""
     from raylt.studies.definition import read_definition
