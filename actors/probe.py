@@ -29,10 +29,15 @@ def probe(setup: Setup, task: Task, gpus: float) -> Need | None:
     remote: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_short_run)
     shard = task.shards[largest]
     run = remote.remote(setup, ray.put(task.without_data()), largest, ray.put(shard))
+    ended, _ = ray.wait([run], timeout=TIMEOUT_S)
+    if not ended:
+        # one that waits for a GPU would take it when the clients need it; one that has ended must not be cancelled,
+        # since Ray aborts this process where the two meet
+        ray.cancel(run, force=True)
+        return None
     try:
-        memory, used, device_memory = ray.get(run, timeout=TIMEOUT_S)
+        memory, used, device_memory = ray.get(run)
     except Exception:       # a device that is full, a process that died: then nothing is known
-        ray.cancel(run, force=True)         # one that waits for a GPU would take it when the clients need it
         return None
     return Need(memory, used / device_memory if device_memory else 0.0)
 

@@ -181,6 +181,10 @@ def hook(runtime_env: dict | None) -> dict:
     return (runtime_env or {}) | {"worker_process_setup_hook": "faulty.register"}
 
 
+class Holds:
+    """An actor that is there for the resources that it takes."""
+
+
 if __name__ == "__main__":
     import faulty  # under the name by which others can import its classes
     faulty.register()

@@ -60,7 +60,7 @@ def places() -> dict[str, object]:
     """Which GPUs the client actors of a plan get, and the server."""
     chosen = plan(config_of(), 4, nodes_of(ray.nodes()))
     group = reserve(chosen.placement, 4)
-    assert group.wait(60)       # not ready(): a task whose end can race with the loss of its result, which aborts
+    assert group.wait(60)
     server = Place.options(num_cpus=0, num_gpus=chosen.server_gpus).remote()
     actors = [Place.options(num_cpus=chosen.placement.cpus, num_gpus=chosen.placement.gpus,
                             scheduling_strategy=PlacementGroupSchedulingStrategy(group, i)).remote() for i in range(4)]

@@ -1,6 +1,8 @@
 """What a fleet says of itself: a client that is stuck, a device that is full; and what a client needs."""
 
 import re
+import time
+from typing import ClassVar
 
 import faulty
 import pytest
@@ -57,3 +59,33 @@ def test_what_a_client_needs_is_measured(ray_session, tiny_task):
     assert need is not None
     assert 100 * 2**20 < need.memory < 10 * 2**30
     assert need.gpu_memory == 0
+
+
+class Unable(FedAvg):
+    """A method whose clients cannot be run."""
+
+    name: ClassVar[str] = "unable"
+
+    def train(self, client, message):
+        raise RuntimeError("no kernel for this device")
+
+
+def test_a_probe_that_fails_leaves_the_driver_alive(ray_session, tiny_task, monkeypatch):
+    cancelled = []
+    monkeypatch.setattr(ray, "cancel", lambda *run, **how: cancelled.append(run))
+    assert probe(make_setup(configure(), Unable()), tiny_task, 0) is None
+    assert cancelled == []          # a task that has ended: cancelling it makes Ray abort the process, sooner or later
+
+
+def test_a_probe_that_finds_no_room_takes_none_later(ray_session, tiny_task, monkeypatch):
+    monkeypatch.setattr("actors.probe.TIMEOUT_S", 1.0)
+    holds = ray.remote(num_cpus=4)(faulty.Holds).remote()
+    ray.get(holds.__ray_ready__.remote())
+    assert probe(make_setup(configure(), FedAvg()), tiny_task, 0) is None
+    ray.kill(holds)
+    end, seen = time.monotonic() + 4, set[float]()
+    while time.monotonic() < end:
+        seen.add(ray.available_resources().get("CPU", 0.0))
+        time.sleep(0.05)
+    assert seen <= {0.0, 4.0}       # a probe would hold one
+    assert 4.0 in seen
