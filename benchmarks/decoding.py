@@ -4,7 +4,8 @@
 
 Makes so many JPEGs in folders <client>/<class>/ unless the folder holds them already, decodes them once with a loop of
 Pillow in one thread (open, convert, fit), once into a cache, and once more into a cache whose process is killed half
-way and started again. Rates are images per second of CPU time, so that they compare on a machine that is shared.
+way and started again. Rates are images per second of CPU time, of all processes that decode with their start, so that
+they compare on a machine that is shared.
 """
 
 import argparse
@@ -50,11 +51,12 @@ def main() -> None:
         print(f"{len(files)} images listed in {time.perf_counter() - began:.2f} s")
         plain = rate_of_pillow(files, arguments.size)
         print(f"Pillow alone, one thread: {plain:,.0f} images per second of CPU")
-        root = Path(temporary) / "root"
+        root, cores = Path(temporary) / "root", len(os.sched_getaffinity(0))
         figures = in_process(folder, root / "whole", arguments.size)
         ours = len(files) / figures["cpu"]
         print(f"into a cache: {ours:,.0f} images per second of CPU, {ours / plain:.2f} of Pillow; "
-              f"{figures['seconds']:.1f} s in all, peak memory {figures['mib']:.0f} MiB")
+              f"{figures['seconds']:.1f} s in all with {cores} cores, {figures['cpu']:.1f} s of CPU; peak memory "
+              f"{figures['mib']:.0f} MiB, of one of its workers {figures['worker']:.0f} MiB")
         taken = killed(folder, root / "killed", arguments.size, len(files))
         print(f"killed after {taken} of {len(files)} images, continued: "
               f"{in_process(folder, root / 'killed', arguments.size)['cpu']:.1f} s of CPU for the rest")
@@ -83,18 +85,20 @@ def rate_of_pillow(files: list[Path], size: int) -> float:
 
 
 def decode(folder: Path, root: Path, size: int) -> None:
-    """What a process of its own does: decodes, and prints CPU seconds, seconds and MiB at the peak."""
+    """What a process of its own does: decodes, and prints CPU seconds with those of its workers, seconds, and MiB at
+    the peak, its own and of the largest worker."""
     files = read_parts(folder).train.files
     fitted_image(folder / files[0], size)           # so that modules are loaded before the clock runs
     cpu, began = time.process_time(), time.perf_counter()
     decode_tree("folder", folder, files, How(size, "auto"), root / "cache")
-    print(time.process_time() - cpu, time.perf_counter() - began,
-          resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    own, workers = (resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    print(time.process_time() - cpu + workers.ru_utime + workers.ru_stime, time.perf_counter() - began,
+          own.ru_maxrss / 1024, workers.ru_maxrss / 1024)
 
 
 def in_process(folder: Path, root: Path, size: int) -> dict[str, float]:
     done = subprocess.run(_command(folder, root, size), check=True, capture_output=True, text=True)
-    return dict(zip(("cpu", "seconds", "mib"), map(float, done.stdout.split()), strict=True))
+    return dict(zip(("cpu", "seconds", "mib", "worker"), map(float, done.stdout.split()), strict=True))
 
 
 def killed(folder: Path, root: Path, size: int, images: int) -> int:

@@ -7,6 +7,7 @@ import stat
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
@@ -65,6 +66,18 @@ def fitted_image(file: Path | str | bytes, size: int, channels: int | None = 3, 
                                Image.Resampling.BILINEAR)
         fitted = (ImageOps.fit if fit == "crop" else ImageOps.pad)(flat, (size, size), Image.Resampling.BILINEAR)
         return np.asarray(fitted).reshape(size, size, -1)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """`fitted_image` as a value, for `pack`."""
+
+    size: int
+    channels: int | None
+    fit: Fit
+
+    def __call__(self, row: int, file: str | bytes) -> np.ndarray:
+        return fitted_image(file, self.size, self.channels, self.fit)
 
 
 def _upright(image: "Image.Image") -> "Image.Image":

@@ -16,26 +16,44 @@ import math
 import os
 import shutil
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from pydantic import Field, TypeAdapter
 
+from raylt.data.filling import BAD, COLOUR, GONE, GREY, Decode, Filling
+from raylt.data.listing import shown_name
+from raylt.data.processes import call_in_processes
 from raylt.errors import DataError, RayltError
 from raylt.store import Folder, folder_for
 
 ABOUT = "about.json"
 AT_ONCE = 512           # rows between two notes of how far it is
-WRITTEN = 2**19         # bytes that are written at once: a call for each small image takes a twentieth of its decoding
-GONE, COLOUR, GREY, BAD = range(4)
+SHARE = 64              # rows that are decoded in one call: to hand over one alone takes as long as half its decoding
+SHARE_BYTES = 2**22     # contents in a call, beyond which it has fewer rows
+WORTH_S = 1.0           # decoding that a process must have before it: to start it takes a fifth of that
 _BAD = TypeAdapter(dict[Annotated[str, Field(pattern="^[0-9]{1,15}$")], str])
 
-Decode = Callable[[int], np.ndarray]
+
+class _Share(NamedTuple):
+    """Rows, and what each is decoded from."""
+
+    rows: list[int]
+    given: list[Any]
+
+    def __str__(self) -> str:
+        first, last = self.given[0], self.given[-1]
+        if isinstance(first, str) and isinstance(last, str):
+            return f"one of the images from {shown_name(first)} to {shown_name(last)}"
+        return f"one of the images {self.rows[0]} to {self.rows[-1]}"
+
+
+_Done = tuple[list[int], list[int], dict[int, str]]        # rows, their kinds, reasons of the bad ones
 
 
 def place_of(name: str, key: Any, cache: Path) -> Path:
@@ -43,14 +61,16 @@ def place_of(name: str, key: Any, cache: Path) -> Path:
     return cache.resolve() / f"{name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
 
 
-def pack(path: Path, shape: tuple[int, ...], decode: Decode, about: Mapping[str, Any],
+def pack(path: Path, shape: tuple[int, ...], given: Callable[[int], Any], decode: Decode, about: Mapping[str, Any],
          grey: bool = False, whole: bool = True) -> dict[int, str]:
     """Makes the array of a cache where it is not there yet.
 
     Args:
         path: of the array.
         shape: [N, ...] of it.
-        decode: row -> uint8 of that shape, called by several threads; a DataError of it is kept as the row's reason.
+        given: row -> what it is decoded from: a path, a content, an array; called in this process.
+        decode: row, what `given` gave for it -> uint8 of that shape; called in other processes where there are many, so
+            it is a value that pickles. A DataError of either is kept as the row's reason.
         about: what the cache is.
         grey: whether an array of [N, H, W, 3] becomes [N, H, W, 1] where all rows are grey: `decode` then gives rows
             of one channel too.
@@ -61,6 +81,7 @@ def pack(path: Path, shape: tuple[int, ...], decode: Decode, about: Mapping[str,
 
     Raises:
         DataError: it does not fit on the disk.
+        RayltError: a process that decoded died; a second call goes on where this one was.
     """
     with folder_for(path.parent) as folder:
         if not path.exists():
@@ -69,7 +90,7 @@ def pack(path: Path, shape: tuple[int, ...], decode: Decode, about: Mapping[str,
             assert lock is not None
             try:
                 if not path.exists():
-                    _make(folder, path, shape, decode, about, grey, whole)
+                    _make(folder, path, shape, given, decode, about, grey, whole)
             finally:
                 os.close(lock)
         bad = folder.read_json(_bad(path), _BAD) if folder.has(_bad(path)) else {}
@@ -80,8 +101,8 @@ def _bad(path: Path) -> str:
     return f"{path.stem}.bad.json"
 
 
-def _make(folder: Folder, path: Path, shape: tuple[int, ...], decode: Decode, about: Mapping[str, Any],
-          grey: bool, whole: bool) -> None:
+def _make(folder: Folder, path: Path, shape: tuple[int, ...], given: Callable[[int], Any], decode: Decode,
+          about: Mapping[str, Any], grey: bool, whole: bool) -> None:
     partial, state = f"{path.stem}.partial", f"{path.stem}.state"
     known = np.zeros(shape[0], np.uint8)
     with suppress(RayltError):                          # what an earlier process noted, if its array is as it was
@@ -91,31 +112,26 @@ def _make(folder: Folder, path: Path, shape: tuple[int, ...], decode: Decode, ab
     reasons: dict[int, str] = {}
     todo = np.flatnonzero((known == GONE) | (known == BAD))
     with _array(path.with_name(partial), shape) as stream:
-        size, handle = math.prod(shape[1:]), stream.fileno()
-        start = stream.seek(0, os.SEEK_END) - math.prod(shape)
+        filling = Filling(decode, shape, len(_header(shape)), grey)
+        unnoted = 0
 
-        def write(rows: np.ndarray) -> list[int]:
-            kinds = []
-            for part in _runs(rows, max(1, WRITTEN // size)):
-                pixels = np.zeros((len(part), *shape[1:]), np.uint8)
-                for place, row in enumerate(part.tolist()):
-                    kinds.append(fill(pixels[place], row))
-                _write(handle, pixels, start + int(part[0]) * size)
-            return kinds
-
-        def fill(pixels: np.ndarray, row: int) -> int:
-            try:
-                decoded = decode(row)
-            except DataError as error:
-                reasons[row] = str(error)
-                return BAD
-            pixels[...] = decoded
-            return GREY if grey and decoded.shape[-1] == 1 else COLOUR
-
-        for rows, kinds in _in_parallel(write, todo):
+        def note() -> None:
             os.fsync(stream.fileno())
-            known[rows] = kinds
             folder.write(state, known.tobytes())
+
+        try:
+            with _bar(len(todo)) as advance, closing(_decoded(stream.fileno(), filling, todo, given)) as shares:
+                for rows, kinds, bad in shares:
+                    known[rows] = kinds
+                    reasons |= bad
+                    advance(len(rows))
+                    unnoted += len(rows)
+                    if unnoted >= AT_ONCE:
+                        note()
+                        unnoted = 0
+        finally:                                        # also where it was interrupted
+            if unnoted:
+                note()
     folder.remove(_bad(path))
     if reasons:
         folder.write(_bad(path), json.dumps(dict(sorted(reasons.items()))))
@@ -128,36 +144,56 @@ def _make(folder: Folder, path: Path, shape: tuple[int, ...], decode: Decode, ab
     folder.remove(state)
 
 
-def _runs(rows: np.ndarray, most: int) -> list[np.ndarray]:
-    """Rows that follow each other, at most so many of them at a time."""
-    runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
-    return [run[at:at + most] for run in runs for at in range(0, len(run), most)]
+def _decoded(handle: int, filling: Filling, todo: np.ndarray, given: Callable[[int], Any]) -> Iterator[_Done]:
+    """Decodes all, here, and as soon as what is left is worth it in a process for each core."""
+    shares, left, cores = _shares(todo, given), len(todo), len(os.sched_getaffinity(0))
+    for share in shares:
+        began, first = time.perf_counter(), left == len(todo)
+        filled = filling.fill(handle, *share)
+        seconds = time.perf_counter() - began
+        yield share.rows, *filled
+        left -= len(share.rows)
+        workers = min(cores, int(seconds / len(share.rows) * left / WORTH_S))
+        if workers > 1 and not first:                   # the first waits for imports
+            calls = ((share, (filling.fill, handle, *share)) for share in shares)
+            try:
+                with closing(call_in_processes(workers, calls, (handle,))) as done:
+                    yield from ((share.rows, *result) for share, result in done)
+            except RayltError as error:
+                raise RayltError(f"decoding of {len(todo)} images: {error}; what was decoded is kept, the same command "
+                                 "goes on there") from None
 
 
-def _write(handle: int, pixels: np.ndarray, at: int) -> None:
-    """Not through a memory map, which would hold all that was written in this process's memory."""
-    left = pixels.reshape(-1).data
-    while left:
-        written = os.pwrite(handle, left, at)
-        left, at = left[written:], at + written
+def _shares(todo: np.ndarray, given: Callable[[int], Any]) -> Iterator[_Share]:
+    share, size = _Share([], []), 0
+    for row in todo.tolist():
+        try:
+            of_row = given(row)
+        except DataError as error:
+            of_row = error
+        share.rows.append(row)
+        share.given.append(of_row)
+        size += len(of_row) if isinstance(of_row, bytes) else getattr(of_row, "nbytes", 0)
+        if len(share.rows) == SHARE or size > SHARE_BYTES:
+            yield share
+            share, size = _Share([], []), 0
+    if share.rows:
+        yield share
 
 
-def _in_parallel(write: Callable[[np.ndarray], list[int]], todo: np.ndarray) -> Iterator[tuple[np.ndarray, list[int]]]:
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], None]]:
+    """Shows how far it is, on a terminal; hushes what PIL warns of."""
     from PIL.Image import DecompressionBombWarning
     from rich.console import Console
-    from rich.progress import track
+    from rich.progress import Progress
 
-    parts = [todo[at:at + AT_ONCE] for at in range(0, len(todo), AT_ONCE)]
-    cores = len(os.sched_getaffinity(0))
-
-    with ThreadPoolExecutor(cores) as pool, warnings.catch_warnings():      # PIL decodes outside the interpreter lock
+    with (warnings.catch_warnings(),
+          Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress):
         warnings.simplefilter("ignore", DecompressionBombWarning)      # there is a limit of our own
         warnings.filterwarnings("ignore", module="PIL")                # what cannot be decoded is told all at once
-        # a whole share for each thread: to hand over one image takes as long as a tenth of its decoding
-        done = ((rows, [kind for kinds in pool.map(write, np.array_split(rows, cores)) for kind in kinds])
-                for rows in parts)
-        yield from track(done, f"decoding {len(todo)} images", len(parts), console=Console(stderr=True),
-                         disable=not sys.stderr.isatty())
+        task = progress.add_task(f"decoding {total} images", total=total)
+        yield lambda done: progress.advance(task, done)
 
 
 def _bytes(shape: tuple[int, ...]) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from raylt.data.arrays import Arrays
-from raylt.data.decoding import open_image, read_npz
+from raylt.data.decoding import read_npz
 from raylt.data.frames import Frames, decode_frames
 from raylt.data.maps import VOID
 from raylt.errors import DataError
@@ -120,8 +120,6 @@ def _camvid_files(folder: Path, part: str) -> tuple[Frames, np.ndarray]:
 
 
 def _camvid_arrays(path: Path, part: str) -> tuple[Frames, np.ndarray]:
-    from PIL import Image
-
     needed = [f"{what}_{part}" for what in ("x", "y", "seq")]
     recordings = read_npz(path, needed[2:]).get(needed[2])
     if recordings is None:
@@ -135,11 +133,9 @@ def _camvid_arrays(path: Path, part: str) -> tuple[Frames, np.ndarray]:
                             "expected")
         return found[needed[0]], found[needed[1]]
 
-    table = _camvid_table()
     stat = path.stat()
     return Frames([path.resolve().as_posix(), stat.st_size, stat.st_mtime_ns, part], len(recordings),
-                  lambda row: Image.fromarray(arrays()[0][row]),
-                  lambda row: table[arrays()[1][row]]), recordings
+                  lambda row: arrays()[0][row], lambda row: arrays()[1][row], _camvid_table()), recordings
 
 
 def _camvid_table() -> np.ndarray:
@@ -170,5 +166,4 @@ def _cityscapes_files(folder: Path, split: str) -> tuple[Frames, np.ndarray]:
 
 
 def _files(key: list[object], images: list[Path], labels: list[Path], table: np.ndarray) -> Frames:
-    return Frames(key, len(images), lambda row: open_image(images[row]).convert("RGB"),
-                  lambda row: table[np.asarray(open_image(labels[row]))])
+    return Frames(key, len(images), lambda row: images[row], lambda row: labels[row], table)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from raylt.data.cache import Mapped
-from raylt.data.decoding import NO_IMAGE, REMEDY, Fit, fitted_image
+from raylt.data.decoding import NO_IMAGE, REMEDY, Fit, Fitted
 from raylt.data.listing import shown_name
 from raylt.data.packing import pack, place_of
 from raylt.errors import DataError
@@ -77,12 +77,8 @@ def decode_all(path: Path, count: int, file: Callable[[int], str | bytes], how: 
         about: see `pack`.
     """
     wanted = None if how.channels == "auto" else how.channels
-
-    def decode(row: int) -> np.ndarray:
-        return fitted_image(file(row), how.size, wanted, how.fit)
-
-    bad = pack(path, (count, how.size, how.size, wanted or 3), decode, about, grey=wanted is None,
-               whole=how.bad == "stop")
+    bad = pack(path, (count, how.size, how.size, wanted or 3), file, Fitted(how.size, wanted, how.fit), about,
+               grey=wanted is None, whole=how.bad == "stop")
     rows = np.setdiff1d(np.arange(count), list(bad))
     if bad and (how.bad == "stop" or not len(rows)):
         raise DataError(f"{_told(bad, path)}; replace or remove them, or set data.bad=skip")

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raylt.config import Config
 from raylt.core.report import Report
+
+if TYPE_CHECKING:
+    from raylt.runs.grid import Picture
 
 
 class Callback:
@@ -37,6 +40,10 @@ class Callback:
     def on_message(self, text: str, minor: bool = False) -> None:
         """A line for people: what broke and was mended, where the run goes; minor: only for someone who watches."""
 
+    def on_picture(self, picture: "Picture") -> None:
+        """After the last step, with test images and what the model says of them. What is raised here is told, and the
+        run is done all the same."""
+
     def on_end(self, summary: dict[str, Any] | None) -> None:
         """At the end, whatever it is.
 
@@ -66,6 +73,10 @@ class Callbacks(Callback):
     def on_message(self, text: str, minor: bool = False) -> None:
         for callback in self._callbacks:
             callback.on_message(text, minor)
+
+    def on_picture(self, picture: "Picture") -> None:
+        for callback in self._callbacks:
+            callback.on_picture(picture)
 
     def on_end(self, summary: dict[str, Any] | None) -> None:
         for callback in self._callbacks:

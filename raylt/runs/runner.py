@@ -10,7 +10,7 @@ from raylt.core.checkpoint import Seal
 from raylt.core.report import Report
 from raylt.core.setup import Setup
 from raylt.data.task import Task
-from raylt.errors import ConfigError, ServerLost, one_line
+from raylt.errors import ConfigError, RayltError, ServerLost, one_line
 from raylt.runs import provenance
 from raylt.runs.callbacks import Callback
 from raylt.runs.grid import draw_predictions
@@ -75,9 +75,11 @@ def carry_out(setup: Setup, task: Task, journal: Journal, fleet: FleetKind, addr
 def _show_predictions(setup: Setup, task: Task, journal: Journal, callback: Callback) -> None:
     """The run is done: what is amiss with a picture of it is told and changes nothing."""
     try:
-        journal.show(draw_predictions(setup, task, journal.folder))
+        picture = draw_predictions(setup, task, journal.folder)
+        journal.show(picture)
+        callback.on_picture(picture)
     except Exception as error:
-        callback.on_message(f"no picture of predictions for TensorBoard: {one_line(error)}")
+        callback.on_message(f"no picture of predictions: {error if isinstance(error, RayltError) else one_line(error)}")
 
 
 def _take_steps(setup: Setup, task: Task, journal: Journal, fleet: FleetKind, address: str | None,

@@ -1,4 +1,5 @@
-"""`--track mlflow|wandb`: a run's settings and figures for MLflow or W&B, under the names that TensorBoard shows.
+"""`--track mlflow|wandb`: a run's settings and figures for MLflow or W&B, under the names that TensorBoard shows, and
+its picture of predictions.
 
 Where they go is said by these tools' own environment variables (MLFLOW_TRACKING_URI, WANDB_MODE, WANDB_DIR and others).
 Without them MLflow writes mlflow.db beside the run folder, so that all runs there stand in one table, and W&B sends to
@@ -6,13 +7,14 @@ its server and writes into the run folder. A run that is resumed goes on where i
 """
 
 import hashlib
+import io
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raylt.config import Config
 from raylt.core.report import Report
@@ -20,6 +22,11 @@ from raylt.errors import ConfigError, RayltError, one_line
 from raylt.runs import lines
 from raylt.runs.board import figures_of, settings_of
 from raylt.runs.callbacks import Callback
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    from raylt.runs.grid import Picture
 
 AT_ONCE = 100               # settings that MLflow takes in one call
 TAG = "raylt.id"
@@ -65,6 +72,12 @@ class _Tracker(Callback):
         with self._told():
             self._log(dict(figures_of(lines.plain(report))), report.step)
 
+    def on_picture(self, picture: "Picture") -> None:
+        from PIL import Image
+
+        with self._told():
+            self._show(Image.open(io.BytesIO(picture.png)), picture.whose)
+
     def on_end(self, summary: dict[str, Any] | None) -> None:
         with self._told():
             self._close(None if summary is None else summary["model_sha256"])
@@ -82,6 +95,10 @@ class _Tracker(Callback):
         raise NotImplementedError
 
     def _log(self, figures: dict[str, float], step: int) -> None:
+        raise NotImplementedError
+
+    def _show(self, image: "Image.Image", whose: str) -> None:
+        """A picture of predictions, and of which model they are."""
         raise NotImplementedError
 
     def _close(self, model_sha256: str | None) -> None:
@@ -104,6 +121,12 @@ class Wandb(_Tracker):
 
     def _log(self, figures: dict[str, float], step: int) -> None:
         self._run.log(figures, step=step)
+
+    def _show(self, image: "Image.Image", whose: str) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        # at the step where W&B is: it drops what is for an earlier one, as after a resumption
+        self._run.log({"predictions": wandb.Image(image, caption=whose)})
 
     def _close(self, model_sha256: str | None) -> None:
         if self._run is not None:
@@ -146,6 +169,10 @@ class MLflow(_Tracker):
         now = int(1000 * time())
         self._client.log_batch(self._run, metrics=[Metric(NOT_IN_NAMES.sub("", name), value, now, step)
                                                    for name, value in figures.items()])
+
+    def _show(self, image: "Image.Image", whose: str) -> None:
+        self._client.log_image(self._run, image, "predictions.png")
+        self._client.set_tag(self._run, "raylt.predictions", whose)
 
     def _close(self, model_sha256: str | None) -> None:
         if self._client is not None:

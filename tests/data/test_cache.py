@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from raylt.data import packing, trees
+from raylt.data import decoding, packing
 from raylt.data.cache import Mapped, load, take
 from raylt.data.decoding import fitted_image
 from raylt.data.trees import How, decode_tree
@@ -55,7 +55,7 @@ def test_every_kind_of_image_becomes_rgb(tmp_path, mode, name):
 
 def test_a_second_opening_does_not_decode_again(tree, tmp_path, monkeypatch):
     first = decode("it", tree, FILES, 8, tmp_path / "cache")
-    monkeypatch.setattr(trees, "fitted_image", None)            # whoever calls it fails
+    monkeypatch.setattr(decoding, "fitted_image", None)            # whoever calls it fails
     second = decode("it", tree, FILES, 8, tmp_path / "cache")
     assert second.path == first.path
     assert (second.load() == first.load()).all()
@@ -129,7 +129,7 @@ def test_grey_stays_grey_where_all_images_are(tree, tmp_path):
 
 
 def test_a_killed_process_s_rows_are_not_decoded_again(tree, tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "AT_ONCE", 2)
+    monkeypatch.setattr(packing, "SHARE", 2)
     whole = decode("other", tree, FILES, 8, tmp_path / "cache").load()
     decoded = []
 
@@ -139,11 +139,11 @@ def test_a_killed_process_s_rows_are_not_decoded_again(tree, tmp_path, monkeypat
         decoded.append(Path(path).name)
         return fitted_image(path, *how)
 
-    monkeypatch.setattr(trees, "fitted_image", counted)
+    monkeypatch.setattr(decoding, "fitted_image", counted)
     with pytest.raises(KeyboardInterrupt):
         decode("it", tree, FILES, 8, tmp_path / "cache")
     assert sorted(decoded) == FILES[:4]
-    monkeypatch.setattr(trees, "fitted_image", lambda path, *how: decoded.append(Path(path).name) or fitted_image(
+    monkeypatch.setattr(decoding, "fitted_image", lambda path, *how: decoded.append(Path(path).name) or fitted_image(
         path, *how))
     assert (decode("it", tree, FILES, 8, tmp_path / "cache").load() == whole).all()
     assert sorted(decoded) == FILES

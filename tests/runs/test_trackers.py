@@ -1,6 +1,7 @@
 """Runs that MLflow and W&B are told of: what they get, and that they go on where they were."""
 
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -41,12 +42,17 @@ class FakeWandb:
 
     def init(self, **asked):
         known = any(session["id"] == asked["id"] for session in self.sessions)
-        session = {**asked, "steps": {}, "code": None, "summary": {}}
+        session = {**asked, "steps": {}, "logged": [], "code": None, "summary": {}}
         self.sessions.append(session)
         return SimpleNamespace(
             resumed=known, summary=session["summary"],
-            log=lambda figures, step: session["steps"].setdefault(step, figures),
+            log=lambda figures, step=None: (session["logged"].append(figures) if step is None else
+                                            session["steps"].setdefault(step, figures)),
             finish=lambda exit_code: session.update(code=exit_code))
+
+
+    def Image(self, image, caption):
+        return image.format, image.size, caption
 
 
 @pytest.fixture
@@ -69,6 +75,23 @@ def test_wandb_gets_settings_and_curves_and_goes_on(config, tmp_path, wandb):
     assert [*second["steps"]] == [2]
     assert second["steps"][2]["accuracy/test set"] == run.summary["accuracy"]["last"]
     assert second["summary"]["model_sha256"] == run.summary["model_sha256"]
+    (kind, (width, height), whose), = [shown["predictions"] for shown in second["logged"]]
+    assert (kind, whose, first["logged"]) == ("PNG", "global model", [])
+    assert min(width, height) > 96
+
+
+def test_a_picture_that_a_tool_does_not_take_is_told_and_the_run_is_done(config, tmp_path, wandb):
+    class Told(raylt.Callback):
+        def on_message(self, text, minor=False):
+            messages.append(text)
+
+    messages = []
+    wandb.Image = lambda *asked, **named: 1 / 0
+    run = raylt.run(config, out=tmp_path, name="one", fleet="local", quiet=True,
+                    callbacks=[*trackers(["wandb"]), Told()])
+    assert run.state == "done"
+    assert wandb.sessions[0]["code"] == 0
+    assert messages[-1].startswith("no picture of predictions: --track wandb: ZeroDivisionError")
 
 
 def test_a_run_that_was_not_logged_before_is_logged_from_its_first_step(config, tmp_path, wandb):
@@ -126,6 +149,9 @@ def test_mlflow_keeps_one_run_in_a_table_beside_the_run_folder(config, tmp_path,
     assert [(point.step, point.value) for point in curve] == [
         (report["step"], report["accuracy"]) for report in run.reports]
     assert "clients/local mean" in logged.data.metrics
+    picture, = (tmp_path / "mlartifacts").rglob("predictions.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert logged.data.tags["raylt.predictions"] == "global model"
 
 
 @pytest.mark.slow
@@ -137,9 +163,18 @@ def test_wandb_offline_writes_into_the_run_folder(config, tmp_path, monkeypatch)
     monkeypatch.delenv("WANDB_DIR", raising=False)
     run = raylt.run(config, out=tmp_path, name="one", fleet="local", quiet=True, callbacks=trackers(["wandb"]))
     file, = (run.folder / "wandb").glob("offline-run-*/*.wandb")
-    records = [Record.FromString(content) for content in records_of(file.read_bytes())]
+    deadline, records = time.monotonic() + 60, []
+    while not any(record.HasField("exit") for record in records):
+        assert time.monotonic() < deadline              # W&B's own process writes it, and is not waited for
+        time.sleep(0.1)
+        records = [Record.FromString(content) for content in records_of(file.read_bytes())]
     curve = [item.value_json for record in records for item in record.history.item
              if "accuracy/test set" in (item.key, *item.nested_key)]
     assert [float(value) for value in curve] == [report["accuracy"] for report in run.reports]
+    shown = {item.nested_key[1]: item.value_json for record in records for item in record.history.item
+             if item.nested_key[:1] == ["predictions"]}
+    assert shown["caption"] == '"global model"'
+    picture, = file.parent.rglob("predictions*.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert run.finished().summary["rounds"] == 2
     assert load(run.folder / "config.yaml").method["name"] == "fedprox"

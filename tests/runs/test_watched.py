@@ -124,7 +124,7 @@ def test_what_cannot_be_drawn_is_told_and_the_run_is_done(tmp_path, monkeypatch)
     monkeypatch.setattr("raylt.runs.grid._with_words", lambda *given: 1 / 0)
     run = raylt.run(config, out=tmp_path, name="second", fleet="local", quiet=True, callbacks=[Told()])
     assert run.state == "done"
-    assert told[-1].startswith("no picture of predictions for TensorBoard: ZeroDivisionError")
+    assert told[-1].startswith("no picture of predictions: ZeroDivisionError")
 
 
 # the screen
