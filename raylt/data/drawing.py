@@ -41,7 +41,8 @@ def draw(source: Source, config: DataConfig) -> Split:
     assert config.partition is not None
     return Split(IndexLists.of(subset[part] for part in parts), hash_labels(source.y_train), source.name,
                  config.imbalance, config.partition, config.alpha, config.seed,
-                 config.beta if config.partition == "classes" else None, test, share, source.client_names if config.partition == "by_id" else None,
+                 config.beta if config.partition == "classes" else None, test, share,
+                 source.client_names if config.partition == "by_id" else None,
                  None if config.tail == "global" else config.tail,
                  config.per_client if config.partition in ("pathological", "shards") else None)
 
