@@ -92,7 +92,8 @@ class Dispatch:
     def _take(self, slot: Slot, clients: Container[int] | None) -> bool:
         """Has a slot run the first of those that wait, of `clients` where they are given."""
         ids: list[int] = []
-        for id in self.waiting:
+        place = -1
+        for place, id in enumerate(self.waiting):
             if clients is None or id in clients:
                 if ids and not self._shares(id):
                     continue
@@ -101,6 +102,9 @@ class Dispatch:
                     break
         if not ids:
             return False
+        chosen = set(ids)
+        # those behind are not looked at: a call of everybody would take time in the square of the clients
+        self.waiting[:place + 1] = [id for id in self.waiting[:place + 1] if id not in chosen]
         self._submit(slot, ids)
         return True
 
@@ -108,8 +112,6 @@ class Dispatch:
         return self.fleet.all_sizes[id] <= SMALL and id not in self.alone
 
     def _submit(self, slot: Slot, ids: list[int], sums: Schema | None = None) -> None:
-        chosen = set(ids)
-        self.waiting = [id for id in self.waiting if id not in chosen]
         shards, handles = self.fleet.shards, [self.fleet.private(id) for id in ids]
         new = sorted({shards.places[id] for id in ids} - slot.held)
         slot.held.update(new)
