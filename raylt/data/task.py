@@ -216,7 +216,7 @@ def build_task(config: DataConfig, split: Split | None = None) -> Task:
     if config.validation:
         kept, held = carve(split.clients, source.strata, config.validation, config.seed)
     rows = kept if isinstance(kept, IndexLists) else IndexLists.of(kept)
-    shards = Holdings(shard(rows.flat), rows.ends, views)
+    shards = Holdings(shard(rows.flat), rows.ends, None if views is None else list(views))
     late = draw_newcomers(kept, config)
     extra = shard(auxiliary_rows(source, kept, late, held, config)) if config.auxiliary else None
     client_counts = _counts(shards, len(names))

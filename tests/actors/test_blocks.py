@@ -93,7 +93,7 @@ def test_whoever_waits_is_looked_at_once_or_twice_however_many_they_are(monkeypa
     fleet = SimpleNamespace(config=configure(clients), all_sizes=dict.fromkeys(range(clients), 3), slots=slots)
     dispatch = Dispatch(fleet, trouble.count, list(range(clients)), None, clients, None, None)
     dispatch.waiting = Looked(dispatch.waiting)
-    while any([dispatch._take(slot, slot.own) for slot in slots]):
+    while True in [dispatch._take(slot, slot.own) for slot in slots]:
         pass
     assert sorted(id for ids in sent for id in ids) == list(range(clients))
     assert {len(ids) for ids in sent} == {64, 2000 % 64}
