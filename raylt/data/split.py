@@ -96,7 +96,7 @@ class Split:
     def _fields(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def to_json(self) -> str:
+    def as_text(self) -> str:
         """The content of a split.json."""
         tree = {"sha256": self.sha256, **self._fields, "seal": self.seal}
         texts = {name: "".join(_texts(value)) if name in ("clients", "test") else
@@ -105,7 +105,7 @@ class Split:
 
     @classmethod
     def from_json(cls, content: str | bytes) -> "Split":
-        """The inverse of `to_json`.
+        """The inverse of `as_text`.
 
         Raises:
             DataError: another structure, or lists or fields that do not have the hashes beside them.
@@ -127,7 +127,7 @@ class Split:
         return split
 
     def save(self, path: Path) -> None:
-        store.write(path, self.to_json())
+        store.write(path, self.as_text())
 
     @classmethod
     def load(cls, path: Path) -> "Split":
