@@ -91,16 +91,19 @@ class Dispatch:
 
     def _take(self, slot: Slot, clients: Container[int] | None) -> bool:
         """Has a slot run the first of those that wait, of `clients` where they are given."""
-        ids: list[int] = []
-        for id in self.waiting:
+        places: list[int] = []
+        for place, id in enumerate(self.waiting):
             if clients is None or id in clients:
-                if ids and not self._shares(id):
+                if places and not self._shares(id):
                     continue
-                ids.append(id)
-                if len(ids) >= self.block or not self._shares(id):
+                places.append(place)
+                if len(places) >= self.block or not self._shares(id):
                     break
-        if not ids:
+        if not places:
             return False
+        ids, taken, looked = [self.waiting[place] for place in places], set(places), places[-1] + 1
+        # those behind stay as they are: each call of many would take time in the square of the clients
+        self.waiting[:looked] = [id for place, id in enumerate(self.waiting[:looked]) if place not in taken]
         self._submit(slot, ids)
         return True
 
@@ -108,8 +111,6 @@ class Dispatch:
         return self.fleet.all_sizes[id] <= SMALL and id not in self.alone
 
     def _submit(self, slot: Slot, ids: list[int], sums: Schema | None = None) -> None:
-        chosen = set(ids)
-        self.waiting = [id for id in self.waiting if id not in chosen]
         shards, handles = self.fleet.shards, [self.fleet.private(id) for id in ids]
         new = sorted({shards.places[id] for id in ids} - slot.held)
         slot.held.update(new)

@@ -29,5 +29,5 @@ class Shards:
         places: list[int] = []
         for number, pack in enumerate(packs(shards)):
             refs.append(ray.put(pack))
-            places += [number] * len(pack.ends)
+            places += [number] * len(pack.shards)
         return cls(refs, places)

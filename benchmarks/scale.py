@@ -8,7 +8,7 @@ beside them, since a busy machine stretches the first alone. A round is the medi
 milliseconds of a client call are CPU time of all processes, Ray's daemons with them, in rounds 2 to R - 1, and of the
 server's process alone; those of the bare loop are CPU time of one process that trains the same model on such batches
 with nothing around it, and the difference is what the framework adds. Memory is the largest proportional share (PSS) of
-the server actor and of the driver.
+the server actor, of the driver, and of both at the same time.
 """
 
 import argparse
@@ -53,6 +53,7 @@ class Row(NamedTuple):
     bare_ms: float
     server_mb: float
     driver_mb: float
+    together_mb: float
     wall_s: float
     model: str
 
@@ -68,14 +69,14 @@ def main() -> None:
     if arguments.rounds < 3 or min(arguments.clients) < max(ASKED, arguments.asked):
         parser.error(f"at least 3 rounds, {ASKED} clients, and as many as are asked")
     print("clients  asked  end of round 1, s  CPU s  a round, s  CPU ms a call  server   bare  beyond  server MB  "
-          "driver MB  whole run, s  model")
+          "driver MB  together MB  whole run, s  model")
     for clients in arguments.clients:
         with tempfile.TemporaryDirectory() as folder:
             row = measure(Path(folder), clients, arguments.asked, arguments.rounds, arguments.actors, arguments.method)
         print(f"{row.clients:7d}  {arguments.asked:5d}  {row.first_s:17.1f}  {row.first_cpu_s:5.1f}  "
               f"{row.round_s:10.2f}  {row.call_ms:13.2f}  {row.server_ms:6.2f}  {row.bare_ms:5.2f}  "
               f"{row.call_ms - row.bare_ms:6.2f}  {row.server_mb:9.0f}  {row.driver_mb:9.0f}  "
-              f"{row.wall_s:12.1f}  {row.model[:8]}", flush=True)
+              f"{row.together_mb:11.0f}  {row.wall_s:12.1f}  {row.model[:8]}", flush=True)
 
 
 def measure(folder: Path, clients: int, asked: int, rounds: int, actors: int, method: str) -> Row:
@@ -103,7 +104,8 @@ def measure(folder: Path, clients: int, asked: int, rounds: int, actors: int, me
             if count in (1, rounds - 1) and count not in cpu:
                 cpu[count] = cpu_seconds(run.pid)
                 servers |= {process.pid for process, kind in kinds(run.pid).items() if kind == "server"}
-            for kind, share in memory_mb(run.pid).items():
+            shares = memory_mb(run.pid)
+            for kind, share in [*shares.items(), ("together", sum(shares.values()))]:
                 memory[kind] = max(memory[kind], share)
             time.sleep(0.05 if count else 0.2)
         wall = time.perf_counter() - start
@@ -115,7 +117,8 @@ def measure(folder: Path, clients: int, asked: int, rounds: int, actors: int, me
     at_server = sum(spent[pid] for pid in servers & spent.keys())
     summary = json.loads((folder / "out/run/summary.json").read_text())
     return Row(clients, first, sum(cpu[1].values()), statistics.median(report["seconds"] for report in reports[1:]),
-               a_call * sum(spent.values()), a_call * at_server, bare, memory["server"], memory["driver"], wall,
+               a_call * sum(spent.values()), a_call * at_server, bare, memory["server"], memory["driver"],
+               memory["together"], wall,
                summary["model_sha256"])
 
 

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -19,6 +21,7 @@ from raylt.metrics import (
     mean_iou,
     owned_accuracy,
     owned_iou,
+    quality,
     seen_by_each,
     worst_decile,
 )
@@ -150,6 +153,23 @@ def test_client_figures_of_own_models_use_each_clients_own_matrix():
     figures = client_figures(each)
     assert figures["owned"] == {"mean": pytest.approx(0.9), "worst_decile": pytest.approx(0.8)}
     assert figures["global"] == {"mean": pytest.approx((1 + 5 / 7) / 2), "worst_decile": pytest.approx(5 / 7)}
+
+
+@pytest.mark.parametrize("decimals", [0, 1, 8])          # scores of two values, of eleven, hardly any twice
+def test_the_area_under_the_curve_is_scikit_learns_to_the_bit(decimals):
+    rng = np.random.default_rng(decimals)
+    for n in (2, 3, 10, 333):
+        truth, scores = rng.permutation(np.arange(n) % 3 > 0), rng.random((n, 1)).round(decimals)
+        shares = torch.from_numpy(np.hstack([1 - scores, scores]))
+        found = quality(shares, torch.from_numpy(truth.astype(np.int64)))
+        assert found["auc"] == (sk.roc_auc_score(~truth, shares[:, 0]) + sk.roc_auc_score(truth, shares[:, 1])) / 2
+
+
+@pytest.mark.slow
+def test_no_figure_imports_scikit_learn():
+    code = ("import sys, torch; from raylt.metrics import quality; quality(torch.tensor([[.2, .8], [.6, .4]]), "
+            "torch.tensor([1, 0])); assert 'sklearn' not in sys.modules and 'pandas' not in sys.modules")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 # label maps

@@ -4,6 +4,7 @@ import numpy as np
 
 from raylt.config import BENCHMARKS, DataConfig
 from raylt.data.cache import load
+from raylt.data.index_lists import IndexLists
 from raylt.data.longtail import long_tail_subset
 from raylt.data.maps import class_counts, shown
 from raylt.data.partition import partition
@@ -29,8 +30,8 @@ def draw(source: Source, config: DataConfig) -> Split:
             raise DataError(f"{source.name}: has no test images, and nobody recorded whose its images are, so none can "
                             "be split off for each client; add a test part")
         share = config.test or TEST
-        test = tuple(hold_out(source.ids, load(source.y_train), share, config.seed))
-        pool = np.setdiff1d(pool, np.concatenate(test))
+        test = IndexLists.of(hold_out(source.ids, load(source.y_train), share, config.seed))
+        pool = np.setdiff1d(pool, test.flat)
     elif config.test is not None:
         raise DataError(f"data.test = {config.test:g}: {source.name} has test images of its own, so none are split "
                         "off; leave data.test out")
@@ -38,9 +39,10 @@ def draw(source: Source, config: DataConfig) -> Split:
     parts = partition(labels, config, None if source.ids is None else source.ids[subset], known)
     assert config.imbalance is not None
     assert config.partition is not None
-    return Split(tuple(subset[part] for part in parts), hash_labels(source.y_train), source.name, config.imbalance,
-                 config.partition, config.alpha, config.seed, config.beta if config.partition == "classes" else None,
-                 test, share, source.client_names if config.partition == "by_id" else None,
+    return Split(IndexLists.of(subset[part] for part in parts), hash_labels(source.y_train), source.name,
+                 config.imbalance, config.partition, config.alpha, config.seed,
+                 config.beta if config.partition == "classes" else None, test, share,
+                 source.client_names if config.partition == "by_id" else None,
                  None if config.tail == "global" else config.tail,
                  config.per_client if config.partition in ("pathological", "shards") else None)
 

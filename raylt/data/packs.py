@@ -5,35 +5,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raylt.data.cache import Mapped, Stored, take
-from raylt.data.task import Shard
+from raylt.data.cache import Mapped, Stored
+from raylt.data.task import Holdings, Shard
 
 PACK_BYTES = 2**20          # what a pack holds at most, unless one client alone has more
 
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """Shards of clients with neighbouring ids, one after the other.
+    """Shards of clients with neighbouring ids.
 
     Args:
         first: the id of the first.
-        whole: their samples put together; its view is None.
-        ends: of each client, where its samples end, int64 [n].
-        views: of each client.
     """
 
     first: int
-    whole: Shard
-    ends: np.ndarray
-    views: tuple[np.ndarray | None, ...]
+    shards: Holdings
 
     def shard(self, id: int) -> Shard:
         """One client's, without a copy of images that are in memory."""
-        place = id - self.first
-        start, end = int(self.ends[place - 1]) if place else 0, int(self.ends[place])
-        x, y, ids = self.whole.x, self.whole.y, self.whole.ids
-        return Shard(_cut(x, start, end), _cut(y, start, end), None if ids is None else ids[start:end],
-                     self.views[place])
+        return self.shards[id - self.first]
 
 
 def packs(shards: Sequence[Shard]) -> Iterator[Pack]:
@@ -52,7 +43,9 @@ def _pack(first: int, shards: Sequence[Shard]) -> Pack:
     ids = [shard.ids for shard in shards if shard.ids is not None]
     whole = Shard(_together([shard.x for shard in shards]), _together([shard.y for shard in shards]),
                   np.concatenate(ids) if ids else None)
-    return Pack(first, whole, np.cumsum([len(shard) for shard in shards]), tuple(shard.view for shard in shards))
+    views = [shard.view for shard in shards]
+    return Pack(first, Holdings(whole, np.cumsum([len(shard) for shard in shards]),
+                                None if all(view is None for view in views) else views))
 
 
 def _together(parts: Sequence[Stored]) -> Stored:
@@ -64,10 +57,6 @@ def _together(parts: Sequence[Stored]) -> Stored:
     mapped = [part for part in parts if isinstance(part, Mapped)]
     assert len({part.path for part in mapped}) == 1, "a task's images are one file"
     return Mapped(mapped[0].path, np.concatenate([part.rows for part in mapped]))
-
-
-def _cut(stored: Stored, start: int, end: int) -> Stored:
-    return take(stored, np.arange(start, end)) if isinstance(stored, Mapped) else stored[start:end]
 
 
 def _nbytes(shard: Shard) -> int:

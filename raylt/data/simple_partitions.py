@@ -6,6 +6,7 @@ hold each position once.
 
 import numpy as np
 
+from raylt.data.index_lists import grouped
 from raylt.errors import DataError
 
 
@@ -27,7 +28,7 @@ def by_id(ids: np.ndarray | None, clients: int, known: np.ndarray | None = None)
     if len(known) != clients:
         raise DataError(f"data.clients = {clients}: the samples record {len(known)} different ids and by_id makes "
                         f"one client of each; set data.clients={len(known)}")
-    return [np.flatnonzero(ids == one) for one in known]
+    return list(grouped(ids, known))
 
 
 def pathological(labels: np.ndarray, clients: int, held: int, rng: np.random.Generator) -> list[np.ndarray]:

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -13,10 +14,12 @@ from typing_extensions import TypedDict
 
 from raylt import store
 from raylt.data.cache import Stored, load, take
+from raylt.data.index_lists import IndexLists
 from raylt.errors import CheckpointError, DataError
 from raylt.typed import as_json, closed, hash_json
 
 LIMIT = 2**30               # bytes of a split.json: a hundred million samples
+AT_ONCE = 1000              # clients whose lists are text at the same time
 Row = Annotated[int, Field(ge=-2**63, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
@@ -63,7 +66,7 @@ class Split:
         per_client: `data.per_client`, of the partitions that go by it.
     """
 
-    clients: tuple[np.ndarray, ...]
+    clients: Sequence[np.ndarray]
     labels_sha256: str
     source: str
     imbalance: float
@@ -71,32 +74,38 @@ class Split:
     alpha: float
     seed: int
     beta: int | None = None
-    test: tuple[np.ndarray, ...] | None = None
+    test: Sequence[np.ndarray] | None = None
     test_share: float | None = None
     client_names: tuple[str, ...] | None = None
     tail: Literal["local", "mixed"] | None = None
     per_client: int | None = None
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """SHA-256 of the clients' index lists alone, as JSON without spaces."""
         return _hash(self.clients)
 
-    @property
+    @cached_property
     def seal(self) -> str:
         """SHA-256 of everything, the index lists by theirs."""
-        tree = {**asdict(self), "clients": self.sha256, "test": None if self.test is None else _hash(self.test)}
+        tree = {**self._fields, "clients": self.sha256, "test": None if self.test is None else _hash(self.test)}
         # what came later counts where it is there: splits drawn before keep their seal
         return hash_json({name: value for name, value in tree.items() if name not in _LATER or value is not None})
 
-    def to_json(self) -> dict[str, Any]:
-        tree = {"sha256": self.sha256, **asdict(self), "clients": _lists(self.clients),
-                "test": None if self.test is None else _lists(self.test), "seal": self.seal}
-        return {name: value for name, value in tree.items() if value is not None}
+    @property
+    def _fields(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def as_text(self) -> str:
+        """The content of a split.json."""
+        tree = {"sha256": self.sha256, **self._fields, "seal": self.seal}
+        texts = {name: "".join(_texts(value)) if name in ("clients", "test") else
+                 json.dumps(value, separators=(",", ":")) for name, value in tree.items() if value is not None}
+        return "{" + ",".join(f'"{name}":{text}' for name, text in texts.items()) + "}"
 
     @classmethod
     def from_json(cls, content: str | bytes) -> "Split":
-        """The inverse of `to_json`, from its text.
+        """The inverse of `as_text`.
 
         Raises:
             DataError: another structure, or lists or fields that do not have the hashes beside them.
@@ -105,7 +114,7 @@ class Split:
         sha256, seal = tree.pop("sha256"), tree.pop("seal")
         for name in ("clients", "test"):
             if name in tree:
-                tree[name] = tuple(np.array(rows, dtype=np.int64) for rows in tree[name])
+                tree[name] = IndexLists.of(np.array(rows, dtype=np.int64) for rows in tree[name])
         if "client_names" in tree:
             tree["client_names"] = tuple(tree["client_names"])
         split = cls(**tree)
@@ -118,7 +127,7 @@ class Split:
         return split
 
     def save(self, path: Path) -> None:
-        store.write(path, json.dumps(self.to_json(), separators=(",", ":")))
+        store.write(path, self.as_text())
 
     @classmethod
     def load(cls, path: Path) -> "Split":
@@ -144,9 +153,17 @@ def hash_labels(labels: Stored) -> str:
     return digest.hexdigest()
 
 
-def _lists(rows: Sequence[np.ndarray]) -> list[list[int]]:
-    return [each.tolist() for each in rows]
+def _texts(lists: Sequence[np.ndarray]) -> Iterator[str]:
+    """The lists as JSON without spaces, in pieces: as Python's own numbers they take several times the memory."""
+    yield "["
+    for start in range(0, len(lists), AT_ONCE):
+        part = json.dumps([rows.tolist() for rows in lists[start:start + AT_ONCE]], separators=(",", ":"))
+        yield ("," if start else "") + part[1:-1]
+    yield "]"
 
 
-def _hash(rows: Sequence[np.ndarray]) -> str:
-    return hashlib.sha256(json.dumps(_lists(rows), separators=(",", ":")).encode()).hexdigest()
+def _hash(lists: Sequence[np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for text in _texts(lists):
+        digest.update(text.encode())
+    return digest.hexdigest()

@@ -1,22 +1,26 @@
 """`Task`: the data of an experiment, and who holds which part of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
+from typing import overload
 
 import numpy as np
 
 from raylt.config import DataConfig
 from raylt.data.auxiliary import auxiliary_rows
-from raylt.data.cache import Stored, load, take
+from raylt.data.cache import Stored, cut, load, take
 from raylt.data.drawing import draw, notes
+from raylt.data.index_lists import IndexLists, bounds
 from raylt.data.longtail import group_of
 from raylt.data.maps import BACKGROUND, VOID, class_counts, class_views, relabel
 from raylt.data.newcomers import draw_newcomers
-from raylt.data.source import Kind, Source, channel_statistics
+from raylt.data.source import Kind, channel_statistics
 from raylt.data.sources import group_thresholds, open_source
-from raylt.data.split import Split, hash_labels
+from raylt.data.split import Split
+from raylt.data.split_source import check, own_tests
 from raylt.data.validation import carve
-from raylt.errors import DataError
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +50,43 @@ class Shard:
     def labels(self) -> np.ndarray:
         """`y` in memory, as the holder sees it."""
         return load(self.y) if self.view is None else relabel(load(self.y), self.view)
+
+
+@dataclass(frozen=True, eq=False)
+class Holdings(Sequence[Shard]):
+    """The shards of clients as one value: each is made when it is asked for, a view of what all hold together.
+
+    Args:
+        whole: the clients' samples, one client after the other; its view is None.
+        ends: of each client, where its samples end, int64 [K].
+        views: of each client; None where each class is itself to everybody.
+    """
+
+    whole: Shard
+    ends: np.ndarray
+    views: Sequence[np.ndarray | None] | None = None
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Images of each client, int64 [K]."""
+        return np.diff(self.ends, prepend=0)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @overload
+    def __getitem__(self, client: int) -> Shard: ...
+
+    @overload
+    def __getitem__(self, client: slice) -> tuple[Shard, ...]: ...
+
+    def __getitem__(self, client: int | slice) -> Shard | tuple[Shard, ...]:
+        if isinstance(client, slice):
+            return tuple(self[k] for k in range(len(self))[client])
+        start, end = bounds(self.ends, client)
+        ids = self.whole.ids
+        return Shard(cut(self.whole.x, start, end), cut(self.whole.y, start, end),
+                     None if ids is None else ids[start:end], None if self.views is None else self.views[client])
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,12 +135,12 @@ class Task(Facts):
 
     client_counts: np.ndarray
     groups: tuple[str, ...]
-    shards: tuple[Shard, ...]
+    shards: Sequence[Shard]
     test: Shard
     split: Split
     validation: Shard | None = None
     client_names: tuple[str, ...] = ()
-    own_tests: tuple[np.ndarray, ...] | None = None
+    own_tests: Sequence[np.ndarray] | None = None
     notes: tuple[str, ...] = ()
     auxiliary: Shard | None = None
     newcomers: tuple[int, ...] = ()
@@ -113,15 +154,17 @@ class Task(Facts):
         """Global training samples, or pixels, per class, int64 [C]."""
         return self.client_counts.sum(0)
 
-    @property
+    @cached_property
     def sizes(self) -> np.ndarray:
         """Images of each client, int64 [K]."""
-        return np.array([len(shard) for shard in self.shards])
+        return self.shards.sizes if isinstance(self.shards, Holdings) else np.array(list(map(len, self.shards)))
 
     @property
     def views(self) -> np.ndarray:
         """The class that each class is to each client when it is judged, int64 [K, C]."""
         itself = np.arange(self.classes)
+        if isinstance(self.shards, Holdings) and self.shards.views is None:
+            return np.tile(itself, (self.clients, 1))
         return np.stack([itself if shard.renaming is None else shard.renaming for shard in self.shards])
 
     @property
@@ -130,9 +173,10 @@ class Task(Facts):
 
     def without_data(self) -> "Task":
         """What the server may know: sizes and views of the shards stay, their images and labels do not."""
-        # one pair of arrays for all clients of a size: a hundred thousand of them travel in a second
-        empty = {n: (np.empty((n, 0, 0, 0), np.uint8), np.empty((n, 0), np.uint8)) for n in set(map(len, self.shards))}
-        return replace(self, shards=tuple(Shard(*empty[len(shard)], None, shard.view) for shard in self.shards))
+        ends = np.cumsum(self.sizes)
+        nothing = Shard(np.empty((ends[-1], 0, 0, 0), np.uint8), np.empty((ends[-1], 0), np.uint8))
+        views = self.shards.views if isinstance(self.shards, Holdings) else [shard.view for shard in self.shards]
+        return replace(self, shards=Holdings(nothing, ends, views))
 
     @property
     def facts(self) -> Facts:
@@ -151,10 +195,10 @@ def build_task(config: DataConfig, split: Split | None = None) -> Task:
     """
     source = open_source(config)
     if split is not None:
-        _check(split, source, config, "the split of this run")
+        check(split, source, config, "the split of this run")
     elif config.split is not None:
         split = Split.load(Path(config.split).expanduser())
-        _check(split, source, config, config.split)
+        check(split, source, config, config.split)
     else:
         split = draw(source, config)
     names, views = source.class_names, None
@@ -165,17 +209,17 @@ def build_task(config: DataConfig, split: Split | None = None) -> Task:
         if config.erased == "background":
             names, groups = (*names, BACKGROUND), [*groups, "-"]
 
-    def shard(rows: np.ndarray, client: int | None = None) -> Shard:
-        view = None if views is None or client is None else views[client]
-        return Shard(take(source.x_train, rows), take(source.y_train, rows), rows, view)
+    def shard(rows: np.ndarray) -> Shard:
+        return Shard(take(source.x_train, rows), take(source.y_train, rows), rows)
 
     kept, held = split.clients, None
     if config.validation:
         kept, held = carve(split.clients, source.strata, config.validation, config.seed)
-    shards = tuple(shard(rows, k) for k, rows in enumerate(kept))
+    rows = kept if isinstance(kept, IndexLists) else IndexLists.of(kept)
+    shards = Holdings(shard(rows.flat), rows.ends, None if views is None else list(views))
     late = draw_newcomers(kept, config)
     extra = shard(auxiliary_rows(source, kept, late, held, config)) if config.auxiliary else None
-    client_counts = np.stack([class_counts(its.labels(), len(names)) for its in shards])
+    client_counts = _counts(shards, len(names))
     mean, std, test = source.mean, source.std, Shard(source.x_test, source.y_test)
     if split.test is not None:
         mean, std = channel_statistics(take(source.x_train, np.sort(np.concatenate(split.clients))))
@@ -185,7 +229,7 @@ def build_task(config: DataConfig, split: Split | None = None) -> Task:
         mean, std = (0.0,) * channels, (1.0,) * channels
     return Task(source.name, names, (height, width, channels), mean, std, client_counts, tuple(groups),
                 shards, test, split, None if held is None else shard(held), split.client_names or (),
-                _own_tests(source, split), (*source.notes, *notes(source, split, load(test.y))), extra, late,
+                own_tests(source, split), (*source.notes, *notes(source, split, load(test.y))), extra, late,
                 kind=source.kind)
 
 
@@ -196,36 +240,10 @@ def complete(config: DataConfig, split: Split) -> DataConfig:
     return config.model_copy(update={key: value for key, value in known.items() if getattr(config, key) is None})
 
 
-def _own_tests(source: Source, split: Split) -> tuple[np.ndarray, ...] | None:
-    if split.partition != "by_id":
-        return None
-    if split.test is not None:
-        return tuple(np.split(np.arange(sum(map(len, split.test))), np.cumsum([len(rows) for rows in split.test])[:-1]))
-    if source.test_ids is None or source.ids is None:
-        return None
-    return tuple(np.flatnonzero(source.test_ids == known) for known in np.unique(source.ids))
-
-
-def _check(split: Split, source: Source, config: DataConfig, name: str) -> None:
-    """Raises a DataError where a split cannot be one of these data."""
-    if split.labels_sha256 != hash_labels(source.y_train):
-        raise DataError(f"{name}: drawn from {split.source}, whose training labels are not those of data.source = "
-                        f"{config.source}; use the source it was drawn from")
-    if config.clients is not None and len(split.clients) != config.clients:
-        raise DataError(f"{name}: has {len(split.clients)} clients, data.clients = {config.clients}; "
-                        f"set data.clients={len(split.clients)}")
-    if (split.test is not None) != (not len(source.y_test)):
-        raise DataError(f"{name}: was drawn where {source.name} had {'no' if split.test is not None else 'a'} test "
-                        "part, which is otherwise now; draw the split anew")
-    rows = np.concatenate([*split.clients, *(split.test or ())])
-    if not len(rows) or rows.min() < 0 or rows.max() >= len(source.y_train):
-        raise DataError(f"{name}: indices must be from 0 to {len(source.y_train) - 1} and at least one; "
-                        "draw the split anew")
-    if len(np.unique(rows)) != len(rows):
-        raise DataError(f"{name}: some sample is listed more than once; draw the split anew")
-    if (split.partition == "classes") != (split.beta is not None):
-        raise DataError(f"{name}: partition {split.partition} with beta {split.beta}; beta belongs to partition "
-                        "classes alone; draw the split anew")
-    if split.beta is not None and (source.kind != "segmentation" or split.beta > len(source.class_names)):
-        raise DataError(f"{name}: beta {split.beta}: clients keep classes of label maps only, and {source.name} is a "
-                        f"problem of {source.kind} with {len(source.class_names)} classes; draw the split anew")
+def _counts(shards: Holdings, classes: int) -> np.ndarray:
+    """Training samples, or pixels, per client and class as the client sees it, int64 [K, C]."""
+    y = shards.whole.y
+    if len(y.shape) > 1 or shards.views is not None:
+        return np.stack([class_counts(shard.labels(), classes) for shard in shards])
+    owners = np.repeat(np.arange(len(shards)), shards.sizes)
+    return np.bincount(owners * classes + load(y), minlength=len(shards) * classes).reshape(-1, classes)

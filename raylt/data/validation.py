@@ -5,12 +5,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from raylt.data.index_lists import IndexLists, grouped
 from raylt.seeds import seed_for
 
 Rows = Sequence[np.ndarray]
 
 
-def carve(clients: Rows, labels: np.ndarray, share: float, seed: int) -> tuple[list[np.ndarray], np.ndarray]:
+def carve(clients: Rows, labels: np.ndarray, share: float, seed: int) -> tuple[IndexLists, np.ndarray]:
     """Takes `share` of each class's samples away from the clients; a function of its arguments alone.
 
     Of a class with n samples round(share * n) are taken, at least one, at most n - 1: a class with one sample stays in
@@ -39,7 +40,7 @@ def carve(clients: Rows, labels: np.ndarray, share: float, seed: int) -> tuple[l
                 taken[place] = True
                 left[owner[place]] -= 1
                 wanted -= 1
-    kept = [its[~taken[owner == k]] for k, its in enumerate(clients)]
+    kept = IndexLists(rows[~taken], np.cumsum(np.bincount(owner[~taken], minlength=len(clients))))
     return kept, np.sort(rows[taken])
 
 
@@ -59,9 +60,8 @@ def hold_out(ids: np.ndarray, labels: np.ndarray, share: float, seed: int) -> li
         Of each different id, in sorted order, rows of its test samples, int64 [n], ascending.
     """
     parts = []
-    for place, known in enumerate(np.unique(ids)):
+    for place, rows in enumerate(grouped(ids, np.unique(ids))):
         rng = np.random.default_rng(seed_for(seed, "test part", place))
-        rows = np.flatnonzero(ids == known)
         members = [rng.permutation(rows[labels[rows] == c]) for c in np.unique(labels[rows])]
         counts = [min(int(share * len(each) + 0.5), len(each) - 1) for each in members]
         largest = max(range(len(members)), key=lambda c: len(members[c]))

@@ -16,6 +16,7 @@ A step is committed in this order: checkpoint renamed into its place, then its l
 has the line in the checkpoint.
 """
 
+import json
 import os
 import shutil
 import time
@@ -94,7 +95,8 @@ class Journal:
         if origins:
             journal._open.write(identity.ORIGINS, identity.as_text(list(origins)))
         if outline is not None:
-            journal._open.write(OUTLINE, identity.as_text(outline))
+            # compact: of a hundred thousand clients it is megabytes, and nobody reads it
+            journal._open.write(OUTLINE, json.dumps(outline, separators=(",", ":")) + "\n")
         identity.write(journal._open, identity.identify(config, split, data, origins, parent))
         # written last: a folder with a config.yaml can be resumed
         journal._open.write("config.yaml", notation.write(config.model_dump(mode="json")))

@@ -1,5 +1,7 @@
 """Calls of many small clients travel in blocks: with what comes of it nobody could tell."""
 
+from types import SimpleNamespace
+
 import pytest
 import trouble
 from many import LARGE, NOBODY, configure, make_fleet, make_many
@@ -74,6 +76,29 @@ def test_blocks_give_the_bits_of_one_client_at_a_time(fleet, task, undisturbed, 
     assert trained
     assert max(map(len, blocks)) == 39 // (4 * 2)
     assert len(blocks) < len([id for ids in blocks for id in ids]) / 2
+
+
+def test_whoever_waits_is_looked_at_once_or_twice_however_many_they_are(monkeypatch):
+    looked, sent = [], []
+
+    class Looked(list):
+        def __iter__(self):
+            for id in super().__iter__():
+                looked.append(id)
+                yield id
+
+    monkeypatch.setattr(Dispatch, "_submit", lambda self, slot, ids, *sums: sent.append(ids))
+    clients = 4000
+    slots = [SimpleNamespace(own=frozenset(range(start, clients, 2))) for start in (0, 1)]
+    fleet = SimpleNamespace(config=configure(clients), all_sizes=dict.fromkeys(range(clients), 3), slots=slots)
+    dispatch = Dispatch(fleet, trouble.count, list(range(clients)), None, clients, None, None)
+    dispatch.waiting = Looked(dispatch.waiting)
+    while True in [dispatch._take(slot, slot.own) for slot in slots]:
+        pass
+    assert sorted(id for ids in sent for id in ids) == list(range(clients))
+    assert {len(ids) for ids in sent} == {64, 2000 % 64}
+    assert all(set(ids) <= slot.own for ids, slot in zip(sent, 32 * slots, strict=False))
+    assert len(looked) < 3 * clients            # 62 calls that each look at all who wait: 30 times
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_the_test_part_is_seeded_sealed_and_in_the_file(shops, tmp_path):
     task = build_task(config(shops))
     task.split.save(tmp_path / "split.json")
     again = Split.load(tmp_path / "split.json")
-    assert again.to_json() == task.split.to_json()
+    assert again.as_text() == task.split.as_text()
     assert again.test_share == 0.2
     assert again.client_names == task.client_names
     more = build_task(config(shops, test=0.5))

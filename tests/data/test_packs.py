@@ -35,13 +35,13 @@ def test_neighbours_share_a_pack_up_to_its_size_and_a_large_client_has_its_own()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("raylt.data.packs.PACK_BYTES", 600)
         packed = list(packs(shards))
-    assert [(pack.first, len(pack.ends)) for pack in packed] == [(0, 3), (3, 1), (4, 2)]
-    assert packed[1].whole.x is shards[3].x         # not copied
+    assert [(pack.first, len(pack.shards)) for pack in packed] == [(0, 3), (3, 1), (4, 2)]
+    assert packed[1].shards.whole.x is shards[3].x         # not copied
 
 
 def test_images_of_a_file_stay_rows_of_it():
     shards = [Shard(Mapped("/images.npy", np.array(rows)), np.zeros(len(rows), np.int64)) for rows in ([4, 7], [1])]
     pack, = packs(shards)
-    assert isinstance(pack.whole.x, Mapped)
-    assert pack.whole.x.rows.tolist() == [4, 7, 1]
+    assert isinstance(pack.shards.whole.x, Mapped)
+    assert pack.shards.whole.x.rows.tolist() == [4, 7, 1]
     assert pack.shard(1).x.rows.tolist() == [1]

@@ -158,12 +158,12 @@ def test_data_settings(fixture, folder):
 
 @functools.cache
 def _clean_split() -> dict[str, Any]:
-    return build_task(DataConfig(clients=4, imbalance=100)).split.to_json()
+    return json.loads(build_task(DataConfig(clients=4, imbalance=100)).split.as_text())
 
 
 def _same_rows(task: Any) -> bool:
     clean = _clean_split()
-    return task.split.sha256 == clean["sha256"] and task.split.to_json() == clean
+    return task.split.sha256 == clean["sha256"] and json.loads(task.split.as_text()) == clean
 
 
 @cases("splits")
@@ -367,7 +367,7 @@ def _of_run(folder: Path) -> Any:
     lines = [{key: value for key, value in line.items() if key not in times and "sha256" not in key}
              for line in run.reports]
     experiment = run.experiment()
-    return (run.config.model_dump(exclude={"output", "resources"}), run.split.to_json(),
+    return (run.config.model_dump(exclude={"output", "resources"}), run.split.as_text(),
             json.dumps(lines, sort_keys=True), run.summary["model_sha256"], run.summary["accuracy"],
             hash_tensors(experiment.server.model.state_dict()))
 
