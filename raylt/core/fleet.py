@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from raylt import tree
 from raylt.config import Config
@@ -43,7 +44,7 @@ def compute(fn: ItemFunction, item: Tree, threads: int, device: torch.device) ->
         result = fn(tree.to(item, device))
     finally:
         torch.set_num_threads(before)
-    return tree.map_tensors(lambda t: t.detach().cpu().contiguous(), result)
+    return tree.map_tensors(Tensor.contiguous, tree.to(tree.map_tensors(Tensor.detach, result), torch.device("cpu")))
 
 
 @dataclass(frozen=True)

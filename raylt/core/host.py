@@ -54,7 +54,8 @@ class Host:
         client = self._admit(id, shard)
         entries, state = (self._initial, {}) if private is None else (private["model"], private["state"])
         client.recall(state)
-        client.receive(entries)
+        arrived = tree.to({"entries": entries, "message": message}, self.device)
+        client.receive(arrived["entries"])
         self.model.train()              # whoever ran before: a call starts from the same mode
         name, seed = getattr(fn, "__name__", "call"), self.setup.config.seed
         client.begin(name, round)
@@ -62,7 +63,7 @@ class Host:
         torch.set_num_threads(self._threads)        # the same everywhere: it decides the order of some sums
         try:
             with seeded(seed, name, round, id, device=self.device):
-                reply = fn(client, tree.to(message, self.device))
+                reply = fn(client, arrived["message"])
         finally:
             torch.set_num_threads(threads)
         client.check_stamps()
