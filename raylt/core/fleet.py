@@ -10,6 +10,7 @@ count, reduced in id order in float64, and counted in bytes.
 """
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -91,6 +92,10 @@ class Fleet(ABC):
     def begin(self, round: int) -> None:
         """Starts a round: seeds follow its number, and its ledger is empty."""
         self.round, self.ledger = round, Ledger()
+
+    def note(self, text: str) -> None:
+        """Tells the user in a line of something that went wrong and was mended."""
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ import torch
 from raylt import tree
 from raylt.core.client import Client, ClientFunction, Message, Reply
 from raylt.core.evaluation import EvaluationSet
+from raylt.core.full import is_full
 from raylt.core.setup import Setup, private_entries
 from raylt.core.wire import Unusable, plain, room_for
 from raylt.data.samples import Samples
@@ -39,7 +40,7 @@ class Host:
 
     def run(self, fn: ClientFunction, message: Message, round: int, id: int, shard: Shard | None,
             private: Tree | None) -> tuple[Reply | Unusable, Tree]:
-        """Runs one client's function once.
+        """Runs one client's function once; where the device is full, without the data of the other clients again.
 
         Args:
             shard: the client's data; needed the first time, and after they gave way.
@@ -51,6 +52,15 @@ class Host:
         Raises:
             LateWrite: the function changed what it had handed over.
         """
+        try:
+            return self._run(fn, message, round, id, shard, private)
+        except Exception as error:
+            if not (is_full(error) and self.drop(all_but=id)):
+                raise
+        return self._run(fn, message, round, id, shard, private)    # the error's frames would keep what they hold alive
+
+    def _run(self, fn: ClientFunction, message: Message, round: int, id: int, shard: Shard | None,
+             private: Tree | None) -> tuple[Reply | Unusable, Tree]:
         client = self._admit(id, shard)
         entries, state = (self._initial, {}) if private is None else (private["model"], private["state"])
         client.recall(state)
