@@ -13,11 +13,12 @@ from typing import Any
 import ray
 import torch
 
-from actors.faults import DeviceFull, is_full, told
+from actors.faults import DeviceFull, told
 from raylt.config import Config
 from raylt.core.client import ClientFunction, Reply
 from raylt.core.device import describe, open_device
 from raylt.core.fleet import ItemFunction, compute
+from raylt.core.full import is_full
 from raylt.core.host import Host
 from raylt.core.schema import Schema
 from raylt.core.setup import Setup
@@ -129,19 +130,10 @@ class ClientActor:
 
     def _call(self, fn: ClientFunction, message: Tree, block: Block, id: int, pack: Pack, private: Tree | None
               ) -> tuple[Reply | Unusable | str, Tree]:
-        def call() -> tuple[Reply | Unusable, Tree]:
+        try:
             shard = None if id in self.host.clients else pack.shard(id)
             reply, after = self.host.run(fn, message, block.round, id, shard, private)
             return packed(*(_copied(reply, after) if len(block.clients) > 1 else (reply, after)))
-
-        try:
-            try:
-                return call()
-            except Exception as error:
-                # the data of clients that wait here give way before anything else does
-                if not (is_full(error) and self.host.drop(all_but=id)):
-                    raise
-            return call()           # out here: the error's frames would keep what they hold alive
         except Exception as error:
             return told(error, self.host.device), {}
 

@@ -12,6 +12,10 @@ itself alone; what each has measured until then is kept. OUT gets everything as 
               tf32 and bfloat16
     memory    bytes that a process takes of the device at its peak, beside what raylt estimates before a run
     rounds    seconds of one round of the recipes' protocols in one process, and of all their rounds
+    processes seconds and steps per second of 1, 2 and 4 processes that train at the same time, without NVIDIA's
+              Multi-Process Service (MPS) and with it, where this machine has nvidia-cuda-mps-control: it is started in
+              folders of its own for that, and ended
+    streams   seconds of the steps of two models in one process, on a CUDA stream each and one after the other
 
 It ran on no GPU yet: its parts are tested on a CPU, in their smallest settings.
 """
@@ -20,37 +24,27 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))        # where raylt is not installed
 
-import numpy as np
 import torch
+from gpu_sharing import processes, streams
+from gpu_tasks import Finding, config_of, open_experiment, protocol, until
 
-from raylt.config import Config, load, recipe
 from raylt.core.checkpoint import hash_tensors
 from raylt.core.device import describe, open_device
-from raylt.core.experiment import Experiment
-from raylt.core.host import Host
-from raylt.core.in_process import LocalFleet
-from raylt.data.split import Split
-from raylt.data.task import Shard, Task
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
-from raylt.registry import resolve
 
 SAMPLES = 12_406                # CIFAR-10-LT of imbalance factor 100
 SAME = ("fedavg", "fedprox", "sfd", "mupfl", "bpfed", "fedsm")
 PROTOCOLS = ("fedsm/cifar10_if100_alpha0.5_k20", "sfd/cifar10_if100_alpha0.2_k10",
              "mupfl/cifar10_if100_alpha0.5_k50", "bpfed/cifar10_if100_alpha0.5_k20")
 CONTEXT = 600 * 2**20           # what actors/probe.py takes a CUDA context for
-LIMITS = {"bits": 90, "steps": 240, "memory": 60, "rounds": 180}
-
-Finding = dict[str, Any]
+LIMITS = {"bits": 75, "steps": 190, "memory": 45, "rounds": 130, "processes": 100, "streams": 30}
 
 
 def main() -> None:
@@ -96,7 +90,7 @@ def in_turn(seconds: float) -> Iterator[Finding]:
 def bits(seconds: float, methods: tuple[str, ...] = SAME, device: str = "cuda", model: str = "resnet8",
          samples: int = 256) -> Iterator[Finding]:
     """Whether the same round has the same bits twice, and without graphs."""
-    for name, deterministic in _until(seconds, [(name, strict) for name in methods for strict in (False, True)]):
+    for name, deterministic in until(seconds, [(name, strict) for name in methods for strict in (False, True)]):
         hashes = []
         for recorded in ("auto", "auto", "off"):
             config = config_of(name, f"resources.device={device}", f"model={model}", f"resources.graphs={recorded}",
@@ -115,7 +109,7 @@ def steps(seconds: float, methods: tuple[str, ...] = tuple(METHODS), device: str
     there = [name for name in methods if "classification" in METHODS[name].problems]
     cases = [(name, "float32", recorded) for name in there for recorded in ("auto", "off")]
     cases += [(name, precision, "auto") for name in methods[:1] for precision in ("tf32", "bfloat16")]
-    for name, precision, recorded in _until(seconds, cases):
+    for name, precision, recorded in until(seconds, cases):
         took, taken = [], []
         for passes in epochs:
             config = config_of(name, f"resources.device={device}", f"model={model}", f"local.epochs={passes}",
@@ -131,7 +125,7 @@ def steps(seconds: float, methods: tuple[str, ...] = tuple(METHODS), device: str
 
 def memory(seconds: float, protocols: tuple[str, ...] = PROTOCOLS) -> Iterator[Finding]:
     """Peak of a round of the whole largest client, beside the estimate of two of its batches."""
-    for name in _until(seconds, protocols):
+    for name in until(seconds, protocols):
         config = protocol(name)
         assert config.data.clients is not None
         most = SAMPLES // config.data.clients * 3
@@ -150,7 +144,7 @@ def memory(seconds: float, protocols: tuple[str, ...] = PROTOCOLS) -> Iterator[F
 def rounds(seconds: float, protocols: tuple[str, ...] = PROTOCOLS, device: str = "cuda",
            overrides: tuple[str, ...] = (), samples: int = SAMPLES) -> Iterator[Finding]:
     """Seconds of the second round in one process, and what all rounds would take."""
-    for name in _until(seconds, protocols):
+    for name in until(seconds, protocols):
         config = protocol(name, f"resources.device={device}", *overrides)
         assert config.data.clients is not None
         experiment = open_experiment(config, samples // config.data.clients, config.data.clients)
@@ -160,48 +154,8 @@ def rounds(seconds: float, protocols: tuple[str, ...] = PROTOCOLS, device: str =
                "all_seconds": report.seconds * config.federation.rounds}
 
 
-PARTS: dict[str, Callable[[float], Iterator[Finding]]] = {"bits": bits, "steps": steps, "memory": memory,
-                                                         "rounds": rounds}
-
-
-def _until(seconds: float, cases: Any) -> Iterator[Any]:
-    end = time.monotonic() + seconds
-    for case in cases:
-        if time.monotonic() > end:
-            return
-        yield case
-
-
-def config_of(method: str, *settings: str) -> Config:
-    """A method as it is by default, but for what needs files; the last settings win."""
-    none = ["method.teacher=none"] if method == "fedsm" else []
-    return load(None, [f"method={method}", *none, "data.source=npz:random", "data.clients=2", "federation.rounds=2",
-                       "local.epochs=1", "evaluation.every=1000", *settings])
-
-
-def protocol(name: str, *settings: str) -> Config:
-    """A recipe on random images, judged at its end only."""
-    none = ["method.teacher=none"] if name.startswith("fedsm") else []
-    return load(recipe(name), ["data.source=npz:random", "evaluation.every=1000", "evaluation.personal=0", *none,
-                               *settings])
-
-
-def open_experiment(config: Config, samples: int, clients: int = 2) -> Experiment:
-    """In this process, over random images: so many of ten classes for each client."""
-    rng = np.random.default_rng(0)
-
-    def shard() -> Shard:
-        return Shard(rng.integers(0, 256, (samples, 32, 32, 3), dtype=np.uint8), np.arange(samples) % 10)
-
-    shards = tuple(shard() for _ in range(clients))
-    counts = np.stack([np.bincount(one.labels(), minlength=10) for one in shards])
-    split = Split(tuple(np.arange(samples) + samples * k for k in range(clients)), "", "random", 1.0, "iid", 1.0, 0)
-    task = Task("random", tuple("0123456789"), (32, 32, 3), (0.5,) * 3, (0.25,) * 3, counts, ("many",) * 10, shards,
-                shard(), split)
-    setup, device = resolve(config), open_device(config)
-    setup.method.prepare(task, config, setup.check(task.facts))
-    fleet = LocalFleet(config, task, Host(setup, task.facts, task.test, device))
-    return Experiment(setup, task, fleet, device, Path(tempfile.gettempdir()))
+PARTS: dict[str, Callable[[float], Iterator[Finding]]] = {
+    "bits": bits, "steps": steps, "memory": memory, "rounds": rounds, "processes": processes, "streams": streams}
 
 
 def table(findings: list[Finding]) -> str:
@@ -210,7 +164,7 @@ def table(findings: list[Finding]) -> str:
     for finding in findings:
         rest = {key: value for key, value in finding.items() if key not in ("part", "stages")}
         cells = [f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in rest.items()]
-        lines.append(f"{finding['part']:8}{'  '.join(cells)}")
+        lines.append(f"{finding['part']:10}{'  '.join(cells)}")
     return "\n".join(lines)
 
 

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raylt.staging import moved
+
 Tree = dict[Any, Any]
 
 
@@ -31,13 +33,15 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:
 
 
 def to(tree: Tree, device: torch.device) -> Tree:
-    """The tree on a device; tensors already there are shared, not copied."""
-    return map_tensors(lambda t: t.to(device, non_blocking=True), tree)
+    """The tree on a device, in one copy (raylt.staging); tensors already there are shared, not copied."""
+    arrived = iter(moved([leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)], device))
+    return map_tensors(lambda _: next(arrived), tree)
 
 
 def snapshot(tree: Tree) -> Tree:
     """A copy on the CPU that no later step can change."""
-    return map_tensors(lambda t: t.detach().to("cpu", copy=True), tree)
+    own = map_tensors(lambda t: t.detach().clone() if t.device.type == "cpu" else t.detach(), tree)
+    return to(own, torch.device("cpu"))
 
 
 def view(array: np.ndarray) -> Tensor:

@@ -5,7 +5,8 @@ everything above the kernels is the real thing: autograd, modules, autocast, `.t
 operation on the numbers, refuses before that what a GPU would refuse (tensors of two devices, a generator of another
 device) or do in a slow way that nobody asked for (indices on the CPU), and counts what a GPU would launch and what it
 would make the host wait for. None of it can be pickled: another process may have no such device. What it computes has
-the bits of the CPU. `Recorder` records and replays as CUDA graphs do.
+the bits of the CPU. `Recorder` records and replays as CUDA graphs do. What is copied from page-locked memory without a
+wait is read as late as it may be: when something computes with it, or waits for an event after it.
 """
 
 from collections import Counter
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
+import page_locked
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, return_and_correct_aliasing
@@ -34,15 +36,18 @@ FREE = {aten.detach, aten.alias, aten._unsafe_view, aten.empty, aten.empty_strid
 
 
 class Counts:
-    """What was launched inside the block, and what the host waited for, by the names of torch's operations."""
+    """What was launched inside the block, and what the host waited for, by the names of torch's operations; and how
+    many tensors were copied "to" the device and "from" it."""
 
     def __init__(self) -> None:
         self.kernels: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
+        self.transfers: Counter[str] = Counter()
 
     def clear(self) -> None:
         self.kernels.clear()
         self.waits.clear()
+        self.transfers.clear()
 
 
 @contextmanager
@@ -110,6 +115,8 @@ class Generator(torch.Generator):
 
 
 class _Backend(_DummyBackendModule):
+    Event = page_locked.Event
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16]
 
@@ -145,6 +152,8 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], counts: Counts 
     target = None if target is None else torch.device(target).type
     if not there and target != NAME:
         _check_generator(flat, "cpu", func)
+        if kwargs.get("pin_memory"):
+            return page_locked.kept(func(*args, **kwargs | {"pin_memory": False}))
         return func(*args, **kwargs)
     packet = func.overloadpacket
     if there and packet not in MOVES:
@@ -162,6 +171,11 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], counts: Counts 
         plain_kwargs["memory_format"] = torch.preserve_format
     if _TAPE is not None:
         _TAPE.check(func, args, flat, here, to)
+    if packet is aten.copy_ and to == NAME and _blocks_not(args, kwargs) and here and page_locked.holds(here[0]):
+        page_locked.copy_late(plain_args[0], plain_args[1])
+        return args[0]
+    if not func.is_view:
+        page_locked.catch_up()
     out = func(*plain_args, **plain_kwargs)
     if _TAPE is not None and not func.is_view:
         _TAPE.entries.append((func, plain_args, plain_kwargs, out))
@@ -197,11 +211,18 @@ def _check_generator(flat: list[Any], to: str, func: Any) -> None:
             raise RuntimeError(f"{func}: draws on {to} with a generator of {own}")
 
 
+def _blocks_not(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a copy is told not to wait; `copy_` has that as its third argument."""
+    return bool(kwargs.get("non_blocking") or args[2:3] == (True,))
+
+
 def _count(counts: Counts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], there: bool, here: bool,
            to: str) -> None:
     name, packet = func.name().removeprefix("aten::"), func.overloadpacket
     moved = packet in MOVES and (there != (to == NAME) or here)
-    if moved and not (kwargs.get("non_blocking") or (packet is aten.copy_ and len(args) > 2 and args[2])):
+    if moved:
+        counts.transfers["to" if to == NAME else "from"] += 1
+    if moved and not _blocks_not(args, kwargs):
         counts.waits[f"{name} {'to' if to == NAME else 'from'}"] += 1
     masked = packet in INDEXED and any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)
                                        for i in args[1] or [])
@@ -264,6 +285,7 @@ class Recorder:
 
         def replay() -> None:
             self._counts.kernels["graph"] += 1
+            page_locked.catch_up()
             with _disable_current_modes():
                 for entry in tape.entries:
                     _again(*entry)

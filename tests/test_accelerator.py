@@ -70,7 +70,7 @@ def test_a_run_on_an_accelerator_has_the_bits_of_a_cpu(device, tmp_path, name, k
 # what the fields of the tests above leave out
 WITH_FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("fedsm", {"teacher": "npz"}), ("fedsm", {"teacher": "npz", "finetune": True}), ("fedgrab", {"shut": 0.75}),
-    ("clip2fl", {"teacher": "npz", "kd": 1.0, "contrast": 0.2})]
+    ("clip2fl", {"teacher": "npz", "kd": 1.0, "contrast": 0.2}), ("mupfl", {"updates": "tuned"})]
 
 
 @pytest.mark.slow

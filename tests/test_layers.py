@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("raylt.errors", "raylt.tree", "raylt.seeds", "raylt.hyper", "raylt.metrics", "raylt.signals", "raylt.store",
-     "raylt.typed", "raylt.disk", "raylt.recordable"),
+     "raylt.typed", "raylt.disk", "raylt.recordable", "raylt.staging"),
     ("raylt.config",),
     ("raylt.data", "raylt.models", "raylt.masking"),
     ("raylt.core",),

@@ -20,7 +20,7 @@ from raylt.core.judging import Judge, Newcomer, counts_on, counts_on_own, judged
 from raylt.core.method import Method
 from raylt.core.reductions import Reduction
 from raylt.core.server import Server
-from raylt.core.validation import has_own_models, validate
+from raylt.core.validation import has_own_models, in_halves, validate
 from raylt.data.samples import Samples
 from raylt.data.task import Task
 
@@ -135,7 +135,7 @@ class Evaluator:
             shares.append(logits.softmax(1).cpu())
 
         with _all_threads():
-            counts = counts_of(lambda x: self.method.predict(model, x), self._test, self.task.classes,
+            counts = counts_of(in_halves(self.method, model, self.server, self.fleet), self._test, self.task.classes,
                                self._config.batch, self._owners,
                                keep if last and self.task.kind == "classification" else None)
         return counts, metrics.quality(torch.cat(shares), self._test.y.cpu()) if shares else None

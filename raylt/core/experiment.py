@@ -18,6 +18,7 @@ from raylt.core.confusions import Matrices
 from raylt.core.device import describe
 from raylt.core.evaluator import Evaluator
 from raylt.core.fleet import Fleet
+from raylt.core.full import is_full
 from raylt.core.parts import States, replace_tensors
 from raylt.core.report import Report
 from raylt.core.server import Server, Stages
@@ -25,6 +26,7 @@ from raylt.core.setup import Setup
 from raylt.core.states import SavedStates
 from raylt.data.samples import Samples
 from raylt.data.task import Task
+from raylt.errors import RayltError, one_line
 from raylt.tree import Tree
 
 
@@ -54,7 +56,23 @@ class Experiment:
         return {**self.fleet.describe(), "server_device": describe(self.server.device)["device"]}
 
     def step(self) -> Report:
-        """One round, or the finish; then an evaluation when it is due."""
+        """One round, or the finish; then an evaluation when it is due.
+
+        Raises:
+            RayltError: the server's device has no room for its own work.
+        """
+        try:
+            return self._take_step()
+        except RayltError:                  # one that tells of a client's device says so itself
+            raise
+        except Exception as error:
+            if is_full(error):
+                raise RayltError(f"step {self._step}: the server's device has no room for what the server computes "
+                                 f"itself ({one_line(error)}); free it, or give the server a GPU of its own, and go on "
+                                 "with raylt resume (--device cpu: without GPUs)") from error
+            raise
+
+    def _take_step(self) -> Report:
         assert not self.done
         start = time.perf_counter()
         server, fleet, joined = self.server, self.fleet, Ledger()

@@ -10,6 +10,7 @@ count, reduced in id order in float64, and counted in bytes.
 """
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from raylt import tree
 from raylt.config import Config
@@ -43,7 +45,7 @@ def compute(fn: ItemFunction, item: Tree, threads: int, device: torch.device) ->
         result = fn(tree.to(item, device))
     finally:
         torch.set_num_threads(before)
-    return tree.map_tensors(lambda t: t.detach().cpu().contiguous(), result)
+    return tree.map_tensors(Tensor.contiguous, tree.to(tree.map_tensors(Tensor.detach, result), torch.device("cpu")))
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,10 @@ class Fleet(ABC):
     def begin(self, round: int) -> None:
         """Starts a round: seeds follow its number, and its ledger is empty."""
         self.round, self.ledger = round, Ledger()
+
+    def note(self, text: str) -> None:
+        """Tells the user in a line of something that went wrong and was mended."""
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ import torch
 from raylt import tree
 from raylt.core.client import Client, ClientFunction, Message, Reply
 from raylt.core.evaluation import EvaluationSet
+from raylt.core.full import is_full
 from raylt.core.setup import Setup, private_entries
 from raylt.core.wire import Unusable, plain, room_for
 from raylt.data.samples import Samples
@@ -39,7 +40,7 @@ class Host:
 
     def run(self, fn: ClientFunction, message: Message, round: int, id: int, shard: Shard | None,
             private: Tree | None) -> tuple[Reply | Unusable, Tree]:
-        """Runs one client's function once.
+        """Runs one client's function once; where the device is full, without the data of the other clients again.
 
         Args:
             shard: the client's data; needed the first time, and after they gave way.
@@ -51,10 +52,20 @@ class Host:
         Raises:
             LateWrite: the function changed what it had handed over.
         """
+        try:
+            return self._run(fn, message, round, id, shard, private)
+        except Exception as error:
+            if not (is_full(error) and self.drop(all_but=id)):
+                raise
+        return self._run(fn, message, round, id, shard, private)    # the error's frames would keep what they hold alive
+
+    def _run(self, fn: ClientFunction, message: Message, round: int, id: int, shard: Shard | None,
+             private: Tree | None) -> tuple[Reply | Unusable, Tree]:
         client = self._admit(id, shard)
         entries, state = (self._initial, {}) if private is None else (private["model"], private["state"])
         client.recall(state)
-        client.receive(entries)
+        arrived = tree.to({"entries": entries, "message": message}, self.device)
+        client.receive(arrived["entries"])
         self.model.train()              # whoever ran before: a call starts from the same mode
         name, seed = getattr(fn, "__name__", "call"), self.setup.config.seed
         client.begin(name, round)
@@ -62,7 +73,7 @@ class Host:
         torch.set_num_threads(self._threads)        # the same everywhere: it decides the order of some sums
         try:
             with seeded(seed, name, round, id, device=self.device):
-                reply = fn(client, tree.to(message, self.device))
+                reply = fn(client, arrived["message"])
         finally:
             torch.set_num_threads(threads)
         client.check_stamps()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from raylt import tree
 from raylt.config import Config
 from raylt.core.server_optimisers import ServerOptimiser
 from raylt.data.samples import Samples
@@ -78,7 +79,7 @@ class Server:
 
     def receive(self, params: Params) -> None:
         """Takes over the entries of the global model that clients agreed on; the others stay as they are."""
-        load_entries(self.model, params)
+        load_entries(self.model, tree.to(params, self.device))
 
     @torch.no_grad()
     def step(self, mean: Params) -> None:
@@ -91,10 +92,12 @@ class Server:
             self.receive(mean)
             return
         trained = trained_names(self.model) & mean.keys()
-        now = self.model.state_dict()
-        before = {name: now[name].double().cpu() for name in mean if name in trained}
+        entries = self.model.state_dict()
+        now = {name: entries[name] for name in mean if name in trained}
+        here = tree.to({"now": now, "mean": mean}, torch.device("cpu"))
+        before, mean = {name: value.double() for name, value in here["now"].items()}, here["mean"]
         remembered = dict(self.state.get("server_optimiser", {}))
-        steps = self.optimiser.step(remembered, {name: mean[name].double().cpu() - old for name, old in before.items()})
+        steps = self.optimiser.step(remembered, {name: mean[name].double() - old for name, old in before.items()})
         self.state["server_optimiser"] = remembered
         self.receive(mean | {name: old + steps[name] for name, old in before.items()})
 

@@ -11,12 +11,14 @@ from raylt import metrics
 from raylt.core.client import Client, Message, Reply
 from raylt.core.evaluation import confusion_of
 from raylt.core.fleet import Fleet
+from raylt.core.full import InHalves
 from raylt.core.judging import counts_on, judged_entries, judged_model
 from raylt.core.method import Method
 from raylt.core.server import Server
 from raylt.data.cache import Mapped, load
 from raylt.data.samples import Samples
 from raylt.data.task import Shard, Task
+from raylt.models.split import SplitModel
 from raylt.tree import view
 
 
@@ -37,13 +39,19 @@ def validate(method: Method, server: Server, fleet: Fleet, task: Task) -> dict[s
         judged = {id: balance(matrix) for id, matrix in got["confusion"].items()}
     else:
         model = method.global_model(server).eval()
-        judged = balance(confusion_of(lambda x: method.predict(model, x), Samples(shard, task.facts, server.device),
-                                      task.classes, server.config.evaluation.batch))
+        samples, answers = Samples(shard, task.facts, server.device), in_halves(method, model, server, fleet)
+        judged = balance(confusion_of(answers, samples, task.classes, server.config.evaluation.batch))
     seen = metrics.seen_by_each(judged, torch.from_numpy(task.views), fleet.ids)
     pooled = torch.stack(list(seen.values())).sum(0)
     clients = metrics.client_figures(metrics.by_client(seen, torch.from_numpy(task.client_counts)))
     return {"accuracy": metrics.accuracy(pooled), **metrics.group_accuracy(pooled, task.groups),
             "owned": clients["owned"]["mean"], "matched": clients["matched"]["mean"], "miou": metrics.mean_iou(pooled)}
+
+
+def in_halves(method: Method, model: SplitModel, server: Server, fleet: Fleet) -> InHalves:
+    """A model's answers, for as many images at a time as the server's device has room for."""
+    return InHalves(lambda x: method.predict(model, x),
+                    lambda text: fleet.note(f"round {server.round}, evaluation at the server: {text}"))
 
 
 def has_own_models(method: Method, server: Server) -> bool:

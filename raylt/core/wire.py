@@ -15,7 +15,7 @@ from torch import Tensor
 
 from raylt.core.client import Reply
 from raylt.errors import one_line
-from raylt.tree import Tree, to_arrays, view
+from raylt.tree import Tree, map_tensors, to, to_arrays, view
 
 DEEPEST = 16                # dicts in dicts; a model's entries are one dict, named by dotted texts
 MOST_LEAVES = 200_000       # ImageNet-21k has 21,841 classes, and a class four statistics
@@ -59,13 +59,15 @@ def plain(reply: Any, private: Tree, room: int) -> tuple[Reply | Unusable, Tree]
         return Unusable(f"the reply is {_named(reply)}; a client function returns client.reply(...)"), {}
     try:
         walk = _Walk(lambda value: _outgoing(_number(value)), room)
-        sent = Reply(_number(reply.weight), walk.over(reply.tree))
+        weight, parts = _number(reply.weight), walk.over(reply.tree)
     except _Foreign as fault:
         return Unusable(str(fault)), {}
     try:
-        return sent, _Walk(lambda value: _outgoing(_number(value)), room, texts_only=True).over(private)
+        state = _Walk(lambda value: _outgoing(_number(value)), room, texts_only=True).over(private)
     except _Foreign as fault:
         return Unusable(f"the client's state: {fault}"), {}
+    here = map_tensors(_own, to({"reply": parts, "state": state}, torch.device("cpu")))
+    return Reply(weight, here["reply"]), here["state"]
 
 
 def packed(reply: Reply | Unusable, private: Tree) -> tuple[Reply | Unusable, Tree]:
@@ -158,7 +160,7 @@ def _number(value: Any) -> Any:
 
 
 def _outgoing(value: Any) -> Any:
-    """A leaf on the CPU, contiguous and with memory of its own alone where it lies in a larger tensor."""
+    """A leaf as it may travel, still where it was computed."""
     if not isinstance(value, Tensor):
         return _simple(value)
     value = value.detach()
@@ -169,7 +171,12 @@ def _outgoing(value: Any) -> Any:
         raise _Foreign(f"a {kind} tensor; send a plain one")
     if value.dtype not in DTYPES:
         raise _Foreign(f"a tensor of the type {str(value.dtype).removeprefix('torch.')}; send float32, say")
-    value = value.cpu().resolve_neg().contiguous()
+    return value
+
+
+def _own(value: Tensor) -> Tensor:
+    """A tensor of the CPU contiguous, and with memory of its own alone where it lies in a larger one."""
+    value = value.resolve_neg().contiguous()
     return value if value.untyped_storage().nbytes() <= value.nbytes else value.clone()
 
 

@@ -11,10 +11,11 @@ from tiny import make_setup
 from trouble import IDS, configure
 
 from actors.client import room_here
-from actors.faults import ENDED, FULL, is_full, is_lost, told
+from actors.faults import ENDED, FULL, is_lost, told
 from actors.fleet import NOTES, RayFleet
 from actors.placement import Placement
 from actors.shards import Shards
+from raylt.core.full import is_full
 from raylt.core.reductions import each
 from raylt.errors import ConfigError
 from raylt.methods.fedavg import FedAvg

@@ -3,9 +3,11 @@
 import torch
 from tiny import configure, make_setup
 
+from raylt.core.client import Reply
 from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
 from raylt.core.reductions import each
+from raylt.core.wire import plain
 from raylt.methods.fedavg import FedAvg
 
 CPU = torch.device("cpu")
@@ -42,6 +44,15 @@ def test_one_client_stays_however_large_it_is_and_results_are_the_same(tiny_task
     assert (len(roomy.clients), len(tight.clients)) == (5, 1)
     assert got[0] == got[2]
     assert got[1] == got[3]
+
+
+def test_what_is_sent_takes_no_larger_tensor_along():
+    large = torch.arange(1000.0)
+    reply, private = plain(Reply(1.0, {"few": large[:2]}), {"model": {"one": large[5:6]}, "state": {}}, 10_000)
+    assert isinstance(reply, Reply)
+    for part, values in ((reply.tree["few"], [0, 1]), (private["model"]["one"], [5])):
+        assert part.tolist() == values
+        assert part.untyped_storage().nbytes() == part.nbytes
 
 
 def test_dropping_leaves_one_and_says_whether_there_were_others(tiny_task):

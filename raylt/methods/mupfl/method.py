@@ -113,7 +113,7 @@ class MuPFL(Fields):
         if self.pkcf and message["known"].any():
             tune(client, message["features"], message["known"], self.tau)
             if self.updates == "tuned":
-                start = start | tree.snapshot(client.model.entries("classifier."))
+                start = start | tree.map_tensors(torch.clone, client.model.entries("classifier."))
         layers = layers_of(client.model)
         recall(layers, tree.to(client.state.get("bavd", {}), client.device))
         parts["loss"] = sgd(client, self.objective(client, message))
@@ -142,7 +142,8 @@ class MuPFL(Fields):
     def keep(self, client: Client, message: Message) -> Reply:
         """w~_i, Eq. 14: where the client's last update started, and the mean update of its cluster."""
         start: Params = client.state["start"] if self.clustered == "all" else client.state.pop("start")
-        client.state["cluster"] = {name: start[name] + update.cpu() for name, update in message["update"].items()}
+        updates = tree.to(message["update"], torch.device("cpu"))
+        client.state["cluster"] = {name: start[name] + update for name, update in updates.items()}
         return client.reply()
 
     # at the server

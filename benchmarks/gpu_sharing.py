@@ -1,0 +1,226 @@
+"""What several processes, or two streams, get out of one GPU: parts of benchmarks/gpu.py.
+
+Started by itself it is one of those processes: it trains whenever it is told to on its standard input.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_tasks import Finding, config_of, open_training, until
+from torch import Tensor
+
+from raylt.core import graphs
+from raylt.core.device import describe
+from raylt.core.training import sgd
+
+COUNTS = (1, 2, 4)
+GRAPHS = ("auto", "off")
+CONTROL = "nvidia-cuda-mps-control"
+CONTROL_S = 20.0                # for the daemon to start, or to end
+Environment = dict[str, str]
+
+
+def processes(seconds: float, counts: tuple[int, ...] = COUNTS, device: str = "cuda", model: str = "resnet8",
+              samples: int = 320, epochs: int = 60) -> Iterator[Finding]:
+    """Seconds of so many processes that train at the same time, each a model of its own, and their steps per second."""
+    end = time.monotonic() + seconds
+    for served in (False, True):
+        with tempfile.TemporaryDirectory() as folder, mps(Path(folder), served) as (environment, problem):
+            if problem is not None:
+                yield {"mps": "not started", "problem": problem}
+                continue
+            for count in until(end - time.monotonic(), counts):
+                command = [sys.executable, __file__, device, model, str(samples), str(epochs)]
+                yield from together(command, count, environment, end - time.monotonic())
+
+
+@contextmanager
+def mps(folder: Path, served: bool = True) -> Iterator[tuple[Environment, str | None]]:
+    """The environment of processes that find NVIDIA's daemon in a folder, where it is started for the block, and why
+    it was not, if so.
+
+    Args:
+        served: False for an environment in which they find none, whatever runs on this machine.
+    """
+    pipes, logs, control = folder / "pipes", folder / "logs", shutil.which(CONTROL)
+    pipes.mkdir()
+    logs.mkdir()
+    environment = os.environ | {"CUDA_MPS_PIPE_DIRECTORY": str(pipes), "CUDA_MPS_LOG_DIRECTORY": str(logs)}
+    if not served or control is None:
+        yield environment, f"{CONTROL} is not on the PATH of this machine" if served else None
+        return
+    started = _tell_daemon([control, "-d"], environment, logs / "start")
+    try:
+        yield environment, started
+    finally:
+        if started is None:
+            _tell_daemon([control], environment, logs / "end", "quit\n")
+
+
+def _tell_daemon(command: list[str], environment: Environment, log: Path, text: str = "") -> str | None:
+    """What went wrong, in a line; None where nothing did."""
+    with log.open("w") as stream:       # no pipe: the daemon would hold its end for good
+        try:
+            done = subprocess.run(command, input=text, env=environment, stdout=stream, stderr=stream, text=True,
+                                  timeout=CONTROL_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{CONTROL}: {error}"
+    said = log.read_text().strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+    return f"{CONTROL}: {said[0]}" if done.returncode else None
+
+
+def together(command: list[str], count: int, environment: Environment, seconds: float) -> Iterator[Finding]:
+    """What so many processes take for the same training, from when all are told to begin until the last is done."""
+    with tempfile.TemporaryFile("w+") as errors:
+        started = [subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                    stderr=errors, text=True) for _ in range(count)]
+        watch = threading.Timer(max(seconds, 0), lambda: [process.kill() for process in started])
+        watch.start()
+        try:
+            for recorded in GRAPHS:
+                ready = [_line_of(process) for process in started]
+                start = time.perf_counter()
+                for process in started:
+                    assert process.stdin is not None
+                    process.stdin.write("go\n")
+                    process.stdin.flush()
+                steps = sum(_line_of(process)["steps"] for process in started)
+                took = time.perf_counter() - start
+                yield {"processes": count, "mps": ready[0]["mps"], "graphs": recorded, "seconds": took,
+                       "steps_per_second": steps / took}
+        except (BrokenPipeError, EOFError):
+            errors.seek(0)
+            said = errors.read().strip().splitlines()[-1:] or ["ended, or was ended for want of time"]
+            yield {"processes": count, "problem": said[0]}
+        finally:
+            watch.cancel()
+            for process in started:
+                process.kill()
+                process.communicate()
+
+
+def _line_of(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise EOFError
+    return json.loads(line)
+
+
+def work(device: str, model: str, samples: int, epochs: int) -> None:
+    """One of the processes: trains once with graphs and once without, each time when it is told to."""
+    for recorded in GRAPHS:
+        client, objective = open_training(_config(device, model, recorded), samples)
+        sgd(client, objective, epochs=1)                # holds first-time costs
+        print(json.dumps({"mps": describe(client.device)["mps"] or "none"}), flush=True)
+        if not sys.stdin.readline():                    # nobody is there any more
+            return
+        sgd(client, objective, epochs=epochs)           # reads its loss at the end, so all is done then
+        print(json.dumps({"steps": client.steps(epochs)}), flush=True)
+
+
+def streams(seconds: float, device: str = "cuda", model: str = "resnet8", samples: int = 320, epochs: int = 60
+            ) -> Iterator[Finding]:
+    """Seconds of the same steps of two models: one training after the other, and step by step in turn, each on a stream
+    of its own."""
+    for recorded in until(seconds, GRAPHS):
+        config = _config(device, model, recorded)
+        took, losses = {}, {}
+        for way in ("in_turn", "streams"):
+            trainings = [Training(*open_training(config, samples, id), epochs) for id in (0, 1)]
+            for one in trainings:
+                sgd(one.client, one.objective, epochs=1)
+                one.client.begin("train", 2)
+            start = time.perf_counter()
+            losses[way] = [one.run() for one in trainings] if way == "in_turn" else by_steps(trainings)
+            took[way] = time.perf_counter() - start
+        yield {"models": 2, "graphs": recorded, "in_turn_s": took["in_turn"], "streams_s": took["streams"],
+               "same_loss": losses["in_turn"] == losses["streams"]}
+
+
+class Training:
+    """A training that can wait between its steps."""
+
+    def __init__(self, client: Any, objective: Any, epochs: int):
+        self.client, self.objective, self.epochs = client, objective, epochs
+
+    def rows(self) -> Iterator[Tensor]:
+        return self.client.rows(self.epochs, self.client.config.local.batch)
+
+    def run(self, rows: Iterator[Tensor] | None = None) -> float:
+        return sgd(self.client, self.objective, epochs=self.epochs, rows=self.rows() if rows is None else rows)
+
+
+def by_steps(trainings: list[Training]) -> list[float]:
+    """Their losses, each in a thread with a stream of its own; only the thread whose turn it is launches, so that none
+    does while another records a graph."""
+    turns = Turns(len(trainings))
+    gpu = trainings[0].client.device.type == "cuda"
+    if gpu:
+        torch.cuda.synchronize()
+
+    def run(number: int) -> float:
+        with turns.held_by(number), torch.cuda.stream(torch.cuda.Stream()) if gpu else nullcontext():
+            if gpu and trainings[number].client.config.resources.graphs == "auto":
+                # graphs that are replayed at the same time must not share a pool of memory, as those of a recorder do
+                graphs.set_recorder("cuda", graphs.CudaRecorder())
+            return trainings[number].run(turns.between(number, trainings[number].rows()))
+
+    with ThreadPoolExecutor(len(trainings)) as threads:
+        return list(threads.map(run, range(len(trainings))))
+
+
+class Turns:
+    """Whose turn it is among threads: one after the other, those that are done left out."""
+
+    def __init__(self, count: int):
+        self._changed, self._waiting = threading.Condition(), list(range(count))
+
+    @contextmanager
+    def held_by(self, number: int) -> Iterator[None]:
+        """Begins when it is this one's turn; with the block its turns end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting[0] == number)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting.remove(number)
+                self._changed.notify_all()
+
+    def between(self, number: int, rows: Iterator[Tensor]) -> Iterator[Tensor]:
+        """The rows; before all but the first the others have a turn each."""
+        for place, batch in enumerate(rows):
+            if place:
+                with self._changed:
+                    self._waiting.append(self._waiting.pop(0))
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._waiting[0] == number)
+            yield batch
+
+
+def _config(device: str, model: str, recorded: str) -> Any:
+    return config_of("fedavg", f"resources.device={device}", f"model={model}", f"resources.graphs={recorded}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("device")
+    parser.add_argument("model")
+    parser.add_argument("samples", type=int)
+    parser.add_argument("epochs", type=int)
+    arguments = parser.parse_args()
+    work(arguments.device, arguments.model, arguments.samples, arguments.epochs)
