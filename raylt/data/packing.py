@@ -18,7 +18,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, NamedTuple
@@ -144,7 +144,8 @@ def _make(folder: Folder, path: Path, shape: tuple[int, ...], given: Callable[[i
     folder.remove(state)
 
 
-def _decoded(handle: int, filling: Filling, todo: np.ndarray, given: Callable[[int], Any]) -> Iterator[_Done]:
+def _decoded(handle: int, filling: Filling, todo: np.ndarray, given: Callable[[int], Any],
+             ) -> Generator[_Done, None, None]:
     """Decodes all, here, and as soon as what is left is worth it in a process for each core."""
     shares, left, cores = _shares(todo, given), len(todo), len(os.sched_getaffinity(0))
     for share in shares:

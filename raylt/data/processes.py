@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
-from multiprocessing.connection import Connection, Pipe, wait
+from collections.abc import Generator, Iterable, Iterator
+from multiprocessing.connection import Pipe, wait
 from typing import Any
 
 from raylt.errors import RayltError
@@ -21,7 +21,7 @@ THREADS = "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 
 
 def call_in_processes(count: int, calls: Iterable[tuple[Any, tuple[Any, ...]]], handles: tuple[int, ...]
-                      ) -> Iterator[tuple[Any, Any]]:
+                      ) -> Generator[tuple[Any, Any], None, None]:
     """Makes calls in so many processes, which end when the iterator is closed or this process dies.
 
     Args:
@@ -56,7 +56,6 @@ class _Worker:
 
     def __init__(self, handles: tuple[int, ...]):
         self.names: deque[Any] = deque()
-        self.channel: Connection
         self.channel, theirs = Pipe()
         # what this process can import, that one can too; and one thread each, as there is a process for each core
         environment = os.environ | dict.fromkeys(THREADS, "1") | {

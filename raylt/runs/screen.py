@@ -1,10 +1,14 @@
 """`Screen`: the callback that shows a run at the terminal."""
 
+import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
+from rich.text import Text
 
 from raylt.config import Config
 from raylt.core.report import Report
@@ -13,8 +17,9 @@ from raylt.registry import resolve
 from raylt.runs.callbacks import Callback
 
 STAGES = {"join": "joining", "train": "training", "evaluation": "judging", "judge": "judging", "checkpoint": "saving"}
-BAR = 12                    # columns: at a width of 80 everything else still fits
+BAR = 12                    # columns; fewer where the rest of the line needs them
 STAGE = 20
+ROUNDS = 10                 # whose seconds say how long the next ones take
 
 
 class Screen(Callback):
@@ -26,11 +31,11 @@ class Screen(Callback):
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(BAR), MofNCompleteColumn(), TextColumn("{task.fields[stage]}"),
-            TextColumn("{task.fields[figures]}"), TimeRemainingColumn(compact=True), console=self._console,
+            TextColumn("{task.description}"), BarColumn(BAR), TextColumn("{task.fields[stage]}"),
+            TextColumn("{task.fields[figures]}"), left := _TimeLeft(), console=self._console,
             disable=not self._console.is_terminal)
         self._task = self._bar.add_task("round", total=None, stage="starting", figures="", visible=False)
-        self._rounds, self._best = 0, _Best()
+        self._rounds, self._best, self._left = 0, _Best(), left
 
     def on_start(self, folder: Path, config: Config, reports: list[dict[str, Any]]) -> None:
         self._rounds, taken = config.federation.rounds, len(reports)
@@ -38,13 +43,15 @@ class Screen(Callback):
                         + (f", continuing after step {taken}" if taken else ""))
         for report in reports:
             self._best.take(report["accuracy"], report["clients"], report["global_accuracy"])
+            self._left.take(report["seconds"] + report["evaluation_seconds"])
         self._bar.update(self._task, total=self._rounds + resolve(config).method.finishes, completed=taken,
-                         visible=True)
+                         description=self._place(taken), visible=True)
         self._bar.start()
 
     def on_progress(self, stage: str, done: int, total: int) -> None:
-        what = STAGES.get(stage, stage.replace("_", " "))[:STAGE - 8]
-        self._bar.update(self._task, stage=f"{what} {done}/{total}" if total else what)
+        counts = f" {done}/{total}" if total else ""
+        self._bar.update(self._task,
+                         stage=STAGES.get(stage, stage.replace("_", " "))[:STAGE - len(counts)] + counts)
 
     def on_step(self, report: Report) -> None:
         figure = self._best.take(report.accuracy, report.clients, report.global_accuracy)
@@ -52,13 +59,19 @@ class Screen(Callback):
         troubles += [f"client {id}: no reply" for id in report.lost]
         for trouble in troubles:
             self.on_message(f"round {report.step}, {trouble}")
+        self._left.take(report.seconds + report.evaluation_seconds)
         if self._console.is_terminal:
             loss = report.figures.get("loss")
             figures = [f"loss {loss:.3f}"] if isinstance(loss, float) else []
-            self._bar.update(self._task, completed=report.step, stage="", figures=" ".join([*figures, self._best.text]))
+            self._bar.update(self._task, completed=report.step, description=self._place(report.step), stage="",
+                             figures=" ".join([*figures, self._best.text]))
         else:
             what = f"round {report.step}/{self._rounds}" if report.phase == "round" else report.phase
             self.on_message("  ".join(part for part in (what, figure, f"{report.seconds:.2f} s") if part))
+
+    def _place(self, steps: int) -> str:
+        """The rounds that are done; after them comes the last phase of a method that has one."""
+        return f"round {min(steps, self._rounds)}/{self._rounds}"
 
     def on_message(self, text: str, minor: bool = False) -> None:
         if self._console.is_terminal or not minor:
@@ -66,6 +79,33 @@ class Screen(Callback):
 
     def on_end(self, summary: dict[str, Any] | None) -> None:
         self._bar.stop()
+
+
+class _TimeLeft(ProgressColumn):
+    """The time until the end, as the last rounds took; rich's own forgets what is older than half a minute, which is
+    less than a round may take."""
+
+    def __init__(self) -> None:
+        super().__init__(Column(no_wrap=True))
+        self._seconds: deque[float] = deque(maxlen=ROUNDS)
+        self._since = time.monotonic()
+
+    def take(self, seconds: float) -> None:
+        """A step is done, which took so long."""
+        self._seconds.append(seconds)
+        self._since = time.monotonic()
+
+    def render(self, task: Task) -> Text:
+        steps = None if task.total is None else round(task.total - task.completed)
+        if steps is None or (steps and not self._seconds):
+            return Text("--:--")
+        step = sum(self._seconds) / max(len(self._seconds), 1)
+        of_this = step - (time.monotonic() - self._since)
+        if steps == 1 and of_this < 0:          # longer than those before it; nobody knows how long
+            return Text("--:--")
+        left = round(max(of_this, 0) + step * (steps - 1)) if steps else 0
+        hours, minutes = left // 3600, left // 60 % 60
+        return Text(f"{hours}:{minutes:02}:{left % 60:02}" if hours else f"{minutes:02}:{left % 60:02}")
 
 
 class _Best:
@@ -104,4 +144,4 @@ class _Best:
 
 
 _NAMES = {"local": "clients' own images", "accuracy": "accuracy", "global": "global model"}
-_SHORT = {"local": "own", "accuracy": "accuracy", "global": "global"}
+_SHORT = {"local": "own", "accuracy": "acc", "global": "global"}

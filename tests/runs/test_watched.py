@@ -176,7 +176,9 @@ def test_the_bar_says_stage_loss_and_best_in_80_columns(screen, tmp_path):
     made.on_progress("covariance", 107, 120)
     lines = shown().splitlines()
     assert len(lines) == 1
-    assert "212/301 covariance 107/120 loss 0.530 own 75.0 % (best 82.5)" in lines[0]      # the last phase is a step
+    assert lines[0].startswith("round 212/300 ")
+    # 88 rounds and the last phase at 2 s each
+    assert lines[0].rstrip().endswith(("covariance 107/120 loss 0.530 own 75.0 % (best 82.5) 02:58", "02:57"))
 
 
 def test_the_bar_shows_a_personal_method_by_what_is_known(screen, tmp_path):
@@ -186,9 +188,9 @@ def test_the_bar_shows_a_personal_method_by_what_is_known(screen, tmp_path):
     made.on_step(report(2, None, 0.25))
     assert "global 25.0 % (best 50.0)" in shown()
     made.on_step(report(3, 0.125, 0.25))
-    assert "accuracy 12.5 % (best 12.5)" in shown()
+    assert "acc 12.5 % (best 12.5)" in shown()
     made.on_step(report(4, None, 0.75))
-    assert "accuracy 12.5 % (best 12.5)" in shown()
+    assert "acc 12.5 % (best 12.5)" in shown()
 
 
 def test_progress_is_noted_and_forgotten(tmp_path):
