@@ -8,6 +8,7 @@ from test_accelerator import device  # noqa: F401
 from tiny import configure, make_setup
 
 from raylt import staging, tree
+from raylt.core.client import Reply
 from raylt.core.host import Host
 from raylt.core.server import Server
 from raylt.tree import Stamps
@@ -132,6 +133,7 @@ def test_a_call_takes_its_message_in_one_copy_and_sends_its_reply_in_one(device,
         host.run(method.train, message, 1, 0, tiny_task.shards[0], None)        # its data come to the device
         device.clear()
         reply, private = host.run(method.train, message, 2, 0, None, None)
+        assert isinstance(reply, Reply)
         seen.append([value.tolist() for _, value in tree.leaves({"reply": reply.tree, "private": private})
                      if isinstance(value, torch.Tensor)])
     assert seen[0] == seen[1]
