@@ -12,20 +12,24 @@ from typing import Any
 
 import ray
 import torch
+import trouble
 from many import configure, make_fleet, make_many
 from tiny import CPU, fingerprint, make_setup
 
 from actors import dispatch
 from raylt.core.blocks import Summed
 from raylt.core.experiment import Experiment
+from raylt.core.reductions import total
 from raylt.methods.fedper import FedPer
 
 
 def step(experiment: Experiment) -> dict[str, Any]:
-    """One round, and what two runs could differ in: the model, what was counted, some clients' states."""
+    """One round, and what two runs could differ in: the model, what was counted, some clients' states; and sums in
+    float64, since a model in float32 rarely shows in which order they were taken."""
     report, fleet = experiment.step(), experiment.fleet
     ids = fleet.ids[::97]
-    return {"model": fingerprint(experiment.server.model.state_dict()), "loss": report.figures["loss"],
+    sums = fingerprint(dict(fleet.ask(trouble.scatter, fleet.everyone, {}, x=total)))
+    return {"sums": sums, "model": fingerprint(experiment.server.model.state_dict()), "loss": report.figures["loss"],
             "traffic": report.traffic["train"], "troubles": [report.lost, report.retried, report.rejected],
             "states": [fingerprint(state) for _, state in fleet.private_states(ids)]}
 

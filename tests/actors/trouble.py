@@ -108,3 +108,9 @@ def flaky(client: Client, message: Message) -> Reply:
     client.state["calls"] = client.state.get("calls", 0) + 1
     x = torch.randn(5, generator=torch.Generator().manual_seed(client.id))
     return client.reply(x=x / 0 if client.id == 140 else x)
+
+
+def scatter(client: Client, message: Message) -> Reply:
+    """Numbers of so many sizes that float64 sums of them, in another order, end in other bits."""
+    generator = torch.Generator().manual_seed(client.id)
+    return client.reply(x=torch.randn(8, generator=generator) * 10.0 ** torch.randint(-6, 7, (8,), generator=generator))
