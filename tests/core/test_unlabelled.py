@@ -41,7 +41,8 @@ def test_pixels_without_a_label_are_of_a_class_that_the_batch_does_not_show(labe
     logits = (3 * torch.randn(2, 4, 3, 5, generator=generator)).requires_grad_()
     y = torch.tensor(labels).repeat(30)[:30].view(2, 3, 5)
     loss = back_cross_entropy(logits, y)
-    assert loss.item() == pytest.approx(by_hand(logits.detach(), y), rel=1e-5)
+    # 0 where nothing has a label, but for the rounding of a log-sum-exp
+    assert loss.item() == pytest.approx(by_hand(logits.detach(), y), rel=1e-5, abs=1e-6)
     (gradient,) = torch.autograd.grad(loss, logits)
     assert gradient.isfinite().all()
     moved = gradient.abs().sum(1) > 1e-6
