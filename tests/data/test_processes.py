@@ -129,7 +129,7 @@ def test_a_process_that_dies_is_one_line_and_what_was_decoded_is_kept(many, tmp_
 @dataclass(frozen=True)
 class Faulty:
     def __call__(self, row, given):
-        return np.full((2, 2), 300 // (given - 20), np.uint8) if given > 15 else np.zeros((2, 2), np.uint8)
+        return np.full((2, 2), 1 // (given - 20) % 2, np.uint8) if given > 15 else np.zeros((2, 2), np.uint8)
 
 
 def test_what_a_process_trips_over_is_one_line(many, tmp_path):

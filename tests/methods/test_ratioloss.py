@@ -67,7 +67,8 @@ def test_three_rounds_by_naive_code(tiny_task, tmp_path):
             ends.append(naive.entries(model))
             sizes.append(float(len(y)))
         w = naive.average(ends, sizes)
-    assert naive.differences(dict(experiment.server.model.state_dict()), w) == {}
+    # weights of up to 10 multiply what processors round differently: 1e-4 on some of them after three rounds
+    assert naive.differences(dict(experiment.server.model.state_dict()), w, atol=5e-4) == {}
     assert experiment.server.figures["largest_weight"] == pytest.approx(weights.max().item(), rel=1e-4)
 
 
