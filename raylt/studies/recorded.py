@@ -7,8 +7,10 @@ versions may be mixed. Those that are taken stand in the study's folder as recor
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from raylt import store
+from raylt.config import Config
 from raylt.runs import provenance
 from raylt.studies import results
 from raylt.studies.definition import Definition, Planned
@@ -55,10 +57,10 @@ def take(path: Path, planned: Sequence[Planned], mix_versions: bool) -> Recorded
         key = record.cell, record.arm, record.seed
         if record.state != "done" or key not in plans:
             continue
-        if changed := differences(record.config, plans[key].config):
-            other_settings.append(f"{record.folder} ({'; '.join(changed)})")
-        elif not mix_versions and record.made.get("codes") != [current]:
+        if not mix_versions and record.made.get("codes") != [current]:
             other_code.append(record.folder)
+        elif changed := differences(_completed(record.config, plans[key].config), plans[key].config):
+            other_settings.append(f"{record.folder} ({'; '.join(changed)})")
         else:
             taken[key] = record
     passed_over = []
@@ -69,6 +71,13 @@ def take(path: Path, planned: Sequence[Planned], mix_versions: bool) -> Recorded
         passed_over.append(f"{path}: {len(other_settings)} recorded runs had other settings and are done again, the "
                            f"first is {other_settings[0]}")
     return Recorded(taken, holdings if taken else {}, passed_over)
+
+
+def _completed(config: dict[str, Any], planned: Config) -> dict[str, Any]:
+    """A run's configuration with those fields of its method that the code which made it did not have yet."""
+    if config["method"].get("name") != planned.method["name"]:
+        return config
+    return config | {"method": planned.method | config["method"]}
 
 
 def keep(folder: Path, definition: Definition, recorded: Recorded) -> None:

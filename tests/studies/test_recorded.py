@@ -98,6 +98,20 @@ def test_runs_with_other_settings_are_passed_over_by_name(tmp_path):
     assert "fedavg/seed-0 (local.epochs: 1 -> 2)" in line
 
 
+def test_a_field_that_the_code_of_then_did_not_have_is_no_other_setting(tmp_path):
+    _, record = kept(tmp_path, code="0" * 64)
+    content = json.loads(record.read_text())
+    for each in content["records"]:
+        each["config"]["method"].pop("mu", None)
+    record.write_text(json.dumps(content))
+    plans = define(TINY).runs()
+    taken = take(record, plans, mix_versions=True)
+    assert len(taken.records) == 4
+    assert "made by another version" in take(record, plans, mix_versions=False).passed_over[0]
+    other = define(TINY | {"arms": {"fedavg": "fedavg", "prox": {"method": {"name": "fedavg"}}}}).runs()
+    assert len(take(record, other, mix_versions=True).records) == 2         # another method is another setting
+
+
 def test_recording_adds_and_loses_nothing(tmp_path):
     _, record = kept(tmp_path)
     one = TINY | {"arms": {"fedavg": "fedavg", "per": "fedper"}, "seeds": 1}
