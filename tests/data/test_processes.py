@@ -196,7 +196,8 @@ def script(tmp_path):
         (tmp_path / "slow.py").write_text(SLOW)
         started.append(subprocess.Popen(
             [sys.executable, "script.py", str(tmp_path), str(seconds)], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, start_new_session=True))
+            stderr=subprocess.PIPE, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)))     # a shell's background job ignores it
         return started[0]
 
     yield start
