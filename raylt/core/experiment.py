@@ -69,7 +69,7 @@ class Experiment:
             if is_full(error):
                 raise RayltError(f"step {self._step}: the server's device has no room for what the server computes "
                                  f"itself ({one_line(error)}); free it, or give the server a GPU of its own, and go on "
-                                 "with raylt resume (--device cpu: without GPUs)") from error
+                                 "with raylt resume RUN (resources.device=cpu: without GPUs)") from error
             raise
 
     def _take_step(self) -> Report:
