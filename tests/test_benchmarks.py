@@ -182,7 +182,7 @@ def test_scale_prints_a_line_for_each_number_of_clients():
     assert heads.split()[0] == "clients"
     clients, *figures, model = row.split()
     assert clients == "100"
-    assert len(figures) == 11
+    assert len(figures) == 12
     assert all(float(figure) > 0 for figure in figures)
     assert re.fullmatch("[0-9a-f]{8}", model)
 
