@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--limit", type=int, help="only so many training images, for a trial")
+    parser.add_argument("--limit", type=int, help="only so many training images, drawn by the seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="as resources.device")
     arguments = parser.parse_args()
@@ -75,11 +75,11 @@ def main() -> None:
 
 
 class Tower(nn.Module):
-    """Images uint8 [B, H, W, 3], brought to the side it learns at, to unit features [B, d]."""
+    """Images uint8 [B, H, W, channels], brought to the side it learns at, to unit features [B, d]."""
 
     def __init__(self, model: str, dim: int, side: int, source: Source):
         super().__init__()
-        built = build_model(model, 1, (side, side, 3))
+        built = build_model(model, 1, (side, side, source.x_train.shape[3]))
         self.encoder, self.side = built.encoder, side
         self.projection = nn.Linear(built.dim, dim)
         mean, std = channel_statistics(source.x_train)
@@ -90,11 +90,11 @@ class Tower(nn.Module):
 
 
 def shrink(images: Stored, side: int) -> Tensor:
-    """uint8 [n, H, W, 3] to uint8 [n, side, side, 3] by means over squares; H must be a multiple of the side."""
+    """uint8 [n, H, W, channels] to [n, side, side, channels], means over squares; H must be a multiple of the side."""
     x = cache.load(images)
     assert x.shape[1] % side == 0, f"{x.shape[1]} is no multiple of {side}"
-    step = x.shape[1] // side
-    parts = [part.reshape(len(part), side, step, side, step, 3).mean((2, 4)).round().astype(np.uint8)
+    step, channels = x.shape[1] // side, x.shape[3]
+    parts = [part.reshape(len(part), side, step, side, step, channels).mean((2, 4)).round().astype(np.uint8)
              for part in np.array_split(x, 1 + len(x) // 2048)]
     return torch.from_numpy(np.concatenate(parts))
 

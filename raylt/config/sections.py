@@ -117,9 +117,8 @@ class Config(Section):
                         le=LAST_SEED)
     data: DataConfig = DataConfig()
     model: str = setting("small", "The network; lraspp gives label maps, the others classes.",
-                         "resnet8, resnet8_proj, resnet18, resnet32, resnet34, resnet50, resnet50_proj, cnn, small, "
-                         "lraspp, "
-                         "torchvision:NAME, timm:NAME, or one's own")
+                         "resnet8, resnet8_proj, resnet18, resnet32, resnet34, resnet50, resnet50_proj, cnn, cnn_proj, "
+                         "small, lraspp, torchvision:NAME, timm:NAME, or one's own")
     weights: str | None = setting(None, "Where the weights of an encoder come from, of lraspp, torchvision:NAME and "
                                   "timm:NAME: imagenet fetches the library's (mobilenet_v3_small's for lraspp), a path "
                                   "names a file with such a state dict on every node; the classifier starts anew. Null "

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from raylt.errors import ConfigError
-from raylt.models.cnn import cnn, small
+from raylt.models.cnn import cnn, cnn_proj, small
 from raylt.models.foreign import foreign
 from raylt.models.resnet import resnet8, resnet8_proj, resnet18, resnet32, resnet34, resnet50, resnet50_proj
 from raylt.models.segment import LRASPPEncoder, lraspp
@@ -22,6 +22,7 @@ MODELS: dict[str, ModelFactory] = {
     "resnet50": resnet50,
     "resnet50_proj": resnet50_proj,
     "cnn": cnn,
+    "cnn_proj": cnn_proj,
     "small": small,
     "lraspp": lraspp,
 }
@@ -29,7 +30,7 @@ SEGMENTERS = frozenset({"lraspp"})          # give logits for each pixel; the ot
 
 # the side at which every stride still halves something
 _SMALLEST = {"resnet8": 4, "resnet8_proj": 4, "resnet18": 8, "resnet32": 4, "resnet34": 8, "resnet50": 32,
-             "resnet50_proj": 32, "cnn": 16, "small": 2, "lraspp": 16}
+             "resnet50_proj": 32, "cnn": 16, "cnn_proj": 16, "small": 2, "lraspp": 16}
 
 
 def build_model(name: str, classes: int, shape: tuple[int, int, int], weights: str | None = None) -> SplitModel:

@@ -15,13 +15,14 @@ def cnn(classes: int, shape: tuple[int, int, int]) -> SplitModel:
 
     MuPFL does not state the widths: 32 and 64 are ours.
     """
-    height, width, channels = shape
-    encoder = nn.Sequential(OrderedDict(
-        stage1=nn.Sequential(nn.Conv2d(channels, 32, 5), nn.ReLU(inplace=True)),
-        stage2=nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(inplace=True)),
-        pool=nn.Sequential(nn.MaxPool2d(2), nn.Flatten())))
-    dim = 64 * _side(height) * _side(width)
-    return SplitModel(encoder, dim, classes)
+    return SplitModel(*_convolutions(shape), classes)
+
+
+def cnn_proj(classes: int, shape: tuple[int, int, int]) -> SplitModel:
+    """The same with a linear layer without activation that brings the features to CLIP's d = 512, as `resnet8_proj`."""
+    encoder, dim = _convolutions(shape)
+    encoder.add_module("add_mlp", nn.Linear(dim, 512))
+    return SplitModel(encoder, 512, classes)
 
 
 def small(classes: int, shape: tuple[int, int, int]) -> SplitModel:
@@ -33,6 +34,16 @@ def small(classes: int, shape: tuple[int, int, int]) -> SplitModel:
                              nn.ReLU(inplace=True)),
         pool=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())))
     return SplitModel(encoder, 64, classes)
+
+
+def _convolutions(shape: tuple[int, int, int]) -> tuple[nn.Sequential, int]:
+    """`cnn`'s encoder and the length of its features."""
+    height, width, channels = shape
+    encoder = nn.Sequential(OrderedDict(
+        stage1=nn.Sequential(nn.Conv2d(channels, 32, 5), nn.ReLU(inplace=True)),
+        stage2=nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(inplace=True)),
+        pool=nn.Sequential(nn.MaxPool2d(2), nn.Flatten())))
+    return encoder, 64 * _side(height) * _side(width)
 
 
 def _side(side: int) -> int:

@@ -55,8 +55,8 @@ class Teacher(ABC):
         self._check(task, wordings, student is not None)
         if student not in (None, self.dim):
             raise ConfigError(f"model: its features have d = {student}, those of method.teacher = {self.name} "
-                              f"{self.dim}; method.finetune=true needs them alike, as in resnet8_proj and "
-                              "resnet50_proj with CLIP's ViT-B-32")
+                              f"{self.dim}; method.finetune=true needs them alike, as in resnet8_proj, "
+                              "cnn_proj and resnet50_proj with CLIP's ViT-B-32")
 
     @abstractmethod
     def _check(self, task: Task, wordings: Set[Wording], trainable: bool) -> None:

@@ -61,6 +61,14 @@ def test_resnet50_proj_brings_2048_features_to_512():
     assert z.min() < 0
 
 
+def test_cnn_proj_is_the_cnn_with_a_linear_layer_to_512():
+    model, plain = build_model("cnn_proj", 10, (28, 28, 1)), build_model("cnn", 10, (28, 28, 1))
+    assert parameters(model.encoder) == parameters(plain.encoder) + 1024 * 512 + 512
+    z = model.encoder(torch.randn(1, 1, 28, 28))
+    assert z.shape == (1, 512)
+    assert z.min() < 0
+
+
 @pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("resnet50") and
                                   name not in SEGMENTERS])
 @pytest.mark.parametrize("shape", [(16, 16, 1), (20, 24, 3)])

@@ -69,7 +69,8 @@ class CLIP2FL(CReFF):
         if self.contrast and model.dim != teacher.dim:
             raise ConfigError(f"model = {config.model}: its features have d = {model.dim}, the texts of method.teacher "
                               f"= {teacher.name} {teacher.dim}, and method.contrast compares them; set "
-                              "model=resnet8_proj or resnet50_proj with CLIP's ViT-B-32, or method.contrast=0")
+                              "model=resnet8_proj, cnn_proj or resnet50_proj with CLIP's ViT-B-32, or "
+                              "method.contrast=0")
 
     @property
     def terms(self) -> tuple[str, ...]:
