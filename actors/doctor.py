@@ -34,11 +34,11 @@ def examine(address: str | None) -> Report:
     Raises:
         ConfigError: no cluster could be joined there.
     """
-    import torch
+    from raylt.core.device import gpus
 
     findings: Report = {"python": platform.python_version()} | {name: _version(name) or "none" for name in SHOWN}
     problems = outdated(_version)
-    findings |= {"CPUs": len(os.sched_getaffinity(0)), "GPUs (torch)": torch.cuda.device_count()}
+    findings |= {"CPUs": len(os.sched_getaffinity(0)), "GPUs (torch)": gpus()}
     token, who = token_file(), exposed(token_file())        # before the session, which mends it
     findings["token file"] = f"{token}" if token.exists() else f"{token}, not there yet"
     if who:

@@ -54,8 +54,8 @@ def foresee(config: Config, address: str | None, description: str | None) -> Pla
     if description is not None:
         return plan(config, clients, parse_nodes(description))
     if whereabouts(address) is None:
-        import torch
-        return plan(config, clients, [Node(len(os.sched_getaffinity(0)), torch.cuda.device_count())])
+        from raylt.core.device import gpus
+        return plan(config, clients, [Node(len(os.sched_getaffinity(0)), gpus())])
     with session(address):
         import ray
         return plan(config, clients, nodes_of(ray.nodes()))

@@ -92,7 +92,7 @@ def show_plan(planned: "Study", parallel: int | None, fleet: str) -> None:
                       "" if record.state == "done" else duration(seconds) if pace.measured else "?",
                       *([shared.get(plan.folder, "")] if shared else []))
     out.print(table)
-    at_once = slots(parallel, fleet)
+    at_once = slots(parallel, fleet, [plan.config for plan in plans])
     open_ = sum(record.state != "done" for record in planned.records)
     time_left = (f"about {duration(makespan(left, at_once))}, {at_once} at once" if pace.measured else
                  "how long they take is known when the first has taken a round")

@@ -48,6 +48,11 @@ def describe(device: torch.device) -> dict[str, str | None]:
             "torch": torch.__version__, "cpu": cpu()}
 
 
+def gpus() -> int:
+    """How many GPUs this machine shows to torch. Whether a process may use one, `open_device` decides."""
+    return torch.cuda.device_count()
+
+
 def driver() -> str | None:
     """The version of the NVIDIA driver of this machine; None where there is none."""
     try:

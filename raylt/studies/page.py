@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from rich import box
+from rich.console import Group
 from rich.table import Table
 
 from raylt.studies.expectations import PAPERS
@@ -39,13 +40,25 @@ def page(judged: Sequence[Verdict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table_of(judged: Sequence[Verdict]) -> Table:
-    """Verdicts for a terminal, cells without a run in one line each."""
-    table = Table("table", "cell", "row", "figure", "printed", "here", "difference, printed", "here", "verdict",
-                  box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for verdict in judged:
-        table.add_row(*_cells(verdict))
-    return table
+def table_of(judged: Sequence[Verdict]) -> Group:
+    """Verdicts for a terminal, a table for each setting of a paper's table; in brackets differences to FedAvg."""
+    parts: list[Table | str] = []
+    for (paper, table, cell), group in groupby(judged, key=lambda v: (v.cell.paper, v.cell.table, v.cell.cell)):
+        several = Table("row", "figure", "printed, %", "here, %", "verdict", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+                        show_edge=False, title=f"{paper}, table {table}: {cell}", title_justify="left")
+        for column in several.columns[2:4]:
+            column.no_wrap = True
+        for verdict in group:
+            _, _, row, figure, printed, here, printed_difference, difference, kind = _cells(verdict)
+            several.add_row(row, figure, _with_difference(printed.partition(" ")[0], printed_difference),
+                            _with_difference(here.partition(" (")[0], difference),
+                            f"{kind}, {verdict.seeds} seeds" if verdict.ours is not None else kind)
+        parts += [several, ""]
+    return Group(*parts)
+
+
+def _with_difference(value: str, difference: str) -> str:
+    return f"{value} ({difference})" if difference else value
 
 
 def _cells(v: Verdict) -> list[str]:

@@ -75,7 +75,7 @@ def run_all(planned: Sequence[Planned], records: Sequence[Record], folder: Path,
     if not jobs:
         return []
     pace = Pace(records)
-    places = places_for(parallel, fleet, len(jobs))
+    places = places_for(parallel, fleet, [job.planned.config for job in jobs])
     return _Pool(jobs, places, pace, watcher, folder, fleet, address, done).run()
 
 

@@ -1,10 +1,11 @@
 """`Sheet`: a table with what stands under it, for a terminal, as Markdown and as LaTeX."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rich import box
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -16,6 +17,8 @@ class Sheet:
     Attributes:
         columns: one letter for each column: l, or r for figures that are not to be wrapped.
         grouped: rows are grouped by their first cell, which is written once for each group.
+        naming: first columns that name a row. Where a terminal is too narrow for all others, these stand beside each
+            part of them; 0 never parts the columns, and cells are wrapped.
         further: title, heading and rows of the tables below.
         notes: heading and lines of the lists below; empty ones are left out.
     """
@@ -25,20 +28,13 @@ class Sheet:
     rows: list[list[str]]
     columns: str
     grouped: bool = True
+    naming: int = 0
     further: list[tuple[str, list[str], list[list[str]]]] = field(default_factory=list)
     notes: dict[str, list[str]] = field(default_factory=dict)
 
     def screen(self) -> Group:
         """What a person reads on a terminal."""
-        table = _table(self.title, self.head)
-        for column, letter in zip(table.columns, self.columns, strict=True):
-            if letter == "r":
-                column.justify, column.no_wrap = "right", True
-        for row, starts in zip(self._rows(), self._starts(), strict=True):
-            if starts:
-                table.add_section()
-            table.add_row(*row)
-        parts: list[Table | Text] = [table]
+        parts: list[_AsWideAsFits | Table | Text] = [_AsWideAsFits(self)]
         for title, head, rows in self.further:
             more = _table(title, head)
             for row in rows:
@@ -47,6 +43,18 @@ class Sheet:
         parts += [Text(f"\n{heading}:\n" + "\n".join(f"  {line}" for line in lines))
                   for heading, lines in self.notes.items() if lines]
         return Group(*parts)
+
+    def table(self, columns: Sequence[int], title: str | None) -> Table:
+        """The rows with some of their columns."""
+        table = _table(title, [self.head[at] for at in columns])
+        for column, at in zip(table.columns, columns, strict=True):
+            if self.columns[at] == "r":
+                column.justify, column.no_wrap = "right", True
+        for row, starts in zip(self._rows(), self._starts(), strict=True):
+            if starts:
+                table.add_section()
+            table.add_row(*(row[at] for at in columns))
+        return table
 
     def markdown(self) -> str:
         """Tables that GitHub and every Markdown reader draws."""
@@ -80,7 +88,29 @@ class Sheet:
                 for place, (row, starts) in enumerate(zip(self.rows, self._starts(), strict=True))]
 
 
-def _table(title: str, head: Sequence[str]) -> Table:
+@dataclass(frozen=True)
+class _AsWideAsFits:
+    """A sheet's rows as one table, or as several below each other where their columns do not fit side by side."""
+
+    sheet: Sheet
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text]:
+        sheet, naming = self.sheet, list(range(self.sheet.naming))
+        if not naming:
+            yield sheet.table(range(len(sheet.head)), sheet.title)
+            return
+        part, title = list[int](), sheet.title
+        for at in range(len(naming), len(sheet.head)):
+            wider = sheet.table([*naming, *part, at], None)
+            if part and Measurement.get(console, options.update(width=10_000), wider).maximum > options.max_width:
+                yield sheet.table([*naming, *part], title)
+                yield Text("")
+                part, title = [], None
+            part.append(at)
+        yield sheet.table([*naming, *part], title)
+
+
+def _table(title: str | None, head: Sequence[str]) -> Table:
     return Table(*head, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
 
 

@@ -11,11 +11,12 @@ from raylt.studies.definition import Planned
 def stems(planned: Sequence[Planned]) -> dict[str, str]:
     """Of each run that another one's first steps will do for, by its folder, that other's folder.
 
-    One that is taken over so is no stem itself.
+    One that is taken over so is no stem itself. Those whose first later stage begins earliest are looked at first: a
+    run keeps the checkpoints before its own stages, and from one before an earlier stage nobody could go on.
     """
     roots: dict[tuple[str, int], list[Planned]] = {}
     shared: dict[str, str] = {}
-    for each in planned:
+    for each in sorted(planned, key=lambda run: min(_kept(run))):
         same = roots.setdefault((each.cell, each.seed), [])
         stem = next((root for root in same if _part_late(root, each)), None)
         if stem is None:
@@ -25,9 +26,15 @@ def stems(planned: Sequence[Planned]) -> dict[str, str]:
     return shared
 
 
-def _part_late(one: Planned, other: Planned) -> bool:
+def _kept(run: Planned) -> set[int]:
+    """The steps after which a run keeps its checkpoint."""
+    return set(resolve(run.config).method.stages(run.config.federation.rounds).values())
+
+
+def _part_late(root: Planned, other: Planned) -> bool:
+    """Whether they share steps, and the root keeps the checkpoint after the last of them."""
     try:
-        fork(one.config, resolve(one.config).method, other.config, resolve(other.config).method)
+        shared = fork(root.config, resolve(root.config).method, other.config, resolve(other.config).method)
     except ConfigError:             # they differ from the start
         return False
-    return True
+    return shared.step in _kept(root)

@@ -15,9 +15,11 @@ HEADINGS = {"last": "last round", "last10": "mean of the last ten judged rounds"
 
 def of_comparison(comparison: Comparison) -> Sheet:
     """One measure: every arm in every cell, its difference to the reference arm, claims, and what was left out."""
-    head = _head(comparison)
-    return Sheet(_title(comparison), head, [[row.cell, *_cells(comparison, row)] for row in comparison.rows],
-                 f"ll{'r' * (len(head) - 3)}l", further=_further(comparison), notes={
+    several, figures = _several(comparison), _figures(comparison)
+    rows = [[*([row.cell] if several else []), row.arm, *_cells(comparison, row)] for row in comparison.rows]
+    columns = ("ll" if several else "l") + "r" * (len(figures) - 1) + "l"
+    return Sheet(_title(comparison), [*(["cell"] if several else []), "arm", *figures], rows, columns, several,
+                 naming=1 + several, further=_further(comparison), notes={
                      "arms with settings of their own": comparison.apart,
                      "tuned on validation samples": comparison.tuned, "versions of the code": comparison.versions,
                      "left out": comparison.left_out})
@@ -43,7 +45,8 @@ def of_measures(comparisons: Sequence[Comparison]) -> Sheet:
     title = f"ordered by {measure_of(first.measure).what}, {HEADINGS[first.at]}; ± {100 * first.level:g} % t interval"
     units = {name: "" if name == "seconds" else f", {unit(name)}" for name in names}
     head = [*(["cell"] if several else []), "arm", "seeds", *(f"{name}{units[name]}" for name in names)]
-    return Sheet(title, head, rows, f"{'ll' if several else 'l'}r{'r' * len(names)}", several, notes={
+    columns = ("ll" if several else "l") + "r" * (1 + len(names))
+    return Sheet(title, head, rows, columns, several, naming=1 + several, notes={
         "arms with settings of their own": first.apart, "tuned on validation samples": first.tuned,
         "versions of the code": first.versions,
         "left out": list(dict.fromkeys(line for each in comparisons for line in each.left_out))})
@@ -89,28 +92,35 @@ def _title(comparison: Comparison) -> str:
             f"t interval over seeds; differences to {comparison.reference}, paired by seed")
 
 
-def _head(comparison: Comparison) -> list[str]:
+def _several(comparison: Comparison) -> bool:
+    """Whether there are cells to tell apart."""
+    return any(row.cell for row in comparison.rows)
+
+
+def _figures(comparison: Comparison) -> list[str]:
+    """What stands behind an arm's name."""
     optimism = ["best - last"] if any(row.optimism is not None for row in comparison.rows) else []
-    return ["cell", "arm", "seeds", "mean", "sd", "difference", *optimism, "values"]
+    return ["seeds", "mean", "sd", "difference", *optimism, "values"]
 
 
 def _cells(comparison: Comparison, row: Row) -> list[str]:
     show = shown(comparison.measure)
-    optimism = [] if "best - last" not in _head(comparison) else [
+    optimism = [] if "best - last" not in _figures(comparison) else [
         "-" if row.optimism is None else show(row.optimism)]
-    return [row.arm, str(len(row.values)), margin(row.mean, show), "-" if row.sd is None else show(row.sd),
+    return [str(len(row.values)), margin(row.mean, show), "-" if row.sd is None else show(row.sd),
             "-" if row.difference is None else margin(row.difference.difference, show, sign=True), *optimism,
             " ".join(show(value) for value in row.values.values())]
 
 
 def _further(comparison: Comparison) -> list[tuple[str, list[str], list[list[str]]]]:
     """Title, heading and rows of the tables of claims and over cells, where there are any."""
-    tables = []
+    tables, several = [], _several(comparison)
     if comparison.claims:
-        tables.append((f"claims, one family of {len(comparison.claims)}; p adjusted by Holm, none under six seeds",
-                       ["claim", "cell", "difference", "p", "verdict"],
-                       [[str(j.claim), j.cell, margin(j.difference.difference, shown(j.claim.measure), sign=True),
-                         probability(j.p), j.verdict] for j in comparison.claims]))
+        title = f"claims, one family of {len(comparison.claims)}; p adjusted by Holm, none under six seeds"
+        rows = [[str(j.claim), *([j.cell] if several else []),
+                 margin(j.difference.difference, shown(j.claim.measure), sign=True), probability(j.p), j.verdict]
+                for j in comparison.claims]
+        tables.append((title, ["claim", *(["cell"] if several else []), "difference", "p", "verdict"], rows))
     if comparison.overall:
         show = shown(comparison.measure)
         rows = [[o.arm, interval(o.iqm, show), "-" if o.improvement is None else

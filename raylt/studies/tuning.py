@@ -141,7 +141,7 @@ def search_arms(bases: Mapping[tuple[str, str], Config], tuning: Tuning, referen
              "base": bases[cell, arm].model_dump(mode="json"), "reference": bases[cell, reference].model_dump(
                  mode="json"), "tune": tuning.model_dump(mode="json"), "fleet": fleet, "address": address,
              "plugins": plugin_files()} for cell, arm in waiting]
-    places = places_for(parallel, fleet, len(jobs))
+    places = places_for(parallel, fleet, [bases[key] for key in waiting])
     for job, outcome in _carry_out(jobs, places, folder):
         outcomes.setdefault(job["cell"], {})[job["arm"]] = outcome
         write_tuned(folder, outcomes)

@@ -35,6 +35,20 @@ def test_runs_that_part_late_share_the_first_of_them_within_a_cell_and_a_seed():
     assert not any("more" in folder for folder in stems(define(SHARED | {"arms": SHARED["arms"] | local}).runs()))
 
 
+def test_run_that_keeps_the_checkpoint_where_the_others_part_is_the_stem(tmp_path):
+    fedsm = {"name": "fedsm", "teacher": "none"}
+    study = {"name": "late", "base": {"data": {"clients": 3}, "federation": {"rounds": 3}, "local": {"epochs": 1}},
+             "seeds": 1, "arms": {"never": {"method": fedsm | {"rounds": 0}}, "late": {"method": fedsm | {"rounds": 1}},
+                                  "later": {"method": fedsm | {"rounds": 1, "epochs": 2}}}}
+    by_arm = {each.arm: each for each in define(study).runs()}
+    assert stems(list(by_arm.values())) == {"never/seed-0": "late/seed-0", "later/seed-0": "late/seed-0"}
+    for arm in ("late", "later", "never"):
+        do(tmp_path / arm, by_arm[arm].config, "local", None, Callback(), Run(tmp_path / "late"))
+    assert [parent_of(tmp_path / arm) is not None for arm in ("late", "later", "never")] == [False, True, True]
+    do(tmp_path / "by itself", by_arm["never"].config, "local", None, Callback())
+    assert Run(tmp_path / "never").summary["model_sha256"] == Run(tmp_path / "by itself").summary["model_sha256"]
+
+
 def test_run_of_a_study_takes_its_first_steps_from_its_stem_where_that_has_come_so_far(tmp_path):
     by_arm = {each.arm: each for each in define(SHARED).runs() if each.seed == 0 and "10" in each.cell}
     places = {arm: tmp_path / arm for arm in by_arm}
