@@ -7,7 +7,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from raylt.cli.options import ClientOption, Format, FormatOption, RunFolder, out, print_json
+from raylt.cli.options import ClientOption, Format, FormatOption, RunFolder, err, out, print_json
 
 if TYPE_CHECKING:
     from raylt.runs.export import Prediction, TrainedModel
@@ -54,12 +54,19 @@ def predict(model: RunOrFile, images: Annotated[list[Path], typer.Argument(metav
 def evaluate(model: RunOrFile,
              data: Annotated[str, typer.Option(metavar="folder:PATH", help="New images, as <class>/<image> or "
                                                "<client>/<class>/<image>.")],
-             client: ClientOption = None, format: FormatOption = Format.table) -> None:
+             client: ClientOption = None,
+             bad: Annotated[Literal["stop", "skip"], typer.Option(help="Whether images that cannot be decoded end it, "
+                                                                  "or are left out.")] = "stop",
+             format: FormatOption = Format.table) -> None:
     """Judge a model on new images; where clients have models of their own, each on its client's folder."""
     from raylt.runs.evaluating import evaluate as judge
+    from raylt.runs.pictures import told_of
     from raylt.runs.summary import percent
-    evaluation = judge(lambda name: open_model(model, client or name), data, client is None and _has_several(model))
+    evaluation = judge(lambda name: open_model(model, client or name), data, client is None and _has_several(model),
+                       bad)
     figures = evaluation.to_json()
+    if evaluation.left_out:
+        err.print(f"left out: {told_of(evaluation.left_out)}", markup=False)
     if format is Format.json:
         print_json(figures)
         return

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,11 +28,13 @@ class Evaluation:
         class_names: C names.
         matrix: counts of (true, predicted) classes over all images, int64 [C, C].
         clients: the same of each client's images, where the folders tell clients apart.
+        left_out: why images are not among them.
     """
 
     class_names: tuple[str, ...]
     matrix: Tensor
     clients: dict[str, Tensor]
+    left_out: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Figures of everything, of each class and of each client; None where nothing was tested or predicted."""
@@ -43,21 +45,24 @@ class Evaluation:
                          **{key: None if values[c] != values[c] else values[c] for key, values in columns.items()}}
                         for c, name in enumerate(self.class_names)],
             "clients": {name: _figures(matrix) for name, matrix in self.clients.items()},
-            "confusion": self.matrix.tolist()}
+            "confusion": self.matrix.tolist(),
+            "left_out": list(self.left_out)}
 
 
-def evaluate(model_for: Callable[[str | None], Model], data: str, by_client: bool) -> Evaluation:
+def evaluate(model_for: Callable[[str | None], Model], data: str, by_client: bool,
+             bad: Literal["stop", "skip"] = "stop") -> Evaluation:
     """Judges on the images of a folder.
 
     Args:
         model_for: a client's name, or None, to the model that its images are judged by.
         data: folder:PATH.
         by_client: whether each client's images are judged by `model_for` its name; else all by that for None.
+        bad: whether images that cannot be decoded end it, or are left out and told of.
 
     Raises:
         ConfigError: not such data, or no model for a client.
-        DataError: another layout, a class that the model does not know, or images that cannot be decoded, all of which
-            it names.
+        DataError: another layout, a class that the model does not know, images that cannot be decoded, all of which
+            it names, or none that can be.
     """
     kind, _, place = data.partition(":")
     if kind != "folder" or not place:
@@ -80,16 +85,20 @@ def evaluate(model_for: Callable[[str | None], Model], data: str, by_client: boo
     model, damaged = None, []
     for name, own in whose.items():
         model = shared or model_for(name)
-        matrices[name] = _counts(model, folder, own, damaged)
-    if damaged:
-        raise DataError(told_of(damaged))
+        matrices[name] = _counts(model, folder, own, damaged, bad == "skip")
+    if damaged and (bad == "stop" or len(damaged) == len(files)):
+        raise DataError(told_of(damaged) + (", or --bad skip leaves them out" if bad == "stop" else ""))
     assert model is not None
     return Evaluation(model.class_names, sum(matrices.values(), start=torch.zeros_like(next(iter(matrices.values())))),
-                      {name: matrix for name, matrix in matrices.items() if name is not None})
+                      {name: matrix for name, matrix in matrices.items() if name is not None}, tuple(damaged))
 
 
-def _counts(model: Model, folder: Path, files: Sequence[PurePosixPath], damaged: list[str]) -> Tensor:
-    """The counts over some images; why others cannot be decoded is added to `damaged`."""
+def _counts(model: Model, folder: Path, files: Sequence[PurePosixPath], damaged: list[str], go_on: bool) -> Tensor:
+    """The counts over some images; why others cannot be decoded is added to `damaged`.
+
+    Args:
+        go_on: whether to judge where some are damaged; else only what else is damaged is looked for.
+    """
     known = {name: c for c, name in enumerate(model.class_names)}
     if strange := sorted({file.parts[-2] for file in files} - known.keys()):
         raise DataError(f"{folder}: has the class {', '.join(strange)}, which the model does not know; it knows "
@@ -97,14 +106,14 @@ def _counts(model: Model, folder: Path, files: Sequence[PurePosixPath], damaged:
     total = torch.zeros(len(known), len(known), dtype=torch.int64)
     for part in _parts(files):
         images, faults = try_pictures([folder / file for file in part], model.shape, model.fit)
-        damaged += faults
-        if damaged:
+        damaged += faults.values()
+        if not len(images) or (damaged and not go_on):
             continue
         prediction = model.predict(images)
         if prediction.labels.ndim != 1:
             raise ConfigError("the model says what each pixel is, and folders say what a whole image is; judge it in a "
                               "run on label maps")
-        truth = torch.tensor([known[file.parts[-2]] for file in part])
+        truth = torch.tensor([known[file.parts[-2]] for place, file in enumerate(part) if place not in faults])
         total += metrics.confusion(prediction.labels, truth, len(known))
     return total
 
@@ -113,5 +122,7 @@ def _parts(files: Sequence[PurePosixPath]) -> Iterator[Sequence[PurePosixPath]]:
     return (files[start:start + AT_ONCE] for start in range(0, len(files), AT_ONCE))
 
 
-def _figures(matrix: Tensor) -> dict[str, float | int]:
-    return {"images": int(matrix.sum()), "accuracy": metrics.accuracy(matrix), "macro": metrics.macro(matrix)}
+def _figures(matrix: Tensor) -> dict[str, float | int | None]:
+    images = int(matrix.sum())
+    return {"images": images, "accuracy": metrics.accuracy(matrix) if images else None,
+            "macro": metrics.macro(matrix) if images else None}

@@ -21,18 +21,18 @@ def read_pictures(files: Sequence[Path], shape: tuple[int, int, int], fit: Fit) 
     """
     pictures, faults = try_pictures(files, shape, fit)
     if faults:
-        raise DataError(told_of(faults))
+        raise DataError(told_of(list(faults.values())))
     return pictures
 
 
-def try_pictures(files: Sequence[Path], shape: tuple[int, int, int], fit: Fit) -> tuple[np.ndarray, list[str]]:
-    """Those that can be decoded, and why the others cannot."""
-    pictures, faults = [], []
-    for file in files:
+def try_pictures(files: Sequence[Path], shape: tuple[int, int, int], fit: Fit) -> tuple[np.ndarray, dict[int, str]]:
+    """Those that can be decoded, in order; and by their places among the files, why the others cannot."""
+    pictures, faults = [], dict[int, str]()
+    for place, file in enumerate(files):
         try:
             pictures.append(_read(file, shape, fit))
         except DataError as error:
-            faults.append(str(error))
+            faults[place] = str(error)
     return np.stack(pictures) if pictures else np.zeros((0, *shape), np.uint8), faults
 
 

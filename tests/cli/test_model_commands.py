@@ -105,7 +105,34 @@ def test_all_damaged_images_are_named_in_one_go(raylt, personal, new):
     damaged[2].write_bytes(next(new.rglob("[0-9]*.png")).read_bytes()[:50])
     for more in ([], ["--client", "linz"]):
         refused(raylt("evaluate", personal, "--data", f"folder:{new}", *more), "3 images cannot be decoded: ",
-                *(f"{file} (" for file in damaged), "; replace or remove them\n")
+                *(f"{file} (" for file in damaged), "; replace or remove them, or --bad skip leaves them out\n")
+
+
+def test_damaged_images_are_left_out_where_that_is_asked_for(raylt, personal, new):
+    evaluate = ("evaluate", personal, "--data", f"folder:{new}", "--bad", "skip", "--format", "json")
+    whole = json.loads(raylt(*evaluate).out)
+    first = next((new / "linz/up left").glob("*.png"))
+    right = json.loads(raylt("predict", personal, first, "--client", "linz", "--format", "json").out)[0]["class"]
+    damaged = [first.with_name("0.png"), first.with_name("none.png"), *new.glob("wien/*/*.png")]
+    first.rename(damaged[0])            # sorts before the others, so that a shift of labels would be seen
+    for file in damaged:
+        file.write_bytes(b"")
+    code, out, err = raylt(*evaluate)
+    found = json.loads(out)
+    assert code == 0
+    told = " ".join(err.split())
+    assert told.startswith(f"left out: {len(damaged)} images cannot be decoded: ")
+    assert len(found["left_out"]) == len(damaged)
+    assert found["clients"]["wien"] == {"images": 0, "accuracy": None, "macro": None}
+    assert found["clients"]["graz"] == whole["clients"]["graz"]
+    assert found["clients"]["linz"]["images"] == whole["clients"]["linz"]["images"] - 1
+    before, after = (figures["clients"]["linz"]["accuracy"] * figures["clients"]["linz"]["images"]
+                     for figures in (whole, found))
+    assert before - after == pytest.approx(int(right == "up left"))
+    assert "wien 0 - -" in " ".join(raylt(*evaluate[:-2]).out.split())
+    for file in new.rglob("*.png"):
+        file.write_bytes(b"")
+    refused(raylt(*evaluate), "images cannot be decoded: ", "; replace or remove them\n")
 
 
 def test_new_images_of_one_client(raylt, personal, new):
