@@ -6,9 +6,10 @@ Each run is started as a user would, by `raylt run`, and watched from outside. S
 the command: the start of Python, of Ray and of the actors with them; the CPU seconds of all processes up to there stand
 beside them, since a busy machine stretches the first alone. A round is the median of the later ones, by the clock. The
 milliseconds of a client call are CPU time of all processes, Ray's daemons with them, in rounds 2 to R - 1, and of the
-server's process alone; those of the bare loop are CPU time of one process that trains the same model on such batches
-with nothing around it, and the difference is what the framework adds. Memory is the largest proportional share (PSS) of
-the server actor, of the driver, and of both at the same time.
+server's process alone, which the system counts in hundredths of a second, so that few rounds are a coarse measure;
+those of the bare loop are CPU time of one process that trains the same model on such batches with nothing around it,
+and the difference is what the framework adds. Memory is the largest proportional share (PSS) of the server actor, of
+the driver, and of both at the same time.
 """
 
 import argparse
@@ -101,7 +102,7 @@ def measure(folder: Path, clients: int, asked: int, rounds: int, actors: int, me
             count = lines.read_bytes().count(b"\n") if lines.exists() else 0
             if count and not first:
                 first = time.perf_counter() - start
-            if count in (1, rounds - 1) and count not in cpu:
+            if 0 < count < rounds and count not in cpu:
                 cpu[count] = cpu_seconds(run.pid)
                 servers |= {process.pid for process, kind in kinds(run.pid).items() if kind == "server"}
             shares = memory_mb(run.pid)
@@ -112,11 +113,14 @@ def measure(folder: Path, clients: int, asked: int, rounds: int, actors: int, me
     if run.returncode:
         raise SystemExit(log.read_text())
     reports = [json.loads(line) for line in lines.read_text().splitlines()]
-    a_call = 1e3 / (asked * (rounds - 2))
-    spent = {pid: seconds - cpu[1].get(pid, 0.0) for pid, seconds in cpu[rounds - 1].items()}
+    if len(cpu) < 2:
+        raise SystemExit(f"{rounds} rounds went by between two looks at the processes; take more (--rounds)")
+    begin, *_, end = cpu        # a look may miss a round that is over in no time
+    a_call = 1e3 / (asked * (end - begin))
+    spent = {pid: seconds - cpu[begin].get(pid, 0.0) for pid, seconds in cpu[end].items()}
     at_server = sum(spent[pid] for pid in servers & spent.keys())
     summary = json.loads((folder / "out/run/summary.json").read_text())
-    return Row(clients, first, sum(cpu[1].values()), statistics.median(report["seconds"] for report in reports[1:]),
+    return Row(clients, first, sum(cpu[begin].values()), statistics.median(report["seconds"] for report in reports[1:]),
                a_call * sum(spent.values()), a_call * at_server, bare, memory["server"], memory["driver"],
                memory["together"], wall,
                summary["model_sha256"])

@@ -178,7 +178,7 @@ def test_a_table_of_the_page_on_privacy_is_written_from_what_was_measured(monkey
 
 @pytest.mark.slow
 def test_scale_prints_a_line_for_each_number_of_clients():
-    heads, row = script("scale", "--clients", 100, "--rounds", 3).splitlines()
+    heads, row = script("scale", "--clients", 100, "--rounds", 12).splitlines()
     assert heads.split()[0] == "clients"
     clients, *figures, model = row.split()
     assert clients == "100"
