@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from raylt import store
-from raylt.config import Config
 from raylt.runs import provenance
 from raylt.studies import results
 from raylt.studies.definition import Definition, Planned
@@ -59,7 +58,7 @@ def take(path: Path, planned: Sequence[Planned], mix_versions: bool) -> Recorded
             continue
         if not mix_versions and record.made.get("codes") != [current]:
             other_code.append(record.folder)
-        elif changed := differences(_completed(record.config, plans[key].config), plans[key].config):
+        elif changed := differences(record.config, plans[key].config):
             other_settings.append(f"{record.folder} ({'; '.join(changed)})")
         else:
             taken[key] = record
@@ -71,13 +70,6 @@ def take(path: Path, planned: Sequence[Planned], mix_versions: bool) -> Recorded
         passed_over.append(f"{path}: {len(other_settings)} recorded runs had other settings and are done again, the "
                            f"first is {other_settings[0]}")
     return Recorded(taken, holdings if taken else {}, passed_over)
-
-
-def _completed(config: dict[str, Any], planned: Config) -> dict[str, Any]:
-    """A run's configuration with those fields of its method that the code which made it did not have yet."""
-    if config["method"].get("name") != planned.method["name"]:
-        return config
-    return config | {"method": planned.method | config["method"]}
 
 
 def keep(folder: Path, definition: Definition, recorded: Recorded) -> None:

@@ -82,7 +82,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def differences(config: dict[str, Any], planned: Config) -> list[str]:
-    """Settings of a run that are not those of its plan, resources and output apart."""
+    """Settings of a run that are not those of its plan, resources and output apart.
+
+    What its method has as fields now and had not when the run was made is at its default, which is what it did then.
+    """
+    if config["method"].get("name") == planned.method["name"]:
+        defaults = type(resolve(planned).method).model_construct().model_dump(mode="json")
+        config = config | {"method": defaults | config["method"]}
     made = Config(**config)
     before, after = flat(settled(made)), flat(settled(followed(planned, made)))
     return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in sorted(before | after)
