@@ -7,7 +7,6 @@ versions may be mixed. Those that are taken stand in the study's folder as recor
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from raylt import store
 from raylt.runs import provenance

@@ -107,7 +107,8 @@ def test_a_field_that_the_code_of_then_did_not_have_is_no_other_setting(tmp_path
     plans = define(TINY).runs()
     taken = take(record, plans, mix_versions=True)
     assert len(taken.records) == 4
-    assert Study.create(define(TINY), tmp_path / "on", record, mix_versions=True).records == list(taken.records.values())
+    study = Study.create(define(TINY), tmp_path / "on", record, mix_versions=True)
+    assert study.records == list(taken.records.values())
     assert "made by another version" in take(record, plans, mix_versions=False).passed_over[0]
     strong = define(TINY | {"arms": {"fedavg": "fedavg", "prox": {"method": {"name": "fedprox", "mu": 0.5}}}}).runs()
     assert "method.mu: 0.01 -> 0.5" in take(record, strong, mix_versions=True).passed_over[0]
