@@ -61,6 +61,11 @@ class PrivacyConfig(Section):
     update_clip: float = setting(1.0, "With privacy.update_epsilon, the length to which longer updates are cut.", gt=0,
                                  le=MOST)
 
+    @property
+    def longest(self) -> float | None:
+        """The length that features are cut to; None leaves them."""
+        return None if self.epsilon is None else self.clip
+
     @model_validator(mode="after")
     def _one_unit(self) -> "PrivacyConfig":
         if self.epsilon is not None and self.update_epsilon is not None:

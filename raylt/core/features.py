@@ -4,16 +4,17 @@ import torch
 from torch import Tensor
 
 from raylt.core.client import Client
-from raylt.core.noise import clipped
 from raylt.core.pixels import pixel_features
-from raylt.core.training import autocast
+from raylt.core.training import autocast, take_statistics
 from raylt.data.samples import Augmentation
+from raylt.models.split import clipped
 
 
 @torch.no_grad()
 def features(client: Client, augment: Augmentation | None = None, pixels: int = 16) -> tuple[Tensor, Tensor]:
     """The features of all of a client's samples under its model as it is, in evaluation mode and the samples' order;
-    with `privacy.epsilon` none is longer than `privacy.clip`.
+    with `privacy.epsilon` none is longer than `privacy.clip`. A client that never trained and keeps its running
+    statistics takes these first: features under those of a new model are no class's.
 
     Args:
         augment: drawn from the call's own generator; by default the images are taken as they are.
@@ -23,6 +24,7 @@ def features(client: Client, augment: Augmentation | None = None, pixels: int = 
     Returns:
         z float32 [n, d] and y int64 [n], on the client's device.
     """
+    take_statistics(client)
     encoder, size = client.model.encoder.eval(), client.config.evaluation.batch
 
     def encoded(x: Tensor) -> Tensor:
@@ -32,5 +34,5 @@ def features(client: Client, augment: Augmentation | None = None, pixels: int = 
     parts = [pixel_features(encoded(batch.x), batch.y, pixels, client.noise)
              for batch in client.samples.in_order(size, augment, client.noise)]
     z, y = zip(*parts, strict=True)
-    features, privacy = torch.cat(z), client.config.privacy
-    return features if privacy.epsilon is None else clipped(features, privacy.clip), torch.cat(y)
+    longest = client.config.privacy.longest
+    return torch.cat(z) if longest is None else clipped(torch.cat(z), longest), torch.cat(y)

@@ -44,7 +44,7 @@ def judged_model(method: Method, client: Client, entries: Params, other: str | N
     model = client.model
     if classifier.keys() != model.classifier.state_dict().keys():
         # the global model has another linear classifier than the one that clients train
-        model = with_classifier(model, classifier["weight"], classifier.get("bias"))
+        model = with_classifier(model, classifier["weight"], classifier.get("bias"), classifier.get("longest"))
     names = model.state_dict().keys()
     load_entries(model, {name: value for name, value in entries.items() if name in names})
     return model

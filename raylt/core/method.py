@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import torch
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from torch import Tensor, nn
 
@@ -25,7 +24,7 @@ from raylt.core.reductions import mean
 from raylt.core.server import Server
 from raylt.core.server_optimisers import ServerOptimiser
 from raylt.core.terms import asked_for, figure_of, reply_of
-from raylt.core.training import Objective, sgd
+from raylt.core.training import Objective, sgd, take_statistics
 from raylt.data.sources import Kind
 from raylt.data.task import Facts, Task
 from raylt.models.split import Params, SplitModel
@@ -146,15 +145,13 @@ class Method(BaseModel):
         are taken. A method whose personal models are in the clients' states says here how they come to be.
         """
         client.receive(message["model"])
-        shared, model, local = self.shared(client.model), client.model, client.config.local
+        shared, model = self.shared(client.model), client.model
         own = [value for name, value in model.named_parameters() if name not in shared and value.requires_grad]
         if own:
             self.join(client, {})
             sgd(client, self.objective(client, message), own)
-        elif model.stays:
-            with torch.no_grad():
-                for batch in client.batches(local.epochs, local.batch):
-                    model.train()(batch.x)
+        else:
+            take_statistics(client)
 
     # at the server
 

@@ -118,11 +118,6 @@ def _numbers(template: Any) -> Any:
     return template.to(torch.float64) if isinstance(template, Tensor) else 0.0
 
 
-def clipped(z: Tensor, length: float) -> Tensor:
-    """Features [n, d], each cut to a length."""
-    return z * (length / z.norm(dim=1, keepdim=True).clamp(min=1e-12)).clamp(max=1)
-
-
 def statement(config: Config, noise: Noise) -> Tree:
     """What a summary says of it."""
     budget = config.privacy

@@ -71,6 +71,20 @@ def sgd(client: Client, objective: Objective, params: Iterable[Tensor] | None = 
     return total.item() / max(seen, 1)
 
 
+@torch.no_grad()
+def take_statistics(client: Client) -> None:
+    """Where the client keeps its model's running statistics (federation.batchnorm = local) and never took any, takes
+    them from its samples, in as many batches as a round has; else does nothing."""
+    model, local = client.model, client.config.local
+    counters = [value for name, value in model.state_dict().items()
+                if name in model.stays and name.endswith("num_batches_tracked")]
+    if counters and not any(counters):
+        model.train()
+        for batch in client.batches(local.epochs, local.batch):
+            with autocast(client):
+                model(batch.x)
+
+
 def balanced(client: Client, epochs: int | None = None, size: int | None = None) -> Iterator[Tensor]:
     """The places of as many batches as `client.rows` gives, drawn so that each owned class is equally likely.
 

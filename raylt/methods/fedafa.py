@@ -8,7 +8,8 @@ Departures from it:
 [3] Plain momentum in the place of Nesterov's, as of all methods here.
 [4] Noise is that of the code: values of U(0, 1) minus the middle of the activations' range, each channel of the batch
     of length 1 at most. Features stay below the largest of their seeds; the code's descent does not hold them there.
-c = 0 is class-balanced fine-tuning of the upper layers.
+c = 0 is class-balanced fine-tuning of the upper layers, BatchNorm's running statistics apart, which generated features
+move.
 """
 
 import copy
@@ -27,7 +28,7 @@ from raylt.core.method import Method
 from raylt.core.optimisers import SGD
 from raylt.core.reductions import mean
 from raylt.core.server import Server
-from raylt.core.training import autocast, balanced
+from raylt.core.training import autocast, balanced, take_statistics
 from raylt.data.task import Task
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Uniform, hp
@@ -74,6 +75,7 @@ class FedAFA(Method):
     def personalise(self, client: Client, message: Message) -> Reply:
         """Stage 2 at a client; says the share of samples that a generated feature stood in for."""
         client.receive(message["model"])
+        take_statistics(client)
         lower, upper = halves(client.model, self.cut)
         glob = copy.deepcopy(upper).requires_grad_(False).eval()
         client.model.eval()

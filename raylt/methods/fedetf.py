@@ -6,10 +6,10 @@ Departures from the text, and from the authors' code where the text is silent:
     code; both travel but the frame, which every participant draws from the run's seed.
 [2] The temperature that is learnt starts at 1 and is trained and averaged with the weights, as in the code.
 [3] Classes that a client lacks have log 0 as their shift: the balanced loss leaves them out.
-[4] After the last round every client trains the global model once more as in a round, then in turns the frame, which
-    is free to move now, and the projection, by cross-entropy that is not balanced; all else stands still. Turns, epochs
-    and rates as in the code, where the frame is trained without momentum and does not keep its rows' lengths. Without
-    turns there is no such phase, and clients have the global model.
+[4] After the last round every client trains the global model once more as in a round, then in turns the frame, which is
+    free to move now, and the projection, by cross-entropy that is not balanced; of all else only BatchNorm's running
+    statistics move. Turns, epochs and rates as in the code, where the frame is trained without momentum and does not
+    keep its rows' lengths. Without turns there is no such phase, and clients have the global model.
 """
 
 import copy
@@ -28,7 +28,7 @@ from raylt.core.method import Method
 from raylt.core.optimisers import SGD
 from raylt.core.reductions import mean
 from raylt.core.server import Server
-from raylt.core.training import Objective, autocast, sgd
+from raylt.core.training import Objective, autocast, sgd, take_statistics
 from raylt.data.task import Facts
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.models.split import Params, SplitModel, load_entries
@@ -100,6 +100,8 @@ class FedETF(Method):
         client.receive(message["model"])
         if self.finishes:
             self.personalise(client, message)
+        else:
+            take_statistics(client)
 
     def client_model(self, client: Client) -> SplitModel:
         tuned = copy.deepcopy(client.model)

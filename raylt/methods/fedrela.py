@@ -1,5 +1,5 @@
-"""FedReLa: late in training, samples that the global model takes for a rarer class of their client are given its label
-(Hu et al., ICML 2026).
+"""FedReLa: late in training, samples that the global model takes for a class that is rarer at their client, or absent
+there, are given its label (Hu et al., ICML 2026).
 
 As in the authors' public code. Decisions:
 [1] It is a module that other methods can have; here it stands on FedAvg's cross-entropy, without the fixed frames of

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from raylt.core.client import Client, Message, Reply
 from raylt.core.method import Method
-from raylt.core.training import sgd
+from raylt.core.training import sgd, take_statistics
 from raylt.data.sources import Kind
 from raylt.hyper import Choice, hp
 from raylt.models.split import Params, SplitModel
@@ -33,6 +33,7 @@ class FedRep(Method):
     def settle(self, client: Client, message: Message) -> None:
         """The first half of a round: lines 7 to 9."""
         client.receive(message["model"])
+        take_statistics(client)
         sgd(client, self.objective(client, message), client.model.classifier.parameters(), self.head_epochs)
 
     def train(self, client: Client, message: Message) -> Reply:

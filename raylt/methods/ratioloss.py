@@ -51,6 +51,14 @@ class RatioLoss(Method):
         if task.auxiliary is None:
             raise ConfigError("method = ratioloss: needs labelled images at the server, and data.auxiliary = 0; set "
                               "data.auxiliary=63, as its authors have")
+        held = set(task.auxiliary.labels().tolist())
+        if missing := [name for c, name in enumerate(task.class_names) if c not in held]:
+            raise ConfigError(f"method = ratioloss: the server has no labelled image of {', '.join(missing)}, whose "
+                              "images all lie with clients that join later or are held for validation; set "
+                              "data.new_clients=0 or data.validation=0, or remove the class")
+        if config.federation.batchnorm == "local":
+            raise ConfigError("federation.batchnorm = local: the server of method = ratioloss looks at images with a "
+                              "network that then has no running statistics; set federation.batchnorm=average")
 
     def objective(self, client: Client, message: Message) -> Objective:
         """The mean of (alpha + beta r_y) times the cross-entropy of each sample."""

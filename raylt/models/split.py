@@ -73,14 +73,33 @@ class PixelModel(SplitModel):
         return F.interpolate(super().forward(x), x.shape[2:], mode="bilinear", align_corners=False)
 
 
-def with_classifier(model: SplitModel, weight: Tensor, bias: Tensor | None) -> SplitModel:
+@recordable
+class CutLinear(nn.Linear):
+    """A linear layer that was fitted to features [n, d] cut to a length, and so cuts them; `longest` is a number."""
+
+    longest: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(clipped(input, self.longest))
+
+
+def clipped(z: Tensor, length: float | Tensor) -> Tensor:
+    """Features [n, d], each cut to a length."""
+    return z * (length / z.norm(dim=1, keepdim=True).clamp(min=1e-12)).clamp(max=1)
+
+
+def with_classifier(model: SplitModel, weight: Tensor, bias: Tensor | None,
+                    longest: float | Tensor | None = None) -> SplitModel:
     """The model with another linear classifier and without further heads; it shares the encoder.
 
     Args:
         weight: [C, d]; bias: [C], or None for a classifier without one. Used as they are, not copied.
+        longest: the length that features are cut to before it; None leaves them.
     """
     other = type(model)(model.encoder, model.dim, model.classes)
-    other.classifier = linear(weight, bias, model.head)
+    other.classifier = linear(weight, bias, model.head if longest is None else CutLinear)
+    if longest is not None:
+        other.classifier.register_buffer("longest", torch.as_tensor(longest, device=weight.device))
     other.stays = model.stays
     return other
 

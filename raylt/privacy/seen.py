@@ -9,7 +9,7 @@ from torch import Tensor
 from raylt.config import Config, DataConfig
 from raylt.core.client import Reply
 from raylt.core.experiment import Experiment
-from raylt.core.noise import Noise, clipped
+from raylt.core.noise import Noise
 from raylt.core.reductions import total
 from raylt.data.cache import load as load_images
 from raylt.data.samples import Samples
@@ -17,6 +17,7 @@ from raylt.data.sources import open_source
 from raylt.data.task import Shard
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
+from raylt.models.split import clipped
 from raylt.ops.moments import class_sums, sample_lengths
 from raylt.tree import Tree
 
@@ -74,8 +75,8 @@ def look(experiment: Experiment, shard: Shard, client: int) -> Images:
     samples, config = Samples(shard, experiment.task.facts, experiment.server.device), experiment.config
     encoder = experiment.server.model.encoder.eval()
     z = torch.cat([encoder(batch.x).float() for batch in samples.in_order(config.evaluation.batch)])
-    if config.privacy.epsilon is not None:
-        z = clipped(z, config.privacy.clip)
+    if config.privacy.longest is not None:
+        z = clipped(z, config.privacy.longest)
     return Images(samples.x.movedim(3, 1).float() / 255, samples.y, z, torch.full_like(samples.y, client))
 
 

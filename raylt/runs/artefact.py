@@ -33,7 +33,8 @@ def rebuild(setup: Setup, facts: Facts, entries: Params) -> nn.Module:
     """
     model = setup.new_model(facts)
     if entries.keys() != model.state_dict().keys() and "classifier.weight" in entries:
-        model = with_classifier(model, entries["classifier.weight"], entries.get("classifier.bias"))
+        model = with_classifier(model, entries["classifier.weight"], entries.get("classifier.bias"),
+                                entries.get("classifier.longest"))
     try:
         model.load_state_dict(entries)
     except RuntimeError as error:

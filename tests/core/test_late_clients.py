@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from raylt import metrics, tree
 from raylt.config import DataConfig, load, settled
 from raylt.contract.hosts import NewHosts
+from raylt.core.features import features
 from raylt.core.host import Host
 from raylt.core.in_process import LocalFleet
 from raylt.core.judging import judged_entries, judged_model
@@ -24,6 +25,7 @@ from raylt.methods.bpfed.method import BPFed
 from raylt.methods.ditto import Ditto
 from raylt.methods.fedafa import FedAFA
 from raylt.methods.fedavg import FedAvg
+from raylt.methods.fedetf import FedETF
 from raylt.methods.fedper import FedPer
 from raylt.methods.fedrep import FedRep
 from raylt.methods.fedrod import FedRoD
@@ -221,6 +223,29 @@ def test_running_statistics_that_stay_at_clients_are_taken(tiny_task, tmp_path, 
     statistics = {name: entries[name] for name in client.model.stays if name.endswith("num_batches_tracked")}
     assert {value.item() for value in statistics.values()} == {2 * 3}       # two epochs of 24 samples by 8
     assert experiment.server.figures["new_clients"]["count"] == 1
+
+
+@pytest.mark.parametrize("method", [FedETF(turns=0), FedRep(head_epochs=0), FedAFA(cut="stage1", epochs=0)],
+                         ids=lambda method: method.name)
+def test_they_are_taken_where_settling_trains_nothing(tiny_task, tmp_path, method):
+    experiment = run(late(tiny_task, 0), tmp_path, method, rounds=1, federation={"batchnorm": "local"})
+    client = joined(experiment, method, 0)
+    judged = method.client_model(client).state_dict()
+    counters = {judged[name].item() for name in client.model.stays if name.endswith("num_batches_tracked")}
+    assert min(counters) == 2 * 3
+
+
+def test_features_of_a_client_that_never_trained_are_under_statistics_of_its_own(tiny_task):
+    local = open_client(tiny_task, FedAvg(), 1, config=configure(federation={"batchnorm": "local"}))
+    features(local)
+    entries = local.model.state_dict()
+    assert {entries[name].item() for name in local.model.stays if name.endswith("tracked")} == {2 * 2}
+    once = {name: entries[name].clone() for name in local.model.stays}
+    features(local)                                             # nor are they taken a second time
+    assert all(torch.equal(local.model.state_dict()[name], value) for name, value in once.items())
+    average = open_client(tiny_task, FedAvg(), 1)
+    features(average)
+    assert average.model.state_dict()["encoder.stage1.1.num_batches_tracked"] == 0
 
 
 # what is said of them

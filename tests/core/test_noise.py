@@ -11,10 +11,12 @@ from small_runs import make_run
 from tiny import configure, make_experiment, open_client
 from torch import tensor
 
+import raylt
 from raylt.core.client import Client, Message, Reply
 from raylt.core.features import features
-from raylt.core.noise import Noise, clipped, delta_of, sigma_of
+from raylt.core.noise import Noise, delta_of, sigma_of
 from raylt.core.reductions import total
+from raylt.data.samples import Samples
 from raylt.errors import BudgetSpent, ConfigError
 from raylt.methods.classifiers.ccvr import CCVR
 from raylt.methods.classifiers.fed3r import Fed3R
@@ -22,7 +24,9 @@ from raylt.methods.classifiers.fedncm import FedNCM
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.sfd.fourier import draw_frequencies, fourier_sum
 from raylt.methods.sfd.method import SFD
+from raylt.models.split import clipped
 from raylt.ops.moments import class_sums, nearest_moments, pack, sample_lengths, unpack
+from raylt.runs.artefact import read
 
 SMALL_SFD = {"rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 1, "epochs": 1}
 METHODS = [CCVR(virtual=20, epochs=1), FedNCM(), Fed3R(), pytest.param(SFD(**SMALL_SFD), marks=pytest.mark.slow)]
@@ -133,6 +137,27 @@ def test_methods_finish_with_noise_and_say_what_it_covers(tiny_task, tmp_path, m
     assert not report.rejected
     assert report.figures["privacy"]["epsilon"] == 50
     assert report.figures["privacy"]["against"] == ("whoever sees the sum" if secure else "whoever sees an upload")
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_the_model_cuts_features_as_those_were_cut_that_its_classifier_was_fitted_to(tiny_task, tmp_path, method):
+    config = configure(federation={"rounds": 1}, privacy={"epsilon": 50.0, "delta": 1e-3, "clip": 0.5})
+    experiment = make_experiment(config, tiny_task, tmp_path, method)
+    experiment.step()
+    experiment.step()
+    model = method.global_model(experiment.server).eval()
+    x = Samples(tiny_task.test, tiny_task.facts, torch.device("cpu")).batch(torch.arange(20)).x
+    z, classifier = model.encoder(x), experiment.server.state["classifier"]
+    cut = torch.stack([row * 0.5 / max(0.5, row.norm()) for row in z])
+    assert not torch.allclose(cut, z)
+    assert torch.allclose(model(x), cut @ classifier["weight"].T + classifier["bias"], atol=1e-5)
+
+
+def test_an_exported_model_cuts_them_too(tmp_path):
+    run = make_run(tmp_path, "run", "method=fed3r", "privacy.epsilon=1000", "privacy.clip=0.5")
+    images = run.task.test.x[:8]
+    expected = run.model().predict(images).probabilities
+    assert torch.equal(read(raylt.export(run)).model().predict(images).probabilities, expected)
 
 
 def test_little_noise_is_near_none(tiny_task, tmp_path):

@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import naive
 import pytest
 import torch
 from rounds import flat, run, start
-from tiny import open_client
+from tiny import configure, open_client
 from torch import tensor
 from torch.nn import functional as F
 
@@ -23,6 +25,19 @@ def test_ratios_by_hand():
     assert ratios(pulls, 0.8).tolist() == pytest.approx([4.0, 10.0, 2.5])
     # where more than 0.85 of it is near, class 2's 4.1 is not and class 0's 4.5 still is: 5 / |-1 + 4.1| * 2
     assert ratios(pulls, 0.85)[1].item() == pytest.approx(10 / 3.1)
+
+
+def test_a_class_that_the_server_has_no_image_of_is_refused_by_name(tiny_task):
+    auxiliary = tiny_task.auxiliary
+    kept = auxiliary.y != 2
+    few = replace(tiny_task, auxiliary=replace(auxiliary, x=auxiliary.x[kept], y=auxiliary.y[kept]))
+    with pytest.raises(ConfigError, match=f"no labelled image of {tiny_task.class_names[2]}, whose images"):
+        RatioLoss().prepare(few, configure(), None)
+
+
+def test_running_statistics_that_stay_at_clients_are_refused(tiny_task):
+    with pytest.raises(ConfigError, match=r"set federation\.batchnorm=average$"):
+        RatioLoss().prepare(tiny_task, configure(federation={"batchnorm": "local"}), None)
 
 
 def test_a_weight_at_which_nobody_pulls_counts_for_nobody():

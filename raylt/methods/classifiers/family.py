@@ -46,7 +46,8 @@ class AfterTraining(Method):
     def global_model(self, server: Server) -> SplitModel:
         if "classifier" not in server.state:
             return server.model
-        return with_classifier(server.model, **tree.to(server.state["classifier"], server.device))
+        return with_classifier(server.model, **tree.to(server.state["classifier"], server.device),
+                               longest=server.config.privacy.longest)
 
 
 class Calibrated(AfterTraining):

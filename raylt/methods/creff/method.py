@@ -4,7 +4,8 @@ Sections are the paper's. Departures from the text, and from the authors' code w
 [1] A class's gradient is of all of a client's samples of it, not augmented; the code takes ten draws of at most 32,
     with an augmentation of their own. The gradients are of the classifier re-trained last, as in the code.
 [2] A class that nobody has owned so far takes no part in re-training: its features are still noise.
-[3] The sum of the clients' gradients of a class stands for their mean: features are matched by cosines.
+[3] The sum of the clients' gradients of a class stands for their mean: features are matched by cosines, which the code
+    damps by 1e-6 in the denominator.
 The federation goes on from the averaged classifier: apart from the model that is judged, this is FedAvg to the bit.
 """
 

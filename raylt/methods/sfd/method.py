@@ -235,7 +235,10 @@ class SFD(Fields):
 
     def global_model(self, server: Server) -> SplitModel:
         own = {"weight": server.model.state_dict()["classifier.weight"], "bias": None}
-        return with_classifier(server.model, **tree.to(server.state.get("classifier", own), server.device))
+        if "classifier" not in server.state:
+            return with_classifier(server.model, **own)
+        return with_classifier(server.model, **tree.to(server.state["classifier"], server.device),
+                               longest=server.config.privacy.longest)
 
 
 def encoder(model: SplitModel) -> Params:
