@@ -65,6 +65,8 @@ def evaluate(model: RunOrFile,
     evaluation = judge(lambda name: open_model(model, client or name), data, client is None and _has_several(model),
                        bad)
     figures = evaluation.to_json()
+    for note in evaluation.notes:
+        err.print(note, markup=False)
     if evaluation.left_out:
         err.print(f"left out: {told_of(evaluation.left_out)}", markup=False)
     if format is Format.json:

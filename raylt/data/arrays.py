@@ -73,13 +73,17 @@ def _clients(path: Path, entries: dict[str, np.ndarray], y: dict[str, np.ndarray
         raise DataError(f"{path}: client_names has {len(names)} names; one for each of the {len(known)} different ids "
                         "of id_train is expected, in their sorted order")
     if names is None and known.dtype.kind == "U":
-        names = known
+        names = _checked_names(path, "id_train", known)
+    elif names is None and not np.array_equal(known, np.arange(len(known))):
+        names = known.astype(str)           # numbered as they are, not anew
     return ids, test_ids, None if names is None else tuple(names.tolist())
 
 
 def _checked_names(path: Path, key: str, names: np.ndarray) -> np.ndarray:
     if names.ndim != 1 or names.dtype.kind != "U" or not len(names):
         raise DataError(f"{path}: {key} is {names.dtype} {list(names.shape)}; a row of strings is expected")
+    if strange := [name for name in names.tolist() if not name.strip() or not name.isprintable()]:
+        raise DataError(f"{path}: {key} has the name {strange[0]!a}, which cannot be shown; rename it")
     if len(np.unique(names)) != len(names):
         raise DataError(f"{path}: {key} has a name twice; give each its own")
     return names

@@ -7,6 +7,7 @@ import numpy as np
 
 from raylt.data.cache import Mapped
 from raylt.data.source import PUBLISHED, Source, channel_statistics
+from raylt.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -29,21 +30,34 @@ class Known:
 
 
 def assemble(name: str, x: Mapped, rows: np.ndarray, known: Known, notes: tuple[str, ...]) -> Source:
-    """The source; without test images where none are its own.
+    """The source; without test images where none are its own. A client without a training image is left out, with its
+    test images, and named.
 
     Args:
         x: the images that could be decoded.
         rows: their places among all, int64 [n], ascending.
+
+    Raises:
+        DataError: no image of a whole part could be decoded.
     """
     class_names = sorted({*known.classes}) if known.class_names is None else list(known.class_names)
     y = _places(known.classes, class_names)[rows]
     train, test = np.flatnonzero(rows < known.train), np.flatnonzero(rows >= known.train)
+    for part, wanted, found in (("training", True, train), ("test", known.tested, test)):
+        if wanted and not len(found):
+            raise DataError(f"{name}: has no {part} image that can be decoded; {' '.join(notes)}")
     x_train = x.take(train)
     mean, std = PUBLISHED.get(name) or channel_statistics(x_train)
     if known.clients is None:
         return Source(name, x_train, y[train], x.take(test), y[test], tuple(class_names), mean, std, notes=notes)
-    client_names = sorted({*known.clients})
-    ids = _places(known.clients, client_names)[rows]
+    whose = np.array(known.clients)[rows]
+    client_names = sorted({*whose[train].tolist()})
+    lost = sorted({*known.clients} - {*client_names})
+    if lost:
+        notes = (*notes, f"{len(lost)} clients have no training image that can be decoded, and are left out with their "
+                         f"test images: {', '.join(lost[:10])}" + ", .." * (len(lost) > 10))
+        test = test[~np.isin(whose[test], lost)]
+    ids = _places(whose.tolist(), [*client_names, *lost])
     return Source(name, x_train, y[train], x.take(test), y[test], tuple(class_names), mean, std, ids[train],
                   ids[test] if known.tested else None, tuple(client_names), notes)
 

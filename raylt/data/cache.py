@@ -27,12 +27,16 @@ class Mapped:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __getitem__(self, rows: int | slice | np.ndarray) -> np.ndarray:
+        """A copy in memory of some of the rows, as of an array."""
+        return np.array(self._open()[self.rows[rows]])
+
     def take(self, indices: np.ndarray) -> "Mapped":
         return Mapped(self.path, self.rows[indices])
 
     def load(self) -> np.ndarray:
         """A copy of the rows in memory, uint8 [n, H, W, channels] or [n, H, W]."""
-        return np.array(self._open()[self.rows])
+        return self[:]
 
     def _open(self) -> np.ndarray:
         try:

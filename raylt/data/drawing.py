@@ -47,11 +47,12 @@ def draw(source: Source, config: DataConfig) -> Split:
                  config.per_client if config.partition in ("pathological", "shards") else None)
 
 
-def notes(source: Source, split: Split, y_test: np.ndarray) -> list[str]:
+def notes(source: Source, split: Split, y_test: np.ndarray, own: IndexLists | None) -> list[str]:
     """What a split of a source leaves out, in whole sentences.
 
     Args:
         y_test: labels of the test set.
+        own: rows of each client's own test samples, see `own_tests`.
     """
     every = len(source.y_train) - sum(map(len, split.test or ()))
     told, used = [], sum(map(len, split.clients))
@@ -63,6 +64,11 @@ def notes(source: Source, split: Split, y_test: np.ndarray) -> list[str]:
         names = [name for name, none in zip(source.class_names, missing, strict=True) if none]
         told.append(f"no test image of {len(names)} of {len(missing)} classes, which are judged nowhere: "
                     f"{', '.join(names[:10])}" + ", .." * (len(names) > 10))
+    untested = [] if own is None else np.flatnonzero(own.sizes == 0).tolist()
+    if untested:
+        shown = [split.client_names[k] if split.client_names else str(k) for k in untested[:10]]
+        told.append(f"{len(untested)} of {len(split.clients)} clients have no test image of their own: "
+                    f"{', '.join(shown)}" + ", .." * (len(untested) > 10))
     return told
 
 
@@ -72,12 +78,20 @@ def _resolved(config: DataConfig, known: np.ndarray | None) -> DataConfig:
     return config.model_copy(update={"partition": name, "clients": clients, "imbalance": config.imbalance or 1.0})
 
 
+def _check_classes(source: Source, labels: np.ndarray) -> None:
+    held = np.bincount(labels, minlength=len(source.class_names))
+    if missing := [name for name, n in zip(source.class_names, held, strict=True) if not n]:
+        raise DataError(f"{source.name}: has no training image of {', '.join(missing[:10])}; add some or remove the "
+                        "class" + "".join(f"; {note}" for note in source.notes))
+
+
 def _thinned(source: Source, pool: np.ndarray, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
     """Rows of the training set, out of those in `pool`, and what a partition goes by."""
     assert config.imbalance is not None
     classes = len(source.class_names)
     if source.kind == "classification":
         labels = load(source.y_train)
+        _check_classes(source, labels[pool])
         by_size = config.source not in BENCHMARKS
         together = 1.0 if config.tail == "local" else config.imbalance
         subset = pool[long_tail_subset(labels[pool], together, classes, config.seed, by_size)]

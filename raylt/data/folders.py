@@ -7,20 +7,19 @@
 They are told apart by a folder `train` and by the depth at which the images lie, which must be the same everywhere.
 """
 
-import unicodedata
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from raylt.data.assembly import Known, assemble
-from raylt.data.listing import Listing, list_images, shown_name
+from raylt.data.listing import Listing, list_images, notes_of, plain_name, shown_name
 from raylt.data.source import Source
 from raylt.data.trees import How, decode_tree
 from raylt.errors import DataError
 
 LAYOUTS = ("expected are <client>/<class>/<image>, train/<client>/<class>/<image> or train/<class>/<image>, the latter "
            "two with a test folder beside train")
+PARTS = {"train", "test"}
 NOT_READ = {"val", "valid", "validation"}       # parts beside train and test that other tools want
 
 
@@ -56,10 +55,13 @@ def read_parts(folder: Path) -> Parts:
         DataError: the folder is not there, or its layout is none of the three or not one.
     """
     top = _top(folder)
+    if strange := sorted(name for name in top if name not in PARTS and name.lower() in {*PARTS, "training", "testing"}):
+        raise DataError(f"{folder}: has a folder {strange[0]}; parts are called train and test, and a client must not "
+                        "be taken for one; rename it")
     if "train" not in top and "test" not in top:
         listing = list_images(folder)
         part = _part(folder, "", listing, {2})
-        return Parts(folder, part, None, tuple(_notes([(folder, listing)])))
+        return Parts(folder, part, None, tuple(notes_of([(folder, listing)])))
     if "train" not in top:
         raise DataError(f"{folder}: has a folder test and no folder train; {LAYOUTS}")
     others = sorted(top - {"train", "test"} - NOT_READ)
@@ -69,12 +71,14 @@ def read_parts(folder: Path) -> Parts:
     read = {name: list_images(folder / name) for name in ("train", "test") if name in top}
     notes = [f"{folder / name}: is not read; data.validation holds images of train out"
              for name in sorted(top & NOT_READ)]
-    train = _part(folder, "train/", read["train"], {1, 2} if "test" in top else {2})
+    unread = "" if "test" in top else "".join(f"; {name} is not read: call it test to judge by it"
+                                              for name in sorted(top & NOT_READ))
+    train = _part(folder, "train/", read["train"], {1, 2} if "test" in top else {2}, unread)
     test = _part(folder, "test/", read["test"], {1} if train.clients is None else {2}) if "test" in top else None
     if test is not None:
         _check_beside(folder, "class", train.classes, test.classes)
         _check_beside(folder, "client", train.clients or (), test.clients or ())
-    return Parts(folder, train, test, (*notes, *_notes([(folder / name, listing) for name, listing in read.items()])))
+    return Parts(folder, train, test, (*notes, *notes_of([(folder / name, listing) for name, listing in read.items()])))
 
 
 def open_parts(name: str, parts: Parts, how: How, cache: Path) -> Source:
@@ -94,12 +98,16 @@ def open_parts(name: str, parts: Parts, how: How, cache: Path) -> Source:
 
 def _top(folder: Path) -> set[str]:
     if not folder.is_dir():
-        raise DataError(f"{folder.resolve()}: no such folder; {LAYOUTS}")
+        raise DataError(f"{folder.resolve()}: {'is no folder' if folder.exists() else 'no such folder'}; {LAYOUTS}")
     return {entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."}
 
 
-def _part(folder: Path, below: str, listing: Listing, depths: set[int]) -> Part:
-    """A part whose images lie in so many folders, one below the other."""
+def _part(folder: Path, below: str, listing: Listing, depths: set[int], hint: str = "") -> Part:
+    """A part whose images lie in so many folders, one below the other.
+
+    Args:
+        hint: ends the error where they do not.
+    """
     folder = folder / below
     if not listing.files:
         raise DataError(f"{folder}: no images in its folders; {LAYOUTS}")
@@ -110,33 +118,13 @@ def _part(folder: Path, below: str, listing: Listing, depths: set[int]) -> Part:
                         f"{LAYOUTS}")
     depth = next(iter(first))
     if depth not in depths:
-        raise DataError(f"{folder}: images lie as {shown_name(first[depth])}; {LAYOUTS}")
-    names = [tuple(_name(folder, part) for part in file.parts[:-1]) for file in listing.files]
+        raise DataError(f"{folder}: images lie as {shown_name(first[depth])}; {LAYOUTS}{hint}")
+    names = [tuple(plain_name(folder, part) for part in file.parts[:-1]) for file in listing.files]
     return Part(below, tuple(map(str, listing.files)), tuple(parts[-1] for parts in names),
                 tuple(parts[0] for parts in names) if depth == 2 else None)
-
-
-def _name(folder: Path, name: str) -> str:
-    """The same name for the same letters, whatever system wrote them."""
-    name = unicodedata.normalize("NFC", name)
-    if not name.isprintable():
-        raise DataError(f"{folder}: the folder {name!a} has letters that cannot be shown; rename it")
-    return name
 
 
 def _check_beside(folder: Path, what: str, train: Sequence[str], test: Sequence[str]) -> None:
     if more := sorted({*test} - {*train}):
         raise DataError(f"{folder}: train and test must hold the same {what} folders; they differ in "
                         f"{sorted({*test} ^ {*train})}, and {more[0]} has test images alone")
-
-
-def _notes(read: Sequence[tuple[Path, Listing]]) -> list[str]:
-    ignored = sum((listing.ignored for _, listing in read), Counter())
-    notes = []
-    if ignored:
-        kinds = ", ".join(f"{-count} {kind}" for count, kind in sorted((-n, kind) for kind, n in ignored.items()))
-        notes.append(f"{sum(ignored.values())} files are no images and were left out: {kinds}")
-    if empty := [str(folder / name) for folder, listing in read for name in listing.empty]:
-        notes.append(f"{len(empty)} folders hold no image and were left out: {', '.join(empty[:5])}"
-                     + ", .." * (len(empty) > 5))
-    return notes

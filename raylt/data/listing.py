@@ -1,7 +1,9 @@
 """The image files below a folder, and what else lies there."""
 
 import os
+import unicodedata
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -21,11 +23,29 @@ class Listing:
         files: images, relative to the folder, in the order of their folders' and their own names.
         ignored: how many files of which ending are no images; links that lead back to a folder above them.
         empty: folders that hold no image, relative to the folder; none in which another of them lies.
+        hidden: folders that are hidden, relative to the folder; they are not looked into.
     """
 
     files: tuple[PurePosixPath, ...]
     ignored: Counter[str]
     empty: tuple[str, ...]
+    hidden: tuple[str, ...]
+
+
+def notes_of(read: Sequence[tuple[Path, Listing]]) -> list[str]:
+    """What was left out below some folders, in whole sentences."""
+    ignored = sum((listing.ignored for _, listing in read), Counter[str]())
+    notes = []
+    if ignored:
+        kinds = ", ".join(f"{-count} {kind}" for count, kind in sorted((-n, kind) for kind, n in ignored.items()))
+        notes.append(f"{sum(ignored.values())} files are no images and were left out: {kinds}")
+    empty = [folder / name for folder, listing in read for name in listing.empty]
+    hidden = [folder / name for folder, listing in read for name in listing.hidden]
+    for why, folders in (("hold no image", empty), ("are hidden", hidden)):
+        if folders:
+            notes.append(f"{len(folders)} folders {why} and were left out: {', '.join(map(shown_name, folders[:5]))}"
+                         + ", .." * (len(folders) > 5))
+    return notes
 
 
 def list_images(folder: Path) -> Listing:
@@ -34,11 +54,12 @@ def list_images(folder: Path) -> Listing:
     What is hidden (its name begins with a dot) is no image. Links are followed, but not to a folder above.
 
     Raises:
-        DataError: a folder cannot be looked into.
+        DataError: a folder cannot be looked into, or lies deeper than any layout's images.
     """
     files: list[PurePosixPath] = []
     ignored: Counter[str] = Counter()
     empty: list[str] = []
+    hidden: list[str] = []
 
     def look(place: PurePosixPath, above: frozenset[str]) -> None:
         before, bare, path = len(files), len(empty), folder / place
@@ -52,10 +73,13 @@ def list_images(folder: Path) -> Listing:
         for name, is_folder in names:
             if is_folder and os.path.realpath(path / name) in above:
                 ignored["links to a folder above"] += 1
-            elif is_folder and name[0] != "." and len(place.parts) < DEEPEST:
-                look(place / name, above)
+            elif is_folder and name[0] == ".":
+                hidden.append(str(place / name))
+            elif is_folder and len(place.parts) == DEEPEST:
+                raise DataError(f"{shown_name(path / name)}: lies deeper below {shown_name(folder)} than images do; "
+                                "move it up, or out of there")
             elif is_folder:
-                continue
+                look(place / name, above)
             elif name[0] != "." and _is_image(path / name):
                 files.append(place / name)
             else:
@@ -65,7 +89,19 @@ def list_images(folder: Path) -> Listing:
             empty.append(str(place))
 
     look(PurePosixPath(), frozenset())
-    return Listing(tuple(files), ignored, tuple(empty))
+    return Listing(tuple(files), ignored, tuple(empty), tuple(hidden))
+
+
+def plain_name(folder: Path, name: str) -> str:
+    """A folder's name as that of a class or client: the same for the same letters, whatever system wrote them.
+
+    Raises:
+        DataError: it has letters that cannot be shown.
+    """
+    name = unicodedata.normalize("NFC", name)
+    if not name.isprintable():
+        raise DataError(f"{folder}: the folder {name!a} has letters that cannot be shown; rename it")
+    return name
 
 
 def shown_name(path: str | os.PathLike[str]) -> str:

@@ -227,9 +227,10 @@ def build_task(config: DataConfig, split: Split | None = None) -> Task:
     _, height, width, channels = source.x_train.shape
     if not config.normalise:
         mean, std = (0.0,) * channels, (1.0,) * channels
+    own = own_tests(source, split)
     return Task(source.name, names, (height, width, channels), mean, std, client_counts, tuple(groups),
                 shards, test, split, None if held is None else shard(held), split.client_names or (),
-                own_tests(source, split), (*source.notes, *notes(source, split, load(test.y))), extra, late,
+                own, (*source.notes, *notes(source, split, load(test.y), own)), extra, late,
                 kind=source.kind)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raylt import metrics
-from raylt.data.listing import list_images
+from raylt.data.listing import list_images, notes_of, plain_name
 from raylt.errors import ConfigError, DataError
 from raylt.runs.export import TrainedModel
 from raylt.runs.graphs import GraphModel
@@ -29,12 +29,14 @@ class Evaluation:
         matrix: counts of (true, predicted) classes over all images, int64 [C, C].
         clients: the same of each client's images, where the folders tell clients apart.
         left_out: why images are not among them.
+        notes: what else lies in the folder, in whole sentences.
     """
 
     class_names: tuple[str, ...]
     matrix: Tensor
     clients: dict[str, Tensor]
     left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Figures of everything, of each class and of each client; None where nothing was tested or predicted."""
@@ -46,7 +48,8 @@ class Evaluation:
                         for c, name in enumerate(self.class_names)],
             "clients": {name: _figures(matrix) for name, matrix in self.clients.items()},
             "confusion": self.matrix.tolist(),
-            "left_out": list(self.left_out)}
+            "left_out": list(self.left_out),
+            "notes": list(self.notes)}
 
 
 def evaluate(model_for: Callable[[str | None], Model], data: str, by_client: bool,
@@ -71,13 +74,14 @@ def evaluate(model_for: Callable[[str | None], Model], data: str, by_client: boo
     folder = folder / "test" if (folder / "test").is_dir() else folder
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; {LAYOUTS}")
-    files = list_images(folder).files
+    listing = list_images(folder)
+    files = listing.files
     depths = {len(file.parts) for file in files}
     if depths not in ({2}, {3}):
         raise DataError(f"{folder}: {'images lie at different depths' if files else 'holds no images'}; {LAYOUTS}")
     whose: dict[str | None, list[PurePosixPath]] = {}
     for file in files:
-        whose.setdefault(file.parts[0] if depths == {3} else None, []).append(file)
+        whose.setdefault(plain_name(folder, file.parts[0]) if depths == {3} else None, []).append(file)
     if by_client and None in whose:
         raise ConfigError(f"{folder}: does not tell clients apart, and each has a model of its own; give --client")
     shared = None if by_client else model_for(None)
@@ -90,7 +94,8 @@ def evaluate(model_for: Callable[[str | None], Model], data: str, by_client: boo
         raise DataError(told_of(damaged) + (", or --bad skip leaves them out" if bad == "stop" else ""))
     assert model is not None
     return Evaluation(model.class_names, sum(matrices.values(), start=torch.zeros_like(next(iter(matrices.values())))),
-                      {name: matrix for name, matrix in matrices.items() if name is not None}, tuple(damaged))
+                      {name: matrix for name, matrix in matrices.items() if name is not None}, tuple(damaged),
+                      tuple(notes_of([(folder, listing)])))
 
 
 def _counts(model: Model, folder: Path, files: Sequence[PurePosixPath], damaged: list[str], go_on: bool) -> Tensor:
@@ -100,7 +105,8 @@ def _counts(model: Model, folder: Path, files: Sequence[PurePosixPath], damaged:
         go_on: whether to judge where some are damaged; else only what else is damaged is looked for.
     """
     known = {name: c for c, name in enumerate(model.class_names)}
-    if strange := sorted({file.parts[-2] for file in files} - known.keys()):
+    classes = {file: plain_name(folder, file.parts[-2]) for file in files}
+    if strange := sorted({*classes.values()} - known.keys()):
         raise DataError(f"{folder}: has the class {', '.join(strange)}, which the model does not know; it knows "
                         f"{', '.join(model.class_names)}")
     total = torch.zeros(len(known), len(known), dtype=torch.int64)
@@ -113,7 +119,7 @@ def _counts(model: Model, folder: Path, files: Sequence[PurePosixPath], damaged:
         if prediction.labels.ndim != 1:
             raise ConfigError("the model says what each pixel is, and folders say what a whole image is; judge it in a "
                               "run on label maps")
-        truth = torch.tensor([known[file.parts[-2]] for place, file in enumerate(part) if place not in faults])
+        truth = torch.tensor([known[classes[file]] for place, file in enumerate(part) if place not in faults])
         total += metrics.confusion(prediction.labels, truth, len(known))
     return total
 

@@ -2,15 +2,19 @@
 
 import json
 import shutil
+import unicodedata
 from pathlib import Path
 
 import pytest
+import torch
 from commands import refused
 from PIL import Image
 from small_runs import make_tiny_run
 
 from raylt import Run, load_model
 from raylt.data.cache import load
+from raylt.runs.evaluating import evaluate
+from raylt.runs.export import Prediction
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +137,29 @@ def test_damaged_images_are_left_out_where_that_is_asked_for(raylt, personal, ne
     for file in new.rglob("*.png"):
         file.write_bytes(b"")
     refused(raylt(*evaluate), "images cannot be decoded: ", "; replace or remove them\n")
+
+
+def test_what_else_lies_in_the_folder_is_told(raylt, personal, new):
+    (new / "wien/low right/photo.heic").write_bytes(b"\0" * 20)
+    code, out, err = raylt("evaluate", personal, "--data", f"folder:{new}", "--format", "json")
+    assert (code, " ".join(err.split())) == (0, "1 files are no images and were left out: 1 .heic")
+    assert len(json.loads(out)["notes"]) == 1
+
+
+def test_names_are_the_same_in_whatever_form_a_system_wrote_them(tmp_path):
+    class Everything:
+        class_names, shape, fit = ("Schuhgröße",), (8, 8, 1), "crop"
+
+        def predict(self, images):
+            return Prediction(torch.zeros(len(images), dtype=torch.int64), torch.ones(len(images), 1), self.class_names)
+
+    file = tmp_path / unicodedata.normalize("NFD", "Köln/Schuhgröße/0.png")
+    file.parent.mkdir(parents=True)
+    Image.new("L", (8, 8)).save(file)
+    asked = []
+    found = evaluate(lambda name: asked.append(name) or Everything(), f"folder:{tmp_path}", by_client=True)
+    assert asked == list(found.clients) == ["Köln"]
+    assert found.matrix.tolist() == [[1]]
 
 
 def test_new_images_of_one_client(raylt, personal, new):

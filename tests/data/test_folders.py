@@ -181,7 +181,8 @@ def test_what_is_no_image_is_left_out_and_counted(shops):
     assert task.sizes.sum() + len(task.test) == 38
     assert task.notes == (
         "5 files are no images and were left out: 2 .txt, 1 .db, 1 hidden, 1 links to a folder above",
-        f"1 folders hold no image and were left out: {shops}/wien/hat")
+        f"1 folders hold no image and were left out: {shops}/wien/hat",
+        f"1 folders are hidden and were left out: {shops}/wien/.cache")
 
 
 def test_names_are_the_same_in_whatever_form_a_system_wrote_them(tmp_path):

@@ -234,9 +234,8 @@ class SFD(Fields):
     # what is judged: the projector only served training
 
     def global_model(self, server: Server) -> SplitModel:
-        own = {"weight": server.model.state_dict()["classifier.weight"], "bias": None}
         if "classifier" not in server.state:
-            return with_classifier(server.model, **own)
+            return with_classifier(server.model, server.model.state_dict()["classifier.weight"], None)
         return with_classifier(server.model, **tree.to(server.state["classifier"], server.device),
                                longest=server.config.privacy.longest)
 
