@@ -32,7 +32,7 @@ def attack(run_folder: RunFolder,
     run = Run.open(run_folder)
     findings = attack_run(run, upload, outside, epochs)
     attacked = {finding.upload for finding in findings}
-    left = [*(name for name in uploads_of(run.method.name) if name not in attacked), *not_attacked(run.method.name)]
+    left = [*(name for name in uploads_of(run.method) if name not in attacked), *not_attacked(run.method.name)]
     pictures = [None if finding.shown is None else
                 str(draw(finding, (picture or run_folder) / f"attack_{finding.upload}_{number}.png"))
                 for number, finding in enumerate(findings)]

@@ -64,6 +64,10 @@ def check_budget(config: Config) -> None:
     if federation.robust is not None:
         raise ConfigError(f"privacy.update_epsilon: federation.robust = {federation.robust} has no sum that noise "
                           "could be measured for; set one of them to null")
+    if federation.sampling == "fixed" and federation.participation < 1:
+        raise ConfigError(f"privacy.update_epsilon: with federation.participation = {federation.participation:g} and "
+                          "federation.sampling = fixed a client more means that another is not asked, which the noise "
+                          "does not cover; set federation.sampling=poisson, or federation.participation=1")
     spent = epsilon_of(privacy.noise_multiplier, rate_of(config), federation.rounds, privacy.delta)
     if spent > privacy.update_epsilon:
         raise ConfigError(f"privacy.update_epsilon = {privacy.update_epsilon:g}: {federation.rounds} rounds come to "
@@ -106,10 +110,10 @@ class ClientNoise:
 
     @property
     def _expected(self) -> float:
-        """q K."""
+        """q K; a client that holds nothing counts, one that joins after training does not."""
         clients = self.config.data.clients
         assert clients is not None, "a run's configuration says how many there are"
-        return self.config.federation.participation * clients
+        return self.config.federation.participation * (clients - self.config.data.new_clients)
 
     def clipped(self, reply: Reply) -> Reply:
         """A reply whose update is no longer than S, which counts once and tells no loss."""

@@ -3,8 +3,10 @@
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 
 import cloudpickle
+import numpy as np
 
 from raylt.config import Config
 from raylt.core.client import ClientFunction, Message
@@ -15,6 +17,7 @@ from raylt.core.schema import Schema
 from raylt.core.wire import packed, unpacked
 from raylt.data.task import Task
 from raylt.errors import ClientError, RayltError, one_line
+from raylt.seeds import seed_for
 from raylt.tree import Tree, from_arrays, to_arrays
 
 
@@ -44,16 +47,24 @@ class LocalFleet(Fleet):
         name = getattr(fn, "__name__", "call")
         call = cloudpickle.dumps((fn, to_arrays(message)))      # which knows what notebooks and plug-ins define
         deadline = self.config.federation.deadline_s
-        start, answered = time.monotonic(), 0
-        for id in ids:
-            if answered >= enough:
-                return
+        start = time.monotonic()
+
+        def answer(id: int) -> Answer:
             if deadline is not None and time.monotonic() - start > deadline:
-                yield Answer(id, None, None, ClientError(id, self.round, name, f"not done after {deadline:g} s"))
-                continue
-            answer = self._ask(call, id, name)
-            answered += answer.reply is not None and usable(id, answer.reply)
-            yield answer
+                return Answer(id, None, None, ClientError(id, self.round, name, f"not done after {deadline:g} s"))
+            return self._ask(call, id, name)
+
+        if enough >= len(ids):
+            yield from map(answer, ids)
+            return
+        # who would be the first is drawn: in their order the last clients would never take part
+        drawn = np.random.default_rng(seed_for(self.config.seed, "arrival", self.round)).permutation(ids).tolist()
+        answers, answered = [], 0
+        while drawn and answered < enough:
+            answers.append(answer(drawn.pop()))
+            reply = answers[-1].reply
+            answered += reply is not None and usable(answers[-1].id, reply)
+        yield from sorted(answers, key=attrgetter("id"))
 
     def _ask(self, call: bytes, id: int, name: str) -> Answer:
         for retries in range(self.config.federation.retries, -1, -1):

@@ -14,6 +14,7 @@ from raylt.core.evaluation import NOBODY
 from raylt.core.method import Method
 from raylt.core.reductions import Reduction, each
 from raylt.core.server import Server
+from raylt.core.training import take_statistics
 from raylt.data.maps import class_counts
 from raylt.data.task import Shard
 from raylt.models.split import Params, SplitModel, load_entries, with_classifier
@@ -30,7 +31,8 @@ def judged_entries(server: Server, method: Method) -> Params:
 
 @torch.no_grad()
 def judged_model(method: Method, client: Client, entries: Params, other: str | None = None) -> SplitModel:
-    """The model that a client uses: its own, or the global one with the statistics that it keeps for itself.
+    """The model that a client uses: its own, or the global one with the statistics that it keeps for itself. One that
+    was never asked takes these now.
 
     Args:
         entries: from `judged_entries`.
@@ -38,6 +40,7 @@ def judged_model(method: Method, client: Client, entries: Params, other: str | N
     """
     if method.personal:
         client.receive(entries)
+        take_statistics(client)
         return method.client_model(client) if other is None else method.other_model(client, other)
     classifier = {name.removeprefix("classifier."): value for name, value in entries.items()
                   if name.startswith("classifier.")}
@@ -47,6 +50,7 @@ def judged_model(method: Method, client: Client, entries: Params, other: str | N
         model = with_classifier(model, classifier["weight"], classifier.get("bias"), classifier.get("longest"))
     names = model.state_dict().keys()
     load_entries(model, {name: value for name, value in entries.items() if name in names})
+    take_statistics(client)
     return model
 
 

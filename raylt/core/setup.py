@@ -81,12 +81,27 @@ class Setup:
                 not method.sums_samples or not method.finishes or method.sees_each):
             raise ConfigError(f"privacy.epsilon = {self.config.privacy.epsilon:g}: {method.name} uploads no sums over "
                               "samples after the last round; leave it out, or take sfd, ccvr, fedncm or fed3r")
+        if self.config.privacy.epsilon is not None and model.stays:
+            raise ConfigError("privacy.epsilon: with federation.batchnorm = local a sample moves the features of the "
+                              "others by its client's running statistics, which the noise does not cover; set "
+                              "federation.batchnorm=average")
+        if self.config.privacy.update_epsilon is not None and (method.finishes or method.sees_each or method.terms):
+            raise ConfigError(f"privacy.update_epsilon = {self.config.privacy.update_epsilon:g}: {method.name} uploads "
+                              "more than a model, and noise hides clients in the mean of their models alone; take a "
+                              "method that uploads nothing else, such as fedavg")
         check_budget(self.config)
         federation, clients = self.config.federation, self.config.data.clients or 1
-        empty = federation.rounds * (1 - federation.participation)**clients
-        if federation.sampling == "poisson" and empty > 0.01:
-            raise ConfigError("federation.sampling = poisson: the chance that some round has no client is "
-                              f"{empty:.2g}; raise federation.participation or data.clients")
+        asked = federation.participation
+        short = (1 - asked)**clients                            # of no client in a round
+        if federation.secure:                                   # a sum of one hides nothing: nor may there be one
+            short += clients * asked * (1 - asked)**(clients - 1)
+        if federation.sampling == "poisson" and federation.rounds * short > 0.01:
+            raise ConfigError(f"federation.sampling = poisson: the chance that some round has "
+                              f"{'fewer than two clients' if federation.secure else 'no client'} is "
+                              f"{federation.rounds * short:.2g}; raise federation.participation or data.clients")
+        if federation.secure and federation.sampling == "fixed" and asked * clients <= 1:
+            raise ConfigError("federation.secure = true: a round asks one client, whose sum would hide nothing; raise "
+                              "federation.participation")
         if robust is not None and not method.shared(model):
             raise ConfigError(f"federation.robust = {robust}: {method.name} averages no model; leave it out")
         if robust is not None and method.sees_each:

@@ -74,15 +74,21 @@ def sgd(client: Client, objective: Objective, params: Iterable[Tensor] | None = 
 @torch.no_grad()
 def take_statistics(client: Client) -> None:
     """Where the client keeps its model's running statistics (federation.batchnorm = local) and never took any, takes
-    them from its samples, in as many batches as a round has; else does nothing."""
+    them from its samples, in as many batches as a round has; else does nothing.
+
+    Samples come in their order and as they are: nothing is drawn, so the model that is judged is the one exported.
+    """
     model, local = client.model, client.config.local
     counters = [value for name, value in model.state_dict().items()
                 if name in model.stays and name.endswith("num_batches_tracked")]
-    if counters and not any(counters):
-        model.train()
-        for batch in client.batches(local.epochs, local.batch):
-            with autocast(client):
-                model(batch.x)
+    if not counters or any(counters):
+        return
+    model.train()
+    for _ in range(local.epochs):
+        for batch in client.samples.in_order(local.batch):
+            if len(batch.y) > 1:
+                with autocast(client):
+                    model(batch.x)
 
 
 def balanced(client: Client, epochs: int | None = None, size: int | None = None) -> Iterator[Tensor]:

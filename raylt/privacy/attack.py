@@ -13,11 +13,18 @@ from raylt.errors import ConfigError
 from raylt.methods.fedyoyo import effective_samples
 from raylt.methods.flea import FLea, halves
 from raylt.models.split import linear
-from raylt.ops.matching import class_gradients
 from raylt.privacy.decoder import Inverter, mean_features, shuffled
 from raylt.privacy.gradients import gradient_of, invert_gradient
 from raylt.privacy.measures import Nearness, check_measures, nearness
-from raylt.privacy.seen import REFERENCE, Images, outside_images, private_images, uploaded_sums, uploads_of
+from raylt.privacy.seen import (
+    REFERENCE,
+    Images,
+    outside_images,
+    private_images,
+    uploaded_gradients,
+    uploaded_sums,
+    uploads_of,
+)
 from raylt.runs.run import Run
 from raylt.seeds import seed_for
 from raylt.tree import Tree
@@ -64,7 +71,7 @@ def attack(run: Run, upload: str | None = None, outside: str | None = None, epoc
         ConfigError: no such upload, torchmetrics is missing, or the outside images have another shape.
     """
     check_measures()
-    known = (REFERENCE, *uploads_of(run.method.name))
+    known = (REFERENCE, *uploads_of(run.method))
     if upload is not None and upload not in known:
         raise ConfigError(f"--upload {upload}: {run.method.name} uploads nothing of this name that can be attacked; "
                           f"there are: {', '.join(known)}")
@@ -72,8 +79,7 @@ def attack(run: Run, upload: str | None = None, outside: str | None = None, epoc
     if experiment.task.kind != "classification":
         raise ConfigError(f"{run.folder}: attacks are for classification, the run's labels are maps")
     attacker = _Attacker(experiment, outside, epochs)
-    names = known if upload is None else (upload,)
-    return [finding for name in names for finding in getattr(attacker, name)()]
+    return [finding for name in known if upload in (None, name) for finding in getattr(attacker, name)()]
 
 
 class _Attacker:
@@ -134,12 +140,12 @@ class _Attacker:
         if entries.get("bias") is None:
             raise ConfigError("--upload gradients: the run's classifier has no bias, by which means are read off")
         rows, z = [], []
-        for client in self.private.client.unique().tolist():
-            held = torch.nonzero(self.private.client == client).flatten()
-            for c, gradient in class_gradients(self.private.z[held], self.private.y[held], classifier).items():
-                own, mean = held[self.private.y[held] == c], mean_features(gradient)
-                rows.append(own[(self.private.z[own] - mean).norm(dim=1).argmin()])
-                z.append(mean)
+        for client, gradients in uploaded_gradients(self.config, self.private, classifier).items():
+            for c, gradient in gradients.items():
+                theirs = (self.private.client == client) | (client == -1)
+                own = torch.nonzero(theirs & (self.private.y == c)).flatten()
+                z.append(mean_features(gradient))
+                rows.append(own[(self.private.z[own] - z[-1]).norm(dim=1).argmin()])
         return [self._inverted("gradients", "class gradients, read for their mean feature, by a decoder",
                                torch.stack(z), self.private.at(torch.stack(rows)))]
 

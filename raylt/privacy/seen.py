@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raylt.config import Config, DataConfig
 from raylt.core.client import Reply
 from raylt.core.experiment import Experiment
+from raylt.core.method import Method
 from raylt.core.noise import Noise
 from raylt.core.reductions import total
 from raylt.data.cache import load as load_images
@@ -18,6 +19,7 @@ from raylt.data.task import Shard
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
 from raylt.models.split import clipped
+from raylt.ops.matching import class_gradients
 from raylt.ops.moments import class_sums, sample_lengths
 from raylt.tree import Tree
 
@@ -36,9 +38,16 @@ NOT_ATTACKED = {"ccvr": ("classes.zz",), "noisymeans": ("classes.zz",), "sfd": (
 ALWAYS = ("models of rounds of more than one step on one image", "figures such as the loss", "judgements")
 
 
-def uploads_of(name: str) -> tuple[str, ...]:
-    """The uploads of a method, by its name, that can be attacked."""
-    return () if name == "local" else ("update", *SENT.get(name, ()))
+# the field without which a method sends nothing of these
+ONLY_WITH = {"sfd": "safs", "mupfl": "pkcf"}
+
+
+def uploads_of(method: Method) -> tuple[str, ...]:
+    """The uploads of a method, with its fields, that can be attacked."""
+    if method.name == "local":
+        return ()
+    silent = not getattr(method, ONLY_WITH.get(method.name, ""), True)
+    return ("update",) if silent else ("update", *SENT.get(method.name, ()))
 
 
 def not_attacked(name: str) -> tuple[str, ...]:
@@ -81,7 +90,14 @@ def look(experiment: Experiment, shard: Shard, client: int) -> Images:
 
 
 def private_images(experiment: Experiment) -> Images:
-    """The images of all clients: what an attacker would like to know."""
+    """The images of all clients: what an attacker would like to know.
+
+    Raises:
+        ConfigError: clients have running statistics of their own, and the server no encoder to see them by.
+    """
+    if experiment.server.model.stays:
+        raise ConfigError("federation.batchnorm = local: clients upload what they make of images with running "
+                          "statistics that nobody else has; attack a run with average")
     parts = [look(experiment, shard, k) for k, shard in enumerate(experiment.task.shards) if len(shard)]
     return Images(*(torch.cat([getattr(part, name) for part in parts]) for name in ("x", "y", "z", "client")))
 
@@ -118,3 +134,16 @@ def uploaded_sums(config: Config, images: Images, classes: int) -> Iterator[tupl
         if noise is not None:
             reply = noise.added(replace(reply), {"classes": part}, 1.0)
         yield client, reply.tree["classes"]
+
+
+def uploaded_gradients(config: Config, images: Images, classifier: nn.Module) -> dict[int, dict[int, Tensor]]:
+    """The gradients of the classifier by class [C, d + 1] that each client uploads; of a secure sum those of all
+    together, as those of client -1."""
+    told = {}
+    for client in images.client.unique().tolist():
+        own = images.at(images.client == client)
+        told[client] = class_gradients(own.z, own.y, classifier)
+    if not config.federation.secure:
+        return told
+    held = sorted({c for gradients in told.values() for c in gradients})
+    return {-1: {c: torch.stack([each[c] for each in told.values() if c in each]).sum(0) for c in held}}

@@ -82,14 +82,14 @@ def check_extension(run: Run, rounds: int) -> None:
         raise ConfigError(f"{asked}: with local.schedule = {local.schedule} the rate of every round depends on how "
                           "many there are; start a new run")
     if _reads_rounds(method):
-        raise ConfigError(f"{asked}: rounds of {method.name} depend on how many there are (it reads server.rounds); "
+        raise ConfigError(f"{asked}: rounds of {method.name} depend on how many there are (it reads their number); "
                           "start a new run")
 
 
 def _reads_rounds(method: Method) -> bool:
     kinds = [kind for kind in type(method).__mro__ if issubclass(kind, Method) and kind is not Method]
     try:
-        return any("server.rounds" in inspect.getsource(kind) for kind in kinds)
+        return any(word in inspect.getsource(kind) for kind in kinds for word in ("server.rounds", "federation.rounds"))
     except (OSError, TypeError):        # typed at a prompt: nobody knows
         return True
 

@@ -14,7 +14,10 @@ from raylt.core.gathering import Gathering
 from raylt.core.noise import delta_of
 from raylt.core.reductions import mean
 from raylt.errors import BudgetSpent, ConfigError
+from raylt.methods.classifiers.ccvr import CCVR
 from raylt.methods.fedavg import FedAvg
+from raylt.methods.fedetf import FedETF
+from raylt.methods.flea import FLea
 from raylt.methods.scaffold import Scaffold
 
 pytest.importorskip("opacus")
@@ -91,6 +94,23 @@ def test_whoever_uploads_more_than_a_model_is_refused_by_the_parts_name(tiny_tas
     experiment = make_experiment(configure(privacy=BUDGET), tiny_task, tmp_path, Scaffold())
     with pytest.raises(ConfigError, match="the part control is uploaded too"):
         experiment.step()
+
+
+def test_draws_of_a_fixed_number_are_refused_under_a_budget(tiny_task, tmp_path):
+    """A client more means that another is not asked: the sum moves by 2 S, and the noise is for S."""
+    with pytest.raises(ConfigError, match=r"participation = 0\.5 .* set federation\.sampling=poisson"):
+        make_experiment(configure(privacy=BUDGET, federation={"participation": 0.5}), tiny_task, tmp_path)
+
+
+@pytest.mark.parametrize("method", [CCVR(), FedETF(), FLea()], ids=lambda method: method.name)
+def test_methods_that_upload_more_later_are_refused_before_the_first_round(tiny_task, tmp_path, method):
+    with pytest.raises(ConfigError, match=f"{method.name} uploads more than a model"):
+        make_experiment(configure(privacy=BUDGET), tiny_task, tmp_path, method)
+
+
+def test_clients_that_join_after_training_are_none_of_those_that_a_round_asks():
+    config = configure(privacy=BUDGET, data={"clients": 10, "new_clients": 4})
+    assert ClientNoise(config, {}, 1)._expected == 6
 
 
 def test_robust_rules_and_two_budgets_are_refused(tiny_task, tmp_path):

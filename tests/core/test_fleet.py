@@ -375,10 +375,25 @@ def test_over_selection_asks_more_and_takes_the_first_share(make_fleet, tiny_tas
     ids = method.sample(server, fleet)
     assert len(ids) == asked
     got = fleet.ask(tell, ids, {}, **told(mean))
-    first = [(id, SIZES[IDS.index(id)]) for id in ids.ids[:used]]
+    first = [(id, SIZES[IDS.index(id)]) for id in got.weights]
+    assert len(first) == used
+    assert set(got.weights) <= set(ids)
+    assert list(got.weights) == sorted(got.weights)
     assert got["w"][1].item() == pytest.approx(sum(id * n for id, n in first) / sum(n for _, n in first))
     assert fleet.ledger.traffic["tell"].replies == used
     assert fleet.ledger.lost == []
+
+
+def test_everybody_is_among_the_first_at_times_and_the_same_again(make_fleet):
+    rounds = []
+    for _ in range(2):
+        fleet = make_fleet(quorum=1.0)
+        chosen = []
+        for fleet.round in range(20):
+            chosen.append(tuple(fleet.ask(tell, Cohort(IDS, 2), {}, **told(mean)).weights))
+        rounds.append(chosen)
+    assert rounds[0] == rounds[1]
+    assert {id for chosen in rounds[0] for id in chosen} == set(IDS)
 
 
 def test_over_selection_waits_for_usable_replies(make_fleet):

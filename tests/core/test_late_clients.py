@@ -248,6 +248,21 @@ def test_features_of_a_client_that_never_trained_are_under_statistics_of_its_own
     assert average.model.state_dict()["encoder.stage1.1.num_batches_tracked"] == 0
 
 
+@pytest.mark.parametrize("method", [FedAvg(), FedPer()], ids=lambda method: method.name)
+def test_clients_that_are_never_asked_are_judged_and_exported_under_statistics_of_their_own(tiny_task, tmp_path,
+                                                                                           monkeypatch, method):
+    ask_only(monkeypatch, method, [1])
+    experiment = run(tiny_task, tmp_path, method, rounds=1, federation={"batchnorm": "local"})
+    entries, seen = judged_entries(experiment.server, method), []
+    for name in ("judge", "keep"):                              # whatever the call, the same model
+        client = open_client(tiny_task, method, 0, config=experiment.config)
+        client.begin(name, 1)
+        model = judged_model(method, client, entries).state_dict()
+        seen.append({name: model[name].clone() for name in client.model.stays})
+    assert {value.item() for name, value in seen[0].items() if name.endswith("tracked")} == {2 * 3}
+    assert all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
+
+
 # what is said of them
 
 

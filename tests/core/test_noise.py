@@ -201,6 +201,13 @@ def test_methods_without_such_sums_are_refused(tiny_task, tmp_path):
         make_experiment(configure(privacy=BUDGET), tiny_task, tmp_path, SFD(safs=False))
 
 
+def test_running_statistics_that_stay_at_clients_are_refused(tiny_task, tmp_path):
+    """They are of all of a client's samples, so each would move the features of the others."""
+    config = configure(privacy=BUDGET, federation={"batchnorm": "local"})
+    with pytest.raises(ConfigError, match=r"privacy\.epsilon: with federation\.batchnorm = local"):
+        make_experiment(config, tiny_task, tmp_path, FedNCM())
+
+
 def test_summary_has_epsilon_and_delta_and_what_they_do_not_cover(tmp_path):
     summary = make_run(tmp_path, "run", "method=fedncm", "privacy.epsilon=100").summary
     assert {key: summary["privacy"][key] for key in ("epsilon", "delta", "covers")} == {

@@ -157,6 +157,14 @@ def test_a_method_that_sees_each_client_is_refused_before_it_trains(tiny_task, t
     make_experiment(configure(federation=SECURE), tiny_task, tmp_path, MuPFL(acmu=False, pkcf=False))
 
 
+@pytest.mark.parametrize(("federation", "why"), [
+    ({"participation": 0.1}, "a round asks one client, whose sum would hide nothing"),
+    ({"participation": 0.6, "sampling": "poisson", "rounds": 1}, "fewer than two clients is 0.041; raise")])
+def test_a_sum_of_one_client_is_refused_before_the_first_round(tiny_task, tmp_path, federation, why):
+    with pytest.raises(ConfigError, match=why):
+        make_experiment(configure(federation=federation | {"secure": True}), tiny_task, tmp_path)
+
+
 def test_secure_and_robust_exclude_each_other():
     with pytest.raises(ValueError, match="exclude each other"):
         configure(federation={"secure": True, "robust": "median"})

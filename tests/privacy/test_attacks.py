@@ -14,13 +14,25 @@ from raylt.data.samples import Samples
 from raylt.data.task import build_task
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
+from raylt.methods.creff.method import CReFF
+from raylt.methods.fedavg import FedAvg
+from raylt.methods.mupfl.method import MuPFL
+from raylt.methods.sfd.method import SFD
 from raylt.ops.matching import class_gradients
 from raylt.privacy.attack import attack
 from raylt.privacy.decoder import Decoder, Inverter, mean_features, shuffled
 from raylt.privacy.gradients import gradient_of, invert_gradient, label_of
 from raylt.privacy.measures import check_measures, nearness
 from raylt.privacy.picture import draw
-from raylt.privacy.seen import NOT_ATTACKED, look, not_attacked, uploaded_sums, uploads_of
+from raylt.privacy.seen import (
+    NOT_ATTACKED,
+    Images,
+    look,
+    not_attacked,
+    uploaded_gradients,
+    uploaded_sums,
+    uploads_of,
+)
 from raylt.registry import resolve
 
 pytest.importorskip("torchmetrics")
@@ -138,7 +150,26 @@ def test_what_a_method_does_not_send_is_refused_by_name(ended):
         attack(ended, "gradients")
     with pytest.raises(ConfigError, match="--outside shapes: has images of the shape"):
         attack(ended, "features", outside="shapes")
-    assert uploads_of("creff") == ("update", "gradients")
+    assert uploads_of(CReFF()) == ("update", "gradients")
+    assert uploads_of(SFD(safs=False)) == uploads_of(MuPFL(pkcf=False)) == ("update",)
+
+
+def test_statistics_that_only_clients_have_are_not_attacked(tmp_path):
+    with pytest.raises(ConfigError, match=r"federation\.batchnorm = local: clients upload what they make"):
+        attack(make_run(tmp_path, "run", "method=fedncm", "federation.batchnorm=local"))
+
+
+def test_of_class_gradients_in_a_secure_sum_nobody_sees_a_client_s(ended):
+    experiment = ended.experiment()
+    images = [look(experiment, ended.task.shards[k], k) for k in (0, 1)]
+    both = Images(*(torch.cat([getattr(part, name) for part in images]) for name in ("x", "y", "z", "client")))
+    classifier = experiment.server.model.classifier
+    plain = uploaded_gradients(load(None, ["method=creff"]), both, classifier)
+    secure = uploaded_gradients(load(None, ["method=creff", "federation.secure=true"]), both, classifier)
+    assert (list(plain), list(secure)) == ([0, 1], [-1])
+    assert secure[-1].keys() == plain[0].keys() | plain[1].keys()
+    for c, gradient in secure[-1].items():
+        assert torch.allclose(gradient, sum(plain[k][c] for k in (0, 1) if c in plain[k]))
 
 
 def test_counts_of_a_secure_sum_or_under_noise_tell_less(ended):
@@ -179,9 +210,9 @@ def sent(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_not_attacked_of_a_method_is_named(tmp_path, sent, method):
-    make_tiny_run(tmp_path, method)
+    run = make_tiny_run(tmp_path, method)
     own = NOT_ATTACKED.get(method, ())
-    known = [*own, "confusion", *(part for upload in uploads_of(method) for part in PARTS.get(upload, ())),
+    known = [*own, "confusion", *(part for upload in uploads_of(run.method) for part in PARTS.get(upload, ())),
              *(PARTS["means"] if method == "oracle" else ())]                           # by the reference
     assert [name for name in sent if not any(f"{name}.".startswith(f"{part}.") for part in known)] == []
     assert all(any(f"{name}.".startswith(f"{part}.") for name in sent) for part in own)
@@ -189,7 +220,10 @@ def test_what_is_not_attacked_of_a_method_is_named(tmp_path, sent, method):
 
 
 def test_of_a_method_that_raylt_does_not_have_a_model_alone_is_attacked():
-    assert uploads_of("ones_own") == ("update",)
+    class OnesOwn(FedAvg):
+        name = "ones_own"
+
+    assert uploads_of(OnesOwn()) == ("update",)
     assert not_attacked("ones_own")[0] == "whatever it uploads beside a model"
 
 
@@ -208,11 +242,11 @@ def test_every_upload_of_every_method_is_attacked_or_refused_in_a_line(tmp_path,
     monkeypatch.setattr("raylt.privacy.attack.FEW", 2)
     monkeypatch.setattr("raylt.privacy.attack.invert_gradient", partial(invert_gradient, steps=2, tries=1))
     run = make_tiny_run(tmp_path, method)
-    for upload in ("features", *uploads_of(method)):
+    for upload in ("features", *uploads_of(run.method)):
         for finding in attack(run, upload, epochs=1):
             assert finding.upload == upload
             assert (finding.guessed is None) == (finding.reached is not None)
-    for upload in {"means", "gradients", "activations", "effective"} - set(uploads_of(method)):
+    for upload in {"means", "gradients", "activations", "effective"} - set(uploads_of(run.method)):
         with pytest.raises(ConfigError, match=rf"--upload {upload}: {method} uploads nothing of this name"):
             attack(run, upload)
 

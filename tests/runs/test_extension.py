@@ -81,7 +81,8 @@ class Warming(raylt.Method):
     (["method=bpfed"], "bpfed does something after the last round, which is round 1 here"),
     (["method=fedsm", "method.teacher=none", "method.rounds=1"], "fedsm .* the last"),
     (["method=fedavg", "local.schedule=cosine"], "with local.schedule = cosine the rate of every round depends"),
-    (["method=warming"], r"rounds of warming depend on how many there are \(it reads server.rounds\)")])
+    (["method=warming"], r"rounds of warming depend on how many there are \(it reads their number\)"),
+    (["method=fedrela"], r"rounds of fedrela depend on how many there are \(it reads their number\)")])
 def test_a_run_whose_rounds_depend_on_their_number_stays_as_long_as_it_is(folder, settings, why):
     raylt.register(Warming)
     method = settings[0].removeprefix("method=")
