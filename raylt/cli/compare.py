@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from raylt.cli.options import out
+from raylt.errors import ConfigError
 
 if TYPE_CHECKING:
     from raylt.studies.study import Study
@@ -33,11 +34,14 @@ def compare(paths: Paths, measures: Measures = None, at: At = None,
                 help="How to print it.")] = "table") -> None:
     """Compare arms over seeds: means with intervals, paired differences, claims, and what was left out and why."""
     from raylt.studies.tables import of_comparison, of_measures
-    from raylt.studies.target import of_target, reached
+    from raylt.studies.target import reached, with_target
     opened = open_any(paths)
     comparisons = [opened.compare(measure, at, reference, level, mix_versions) for measure in measures or [None]]
-    reaching = None if target is None else reached(opened.records, target)
     sheet = of_measures(comparisons) if len(comparisons) > 1 else of_comparison(comparisons[0])
+    reaching = None
+    if target is not None:
+        reaching = reached(opened.records, target)
+        sheet = with_target(sheet, reaching, target)
     if format == "json":
         content = (comparisons[0].to_json() if len(comparisons) == 1 else
                    {"schema": 1, "measures": {each.measure: each.to_json() for each in comparisons}})
@@ -45,8 +49,6 @@ def compare(paths: Paths, measures: Measures = None, at: At = None,
         sys.stdout.write(json.dumps({**content, **more}, indent=1) + "\n")
     elif format == "table":
         out.print(sheet.screen())
-        if reaching is not None:
-            out.print(of_target(reaching))
     else:
         sys.stdout.write(sheet.markdown() if format == "markdown" else sheet.latex())
 
@@ -62,9 +64,16 @@ def report(paths: Paths,
 
 
 def open_any(paths: Sequence[Path]) -> "Study":
-    """A study, its results, or run folders as a study of their own."""
+    """A study, its results, or run folders as a study of their own.
+
+    Raises:
+        ConfigError: a study is among several paths; CheckpointError: something is neither.
+    """
     from raylt.studies.single import of_runs
-    from raylt.studies.study import Study
+    from raylt.studies.study import FILE, Study
     if len(paths) == 1 and not (paths[0] / "config.yaml").is_file():
         return Study.open(paths[0])
+    for path in paths:
+        if path.suffix == ".json" or (path / FILE).is_file():
+            raise ConfigError(f"{path}: is a study, which is read by itself; give it alone, or run folders only")
     return of_runs(list(paths))

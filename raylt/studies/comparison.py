@@ -41,8 +41,9 @@ class Judged:
     """A claim in a cell.
 
     Attributes:
-        p: adjusted by Holm over all claims and cells that have a p value; None: too few seeds for one.
-        verdict: "holds", "refuted" (the opposite is significant), "open" or "too few seeds".
+        p: adjusted by Holm over all claims and cells that have a p value; None: too few seeds for one, or no spread.
+        verdict: "holds", "refuted" (the opposite is significant), "open", "too few seeds", or where all differences
+            are the same "no difference" (each is 0) or "no spread".
     """
 
     claim: Claim
@@ -133,7 +134,7 @@ def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] =
                                 _optimism(done, arm, cell, measure)))
     shown = {row.arm for row in rows}
     return Comparison(measure, at, reference, level, rows, judge(claims, values, cells, level),
-                      _overall(mine, arms, cells, reference, level), left_out,
+                      _overall(mine, arms, cells, reference, level, measure_of(measure).higher), left_out,
                       [f"{arm}: {', '.join(f'{key} {value}' for key, value in settings.items())}"
                        for arm, settings in own.items() if arm in shown], list(tuned), versions_of(done))
 
@@ -150,7 +151,7 @@ def judge(claims: Sequence[Claim], values: Mapping[str, Values], cells: Sequence
         higher = measure_of(claim.measure).higher
         right = pair.difference.estimate > 0 if higher else pair.difference.estimate < 0
         if p is None:
-            verdict = "too few seeds"
+            verdict = pair.untested
         elif p >= SIGNIFICANT:
             verdict = "open"
         else:
@@ -213,15 +214,22 @@ def _optimism(done: Sequence[Record], arm: str, cell: str, measure: str) -> floa
     return fmean(gaps) if gaps else None
 
 
-def _overall(values: Values, arms: Sequence[str], cells: Sequence[str], reference: str, level: float) -> list[Overall]:
-    """Over the cells in which every arm has the same seeds; none where there are fewer than two."""
+def _overall(values: Values, arms: Sequence[str], cells: Sequence[str], reference: str, level: float,
+             higher: bool) -> list[Overall]:
+    """Over the cells in which every arm has the same seeds; none where there are fewer than two.
+
+    Args:
+        higher: whether more is better.
+    """
     whole = [cell for cell in cells if (first := values.get((arms[0], cell)))
              and all(values.get((arm, cell), {}).keys() == first.keys() for arm in arms)]
     if len(whole) < 2:
         return []
     lists = {arm: [list(values[arm, cell].values()) for cell in whole] for arm in arms}
-    return [Overall(arm, over_cells(lists[arm], level),
-                    None if arm == reference else improvement(lists[arm], lists[reference], level)) for arm in arms]
+    other = lists[reference]
+    return [Overall(arm, over_cells(mine, level), None if arm == reference else
+                    improvement(mine, other, level) if higher else improvement(other, mine, level))
+            for arm, mine in lists.items()]
 
 
 def _why(record: Record) -> str:

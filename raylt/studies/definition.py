@@ -16,7 +16,7 @@ the same split, so their differences are paired.
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -103,6 +103,7 @@ class Definition(Section):
                 raise ConfigError(f"study.arms: {arm!r}: a name has letters, digits, spaces and .,+()=/- and no ' on '")
         if len({slug(arm) for arm in self.arms}) < len(self.arms):
             raise ConfigError("study.arms: two arms would share a folder; give names that differ in letters or digits")
+        self._check_cells()
         if self.reference is not None and self.reference not in self.arms:
             raise ConfigError(f"study.reference = {self.reference!r}: no such arm; there are: {', '.join(self.arms)}")
         for cell, arms in self.only.items():
@@ -121,6 +122,19 @@ class Definition(Section):
                 measure_of(measure)
             except ConfigError as error:
                 raise ConfigError(f"study: {error}") from None
+
+    def _check_cells(self) -> None:
+        """Raises a ConfigError where cells would share a folder, or one would not have its own in the study's."""
+        folders: dict[str, str] = {}
+        for cell in self.all_cells:
+            folder = slug(cell)
+            if folder in (".", "..") or (not folder and len(self.all_cells) > 1):
+                raise ConfigError(f"study.cells: {cell!r}: cannot be a folder; give a name with letters or digits, "
+                                  "as in cells: {NAME: {SETTING: VALUE}}")
+            if folder in folders:
+                raise ConfigError(f"study.cells: {folders[folder]!r} and {cell!r} would share the folder {folder}; "
+                                  "give names that differ in letters or digits, as in cells: {NAME: {SETTING: VALUE}}")
+            folders[folder] = cell
 
     @property
     def parsed_claims(self) -> list[Claim]:
@@ -154,15 +168,18 @@ class Definition(Section):
 
     @cached_property
     def all_cells(self) -> dict[str, dict[str, Any]]:
-        """Settings of each cell by its label, in the order of the file; one cell without a name where none is asked."""
+        """Settings of each cell by its label, in the order of the file; one cell without a name where none is asked.
+
+        Raises:
+            ConfigError: two would have the same label.
+        """
         if isinstance(self.cells, list):
-            return {label(each): each for each in self.cells or [{}]}
+            return _labelled(self.cells or [{}])
         named = {name: each for name, each in self.cells.items() if isinstance(each, dict)}
         if named:
             return named
         lists = {key: each for key, each in self.cells.items() if isinstance(each, list)}
-        product = [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
-        return {label(each): each for each in product}
+        return _labelled([dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())])
 
     def runs(self, tuned: Outcomes | None = None) -> list[Planned]:
         """Every run, cell by cell, seed by seed, arm by arm.
@@ -173,22 +190,25 @@ class Definition(Section):
         Raises:
             ConfigError: a setting does not exist or does not fit.
         """
-        planned = []
-        for cell in self.all_cells:
-            for seed in self.all_seeds:
-                for arm in self.only.get(cell, self.arms):
-                    tree = self._settings(cell, arm, seed)
-                    outcome = (tuned or {}).get(cell, {}).get(arm)
-                    tree = merge(tree, outcome["values"]) if outcome else tree
-                    folder = "/".join(part for part in (slug(cell), slug(arm), f"seed-{seed}") if part)
-                    planned.append(Planned(cell, arm, seed, resolved(tree, f"arm {arm!r}"), folder))
-        return planned
+        return [self.run(cell, arm, seed, tuned) for cell in self.all_cells for seed in self.all_seeds
+                for arm in self.only.get(cell, self.arms)]
+
+    def run(self, cell: str, arm: str, seed: int, tuned: Outcomes | None = None) -> Planned:
+        """One run of an arm in a cell, also with a seed that the study has not; see `runs`."""
+        outcome = (tuned or {}).get(cell, {}).get(arm)
+        tree = self._settings(cell, arm, seed)
+        config = resolved(merge(tree, outcome["values"]) if outcome else tree, f"arm {arm!r}")
+        folder = "/".join(part for part in (slug(cell), slug(arm), f"seed-{seed}") if part)
+        return Planned(cell, arm, seed, config, folder)
 
     def bases(self) -> dict[tuple[str, str], Config]:
         """Of each cell and arm the settings that it is tuned from: those of the first seed, with only those fields of
         the method that the study gives."""
-        return {(cell, arm): check(Config, self._settings(cell, arm, self.all_seeds[0])) for cell in self.all_cells
+        return {(cell, arm): self.base_of(cell, arm) for cell in self.all_cells
                 for arm in self.only.get(cell, self.arms)}
+
+    def base_of(self, cell: str, arm: str) -> Config:
+        return check(Config, self._settings(cell, arm, self.all_seeds[0]))
 
     def _settings(self, cell: str, arm: str, seed: int) -> dict[str, Any]:
         settings = self.all_cells[cell]
@@ -196,6 +216,16 @@ class Definition(Section):
         recipe = settings.get("recipe", self.recipe)
         ground = merge({} if recipe is None else read_recipe(recipe), self.base)
         return merge(merge(merge(ground, here), self.arms[arm]), {"seed": seed, "data.seed": seed})
+
+
+def _labelled(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    named: dict[str, dict[str, Any]] = {}
+    for cell in cells:
+        other = named.setdefault(label(cell), cell)
+        if other is not cell:
+            raise ConfigError(f"study.cells: {other} and {cell} would both be called {label(cell)!r}; give each a "
+                              "name, as in cells: {NAME: {SETTING: VALUE}}, or leave one out")
+    return named
 
 
 def read_definition(path: Path) -> Definition:

@@ -10,14 +10,16 @@ from rich.table import Table
 from raylt.studies.expectations import PAPERS
 from raylt.studies.reproduce import command
 from raylt.studies.tables import margin
-from raylt.studies.verdicts import KINDS, Verdict, count
+from raylt.studies.verdicts import KINDS, LEAST_SEEDS, WIDEST, Verdict, count
 
 MEANING = {
     "reproduced": "the printed value lies in the 95 % t interval over our seeds",
     "difference reproduced": "the value does not, but the printed difference to FedAvg lies in the interval of ours",
     "outside": "neither",
-    "one seed": "run once: no interval, nothing is claimed",
+    "cannot be told": f"it lies there, but the interval is wider than ± {100 * WIDEST:g} points",
+    "too few seeds": f"under {LEAST_SEEDS} seeds: figures, and nothing is claimed",
     "at reduced scale": "run with fewer rounds than the paper: figures, and no verdict",
+    "longer than the paper": "run with more rounds than the paper only: figures, and no verdict",
     "not run": "a command is there, no recorded run of it",
     "cannot be run": "no method of raylt, or the paper does not say enough",
 }
@@ -63,7 +65,8 @@ def _with_difference(value: str, difference: str) -> str:
 
 def _cells(v: Verdict) -> list[str]:
     printed = f"{100 * v.cell.value:.2f}"
-    why = f" ({v.why})" if v.why else f" ({v.scale:g} of the rounds)" if v.scale is not None and v.scale < 1 else ""
+    rounds = [] if v.scale in (None, 1) else [f"{v.scale:g} of the rounds"]
+    why = f" ({'; '.join(notes)})" if (notes := [*rounds, *([v.why] if v.why else [])]) else ""
     return [v.cell.table, v.cell.cell, v.cell.arm, v.cell.measure if v.cell.at == "last" else
             f"{v.cell.measure}, {v.cell.at}",
             printed if v.cell.std is None else f"{printed} (sd {100 * v.cell.std:.1f})",

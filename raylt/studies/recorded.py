@@ -1,20 +1,24 @@
 """Runs on record beside a study's file, in `results/NAME.json`: they count as done, and only the rest is run.
 
 A recorded run is taken where it is what the study plans: done, with the same settings, and made by the same code unless
-versions may be mixed. Those that are taken stand in the study's folder as recorded.json, so the folder tells it all.
+versions may be mixed, and so is what its arms were tuned to. Runs that are taken stand in the study's folder as
+recorded.json, so the folder tells it all.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from raylt import store
+from raylt.errors import ConfigError
 from raylt.runs import provenance
 from raylt.studies import results
 from raylt.studies.definition import Definition, Planned
 from raylt.studies.records import Record
 from raylt.studies.results import Holdings
 from raylt.studies.settings import differences
+from raylt.studies.tuning import Outcomes, asked, joined
 
 FILE = "recorded.json"
 Key = tuple[str, str, int]          # cell, arm and seed
@@ -57,7 +61,7 @@ def take(path: Path, planned: Sequence[Planned], mix_versions: bool) -> Recorded
             continue
         if not mix_versions and record.made.get("codes") != [current]:
             other_code.append(record.folder)
-        elif changed := differences(record.config, plans[key].config):
+        elif changed := differences(record.config, plans[key].config, elsewhere=True):
             other_settings.append(f"{record.folder} ({'; '.join(changed)})")
         else:
             taken[key] = record
@@ -69,6 +73,24 @@ def take(path: Path, planned: Sequence[Planned], mix_versions: bool) -> Recorded
         passed_over.append(f"{path}: {len(other_settings)} recorded runs had other settings and are done again, the "
                            f"first is {other_settings[0]}")
     return Recorded(taken, holdings if taken else {}, passed_over)
+
+
+def tuned_in(path: Path, definition: Definition, mix_versions: bool) -> Outcomes:
+    """What tuning found for the runs on record, of those arms and cells for which the study asks the same now.
+
+    Nothing where no recorded run was made by this code, unless versions may be mixed: the search is not by it either.
+
+    Raises:
+        CheckpointError: the file is there and cannot be read.
+    """
+    if definition.tune is None or not path.exists():
+        return {}
+    _, records, _, tuned = results.read_results(path)
+    if not mix_versions and not any(each.made.get("codes") == [provenance.code_sha256()] for each in records):
+        return {}
+    bases = definition.bases()
+    return {cell: {arm: outcome for arm, outcome in arms.items() if (cell, arm) in bases
+                   and outcome["asked"] == asked(definition.tune, bases[cell, arm])} for cell, arms in tuned.items()}
 
 
 def keep(folder: Path, definition: Definition, recorded: Recorded) -> None:
@@ -89,13 +111,56 @@ def read(folder: Path) -> Recorded:
 
 
 def record(path: Path, definition: Definition, done: Sequence[Record], holdings: Holdings,
-           tuned: results.Outcomes) -> None:
-    """Puts finished runs on record, in place of those of the same cell, arm and seed; the others stay as they were."""
-    before = results.read_results(path) if path.exists() else (definition, [], {}, {})
-    new = {(r.cell, r.arm, r.seed): r for r in done}
-    old = {(r.cell, r.arm, r.seed): r for r in before[1]}
-    ordered = [(plan.cell, plan.arm, plan.seed) for plan in definition.runs(tuned)]
-    keys = [*(key for key in ordered if key in new or key in old), *(key for key in old if key not in set(ordered))]
+           tuned: Outcomes) -> list[str]:
+    """Puts finished runs on record, in place of those of the same cell, arm and seed.
+
+    Of the others those stay that the study would still make as they are, were it asked for their seeds, and for the
+    arms and cells that it had when they were recorded. The rest is taken off: it must not stand beside the new ones.
+
+    Returns:
+        A line that says what was taken off, where anything was.
+    """
+    former, records, held, found = (results.read_results(path) if path.exists() else
+                                    (definition, list[Record](), Holdings(), Outcomes()))
+    wide, outcomes = _widened(definition, former), joined(found, tuned) if definition.tune else {}
+    there = {(each.cell, each.arm, each.seed): each for each in done}
+    others = [(each, _changes(each, wide, outcomes)) for each in records
+              if (each.cell, each.arm, each.seed) not in there]
+    kept = {(each.cell, each.arm, each.seed): each for each, changes in others if not changes}
+    there |= kept
+    planned = [key for plan in definition.runs(tuned) if (key := (plan.cell, plan.arm, plan.seed)) in there]
+    ordered = [there[key] for key in dict.fromkeys([*planned, *kept])]
+    places = {(cell, arm) for cell, arm, _ in kept}
+    arms = {arm: each for arm, each in wide.arms.items() if arm in definition.arms or arm in {arm for _, arm in places}}
+    held = {cell: each for cell, each in held.items() if cell in {cell for cell, _ in places}}
+    outcomes = {cell: {arm: each for arm, each in of_cell.items() if (cell, arm) in places}
+                for cell, of_cell in outcomes.items()}
     with store.folder_for(path.parent):
-        results.write_results(path, definition, [new.get(key) or old[key] for key in keys],
-                              before[2] | holdings, before[3] | tuned)
+        results.write_results(path, _with(definition, arms=arms), ordered, held | holdings, joined(outcomes, tuned))
+    off = [f"{each.folder} ({changes})" for each, changes in others if changes]
+    return [f"{path}: {len(off)} recorded runs are taken off, since the study would not make them as they are; the "
+            f"first is {off[0]}"] if off else []
+
+
+def _widened(definition: Definition, former: Definition) -> Definition:
+    """A study with the arms and cells that it had before, as far as it has none of that name now."""
+    more = {arm: each for arm, each in former.arms.items() if arm not in definition.arms}
+    return _with(definition, arms=definition.arms | more, cells=former.all_cells | definition.all_cells)
+
+
+def _with(definition: Definition, **fields: Any) -> Definition:
+    return Definition.model_validate(definition.model_dump(mode="json") | fields)
+
+
+def _changes(record: Record, wide: Definition, outcomes: Outcomes) -> str:
+    """Why a study would not make a run as it is on record; empty where it would."""
+    cell, arm = record.cell, record.arm
+    if cell not in wide.all_cells or arm not in wide.arms:
+        return "the study has no such cell or arm"
+    try:
+        outcome = outcomes.get(cell, {}).get(arm)
+        if outcome and wide.tune and outcome["asked"] != asked(wide.tune, wide.base_of(cell, arm)):
+            return "its arm was tuned for something else"
+        return "; ".join(differences(record.config, wide.run(cell, arm, record.seed, outcomes).config, elsewhere=True))
+    except ConfigError as error:
+        return str(error)

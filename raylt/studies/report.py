@@ -19,7 +19,7 @@ from raylt.studies.drawings import Curve, Estimate
 from raylt.studies.measures import measure_of
 from raylt.studies.records import GROUPS, Record
 from raylt.studies.study import Study
-from raylt.studies.tables import HEADINGS, interval, margin, probability, shown, unit
+from raylt.studies.tables import HEADINGS, interval, margin, probability, scale, shown, unit
 from raylt.studies.verdicts import verdicts
 
 LIMIT = 2 * 2**20       # bytes: a file that a mail takes
@@ -55,7 +55,7 @@ def render(study: Study, mix_versions: bool = False) -> str:
         "study": study.definition, "what": measure_of(comparison.measure).what, "unit": unit(comparison.measure),
         "at": HEADINGS[comparison.at], "level": f"{100 * comparison.level:g}", "reference": comparison.reference,
         "arms": [(arm, place[arm] % drawings.COLOURS) for arm in arms], "counts": _counts(study.records),
-        "rows": [(row, margin(row.mean, show),
+        "rows": [(row, margin(row.mean, show), "" if row.sd is None else show(row.sd),
                   "" if row.difference is None else margin(row.difference.difference, show, sign=True),
                   "" if row.optimism is None else show(row.optimism)) for row in comparison.rows],
         "claims": [(each, margin(each.difference.difference, shown(each.claim.measure), sign=True), probability(each.p))
@@ -79,7 +79,6 @@ def _cell(study: Study, comparison: Comparison, cell: str, place: dict[str, int]
     done = [record for record in study.records if record.state == "done" and record.cell == cell]
     by_arm = {arm: [r for r in done if r.arm == arm] for arm in place if any(r.arm == arm for r in done)}
     rows = [row for row in comparison.rows if row.cell == cell]
-    scale = 2**-20 if comparison.measure.startswith("bytes") else 100
     lines = {key: [line for arm, runs in by_arm.items() if (line := _curve(arm, place[arm], runs, key)) is not None]
              for key in ("accuracy", *GROUPS)}
     highest = max((max(line.high) for each in lines.values() for line in each), default=1.0)
@@ -93,7 +92,8 @@ def _cell(study: Study, comparison: Comparison, cell: str, place: dict[str, int]
         "name": cell, "panels": panels,
         "estimates": _safe(drawings.estimates(
             [Estimate(row.arm, place[row.arm], row.mean.estimate, row.mean.low, row.mean.high, [*row.values.values()])
-             for row in rows], f"{comparison.measure} of every seed, {cell}", unit(comparison.measure), scale)),
+             for row in rows], f"{comparison.measure} of every seed, {cell}", unit(comparison.measure),
+            scale(comparison.measure))),
         "bars": _safe(drawings.bars(GROUPS, grouped, f"accuracy by group, {cell}")),
         "clients": _safe(client_drawings.strips(clients, f"accuracy of every client on its own class mix, {cell}"))
         if clients else "",

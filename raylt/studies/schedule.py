@@ -57,12 +57,13 @@ class Worker:
 
 
 def run_all(planned: Sequence[Planned], records: Sequence[Record], folder: Path, watcher: Watcher, parallel: int | None,
-            fleet: Literal["local", "ray"], address: str | None) -> list[str]:
+            fleet: Literal["local", "ray"], address: str | None, pace: Pace) -> list[str]:
     """Does every run that is neither done nor held by another process.
 
     Args:
         records: of the same runs in the same order.
         parallel: runs at once; by default one per core, or per GPU where there are any, and with Ray one.
+        pace: how long runs took so far, those on record among them; it learns on.
 
     Returns:
         The folders of those that failed.
@@ -74,7 +75,6 @@ def run_all(planned: Sequence[Planned], records: Sequence[Record], folder: Path,
             for p, r in zip(planned, records, strict=True) if r.state in ("missing", "stopped", "failed")]
     if not jobs:
         return []
-    pace = Pace(records)
     places = places_for(parallel, fleet, [job.planned.config for job in jobs])
     return _Pool(jobs, places, pace, watcher, folder, fleet, address, done).run()
 

@@ -81,18 +81,28 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return tree
 
 
-def differences(config: dict[str, Any], planned: Config) -> list[str]:
+def differences(config: dict[str, Any], planned: Config, elsewhere: bool = False) -> list[str]:
     """Settings of a run that are not those of its plan, resources and output apart.
 
     What its method has as fields now and had not when the run was made is at its default, which is what it did then.
+
+    Args:
+        elsewhere: whether the run may be another machine's, where files lie in other places: their names alone count.
     """
     if config["method"].get("name") == planned.method["name"]:
         defaults = type(resolve(planned).method).model_construct().model_dump(mode="json")
         config = config | {"method": defaults | config["method"]}
     made = Config(**config)
     before, after = flat(settled(made)), flat(settled(followed(planned, made)))
+    if elsewhere:
+        before, after = ({key: _without_place(value) for key, value in each.items()} for each in (before, after))
     return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in sorted(before | after)
             if before.get(key) != after.get(key)]
+
+
+def _without_place(value: Any) -> Any:
+    kind, _, path = value.partition(":") if isinstance(value, str) else ("", "", "")
+    return f"{kind}:{Path(path).name}" if kind in ("npz", "folder") else value
 
 
 def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -9,6 +9,10 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+_TEX = str.maketrans({
+    **{sign: f"\\{sign}" for sign in "%&_#${}"}, "\\": r"\textbackslash{}", "^": r"\textasciicircum{}",
+    "~": r"\textasciitilde{}", "|": r"\textbar{}", ">": "$>$", "<": "$<$", "±": r"$\pm$"})
+
 
 @dataclass(frozen=True)
 class Sheet:
@@ -120,6 +124,6 @@ def _pipes(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _tex(text: str) -> str:
-    for sign in "%&_#$":
-        text = text.replace(sign, f"\\{sign}")
-    return text.replace(">", "$>$").replace("<", "$<$").replace("±", r"$\pm$")
+    """A cell as LaTeX reads it; a row that began with [ or * would give arguments to what ends the row before it."""
+    text = text.translate(_TEX)
+    return f"{{{text[0]}}}{text[1:]}" if text[:1] in ("[", "*") else text

@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from raylt.config import Config, differences, settled
 from raylt.errors import CheckpointError
 from raylt.studies.definition import Definition
-from raylt.studies.records import read_run
+from raylt.studies.records import Record, read_run
 from raylt.studies.settings import flat, label
 from raylt.studies.study import Study
 
@@ -31,11 +32,25 @@ def of_runs(folders: Sequence[Path]) -> Study:
     for record in records:
         twin = seen.setdefault((record.arm, record.cell, record.seed), record.folder)
         if twin != record.folder:
-            raise CheckpointError(f"{record.folder} and {twin} are runs of the same settings and seed; give one")
+            raise CheckpointError(_twins(record, next(each for each in records if each.folder == twin)))
     names = list(dict.fromkeys(record.arm for record in records))
     definition = Definition(name="runs", arms={name: {} for name in names},
                             seeds=sorted({record.seed for record in records}))
     return Study(definition, None, records)
+
+
+def _twins(record: Record, other: Record) -> str:
+    """Why two runs of one arm, cell and seed cannot both be taken."""
+    apart = [f"{key} {before!r}, {after!r}" for key, before, after in differences(_settings(other), _settings(record))]
+    both = f"{other.folder} and {record.folder}"
+    if not apart:
+        return f"{both} are runs of the same settings and seed; give one"
+    return (f"{both} cannot stand beside each other, as runs of one method on one kind of data with seed {record.seed} "
+            f"that differ in {'; '.join(apart)}; give one, or make them arms of a study")
+
+
+def _settings(record: Record) -> dict[str, Any]:
+    return settled(Config(**record.config))
 
 
 def _arms(trees: list[dict[str, Any]]) -> list[str]:

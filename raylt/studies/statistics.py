@@ -6,6 +6,7 @@ the probability of improvement have a bootstrap that draws seeds within each cel
 together, so that pairs stay pairs.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from scipy import stats
 LEAST_FOR_P = 6         # seeds: below them no p value is given, whatever the difference
 LEAST_FOR_CELLS = 3     # seeds of each cell for a bootstrap over cells
 RESAMPLES = 5000
+NO_SPREAD = 1e-12       # of values, as a share of the largest or of 1: what rounding leaves where all are equal
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,11 @@ class Interval:
     estimate: float
     low: float | None
     high: float | None
+
+    @property
+    def half(self) -> float:
+        """Half of its width; infinite where nothing can be said."""
+        return math.inf if self.low is None or self.high is None else (self.high - self.low) / 2
 
     def holds(self, value: float) -> bool:
         """Whether a value lies inside; False where nothing can be said."""
@@ -37,13 +44,20 @@ class Paired:
 
     Attributes:
         difference: mean of (arm - reference) with its t interval.
-        p: of a two-sided t test; None under six seeds, or where all differences are equal.
+        p: of a two-sided t test; None under six seeds, or where all differences are equal but for rounding.
         n: pairs.
     """
 
     difference: Interval
     p: float | None
     n: int
+
+    @property
+    def untested(self) -> str:
+        """Why it has no p value, in words: too few seeds, or that all differences are the same or 0."""
+        if self.n < LEAST_FOR_P:
+            return "too few seeds"
+        return "no difference" if abs(self.difference.estimate) <= NO_SPREAD else "no spread"
 
 
 def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
@@ -99,7 +113,7 @@ def _t_test(values: np.ndarray, level: float) -> tuple[Interval, float | None]:
     mean = float(values.mean())
     if len(values) < 2:
         return Interval(mean, None, None), None
-    if np.ptp(values) == 0:
+    if np.ptp(values) <= NO_SPREAD * max(1.0, float(np.abs(values).max())):
         return Interval(mean, mean, mean), None
     test: Any = stats.ttest_1samp(values, 0.0)
     interval = test.confidence_interval(level)

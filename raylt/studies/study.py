@@ -13,11 +13,12 @@ from raylt.runs import provenance
 from raylt.studies import recorded, results, schedule
 from raylt.studies.comparison import Comparison, compare
 from raylt.studies.definition import Definition, Planned, define, read_definition
+from raylt.studies.estimate import Pace
 from raylt.studies.measures import At
 from raylt.studies.recorded import Recorded
 from raylt.studies.records import Record, read_run
 from raylt.studies.settings import differences, flat
-from raylt.studies.tuning import Outcomes, describe, read_tuned, search_arms
+from raylt.studies.tuning import Outcomes, describe, joined, read_tuned, search_arms, write_tuned
 
 FILE = "study.yaml"
 
@@ -58,6 +59,7 @@ class Study:
         """What `create` would take up; makes nothing."""
         study = cls(definition, out / definition.name, [])
         if record_file is not None:
+            study.tuned = joined(recorded.tuned_in(record_file, definition, mix_versions), study.tuned)
             study.recorded = recorded.take(record_file, study.planned, mix_versions)
         study.read()
         return study
@@ -80,7 +82,7 @@ class Study:
             raise CheckpointError(f"{folder}: exists and is no study; give the study another name, or another --out")
         study = cls.preview(definition, out, record_file, mix_versions)
         for plan, made in zip(study.planned, study.records, strict=True):
-            if made.config and (changed := differences(made.config, plan.config)):
+            if not study._is_on_record(made) and made.config and (changed := differences(made.config, plan.config)):
                 raise CheckpointError(f"{folder / plan.folder}: was made with other settings ({'; '.join(changed)}); "
                                       "give the study another name, or remove that run")
         with store.folder_for(folder) as opened:
@@ -88,6 +90,8 @@ class Study:
                                               sort_keys=False, allow_unicode=True))
         if record_file is not None:
             recorded.keep(folder, definition, study.recorded)
+            if study.tuned:
+                write_tuned(folder, study.tuned)
         return study
 
     @classmethod
@@ -155,10 +159,11 @@ class Study:
                 if not self._is_on_record(found)]
         try:
             return schedule.run_all([plan for plan, _ in here], [found for _, found in here], self.folder,
-                                    watcher or Silent(), parallel, fleet, address)
+                                    watcher or Silent(), parallel, fleet, address, Pace(self.records))
         finally:
             self.read()
-            self.save_results(record_file)
+            for line in self.save_results(record_file):
+                (watcher or Silent()).says(line)
 
     def compare(self, measure: str | None = None, at: At | None = None, reference: str | None = None,
                 level: float = 0.95, mix_versions: bool = False) -> Comparison:
@@ -192,18 +197,21 @@ class Study:
                     self._holdings[record.cell] = held
         return self._holdings
 
-    def save_results(self, record_file: Path | None = None) -> Path:
+    def save_results(self, record_file: Path | None = None) -> list[str]:
         """Writes results.json: the definition and every record, all that tables and reports are made from.
 
         Args:
             record_file: results that are kept, to which finished runs are added.
+
+        Returns:
+            What was taken off those, see `raylt.studies.recorded.record`.
         """
         assert self.folder is not None
-        if record_file is not None and (done := [each for each in self.records if each.state == "done"]):
-            recorded.record(record_file, self.definition, done, self.holdings, self.tuned)
-        path = self.folder / results.FILE
-        results.write_results(path, self.definition, self.records, self.holdings, self.tuned)
-        return path
+        results.write_results(self.folder / results.FILE, self.definition, self.records, self.holdings, self.tuned)
+        done = [each for each in self.records if each.state == "done"]
+        if record_file is None or not done:
+            return []
+        return recorded.record(record_file, self.definition, done, self.holdings, self.tuned)
 
     def _is_on_record(self, record: Record) -> bool:
         return self.recorded.records.get((record.cell, record.arm, record.seed)) is record

@@ -1,14 +1,12 @@
 """How soon a run reaches an accuracy: rounds, bytes and seconds."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
 from raylt.studies.records import Record
+from raylt.studies.sheet import Sheet
 
 
 @dataclass(frozen=True)
@@ -49,15 +47,15 @@ def reached(records: Sequence[Record], target: float) -> list[Reached]:
     return found
 
 
-def of_target(reaching: Sequence[Reached]) -> Table:
-    table = Table("cell", "arm", "reached by", "rounds", "MiB up and down", "seconds", title=(
-        f"until accuracy {100 * reaching[0].target:g} %: medians of the runs that got there" if reaching else ""),
-        title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for each in reaching:
-        table.add_row(each.cell, each.arm, f"{each.reached} of {each.runs}", *(
-            "-" if value is None else f"{value:.{digits}f}" for value, digits in
-            ((each.rounds, 1), (None if each.bytes is None else each.bytes / 2**20, 1), (each.seconds, 1))))
-    return table
+def with_target(sheet: Sheet, reaching: Sequence[Reached], target: float) -> Sheet:
+    """A table of a comparison with one more below it: how soon its arms reach the accuracy."""
+    rows = [[each.cell, each.arm, f"{each.reached} of {each.runs}", *(
+        "-" if value is None else f"{value:.1f}"
+        for value in (each.rounds, None if each.bytes is None else each.bytes / 2**20, each.seconds))]
+        for each in reaching]
+    title = f"until accuracy {100 * target:g} %: medians of the runs that got there"
+    head = ["cell", "arm", "reached by", "rounds", "MiB up and down", "seconds"]
+    return replace(sheet, further=[*sheet.further, (title, head, rows)])
 
 
 def _first(record: Record, target: float) -> int | None:

@@ -112,6 +112,11 @@ def write_tuned(folder: Path, outcomes: Outcomes) -> None:
     store.write(folder / FILE, json.dumps(content, indent=1) + "\n")
 
 
+def joined(outcomes: Outcomes, more: Outcomes) -> Outcomes:
+    """Outcomes of both; of an arm in a cell that both have, the second's."""
+    return {cell: outcomes.get(cell, {}) | more.get(cell, {}) for cell in outcomes | more}
+
+
 def search_arms(bases: Mapping[tuple[str, str], Config], tuning: Tuning, reference: str, folder: Path,
                 watcher: Listener, parallel: int | None, fleet: Literal["local", "ray"],
                 address: str | None) -> Outcomes:

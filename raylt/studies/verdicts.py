@@ -3,17 +3,21 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from raylt.studies.comparison import value_of
 from raylt.studies.expectations import Expectation, expectations, identity
 from raylt.studies.records import Record
 from raylt.studies.statistics import Interval, Paired, mean_interval, paired
 
-Kind = Literal["reproduced", "difference reproduced", "outside", "one seed", "at reduced scale", "not run",
-               "cannot be run"]
-KINDS: tuple[Kind, ...] = ("reproduced", "difference reproduced", "outside", "one seed", "at reduced scale", "not run",
-                           "cannot be run")
+Kind = Literal["reproduced", "difference reproduced", "outside", "cannot be told", "too few seeds", "at reduced scale",
+               "longer than the paper", "not run", "cannot be run"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+LEAST_SEEDS = 3         # below them an interval is as wide as chance makes it, and nothing is said
+WIDEST = 0.05           # half of an interval: a wider one holds nearly any figure, which reproduces none
+
+
+_SPLIT = "split_sha256"
 
 
 @dataclass(frozen=True)
@@ -23,10 +27,10 @@ class Verdict:
     Attributes:
         ours: mean and t interval over the seeds; None where nothing was run.
         seeds: how many.
-        printed_difference, difference: to FedAvg of the same setting and table, in print and here, paired by seed; None
-            where either has none, and for FedAvg itself.
+        printed_difference, difference: to FedAvg of the same setting and table, in print and here, paired by seed where
+            the splits are equal; None where either has none, and for FedAvg itself.
         scale: rounds that were run over those of the paper.
-        why: a sentence where the kind alone does not say it.
+        why: sentences where the kind alone does not say it.
         splits, models: first characters of their hashes, by seed.
         made: versions and device of the last run.
     """
@@ -57,33 +61,45 @@ def judge(cell: Expectation, runs: dict[str, list[Record]]) -> Verdict:
     """The verdict of one cell.
 
     A cell at the paper's number of rounds is reproduced when the printed value lies in the t interval over our seeds,
-    its difference when the printed difference to FedAvg lies in that of ours. With fewer rounds nothing is claimed.
+    its difference when the printed difference to FedAvg lies in that of ours. With another number of rounds or too few
+    seeds nothing is claimed, and an interval that is too wide to tell confirms nothing.
     """
     if cell.problem is not None:
         return Verdict(cell, "cannot be run", why=cell.problem)
-    scale, mine = _values(cell, runs.get(cell.identity(), []))
+    scale, mine, twice = _values(cell, runs.get(cell.identity(), []))
     if not mine:
         return Verdict(cell, "not run")
     ours = mean_interval([value for value, _ in mine.values()])
     base = _base(cell)
     theirs = {} if base is None else _values(base, runs.get(base.identity(), []), scale)[1]
     both = [seed for seed in mine if seed in theirs]
-    difference = paired([mine[s][0] for s in both], [theirs[s][0] for s in both]) if both else None
+    alike = [seed for seed in both if _short(mine[seed][1], _SPLIT) == _short(theirs[seed][1], _SPLIT)]
+    difference = paired([mine[s][0] for s in alike], [theirs[s][0] for s in alike]) if alike else None
     printed = None if base is None else cell.value - base.value
-    facts: dict[str, Any] = {
-        "ours": ours, "seeds": len(mine), "printed_difference": printed, "difference": difference, "scale": scale,
-        "splits": tuple(_short(r, "split_sha256") for _, r in mine.values()),
-        "models": tuple(_short(r, "model_sha256") for _, r in mine.values()),
-        "made": _made([r for _, r in mine.values()])}
-    if scale < 1:
-        return Verdict(cell, "at reduced scale", **facts)
-    if ours.low is None:
-        return Verdict(cell, "one seed", **facts, why="one seed has no interval; nothing is claimed")
-    if ours.holds(cell.value):
-        return Verdict(cell, "reproduced", **facts)
-    if difference is not None and printed is not None and difference.difference.holds(printed):
-        return Verdict(cell, "difference reproduced", **facts)
-    return Verdict(cell, "outside", **facts, why=f"by {100 * (ours.estimate - cell.value):+.2f} points")
+    kind, why = _kind(cell.value, ours, printed, difference, len(mine), scale)
+    notes = [why, *([f"several runs of seed {', '.join(map(str, twice))}: the first of each"] if twice else [])]
+    if len(alike) < len(both):
+        notes.append(f"{len(both) - len(alike)} of {len(both)} seeds have another split than FedAvg's, not paired")
+    return Verdict(cell, kind, ours, len(mine), printed, difference, scale, "; ".join(filter(None, notes)),
+                   tuple(_short(r, _SPLIT) for _, r in mine.values()),
+                   tuple(_short(r, "model_sha256") for _, r in mine.values()), _made([r for _, r in mine.values()]))
+
+
+def _kind(value: float, ours: Interval, printed: float | None, difference: Paired | None, seeds: int,
+          scale: float) -> tuple[Kind, str]:
+    """What our interval and that of our difference say of a printed value and difference, and a sentence to it."""
+    if scale != 1:
+        return ("at reduced scale" if scale < 1 else "longer than the paper"), ""
+    if seeds < LEAST_SEEDS:
+        return "too few seeds", f"{LEAST_SEEDS} are the least; nothing is claimed"
+    if ours.holds(value):
+        return ("reproduced", "") if ours.half <= WIDEST else ("cannot be told", f"± {100 * ours.half:.1f} points")
+    away = f"by {100 * (ours.estimate - value):+.2f} points"
+    if difference is None or printed is None or difference.n < LEAST_SEEDS or not difference.difference.holds(printed):
+        return "outside", away
+    half = difference.difference.half
+    return ("difference reproduced", "") if half <= WIDEST else (
+        "cannot be told", f"the value is outside {away}, the difference is known to ± {100 * half:.1f} points")
 
 
 def count(judged: Sequence[Verdict]) -> dict[Kind, int]:
@@ -93,17 +109,21 @@ def count(judged: Sequence[Verdict]) -> dict[Kind, int]:
 
 
 def _values(cell: Expectation, records: list[Record], scale: float | None = None
-            ) -> tuple[float, dict[int, tuple[float, Record]]]:
-    """Values by seed of the longest runs of a cell, or of those at a scale, and that scale."""
+            ) -> tuple[float, dict[int, tuple[float, Record]], list[int]]:
+    """Values by seed of a cell's runs at a scale, by default the paper's or else the longest; that scale; and seeds
+    of which there are several runs that differ, where the first one is taken."""
     full = cell.config().federation.rounds
     scales = {record.config["federation"]["rounds"] / full for record in records}
-    chosen = scale if scale is not None else max(scales, default=1.0)
-    values = {}
+    chosen = scale if scale is not None else 1.0 if 1.0 in scales else max(scales, default=1.0)
+    values, twice = dict[int, tuple[float, Record]](), set[int]()
     for record in sorted(records, key=lambda r: r.seed):
-        value = value_of(record, cell.measure, cell.at)
-        if value is not None and record.config["federation"]["rounds"] / full == chosen:
-            values[record.config["seed"]] = value, record
-    return chosen, values
+        value, seed = value_of(record, cell.measure, cell.at), record.config["seed"]
+        if value is None or record.config["federation"]["rounds"] / full != chosen:
+            continue
+        first = values.setdefault(seed, (value, record))[1]
+        if _short(first, "model_sha256") != _short(record, "model_sha256"):
+            twice.add(seed)
+    return chosen, values, sorted(twice)
 
 
 def _base(cell: Expectation) -> Expectation | None:
@@ -123,8 +143,10 @@ def _short(record: Record, key: str) -> str:
 
 
 def _made(records: Sequence[Record]) -> str:
-    """raylt and its commit, torch and device of the last of the runs."""
+    """raylt and its commit, torch and device of the last of the runs, and how many versions of the code made them."""
     made = records[-1].made
     if not made:
         return "unknown"
-    return f"raylt {made.get('commit') or made.get('raylt')}, torch {made.get('torch')}, {made.get('device')}"
+    codes = {code for record in records for code in record.made.get("codes", [])}
+    return (f"raylt {made.get('commit') or made.get('raylt')}, torch {made.get('torch')}, {made.get('device')}"
+            f"{f', {len(codes)} versions of the code' if len(codes) > 1 else ''}")

@@ -50,6 +50,22 @@ def test_compare_takes_runs_by_themselves(folder, capsys):
     assert "differences to fedprox" in out
 
 
+def test_compare_has_the_table_of_a_target_in_every_format(folder, capsys):
+    for format, row in (("table", "2 of 2"), ("markdown", "| IF 10 | fedavg | 2 of 2 | 3.0 |"),
+                        ("latex", "%   IF 10, fedavg, 2 of 2, 3.0")):
+        out = printed(capsys, "compare", folder, "--target", "0.3", "--format", format)
+        assert "until accuracy 30 %" in out
+        assert row in out
+
+
+def test_a_study_among_runs_is_refused_by_what_it_is(folder, tmp_path):
+    run = folder / "if10" / "fedavg" / "seed-0"
+    Study.open(folder).save_results()
+    for paths in ((folder, run), (run, folder), (folder / "results.json", folder / "results.json")):
+        with pytest.raises(ConfigError, match="is a study, which is read by itself; give it alone"):
+            app(["compare", *map(str, paths)], standalone_mode=False)
+
+
 def test_dry_run_lists_what_is_left_and_makes_nothing(folder, capsys, tmp_path):
     out = printed(capsys, "study", "s.yaml", "--dry-run", "--parallel", "2")
     assert "8 runs, 2 to do: about 6 s, 2 at once" in out         # 3 rounds of 2 s; the stopped one has 0 of 3 left

@@ -65,6 +65,13 @@ def test_claims_read_both_ways():
     ({"arms": {"x": {"method": {"name": "fedprox", "nu": 1}}}}, "arm 'x': method.nu"),
     ({"arms": {"x": "fedavgg"}}, "did you mean fedavg"),
     ({"cells": {"data.imbalanc": [1]}}, "did you mean data.imbalance"),
+    ({"cells": {"lr low": {"local.lr": 0.01}, "lr-low": {"local.lr": 0.1}}}, "'lr low' and 'lr-low' would share"),
+    ({"cells": {"alpha < 1": {"data.alpha": 0.5}, "alpha > 1": {"data.alpha": 2}}}, "would share the folder alpha-1"),
+    ({"cells": {"..": {"local.epochs": 2}}}, r"'..': cannot be a folder"),
+    ({"cells": {".": {"local.epochs": 2}}}, r"'.': cannot be a folder"),
+    ({"cells": {"<>": {"local.epochs": 2}, "x": {}}}, "'<>': cannot be a folder"),
+    ({"cells": [{"local.epochs": 2}, {"method.epochs": 2}]}, "would both be called 'epochs 2'"),
+    ({"cells": {"data.imbalance": [10, 10.0]}}, "would both be called 'IF 10'"),
     ({"armes": {}}, "did you mean study.arms"),
     ({"name": "../x"}, "name"),
 ])

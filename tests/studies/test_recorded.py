@@ -9,6 +9,7 @@ from made import write_run
 import raylt
 from raylt.cli.main import app
 from raylt.errors import CheckpointError
+from raylt.studies import schedule
 from raylt.studies.definition import define
 from raylt.studies.recorded import place_of, take
 from raylt.studies.study import Study
@@ -22,7 +23,7 @@ def kept(tmp_path, tree=TINY, out="first", code=None):
     """The record of a study whose runs were all done, by a certain version of the code."""
     study = Study.create(define(tree), tmp_path / out)
     for number, plan in enumerate(study.planned):
-        write_run(study.folder / plan.folder, plan, [0.5 + number**2 / 20], code=code, split=plan.seed)
+        write_run(study.folder / plan.folder, plan, [min(1.0, 0.5 + number**2 / 20)], code=code, split=plan.seed)
     record = tmp_path / "results" / "tiny.json"
     study.run(record_file=record, mix_versions=True)
     return study, record
@@ -116,6 +117,34 @@ def test_a_field_that_the_code_of_then_did_not_have_is_no_other_setting(tmp_path
     assert len(take(record, other, mix_versions=True).records) == 2         # another method is another setting
 
 
+def test_where_a_file_lies_is_no_other_setting_of_a_recorded_run(tmp_path):
+    """The same study on two machines: settings that name a file hold its absolute place."""
+    def tree(place, name="teacher.npz"):
+        return TINY | {"arms": {"fedsm": {"method": {"name": "fedsm", "teacher": f"npz:{place}/{name}"}}}}
+
+    _, record = kept(tmp_path, tree("/here"))
+    taken = Study.create(define(tree("/there")), tmp_path / "second", record)
+    assert [each.state for each in taken.records] == ["done"] * 2
+    assert taken.run(record_file=record) == []
+    assert len(json.loads(record.read_text())["records"]) == 2
+    other = Study.create(define(tree("/here", "another.npz")), tmp_path / "third", record)
+    assert "teacher.npz' -> 'npz:another.npz'" in other.recorded.passed_over[0]
+
+
+def test_what_is_on_record_says_which_runs_are_the_longest(tmp_path, monkeypatch):
+    _, record = kept(tmp_path)
+    content = json.loads(record.read_text())
+    for each in content["records"]:
+        each["curve"]["seconds"] = [100.0 if each["arm"] == "prox" else 1.0]
+        each["summary"]["seconds"] = each["curve"]["seconds"][0]
+    record.write_text(json.dumps(content))
+    study, begun = Study.create(define(TINY | {"seeds": 3}), tmp_path / "second", record), []
+    monkeypatch.setattr(schedule._Pool, "run", lambda pool: begun.extend(each.planned.arm for each in pool._waiting)
+                        or [])
+    study.run()
+    assert begun == ["prox", "fedavg"]
+
+
 def test_recording_adds_and_loses_nothing(tmp_path):
     _, record = kept(tmp_path)
     one = TINY | {"arms": {"fedavg": "fedavg", "per": "fedper"}, "seeds": 1}
@@ -126,6 +155,57 @@ def test_recording_adds_and_loses_nothing(tmp_path):
     records = json.loads(record.read_text())["records"]
     assert [(each["arm"], each["seed"]) for each in records] == [
         ("fedavg", 0), ("per", 0), ("prox", 0), ("fedavg", 1), ("prox", 1)]
+
+
+class Heard:
+    def __init__(self):
+        self.said = []
+
+    def says(self, text):
+        self.said.append(text)
+
+    def progress(self, *args):
+        pass
+
+
+def recorded_again(tmp_path, record, tree, accuracy=0.1):
+    """What is on record after a study was done anew with what is planned now, and what was said of it."""
+    study, heard = Study.create(define(tree), tmp_path / "again", record), Heard()
+    for plan, made in zip(study.planned, study.records, strict=True):
+        if made.state == "missing":
+            write_run(study.folder / plan.folder, plan, [accuracy], split=plan.seed)
+    study.run(heard, record_file=record)
+    return Study.open(record), heard.said
+
+
+def test_runs_that_the_study_would_not_make_as_they_are_are_taken_off_and_named(tmp_path):
+    _, record = kept(tmp_path)
+    slower = TINY | {"base": TINY["base"] | {"local": {"epochs": 1, "lr": 0.01}}, "seeds": [1]}
+    found, said = recorded_again(tmp_path, record, slower)
+    assert {(each.seed, each.config["local"]["lr"]) for each in found.records} == {(1, 0.01)}
+    line, = said
+    assert "2 recorded runs are taken off" in line
+    assert "the first is fedavg/seed-0 (local.lr: 0.05 -> 0.01)" in line
+    assert found.compare().rows[0].values == {1: 0.1}
+
+
+def test_an_arm_that_the_study_had_stays_with_its_settings_as_long_as_the_ground_is_the_same(tmp_path):
+    central = TINY | {"arms": TINY["arms"] | {"central": {"method": "fedavg", "data.clients": 1}}}
+    _, record = kept(tmp_path, central)
+    found, said = recorded_again(tmp_path, record, TINY | {"seeds": 1})
+    assert (len(found.records), said) == (6, [])
+    assert found.compare().apart == ["central: data.clients 1"]
+    changed = TINY | {"base": TINY["base"] | {"data": {"clients": 4}}, "name": "tiny"}
+    found, said = recorded_again(tmp_path / "more", record, changed)
+    # central says itself how many clients it has
+    assert [each.arm for each in found.records] == ["fedavg", "prox", "fedavg", "prox", "central", "central"]
+    assert said == []
+    gone = TINY | {"base": TINY["base"] | {"federation": {"rounds": 2}}, "name": "tiny"}
+    found, said = recorded_again(tmp_path / "most", record, gone)
+    assert {each.arm for each in found.records} == {"fedavg", "prox"}
+    assert "2 recorded runs are taken off" in said[0]
+    assert "central/seed-0 (federation.rounds: 1 -> 2)" in said[0]
+    assert list(found.definition.arms) == ["fedavg", "prox"]
 
 
 def test_what_cannot_be_read_is_an_error_and_what_is_not_there_is_none(tmp_path):

@@ -100,6 +100,16 @@ def test_one_run_alone_has_a_report():
     assert "fedavg" in render(one)
 
 
+def test_seconds_are_drawn_as_seconds_and_have_a_standard_deviation():
+    one = study(cells=("IF 10",), seeds=2)
+    for each in one.records:
+        each.summary["seconds"] = 20.0 + 4 * each.seed
+    text = render(Study(one.definition.model_copy(update={"measure": "seconds"}), None, one.records, one.holdings))
+    assert "fedavg: 22.00 s" in text
+    assert "2200.00" not in text
+    assert '<td class="n">22 ± 25</td>\n<td class="n">3</td>' in text        # sd sqrt(8), 12.71 * sqrt(8 / 2)
+
+
 def test_thinned_keeps_both_ends():
     assert drawings._thinned(5, 10) == [0, 1, 2, 3, 4]
     kept = drawings._thinned(500, 80)

@@ -35,6 +35,13 @@ def test_no_p_value_under_six_seeds_or_without_any_spread():
     assert paired([1] * 6, [0] * 6).p is None
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_rounding_leaves_is_no_spread():
+    reference = [0.3 + 0.01 * seed for seed in range(6)]
+    found = paired([value + 0.1 for value in reference], reference)
+    assert (found.p, found.difference.low) == (None, found.difference.high)
+
+
 def test_holm_by_hand():
     # sorted 0.01 0.03 0.04 0.5: x4 = 0.04, x3 = 0.09, x2 = 0.08 -> not below 0.09, x1 = 0.5
     assert holm([0.04, 0.01, 0.5, 0.03]) == pytest.approx([0.09, 0.04, 0.5, 0.09])

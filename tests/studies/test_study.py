@@ -97,6 +97,19 @@ def test_single_runs_make_the_same_comparison(made):
         of_runs([study.folder / "fedavg/seed-0", study.folder / "." / "fedavg/seed-0/../seed-0"])
 
 
+def test_single_runs_that_differ_in_more_than_their_names_say_are_refused_by_what_differs(tmp_path):
+    fast = TINY | {"name": "fast", "base": TINY["base"] | {"local": {"epochs": 1, "lr": 0.5}}}
+    folders = []
+    for study in (Study.create(define(tree), tmp_path) for tree in (TINY, fast)):
+        for plan in study.planned:
+            write_run(study.folder / plan.folder, plan, [0.5])
+            folders.append(study.folder / plan.folder)
+    with pytest.raises(CheckpointError, match=r"with seed 0 that differ in local.lr 0.05, 0.5; give one"):
+        of_runs([folders[0], folders[2]])
+    with pytest.raises(CheckpointError, match=r"optimiser differs \(local.lr 0.5; local.lr 0.05\)"):
+        of_runs([folders[0], folders[3]]).compare()
+
+
 def test_arms_and_seeds_may_be_added_but_settings_not_changed(tmp_path):
     study = Study.create(define(TINY), tmp_path)
     plan = study.definition.runs()[0]

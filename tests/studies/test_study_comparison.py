@@ -47,7 +47,27 @@ def test_under_six_seeds_nothing_is_claimed_whatever_the_difference():
 
 def test_fewer_bytes_are_better():
     found = compare(records(), "a", [Claim("b", "a", "bytes_up")])
-    assert {j.verdict for j in found.claims} == {"too few seeds"}      # all equal: no spread, no p
+    assert {j.verdict for j in found.claims} == {"no difference"}      # all equal: no spread, no p
+
+
+def test_the_probability_to_be_better_is_that_of_fewer_seconds():
+    slow = [record(arm, seed, 0.5, cell=cell) for cell in CELLS for seed in range(3) for arm in "ab"]
+    for each in slow:
+        each.summary["seconds"] = {"a": 10.0, "b": 100.0}[each.arm] + each.seed
+    better = compare(slow, "a", measure="seconds").overall[1].improvement
+    assert (better.estimate, better.low, better.high) == (0, 0, 0)
+    assert compare(slow, "b", measure="seconds").overall[0].improvement.estimate == 1
+    assert compare(records(), "a").overall[1].improvement.estimate > 0.5
+
+
+@pytest.mark.parametrize(("above", "seeds", "verdict"), [
+    (0.0, 6, "no difference"), (0.0, 5, "too few seeds"), (0.1, 6, "no spread"), (0.1, 2, "too few seeds")])
+def test_differences_that_are_all_the_same_have_no_p_value_and_a_verdict_that_says_so(above, seeds, verdict):
+    # 0.3 + 0.01 * seed + 0.1 is not exactly 0.1 above: what rounding leaves is no spread
+    same = [record(arm, seed, 0.3 + 0.01 * seed + more) for seed in range(seeds)
+            for arm, more in (("a", 0.0), ("b", above))]
+    judged, = compare(same, "a", [Claim("b", "a", "accuracy")]).claims
+    assert (judged.p, judged.verdict) == (None, verdict)
 
 
 @pytest.mark.parametrize("state", ["missing", "running", "stopped", "failed", "damaged"])
@@ -74,6 +94,8 @@ def test_pairs_are_of_the_same_seeds_only():
                  "evaluation": {"every": 1, "personal": 0}}}, "budget differs"),
     ({"config": {"federation": {"rounds": 10, "participation": 1.0}, "local": {"epochs": 1, "batch": 32},
                  "evaluation": {"every": 5, "personal": 0}}}, "evaluation differs"),
+    ({"config": {"federation": {"rounds": 10, "participation": 1.0}, "local": {"epochs": 1, "batch": 32, "lr": 0.5},
+                 "evaluation": {"every": 1, "personal": 0}}}, r"optimiser differs \(local.lr 0.5; local.lr 0.05\)"),
     ({"made": {"codes": ["d" * 64]}}, "code differs"),
     ({"made": {"codes": ["c" * 64, "d" * 64]}}, "2 versions of the code"),
 ])
@@ -92,6 +114,18 @@ def test_an_arm_with_settings_of_its_own_may_differ_in_what_they_say_and_is_name
     assert "% arms with settings of their own: b" in tables.of_comparison(found).latex()
     with pytest.raises(CheckpointError, match="split differs"):
         compare([record("a", 0, 0.5), central], "a", own={"b": {"local.epochs": 1}})
+
+
+def test_an_arm_may_state_its_optimiser_and_then_still_has_the_budget_of_the_others():
+    local = {"epochs": 1, "batch": 32, "lr": 0.5}
+    one = record("a", 0, 0.5)
+    faster = record("b", 0, 0.9, config=one.config | {"local": local})
+    assert compare([one, faster], "a", own={"b": {"local.lr": 0.5}}).apart == ["b: local.lr 0.5"]
+    longer = record("b", 0, 0.9, config=one.config | {"local": local | {"epochs": 2}})
+    with pytest.raises(CheckpointError, match="budget differs"):
+        compare([one, longer], "a", own={"b": {"local.lr": 0.5}})
+    with pytest.raises(CheckpointError, match="optimiser differs"):
+        compare([one, longer], "a", own={"b": {"local.epochs": 2}})
 
 
 def test_last_ten_and_best_come_from_the_judged_rounds():
@@ -140,6 +174,14 @@ def test_markdown_and_latex_of_a_row():
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(tables.of_comparison(found).screen())
     assert "+10.00 ±" in console.export_text()
+
+
+def test_what_people_write_is_text_to_latex():
+    odd = [record("a", 0, 0.5, cell=r"[0.1|a] ~ {x}^2 \ %"), record("a", 0, 0.6, cell="*")]
+    rows = tables.of_comparison(compare(odd, "a")).latex().splitlines()
+    first = r"{[}0.1\textbar{}a] \textasciitilde{} \{x\}\textasciicircum{}2 \textbackslash{} \% & a & 1"
+    assert any(row.startswith(first) for row in rows)
+    assert any(row.startswith("{*} & a") for row in rows)
 
 
 def test_frame_has_a_line_per_run():

@@ -1,6 +1,8 @@
 """Arms that are tuned with the same budget before their seeds run."""
 
 import pytest
+from made import record as finished
+from made import write_run
 
 from raylt.errors import CheckpointError, ConfigError
 from raylt.studies import tables
@@ -105,11 +107,30 @@ def test_a_changed_file_is_refused_and_one_that_the_study_does_not_ask_for_is_no
         Study.preview(definition, tmp_path)
 
 
+def test_a_tuned_study_is_taken_up_from_its_record_where_it_asks_the_same(tmp_path):
+    definition = define(TUNED)
+    values = {"fedavg": {}, "prox": {"method.mu": 0.5}, "prox 1": {}}
+    (tmp_path / "first" / "tuned").mkdir(parents=True)
+    write_tuned(tmp_path / "first" / "tuned", {"": {arm: outcome(definition.bases()["", arm], definition.tune, **each)
+                                                    for arm, each in values.items()}})
+    first, record = Study.preview(definition, tmp_path / "first"), tmp_path / "results" / "tuned.json"
+    for plan in first.planned:
+        write_run(first.folder / plan.folder, plan, [0.1, 0.5], split=plan.seed)
+    first.run(record_file=record)
+    fresh = Study.create(definition, tmp_path / "second", record)
+    assert {each.state for each in fresh.records} == {"done"}
+    assert (fresh.tuned, fresh.recorded.passed_over) == (first.tuned, [])
+    assert fresh.run() == []                                    # nothing is searched and nothing is run
+    assert Study.open(fresh.folder).compare() == first.compare()
+    other = Study.preview(define(TUNED | {"tune": TUNED["tune"] | {"runs": 4}}), tmp_path / "third", record)
+    assert other.tuned == {"": {}}
+    assert {each.state for each in other.records if each.arm == "prox"} == {"missing"}
+
+
 def test_tables_say_what_was_tuned():
     line = describe("IF 10", "prox", outcome(define(TUNED).bases()["", "prox"], Tuning(runs=1), **{"method.mu": 0.5}))
     assert line == "prox in IF 10: method.mu 0.5 (3 trials, 90 of 99 client-steps, 50.00 % on validation samples)"
-    from made import record
-    comparison = compare([record("a", 0, 0.5)], "a", tuned=[line])
+    comparison = compare([finished("a", 0, 0.5)], "a", tuned=[line])
     assert f"- {line}" in tables.of_comparison(comparison).markdown()
     assert f"% tuned on validation samples: {line}" in tables.of_comparison(comparison).latex()
 

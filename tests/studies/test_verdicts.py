@@ -51,7 +51,55 @@ def test_neither_is_outside_with_how_far():
 def test_fewer_rounds_and_one_seed_claim_nothing():
     short = verdict(*(run(MUPFL, seed, 0.94 + seed / 1000, rounds=4) for seed in range(3)))
     assert (short.kind, short.scale) == ("at reduced scale", 0.1)
-    assert verdict(run(MUPFL, 0, 0.9411)).kind == "one seed"
+    assert verdict(run(MUPFL, 0, 0.9411)).kind == "too few seeds"
+
+
+def test_two_seeds_and_more_rounds_claim_nothing_either():
+    two = verdict(run(MUPFL, 0, 0.80), run(MUPFL, 1, 0.99))
+    assert (two.kind, two.seeds) == ("too few seeds", 2)
+    longer = [run(MUPFL, seed, 0.94 + seed / 1000, rounds=80) for seed in range(3)]
+    assert (verdict(*longer).kind, verdict(*longer).scale) == ("longer than the paper", 2)
+    assert "| longer than the paper (2 of the rounds) |" in page(verdicts(longer))
+    assert verdict(*longer, *(run(MUPFL, seed, 0.94 + seed / 1000) for seed in range(3))).kind == "reproduced"
+
+
+def test_an_interval_that_holds_nearly_anything_reproduces_nothing():
+    # mean 94, sd 5 over three: +- 4.30 * 5 / sqrt(3) = 12.4
+    wide = verdict(*(run(MUPFL, seed, 0.94 + d) for seed, d in enumerate((-0.05, 0.0, 0.05))))
+    assert (wide.kind, wide.why) == ("cannot be told", "± 12.4 points")
+    # the value is ten points off; differences of 7.9, 12 and 16.1 points hold the printed 12.35, and much else:
+    # +- 4.30 * 4.1 / sqrt(3) = 10.2
+    base = [run(FEDAVG, seed, 0.72 + d) for seed, d in enumerate((0.04, 0.0, -0.04))]
+    mine = [run(MUPFL, seed, 0.84 + d) for seed, d in enumerate((-0.001, 0.0, 0.001))]
+    found = verdict(*base, *mine)
+    assert found.kind == "cannot be told"
+    assert "outside by -10.11 points, the difference is known to ± 10.2 points" in found.why
+
+
+def test_only_runs_of_one_split_are_paired_and_the_others_are_named():
+    mine = [run(MUPFL, seed, 0.84 + seed / 1000) for seed in range(3)]
+    base = [run(FEDAVG, seed, 0.7165 + seed / 1000) for seed in range(3)]
+    base[2].summary["split_sha256"] = "ef" * 32
+    found = verdict(*mine, *base)
+    assert (found.kind, found.difference.n) == ("outside", 2)
+    assert "1 of 3 seeds have another split than FedAvg's" in found.why
+    assert verdict(*mine, *(run(FEDAVG, seed, 0.7165 + seed / 1000) for seed in range(3))).difference.n == 3
+
+
+def test_of_several_runs_of_a_seed_the_first_is_taken_and_that_is_said():
+    mine = [run(MUPFL, seed, 0.94 + seed / 1000) for seed in range(3)]
+    assert verdict(*mine, mine[1]).why == ""                        # the same run in two files
+    other = run(MUPFL, 1, 0.2)
+    other.summary["model_sha256"] = "ef" * 32
+    found = verdict(*mine, other)
+    assert (found.kind, found.why) == ("reproduced", "several runs of seed 1: the first of each")
+
+
+def test_runs_of_several_versions_of_the_code_are_counted():
+    mine = [run(MUPFL, seed, 0.94 + seed / 1000) for seed in range(3)]
+    for each in mine:
+        each.made.update({"raylt": "1", "torch": "2", "device": "cpu", "codes": ["a" if each.seed else "b"]})
+    assert verdict(*mine).made == "raylt 1, torch 2, cpu, 2 versions of the code"
 
 
 def test_full_runs_count_where_there_are_short_ones_too():
