@@ -90,7 +90,8 @@ class Setup:
                               "more than a model, and noise hides clients in the mean of their models alone; take a "
                               "method that uploads nothing else, such as fedavg")
         check_budget(self.config)
-        federation, clients = self.config.federation, self.config.data.clients or 1
+        federation = self.config.federation
+        clients = (self.config.data.clients or 1) - self.config.data.new_clients        # those that train
         asked = federation.participation
         short = (1 - asked)**clients                            # of no client in a round
         if federation.secure:                                   # a sum of one hides nothing: nor may there be one

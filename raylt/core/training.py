@@ -79,9 +79,8 @@ def take_statistics(client: Client) -> None:
     Samples come in their order and as they are: nothing is drawn, so the model that is judged is the one exported.
     """
     model, local = client.model, client.config.local
-    counters = [value for name, value in model.state_dict().items()
-                if name in model.stays and name.endswith("num_batches_tracked")]
-    if not counters or any(counters):
+    if not model.stays or any(value for name, value in model.state_dict().items()
+                              if name in model.stays and name.endswith("num_batches_tracked")):
         return
     model.train()
     for _ in range(local.epochs):

@@ -131,8 +131,9 @@ def record(path: Path, definition: Definition, done: Sequence[Record], holdings:
     planned = [key for plan in definition.runs(tuned) if (key := (plan.cell, plan.arm, plan.seed)) in there]
     ordered = [there[key] for key in dict.fromkeys([*planned, *kept])]
     places = {(cell, arm) for cell, arm, _ in kept}
-    arms = {arm: each for arm, each in wide.arms.items() if arm in definition.arms or arm in {arm for _, arm in places}}
-    held = {cell: each for cell, each in held.items() if cell in {cell for cell, _ in places}}
+    cells, names = {cell for cell, _ in places}, {arm for _, arm in places} | definition.arms.keys()
+    arms = {arm: each for arm, each in wide.arms.items() if arm in names}
+    held = {cell: each for cell, each in held.items() if cell in cells}
     outcomes = {cell: {arm: each for arm, each in of_cell.items() if (cell, arm) in places}
                 for cell, of_cell in outcomes.items()}
     with store.folder_for(path.parent):

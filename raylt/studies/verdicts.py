@@ -17,9 +17,6 @@ LEAST_SEEDS = 3         # below them an interval is as wide as chance makes it, 
 WIDEST = 0.05           # half of an interval: a wider one holds nearly any figure, which reproduces none
 
 
-_SPLIT = "split_sha256"
-
-
 @dataclass(frozen=True)
 class Verdict:
     """A printed cell and the runs of it.
@@ -73,7 +70,7 @@ def judge(cell: Expectation, runs: dict[str, list[Record]]) -> Verdict:
     base = _base(cell)
     theirs = {} if base is None else _values(base, runs.get(base.identity(), []), scale)[1]
     both = [seed for seed in mine if seed in theirs]
-    alike = [seed for seed in both if _short(mine[seed][1], _SPLIT) == _short(theirs[seed][1], _SPLIT)]
+    alike = [seed for seed in both if _split(mine[seed][1]) == _split(theirs[seed][1])]
     difference = paired([mine[s][0] for s in alike], [theirs[s][0] for s in alike]) if alike else None
     printed = None if base is None else cell.value - base.value
     kind, why = _kind(cell.value, ours, printed, difference, len(mine), scale)
@@ -81,7 +78,7 @@ def judge(cell: Expectation, runs: dict[str, list[Record]]) -> Verdict:
     if len(alike) < len(both):
         notes.append(f"{len(both) - len(alike)} of {len(both)} seeds have another split than FedAvg's, not paired")
     return Verdict(cell, kind, ours, len(mine), printed, difference, scale, "; ".join(filter(None, notes)),
-                   tuple(_short(r, _SPLIT) for _, r in mine.values()),
+                   tuple(_split(r) for _, r in mine.values()),
                    tuple(_short(r, "model_sha256") for _, r in mine.values()), _made([r for _, r in mine.values()]))
 
 
@@ -136,6 +133,10 @@ def _base(cell: Expectation) -> Expectation | None:
         return None
     return next((each for each in expectations() if each.method in ("FedAvg", "FedAvg w/o clustering")
                  and each.problem is None and place(each) == place(cell)), None)
+
+
+def _split(record: Record) -> str:
+    return _short(record, "split_sha256")
 
 
 def _short(record: Record, key: str) -> str:
