@@ -8,7 +8,7 @@ from typing import Any
 from raylt.errors import ConfigError
 from raylt.studies.comparable import check_comparable, versions_of
 from raylt.studies.definition import Claim
-from raylt.studies.measures import At, measure_of
+from raylt.studies.measures import At, measure_of, value_of
 from raylt.studies.records import Record
 from raylt.studies.statistics import Interval, Paired, holm, improvement, mean_interval, over_cells, paired
 
@@ -107,7 +107,7 @@ def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] =
         mix_versions: whether runs of several versions of the code may stand beside each other.
 
     Raises:
-        ConfigError: no such measure, or it is known of the last round only.
+        ConfigError: no such measure, no finished run has it, or it is known of the last round only.
         CheckpointError: runs of one cell and seed differ in split, budget, evaluation or code.
     """
     if at != "last" and measure_of(measure).every_round is None:
@@ -124,6 +124,8 @@ def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] =
     if reference not in arms:
         raise ConfigError(f"reference {reference}: no such arm; there are: {', '.join(arms)}")
     mine = values[measure]
+    if done and not mine:
+        raise ConfigError(_nobody(done, measure, at))
     rows = []
     for cell in cells:
         for arm in arms:
@@ -160,29 +162,6 @@ def judge(claims: Sequence[Claim], values: Mapping[str, Values], cells: Sequence
     return judged
 
 
-def value_of(record: Record, measure: str, at: At) -> float | None:
-    """A figure of a finished run; None where it has none."""
-    assert record.summary is not None
-    known = measure_of(measure)
-    last = known.read(record.summary)
-    if at == "last" or known.every_round is None or last is None:
-        return last
-    if at == "validation":
-        return _chosen(record, known.every_round)
-    rounds = record.config["federation"]["rounds"]
-    curve = [value for value in record.curve[known.every_round][:rounds] if value is not None]
-    if not curve:
-        return None
-    return fmean(curve[-10:]) if at == "last10" else max([*curve, last])
-
-
-def _chosen(record: Record, key: str) -> float | None:
-    """A figure of the step, the finish among them, whose model is best on validation samples; the first of equals."""
-    judged = [(chosen, value) for chosen, value in zip(record.curve.get("validation", []), record.curve[key],
-                                                       strict=False) if chosen is not None and value is not None]
-    return max(judged, key=lambda pair: pair[0])[1] if judged else None
-
-
 def _values(done: Sequence[Record], measure: str, at: At) -> tuple[Values, list[str]]:
     values: Values = {}
     without = []
@@ -194,6 +173,19 @@ def _values(done: Sequence[Record], measure: str, at: At) -> tuple[Values, list[
         else:
             values.setdefault((record.arm, record.cell), {})[record.seed] = value
     return values, without
+
+
+def _nobody(done: Sequence[Record], measure: str, at: At) -> str:
+    """Why there is nothing to compare: no finished run has the measure."""
+    word, _, model = measure.partition("@")
+    if model:
+        models = _in_order(name for record in done for name in (record.summary or {}).get("others", {}))
+        return (f"measure {measure}: no finished run has figures of a model {model!r}; " +
+                (f"there are: {', '.join(f'{word}@{each}' for each in models)}" if models else
+                 f"their methods judge one model of a client: give {word}"))
+    if at == "validation":
+        return f"{measure} at validation: no finished run has a round chosen on validation samples; set data.validation"
+    return f"measure {measure}: no finished run has it; give another"
 
 
 def _pair(values: Values, arm: str, reference: str, cell: str, level: float) -> Paired | None:

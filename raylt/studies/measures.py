@@ -1,13 +1,15 @@
-"""`MEASURES`: the figures of a run that studies compare, each by one word.
+"""`MEASURES`: the figures of a run that studies compare, each by one word; `value_of` reads one off a record.
 
 Where a method judges several models of a client, `matched@post_local` is that figure of the one of that name.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, Literal
 
 from raylt.errors import ConfigError
+from raylt.studies.records import Record
 
 At = Literal["last", "last10", "validation", "best"]
 
@@ -89,3 +91,26 @@ def measure_of(name: str) -> Measure:
         return MEASURES[word]
     return replace(MEASURES[word], what=f"{MEASURES[word].what}, model {model}", every_round=None,
                    read=_at("others", model, *_OF_MODELS[word]))
+
+
+def value_of(record: Record, measure: str, at: At) -> float | None:
+    """A figure of a finished run; None where it has none."""
+    assert record.summary is not None
+    known = measure_of(measure)
+    last = known.read(record.summary)
+    if at == "last" or known.every_round is None or last is None:
+        return last
+    if at == "validation":
+        return _chosen(record, known.every_round)
+    rounds = record.config["federation"]["rounds"]
+    curve = [value for value in record.curve[known.every_round][:rounds] if value is not None]
+    if not curve:
+        return None
+    return fmean(curve[-10:]) if at == "last10" else max([*curve, last])
+
+
+def _chosen(record: Record, key: str) -> float | None:
+    """A figure of the step, the finish among them, whose model is best on validation samples; the first of equals."""
+    judged = [(chosen, value) for chosen, value in zip(record.curve.get("validation", []), record.curve[key],
+                                                       strict=False) if chosen is not None and value is not None]
+    return max(judged, key=lambda pair: pair[0])[1] if judged else None

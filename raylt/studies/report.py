@@ -14,9 +14,9 @@ from raylt import store
 from raylt.errors import CheckpointError, ConfigError
 from raylt.methods import METHODS
 from raylt.studies import client_drawings, drawings
-from raylt.studies.comparison import Comparison, value_of
+from raylt.studies.comparison import Comparison
 from raylt.studies.drawings import Curve, Estimate
-from raylt.studies.measures import measure_of
+from raylt.studies.measures import measure_of, value_of
 from raylt.studies.records import GROUPS, Record
 from raylt.studies.study import Study
 from raylt.studies.tables import HEADINGS, interval, margin, probability, scale, shown, unit

@@ -108,8 +108,8 @@ class Study:
             study = cls(read_definition(path / FILE), path, [])
             study.read()
             return study
-        raise CheckpointError(f"{path}: no study (it has no {FILE}); give a folder that raylt study made, or its "
-                              f"{results.FILE}")
+        problem = f"no study (it has no {FILE})" if path.exists() else "no such file or folder"
+        raise CheckpointError(f"{path}: {problem}; give a folder that raylt study made, or its {results.FILE}")
 
     @property
     def planned(self) -> list[Planned]:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from raylt.studies.comparison import value_of
 from raylt.studies.expectations import Expectation, expectations, identity
+from raylt.studies.measures import value_of
 from raylt.studies.records import Record
 from raylt.studies.statistics import Interval, Paired, mean_interval, paired
 

@@ -6,8 +6,9 @@ from rich.console import Console
 
 from raylt.errors import CheckpointError, ConfigError
 from raylt.studies import tables
-from raylt.studies.comparison import compare, value_of
+from raylt.studies.comparison import compare
 from raylt.studies.definition import Claim
+from raylt.studies.measures import value_of
 from raylt.studies.target import reached
 
 CELLS = ("IF 10", "IF 50")
@@ -143,7 +144,10 @@ def test_a_round_is_chosen_on_validation_samples_and_the_finish_may_be_it():
     assert value_of(one, "few", "validation") == 0.1                # of the same round
     late = record("a", 0, 0.5, curve=curve | {"validation": [0.3, None, 0.6, 0.7]}, config=one.config)
     assert value_of(late, "accuracy", "validation") == 0.5
-    without = compare([record("a", 0, 0.5)], "a", at="validation").left_out
+    chosen = record("a", 0, 0.5, curve=curve | {"seconds": [1.0] * 4})
+    without = compare([chosen, record("a", 1, 0.5)], "a", at="validation").left_out
+    assert len(without) == 1
+    assert "/a/seed-1" in without[0]
     assert "set data.validation" in without[0]
 
 
@@ -154,6 +158,20 @@ def test_what_cannot_be_asked_is_one_line():
         compare(records(), "a", measure="macro", at="best")
     with pytest.raises(ConfigError, match="no such arm"):
         compare(records(), "c")
+    with pytest.raises(ConfigError, match="no finished run has it"):
+        compare(records(), "a", measure="new_owned")
+    with pytest.raises(ConfigError, match=r"set data\.validation"):
+        compare(records(), "a", at="validation")
+    with pytest.raises(ConfigError, match="judge one model of a client: give matched"):
+        compare(records(), "a", measure="matched@whole")
+
+
+def test_model_that_no_run_has_is_refused_with_those_that_they_have():
+    several = record("a", 0, 0.5)
+    several.summary["others"] = {name: {"clients": {"matched": {"mean": 0.7}}} for name in ("whole", "cluster")}
+    assert compare([several], "a", measure="matched@whole").rows[0].values == {0: 0.7}
+    with pytest.raises(ConfigError, match="a model 'wohle'; there are: matched@whole, matched@cluster"):
+        compare([several], "a", measure="matched@wohle")
 
 
 def test_tables_of_equal_records_are_equal_whatever_the_order_and_the_seconds():
