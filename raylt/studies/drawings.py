@@ -51,7 +51,8 @@ class Estimate:
 
 
 def curves(each: Sequence[Curve], what: str, highest: float) -> str:
-    """Lines with bands from the lowest to the highest seed; a diamond where a method's last phase ended.
+    """Lines with bands from the lowest to the highest seed; a diamond where a method's last phase ended, or where
+    nothing else was judged.
 
     Args:
         highest: value that the axis must reach, the same for drawings that are compared by eye.
@@ -78,7 +79,7 @@ def curves(each: Sequence[Curve], what: str, highest: float) -> str:
         parts.append(f'<polyline class="line {colour}" points="{line}"><title>{escape(c.name)}</title></polyline>')
         for i in _thinned(len(c.rounds), POINTS):
             text = f"{c.name}, round {c.rounds[i]}: {_range(c.mean[i], c.low[i], c.high[i])}"
-            if c.finish and i == len(c.rounds) - 1:
+            if i == len(c.rounds) - 1 and (c.finish or len(c.rounds) == 1):
                 text = f"{c.name}, at the end: {_range(c.mean[i], c.low[i], c.high[i])}"
                 parts.append(_diamond(x(c.rounds[i]), y(c.mean[i]), colour, text))
             else:

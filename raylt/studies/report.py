@@ -58,6 +58,7 @@ def render(study: Study, mix_versions: bool = False) -> str:
         "rows": [(row, margin(row.mean, show), "" if row.sd is None else show(row.sd),
                   "" if row.difference is None else margin(row.difference.difference, show, sign=True),
                   "" if row.optimism is None else show(row.optimism)) for row in comparison.rows],
+        "optimism": any(row.optimism is not None for row in comparison.rows),
         "claims": [(each, margin(each.difference.difference, shown(each.claim.measure), sign=True), probability(each.p))
                    for each in comparison.claims],
         "overall": [(each.arm, interval(each.iqm, show), "" if each.improvement is None else
@@ -84,7 +85,7 @@ def _cell(study: Study, comparison: Comparison, cell: str, place: dict[str, int]
     highest = max((max(line.high) for each in lines.values() for line in each), default=1.0)
     names = {"accuracy": "accuracy", **{group: f"{group}-shot classes" for group in GROUPS}}
     panels = [(f"{names[key]}, %", _safe(drawings.curves(each, f"{names[key]} by round, {cell}", highest)))
-              for key, each in lines.items() if each]
+              for key, each in lines.items() if any(len(line.rounds) > 1 for line in each)]
     grouped = [(arm, place[arm], *_grouped(runs)) for arm, runs in by_arm.items()]
     held = study.holdings.get(cell)
     clients = [(arm, place[arm], values) for arm, runs in by_arm.items() if (values := _clients(runs))]

@@ -119,3 +119,27 @@ def test_thinned_keeps_both_ends():
 def test_axes_have_round_numbers():
     assert drawings._even(28.1, 94.2) == [40, 60, 80]
     assert drawings._even(0.912, 0.934) == [0.915, 0.92, 0.925, 0.93]
+
+
+def test_runs_that_were_judged_once_have_no_curves_and_one_beside_others_is_a_diamond():
+    def curve(*accuracies):
+        return {"step": list(range(1, 1 + len(accuracies))),
+                **{key: list(accuracies) for key in ("accuracy", "many", "medium", "few")},
+                **{key: [1.0] * len(accuracies) for key in ("seconds", "up", "down")}}
+
+    once = render(study(curve=curve(None, None, 0.5)))
+    assert "None: runs were judged once, at their end" in once
+    assert "<polyline" not in once
+    whole = study(arms=("fedavg",), cells=("IF 10",), curve=curve(0.1, 0.2, 0.5))
+    last = study(arms=("sfd",), cells=("IF 10",), curve=curve(None, None, 0.5))
+    both = render(Study(whole.definition, None, whole.records + last.records, whole.holdings))
+    assert "or the only step that was judged" in both
+    assert "sfd, at the end: 50.0" in both
+    assert "fedavg, at the end" not in both
+
+
+def test_best_less_last_is_a_column_where_it_is_known():
+    several, added = study(), "what choosing the best round on the test set would have added"
+    assert added in render(several)
+    own = several.definition.model_copy(update={"measure": "matched"})
+    assert added not in render(Study(own, None, several.records, several.holdings))
