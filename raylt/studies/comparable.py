@@ -76,7 +76,7 @@ def _budget(config: dict[str, Any]) -> str:
 def _optimiser(config: dict[str, Any]) -> str:
     """How clients train; a setting that an older record lacks has its default."""
     local = completed(config)["local"]
-    return ", ".join(f"local.{name} {value}" for name, value in local.items() if name not in _PASSES)
+    return ", ".join(f"local.{name} {local[name]}" for name in sorted(local) if name not in _PASSES)
 
 
 def _judging(config: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ import pytest
 from made import record
 from rich.console import Console
 
+from raylt.config import load
 from raylt.errors import CheckpointError, ConfigError
 from raylt.studies import tables
 from raylt.studies.comparison import compare
@@ -127,6 +128,17 @@ def test_an_arm_may_state_its_optimiser_and_then_still_has_the_budget_of_the_oth
         compare([one, longer], "a", own={"b": {"local.lr": 0.5}})
     with pytest.raises(CheckpointError, match="optimiser differs"):
         compare([one, longer], "a", own={"b": {"local.epochs": 2}})
+
+
+def test_a_record_from_before_some_settings_of_the_optimiser_trained_as_their_defaults_say():
+    now = load(None, ["method=fedavg"]).model_dump(mode="json")["local"]
+    before = {name: now[name] for name in ("epochs", "batch", "lr", "precision")}       # now others stand between them
+    shared = record("a", 0, 0.5).config
+    older, newer = (record(arm, 0, 0.5, config=shared | {"local": local}) for arm, local in (("a", before), ("b", now)))
+    assert len(compare([older, newer], "a").rows) == 2
+    other = record("b", 0, 0.5, config=shared | {"local": now | {"schedule": "cosine"}})
+    with pytest.raises(CheckpointError, match=r"optimiser differs \(local.schedule cosine; local.schedule step\)"):
+        compare([older, other], "a")
 
 
 def test_last_ten_and_best_come_from_the_judged_rounds():
