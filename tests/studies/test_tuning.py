@@ -1,5 +1,7 @@
 """Arms that are tuned with the same budget before their seeds run."""
 
+from types import SimpleNamespace
+
 import pytest
 from made import record as finished
 from made import write_run
@@ -125,6 +127,27 @@ def test_a_tuned_study_is_taken_up_from_its_record_where_it_asks_the_same(tmp_pa
     other = Study.preview(define(TUNED | {"tune": TUNED["tune"] | {"runs": 4}}), tmp_path / "third", record)
     assert other.tuned == {"": {}}
     assert {each.state for each in other.records if each.arm == "prox"} == {"missing"}
+
+
+def test_recorded_runs_of_an_arm_that_was_tuned_with_another_budget_are_taken_off_by_name(tmp_path):
+    def done(tree, place):
+        definition, heard = define(tree), []
+        (tmp_path / place / "tuned").mkdir(parents=True)
+        write_tuned(tmp_path / place / "tuned", {"": {arm: outcome(definition.bases()["", arm], definition.tune)
+                                                      for arm in definition.arms}})
+        study = Study.preview(definition, tmp_path / place)
+        for plan in study.planned:
+            write_run(study.folder / plan.folder, plan, [0.1, 0.5], split=plan.seed)
+        study.run(SimpleNamespace(says=heard.append, progress=lambda *_: None), record_file=tmp_path / "tuned.json")
+        return heard
+
+    assert done(TUNED, "first") == []
+    fewer = {arm: each for arm, each in TUNED["arms"].items() if arm != "prox 1"}
+    assert done(TUNED | {"arms": fewer}, "second") == []
+    assert len(Study.open(tmp_path / "tuned.json").records) == 6        # that arm stays: it was tuned for the same
+    said, = done(TUNED | {"arms": fewer, "tune": TUNED["tune"] | {"runs": 4}}, "third")
+    assert "prox1/seed-0 (its arm was tuned for something else)" in said
+    assert {each.arm for each in Study.open(tmp_path / "tuned.json").records} == {"fedavg", "prox"}
 
 
 def test_tables_say_what_was_tuned():
