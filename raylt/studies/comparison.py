@@ -164,15 +164,17 @@ def judge(claims: Sequence[Claim], values: Mapping[str, Values], cells: Sequence
 
 def _values(done: Sequence[Record], measure: str, at: At) -> tuple[Values, list[str]]:
     values: Values = {}
-    without = []
+    without: dict[tuple[str, str], list[Record]] = {}
     for record in sorted(done, key=lambda r: r.seed):
         value = value_of(record, measure, at)
         if value is None:
-            more = " of a round chosen on validation samples; set data.validation" if at == "validation" else ""
-            without.append(f"{record.folder}: has no {measure}{more}")
+            without.setdefault((record.cell, record.arm), []).append(record)
         else:
             values.setdefault((record.arm, record.cell), {})[record.seed] = value
-    return values, without
+    more = " of a round chosen on validation samples; set data.validation" if at == "validation" else ""
+    also = {len(runs): f" and {len(runs) - 1} others of its arm" if len(runs) > 1 else "" for runs in without.values()}
+    lines = [f"{runs[0].folder}{also[len(runs)]}: has no {measure}{more}" for runs in without.values()]
+    return values, lines
 
 
 def _nobody(done: Sequence[Record], measure: str, at: At) -> str:

@@ -35,6 +35,10 @@ def of_measures(comparisons: Sequence[Comparison]) -> Sheet:
     if len(set(names)) < len(names):
         raise ConfigError(f"measure {max(names, key=names.count)}: it is given twice; name each measure once")
     means = {(row.cell, row.arm, each.measure): row.mean for each in comparisons for row in each.rows}
+    seeds = {(row.cell, row.arm): len(row.values) for row in first.rows}
+    # an arm without a figure in any run shows "-"; runs are named where a mean is over fewer than the table says
+    named = [each for each in comparisons if each is first or
+             any(len(row.values) < seeds.get((row.cell, row.arm), 0) for row in each.rows)]
     cells = list(dict.fromkeys(row.cell for row in first.rows))
     sign = -1 if measure_of(first.measure).higher else 1
     ordered = sorted(first.rows, key=lambda row: (cells.index(row.cell), sign * row.mean.estimate))
@@ -49,7 +53,7 @@ def of_measures(comparisons: Sequence[Comparison]) -> Sheet:
     return Sheet(title, head, rows, columns, several, naming=1 + several, notes={
         "arms with settings of their own": first.apart, "tuned on validation samples": first.tuned,
         "versions of the code": first.versions,
-        "left out": list(dict.fromkeys(line for each in comparisons for line in each.left_out))})
+        "left out": list(dict.fromkeys(line for each in named for line in each.left_out))})
 
 
 def shown(measure: str) -> Callable[[float], str]:

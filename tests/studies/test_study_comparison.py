@@ -224,3 +224,17 @@ def test_first_round_bytes_and_seconds_at_a_target():
     # accuracies rise by a tenth of the last each round: 0.5 reaches 0.4 in round 8, 0.3 never
     found = reached([record("a", 0, 0.5), record("a", 1, 0.3)], 0.4)
     assert (found[0].reached, found[0].runs, found[0].rounds, found[0].bytes, found[0].seconds) == (1, 2, 8, 240, 16)
+
+
+def test_of_several_measures_runs_are_named_where_a_mean_is_over_fewer_of_them():
+    whole, none = [record("a", seed, 0.5) for seed in (0, 1)], [record("b", seed, 0.5) for seed in (0, 1)]
+    for each in whole:
+        each.summary["others"] = {"w": {"clients": {"matched": {"mean": 0.7}}}}
+    named = [compare(whole + none, "a", measure=name) for name in ("accuracy", "matched@w")]
+    assert named[1].left_out == ["/b/seed-0 and 1 others of its arm: has no matched@w"]
+    text = tables.of_measures(named).markdown()
+    assert "| b | 2 | 50.00 ± 0.00 | - |" in text
+    assert "has no" not in text
+    del whole[1].summary["others"]["w"]
+    partly = tables.of_measures([compare(whole + none, "a", measure=each.measure) for each in named]).markdown()
+    assert "- /a/seed-1: has no matched@w" in partly
