@@ -6,14 +6,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 from raylt.errors import ConfigError
+from raylt.studies.claims import Claim, Judged, Values, difference, judge
 from raylt.studies.comparable import check_comparable, versions_of
-from raylt.studies.definition import Claim
 from raylt.studies.measures import At, measure_of, value_of
 from raylt.studies.records import Record
-from raylt.studies.statistics import Interval, Paired, holm, improvement, mean_interval, over_cells, paired
-
-SIGNIFICANT = 0.05
-Values = dict[tuple[str, str], dict[int, float]]        # by (arm, cell) and seed
+from raylt.studies.statistics import Interval, Paired, improvement, mean_interval, over_cells
 
 
 @dataclass(frozen=True)
@@ -34,23 +31,6 @@ class Row:
     sd: float | None
     difference: Paired | None
     optimism: float | None
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A claim in a cell.
-
-    Attributes:
-        p: adjusted by Holm over all claims and cells that have a p value; None: too few seeds for one, or no spread.
-        verdict: "holds", "refuted" (the opposite is significant), "open", "too few seeds", or where all differences
-            are the same "no difference" (each is 0) or "no spread".
-    """
-
-    claim: Claim
-    cell: str
-    difference: Paired
-    p: float | None
-    verdict: str
 
 
 @dataclass(frozen=True)
@@ -116,14 +96,11 @@ def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] =
     own = {arm: settings for arm, settings in (own or {}).items() if settings}
     check_comparable(done, own, mix_versions)
     left_out = [_why(record) for record in records if record.state != "done"]
-    values: dict[str, Values] = {}
-    for name in {measure, *(claim.measure for claim in claims)}:
-        values[name], without = _values(done, name, at if measure_of(name).every_round else "last")
-        left_out += without if name == measure else []
+    mine, without = _values(done, measure, at)
+    left_out += without
     cells, arms = _in_order(r.cell for r in records), _in_order(r.arm for r in records)
     if reference not in arms:
         raise ConfigError(f"reference {reference}: no such arm; there are: {', '.join(arms)}")
-    mine = values[measure]
     if done and not mine:
         raise ConfigError(_nobody(done, measure, at))
     rows = []
@@ -132,34 +109,29 @@ def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] =
             if seeds := mine.get((arm, cell)):
                 rows.append(Row(cell, arm, seeds, mean_interval(list(seeds.values()), level),
                                 stdev(seeds.values()) if len(seeds) > 1 else None,
-                                None if arm == reference else _pair(mine, arm, reference, cell, level),
+                                None if arm == reference else difference(seeds, mine.get((reference, cell), {}), level),
                                 _optimism(done, arm, cell, measure)))
     shown = {row.arm for row in rows}
-    return Comparison(measure, at, reference, level, rows, judge(claims, values, cells, level),
+    sides = [(claim, *_sides(done, claim, at)) for claim in claims]
+    left_out += [line for claim, better, worse in sides for line in _unjudged(done, claim, better, worse)]
+    return Comparison(measure, at, reference, level, rows, judge(sides, cells, level),
                       _overall(mine, arms, cells, reference, level, measure_of(measure).higher), left_out,
                       [f"{arm}: {', '.join(f'{key} {value}' for key, value in settings.items())}"
                        for arm, settings in own.items() if arm in shown], list(tuned), versions_of(done))
 
 
-def judge(claims: Sequence[Claim], values: Mapping[str, Values], cells: Sequence[str], level: float) -> list[Judged]:
-    """Every claim in every cell that has both its arms; all of them are one family."""
-    pairs = [(claim, cell, pair) for claim in claims for cell in cells
-             if (pair := _pair(values[claim.measure], claim.better, claim.worse, cell, level)) is not None]
-    tested = [index for index, (_, _, pair) in enumerate(pairs) if pair.p is not None]
-    adjusted = dict(zip(tested, holm([p for i in tested if (p := pairs[i][2].p) is not None]), strict=True))
-    judged = []
-    for index, (claim, cell, pair) in enumerate(pairs):
-        p = adjusted.get(index)
-        higher = measure_of(claim.measure).higher
-        right = pair.difference.estimate > 0 if higher else pair.difference.estimate < 0
-        if p is None:
-            verdict = pair.untested
-        elif p >= SIGNIFICANT:
-            verdict = "open"
-        else:
-            verdict = "holds" if right else "refuted"
-        judged.append(Judged(claim, cell, pair, p, verdict))
-    return judged
+def _sides(done: Sequence[Record], claim: Claim, at: At) -> tuple[Values, Values]:
+    """The figures of both sides of a claim: of the last round, unless both are known of others."""
+    both = at if all(measure_of(name).every_round for name in claim.measures) else "last"
+    better, worse = (_values(done, name, both)[0] for name in claim.measures)
+    return better, worse
+
+
+def _unjudged(done: Sequence[Record], claim: Claim, better: Values, worse: Values) -> list[str]:
+    """Why a claim is not judged though its arms have finished runs: a line for each arm that has no such figure."""
+    sides = zip((claim.better, claim.worse), claim.measures, (better, worse), strict=True)
+    return [f"claim {claim}: {arm} has no {name}" for arm, name, values in sides
+            if any(record.arm == arm for record in done) and not any(each == arm for each, _ in values)]
 
 
 def _values(done: Sequence[Record], measure: str, at: At) -> tuple[Values, list[str]]:
@@ -171,10 +143,14 @@ def _values(done: Sequence[Record], measure: str, at: At) -> tuple[Values, list[
             without.setdefault((record.cell, record.arm), []).append(record)
         else:
             values.setdefault((record.arm, record.cell), {})[record.seed] = value
-    more = " of a round chosen on validation samples; set data.validation" if at == "validation" else ""
-    also = {len(runs): f" and {len(runs) - 1} others of its arm" if len(runs) > 1 else "" for runs in without.values()}
-    lines = [f"{runs[0].folder}{also[len(runs)]}: has no {measure}{more}" for runs in without.values()]
-    return values, lines
+    missing = measure + (" of a round chosen on validation samples; set data.validation" if at == "validation" else "")
+    return values, [_without(runs, missing) for runs in without.values()]
+
+
+def _without(runs: Sequence[Record], missing: str) -> str:
+    """One line for the runs of an arm in a cell that lack the same thing."""
+    first, others = runs[0].folder, len(runs) - 1
+    return f"{first} (and {others} more of this arm): no {missing}" if others else f"{first}: no {missing}"
 
 
 def _nobody(done: Sequence[Record], measure: str, at: At) -> str:
@@ -188,12 +164,6 @@ def _nobody(done: Sequence[Record], measure: str, at: At) -> str:
     if at == "validation":
         return f"{measure} at validation: no finished run has a round chosen on validation samples; set data.validation"
     return f"measure {measure}: no finished run has it; give another"
-
-
-def _pair(values: Values, arm: str, reference: str, cell: str, level: float) -> Paired | None:
-    ours, theirs = values.get((arm, cell), {}), values.get((reference, cell), {})
-    both = [seed for seed in ours if seed in theirs]
-    return paired([ours[s] for s in both], [theirs[s] for s in both], level) if both else None
 
 
 def _optimism(done: Sequence[Record], arm: str, cell: str, measure: str) -> float | None:

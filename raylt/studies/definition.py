@@ -26,23 +26,12 @@ from pydantic import Field, field_validator
 
 from raylt.config import Config, Section, check
 from raylt.errors import ConfigError
+from raylt.studies.claims import Claim, read_claim
 from raylt.studies.measures import At, measure_of
 from raylt.studies.settings import label, merge, read_recipe, read_yaml, resolved, slug
 from raylt.studies.tuning import Outcomes, Tuning
 
 _ARM = re.compile(r"[\w(][\w .,+()=/-]*")
-
-
-@dataclass(frozen=True)
-class Claim:
-    """`better` has a higher (or lower) `measure` than `worse`."""
-
-    better: str
-    worse: str
-    measure: str
-
-    def __str__(self) -> str:
-        return f"{self.better} > {self.worse} on {self.measure}"
 
 
 @dataclass(frozen=True)
@@ -117,7 +106,7 @@ class Definition(Section):
             if self.compared_to not in self.only.get(cell, self.arms):
                 raise ConfigError(f"study.tune: the budget is counted in runs of {self.compared_to!r}, which cell "
                                   f"{cell!r} has not; set reference to an arm that every cell has")
-        for measure in (self.measure, *(claim.measure for claim in self.parsed_claims)):
+        for measure in (self.measure, *(name for claim in self.parsed_claims for name in claim.measures)):
             try:
                 measure_of(measure)
             except ConfigError as error:
@@ -138,24 +127,12 @@ class Definition(Section):
 
     @property
     def parsed_claims(self) -> list[Claim]:
-        """The claims, "a > b", "a < b" or either with "on MEASURE".
+        """The claims, as `read_claim` reads them.
 
         Raises:
             ConfigError: one cannot be read or names an arm that is not there.
         """
-        claims = []
-        for text in self.claims:
-            parts = re.fullmatch(r"(.+?)\s*([<>])\s*(.+?)(?:\s+on\s+([\w@]+))?", text.strip())
-            if parts is None:
-                raise ConfigError(f"study.claims: {text!r}: is written ARM > ARM, or ARM > ARM on few")
-            left, sign, right, measure = parts.groups()
-            for arm in (left, right):
-                if arm not in self.arms:
-                    raise ConfigError(f"study.claims: {text!r}: {arm!r} is no arm; there are: "
-                                      f"{', '.join(self.arms)}")
-            better, worse = (left, right) if sign == ">" else (right, left)
-            claims.append(Claim(better, worse, measure or self.measure))
-        return claims
+        return [read_claim(text, list(self.arms), self.measure) for text in self.claims]
 
     @property
     def compared_to(self) -> str:

@@ -95,6 +95,12 @@ def test_share_of_the_clients_is_of_those_that_train(tiny_task, tmp_path):
     assert len(experiment.step().participants) == 2             # ceil(0.5 * (6 - 3)); of all 6 it would be 3
 
 
+def test_a_secure_round_counts_those_that_train(tiny_task, tmp_path):
+    later = configure(data={"clients": 6, "new_clients": 4}, federation={"secure": True, "participation": 0.5})
+    with pytest.raises(ConfigError, match="a round asks one client, whose sum would hide nothing"):
+        make_experiment(later, tiny_task, tmp_path)
+
+
 def test_figures_are_those_of_the_models_that_they_settled_with(tiny_task, tmp_path):
     method, task = FedPer(), late(tiny_task, 0, 1, 2)
     experiment = run(task, tmp_path, method, rounds=2)

@@ -128,6 +128,8 @@ def test_a_folder_that_is_no_study_is_left_alone(tmp_path):
         Study.create(define(TINY), tmp_path)
     with pytest.raises(CheckpointError, match="no study"):
         Study.open(tmp_path)
+    with pytest.raises(CheckpointError, match="elsewhere: no such file or folder; give a folder"):
+        Study.open(tmp_path / "elsewhere")
 
 
 def test_runs_of_another_version_of_the_code_stop_a_study_unless_told(tmp_path):

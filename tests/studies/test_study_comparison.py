@@ -7,8 +7,8 @@ from rich.console import Console
 from raylt.config import load
 from raylt.errors import CheckpointError, ConfigError
 from raylt.studies import tables
+from raylt.studies.claims import Claim, read_claim
 from raylt.studies.comparison import compare
-from raylt.studies.definition import Claim
 from raylt.studies.measures import value_of
 from raylt.studies.target import reached
 
@@ -231,10 +231,27 @@ def test_of_several_measures_runs_are_named_where_a_mean_is_over_fewer_of_them()
     for each in whole:
         each.summary["others"] = {"w": {"clients": {"matched": {"mean": 0.7}}}}
     named = [compare(whole + none, "a", measure=name) for name in ("accuracy", "matched@w")]
-    assert named[1].left_out == ["/b/seed-0 and 1 others of its arm: has no matched@w"]
+    assert named[1].left_out == ["/b/seed-0 (and 1 more of this arm): no matched@w"]
     text = tables.of_measures(named).markdown()
     assert "| b | 2 | 50.00 ± 0.00 | - |" in text
-    assert "has no" not in text
+    assert "no matched" not in text
     del whole[1].summary["others"]["w"]
     partly = tables.of_measures([compare(whole + none, "a", measure=each.measure) for each in named]).markdown()
-    assert "- /a/seed-1: has no matched@w" in partly
+    assert "- /a/seed-1: no matched@w" in partly
+
+
+def test_claim_names_the_model_of_either_side():
+    several = [record("a", seed, 0.5) for seed in (0, 1)]
+    for each in several:
+        each.summary["others"] = {"own": {"clients": {"matched": {"mean": 0.7 + each.seed / 100}}}}
+        each.summary["clients"] = {"by": {"matched": {"mean": 0.2}}}
+    one = [record("b", seed, 0.5) for seed in (0, 1)]
+    for each in one:
+        each.summary["clients"] = {"by": {"matched": {"mean": 0.6}}}
+    claims = [read_claim(text, ["a", "b"], "matched") for text in ("a@own > b", "a > b", "b < a@own", "b@own < a")]
+    found = compare(several + one, "a", claims, "matched")
+    assert [f"{each.claim}: {each.difference.difference.estimate:+.3f}" for each in found.claims] == [
+        "a@own > b on matched: +0.105", "a > b on matched: -0.400", "a@own > b on matched: +0.105"]
+    assert found.left_out == ["claim a > b@own on matched: b has no matched@own"]
+    with pytest.raises(ConfigError, match="names a model both of an arm and of the measure"):
+        read_claim("a@own > b on matched@own", ["a", "b"], "matched")

@@ -1,0 +1,110 @@
+"""`Claim`: that one arm of a study is better than another, as its author writes it; `judge` says what the runs say."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from raylt.errors import ConfigError
+from raylt.studies.measures import measure_of
+from raylt.studies.statistics import Paired, holm, paired
+
+SIGNIFICANT = 0.05
+Values = dict[tuple[str, str], dict[int, float]]        # by (arm, cell) and seed
+
+
+@dataclass(frozen=True)
+class Claim:
+    """`better` has a higher (or lower) `measure` than `worse`.
+
+    Attributes:
+        models: whose figure counts on either side, of a method that judges several models of a client; "" for the one
+            that it judges first.
+    """
+
+    better: str
+    worse: str
+    measure: str
+    models: tuple[str, str] = ("", "")
+
+    @property
+    def measures(self) -> tuple[str, str]:
+        """The measure of either side, as `measure_of` takes it."""
+        better, worse = (f"{self.measure}@{model}" if model else self.measure for model in self.models)
+        return better, worse
+
+    def __str__(self) -> str:
+        better, worse = (f"{arm}@{model}" if model else arm
+                         for arm, model in zip((self.better, self.worse), self.models, strict=True))
+        return f"{better} > {worse} on {self.measure}"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim in a cell.
+
+    Attributes:
+        p: adjusted by Holm over all claims and cells that have a p value; None: too few seeds for one, or no spread.
+        verdict: "holds", "refuted" (the opposite is significant), "open", "too few seeds", or where all differences
+            are the same "no difference" (each is 0) or "no spread".
+    """
+
+    claim: Claim
+    cell: str
+    difference: Paired
+    p: float | None
+    verdict: str
+
+
+def read_claim(text: str, arms: Sequence[str], measure: str) -> Claim:
+    """Reads "a > b", "a < b" or either with "on MEASURE"; "a@MODEL" is that model of a's clients.
+
+    Args:
+        arms: those that there are.
+        measure: where none is given.
+
+    Raises:
+        ConfigError: it cannot be read or names an arm that is not there.
+    """
+    parts = re.fullmatch(r"(.+?)\s*([<>])\s*(.+?)(?:\s+on\s+([\w@]+))?", text.strip())
+    if parts is None:
+        raise ConfigError(f"study.claims: {text!r}: is written ARM > ARM, or ARM > ARM on few")
+    left, sign, right, named = parts.groups()
+    (better, _, better_model), (worse, _, worse_model) = (
+        side.partition("@") for side in ((left, right) if sign == ">" else (right, left)))
+    for arm in (better, worse):
+        if arm not in arms:
+            raise ConfigError(f"study.claims: {text!r}: {arm!r} is no arm; there are: {', '.join(arms)}")
+    if (better_model or worse_model) and "@" in (named or measure):
+        raise ConfigError(f"study.claims: {text!r}: names a model both of an arm and of the measure; leave one out")
+    return Claim(better, worse, named or measure, (better_model, worse_model))
+
+
+def judge(claims: Sequence[tuple[Claim, Values, Values]], cells: Sequence[str], level: float) -> list[Judged]:
+    """Every claim, with the figures of either side, in each cell that has both its arms; all of them are one family."""
+    pairs = []
+    for claim, better, worse in claims:
+        for cell in cells:
+            pair = difference(better.get((claim.better, cell), {}), worse.get((claim.worse, cell), {}), level)
+            if pair is not None:
+                pairs.append((claim, cell, pair))
+    tested = [index for index, (_, _, pair) in enumerate(pairs) if pair.p is not None]
+    adjusted = dict(zip(tested, holm([p for i in tested if (p := pairs[i][2].p) is not None]), strict=True))
+    judged = []
+    for index, (claim, cell, pair) in enumerate(pairs):
+        p = adjusted.get(index)
+        higher = measure_of(claim.measure).higher
+        right = pair.difference.estimate > 0 if higher else pair.difference.estimate < 0
+        if p is None:
+            verdict = pair.untested
+        elif p >= SIGNIFICANT:
+            verdict = "open"
+        else:
+            verdict = "holds" if right else "refuted"
+        judged.append(Judged(claim, cell, pair, p, verdict))
+    return judged
+
+
+def difference(ours: Mapping[int, float], theirs: Mapping[int, float], level: float) -> Paired | None:
+    """The difference over the seeds that both have; None where they have none in common."""
+    both = [seed for seed in ours if seed in theirs]
+    return paired([ours[s] for s in both], [theirs[s] for s in both], level) if both else None
