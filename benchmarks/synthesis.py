@@ -11,10 +11,11 @@ at M = 1300 takes 147 CPU ms, autograd through the same equations 308.
 One process with one thread: this is what one client actor does; with n of them divide by n. CPU seconds are shown
 beside wall seconds, since other load on the machine changes only the latter.
 
-What makes it fast, from the first version to this one (raylt/methods/sfd/synthesis.py has the formulas): the gradient in closed
-form instead of autograd through Cholesky; Omega L_g computed once per class instead of Z_syn at every step; Fourier
-columns taken through forward and backward 128 at a time, so that nothing of size M x D is ever in memory; the Cholesky
-factors in float64, all that is large in float32, and the last transform in float64; classes spread over processes.
+What makes it fast, from the first version to this one (raylt/methods/sfd/synthesis.py has the formulas): the gradient
+in closed form instead of autograd through Cholesky; Omega L_g computed once per class instead of Z_syn at every step;
+Fourier columns taken through forward and backward 128 at a time, so that nothing of size M x D is ever in memory; the
+Cholesky factors in float64, all that is large in float32, and the last transform in float64; classes spread over
+processes.
 """
 
 import argparse

@@ -16,7 +16,7 @@ from raylt.errors import CheckpointError, ConfigError, RayltError, one_line
 from raylt.methods import METHODS
 from raylt.registry import load_plugin
 from raylt.store import Folder, folder_for
-from raylt.studies.tuning import Tuned, Tuning, asked
+from raylt.studies.tuning import Tuned, Tuning, applying
 from tune.axes import parse
 from tune.desk import sizes
 from tune.halving import rungs
@@ -80,9 +80,7 @@ def _space(base: Config, tuning: Tuning, arm: str) -> Space:
     """What is searched; ranges of fields that the arm's method has not are for other arms."""
     method = base.method["name"]
     ranges = {}
-    for key, text in tuning.ranges.items():
-        if key.startswith("method.") and key.removeprefix("method.") not in METHODS[method].model_fields:
-            continue
+    for key, text in applying(tuning.ranges, METHODS[method]).items():
         if (axis := parse(text)) is None:
             raise ConfigError(f"study.tune.ranges.{key} = {text!r}: not a range; write one as in "
                               "loguniform(0.01,0.3)")
@@ -101,7 +99,6 @@ def main() -> None:
         base, reference = (check(Config, job[which]) for which in ("base", "reference"))
         tuning: Tuning = check(Tuning, job["tune"])
         message: Any = tune_arm(Path(job["folder"]), base, reference, tuning, job["arm"], job["fleet"], job["address"])
-        message["asked"] = asked(tuning, base)
     except Exception as error:
         message = {"problem": str(error) if isinstance(error, RayltError) else one_line(error),
                    "input": isinstance(error, ConfigError)}

@@ -49,7 +49,7 @@ def reproduce(paper: Annotated[str, typer.Argument(metavar="PAPER", help="sfd, f
     study = Study.create(definition, folder)
     with Screen() as screen:
         failed = study.run(screen, parallel, fleet, address, mix_versions)
-    show(judge_all(study.records, chosen), format)
+    show(judge_all(study.records, chosen, mix_versions), format)
     err.print(f"{study.folder}; raylt report {study.folder} draws it", soft_wrap=True)
     if failed:
         raise RayltError(f"{study.folder}: {len(failed)} runs failed, the first is {failed[0]}; the same command tries "
@@ -60,6 +60,8 @@ def verdicts(paths: Annotated[list[Path] | None, typer.Argument(
                  metavar="[STUDY | RUN ...]", help="Studies, their results.json, or run folders.")] = None,
              paper: Annotated[str | None, typer.Option(help="Only cells of this paper.")] = None,
              page: Annotated[Path | None, typer.Option(help="Write all 640 cells to this Markdown file.")] = None,
+             mix_versions: Annotated[bool, typer.Option(
+                 "--mix-versions", help="Take runs of several versions of the code together.")] = False,
              format: Format = "table") -> None:
     """Hold recorded runs against every cell that the papers print; runs of no cell are not looked at."""
     from raylt.studies.page import page as written
@@ -71,7 +73,7 @@ def verdicts(paths: Annotated[list[Path] | None, typer.Argument(
     for path in paths or []:
         one = of_runs([path]) if (path / "config.yaml").is_file() else Study.open(path)
         records += one.records
-    judged = judge_all(records, select(paper) if paper else None)
+    judged = judge_all(records, select(paper) if paper else None, mix_versions)
     if page is not None:
         if paper:
             raise ConfigError("--page: has all papers; leave out --paper")

@@ -80,15 +80,16 @@ def show_plan(planned: "Study", parallel: int | None, fleet: str) -> None:
     from raylt.studies.schedule import makespan
     from raylt.studies.stems import stems
     pace, plans = Pace(planned.records), planned.planned
-    shared = stems(plans)
+    here = [plan for plan, record in zip(plans, planned.records, strict=True) if not planned.is_on_record(record)]
+    shared = stems(here)
     table = Table("run", "state", "round", "left", *(["trained as"] if shared else []), box=box.SIMPLE_HEAD,
                   padding=(0, 1, 0, 0), show_edge=False)
     left = []
     for plan, record in zip(plans, planned.records, strict=True):
         seconds = 0.0 if record.state == "done" else pace.left(plan, record.steps)
         left.append(seconds)
-        on_record = (plan.cell, plan.arm, plan.seed) in planned.recorded.records and record.state == "done"
-        table.add_row(plan.folder, "on record" if on_record else record.state, f"{record.steps}/{record.planned_steps}",
+        state = "on record" if planned.is_on_record(record) else record.state
+        table.add_row(plan.folder, state, f"{record.steps}/{record.planned_steps}",
                       "" if record.state == "done" else duration(seconds) if pace.measured else "?",
                       *([shared.get(plan.folder, "")] if shared else []))
     out.print(table)
@@ -96,7 +97,7 @@ def show_plan(planned: "Study", parallel: int | None, fleet: str) -> None:
     open_ = sum(record.state != "done" for record in planned.records)
     time_left = (f"about {duration(makespan(left, at_once))}, {at_once} at once" if pace.measured else
                  "how long they take is known when the first has taken a round")
-    trainings = f"{len(plans) - len(shared)} trainings, which the others go on from; " if shared else ""
+    trainings = f"{len(here) - len(shared)} trainings, which the others go on from; " if shared else ""
     out.print(f"{len(planned.records)} runs, {trainings}{open_} to do: {time_left if open_ else 'nothing is left'}")
 
 

@@ -81,11 +81,13 @@ class Journal:
             outline: of the data; without one its models are opened with the data alone.
 
         Raises:
-            CheckpointError: it exists already.
+            CheckpointError: it exists already; a FolderHeld where another process is at it.
         """
         try:
             make(folder)
         except FileExistsError:
+            if held(folder):
+                raise FolderHeld(f"{folder}: another process is making it") from None
             raise CheckpointError(f"{folder}: exists already; give another --name, or continue it with "
                                   f"raylt resume {folder}") from None
         except OSError as error:

@@ -1,11 +1,11 @@
 """`Claim`: that one arm of a study is better than another, as its author writes it; `judge` says what the runs say."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from raylt.errors import ConfigError
-from raylt.studies.measures import measure_of
+from raylt.studies.measures import At, measure_of
 from raylt.studies.statistics import Paired, holm, paired
 
 SIGNIFICANT = 0.05
@@ -43,6 +43,7 @@ class Judged:
     """A claim in a cell.
 
     Attributes:
+        at: the rounds that its figures are of.
         p: adjusted by Holm over all claims and cells that have a p value; None: too few seeds for one, or no spread.
         verdict: "holds", "refuted" (the opposite is significant), "open", "too few seeds", or where all differences
             are the same "no difference" (each is 0) or "no spread".
@@ -50,6 +51,7 @@ class Judged:
 
     claim: Claim
     cell: str
+    at: At
     difference: Paired
     p: float | None
     verdict: str
@@ -79,20 +81,45 @@ def read_claim(text: str, arms: Sequence[str], measure: str) -> Claim:
     return Claim(better, worse, named or measure, (better_model, worse_model))
 
 
-def judge(claims: Sequence[tuple[Claim, Values, Values]], cells: Sequence[str], level: float) -> list[Judged]:
-    """Every claim, with the figures of either side, in each cell that has both its arms; all of them are one family."""
-    pairs = []
-    for claim, better, worse in claims:
-        for cell in cells:
-            pair = difference(better.get((claim.better, cell), {}), worse.get((claim.worse, cell), {}), level)
-            if pair is not None:
-                pairs.append((claim, cell, pair))
+@dataclass(frozen=True)
+class Sides:
+    """A claim with the figures of both its arms, of the rounds `at`."""
+
+    claim: Claim
+    at: At
+    better: Values
+    worse: Values
+
+    def difference(self, cell: str, level: float) -> Paired | None:
+        """In one cell; None where the arms have no seed in common there."""
+        ours = self.better.get((self.claim.better, cell), {})
+        return difference(ours, self.worse.get((self.claim.worse, cell), {}), level)
+
+    def unjudged(self, cell: str, finished: Collection[tuple[str, str]]) -> list[str]:
+        """Why it is not judged in a cell; nothing where it is, or where an arm has no finished run, which is named.
+
+        Args:
+            finished: arms and cells that have finished runs.
+        """
+        if (self.claim.better, cell) not in finished or (self.claim.worse, cell) not in finished:
+            return []
+        what = f"claim {self.claim}{f' in {cell}' if cell else ''}"
+        arms = zip((self.claim.better, self.claim.worse), self.claim.measures, (self.better, self.worse), strict=True)
+        lacking = [f"{what}: {arm} has no {measure}" for arm, measure, values in arms if (arm, cell) not in values]
+        apart = [] if self.difference(cell, 0.95) else [f"{what}: its arms have no seed in common"]
+        return lacking or apart
+
+
+def judge(claims: Sequence[Sides], cells: Sequence[str], level: float) -> list[Judged]:
+    """Every claim in each cell that has both its arms; all of them are one family."""
+    pairs = [(each, cell, pair) for each in claims for cell in cells
+             if (pair := each.difference(cell, level)) is not None]
     tested = [index for index, (_, _, pair) in enumerate(pairs) if pair.p is not None]
     adjusted = dict(zip(tested, holm([p for i in tested if (p := pairs[i][2].p) is not None]), strict=True))
     judged = []
-    for index, (claim, cell, pair) in enumerate(pairs):
+    for index, (each, cell, pair) in enumerate(pairs):
         p = adjusted.get(index)
-        higher = measure_of(claim.measure).higher
+        higher = measure_of(each.claim.measure).higher
         right = pair.difference.estimate > 0 if higher else pair.difference.estimate < 0
         if p is None:
             verdict = pair.untested
@@ -100,7 +127,7 @@ def judge(claims: Sequence[tuple[Claim, Values, Values]], cells: Sequence[str], 
             verdict = "open"
         else:
             verdict = "holds" if right else "refuted"
-        judged.append(Judged(claim, cell, pair, p, verdict))
+        judged.append(Judged(each.claim, cell, each.at, pair, p, verdict))
     return judged
 
 

@@ -6,7 +6,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from raylt.errors import ConfigError
-from raylt.studies.claims import Claim, Judged, Values, difference, judge
+from raylt.studies.claims import Claim, Judged, Sides, Values, difference, judge
 from raylt.studies.comparable import check_comparable, versions_of
 from raylt.studies.measures import At, measure_of, value_of
 from raylt.studies.records import Record
@@ -47,7 +47,8 @@ class Comparison:
     """Everything that a table of a study shows; equal records give an equal comparison.
 
     Attributes:
-        left_out: one line for each run that is not averaged in, with why.
+        whole: the cells that `overall` is over: those in which all arms have the same seeds.
+        left_out: one line for each run that is not averaged in and each claim that is not judged, with why.
         apart: one line for each arm that has settings of its own beside its method, on purpose.
         tuned: one line for each arm and cell that was tuned: to what, by how much.
         versions: one line for each version of the code, where runs of several stand beside each other.
@@ -60,6 +61,7 @@ class Comparison:
     rows: list[Row]
     claims: list[Judged]
     overall: list[Overall]
+    whole: list[str]
     left_out: list[str]
     apart: list[str]
     tuned: list[str]
@@ -91,7 +93,7 @@ def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] =
         CheckpointError: runs of one cell and seed differ in split, budget, evaluation or code.
     """
     if at != "last" and measure_of(measure).every_round is None:
-        raise ConfigError(f"{measure} at {at}: it is known after the last round only; leave out --at")
+        raise ConfigError(f"{measure} at {at}: it is known after the last round only; give --at last")
     done = [record for record in records if record.state == "done"]
     own = {arm: settings for arm, settings in (own or {}).items() if settings}
     check_comparable(done, own, mix_versions)
@@ -112,26 +114,20 @@ def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] =
                                 None if arm == reference else difference(seeds, mine.get((reference, cell), {}), level),
                                 _optimism(done, arm, cell, measure)))
     shown = {row.arm for row in rows}
-    sides = [(claim, *_sides(done, claim, at)) for claim in claims]
-    left_out += [line for claim, better, worse in sides for line in _unjudged(done, claim, better, worse)]
+    sides, finished = [_sides(done, claim, at) for claim in claims], {(r.arm, r.cell) for r in done}
+    left_out += [line for each in sides for cell in cells for line in each.unjudged(cell, finished)]
+    whole = _whole(mine, arms, cells)
     return Comparison(measure, at, reference, level, rows, judge(sides, cells, level),
-                      _overall(mine, arms, cells, reference, level, measure_of(measure).higher), left_out,
+                      _overall(mine, arms, whole, reference, level, measure_of(measure).higher), whole, left_out,
                       [f"{arm}: {', '.join(f'{key} {value}' for key, value in settings.items())}"
                        for arm, settings in own.items() if arm in shown], list(tuned), versions_of(done))
 
 
-def _sides(done: Sequence[Record], claim: Claim, at: At) -> tuple[Values, Values]:
+def _sides(done: Sequence[Record], claim: Claim, at: At) -> Sides:
     """The figures of both sides of a claim: of the last round, unless both are known of others."""
     both = at if all(measure_of(name).every_round for name in claim.measures) else "last"
     better, worse = (_values(done, name, both)[0] for name in claim.measures)
-    return better, worse
-
-
-def _unjudged(done: Sequence[Record], claim: Claim, better: Values, worse: Values) -> list[str]:
-    """Why a claim is not judged though its arms have finished runs: a line for each arm that has no such figure."""
-    sides = zip((claim.better, claim.worse), claim.measures, (better, worse), strict=True)
-    return [f"claim {claim}: {arm} has no {name}" for arm, name, values in sides
-            if any(record.arm == arm for record in done) and not any(each == arm for each, _ in values)]
+    return Sides(claim, both, better, worse)
 
 
 def _values(done: Sequence[Record], measure: str, at: At) -> tuple[Values, list[str]]:
@@ -178,15 +174,19 @@ def _optimism(done: Sequence[Record], arm: str, cell: str, measure: str) -> floa
     return fmean(gaps) if gaps else None
 
 
-def _overall(values: Values, arms: Sequence[str], cells: Sequence[str], reference: str, level: float,
+def _whole(values: Values, arms: Sequence[str], cells: Sequence[str]) -> list[str]:
+    """The cells in which every arm has the same seeds."""
+    return [cell for cell in cells if (first := values.get((arms[0], cell)))
+            and all(values.get((arm, cell), {}).keys() == first.keys() for arm in arms)]
+
+
+def _overall(values: Values, arms: Sequence[str], whole: Sequence[str], reference: str, level: float,
              higher: bool) -> list[Overall]:
-    """Over the cells in which every arm has the same seeds; none where there are fewer than two.
+    """Over those cells; none where there are fewer than two.
 
     Args:
         higher: whether more is better.
     """
-    whole = [cell for cell in cells if (first := values.get((arms[0], cell)))
-             and all(values.get((arm, cell), {}).keys() == first.keys() for arm in arms)]
     if len(whole) < 2:
         return []
     lists = {arm: [list(values[arm, cell].values()) for cell in whole] for arm in arms}

@@ -88,7 +88,7 @@ class Definition(Section):
     def check_names(self) -> None:
         """Raises a ConfigError where a name is no folder, or a claim, measure or reference names what is not there."""
         for arm in self.arms:
-            if not _ARM.fullmatch(arm) or " on " in arm:
+            if not _ARM.fullmatch(arm) or " on " in arm or slug(arm) in ("", ".", ".."):
                 raise ConfigError(f"study.arms: {arm!r}: a name has letters, digits, spaces and .,+()=/- and no ' on '")
         if len({slug(arm) for arm in self.arms}) < len(self.arms):
             raise ConfigError("study.arms: two arms would share a folder; give names that differ in letters or digits")
@@ -99,6 +99,8 @@ class Definition(Section):
             if cell not in self.all_cells or not set(arms) <= set(self.arms):
                 raise ConfigError(f"study.only: {cell!r}: {arms}; there are the cells {', '.join(self.all_cells)} and "
                                   f"the arms {', '.join(self.arms)}")
+            if not arms or len(set(arms)) < len(arms):
+                raise ConfigError(f"study.only: {cell!r}: {arms}; give at least one arm, and each once")
         for arm in self.tune.fields if self.tune else ():
             if arm not in self.arms:
                 raise ConfigError(f"study.tune.fields: {arm!r} is no arm; there are: {', '.join(self.arms)}")
@@ -111,10 +113,15 @@ class Definition(Section):
                 measure_of(measure)
             except ConfigError as error:
                 raise ConfigError(f"study: {error}") from None
+        if self.at != "last" and measure_of(self.measure).every_round is None:
+            raise ConfigError(f"study.at = {self.at}: {self.measure} is known after the last round only; leave it out, "
+                              "or give a measure that every round has, as accuracy")
 
     def _check_cells(self) -> None:
         """Raises a ConfigError where cells would share a folder, or one would not have its own in the study's."""
         folders: dict[str, str] = {}
+        if not self.all_cells:
+            raise ConfigError(f"study.cells: {self.cells}: no cell; give each setting at least one value")
         for cell in self.all_cells:
             folder = slug(cell)
             if folder in (".", "..") or (not folder and len(self.all_cells) > 1):
@@ -212,7 +219,10 @@ def read_definition(path: Path) -> Definition:
         ConfigError: unreadable, or something in it is wrong; names the value and the remedy.
     """
     tree = read_yaml(path)
-    return define({"name": path.stem} | tree)
+    named = tree.get("recipe")
+    files = [file for place in (path.parent, Path()) if isinstance(named, str) and (file := place / named).is_file()]
+    # by its whole name: the study's folder will name it too, and is read from anywhere
+    return define({"name": path.stem} | tree | ({"recipe": str(files[0].absolute())} if files else {}))
 
 
 def define(tree: Mapping[str, Any]) -> Definition:

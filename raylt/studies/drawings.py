@@ -11,8 +11,32 @@ from html import escape
 WIDTH, HEIGHT = 320, 210
 LEFT, RIGHT, TOP, BOTTOM = 38, 10, 8, 26
 COLOURS = 8
-POINTS = 24             # of a curve that answer to the mouse
-DRAWN = 80              # points of a curve that are drawn
+
+
+@dataclass(frozen=True)
+class Detail:
+    """How much of a drawing is drawn: the more drawings a page has, the less, so that a mail takes it (2 MB).
+
+    Attributes:
+        touched: points of a curve that answer to the mouse.
+        points: of a curve.
+        clients: points of an arm's row of clients.
+        squares: of who holds what.
+    """
+
+    touched: int
+    points: int
+    clients: int
+    squares: int
+
+    @classmethod
+    def of(cls, cells: int, rows: int) -> "Detail":
+        """Of a page with so many cells, and so many rows of an arm in a cell, each with four curves."""
+        def share(whole: int, among: int, least: int, most: int) -> int:
+            return min(most, max(least, whole // max(1, among)))
+
+        return cls(share(4000, 4 * rows, 2, 24), share(14000, 4 * rows, 10, 80), share(2500, rows, 10, 1000),
+                   share(2000, cells, 100, 2000))
 
 
 @dataclass(frozen=True)
@@ -50,7 +74,7 @@ class Estimate:
     values: list[float]
 
 
-def curves(each: Sequence[Curve], what: str, highest: float) -> str:
+def curves(each: Sequence[Curve], what: str, highest: float, detail: Detail) -> str:
     """Lines with bands from the lowest to the highest seed; a diamond where a method's last phase ended, or where
     nothing else was judged.
 
@@ -69,7 +93,7 @@ def curves(each: Sequence[Curve], what: str, highest: float) -> str:
     parts = _axes(what, [(y(v), f"{100 * v:g}") for v in _ticks(top)],
                   [(x(r), str(r)) for r in sorted({1, (1 + last) // 2, last})], "round")
     for c in each:
-        keep = _thinned(len(c.rounds), DRAWN)
+        keep = thinned(len(c.rounds), detail.points)
         there = [(x(c.rounds[i]), y(c.high[i])) for i in keep]
         back = [(x(c.rounds[i]), y(c.low[i])) for i in reversed(keep)]
         colour = f"c{c.colour % COLOURS}"
@@ -77,7 +101,7 @@ def curves(each: Sequence[Curve], what: str, highest: float) -> str:
             parts.append(f'<polygon class="band {colour}" points="{_points(there + back)}"/>')
         line = _points([(x(c.rounds[i]), y(c.mean[i])) for i in keep])
         parts.append(f'<polyline class="line {colour}" points="{line}"><title>{escape(c.name)}</title></polyline>')
-        for i in _thinned(len(c.rounds), POINTS):
+        for i in thinned(len(c.rounds), detail.touched):
             text = f"{c.name}, round {c.rounds[i]}: {_range(c.mean[i], c.low[i], c.high[i])}"
             if i == len(c.rounds) - 1 and (c.finish or len(c.rounds) == 1):
                 text = f"{c.name}, at the end: {_range(c.mean[i], c.low[i], c.high[i])}"
@@ -182,7 +206,7 @@ def _range(mean: float, low: float, high: float) -> str:
     return f"{100 * mean:.2f} %" + (f" ({100 * low:.2f} to {100 * high:.2f})" if low != high else "")
 
 
-def _thinned(count: int, most: int) -> list[int]:
+def thinned(count: int, most: int) -> list[int]:
     """At most so many places, evenly, the first and the last among them."""
     if count <= most:
         return list(range(count))

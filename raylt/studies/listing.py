@@ -2,16 +2,35 @@
 
 import os
 from collections import Counter
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
 from raylt.config.notation import read_file
-from raylt.errors import ConfigError
+from raylt.errors import CheckpointError, ConfigError
+from raylt.store import Folder
 from raylt.studies.records import age, read_run
 
-STUDY = "study.yaml"
+STUDY, RECORDED = "study.yaml", "recorded.json"
+LIMIT = 2**30               # bytes of the second
+
+
+class _Place(TypedDict):
+    folder: str
+
+
+class _Places(TypedDict):
+    """As much of recorded.json as a list needs."""
+
+    records: list[_Place]
+
+
+_RECORDED = TypeAdapter(_Places)
 
 
 @dataclass(frozen=True)
@@ -78,19 +97,28 @@ def _study(folder: Path) -> Entry:
     states = Counter(record.state for record in records)
     methods = sorted({record.config["method"]["name"] for record in records if record.config})
     ages = [seconds for run in runs if (seconds := age(run)) is not None]
-    total = _planned(folder / STUDY)
+    total, done = _planned(folder / STUDY), states["done"] + len(_recorded(folder) - set(runs))
     state = next((state for state in ("running", "failed", "damaged") if states[state]),
-                 "done" if total and states["done"] >= total else "stopped")
-    return Entry(folder.name, "study", ", ".join(methods), state, f"{states['done']}/{total or '?'} runs", None,
+                 "done" if total and done >= total else "stopped")
+    return Entry(folder.name, "study", ", ".join(methods), state, f"{done}/{total or '?'} runs", None,
                  min(ages, default=None))
+
+
+def _recorded(study: Path) -> set[Path]:
+    """Where runs would lie that are done, since they are on record; none where that cannot be read."""
+    with suppress(CheckpointError), Folder.open(study) as opened:
+        return {study / each["folder"] for each in opened.read_json(RECORDED, _RECORDED, LIMIT)["records"]}
+    return set()
 
 
 def _planned(file: Path) -> int | None:
     """Runs of a study; counted here and not by its definition, which would take a second to import torch."""
     try:
         tree = read_file(file)
-        cells, seeds = tree.get("cells") or [{}], tree.get("seeds", 3)
-        count = prod(map(len, cells.values())) if isinstance(cells, dict) else len(cells)
-        return len(tree["arms"]) * count * (seeds if isinstance(seeds, int) else len(seeds))
+        cells, seeds, arms = tree.get("cells") or [{}], tree.get("seeds", 3), len(tree["arms"])
+        product = isinstance(cells, dict) and not any(isinstance(each, dict) for each in cells.values())
+        count = prod(map(len, cells.values())) if isinstance(cells, dict) and product else len(cells)
+        fewer = sum(arms - len(only) for only in tree.get("only", {}).values())
+        return (arms * count - fewer) * (seeds if isinstance(seeds, int) else len(seeds))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError):
         return None

@@ -29,8 +29,8 @@ def page(judged: Sequence[Verdict]) -> str:
     """Markdown: coverage, what the words mean, and a line per cell, those without a run in short."""
     counts, ran = count(judged), [v for v in judged if v.ours is not None]
     lines = ["# What of the papers' tables was run, and what came out", "",
-             "Written by `raylt verdicts --page docs/reproducibility.md studies/results/*.json` from recorded runs; "
-             "not edited by hand.", "",
+             "Written by `raylt verdicts --page docs/reproducibility.md --mix-versions studies/results/*.json` from "
+             "recorded runs; not edited by hand.", "",
              f"Of {len(judged)} printed cells {len(ran)} have recorded runs here, "
              f"{counts['not run']} have a command and no run, {counts['cannot be run']} have no command.", "",
              "| verdict | cells | means |", "|---|---|---|",

@@ -61,8 +61,8 @@ def take(path: Path, planned: Sequence[Planned], mix_versions: bool) -> Recorded
             continue
         if not mix_versions and record.made.get("codes") != [current]:
             other_code.append(record.folder)
-        elif changed := differences(record.config, plans[key].config, elsewhere=True):
-            other_settings.append(f"{record.folder} ({'; '.join(changed)})")
+        elif changed := _differences(record, plans[key]):
+            other_settings.append(f"{record.folder} ({changed})")
         else:
             taken[key] = record
     passed_over = []
@@ -89,8 +89,8 @@ def tuned_in(path: Path, definition: Definition, mix_versions: bool) -> Outcomes
     if not mix_versions and not any(each.made.get("codes") == [provenance.code_sha256()] for each in records):
         return {}
     bases = definition.bases()
-    return {cell: {arm: outcome for arm, outcome in arms.items() if (cell, arm) in bases
-                   and outcome["asked"] == asked(definition.tune, bases[cell, arm])} for cell, arms in tuned.items()}
+    return {cell: {arm: outcome for arm, outcome in arms.items() if (cell, arm) in bases and outcome["asked"] == asked(
+        definition.tune, arm, bases[cell, arm], bases[cell, definition.compared_to])} for cell, arms in tuned.items()}
 
 
 def keep(folder: Path, definition: Definition, recorded: Recorded) -> None:
@@ -102,12 +102,11 @@ def keep(folder: Path, definition: Definition, recorded: Recorded) -> None:
             opened.remove(FILE)
 
 
-def read(folder: Path) -> Recorded:
-    """What `keep` wrote."""
+def read(folder: Path, definition: Definition, tuned: Outcomes) -> Recorded:
+    """What `keep` wrote, as far as the study still plans it; whose code it is was asked when it was kept."""
     if not (folder / FILE).exists():
         return Recorded()
-    _, records, holdings, _ = results.read_results(folder / FILE)
-    return Recorded({(r.cell, r.arm, r.seed): r for r in records}, holdings)
+    return take(folder / FILE, definition.runs(tuned), mix_versions=True)
 
 
 def record(path: Path, definition: Definition, done: Sequence[Record], holdings: Holdings,
@@ -136,6 +135,9 @@ def record(path: Path, definition: Definition, done: Sequence[Record], holdings:
     held = {cell: each for cell, each in held.items() if cell in cells}
     outcomes = {cell: {arm: each for arm, each in of_cell.items() if (cell, arm) in places}
                 for cell, of_cell in outcomes.items()}
+    former_cells = {cell: settings for cell, settings in wide.all_cells.items() if cell in cells}
+    if former_cells.keys() - definition.all_cells.keys():
+        definition = _with(definition, cells=former_cells | definition.all_cells)
     with store.folder_for(path.parent):
         results.write_results(path, _with(definition, arms=arms), ordered, held | holdings, joined(outcomes, tuned))
     off = [f"{each.folder} ({changes})" for each, changes in others if changes]
@@ -160,8 +162,17 @@ def _changes(record: Record, wide: Definition, outcomes: Outcomes) -> str:
         return "the study has no such cell or arm"
     try:
         outcome = outcomes.get(cell, {}).get(arm)
-        if outcome and wide.tune and outcome["asked"] != asked(wide.tune, wide.base_of(cell, arm)):
+        if outcome and wide.tune and outcome["asked"] != asked(wide.tune, arm, wide.base_of(cell, arm),
+                                                               wide.base_of(cell, wide.compared_to)):
             return "its arm was tuned for something else"
-        return "; ".join(differences(record.config, wide.run(cell, arm, record.seed, outcomes).config, elsewhere=True))
+        return _differences(record, wide.run(cell, arm, record.seed, outcomes))
+    except ConfigError as error:
+        return str(error)
+
+
+def _differences(record: Record, plan: Planned) -> str:
+    """What a run on record has that its plan has not; empty where it is what is planned."""
+    try:
+        return "; ".join(differences(record.config, plan.config, elsewhere=True))
     except ConfigError as error:
         return str(error)

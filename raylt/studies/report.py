@@ -15,14 +15,12 @@ from raylt.errors import CheckpointError, ConfigError
 from raylt.methods import METHODS
 from raylt.studies import client_drawings, drawings
 from raylt.studies.comparison import Comparison
-from raylt.studies.drawings import Curve, Estimate
+from raylt.studies.drawings import Curve, Detail, Estimate
 from raylt.studies.measures import measure_of, value_of
 from raylt.studies.records import GROUPS, Record
 from raylt.studies.study import Study
-from raylt.studies.tables import HEADINGS, interval, margin, probability, scale, shown, unit
+from raylt.studies.tables import HEADINGS, claim_text, family, interval, margin, probability, scale, shown, unit
 from raylt.studies.verdicts import verdicts
-
-LIMIT = 2 * 2**20       # bytes: a file that a mail takes
 
 
 def write_report(study: Study, path: Path, mix_versions: bool = False) -> Path:
@@ -51,6 +49,8 @@ def render(study: Study, mix_versions: bool = False) -> str:
     arms = list(dict.fromkeys(record.arm for record in study.records))
     place = {arm: number for number, arm in enumerate(arms)}
     show = shown(comparison.measure)
+    cells = list(dict.fromkeys(record.cell for record in done))
+    detail = Detail.of(len(cells), len({(record.arm, record.cell) for record in done}))
     content = {
         "study": study.definition, "what": measure_of(comparison.measure).what, "unit": unit(comparison.measure),
         "at": HEADINGS[comparison.at], "level": f"{100 * comparison.level:g}", "reference": comparison.reference,
@@ -59,23 +59,23 @@ def render(study: Study, mix_versions: bool = False) -> str:
                   "" if row.difference is None else margin(row.difference.difference, show, sign=True),
                   "" if row.optimism is None else show(row.optimism)) for row in comparison.rows],
         "optimism": any(row.optimism is not None for row in comparison.rows),
-        "claims": [(each, margin(each.difference.difference, shown(each.claim.measure), sign=True), probability(each.p))
+        "family": family(comparison),
+        "claims": [(claim_text(each, comparison), each, probability(each.p),
+                    margin(each.difference.difference, shown(each.claim.measure), sign=True))
                    for each in comparison.claims],
         "overall": [(each.arm, interval(each.iqm, show), "" if each.improvement is None else
                      interval(each.improvement, lambda value: f"{value:.2f}")) for each in comparison.overall],
         "left_out": comparison.left_out, "apart": comparison.apart, "tuned": comparison.tuned,
-        "cells": [_cell(study, comparison, cell, place) for cell in dict.fromkeys(record.cell for record in done)],
-        "verdicts": _verdicts(study, done), "costs": _costs(done), "runs": done, "made": _made(done),
+        "cells": [_cell(study, comparison, cell, place, detail) for cell in cells],
+        "verdicts": _verdicts(study, done, mix_versions), "costs": _costs(done), "runs": done, "made": _made(done),
         "departures": _departures({record.config["method"]["name"] for record in done}),
     }
     loader = jinja2.PackageLoader("raylt.studies", ".")
-    page = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True,
+    return jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True,
                               undefined=jinja2.StrictUndefined).get_template("report.html.j2").render(**content)
-    assert len(page.encode()) <= LIMIT, "a report is at most 2 MB: draw fewer points"
-    return page
 
 
-def _cell(study: Study, comparison: Comparison, cell: str, place: dict[str, int]) -> dict[str, Any]:
+def _cell(study: Study, comparison: Comparison, cell: str, place: dict[str, int], detail: Detail) -> dict[str, Any]:
     """The drawings of a cell."""
     done = [record for record in study.records if record.state == "done" and record.cell == cell]
     by_arm = {arm: [r for r in done if r.arm == arm] for arm in place if any(r.arm == arm for r in done)}
@@ -84,7 +84,7 @@ def _cell(study: Study, comparison: Comparison, cell: str, place: dict[str, int]
              for key in ("accuracy", *GROUPS)}
     highest = max((max(line.high) for each in lines.values() for line in each), default=1.0)
     names = {"accuracy": "accuracy", **{group: f"{group}-shot classes" for group in GROUPS}}
-    panels = [(f"{names[key]}, %", _safe(drawings.curves(each, f"{names[key]} by round, {cell}", highest)))
+    panels = [(f"{names[key]}, %", _safe(drawings.curves(each, f"{names[key]} by round, {cell}", highest, detail)))
               for key, each in lines.items() if any(len(line.rounds) > 1 for line in each)]
     grouped = [(arm, place[arm], *_grouped(runs)) for arm, runs in by_arm.items()]
     held = study.holdings.get(cell)
@@ -96,9 +96,10 @@ def _cell(study: Study, comparison: Comparison, cell: str, place: dict[str, int]
              for row in rows], f"{comparison.measure} of every seed, {cell}", unit(comparison.measure),
             scale(comparison.measure))),
         "bars": _safe(drawings.bars(GROUPS, grouped, f"accuracy by group, {cell}")),
-        "clients": _safe(client_drawings.strips(clients, f"accuracy of every client on its own class mix, {cell}"))
+        "clients": _safe(client_drawings.strips(clients, f"accuracy of every client on its own class mix, {cell}",
+                                                detail))
         if clients else "",
-        "holdings": _safe(client_drawings.holdings(held["counts"], held["names"], f"who holds what, {cell}"))
+        "holdings": _safe(client_drawings.holdings(held["counts"], held["names"], f"who holds what, {cell}", detail))
         if held else "",
         "groups": ", ".join(f"{sum(g == group for g in held['groups'])} {group}" for group in GROUPS) if held else "",
     }
@@ -131,12 +132,12 @@ def _counts(records: Sequence[Record]) -> str:
     return f"{len(states)} runs: " + ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
 
 
-def _verdicts(study: Study, done: Sequence[Record]) -> list[tuple[Any, str, str, str]]:
+def _verdicts(study: Study, done: Sequence[Record], mix_versions: bool) -> list[tuple[Any, str, str, str]]:
     if study.definition.paper is None:
         return []
     return [(v, f"{100 * v.cell.value:.2f}", "" if v.ours is None else margin(v.ours, lambda x: f"{100 * x:.2f}"),
              "" if v.difference is None else margin(v.difference.difference, lambda x: f"{100 * x:.2f}", sign=True))
-            for v in verdicts(done) if v.ours is not None]
+            for v in verdicts(done, mix_versions=mix_versions) if v.ours is not None]
 
 
 def _costs(done: Sequence[Record]) -> list[dict[str, Any]]:

@@ -180,6 +180,11 @@ class _Pool:
                 self._watcher.says(f"{self._done}/{self._total}  {job.planned.folder}  {job.seconds:.0f} s")
                 worker.job = None
                 self._employ_all(log)
+            case "elsewhere":                                   # it is that process's to finish, and to count
+                self._total -= 1
+                self._watcher.says(f"{job.planned.folder}: another process is at it")
+                worker.job = None
+                self._employ_all(log)
             case "failed":
                 self._give_up(job, message["problem"])
                 worker.job = None

@@ -14,19 +14,24 @@ from raylt.registry import resolve
 _LETTERS = {"data.imbalance": "IF", "data.alpha": "alpha", "data.clients": "K", "data.beta": "beta",
             "federation.rounds": "R", "federation.participation": "r", "data.source": "", "data.partition": "",
             "model": ""}
+_PLACES = ("data.root", "data.download")        # where a machine has its files from
 
 
 def merge(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Settings with others laid over them; keys may be nested or dotted. A method that is named replaces the one before
-    with its fields, fields alone are added to it."""
+    with its fields, fields alone are added to it.
+
+    Raises:
+        ConfigError: something is no mapping that settings of it are given for.
+    """
     merged = dict(tree)
     for key, value in changes.items():
         first, dot, rest = str(key).partition(".")
         if first == "method" and not dot:
-            value = {"name": value} if isinstance(value, str) else dict(value)
+            value = {"name": value} if isinstance(value, str) else _mapping(key, value)
             merged["method"] = value if "name" in value else {**_as_method(merged.get("method")), **value}
         elif dot:
-            below = _as_method(merged.get(first)) if first == "method" else merged.get(first, {})
+            below = _as_method(merged.get(first)) if first == "method" else _mapping(first, merged.get(first, {}))
             merged[first] = merge(below, {rest: value})
         elif isinstance(value, Mapping) and isinstance(merged.get(first), Mapping):
             merged[first] = merge(merged[first], value)
@@ -71,7 +76,13 @@ def read_recipe(name: str) -> dict[str, Any]:
 
 
 def _as_method(value: Any) -> dict[str, Any]:
-    return {"name": value} if isinstance(value, str) else dict(value or {})
+    return {"name": value} if isinstance(value, str) else _mapping("method", value or {})
+
+
+def _mapping(key: Any, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key} = {value!r}: must be a mapping of settings")
+    return dict(value)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -86,18 +97,30 @@ def differences(config: dict[str, Any], planned: Config, elsewhere: bool = False
 
     What its method has as fields now and had not when the run was made is at its default, which is what it did then.
 
+    Raises:
+        ConfigError: the run has a setting that this raylt does not know.
+
     Args:
         elsewhere: whether the run may be another machine's, where files lie in other places: their names alone count.
     """
     if config["method"].get("name") == planned.method["name"]:
         defaults = type(resolve(planned).method).model_construct().model_dump(mode="json")
         config = config | {"method": defaults | config["method"]}
-    made = Config(**config)
+    made: Config = check(Config, dict(config))
     before, after = flat(settled(made)), flat(settled(followed(planned, made)))
     if elsewhere:
-        before, after = ({key: _without_place(value) for key, value in each.items()} for each in (before, after))
+        before, after = _without_places(before), _without_places(after)
     return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in sorted(before | after)
             if before.get(key) != after.get(key)]
+
+
+def portable(config: Config) -> dict[str, Any]:
+    """The settings that results depend on, by dotted key, the same on every machine: of files their names alone."""
+    return _without_places(flat(settled(config)))
+
+
+def _without_places(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _without_place(value) for key, value in settings.items() if key not in _PLACES}
 
 
 def _without_place(value: Any) -> Any:

@@ -50,7 +50,7 @@ class Study:
         self.tuned: Outcomes = tuned or {}
         if folder is not None and definition.tune is not None:
             self.tuned = read_tuned(folder)
-        self.recorded = Recorded() if folder is None else recorded.read(folder)
+        self.recorded = Recorded() if folder is None else recorded.read(folder, definition, self.tuned)
         self._holdings = holdings
 
     @classmethod
@@ -82,7 +82,7 @@ class Study:
             raise CheckpointError(f"{folder}: exists and is no study; give the study another name, or another --out")
         study = cls.preview(definition, out, record_file, mix_versions)
         for plan, made in zip(study.planned, study.records, strict=True):
-            if not study._is_on_record(made) and made.config and (changed := differences(made.config, plan.config)):
+            if not study.is_on_record(made) and made.config and (changed := differences(made.config, plan.config)):
                 raise CheckpointError(f"{folder / plan.folder}: was made with other settings ({'; '.join(changed)}); "
                                       "give the study another name, or remove that run")
         with store.folder_for(folder) as opened:
@@ -145,18 +145,14 @@ class Study:
             CheckpointError: a run is damaged, or runs were made by another version of the code.
         """
         assert self.folder is not None
+        self._check_runs(self.folder, mix_versions)
         if self.definition.tune is not None:
             self.tuned = search_arms(self.definition.bases(), self.definition.tune, self.definition.compared_to,
                                      self.folder, watcher or Silent(), parallel, fleet, address)
-        for record in self.read():
-            if record.state == "damaged":
-                raise CheckpointError(f"{record.problem}; raylt verify {self.folder / record.folder} says what is "
-                                      "whole; remove that run to do it again")
-        if not mix_versions:
-            self._check_versions()
+            self.read()
         # a run without a folder is nothing that another could go on from
         here = [(plan, found) for plan, found in zip(self.planned, self.records, strict=True)
-                if not self._is_on_record(found)]
+                if not self.is_on_record(found)]
         try:
             return schedule.run_all([plan for plan, _ in here], [found for _, found in here], self.folder,
                                     watcher or Silent(), parallel, fleet, address, Pace(self.records))
@@ -189,7 +185,7 @@ class Study:
             for record in sorted(self.records, key=lambda r: r.seed):
                 if record.state != "done" or record.cell in self._holdings:
                     continue
-                if self._is_on_record(record):
+                if self.is_on_record(record):
                     held = self.recorded.holdings.get(record.cell)
                 else:
                     held = results.held_in(record.config, (self.folder or Path()) / record.folder)
@@ -213,17 +209,21 @@ class Study:
             return []
         return recorded.record(record_file, self.definition, done, self.holdings, self.tuned)
 
-    def _is_on_record(self, record: Record) -> bool:
+    def is_on_record(self, record: Record) -> bool:
+        """Whether a run is done because it is on record, and has no folder."""
         return self.recorded.records.get((record.cell, record.arm, record.seed)) is record
 
-    def _check_versions(self) -> None:
+    def _check_runs(self, folder: Path, mix_versions: bool) -> None:
+        """Raises a CheckpointError where a run is damaged, or was made by other code and versions may not be mixed."""
         current = provenance.code_sha256()
-        for record in self.records:
+        for record in self.read():
+            if record.state == "damaged":
+                raise CheckpointError(f"{record.problem}; raylt verify {folder / record.folder} says what is whole; "
+                                      "remove that run to do it again")
             codes = record.made.get("codes", []) if record.state != "missing" else []
-            if any(code != current for code in codes):
+            if not mix_versions and any(code != current for code in codes):
                 raise CheckpointError(f"{record.folder}: was made by another version of the code ({codes[0][:12]}, "
-                                      f"now {current[:12]}); --mix-versions goes on all the same, another name starts "
-                                      "anew")
+                                      f"now {current[:12]}); --mix-versions goes on, another name starts anew")
 
 
 def study(definition: "Mapping[str, Any] | Path | str | Definition", out: Path | str = "runs", **how: Any) -> Study:

@@ -4,6 +4,7 @@ unless `seconds` is asked for, so equal runs print equal tables."""
 from collections.abc import Callable, Sequence
 
 from raylt.errors import ConfigError
+from raylt.studies.claims import Judged
 from raylt.studies.comparison import Comparison, Row
 from raylt.studies.measures import measure_of
 from raylt.studies.sheet import Sheet
@@ -18,11 +19,14 @@ def of_comparison(comparison: Comparison) -> Sheet:
     several, figures = _several(comparison), _figures(comparison)
     rows = [[*([row.cell] if several else []), row.arm, *_cells(comparison, row)] for row in comparison.rows]
     columns = ("ll" if several else "l") + "r" * (len(figures) - 1) + "l"
+    left_out = list(comparison.left_out)
+    if not comparison.overall and len({row.cell for row in comparison.rows}) > 1:
+        left_out.append("over cells: no table, since all arms have the same seeds in fewer than two of them")
     return Sheet(_title(comparison), [*(["cell"] if several else []), "arm", *figures], rows, columns, several,
                  naming=1 + several, further=_further(comparison), notes={
                      "arms with settings of their own": comparison.apart,
                      "tuned on validation samples": comparison.tuned, "versions of the code": comparison.versions,
-                     "left out": comparison.left_out})
+                     "left out": left_out})
 
 
 def of_measures(comparisons: Sequence[Comparison]) -> Sheet:
@@ -120,16 +124,32 @@ def _further(comparison: Comparison) -> list[tuple[str, list[str], list[list[str
     """Title, heading and rows of the tables of claims and over cells, where there are any."""
     tables, several = [], _several(comparison)
     if comparison.claims:
-        title = f"claims, one family of {len(comparison.claims)}; p adjusted by Holm, none under six seeds"
-        rows = [[str(j.claim), *([j.cell] if several else []),
+        rows = [[claim_text(j, comparison), *([j.cell] if several else []), str(j.difference.n),
                  margin(j.difference.difference, shown(j.claim.measure), sign=True), probability(j.p), j.verdict]
                 for j in comparison.claims]
-        tables.append((title, ["claim", *(["cell"] if several else []), "difference", "p", "verdict"], rows))
+        heading = ["claim", *(["cell"] if several else []), "seeds", "difference", "p", "verdict"]
+        tables.append((family(comparison), heading, rows))
     if comparison.overall:
         show = shown(comparison.measure)
         rows = [[o.arm, interval(o.iqm, show), "-" if o.improvement is None else
                  interval(o.improvement, lambda value: f"{value:.2f}")] for o in comparison.overall]
-        tables.append(("over cells: interquartile mean, and probability that a run beats one of "
+        all_of_them = len(comparison.whole) == len({row.cell for row in comparison.rows})
+        those = "" if all_of_them else f" {'; '.join(comparison.whole)} (all arms have the same seeds there)"
+        tables.append((f"over cells{those}: interquartile mean, and probability that a run beats one of "
                        f"{comparison.reference}; bootstrap within cells",
                        ["arm", "interquartile mean", "probability of improvement"], rows))
     return tables
+
+
+def claim_text(judged: Judged, comparison: Comparison) -> str:
+    """A claim, with the rounds that it is of where they are not those of the tables around it."""
+    return str(judged.claim) if judged.at == comparison.at else f"{judged.claim}, {HEADINGS[judged.at]}"
+
+
+def family(comparison: Comparison) -> str:
+    """What the claims' p values are adjusted for."""
+    tested = sum(judged.p is not None for judged in comparison.claims)
+    chosen = ", of rounds chosen on the test set" if comparison.at == "best" else ""
+    if not tested:
+        return f"claims{chosen}; no p values under six seeds"
+    return f"claims{chosen}, one family of {tested} with a p value; adjusted by Holm, none under six seeds"

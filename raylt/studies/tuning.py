@@ -22,10 +22,11 @@ from typing_extensions import TypedDict
 
 from raylt import store
 from raylt.config import Config, Section
+from raylt.core.method import Method
 from raylt.errors import CheckpointError, ConfigError, RayltError
-from raylt.registry import plugin_files
+from raylt.registry import plugin_files, resolve
 from raylt.studies.places import Place, places_for
-from raylt.studies.settings import slug
+from raylt.studies.settings import portable, slug
 from raylt.typed import as_json, closed, hash_json
 
 FILE = "tuned.json"
@@ -85,9 +86,21 @@ class Listener(Protocol):
     def says(self, text: str) -> None: ...
 
 
-def asked(tuning: Tuning, base: Config) -> str:
-    """A hash of what an arm is searched for: the same search need not be done again."""
-    return hash_json({"tune": tuning.model_dump(mode="json"), "base": base.model_dump(mode="json")})
+def asked(tuning: Tuning, arm: str, base: Config, reference: Config) -> str:
+    """A hash of what an arm is searched for, wherever its files lie: the same search need not be done again.
+
+    What is there for other arms alone does not count; the reference does, in whose runs the budget is.
+    """
+    method = resolve(base).method
+    return hash_json({
+        "runs": tuning.runs, "metric": tuning.metric, "searcher": tuning.searcher, "fields": tuning.fields.get(arm),
+        "ranges": applying(tuning.ranges, type(method)), "base": portable(base), "reference": portable(reference)})
+
+
+def applying(ranges: Mapping[str, str], method: type[Method]) -> dict[str, str]:
+    """Those ranges that are not of fields that a method has not: these are for other arms."""
+    return {key: text for key, text in ranges.items()
+            if not key.startswith("method.") or key.removeprefix("method.") in method.model_fields}
 
 
 def read_tuned(folder: Path) -> Outcomes:
@@ -134,9 +147,10 @@ def search_arms(bases: Mapping[tuple[str, str], Config], tuning: Tuning, referen
             the arm.
     """
     outcomes = read_tuned(folder)
-    for (cell, arm), base in bases.items():
+    sought = {(cell, arm): asked(tuning, arm, base, bases[cell, reference]) for (cell, arm), base in bases.items()}
+    for (cell, arm), wanted in sought.items():
         known = outcomes.get(cell, {}).get(arm)
-        if known is not None and known["asked"] != asked(tuning, base):
+        if known is not None and known["asked"] != wanted:
             raise CheckpointError(f"{folder / FILE}: arm {arm!r} was tuned with other settings; give the study another "
                                   "name, or remove that file and the arm's folder")
     waiting = [key for key in bases if key[1] not in outcomes.get(key[0], {})]
@@ -148,6 +162,7 @@ def search_arms(bases: Mapping[tuple[str, str], Config], tuning: Tuning, referen
              "plugins": plugin_files()} for cell, arm in waiting]
     places = places_for(parallel, fleet, [bases[key] for key in waiting])
     for job, outcome in _carry_out(jobs, places, folder):
+        outcome["asked"] = sought[job["cell"], job["arm"]]
         outcomes.setdefault(job["cell"], {})[job["arm"]] = outcome
         write_tuned(folder, outcomes)
         watcher.says(describe(job["cell"], job["arm"], outcome))

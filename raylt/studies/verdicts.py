@@ -45,16 +45,22 @@ class Verdict:
     made: str = ""
 
 
-def verdicts(records: Sequence[Record], cells: Sequence[Expectation] | None = None) -> list[Verdict]:
-    """A verdict for each printed cell; runs that are not done, or are of no cell, are not looked at."""
+def verdicts(records: Sequence[Record], cells: Sequence[Expectation] | None = None,
+             mix_versions: bool = False) -> list[Verdict]:
+    """A verdict for each printed cell; runs that are not done, or are of no cell, are not looked at.
+
+    Args:
+        mix_versions: whether runs of several versions of the code may be taken together; otherwise a cell's verdict is
+            of those of the version that made most of them.
+    """
     runs: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         if record.state == "done":
             runs[identity(record.config)].append(record)
-    return [judge(cell, runs) for cell in cells or expectations()]
+    return [judge(cell, runs, mix_versions) for cell in cells or expectations()]
 
 
-def judge(cell: Expectation, runs: dict[str, list[Record]]) -> Verdict:
+def judge(cell: Expectation, runs: dict[str, list[Record]], mix_versions: bool) -> Verdict:
     """The verdict of one cell.
 
     A cell at the paper's number of rounds is reproduced when the printed value lies in the t interval over our seeds,
@@ -63,18 +69,22 @@ def judge(cell: Expectation, runs: dict[str, list[Record]]) -> Verdict:
     """
     if cell.problem is not None:
         return Verdict(cell, "cannot be run", why=cell.problem)
-    scale, mine, twice = _values(cell, runs.get(cell.identity(), []))
+    found = runs.get(cell.identity(), [])
+    code = None if mix_versions else _leading(found)
+    scale, mine, twice = _values(cell, _made_by(code, found))
     if not mine:
         return Verdict(cell, "not run")
     ours = mean_interval([value for value, _ in mine.values()])
     base = _base(cell)
-    theirs = {} if base is None else _values(base, runs.get(base.identity(), []), scale)[1]
+    theirs = {} if base is None else _values(base, _made_by(code, runs.get(base.identity(), [])), scale)[1]
     both = [seed for seed in mine if seed in theirs]
     alike = [seed for seed in both if _split(mine[seed][1]) == _split(theirs[seed][1])]
     difference = paired([mine[s][0] for s in alike], [theirs[s][0] for s in alike]) if alike else None
     printed = None if base is None else cell.value - base.value
     kind, why = _kind(cell.value, ours, printed, difference, len(mine), scale)
     notes = [why, *([f"several runs of seed {', '.join(map(str, twice))}: the first of each"] if twice else [])]
+    if others := len(found) - len(_made_by(code, found)):
+        notes.append(f"left out, by another version of the code: {others} runs; --mix-versions takes them too")
     if len(alike) < len(both):
         notes.append(f"{len(both) - len(alike)} of {len(both)} seeds have another split than FedAvg's, not paired")
     return Verdict(cell, kind, ours, len(mine), printed, difference, scale, "; ".join(filter(None, notes)),
@@ -133,6 +143,21 @@ def _base(cell: Expectation) -> Expectation | None:
         return None
     return next((each for each in expectations() if each.method in ("FedAvg", "FedAvg w/o clustering")
                  and each.problem is None and place(each) == place(cell)), None)
+
+
+def _code(record: Record) -> tuple[str, ...]:
+    return tuple(record.made.get("codes", []))
+
+
+def _leading(records: Sequence[Record]) -> tuple[str, ...] | None:
+    """The version of the code that made most of the runs; None where there are none."""
+    counts = Counter(map(_code, records))
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def _made_by(code: tuple[str, ...] | None, records: list[Record]) -> list[Record]:
+    """Those of one version of the code; all for None."""
+    return [record for record in records if code is None or _code(record) == code]
 
 
 def _split(record: Record) -> str:

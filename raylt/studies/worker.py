@@ -16,10 +16,11 @@ from typing import Any, TextIO
 from raylt import store
 from raylt.config import Config, check
 from raylt.core.report import Report
-from raylt.errors import RayltError, one_line
+from raylt.errors import FolderHeld, RayltError, one_line
 from raylt.registry import load_plugin
 from raylt.runs.branch import branch_to, can_branch
 from raylt.runs.callbacks import Callback
+from raylt.runs.journal import held
 from raylt.runs.run import Run
 from raylt.runs.start import resume, run
 from raylt.studies.records import failure_file
@@ -60,6 +61,8 @@ def main() -> None:
                 load_plugin(Path(file))
             stem = None if job["stem"] is None else Run(job["stem"])
             do(folder, check(Config, job["config"]), job["fleet"], job["address"], teller, stem)
+        except FolderHeld:
+            teller.tell("elsewhere")
         except Exception as error:
             text = str(error) if isinstance(error, RayltError) else one_line(error)
             store.write(failure_file(folder), text + "\n")
@@ -74,12 +77,17 @@ def do(folder: Path, config: Config, fleet: Any, address: str | None, callback: 
 
     Args:
         stem: a run with which it shares its first steps: they are taken over where it has come so far.
+
+    Raises:
+        FolderHeld: another process is at it.
     """
     with store.folder_for(folder.parent) as parent:
         parent.remove(failure_file(folder).name)
         if Run(folder).state != "missing":
             resume(folder, fleet=fleet, address=address, quiet=True, callbacks=[callback])
             return
+        if folder.is_dir() and held(folder):
+            raise FolderHeld(f"{folder}: another process is making it")
         parent.remove(folder.name)          # left by a process that died while it made the folder
     if stem is not None and can_branch(stem, config):
         branch_to(stem, config, folder, fleet=fleet, address=address, quiet=True, callbacks=[callback])

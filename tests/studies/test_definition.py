@@ -7,6 +7,7 @@ from raylt.errors import ConfigError
 from raylt.methods import make_method
 from raylt.studies.definition import define, read_definition
 from raylt.studies.settings import label, merge, resolved, slug
+from raylt.studies.study import Study
 
 SMALL = {"name": "small", "base": {"federation": {"rounds": 2}}, "arms": {"fedavg": "fedavg", "prox": {
     "method": {"name": "fedprox", "mu": 0.1}}}, "cells": {"data.imbalance": [10, 50]}, "seeds": 2}
@@ -101,3 +102,30 @@ def test_the_studies_at_the_root_can_be_run():
 
 def test_resolved_fills_in_the_methods_fields():
     assert resolved({"method": "fedprox"}).method == {"name": "fedprox", "mu": 0.01}
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"base": {"data": "digits"}}, "data = 'digits': must be a mapping of settings"),
+    ({"arms": {"a": {"method": None}}}, "method = None: must be a mapping of settings"),
+    ({"arms": {"a": {"method": 5}}}, "method = 5: must be a mapping of settings"),
+    ({"arms": {"a": {"local.lr.x": 1}}, "base": {"local": {"lr": 0.1}}}, "lr = 0.1: must be a mapping of settings"),
+    ({"arms": {"(..": "fedavg"}}, r"study.arms: '\(\.\.'"),
+    ({"cells": {"data.imbalance": []}}, r"study.cells: .*no cell; give each setting at least one value"),
+    ({"only": {"IF 10": []}}, "give at least one arm, and each once"),
+    ({"only": {"IF 10": ["prox", "prox"]}}, "give at least one arm, and each once"),
+    ({"measure": "matched", "at": "best"}, "study.at = best: matched is known after the last round only"),
+])
+def test_what_nobody_can_run_or_compare_is_one_line_before_anything_runs(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        define(SMALL | changes)
+
+
+def test_a_recipe_that_is_a_file_is_found_beside_the_study_from_anywhere(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "mine.yaml").write_text("federation: {rounds: 7}")
+    (tmp_path / "a" / "s.yaml").write_text("recipe: mine.yaml\narms: {fedavg: fedavg}\nseeds: 1")
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    study = Study.create(read_definition(Path("../a/s.yaml")), tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    assert Study.open(study.folder).planned[0].config.federation.rounds == 7

@@ -208,6 +208,23 @@ def test_an_arm_that_the_study_had_stays_with_its_settings_as_long_as_the_ground
     assert list(found.definition.arms) == ["fedavg", "prox"]
 
 
+def test_a_cell_that_the_study_had_stays_however_often_it_is_recorded(tmp_path):
+    _, record = kept(tmp_path, TINY | {"cells": {"data.imbalance": [1, 10]}})
+    one = define(TINY | {"cells": {"data.imbalance": [1]}})
+    for _ in range(2):
+        Study.create(one, tmp_path / "second", record).run(record_file=record)
+        assert {each.cell for each in Study.open(record).records} == {"IF 1", "IF 10"}
+        assert len(Study.open(record).records) == 8
+
+
+def test_what_the_folder_had_from_a_record_counts_as_long_as_it_is_what_is_planned(tmp_path):
+    _, record = kept(tmp_path)
+    Study.create(define(TINY), tmp_path / "second", record)
+    assert {each.state for each in Study.create(define(TINY), tmp_path / "second").records} == {"done"}
+    longer = TINY | {"base": TINY["base"] | {"federation": {"rounds": 2}}}
+    assert {each.state for each in Study.create(define(longer), tmp_path / "second").records} == {"missing"}
+
+
 def test_what_cannot_be_read_is_an_error_and_what_is_not_there_is_none(tmp_path):
     record = tmp_path / "tiny.json"
     assert take(record, define(TINY).runs(), mix_versions=False).records == {}

@@ -5,7 +5,7 @@ import os
 import pytest
 from made import write_run
 
-from raylt.studies.definition import define
+from raylt.studies.definition import define, read_definition
 from raylt.studies.listing import listing
 from raylt.studies.records import Record, failure_file, read_run
 
@@ -147,3 +147,25 @@ def test_a_study_of_somebody_else_is_listed_and_nothing_waits_or_is_followed(tmp
     assert read_run(theirs / "fedavg" / "seed-1").state == "damaged"
     (theirs / "fedavg" / "seed-0" / "summary.json").unlink()
     assert "precious" not in str(read_run(theirs / "fedavg" / "seed-0").problem)
+
+
+@pytest.mark.parametrize(("settings", "runs"), [
+    ("cells: {small: {data.imbalance: 5, data.alpha: 1.0}, large: {data.imbalance: 50, data.alpha: 0.1}}", 12),
+    ("cells: {data.imbalance: [5, 50], data.alpha: [0.1]}", 12), ("cells: [{data.imbalance: 5}]", 6),
+    ("cells: {data.imbalance: [5, 50]}\nonly: {IF 5: [fedavg]}", 9)])
+def test_listing_counts_the_runs_that_a_study_plans(tmp_path, settings, runs):
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "study.yaml").write_text(
+        f"name: study\narms: {{fedavg: fedavg, prox: fedprox}}\nseeds: 3\n{settings}")
+    assert len(read_definition(tmp_path / "study" / "study.yaml").runs()) == runs
+    assert [entry.progress for entry in listing(tmp_path)] == [f"0/{runs} runs"]
+
+
+def test_listing_counts_what_is_on_record(tmp_path):
+    write_run(tmp_path / "study" / "fedavg" / "seed-0", PLAN, [0.1, 0.3, 0.2])
+    (tmp_path / "study" / "study.yaml").write_text("arms: {fedavg: fedavg}\nseeds: 2")
+    places = [{"folder": f"fedavg/seed-{seed}"} for seed in (0, 1)]
+    (tmp_path / "study" / "recorded.json").write_text(json.dumps({"records": places}))
+    assert [(entry.state, entry.progress) for entry in listing(tmp_path)] == [("done", "2/2 runs")]
+    (tmp_path / "study" / "recorded.json").write_text("[")
+    assert [entry.progress for entry in listing(tmp_path)] == ["1/2 runs"]

@@ -7,7 +7,7 @@ from made import record
 from raylt.errors import ConfigError
 from raylt.studies import drawings
 from raylt.studies.definition import define
-from raylt.studies.report import LIMIT, render, write_report
+from raylt.studies.report import render, write_report
 from raylt.studies.study import Study
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -85,7 +85,19 @@ def test_a_large_study_stays_under_the_limit():
                                                  "seconds": [1.0] * 500}, "planned_steps": 500}
     text = render(study(arms=[f"arm {n}" for n in range(6)] + ["fedavg"], cells=[f"IF {n}" for n in range(8)], seeds=3,
                         **long))
-    assert len(text.encode()) < LIMIT
+    assert len(text.encode()) < 2 * 2**20       # a file that a mail takes
+
+
+def test_a_study_of_many_arms_clients_and_classes_too():
+    many = study(arms=[f"arm {n}" for n in range(11)] + ["fedavg"], cells=[f"IF {n}" for n in range(10)], seeds=1)
+    whole = {"names": [f"class {c}" for c in range(1000)], "groups": ["many"] * 1000,
+             "counts": [[1 + (k + c) % 7 for c in range(1000)] for k in range(300)]}
+    for each in many.records:
+        each.by_client["matched"] = [k / 300 for k in range(300)]
+    held = {each.cell: whole for each in many.records}
+    text = render(Study(many.definition, None, many.records, held))
+    assert len(text.encode()) < 2 * 2**20
+    assert "classes 0 to 99 together: " in text
 
 
 def test_nothing_finished_is_refused_and_a_file_that_cannot_be_written(tmp_path):
@@ -111,8 +123,8 @@ def test_seconds_are_drawn_as_seconds_and_have_a_standard_deviation():
 
 
 def test_thinned_keeps_both_ends():
-    assert drawings._thinned(5, 10) == [0, 1, 2, 3, 4]
-    kept = drawings._thinned(500, 80)
+    assert drawings.thinned(5, 10) == [0, 1, 2, 3, 4]
+    kept = drawings.thinned(500, 80)
     assert (kept[0], kept[-1], len(kept)) == (0, 499, 80)
 
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from raylt.studies.claims import Claim, judge
+from raylt.studies.claims import Claim, Sides, judge
 from raylt.studies.statistics import holm, improvement, mean_interval, over_cells, paired
 
 
@@ -82,7 +82,7 @@ def test_intervals_of_a_thousand_synthetic_studies_cover_the_truth_and_holm_keep
         hard, noise = rng.normal(0, 0.03, (2, 6)), rng.normal(0, 0.01, (3, 2, 6))
         values = {(arm, cell): dict(enumerate(effect + hard[c] + noise[a, c])) for a, (arm, effect) in
                   enumerate(effects.items()) for c, cell in enumerate(cells)}
-        judged = judge([(claim, values, values) for claim in claims], cells, 0.95)
+        judged = judge([Sides(claim, "last", values, values) for claim in claims], cells, 0.95)
         assert len(judged) == 8
         for each in judged:
             intervals += 1

@@ -13,13 +13,18 @@ import pytest
 from made import write_run
 
 import raylt
-from raylt.errors import CheckpointError
+from raylt.data.hashes import hash_data
+from raylt.data.task import build_task
+from raylt.errors import CheckpointError, FolderHeld
 from raylt.runs import provenance
-from raylt.studies import tables
+from raylt.runs.callbacks import Callback
+from raylt.runs.journal import Journal
+from raylt.studies import schedule, tables
 from raylt.studies.definition import define
 from raylt.studies.schedule import makespan
 from raylt.studies.single import of_runs
 from raylt.studies.study import Study
+from raylt.studies.worker import do
 
 TINY = {"name": "tiny", "base": {"data": {"clients": 3}, "federation": {"rounds": 1}, "local": {"epochs": 1}},
         "arms": {"fedavg": "fedavg", "prox": {"method": "fedprox"}}, "seeds": 1}
@@ -210,3 +215,36 @@ def test_a_study_from_python_is_taken_up_by_its_name(made):
     assert isinstance(again, raylt.Study)
     assert [record.state for record in again.records] == ["done", "done"]
     assert raylt.Run.open(again.folder / again.records[0].folder).state == "done"
+
+
+def test_a_run_that_another_process_makes_is_left_to_it(tmp_path):
+    folder, config = tmp_path / "run", define(TINY).runs()[0].config
+    folder.mkdir()
+    with Journal(folder):                               # it has its lock, and no config.yaml yet
+        (folder / "split.json").write_text("{}")
+        with pytest.raises(FolderHeld):
+            do(folder, config, "local", None, Callback())
+        with pytest.raises(FolderHeld):
+            raylt.run(config, out=tmp_path, name="run", fleet="local", quiet=True)
+    assert (folder / "split.json").exists()
+    do(folder, config, "local", None, Callback())       # left by a process that died
+    assert raylt.Run.open(folder).state == "done"
+
+
+def test_a_run_that_another_process_has_begun_is_no_failure(tmp_path, monkeypatch):
+    study, heard = Study.create(define(TINY), tmp_path), Heard()
+    plan = study.planned[0]
+    employ, held = schedule._Pool._employ, []
+
+    def begun_by_another_first(pool, number, log):
+        if not held:
+            task = build_task(plan.config.data)
+            held.append(Journal.create(study.folder / plan.folder, plan.config, task.split, hash_data(task)))
+        employ(pool, number, log)
+
+    monkeypatch.setattr(schedule._Pool, "_employ", begun_by_another_first)
+    assert study.run(heard, parallel=1) == []
+    with held[0]:
+        assert f"{plan.folder}: another process is at it" in heard.said
+        assert [record.state for record in study.records] == ["running", "done"]
+        assert not list(study.folder.rglob("*.failed"))

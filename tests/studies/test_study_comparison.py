@@ -255,3 +255,37 @@ def test_claim_names_the_model_of_either_side():
     assert found.left_out == ["claim a > b@own on matched: b has no matched@own"]
     with pytest.raises(ConfigError, match="names a model both of an arm and of the measure"):
         read_claim("a@own > b on matched@own", ["a", "b"], "matched")
+
+
+def test_a_claim_that_is_not_judged_in_a_cell_is_named_with_why():
+    rows = [record(arm, seed, 0.5, cell=cell) for arm in "ab" for cell in CELLS for seed in (0, 1)]
+    for each in rows:
+        if (each.arm, each.cell) == ("b", "IF 50"):
+            each.summary["groups"]["few"] = None
+    found = compare(rows, "a", [read_claim("a > b on few", ["a", "b"], "accuracy")])
+    assert [each.cell for each in found.claims] == ["IF 10"]
+    assert found.left_out == ["claim a > b on few in IF 50: b has no few"]
+    apart = compare([record("a", 0, 0.5), record("b", 1, 0.6)], "a", [read_claim("a > b", ["a", "b"], "accuracy")])
+    assert apart.claims == []
+    assert apart.left_out == ["claim a > b on accuracy: its arms have no seed in common"]
+
+
+def test_tables_say_what_claims_are_of_and_what_their_family_is():
+    claims = [read_claim(text, ["a", "b"], "accuracy") for text in ("b > a", "b > a on bytes_up")]
+    text = tables.of_comparison(compare(records(), "a", claims, at="best")).markdown()
+    assert "| b > a on accuracy | IF 10 | 6 |" in text
+    assert "| b > a on bytes_up, last round | IF 10 | 6 |" in text
+    assert "claims, of rounds chosen on the test set, one family of 2 with a p value; adjusted by Holm" in text
+    few = tables.of_comparison(compare([each for each in records() if each.seed < 3], "a", claims)).markdown()
+    assert "**claims; no p values under six seeds**" in few
+
+
+def test_the_table_over_cells_names_those_that_it_is_over():
+    rows = [record(arm, seed, 0.5, cell=cell) for arm in "ab" for cell in ("x", "y", "z") for seed in (0, 1, 2)]
+    assert compare(rows, "a").whole == ["x", "y", "z"]
+    one_less = compare(rows[:-1], "a")
+    assert one_less.whole == ["x", "y"]
+    assert "**over cells x; y (all arms have the same seeds there): " in tables.of_comparison(one_less).markdown()
+    none = compare([each for each in rows if (each.arm, each.cell) not in (("b", "x"), ("b", "y"))], "a")
+    text = tables.of_comparison(none).markdown()
+    assert "- over cells: no table, since all arms have the same seeds in fewer than two of them" in text

@@ -7,6 +7,7 @@ from made import record as finished
 from made import write_run
 
 from raylt.errors import CheckpointError, ConfigError
+from raylt.studies import study as study_module
 from raylt.studies import tables
 from raylt.studies.comparison import compare
 from raylt.studies.definition import define
@@ -21,14 +22,16 @@ TUNED = {"name": "tuned", "base": {"data": {"clients": 3}, "federation": {"round
          "seeds": 2, "tune": {"runs": 3, "searcher": "random"}}
 
 
-def outcome(base, tuning, **values):
-    return {"asked": asked(tuning, base), "values": values, "score": 0.5, "trials": 3, "client_steps": 90, "budget": 99}
+def outcome(definition, arm, cell="", **values):
+    bases = definition.bases()
+    wanted = asked(definition.tune, arm, bases[cell, arm], bases[cell, definition.compared_to])
+    return {"asked": wanted, "values": values, "score": 0.5, "trials": 3, "client_steps": 90, "budget": 99}
 
 
 def test_runs_have_what_their_arm_was_tuned_to_in_that_cell():
     definition = define(TUNED | {"cells": {"data.imbalance": [5, 10]}})
     first, second = definition.all_cells
-    tuning = {first: {"prox": outcome(definition.bases()[first, "prox"], definition.tune, **{"method.mu": 0.5,
+    tuning = {first: {"prox": outcome(definition, "prox", first, **{"method.mu": 0.5,
                                                                                              "local.lr": 0.3})}}
     by = {(p.cell, p.arm, p.seed): p.config for p in definition.runs(tuning)}
     assert [by[first, "prox", seed].method["mu"] for seed in (0, 1)] == [0.5, 0.5]
@@ -86,19 +89,42 @@ def test_ranges_of_other_methods_fields_and_given_fields_are_not_searched(tmp_pa
 def test_what_was_tuned_for_something_else_is_refused(tmp_path):
     definition = define(TUNED)
     bases = {key: base for key, base in definition.bases().items() if key[1] != "prox"}
-    done = {"": {arm: outcome(base, definition.tune) for (_, arm), base in bases.items()}}
+    done = {"": {arm: outcome(definition, arm) for _, arm in bases}}
     write_tuned(tmp_path, done)
     assert search_arms(bases, definition.tune, "fedavg", tmp_path, None, 1, "local", None) == done
     with pytest.raises(CheckpointError, match="was tuned with other settings"):
         search_arms(bases, Tuning(runs=9), "fedavg", tmp_path, None, 1, "local", None)
 
 
+def test_a_search_is_the_same_wherever_its_files_lie_and_whatever_other_arms_have():
+    def hashed(changes, arm="prox", **fields):
+        definition = define({**TUNED, **fields, "base": TUNED["base"] | changes})
+        return outcome(definition, arm)["asked"]
+
+    first = hashed({})
+    assert hashed({"resources": {"device": "cpu"}, "data": {"clients": 3, "root": "/elsewhere"}}) == first
+    assert hashed({}, tune=TUNED["tune"] | {"fields": {"prox 1": []}}) == first
+    assert hashed({}, tune=TUNED["tune"] | {"fields": {"prox": []}}) != first
+    assert hashed({}, tune=TUNED["tune"] | {"ranges": {"method.q": "uniform(0, 1)"}}) == first        # FedProx has none
+    assert hashed({}, tune=TUNED["tune"] | {"ranges": {"method.mu": "uniform(0, 1)"}}) != first
+    assert hashed({}, reference="prox 1") != first          # the budget is counted in its runs
+    assert hashed({"local": {"epochs": 2}}) != first
+
+
+def test_nothing_is_searched_while_a_run_is_of_another_version_of_the_code(tmp_path, monkeypatch):
+    study = Study.create(define(TUNED), tmp_path)
+    plan = study.planned[0]
+    write_run(study.folder / plan.folder, plan, [0.1, 0.5], code="f" * 64)
+    monkeypatch.setattr(study_module, "search_arms", pytest.fail)
+    with pytest.raises(CheckpointError, match="was made by another version of the code"):
+        study.run()
+
+
 def test_a_changed_file_is_refused_and_one_that_the_study_does_not_ask_for_is_not_used(tmp_path):
     definition = define(TUNED)
     folder = tmp_path / "tuned"
     folder.mkdir()
-    base = definition.bases()["", "prox"]
-    write_tuned(folder, {"": {"prox": outcome(base, definition.tune, **{"method.mu": 0.5})}})
+    write_tuned(folder, {"": {"prox": outcome(definition, "prox", **{"method.mu": 0.5})}})
     mu = {p.config.method["mu"] for p in Study.preview(definition, tmp_path).planned if p.arm == "prox"}
     assert mu == {0.5}
     without = define({key: value for key, value in TUNED.items() if key != "tune"})
@@ -113,7 +139,7 @@ def test_a_tuned_study_is_taken_up_from_its_record_where_it_asks_the_same(tmp_pa
     definition = define(TUNED)
     values = {"fedavg": {}, "prox": {"method.mu": 0.5}, "prox 1": {}}
     (tmp_path / "first" / "tuned").mkdir(parents=True)
-    write_tuned(tmp_path / "first" / "tuned", {"": {arm: outcome(definition.bases()["", arm], definition.tune, **each)
+    write_tuned(tmp_path / "first" / "tuned", {"": {arm: outcome(definition, arm, **each)
                                                     for arm, each in values.items()}})
     first, record = Study.preview(definition, tmp_path / "first"), tmp_path / "results" / "tuned.json"
     for plan in first.planned:
@@ -133,7 +159,7 @@ def test_recorded_runs_of_an_arm_that_was_tuned_with_another_budget_are_taken_of
     def done(tree, place):
         definition, heard = define(tree), []
         (tmp_path / place / "tuned").mkdir(parents=True)
-        write_tuned(tmp_path / place / "tuned", {"": {arm: outcome(definition.bases()["", arm], definition.tune)
+        write_tuned(tmp_path / place / "tuned", {"": {arm: outcome(definition, arm)
                                                       for arm in definition.arms}})
         study = Study.preview(definition, tmp_path / place)
         for plan in study.planned:
@@ -151,7 +177,7 @@ def test_recorded_runs_of_an_arm_that_was_tuned_with_another_budget_are_taken_of
 
 
 def test_tables_say_what_was_tuned():
-    line = describe("IF 10", "prox", outcome(define(TUNED).bases()["", "prox"], Tuning(runs=1), **{"method.mu": 0.5}))
+    line = describe("IF 10", "prox", outcome(define(TUNED), "prox", **{"method.mu": 0.5}))
     assert line == "prox in IF 10: method.mu 0.5 (3 trials, 90 of 99 client-steps, 50.00 % on validation samples)"
     comparison = compare([finished("a", 0, 0.5)], "a", tuned=[line])
     assert f"- {line}" in tables.of_comparison(comparison).markdown()

@@ -99,7 +99,21 @@ def test_runs_of_several_versions_of_the_code_are_counted():
     mine = [run(MUPFL, seed, 0.94 + seed / 1000) for seed in range(3)]
     for each in mine:
         each.made.update({"raylt": "1", "torch": "2", "device": "cpu", "codes": ["a" if each.seed else "b"]})
-    assert verdict(*mine).made == "raylt 1, torch 2, cpu, 2 versions of the code"
+    mixed, = verdicts(mine, [MUPFL], mix_versions=True)
+    assert (mixed.seeds, mixed.made) == (3, "raylt 1, torch 2, cpu, 2 versions of the code")
+
+
+def test_runs_of_several_versions_of_the_code_are_not_taken_together_unless_told():
+    mine, base = ([run(cell, seed, value + seed / 1000) for seed in range(4)] for cell, value in (
+        (MUPFL, 0.94), (FEDAVG, 0.82)))
+    for each in [*mine, *base]:
+        each.made["codes"] = ["new" if each.seed or each.arm == FEDAVG.arm else "old"]
+    base[3].made["codes"] = ["old"]
+    found = verdict(*mine, *base)
+    assert (found.seeds, found.difference.n) == (3, 2)      # three by the new code, of which two have a FedAvg by it
+    assert "left out, by another version of the code: 1 runs" in found.why
+    mixed, = verdicts([*mine, *base], [MUPFL], mix_versions=True)
+    assert (mixed.seeds, mixed.difference.n, mixed.why) == (4, 4, "")
 
 
 def test_full_runs_count_where_there_are_short_ones_too():
