@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from raylt.config import Config
 from raylt.core.evaluation import EvaluationSet
-from raylt.core.pixels import back_cross_entropy
+from raylt.core.pixels import back_cross_entropy, labelled_cross_entropy
 from raylt.data.samples import Augmentation, Batch, Samples
 from raylt.data.transforms import in_turn
 from raylt.errors import LateWrite
@@ -133,8 +133,9 @@ class Client:
             logits: [B, C], or [B, C, H, W].
             y: int64 [B], soft labels [B, C], or maps [B, H, W] with IGNORED.
         """
-        if self.config.local.unlabelled == "absent" and y.ndim == 3:
-            return back_cross_entropy(logits, y)
+        if y.ndim == 3:
+            known = self.config.local.unlabelled == "ignored"
+            return labelled_cross_entropy(logits, y) if known else back_cross_entropy(logits, y)
         return F.cross_entropy(logits, y)
 
     def steps(self, epochs: int | None = None, batch: int | None = None) -> int:

@@ -45,6 +45,19 @@ def pixel_features(z: Tensor, y: Tensor, per_class: int, generator: torch.Genera
     return torch.cat(chosen_z), torch.cat(chosen_y)
 
 
+def labelled_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy of the pixels that have a label; 0, without a gradient, of a batch in which none has.
+
+    Args:
+        logits: [B, C, H, W].
+        y: int64 [B, H, W] with IGNORED.
+
+    Returns:
+        The mean over the pixels that count, a scalar.
+    """
+    return F.cross_entropy(logits, y, ignore_index=IGNORED, reduction="sum") / (y != IGNORED).sum().clamp(min=1)
+
+
 def back_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     """Cross-entropy where a pixel without a label is of one of the classes that the batch's labels do not show.
 

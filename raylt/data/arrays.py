@@ -61,6 +61,9 @@ def _clients(path: Path, entries: dict[str, np.ndarray], y: dict[str, np.ndarray
         if key in entries and entries[key].shape != y[part].shape[:1]:
             raise DataError(f"{path}: {key} is {list(entries[key].shape)}; one id for each of the {len(y[part])} "
                             f"{part}{'ing' * (part == 'train')} images is expected")
+    for key, each in (("id_train", ids), ("id_test", test_ids)):
+        if each is not None and each.dtype.kind not in "iuU":
+            raise DataError(f"{path}: {key} is {each.dtype}; integers or strings are expected")
     if ids is None:
         if test_ids is not None or names is not None:
             raise DataError(f"{path}: has no id_train; id_test and client_names are of the ids that it records")
@@ -105,4 +108,6 @@ def _checked_labels(path: Path, key: str, y: np.ndarray, images: tuple[int, ...]
     if found.size and (found.min() < 0 or found.max() >= classes):
         raise DataError(f"{path}: {key} holds labels from {found.min()} to {found.max()}; class_names has {classes} "
                         f"names, so 0 to {classes - 1} is expected" + f", or {VOID} for none" * maps)
+    if maps and not found.size:
+        raise DataError(f"{path}: {key} has no labelled pixel, all are {VOID}; give maps with labels")
     return y if maps else y.astype(np.int64)

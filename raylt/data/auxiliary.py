@@ -12,17 +12,17 @@ from raylt.seeds import seed_for
 
 
 def auxiliary_rows(source: Source, clients: Sequence[np.ndarray], newcomers: Collection[int],
-                   held: np.ndarray | None, config: DataConfig) -> np.ndarray:
+                   held: Sequence[np.ndarray], config: DataConfig) -> np.ndarray:
     """Rows of the training set for the server, `config.auxiliary` of each class, seeded by `config.seed`.
 
     Images that nobody holds come first: those that the long tail left out. The largest class has none of these, so
     where they are too few, copies of clients' images fill up. A class that has fewer in all gives what it has.
-    Images of clients that join later, or for validation, are never taken; nobody loses what is taken here.
+    Images of clients that join later, for validation or for tests are never taken; nobody loses what is taken here.
 
     Args:
         clients: of each client, rows of the training set.
         newcomers: the places of those that take no part in training.
-        held: rows of the validation set, or None.
+        held: rows that nobody trains on: of the validation set, and of each client's test part that was split off.
 
     Returns:
         int64, ascending.
@@ -37,7 +37,7 @@ def auxiliary_rows(source: Source, clients: Sequence[np.ndarray], newcomers: Col
     free = np.ones(len(labels), dtype=bool)
     free[np.concatenate(list(clients))] = False
     usable = np.ones(len(labels), dtype=bool)
-    for rows in [*(clients[k] for k in newcomers), *([] if held is None else [held])]:
+    for rows in [*(clients[k] for k in newcomers), *held]:
         free[rows] = usable[rows] = False
     rng, taken = np.random.default_rng(seed_for(config.seed, "auxiliary")), []
     for c in np.unique(labels):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from raylt.config import BENCHMARKS, DataConfig
-from raylt.data.cache import load
+from raylt.data.cache import Stored, load
 from raylt.data.index_lists import IndexLists
 from raylt.data.longtail import long_tail_subset
 from raylt.data.maps import class_counts, shown
@@ -45,6 +45,13 @@ def draw(source: Source, config: DataConfig) -> Split:
                  source.client_names if config.partition == "by_id" else None,
                  None if config.tail == "global" else config.tail,
                  config.per_client if config.partition in ("pathological", "shards") else None)
+
+
+def check_judged(name: str, y_test: Stored, classes: int) -> None:
+    """Raises a DataError where no test sample has a label, so that nothing could be judged."""
+    if not class_counts(y_test, classes).any():
+        raise DataError(f"data.source = {name}: no test image has a label, so nothing could be judged; give test "
+                        "images, or clients two images of a class at least, of which one is held out")
 
 
 def notes(source: Source, split: Split, y_test: np.ndarray, own: IndexLists | None) -> list[str]:

@@ -43,10 +43,18 @@ def open_hub(config: DataConfig) -> Source:
     count = sum(map(len, chosen))
     x, rows, damaged = decode_all(path, count, content, how, {"of": name, "images": count, "size": how.size})
     names = getattr(chosen[0].features[label], "names", None)
-    classes = [names[c] if names else str(c) for part in chosen for c in part[label]]
+    classes = [class_of(c, names, name) for part in chosen for c in part[label]]
     clients = None if config.client_column is None else [str(k) for part in chosen for k in part[config.client_column]]
     known = Known(classes, clients, len(chosen[0]), len(chosen) > 1, names)
     return assemble(name, x, rows, known, damaged)
+
+
+def class_of(label: Any, names: list[str] | None, source: str) -> str:
+    """The name of a label; the library writes -1 where there is none, as of a hidden test part."""
+    if label is None or (names and not 0 <= label < len(names)):
+        raise DataError(f"data.source = {source}: an image has the label {label}, which is none of its "
+                        f"{len(names or ())} classes; leave out images without a label, or a part that has none")
+    return names[label] if names else str(label)
 
 
 def _load(config: DataConfig) -> dict[str, Any]:

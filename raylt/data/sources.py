@@ -47,7 +47,7 @@ def open_source(config: DataConfig) -> Source:
         case "cifar10" | "cifar100" | "fashion_mnist", False:
             return _torchvision(kind, root, config.download)
         case "cinic10", False:
-            return _cinic10(root / "cinic10", root / "cache")
+            return _cinic10(root / "cinic10", config, root / "cache")
         case "imagenet_lt", False:
             return _imagenet_lt(root / "imagenet_lt", config)
         case "shapes", False:
@@ -121,11 +121,11 @@ def _torchvision(name: str, root: Path, download: bool) -> Source:
     return Source(name, x_train, y_train, x_test, y_test, tuple(train.classes), *PUBLISHED[name])
 
 
-def _cinic10(folder: Path, cache: Path) -> Source:
+def _cinic10(folder: Path, config: DataConfig, cache: Path) -> Source:
     parts = read_parts(folder)
     if parts.test is None or parts.train.clients is not None:
         raise DataError(f"{folder}: holds no cinic10; its images are expected at train/<class>/ and test/<class>/")
-    return open_parts("cinic10", parts, How(32), cache)
+    return open_parts("cinic10", parts, How(32, fit=config.fit), cache)
 
 
 def _imagenet_lt(folder: Path, config: DataConfig) -> Source:
@@ -139,7 +139,7 @@ def _imagenet_lt(folder: Path, config: DataConfig) -> Source:
         raise DataError(f"{folder}: the labels of ImageNet_LT_train.txt must be 0..C-1 and cover those of "
                         "ImageNet_LT_test.txt; use the published lists")
     cache = Path(config.root).expanduser() / "cache"
-    x_train, x_test = (decode_tree(f"imagenet_lt-{part}", folder, files, How(config.size), cache)[0]
+    x_train, x_test = (decode_tree(f"imagenet_lt-{part}", folder, files, How(config.size, fit=config.fit), cache)[0]
                        for part, files in (("train", train), ("test", test)))
     return Source("imagenet_lt", x_train, y_train, x_test, y_test, tuple(names[c] for c in range(classes)),
                   *PUBLISHED["imagenet_lt"])

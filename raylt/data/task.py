@@ -212,13 +212,13 @@ def build_task(config: DataConfig, split: Split | None = None) -> Task:
     def shard(rows: np.ndarray) -> Shard:
         return Shard(take(source.x_train, rows), take(source.y_train, rows), rows)
 
-    kept, held = split.clients, None
-    if config.validation:
-        kept, held = carve(split.clients, source.strata, config.validation, config.seed)
+    kept, held = (carve(split.clients, source.strata, config.validation, config.seed) if config.validation else
+                  (split.clients, None))
     rows = kept if isinstance(kept, IndexLists) else IndexLists.of(kept)
     shards = Holdings(shard(rows.flat), rows.ends, None if views is None else list(views))
     late = draw_newcomers(kept, config)
-    extra = shard(auxiliary_rows(source, kept, late, held, config)) if config.auxiliary else None
+    judged = [rows for rows in (held, *(split.test or ())) if rows is not None]
+    extra = shard(auxiliary_rows(source, kept, late, judged, config)) if config.auxiliary else None
     client_counts = _counts(shards, len(names))
     mean, std, test = source.mean, source.std, Shard(source.x_test, source.y_test)
     if split.test is not None:

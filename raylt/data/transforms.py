@@ -66,6 +66,12 @@ def in_turn(steps: Sequence[Augmentation | None]) -> Augmentation | None:
     return None if not given else given[0] if len(given) == 1 else InTurn(given)
 
 
+def takes_photographs(augmentation: Augmentation | None) -> bool:
+    """Whether it is for grey images and those of three colours alone, as torchvision's are."""
+    steps = augmentation.steps if isinstance(augmentation, InTurn) else (augmentation,)
+    return any(isinstance(step, EachImage) for step in steps)
+
+
 def moves_pixels(augmentation: Augmentation | None) -> bool:
     """Whether it moves pixels and leaves label maps where they were."""
     steps = augmentation.steps if isinstance(augmentation, InTurn) else (augmentation,)

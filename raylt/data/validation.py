@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from raylt.data.index_lists import IndexLists, grouped
+from raylt.errors import DataError
 from raylt.seeds import seed_for
 
 Rows = Sequence[np.ndarray]
@@ -26,6 +27,9 @@ def carve(clients: Rows, labels: np.ndarray, share: float, seed: int) -> tuple[I
 
     Returns:
         The rows that each client keeps and the rows taken, all ascending.
+
+    Raises:
+        DataError: none can be taken.
     """
     rows = np.concatenate(list(clients))
     owner = np.repeat(np.arange(len(clients)), [len(its) for its in clients])
@@ -40,6 +44,9 @@ def carve(clients: Rows, labels: np.ndarray, share: float, seed: int) -> tuple[I
                 taken[place] = True
                 left[owner[place]] -= 1
                 wanted -= 1
+    if not taken.any():
+        raise DataError(f"data.validation = {share:g}: no client can give a sample and keep one of the class; set "
+                        "data.validation=0, or give more samples")
     kept = IndexLists(rows[~taken], np.cumsum(np.bincount(owner[~taken], minlength=len(clients))))
     return kept, np.sort(rows[taken])
 

@@ -58,11 +58,12 @@ def foreign(name: str, classes: int, shape: tuple[int, int, int], weights: str |
 
 
 def _torchvision(name: str, inner: str, shape: tuple[int, int, int], weights: str | None) -> tuple[nn.Module, int]:
+    import torchvision.models
     from torchvision.models import get_model, get_model_weights, list_models
 
-    if inner not in list_models():
-        raise ConfigError(f"model = {name}: torchvision has no model {inner!r}; torchvision.models.list_models() has "
-                          "those that there are")
+    if inner not in list_models(module=torchvision.models):
+        raise ConfigError(f"model = {name}: torchvision has no classifier {inner!r}; "
+                          "torchvision.models.list_models(module=torchvision.models) has those that there are")
     extra = {"aux_logits": False, "init_weights": True} if inner in ("googlenet", "inception_v3") else {}
     body = get_model(inner, weights=None, **extra)
     layers = {path: layer for path, layer in body.named_modules() if isinstance(layer, nn.Linear)}

@@ -93,7 +93,8 @@ class _Attacker:
         self.unseen = None if outside is None else outside_images(experiment, None)     # decoders saw none of these
         classes = range(experiment.task.classes)
         whole = self.outside.x.mean(0)
-        self.averages = torch.stack([whole if own is None else own.x[own.y == c].mean(0) for c in classes])
+        self.averages = torch.stack([own.x[own.y == c].mean(0) if own is not None and (own.y == c).any() else whole
+                                     for c in classes])
 
     def features(self) -> list[Finding]:
         """Of single images, as methods that share features send them (of those here `oracle`)."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +13,7 @@ from raylt.core.experiment import Experiment
 from raylt.core.method import Method
 from raylt.core.noise import Noise
 from raylt.core.reductions import total
-from raylt.data.cache import load as load_images
+from raylt.data.cache import take
 from raylt.data.samples import Samples
 from raylt.data.sources import open_source
 from raylt.data.task import Shard
@@ -111,11 +112,16 @@ def outside_images(experiment: Experiment, source: str | None, most: int = 5000)
     task = experiment.task
     if source is None:
         return look(experiment, task.test, -1)
-    other = open_source(DataConfig(source=source, root=experiment.config.data.root))
+    data = experiment.config.data
+    same = {"size": task.shape[0], "channels": task.shape[2]} if task.shape[2] in (1, 3) else {}
+    plain = DataConfig(source=source, root=data.root, fit=data.fit, bad=data.bad)
+    other = open_source(plain.model_copy(update=same))
     if other.kind != "classification" or tuple(other.x_train.shape[1:]) != tuple(task.shape):
         raise ConfigError(f"--outside {source}: has images of the shape {list(other.x_train.shape[1:])}, the run's are "
                           f"{list(task.shape)}; take a source of that shape")
-    return look(experiment, Shard(load_images(other.x_train)[:most], load_images(other.y_train)[:most]), -1)
+    every = len(other.y_train)              # of any order: the first of a folder may be of one class
+    rows = np.sort(np.random.default_rng(experiment.config.seed).permutation(every)[:most])
+    return look(experiment, Shard(take(other.x_train, rows), take(other.y_train, rows)), -1)
 
 
 def uploaded_sums(config: Config, images: Images, classes: int) -> Iterator[tuple[int, Tree]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from raylt.config import Config, apply, assign, check, override, read
 from raylt.core.method import Method
+from raylt.data.drawing import check_judged
 from raylt.data.hashes import hash_data
 from raylt.data.outline import outline_of
 from raylt.data.task import build_task, complete
@@ -56,6 +57,7 @@ def run(what: "str | Path | Config | Method", /, out: Path | str = "runs", name:
     config = config.model_copy(update={"data": complete(config.data, task.split)})
     setup = resolve(config)
     setup.check(task.facts)
+    check_judged(task.name, task.test.y, task.classes)
     source = Path(task.name.partition(":")[2] or task.name).stem        # of folder:PATH and npz:PATH, the last name
     name = name or f"{method.name}-{source}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
     journal = Journal.create(Path(out) / name, config, task.split, hash_data(task), origins(config),

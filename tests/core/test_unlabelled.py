@@ -8,7 +8,7 @@ import torch
 from tiny import configure, make_scenes, make_setup, open_client, pixels
 from torch.nn import functional as F
 
-from raylt.core.pixels import back_cross_entropy
+from raylt.core.pixels import back_cross_entropy, labelled_cross_entropy
 from raylt.data.maps import class_views
 from raylt.data.samples import IGNORED
 from raylt.errors import ConfigError
@@ -83,3 +83,14 @@ def test_classifiers_are_tuned_on_classes_as_clients_see_them_or_on_the_classes(
     tune(client, torch.randn(4, 2, 16, generator=torch.Generator().manual_seed(0)), torch.ones(4, dtype=torch.bool), 1)
     assert sum(seen) == 8
     assert (client.samples.view is None) == (erased == "unlabelled")
+
+
+def test_a_batch_without_any_label_teaches_nothing():
+    logits = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    y = torch.full((2, 4, 4), IGNORED)
+    loss = labelled_cross_entropy(logits, y)
+    loss.backward()
+    assert loss.item() == 0
+    assert not logits.grad.any()
+    y[0, 1, 2] = 2
+    assert torch.equal(labelled_cross_entropy(logits, y), F.cross_entropy(logits, y))       # to the bit

@@ -1,5 +1,8 @@
+import itertools
+
 import numpy as np
 import pytest
+from PIL import Image
 
 from raylt.config import DataConfig
 from raylt.data.cache import load
@@ -60,3 +63,16 @@ def test_they_are_part_of_what_a_run_saw(task):
 def test_label_maps_are_refused():
     with pytest.raises(DataError, match=r"data\.auxiliary = 5: an image of shapes shows many classes"):
         build_task(DataConfig(source="shapes", partition="iid", clients=3, imbalance=1, auxiliary=5))
+
+
+def test_they_are_never_of_a_test_part_that_was_split_off(tmp_path):
+    for shop, place in itertools.product(("a", "b"), range(2)):
+        folder = tmp_path / "shops" / shop / f"class {place}"
+        folder.mkdir(parents=True)
+        for number in range(6):
+            Image.new("L", (8, 8), 100 * place + number).save(folder / f"{number}.png")
+    shops = DataConfig(source=f"folder:{tmp_path / 'shops'}", root=str(tmp_path), size=8, test=0.5)
+    task = build_task(shops.model_copy(update={"auxiliary": 3}))
+    assert len(task.auxiliary.ids) == 6
+    assert np.isin(task.auxiliary.ids, np.concatenate([shard.ids for shard in task.shards])).all()
+    assert not np.isin(task.auxiliary.ids, np.concatenate(task.split.test)).any()

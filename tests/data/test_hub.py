@@ -8,6 +8,7 @@ from PIL import Image
 
 from raylt.config import DataConfig
 from raylt.data.cache import load
+from raylt.data.hub import class_of
 from raylt.data.sources import open_source
 from raylt.data.task import build_task
 from raylt.errors import ConfigError, DataError
@@ -99,3 +100,11 @@ def test_a_folder_that_is_no_saved_data_set_is_refused_in_one_line(tmp_path):
     with pytest.raises(DataError, match=f"hf:{tmp_path}: cannot be loaded") as caught:
         open_source(DataConfig(source=f"hf:{tmp_path}"))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("label", [-1, 3, None])
+def test_an_image_without_a_label_is_of_no_class(label):
+    assert class_of(2, ["shoe", "bag", "hat"], "hf:x") == "hat"
+    assert class_of(-1, None, "hf:x") == "-1"               # a plain number
+    with pytest.raises(DataError, match=f"hf:x: an image has the label {label}, which is none of its 3 classes"):
+        class_of(label, ["shoe", "bag", "hat"], "hf:x")

@@ -269,3 +269,10 @@ def test_group_thresholds_are_the_literature_s_unless_configured():
     assert group_thresholds(DataConfig(groups=(3, 4))) == (3, 4)
     with pytest.raises(ConfigError, match=r"data\.groups = \[9, 4\]"):
         group_thresholds(DataConfig(groups=(9, 4)))
+
+
+def test_imagenet_lt_is_fitted_as_the_settings_say(imagenet_lt):
+    cropped, padded = (load(open_source(imagenet_lt.model_copy(update={"fit": fit})).x_train)[0, :, :, 1]
+                       for fit in ("crop", "pad"))
+    assert (cropped == 100).all()
+    assert (padded == 0).any()                  # of 12 by 10 pixels: below a wide image there is nothing

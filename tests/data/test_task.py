@@ -3,16 +3,20 @@ import json
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from PIL import Image
+from tiny import configure, make_setup
 
+import raylt
 from raylt.config import DataConfig
 from raylt.data.cache import load
 from raylt.data.sources import open_source
 from raylt.data.split import Split
 from raylt.data.task import build_task
-from raylt.errors import DataError
+from raylt.errors import ConfigError, DataError
 
 CONFIG = DataConfig(clients=10, alpha=0.3)
 
@@ -200,3 +204,19 @@ def test_without_data_sizes_and_views_alone_are_left(tiny_scenes):
     assert (bare.views == tiny_scenes.views).all()
     assert sum(shard.x.nbytes + shard.y.nbytes for shard in bare.shards) == 0
     assert bare.client_counts is tiny_scenes.client_counts
+
+
+def test_a_run_that_nothing_could_be_judged_by_does_not_begin(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / "single" / "shop" / name).mkdir(parents=True)
+        Image.new("L", (8, 8), 50).save(tmp_path / "single" / "shop" / name / "0.png")
+    with pytest.raises(DataError, match="no test image has a label, so nothing could be judged"):
+        raylt.run("fedavg", out=tmp_path / "out", fleet="local", quiet=True,
+                  data={"source": f"folder:{tmp_path / 'single'}", "root": str(tmp_path), "size": 8})
+    assert not (tmp_path / "out").exists()
+
+
+def test_torchvisions_transforms_are_refused_for_channels_that_they_do_not_take():
+    facts = replace(build_task(DataConfig(clients=2)).facts, shape=(8, 8, 4))
+    with pytest.raises(ConfigError, match="augment = color_jitter: is for images of one channel or three"):
+        make_setup(configure(augment="color_jitter")).check(facts)

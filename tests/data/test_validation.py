@@ -4,6 +4,7 @@ import pytest
 from raylt.config import DataConfig
 from raylt.data.task import build_task
 from raylt.data.validation import carve
+from raylt.errors import DataError
 
 DIGITS = DataConfig(validation=0.2, clients=6)
 
@@ -33,10 +34,12 @@ def test_carve_is_a_function_of_its_seed():
 
 
 def test_carve_never_takes_the_last_sample_of_a_client():
-    labels, parts = np.zeros(4, dtype=int), [np.array([k]) for k in range(4)]
+    labels, parts = np.zeros(5, dtype=int), [*(np.array([k]) for k in range(3)), np.array([3, 4])]
     kept, held = carve(parts, labels, 0.5, 0)
     assert [len(its) for its in kept] == [1, 1, 1, 1]
-    assert len(held) == 0
+    assert held.tolist() in ([3], [4])
+    with pytest.raises(DataError, match="no client can give a sample"):
+        carve(parts[:3], labels, 0.5, 0)
 
 
 def test_validation_comes_from_the_training_samples_and_leaves_the_rest_of_a_task_as_it_is():
