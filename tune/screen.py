@@ -17,7 +17,7 @@ class Screen(Watcher):
     """Shows a search on standard error as it goes: a bar on a terminal, a line per trial."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._bar = Progress(TextColumn("trials"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[best]}"),
                              TimeElapsedColumn(), console=self._console, disable=not self._console.is_terminal)
         self._plan: Plan

@@ -55,10 +55,10 @@ def attack(run_folder: RunFolder,
     out.print(table)
     out.print("control and average: the SSIM of a decoder trained on shuffled pairs (of updates: another's update), "
               f"and of the class's mean outside image. {LIMITS}", soft_wrap=True)
-    out.print(f"Not attacked of what {run.method.name} uploads: {', '.join(left)}.", soft_wrap=True, markup=False)
+    out.print(f"Not attacked of what {run.method.name} uploads: {', '.join(left)}.", soft_wrap=True)
     for file in pictures:
         if file:
-            out.print(file, soft_wrap=True, markup=False)
+            out.print(file, soft_wrap=True)
 
 
 def _plain(finding: Any, file: str | None) -> dict[str, Any]:

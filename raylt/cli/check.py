@@ -27,7 +27,7 @@ def check(what: Annotated[str, typer.Argument(metavar="FILE | METHOD", help="A P
         for result in run_checks(method):
             results.append(result)
             if err.is_terminal:
-                err.print(f"{result.case}: {result.what}", soft_wrap=True, markup=False)
+                err.print(f"{result.case}: {result.what}", soft_wrap=True)
     short = [result for result in results if result.fault is not None]
     if format is Format.json:
         print_json([{"case": r.case, "what": r.what, "fault": r.fault} for r in results])

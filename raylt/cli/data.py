@@ -46,7 +46,7 @@ def data(settings: Settings = None,
         return
     from raylt.runs.summary import split_table
     for note in task.notes:
-        err.print(note, soft_wrap=True, markup=False)
+        err.print(note, soft_wrap=True)
     out.print(f"split {task.split.sha256}", soft_wrap=True)
     out.print(split_table(task, out.width))
     unit = {"classification": "samples", "segmentation": "pixels"}[task.kind]
@@ -67,19 +67,18 @@ def _show_caches(root: Path, cleared: str | None, format: Format) -> None:
         out.print(_table(known))
     what = "removed from" if cleared is not None else "in"
     out.print(f"{len(known)} caches, {size(sum(cache.size for cache in known))}, {what} {root / 'cache'}",
-              soft_wrap=True, markup=False)
+              soft_wrap=True)
 
 
 def _table(known: "list[Cache]") -> object:
     from rich import box
-    from rich.markup import escape
     from rich.table import Table
 
     from raylt.runs.summary import size
     table = Table("cache", "of", "images", "side", "on disk", "written", box=box.SIMPLE_HEAD,
                   padding=(0, 1, 0, 0), show_edge=False)
     for cache in known:
-        table.add_row(escape(cache.name), escape(cache.of), str(cache.images or "-"), str(cache.side or "-"),
+        table.add_row(cache.name, cache.of, str(cache.images or "-"), str(cache.side or "-"),
                       size(cache.size), cache.made)
     for column in table.columns:
         column.no_wrap = True               # a name is to be copied whole

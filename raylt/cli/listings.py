@@ -53,7 +53,7 @@ def settings(format: FormatOption = Format.table) -> None:
     table.columns[0].no_wrap = True
     for key, entry in listing.items():
         default = "must be named" if key == "method" else _yaml(entry["default"])
-        table.add_row(key, default, entry["allowed"].replace("[", "\\["), entry["what"])
+        table.add_row(key, default, entry["allowed"], entry["what"])
     out.print(table)
 
 

@@ -87,7 +87,7 @@ def main() -> None:
     except ClickException as error:
         if message := error.format_message():           # none where the help was printed
             reason = message.replace("Value error, ", "").rstrip(".")
-            err.print(f"error: {reason}; raylt --help shows what there is", soft_wrap=True, markup=False)
+            err.print(f"error: {reason}; raylt --help shows what there is", soft_wrap=True)
         code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         code = 130
@@ -96,7 +96,7 @@ def main() -> None:
             raise
         known = isinstance(error, RayltError)
         err.print(f"error: {error}" if known else f"error: {one_line(error)}; --debug shows the traceback",
-                  soft_wrap=True, markup=False)
+                  soft_wrap=True)
         code = error.exit_code if isinstance(error, RayltError) else 1
     if code == 130:                                     # typer makes Ctrl-C an exit
         err.print("stopped; to go on: raylt resume RUN, raylt tune --resume SEARCH, or the same raylt study",

@@ -12,6 +12,7 @@ from typing import Any
 from rich import box
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from raylt import store
 from raylt.contract.costs import Call, measure
@@ -127,12 +128,12 @@ def one(name: str, entry: Entry) -> Group:
     fields = Table("field", "default", "range", "what", **plain)
     fields.columns[0].no_wrap = True
     for field, info in entry["fields"].items():
-        fields.add_row(field, str(info["default"]), info["range"].replace("[", "\\["),
-                       _what(info).replace("[", "\\["))
-    head = f"[bold]{name}[/bold]  {entry['paper']}; {entry['group']}; {' and '.join(entry['problems'])}"
+        fields.add_row(field, str(info["default"]), info["range"], _what(info))
+    about = f"  {entry['paper']}; {entry['group']}; {' and '.join(entry['problems'])}"
+    head = Text.assemble((name, "bold"), about)
     privileged = [f"privileged: {entry['privileged']}"] if entry["privileged"] else []
     return Group(head, *privileged, *([entry["link"]] if entry["link"] else []), "",
-                 entry["notes"].replace("[", "\\["), "", calls, *(["", fields] if entry["fields"] else []))
+                 entry["notes"], "", calls, *(["", fields] if entry["fields"] else []))
 
 
 def write(page: Path, listing: Mapping[str, Entry]) -> None:

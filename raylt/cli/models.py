@@ -66,9 +66,9 @@ def evaluate(model: RunOrFile,
                        bad)
     figures = evaluation.to_json()
     for note in evaluation.notes:
-        err.print(note, markup=False)
+        err.print(note)
     if evaluation.left_out:
-        err.print(f"left out: {told_of(evaluation.left_out)}", markup=False)
+        err.print(f"left out: {told_of(evaluation.left_out)}")
     if format is Format.json:
         print_json(figures)
         return

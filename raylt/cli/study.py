@@ -128,7 +128,8 @@ def follow(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The f
         raise ConfigError(f"{run_folder}: not a run folder that can be read ({record.problem or 'no config.yaml'}); "
                           "raylt ls shows what there is")
     shown = 0
-    with Progress(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[what]}"), console=err,
+    what = TextColumn("{task.fields[what]}", markup=False)
+    with Progress(TextColumn("{task.description}"), BarColumn(), what, console=err,
                   disable=not err.is_terminal) as bar:
         task = bar.add_task("round", total=record.planned_steps, what="")
         while True:
@@ -167,8 +168,8 @@ class Screen:
     """Shows a study as it goes: one bar with the time left on a terminal, a line per run elsewhere."""
 
     def __init__(self) -> None:
-        self._bar = Progress(TextColumn("runs"), BarColumn(), TextColumn("{task.fields[what]}"), console=err,
-                             disable=not err.is_terminal)
+        what = TextColumn("{task.fields[what]}", markup=False)
+        self._bar = Progress(TextColumn("runs"), BarColumn(), what, console=err, disable=not err.is_terminal)
         self._task = self._bar.add_task("", total=1.0, what="starting")
 
     def __enter__(self) -> "Screen":
@@ -179,7 +180,7 @@ class Screen:
         self._bar.stop()
 
     def says(self, text: str) -> None:
-        err.print(text, soft_wrap=True, markup=False)
+        err.print(text, soft_wrap=True)
 
     def progress(self, done: int, total: int, running: Sequence[str], share: float, left_s: float | None) -> None:
         left = "" if left_s is None else f"  ETA {duration(left_s)}"

@@ -17,7 +17,7 @@ def verify(run_folder: RunFolder,
     from raylt.runs import verify as verifying
     if repair:
         for line in verifying.repair(run_folder):
-            err.print(line, soft_wrap=True, markup=False)
+            err.print(line, soft_wrap=True)
     findings = verifying.verify(run_folder)
     if format is Format.json:
         print_json([vars(finding) for finding in findings])

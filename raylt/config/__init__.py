@@ -4,7 +4,7 @@
 from raylt.config.comparing import completed, differences, followed, settled
 from raylt.config.data import BENCHMARKS, DataConfig
 from raylt.config.keywords import apply
-from raylt.config.reading import assign, check, load, load_data, override, read
+from raylt.config.reading import assign, check, load, load_data, overlay, override, read
 from raylt.config.recipes import DEMO, recipe, recipes
 from raylt.config.section import Section, setting
 from raylt.config.sections import (
@@ -21,5 +21,5 @@ from raylt.config.sections import (
 
 __all__ = ["BENCHMARKS", "DEMO", "Config", "DataConfig", "EvaluationConfig", "FederationConfig", "LocalConfig",
            "OutputConfig", "PrivacyConfig", "ResourcesConfig", "Section", "allowed", "apply", "assign", "check",
-           "completed", "differences", "followed", "load", "load_data", "override", "read", "recipe", "recipes",
-           "setting", "settings", "settled"]
+           "completed", "differences", "followed", "load", "load_data", "overlay", "override", "read", "recipe",
+           "recipes", "setting", "settings", "settled"]

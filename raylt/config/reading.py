@@ -4,7 +4,7 @@ import difflib
 import textwrap
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,6 +50,18 @@ def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
         _set(tree, text)
 
 
+def overlay(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """The same by a mapping of keys to values; that of a section changes the settings in it that it names."""
+    leaves: dict[str, Any] = {}
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and not (key == "method" and "name" in value):
+            leaves |= {f"{key}.{inner}": each for inner, each in value.items()}
+        else:
+            leaves["method" if key == "method.name" else key] = dict(value) if isinstance(value, Mapping) else value
+    for key in sorted(leaves, key=lambda key: key != "method"):
+        assign(tree, key, leaves[key])
+
+
 def _read_file(path: Path | str) -> dict[str, Any]:
     of_recipe = str(path).startswith("recipe:")
     path = recipe(str(path).removeprefix("recipe:")) if of_recipe else Path(path)
@@ -81,7 +93,8 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
             raise ConfigError(f"{whole}: {name} is {below!r}, which has no fields")
         tree = below
     if key == "method" and isinstance(value, str):          # another method: the fields of the one before do not apply
-        value = {"name": value}
+        before = tree.get("method")
+        value = before if isinstance(before, dict) and before.get("name") == value else {"name": value}
     tree[last] = value
 
 

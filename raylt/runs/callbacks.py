@@ -79,5 +79,12 @@ class Callbacks(Callback):
             callback.on_picture(picture)
 
     def on_end(self, summary: dict[str, Any] | None) -> None:
+        """All of them are told, whatever one raises; the first error is raised then."""
+        errors = []
         for callback in self._callbacks:
-            callback.on_end(summary)
+            try:
+                callback.on_end(summary)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]

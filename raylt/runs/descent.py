@@ -51,10 +51,10 @@ def descend(run: Run, config: Config, setup: Setup, folder: Path, stage: str, sa
     try:
         confusions.copy(run.folder, folder, [report["step"] for report in reports if report.get("confusion")])
         judge_again(reports[-1])
-        journal.adopt(reports, saved, config.output.keep)
         provenance.copy(run.folder, folder)
+        journal.adopt(reports, saved, config)
         carry_out(setup, run.task, journal, fleet, address, Callbacks([*screen, *callbacks]))
     except ConfigError:
-        journal.discard()
+        journal.discard(adopted=len(reports))
         raise
     return Run(folder)

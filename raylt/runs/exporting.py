@@ -3,7 +3,7 @@
 import platform
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -105,22 +105,28 @@ def _about(run: Run, clients: list[ClientEntry] | None) -> About:
         input=Input(height=height, width=width, channels=channels, mean=list(facts.mean),
                              std=list(facts.std), fit=config.data.fit),
         model=config.model, method=config.method, batch=config.evaluation.batch, source=facts.name,
-        rounds=len([report for report in run.reports if report["phase"] == "round"]), run=run.sha256,
+        rounds=len([report for report in _reports(run) if report["phase"] == "round"]), run=run.sha256,
         split_sha256=run.split.sha256, figures=_figures(run), versions=_versions(),
         guests=[guest for guest in run.origins if guest["kind"] in ("method", "model")], clients=clients)
 
 
+def _reports(run: Run) -> list[dict[str, Any]]:
+    """Of the steps up to the model that is exported: of a run that stopped, that of its last checkpoint."""
+    saved = None if run.state == "done" else run.checkpoint()
+    return run.reports if saved is None else run.reports[:saved.facts["step"]]
+
+
 def _figures(run: Run) -> dict[str, float | None]:
-    """Those of the last evaluation: of everybody, and the means over clients."""
-    judged = next((report for report in reversed(run.reports) if report["accuracy"] is not None), None)
-    if judged is None:
+    """What this model was judged to be, of everybody, and the means over clients; nothing where it was not judged."""
+    judged = _reports(run)[-1]
+    if judged["accuracy"] is None:
         return {}
     over_clients = {f"clients_{kind}": spread["mean"] for kind, spread in judged["clients"].items()}
     return {name: judged[name] for name in ("accuracy", "global_accuracy", "macro", "miou")} | over_clients
 
 
 def _figures_of(run: Run, id: int) -> dict[str, float | None]:
-    by_client = run.reports[-1]["by_client"] or {}
+    by_client = _reports(run)[-1]["by_client"] or {}
     return {kind: values[id] for kind, values in by_client.items()}
 
 

@@ -88,8 +88,9 @@ class Journal:
         except FileExistsError:
             if held(folder):
                 raise FolderHeld(f"{folder}: another process is making it") from None
-            raise CheckpointError(f"{folder}: exists already; give another --name, or continue it with "
-                                  f"raylt resume {folder}") from None
+            begun = (folder / "config.yaml").exists()
+            remedy = f"continue it with raylt resume {folder}" if begun else "remove it: it is no run, or none yet"
+            raise CheckpointError(f"{folder}: exists already; give another place, or {remedy}") from None
         except OSError as error:
             raise CheckpointError(f"{folder}: {error.strerror}; give another --out") from None
         journal = cls(folder)
@@ -100,9 +101,13 @@ class Journal:
             # compact: of a hundred thousand clients it is megabytes, and nobody reads it
             journal._open.write(OUTLINE, json.dumps(outline, separators=(",", ":")) + "\n")
         identity.write(journal._open, identity.identify(config, split, data, origins, parent))
-        # written last: a folder with a config.yaml can be resumed
-        journal._open.write("config.yaml", notation.write(config.model_dump(mode="json")))
+        if parent is None:          # otherwise it has steps to adopt first
+            journal._allow(config)
         return journal
+
+    def _allow(self, config: Config) -> None:
+        """What is written last: a folder with a config.yaml can be resumed."""
+        self._open.write("config.yaml", notation.write(config.model_dump(mode="json")))
 
     @property
     def seal(self) -> Seal:
@@ -115,15 +120,19 @@ class Journal:
         """Records a committed step."""
         self._append(lines.plain(report))
 
-    def adopt(self, reports: Sequence[dict[str, Any]], saved: Checkpoint, keep: int) -> None:
-        """Takes over the first steps of another run: their reports, and the checkpoint after the last."""
+    def adopt(self, reports: Sequence[dict[str, Any]], saved: Checkpoint, config: Config) -> None:
+        """Takes over the first steps of another run: their reports, and the checkpoint after the last.
+
+        Only then is it a run that can be resumed: what a kill leaves before is nothing.
+        """
         *before, last = reports
         for content in before:
             self._append(content)
         facts = {"step": len(reports), "report": last, "seal": asdict(self.seal)}
         checkpoint.write(self.folder / "checkpoints", len(reports), states.copied(len(reports), saved), facts, None,
-                         keep)
+                         config.output.keep)
         self._append(last)
+        self._allow(config)
 
     def _append(self, content: dict[str, Any]) -> None:
         text = lines.write_line(content, self.seal.line, provenance.now())
@@ -158,11 +167,11 @@ class Journal:
         self._head = lines.hash_line(texts[-1]) if texts else known.root
         return saved, faults
 
-    def discard(self) -> None:
-        """Removes the folder of a run that committed nothing."""
+    def discard(self, adopted: int = 0) -> None:
+        """Removes the folder of a run that committed nothing beyond the steps that it adopted."""
         with Folder.open(self.folder) as folder:
-            committed = folder.has(lines.FILE)
-        if not committed:
+            committed = len(lines.read_lines(folder, self._root).reports) if folder.has(lines.FILE) else 0
+        if committed <= adopted:
             shutil.rmtree(self.folder)
 
     def show(self, picture: Picture) -> None:

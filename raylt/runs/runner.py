@@ -68,8 +68,13 @@ def carry_out(setup: Setup, task: Task, journal: Journal, fleet: FleetKind, addr
             summary |= provenance.of_summary(journal.folder)
             summary = journal.conclude(summary)
             _show_predictions(setup, task, journal, callback)
-    finally:
-        callback.on_end(summary)
+    except BaseException:
+        try:
+            callback.on_end(summary)
+        except Exception as error:          # what ended the run is what its user must hear of
+            callback.on_message(f"at its end: {error if isinstance(error, RayltError) else one_line(error)}")
+        raise
+    callback.on_end(summary)
 
 
 def _show_predictions(setup: Setup, task: Task, journal: Journal, callback: Callback) -> None:

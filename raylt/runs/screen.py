@@ -29,10 +29,10 @@ class Screen(Callback):
     """
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(BAR), TextColumn("{task.fields[stage]}"),
-            TextColumn("{task.fields[figures]}"), left := _TimeLeft(), console=self._console,
+            TextColumn("{task.description}"), BarColumn(BAR), TextColumn("{task.fields[stage]}", markup=False),
+            TextColumn("{task.fields[figures]}", markup=False), left := _TimeLeft(), console=self._console,
             disable=not self._console.is_terminal)
         self._task = self._bar.add_task("round", total=None, stage="starting", figures="", visible=False)
         self._rounds, self._best, self._left = 0, _Best(), left

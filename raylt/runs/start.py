@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from raylt.config import Config, apply, assign, check, override, read
+from raylt.config import Config, apply, assign, check, overlay, override, read
 from raylt.core.method import Method
 from raylt.data.drawing import check_judged
 from raylt.data.hashes import hash_data
@@ -38,7 +38,7 @@ def run(what: "str | Path | Config | Method", /, out: Path | str = "runs", name:
         address: a running Ray cluster, HOST:PORT or auto; by default a new local one.
         quiet: whether nothing is shown of how it goes.
         callbacks: who is told of it.
-        overrides: settings by their full keys, as ["local.lr=0.1"] or {"local.lr": 0.1}.
+        overrides: settings by their full keys, as ["local.lr=0.1"], {"local.lr": 0.1} or {"local": {"lr": 0.1}}.
         settings: a section with what is to change in it (`local={"lr": 0.1}`), `data="digits"` for the source, and any
             other setting or field of the method by the last part of its key (`rounds=30`). `model`, `data` and
             `augment` also take functions of one's own, see `raylt.register`.
@@ -98,8 +98,7 @@ def configure(what: "str | Path | Config | Method", overrides: Sequence[str] | M
     chosen = chosen.get("name") if isinstance(chosen, dict) else chosen
     apply(tree, keywords, METHODS[chosen].model_fields if chosen in METHODS else ())
     if isinstance(overrides, Mapping):
-        for key, value in overrides.items():
-            assign(tree, key, value)
+        overlay(tree, overrides)
     else:
         override(tree, overrides)
     return check(Config, tree)

@@ -3,7 +3,6 @@
 from typing import Any
 
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
 from raylt.data.task import Task
@@ -138,16 +137,16 @@ def split_table(task: Task, width: int) -> Table:
     heads = ("samples", "classes", "of the largest")
     first = max(map(len, task.client_names))
     whole = 21 + first + sum(max(len(name), 6) + 1 for name in task.class_names) <= width
-    table = Table("client", *((*map(escape, task.class_names), "samples") if whole else heads), box=box.SIMPLE_HEAD,
+    table = Table("client", *((*task.class_names, "samples") if whole else heads), box=box.SIMPLE_HEAD,
                   padding=(0, 1, 0, 0), show_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     for k, (row, size) in enumerate(zip(task.client_counts, task.sizes, strict=True)):
         if whole:
-            table.add_row(escape(task.client_names[k]), *(_short(n) if n else "·" for n in row), str(size))
+            table.add_row(task.client_names[k], *(_short(n) if n else "·" for n in row), str(size))
         else:
-            largest = f"{escape(task.class_names[row.argmax()])} {percent(row.max() / row.sum())}" if row.any() else ""
-            table.add_row(escape(task.client_names[k]), str(size), str((row > 0).sum()), largest)
+            largest = f"{task.class_names[row.argmax()]} {percent(row.max() / row.sum())}" if row.any() else ""
+            table.add_row(task.client_names[k], str(size), str((row > 0).sum()), largest)
     table.add_section()
     if whole:
         table.add_row("all", *(_short(n) for n in task.counts), str(task.sizes.sum()))

@@ -48,8 +48,9 @@ def repair(folder: Path) -> list[str]:
 
     Raises:
         FolderHeld: a process is at the run.
+        CheckpointError: it is no run folder; nothing is touched.
     """
-    files = Files(folder)
+    files = Files(Run.open(folder).folder)
     with Journal(folder), Folder.open(folder) as here:
         done = [f"removed {name}, which a process left that was killed" for name in _sweep(here)]
         goal = _goal(files)

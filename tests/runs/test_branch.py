@@ -11,7 +11,7 @@ from raylt.core.stages import fork
 from raylt.errors import CheckpointError, ConfigError
 from raylt.methods import METHODS
 from raylt.registry import resolve
-from raylt.runs import provenance
+from raylt.runs import descent, provenance
 
 SFD = ("method=sfd", "method.rf_dim=64", "method.m_min=160", "method.m_max=200", "method.synthesis_steps=2",
        "method.epochs=2")
@@ -120,3 +120,27 @@ def test_later_stages_name_fields_and_begin_within_a_run(method):
         stages = method(**{"teacher": "none"} if method.name == "fedsm" else {}).stages(rounds)
         assert method.later.keys() <= stages.keys()
         assert all(0 <= step <= rounds + 1 for step in stages.values())
+
+
+def test_a_branch_that_cannot_be_run_leaves_nothing_and_one_that_is_killed_no_run(tmp_path, monkeypatch):
+    run = make_run(tmp_path, "parent", "method=fedavg")
+    monkeypatch.setattr(descent, "carry_out", refuse)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="no cluster"):
+            raylt.branch(run, ["method=ccvr"], tmp_path / "branch", fleet="local", quiet=True)
+        assert not (tmp_path / "branch").exists()
+    monkeypatch.setattr(checkpoint, "write", die)
+    with pytest.raises(SystemExit):
+        raylt.branch(run, ["method=ccvr"], tmp_path / "branch", fleet="local", quiet=True)
+    assert raylt.Run(tmp_path / "branch").state == "missing"        # a study does it again
+    (tmp_path / "half").mkdir()
+    with pytest.raises(CheckpointError, match="give another place, or remove it: it is no run"):
+        raylt.branch(run, ["method=ccvr"], tmp_path / "half", fleet="local", quiet=True)
+
+
+def refuse(*_):
+    raise ConfigError("no cluster")
+
+
+def die(*_):
+    raise SystemExit

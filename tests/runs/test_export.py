@@ -268,3 +268,18 @@ def test_an_outline_that_was_changed_is_refused(tmp_path):
 def _private(run, id):
     saved = run.checkpoint()
     return SavedStates(saved).read(id)
+
+
+def test_the_figures_are_those_of_the_model_in_the_file(tmp_path):
+    class Stop(raylt.Callback):
+        def on_step(self, report):
+            if report.step == 4:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        raylt.run("fedavg", out=tmp_path, name="it", fleet="local", quiet=True, callbacks=[Stop()], rounds=5, clients=3,
+                  epochs=1, output={"checkpoint_every": 3})
+    run = Run.open(tmp_path / "it")
+    about = artefact.read(raylt.export(run)).about
+    assert (len(run.reports), about["rounds"]) == (4, 3)
+    assert about["figures"]["accuracy"] == run.reports[2]["accuracy"]

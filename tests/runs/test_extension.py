@@ -69,6 +69,18 @@ def test_a_run_that_was_stopped_early_can_be_longer_too(short, tmp_path):
     assert after.summary["model_sha256"] == long.summary["model_sha256"]
 
 
+def share_of(server):
+    return server.round / server.rounds
+
+
+class Indirect(raylt.Method):
+    name: ClassVar[str] = "indirect"
+    paper: ClassVar[str] = "for tests"
+
+    def message(self, server):
+        return super().message(server) | {"share": share_of(server)}
+
+
 class Warming(raylt.Method):
     name: ClassVar[str] = "warming"
     paper: ClassVar[str] = "for tests"
@@ -82,9 +94,11 @@ class Warming(raylt.Method):
     (["method=fedsm", "method.teacher=none", "method.rounds=1"], "fedsm .* the last"),
     (["method=fedavg", "local.schedule=cosine"], "with local.schedule = cosine the rate of every round depends"),
     (["method=warming"], r"rounds of warming depend on how many there are \(it reads their number\)"),
+    (["method=indirect"], r"rounds of indirect depend on how many there are \(it reads their number\)"),
     (["method=fedrela"], r"rounds of fedrela depend on how many there are \(it reads their number\)")])
 def test_a_run_whose_rounds_depend_on_their_number_stays_as_long_as_it_is(folder, settings, why):
     raylt.register(Warming)
+    raylt.register(Indirect)
     method = settings[0].removeprefix("method=")
     name = "-".join(settings).replace("=", "-")
     run = make_tiny_run(folder, method, *settings[1:], "federation.rounds=1", name=name)

@@ -6,7 +6,7 @@ import pytest
 
 import raylt
 from raylt.config import Config, load
-from raylt.errors import CheckpointError, ConfigError, UnknownMethod
+from raylt.errors import CheckpointError, ConfigError, RayltError, UnknownMethod
 from raylt.methods.fedprox import FedProx
 from raylt.runs.start import configure
 
@@ -56,6 +56,22 @@ def test_sections_and_overrides_may_be_mappings():
         "data": {"source": "cifar10", "seed": 4}, "method": {"mu": 0.5}})
     assert config == load(None, ["method=fedprox", "method.mu=0.5", "data.source=cifar10", "data.seed=4",
                                  "local.lr=0.1", "data.root=there"])
+
+
+def test_overrides_as_a_mapping_are_those_as_a_list(tmp_path):
+    fedprox = load(None, ["method=fedprox", "method.mu=0.5"])
+    assert configure("sfd", {"method.mu": 0.5, "method": "fedprox"}) == fedprox
+    assert configure("sfd", {"method": {"name": "fedprox", "mu": 0.5}}) == fedprox
+    assert configure("recipe:demo", {"method.name": "fedprox"}).method == {"name": "fedprox"}
+    (tmp_path / "f.yaml").write_text("method: fedavg\nlocal: {lr: 0.2, epochs: 5}")
+    assert configure(tmp_path / "f.yaml", {"local": {"lr": 0.1}}).local.epochs == 5
+
+
+def test_a_method_that_is_named_again_keeps_its_fields(tmp_path):
+    assert configure("recipe:demo", ["method=sfd"]).method == configure("recipe:demo").method
+    (tmp_path / "f.yaml").write_text("method: {name: fedprox, mu: 0.7}")
+    assert configure(tmp_path / "f.yaml", ["method=fedprox"]).method == {"name": "fedprox", "mu": 0.7}
+    assert configure(tmp_path / "f.yaml", ["method=fedavg"]).method == {"name": "fedavg"}
 
 
 def test_the_given_configuration_is_left_as_it_is():
@@ -110,7 +126,7 @@ def test_callbacks_are_told_in_order(tmp_path, capsys):
     run = raylt.run("fedavg", out=tmp_path, name="one", fleet="local", quiet=True, callbacks=[first, second], **SMALL)
     assert first.told == second.told == [("start", "one", 2, 0), ("step", 1), ("step", 2), ("end", 2)]
     assert capsys.readouterr() == ("", "")
-    with pytest.raises(CheckpointError, match=r"exists already; give another --name"):
+    with pytest.raises(CheckpointError, match=r"exists already; give another place, or continue it with raylt resume"):
         raylt.run("fedavg", out=tmp_path, name="one", fleet="local")
     assert run.state == "done"
 
@@ -128,6 +144,24 @@ def test_a_callback_that_raises_stops_the_run_which_can_go_on(tmp_path):
     run = raylt.Run.open(tmp_path / "one")
     assert run.state == "stopped"
     assert run.resume(fleet="local", quiet=True).summary["rounds"] == 2
+
+
+def test_what_ended_a_run_is_heard_before_what_a_callback_says_of_its_end(tmp_path):
+    class Down(Diary):
+        def on_step(self, report):
+            raise KeyboardInterrupt
+
+        def on_end(self, summary):
+            raise RayltError("tracker down")
+
+    class Reader(Diary):
+        def on_message(self, text, minor=False):
+            self.told.append(("message", text))
+
+    last = Reader()
+    with pytest.raises(KeyboardInterrupt):
+        raylt.run("fedavg", out=tmp_path, name="one", fleet="local", quiet=True, callbacks=[Down(), last], **SMALL)
+    assert last.told[-2:] == [("end", None), ("message", "at its end: tracker down")]
 
 
 def test_a_run_shows_how_it_goes_unless_it_is_quiet(tmp_path, capsys):

@@ -150,3 +150,7 @@ def test_the_command_says_it_in_80_columns_and_by_its_exit_code(run, capsys, mon
 def test_the_command_refuses_what_is_no_run(tmp_path):
     with pytest.raises(CheckpointError, match="not a run folder"):
         app(["verify", str(tmp_path)], standalone_mode=False)
+    (tmp_path / ".notes.writing").write_text("mine")
+    with pytest.raises(CheckpointError, match="not a run folder"):
+        app(["verify", str(tmp_path), "--repair"], standalone_mode=False)
+    assert [path.name for path in tmp_path.iterdir()] == [".notes.writing"]
