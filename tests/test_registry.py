@@ -173,7 +173,7 @@ def test_models_of_other_libraries(name, shape, dim):
 
 
 @pytest.mark.parametrize(("name", "said"), [
-    ("torchvision:resnet19", "torchvision has no model 'resnet19'"),
+    ("torchvision:resnet19", "torchvision has no classifier 'resnet19'"),
     ("timm:resnet19x", "timm has no model 'resnet19x'"),
     ("keras:x", "torchvision:NAME or timm:NAME is expected"),
     ("torchvision:vit_b_16", "does not take images of 32x32")])

@@ -89,12 +89,11 @@ class _Attacker:
         self.experiment, self.config = experiment, experiment.config
         self.private, self.outside = private_images(experiment), outside_images(experiment, outside)
         self._epochs, self._pair = epochs, dict[tuple[str, bool], Inverter]()
-        own = self.outside if outside is None else None         # labels of another source are of other classes
         self.unseen = None if outside is None else outside_images(experiment, None)     # decoders saw none of these
-        classes = range(experiment.task.classes)
-        whole = self.outside.x.mean(0)
-        self.averages = torch.stack([own.x[own.y == c].mean(0) if own is not None and (own.y == c).any() else whole
-                                     for c in classes])
+        x, y = self.outside.x, self.outside.y
+        whole, shown = x.mean(0), y.unique().tolist() if outside is None else []    # others' labels are other classes
+        self.averages = torch.stack([x[y == c].mean(0) if c in shown else whole
+                                     for c in range(experiment.task.classes)])
 
     def features(self) -> list[Finding]:
         """Of single images, as methods that share features send them (of those here `oracle`)."""

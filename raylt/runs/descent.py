@@ -40,7 +40,7 @@ def descend(run: Run, config: Config, setup: Setup, folder: Path, stage: str, sa
 
     Raises:
         CheckpointError: the folder exists.
-        ConfigError: the rest cannot be run; the folder is gone again.
+        ConfigError: the rest cannot be run as asked; the shared steps stay, and `raylt resume` can be told otherwise.
     """
     step = saved.facts["step"]
     reports = [{key: value for key, value in line.items() if key not in OF_A_LINE} for line in run.reports[:step]]
@@ -55,6 +55,6 @@ def descend(run: Run, config: Config, setup: Setup, folder: Path, stage: str, sa
         journal.adopt(reports, saved, config)
         carry_out(setup, run.task, journal, fleet, address, Callbacks([*screen, *callbacks]))
     except ConfigError:
-        journal.discard(adopted=len(reports))
+        journal.discard()
         raise
     return Run(folder)

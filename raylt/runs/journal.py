@@ -167,11 +167,11 @@ class Journal:
         self._head = lines.hash_line(texts[-1]) if texts else known.root
         return saved, faults
 
-    def discard(self, adopted: int = 0) -> None:
-        """Removes the folder of a run that committed nothing beyond the steps that it adopted."""
+    def discard(self) -> None:
+        """Removes the folder of a run that committed nothing."""
         with Folder.open(self.folder) as folder:
-            committed = len(lines.read_lines(folder, self._root).reports) if folder.has(lines.FILE) else 0
-        if committed <= adopted:
+            committed = folder.has(lines.FILE)
+        if not committed:
             shutil.rmtree(self.folder)
 
     def show(self, picture: Picture) -> None:

@@ -122,13 +122,13 @@ def test_later_stages_name_fields_and_begin_within_a_run(method):
         assert all(0 <= step <= rounds + 1 for step in stages.values())
 
 
-def test_a_branch_that_cannot_be_run_leaves_nothing_and_one_that_is_killed_no_run(tmp_path, monkeypatch):
+def test_a_branch_that_cannot_be_run_can_be_resumed_and_one_that_is_killed_is_no_run(tmp_path, monkeypatch):
     run = make_run(tmp_path, "parent", "method=fedavg")
     monkeypatch.setattr(descent, "carry_out", refuse)
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="no cluster"):
-            raylt.branch(run, ["method=ccvr"], tmp_path / "branch", fleet="local", quiet=True)
-        assert not (tmp_path / "branch").exists()
+    with pytest.raises(ConfigError, match="no cluster"):
+        raylt.branch(run, ["method=ccvr"], tmp_path / "refused", fleet="local", quiet=True)
+    with pytest.raises(CheckpointError, match="exists already; give another place, or continue it with raylt resume"):
+        raylt.branch(run, ["method=ccvr"], tmp_path / "refused", fleet="local", quiet=True)
     monkeypatch.setattr(checkpoint, "write", die)
     with pytest.raises(SystemExit):
         raylt.branch(run, ["method=ccvr"], tmp_path / "branch", fleet="local", quiet=True)
@@ -138,8 +138,9 @@ def test_a_branch_that_cannot_be_run_leaves_nothing_and_one_that_is_killed_no_ru
         raylt.branch(run, ["method=ccvr"], tmp_path / "half", fleet="local", quiet=True)
 
 
-def refuse(*_):
-    raise ConfigError("no cluster")
+def refuse(setup, task, journal, *_):
+    with journal:
+        raise ConfigError("no cluster")
 
 
 def die(*_):

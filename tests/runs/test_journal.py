@@ -78,9 +78,12 @@ def test_new_folder_holds_the_resolved_configuration_and_the_split(journal):
 
 def test_create_refuses_a_folder_that_exists_and_says_how_to_continue_it(tmp_path):
     (tmp_path / "run").mkdir()
-    with pytest.raises(CheckpointError, match=r"run: exists already; .*--name.*raylt resume .*run$"):
+    with pytest.raises(CheckpointError, match=r"run: exists already; .*remove it: it is no run, or none yet$"):
         Journal.create(tmp_path / "run", CONFIG, SPLIT, DATA)
     assert list((tmp_path / "run").iterdir()) == []
+    (tmp_path / "run" / "config.yaml").write_text("")
+    with pytest.raises(CheckpointError, match=r"run: exists already; .*raylt resume .*run$"):
+        Journal.create(tmp_path / "run", CONFIG, SPLIT, DATA)
 
 
 def test_create_refuses_a_place_where_no_folder_can_be(tmp_path):
