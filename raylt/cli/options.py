@@ -15,7 +15,8 @@ from raylt.config import DEMO, Config, load
 # Modules that import torch are imported inside the commands: --help and a mistyped key should not wait for it.
 
 # what is printed are names and figures, and names may have brackets and colons
-out, err = (Console(stderr=stderr, highlight=False, markup=False, emoji=False) for stderr in (False, True))
+out = Console(highlight=False, markup=False, emoji=False)
+err = Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 class FleetName(StrEnum):

@@ -86,18 +86,20 @@ def show_plan(planned: "Study", parallel: int | None, fleet: str) -> None:
                   padding=(0, 1, 0, 0), show_edge=False)
     left = []
     for plan, record in zip(plans, planned.records, strict=True):
-        seconds = 0.0 if record.state == "done" else pace.left(plan, record.steps)
+        stem = shared.get(plan.folder)
+        seconds = 0.0 if record.state == "done" else pace.left(plan, max(record.steps, stem.steps if stem else 0))
         left.append(seconds)
         state = "on record" if planned.is_on_record(record) else record.state
         table.add_row(plan.folder, state, f"{record.steps}/{record.planned_steps}",
                       "" if record.state == "done" else duration(seconds) if pace.measured else "?",
-                      *([shared.get(plan.folder, "")] if shared else []))
+                      *([stem.folder if stem else ""] if shared else []))
     out.print(table)
     at_once = slots(parallel, fleet, [plan.config for plan in plans])
     open_ = sum(record.state != "done" for record in planned.records)
     time_left = (f"about {duration(makespan(left, at_once))}, {at_once} at once" if pace.measured else
                  "how long they take is known when the first has taken a round")
-    trainings = f"{len(here) - len(shared)} trainings, which the others go on from; " if shared else ""
+    trained = len(here) - len(shared)
+    trainings = f"{trained} training{'s' * (trained != 1)}, which the others go on from; " if shared else ""
     out.print(f"{len(planned.records)} runs, {trainings}{open_} to do: {time_left if open_ else 'nothing is left'}")
 
 

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from raylt.config.reading import assign
+from raylt.config.reading import overlay
 from raylt.config.sections import Config, settings
 from raylt.errors import ConfigError
 
@@ -21,19 +21,13 @@ def apply(tree: dict[str, Any], keywords: Mapping[str, Any], fields: Collection[
     Raises:
         ConfigError: no such setting, or several whose keys end so.
     """
-    for name, value in keywords.items():
-        if name == "data" and isinstance(value, str):
-            assign(tree, "data.source", value)
-        elif isinstance(value, Mapping) and name in Config.model_fields:
-            for key, inner in value.items():
-                assign(tree, f"{name}.{key}", inner)
-        elif name in Config.model_fields:
-            assign(tree, name, value)
-        else:
-            assign(tree, _key(name, fields), value)
+    overlay(tree, {_key(name, value, fields): value for name, value in keywords.items()})
 
 
-def _key(name: str, fields: Collection[str]) -> str:
+def _key(name: str, value: Any, fields: Collection[str]) -> str:
+    """The whole key of what a keyword sets."""
+    if name in Config.model_fields:
+        return "data.source" if name == "data" and isinstance(value, str) else name
     keys = [key for key, _ in settings() if key.endswith(f".{name}")]
     keys += [f"method.{name}"] if name in fields else []
     if len(keys) > 1:

@@ -10,7 +10,7 @@ from raylt.core.client_noise import check_budget
 from raylt.core.method import Method
 from raylt.data.samples import Augmentation
 from raylt.data.task import Facts
-from raylt.data.transforms import moves_pixels, takes_photographs
+from raylt.data.transforms import moves_pixels, needs_grey_or_colour
 from raylt.errors import ConfigError
 from raylt.models import ModelFactory
 from raylt.models.split import Params, SplitModel, running_statistics
@@ -60,9 +60,10 @@ class Setup:
         if facts.kind == "segmentation" and moves_pixels(self.augment):
             raise ConfigError(f"augment = {self.config.augment}: moves pixels without their label maps; take "
                               "crop_flip, scale_crop_flip or color_jitter")
-        if facts.shape[2] not in (1, 3) and takes_photographs(self.augment):
+        if facts.shape[2] not in (1, 3) and needs_grey_or_colour(self.augment):
             raise ConfigError(f"augment = {self.config.augment}: is for images of one channel or three, those of "
-                              f"{facts.name} have {facts.shape[2]}; take crop_flip, flip or none")
+                              f"{facts.name} have {facts.shape[2]}; take crop_flip, "
+                              "resized_crop_flip, scale_crop_flip or none")
         model = self.new_model(facts)
         self._check_federation(model)
         if model.problem != facts.kind:

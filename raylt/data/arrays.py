@@ -63,7 +63,8 @@ def _clients(path: Path, entries: dict[str, np.ndarray], y: dict[str, np.ndarray
                             f"{part}{'ing' * (part == 'train')} images is expected")
     for key, each in (("id_train", ids), ("id_test", test_ids)):
         if each is not None and each.dtype.kind not in "iuU":
-            raise DataError(f"{path}: {key} is {each.dtype}; integers or strings are expected")
+            raise DataError(f"{path}: {key} is {each.dtype}; integers or strings are expected"
+                            + "; .astype(str) makes strings of bytes" * (each.dtype.kind == "S"))
     if ids is None:
         if test_ids is not None or names is not None:
             raise DataError(f"{path}: has no id_train; id_test and client_names are of the ids that it records")

@@ -66,16 +66,19 @@ def in_turn(steps: Sequence[Augmentation | None]) -> Augmentation | None:
     return None if not given else given[0] if len(given) == 1 else InTurn(given)
 
 
-def takes_photographs(augmentation: Augmentation | None) -> bool:
-    """Whether it is for grey images and those of three colours alone, as torchvision's are."""
-    steps = augmentation.steps if isinstance(augmentation, InTurn) else (augmentation,)
-    return any(isinstance(step, EachImage) for step in steps)
+def needs_grey_or_colour(augmentation: Augmentation | None) -> bool:
+    """Whether it is for images of one channel or three alone, as torchvision's transforms are."""
+    return bool(_of_torchvision(augmentation))
 
 
 def moves_pixels(augmentation: Augmentation | None) -> bool:
     """Whether it moves pixels and leaves label maps where they were."""
+    return any(step.moves for step in _of_torchvision(augmentation))
+
+
+def _of_torchvision(augmentation: Augmentation | None) -> list[EachImage]:
     steps = augmentation.steps if isinstance(augmentation, InTurn) else (augmentation,)
-    return any(isinstance(step, EachImage) and step.moves for step in steps)
+    return [step for step in steps if isinstance(step, EachImage)]
 
 
 def _color_jitter() -> Any:

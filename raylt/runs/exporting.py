@@ -55,9 +55,10 @@ def export(run: Run | Path | str, to: Path | str | None = None, *, client: str |
         first = first or model
         entries += [] if id == GLOBAL else [id]
     assert first is not None
-    names = dict(clients_of(run))
-    own = [ClientEntry(id=id, name=names[id], own=values.own_of(id), figures=_figures_of(run, id)) for id in entries]
-    about = _about(run, own or None)
+    names, reports = dict(clients_of(run)), _reports(run)
+    own = [ClientEntry(id=id, name=names[id], own=values.own_of(id), figures=_figures_of(reports[-1], id))
+           for id in entries]
+    about = _about(run, reports, own or None)
     if format == "safetensors":
         _check(first, about, path)
         artefact.write(path, values.tensors(), about)
@@ -97,7 +98,7 @@ def _models(run: Run, client: str | int | None, alone: bool) -> Iterator[tuple[i
         yield id, run.client_model(id)
 
 
-def _about(run: Run, clients: list[ClientEntry] | None) -> About:
+def _about(run: Run, reports: list[dict[str, Any]], clients: list[ClientEntry] | None) -> About:
     facts, config = run.outline.facts, run.config
     height, width, channels = facts.shape
     return About(
@@ -105,8 +106,8 @@ def _about(run: Run, clients: list[ClientEntry] | None) -> About:
         input=Input(height=height, width=width, channels=channels, mean=list(facts.mean),
                              std=list(facts.std), fit=config.data.fit),
         model=config.model, method=config.method, batch=config.evaluation.batch, source=facts.name,
-        rounds=len([report for report in _reports(run) if report["phase"] == "round"]), run=run.sha256,
-        split_sha256=run.split.sha256, figures=_figures(run), versions=_versions(),
+        rounds=len([report for report in reports if report["phase"] == "round"]), run=run.sha256,
+        split_sha256=run.split.sha256, figures=_figures(reports[-1]), versions=_versions(),
         guests=[guest for guest in run.origins if guest["kind"] in ("method", "model")], clients=clients)
 
 
@@ -116,17 +117,16 @@ def _reports(run: Run) -> list[dict[str, Any]]:
     return run.reports if saved is None else run.reports[:saved.facts["step"]]
 
 
-def _figures(run: Run) -> dict[str, float | None]:
+def _figures(judged: dict[str, Any]) -> dict[str, float | None]:
     """What this model was judged to be, of everybody, and the means over clients; nothing where it was not judged."""
-    judged = _reports(run)[-1]
     if judged["accuracy"] is None:
         return {}
     over_clients = {f"clients_{kind}": spread["mean"] for kind, spread in judged["clients"].items()}
     return {name: judged[name] for name in ("accuracy", "global_accuracy", "macro", "miou")} | over_clients
 
 
-def _figures_of(run: Run, id: int) -> dict[str, float | None]:
-    by_client = _reports(run)[-1]["by_client"] or {}
+def _figures_of(judged: dict[str, Any], id: int) -> dict[str, float | None]:
+    by_client = judged["by_client"] or {}
     return {kind: values[id] for kind, values in by_client.items()}
 
 

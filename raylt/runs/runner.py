@@ -1,7 +1,7 @@
 """A run from its first step to its summary: step, record, tell; in this process or on Ray."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -72,7 +72,8 @@ def carry_out(setup: Setup, task: Task, journal: Journal, fleet: FleetKind, addr
         try:
             callback.on_end(summary)
         except Exception as error:          # what ended the run is what its user must hear of
-            callback.on_message(f"at its end: {error if isinstance(error, RayltError) else one_line(error)}")
+            with suppress(Exception):
+                callback.on_message(f"at its end: {error if isinstance(error, RayltError) else one_line(error)}")
         raise
     callback.on_end(summary)
 

@@ -92,8 +92,7 @@ class Sides:
 
     def difference(self, cell: str, level: float) -> Paired | None:
         """In one cell; None where the arms have no seed in common there."""
-        ours = self.better.get((self.claim.better, cell), {})
-        return difference(ours, self.worse.get((self.claim.worse, cell), {}), level)
+        return difference(*self._figures(cell), level)
 
     def unjudged(self, cell: str, finished: Collection[tuple[str, str]]) -> list[str]:
         """Why it is not judged in a cell; nothing where it is, or where an arm has no finished run, which is named.
@@ -106,8 +105,13 @@ class Sides:
         what = f"claim {self.claim}{f' in {cell}' if cell else ''}"
         arms = zip((self.claim.better, self.claim.worse), self.claim.measures, (self.better, self.worse), strict=True)
         lacking = [f"{what}: {arm} has no {measure}" for arm, measure, values in arms if (arm, cell) not in values]
-        apart = [] if self.difference(cell, 0.95) else [f"{what}: its arms have no seed in common"]
+        better, worse = self._figures(cell)
+        apart = [] if better.keys() & worse.keys() else [f"{what}: its arms have no seed in common"]
         return lacking or apart
+
+    def _figures(self, cell: str) -> tuple[dict[int, float], dict[int, float]]:
+        """Of both arms in a cell, by seed."""
+        return self.better.get((self.claim.better, cell), {}), self.worse.get((self.claim.worse, cell), {})
 
 
 def judge(claims: Sequence[Sides], cells: Sequence[str], level: float) -> list[Judged]:

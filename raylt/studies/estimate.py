@@ -2,46 +2,61 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean
 
 from raylt.config import Config
 from raylt.studies.definition import Planned
 from raylt.studies.records import Record
 
+FINISH = 0                              # in the place of a round's number: what a method does after the last round
+Steps = dict[int, list[float]]          # seconds that each took, by round
+
 
 class Pace:
-    """Seconds per step by arm and cell.
+    """Seconds of every round and of the finish, by arm and cell.
 
     Attributes:
         measured: whether any run has taken a step, so that `left` is in seconds; else it is in client epochs.
     """
 
     def __init__(self, records: Sequence[Record]):
-        self._seconds: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+        self._taken: dict[tuple[str, str], Steps] = defaultdict(dict)
         for record in records:
-            if record.steps and record.curve.get("seconds"):
-                self._seconds[record.arm, record.cell].append((record.seconds, record.steps))
-        self._now: dict[tuple[str, str, int], tuple[float, float]] = {}
+            for step, (before, after) in enumerate(pairwise([0.0, *record.curve.get("seconds", [])]), 1):
+                self._note(record.arm, record.cell, step, record.planned_steps, after - before)
 
     @property
     def measured(self) -> bool:
-        return bool(self._seconds) or bool(self._now)
+        return bool(self._taken)
 
-    def learn(self, planned: Planned, steps: int, seconds: float) -> None:
-        """A run that is under way has taken so many steps."""
-        self._now[planned.arm, planned.cell, planned.seed] = seconds, steps
+    def learn(self, planned: Planned, step: int, seconds: float) -> None:
+        """A run has taken a step, in so many seconds."""
+        self._note(planned.arm, planned.cell, step, planned.config.federation.rounds, seconds)
 
     def left(self, planned: Planned, steps: int) -> float:
-        """What a run that has taken `steps` still needs: of its arm in its cell, else of its arm, else of all."""
-        remaining = max(0, planned.config.federation.rounds - steps)
+        """What a run still needs that has taken `steps`, or takes them over from another."""
+        rounds = planned.config.federation.rounds
         if not self.measured:
-            return remaining * _work(planned.config)
-        known = [(arm, cell, pair) for (arm, cell), pairs in self._seconds.items() for pair in pairs]
-        known += [(arm, cell, pair) for (arm, cell, _), pair in self._now.items()]
-        for near in ([p for a, c, p in known if (a, c) == (planned.arm, planned.cell)],
-                     [p for a, _, p in known if a == planned.arm], [p for _, _, p in known]):
-            if near:
-                return remaining * sum(seconds for seconds, _ in near) / max(1e-9, sum(taken for _, taken in near))
-        raise AssertionError("unreachable")
+            return max(0, rounds - steps) * _work(planned.config)
+        known = {step: fmean(seconds) for step, seconds in self._near(planned).items()}
+        usual = fmean([seconds for step, seconds in known.items() if step != FINISH] or known.values())
+        finish = known.get(FINISH, 0.0) if steps <= rounds else 0.0
+        return sum(known.get(step, usual) for step in range(steps + 1, rounds + 1)) + finish
+
+    def _near(self, planned: Planned) -> Steps:
+        """Of its arm in its cell, else of its arm, else of all."""
+        own = self._taken.get((planned.arm, planned.cell))
+        return own or _joined([each for (arm, _), each in self._taken.items() if arm == planned.arm]) or _joined(
+            list(self._taken.values()))
+
+    def _note(self, arm: str, cell: str, step: int, rounds: int, seconds: float) -> None:
+        self._taken[arm, cell].setdefault(FINISH if step > rounds else step, []).append(seconds)
+
+
+def _joined(each: Sequence[Steps]) -> Steps:
+    steps = {step for taken in each for step in taken}
+    return {step: [seconds for taken in each for seconds in taken.get(step, [])] for step in steps}
 
 
 def _work(config: Config) -> float:

@@ -135,11 +135,12 @@ def record(path: Path, definition: Definition, done: Sequence[Record], holdings:
     held = {cell: each for cell, each in held.items() if cell in cells}
     outcomes = {cell: {arm: each for arm, each in of_cell.items() if (cell, arm) in places}
                 for cell, of_cell in outcomes.items()}
+    # a study without cells stays one, unless runs are kept of a cell that it had
     former_cells = {cell: settings for cell, settings in wide.all_cells.items() if cell in cells}
-    if former_cells.keys() - definition.all_cells.keys():
-        definition = _with(definition, cells=former_cells | definition.all_cells)
+    more = {"cells": former_cells | definition.all_cells} if former_cells.keys() - definition.all_cells.keys() else {}
+    definition = _with(definition, arms=arms, **more)
     with store.folder_for(path.parent):
-        results.write_results(path, _with(definition, arms=arms), ordered, held | holdings, joined(outcomes, tuned))
+        results.write_results(path, definition, ordered, held | holdings, joined(outcomes, tuned))
     off = [f"{each.folder} ({changes})" for each, changes in others if changes]
     return [f"{path}: {len(off)} recorded runs are taken off, since the study would not make them as they are; the "
             f"first is {off[0]}"] if off else []

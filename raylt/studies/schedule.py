@@ -42,9 +42,9 @@ class Job:
     folder: Path
     steps: int
     seconds: float = 0.0            # of the steps that were taken since it was begun here
-    begun_at: int = 0               # steps that were there before
     attempts: int = 0
     stem: Path | None = None        # a run with which it shares its first steps, that comes before it
+    shared: int = 0                 # those steps
 
 
 @dataclass
@@ -70,9 +70,11 @@ def run_all(planned: Sequence[Planned], records: Sequence[Record], folder: Path,
     """
     done = sum(record.state == "done" for record in records)
     shared = stems(planned)
-    jobs = [Job(p, folder / p.folder, r.steps, begun_at=r.steps,
-                stem=folder / shared[p.folder] if p.folder in shared else None)
-            for p, r in zip(planned, records, strict=True) if r.state in ("missing", "stopped", "failed")]
+    jobs = [Job(p, folder / p.folder, r.steps) for p, r in zip(planned, records, strict=True)
+            if r.state in ("missing", "stopped", "failed")]
+    for job in jobs:
+        if stem := shared.get(job.planned.folder):
+            job.stem, job.shared = folder / stem.folder, stem.steps
     if not jobs:
         return []
     places = places_for(parallel, fleet, [job.planned.config for job in jobs])
@@ -84,8 +86,8 @@ class _Pool:
 
     def __init__(self, jobs: list[Job], places: list[Place], pace: Pace, watcher: Watcher, folder: Path, fleet: str,
                  address: str | None, done: int):
-        self._waiting = sorted(jobs, key=lambda job: -pace.left(job.planned, job.steps))
         self._places, self._pace, self._watcher, self._folder = places, pace, watcher, folder
+        self._waiting = sorted(jobs, key=lambda job: -self._left(job))
         self._fleet, self._address = fleet, address
         self._workers: dict[int, Worker] = {}
         self._messages: queue.SimpleQueue[tuple[int, Worker, dict[str, Any] | None]] = queue.SimpleQueue()
@@ -169,12 +171,12 @@ class _Pool:
                     self._said.add(message["text"])
                     self._watcher.says(f"{job.planned.folder}: {message['text']}")
             case "starts":
-                job.steps = job.begun_at = message["steps"]
+                job.steps = message["steps"]
                 job.seconds = 0.0
             case "step":
                 job.steps = message["step"]
                 job.seconds += message["seconds"]
-                self._pace.learn(job.planned, job.steps - job.begun_at, job.seconds)
+                self._pace.learn(job.planned, job.steps, message["seconds"])
             case "done":
                 self._done += 1
                 self._watcher.says(f"{self._done}/{self._total}  {job.planned.folder}  {job.seconds:.0f} s")
@@ -210,13 +212,18 @@ class _Pool:
         self._failed.append(job.planned.folder)
         self._watcher.says(f"{job.planned.folder} failed: {why}")
 
+    def _left(self, job: Job) -> float:
+        return self._pace.left(job.planned, max(job.steps, job.shared))
+
     def _show(self) -> None:
         running = [worker.job for worker in self._workers.values() if worker.job]
-        left = [self._pace.left(job.planned, job.steps) for job in [*running, *self._waiting]]
-        whole = [self._pace.left(job.planned, 0) for job in [*running, *self._waiting]]
+        left = [self._left(job) for job in [*running, *self._waiting]]
+        whole = [self._pace.left(job.planned, job.shared) for job in [*running, *self._waiting]]
         ended = self._done + len(self._failed)
         share = ended + sum(1 - a / b for a, b in zip(left, whole, strict=True) if b > 0)
-        self._watcher.progress(self._done, self._total, [job.planned.folder for job in running], share / self._total,
+        # 1: the only run may be another process's
+        self._watcher.progress(self._done, self._total, [job.planned.folder for job in running],
+                               share / max(1, self._total),
                                makespan(left, len(self._places)) if self._pace.measured else None)
 
     def _dismiss(self) -> None:

@@ -71,20 +71,25 @@ def judge(cell: Expectation, runs: dict[str, list[Record]], mix_versions: bool) 
         return Verdict(cell, "cannot be run", why=cell.problem)
     found = runs.get(cell.identity(), [])
     code = None if mix_versions else _leading(found)
-    scale, mine, twice = _values(cell, _made_by(code, found))
+    taken = _made_by(code, found)
+    scale, mine, twice = _values(cell, taken)
     if not mine:
         return Verdict(cell, "not run")
     ours = mean_interval([value for value, _ in mine.values()])
     base = _base(cell)
-    theirs = {} if base is None else _values(base, _made_by(code, runs.get(base.identity(), [])), scale)[1]
+    of_base = [] if base is None else runs.get(base.identity(), [])
+    base_taken = _made_by(code, of_base)
+    theirs = {} if base is None else _values(base, base_taken, scale)[1]
     both = [seed for seed in mine if seed in theirs]
     alike = [seed for seed in both if _split(mine[seed][1]) == _split(theirs[seed][1])]
     difference = paired([mine[s][0] for s in alike], [theirs[s][0] for s in alike]) if alike else None
     printed = None if base is None else cell.value - base.value
     kind, why = _kind(cell.value, ours, printed, difference, len(mine), scale)
     notes = [why, *([f"several runs of seed {', '.join(map(str, twice))}: the first of each"] if twice else [])]
-    if others := len(found) - len(_made_by(code, found)):
-        notes.append(f"left out, by another version of the code: {others} runs; --mix-versions takes them too")
+    for others, of in ((len(found) - len(taken), ""), (len(of_base) - len(base_taken), " of FedAvg")):
+        if others:
+            notes.append(f"left out, by another version of the code: {others} run{'s' if others > 1 else ''}{of}; "
+                         "--mix-versions takes them too")
     if len(alike) < len(both):
         notes.append(f"{len(both) - len(alike)} of {len(both)} seeds have another split than FedAvg's, not paired")
     return Verdict(cell, kind, ours, len(mine), printed, difference, scale, "; ".join(filter(None, notes)),

@@ -1,8 +1,10 @@
 """Attacks succeed where they must, and tell: with shuffled pairs, or another's update, they fail."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from small_runs import make_run, make_tiny_run
@@ -19,7 +21,7 @@ from raylt.methods.fedavg import FedAvg
 from raylt.methods.mupfl.method import MuPFL
 from raylt.methods.sfd.method import SFD
 from raylt.ops.matching import class_gradients
-from raylt.privacy.attack import attack
+from raylt.privacy.attack import _Attacker, attack
 from raylt.privacy.decoder import Decoder, Inverter, mean_features, shuffled
 from raylt.privacy.gradients import gradient_of, invert_gradient, label_of
 from raylt.privacy.measures import check_measures, nearness
@@ -29,6 +31,7 @@ from raylt.privacy.seen import (
     Images,
     look,
     not_attacked,
+    outside_images,
     uploaded_gradients,
     uploaded_sums,
     uploads_of,
@@ -46,7 +49,8 @@ def fresh():
     task = build_task(setup.config.data)
     server = SimpleNamespace(model=setup.new_model(task.facts).eval(), device=CPU)
     experiment = SimpleNamespace(server=server, task=task, config=setup.config)
-    return SimpleNamespace(task=task, model=server.model, outside=look(experiment, task.shards[0], 0),
+    return SimpleNamespace(experiment=experiment, task=task, model=server.model,
+                           outside=look(experiment, task.shards[0], 0),
                            private=look(experiment, task.shards[1], 1).at(torch.arange(200)))
 
 
@@ -75,6 +79,37 @@ def test_features_of_a_fresh_encoder_are_inverted_and_shuffled_pairs_are_not(fre
 def test_a_class_average_is_seen_to_be_none_of_its_images(fresh):
     averages = torch.stack([fresh.outside.x[fresh.outside.y == c].mean(0) for c in range(10)])
     assert reached(fresh, averages[fresh.private.y]).told < 0.15
+
+
+@pytest.fixture
+def sorted_by_class(tmp_path):
+    """A source of dark images of class 0, after which come light ones of class 1."""
+    x = np.repeat(np.array([20, 200], dtype=np.uint8), 50)[:, None, None] * np.ones((8, 8), dtype=np.uint8)
+    y = np.repeat([0, 1], 50)
+    np.savez(tmp_path / "sorted.npz", x_train=x, y_train=y, x_test=x[::10], y_test=y[::10],
+             class_names=["dark", "light"])
+    return f"npz:{tmp_path / 'sorted.npz'}"
+
+
+def test_outside_images_are_of_all_classes_of_a_source(fresh, sorted_by_class):
+    few = outside_images(fresh.experiment, sorted_by_class, most=20)
+    assert (few.x.shape, set(few.y.tolist()), set(few.client.tolist())) == ((20, 1, 8, 8), {0, 1}, {-1})
+    assert [(255 * few.x[few.y == c]).unique().round().tolist() for c in (0, 1)] == [[20], [200]]
+    assert torch.equal(few.x, outside_images(fresh.experiment, sorted_by_class, most=20).x)
+
+
+def test_mean_image_of_a_class_that_nobody_outside_has_is_that_of_all(fresh, sorted_by_class):
+    held = fresh.task.test.y != 3
+    test = replace(fresh.task.test, x=fresh.task.test.x[held], y=fresh.task.test.y[held])
+    task = replace(fresh.task, test=test)
+    experiment = SimpleNamespace(server=fresh.experiment.server, task=task, config=fresh.experiment.config)
+    averages, seen = _Attacker(experiment, None, 1).averages, outside_images(experiment, None)
+    for c in range(10):
+        own = seen.x if c == 3 else seen.x[seen.y == c]
+        torch.testing.assert_close(averages[c], own.mean(0))
+    # the labels of another source are others
+    averages = _Attacker(experiment, sorted_by_class, 1).averages
+    torch.testing.assert_close(averages, torch.full_like(averages, 110 / 255))
 
 
 def test_a_one_sample_gradient_is_inverted_and_anothers_is_not(fresh):

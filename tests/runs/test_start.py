@@ -163,6 +163,14 @@ def test_what_ended_a_run_is_heard_before_what_a_callback_says_of_its_end(tmp_pa
         raylt.run("fedavg", out=tmp_path, name="one", fleet="local", quiet=True, callbacks=[Down(), last], **SMALL)
     assert last.told[-2:] == [("end", None), ("message", "at its end: tracker down")]
 
+    class Dead(Down):
+        def on_message(self, text, minor=False):
+            if text.startswith("at its end"):
+                raise RayltError("still down")
+
+    with pytest.raises(KeyboardInterrupt):
+        raylt.run("fedavg", out=tmp_path, name="two", fleet="local", quiet=True, callbacks=[Dead()], **SMALL)
+
 
 def test_a_run_shows_how_it_goes_unless_it_is_quiet(tmp_path, capsys):
     run = raylt.run("fedavg", out=tmp_path, fleet="local", **SMALL)

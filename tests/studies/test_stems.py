@@ -29,7 +29,7 @@ def test_runs_that_part_late_share_the_first_of_them_within_a_cell_and_a_seed():
     planned = define(SHARED).runs()
     shared = stems(planned)
     assert len(planned) == 16
-    assert shared == {each.folder: each.folder.replace(each.arm, "fedavg") for each in planned
+    assert shared == {each.folder: (each.folder.replace(each.arm, "fedavg"), 1) for each in planned
                       if each.arm in ("ccvr", "more")}
     local = {"more": {"method": {"name": "ccvr", "epochs": 3}, "local.lr": 0.3}}
     assert not any("more" in folder for folder in stems(define(SHARED | {"arms": SHARED["arms"] | local}).runs()))
@@ -41,7 +41,7 @@ def test_run_that_keeps_the_checkpoint_where_the_others_part_is_the_stem(tmp_pat
              "seeds": 1, "arms": {"never": {"method": fedsm | {"rounds": 0}}, "late": {"method": fedsm | {"rounds": 1}},
                                   "later": {"method": fedsm | {"rounds": 1, "epochs": 2}}}}
     by_arm = {each.arm: each for each in define(study).runs()}
-    assert stems(list(by_arm.values())) == {"never/seed-0": "late/seed-0", "later/seed-0": "late/seed-0"}
+    assert stems(list(by_arm.values())) == {"never/seed-0": ("late/seed-0", 2), "later/seed-0": ("late/seed-0", 2)}
     for arm in ("late", "later", "never"):
         do(tmp_path / arm, by_arm[arm].config, "local", None, Callback(), Run(tmp_path / "late"))
     assert [parent_of(tmp_path / arm) is not None for arm in ("late", "later", "never")] == [False, True, True]

@@ -231,8 +231,10 @@ def test_a_run_that_another_process_makes_is_left_to_it(tmp_path):
     assert raylt.Run.open(folder).state == "done"
 
 
-def test_a_run_that_another_process_has_begun_is_no_failure(tmp_path, monkeypatch):
-    study, heard = Study.create(define(TINY), tmp_path), Heard()
+@pytest.mark.parametrize("others", [[], ["done"]])
+def test_a_run_that_another_process_has_begun_is_no_failure(tmp_path, monkeypatch, others):
+    arms = dict([*TINY["arms"].items()][:1 + len(others)])
+    study, heard = Study.create(define(TINY | {"arms": arms}), tmp_path), Heard()
     plan = study.planned[0]
     employ, held = schedule._Pool._employ, []
 
@@ -246,5 +248,6 @@ def test_a_run_that_another_process_has_begun_is_no_failure(tmp_path, monkeypatc
     assert study.run(heard, parallel=1) == []
     with held[0]:
         assert f"{plan.folder}: another process is at it" in heard.said
-        assert [record.state for record in study.records] == ["running", "done"]
+        assert [record.state for record in study.records] == ["running", *others]
+        assert heard.shares[-1] == len(others)          # of the runs that are this process's to do
         assert not list(study.folder.rglob("*.failed"))

@@ -111,7 +111,8 @@ def test_runs_of_several_versions_of_the_code_are_not_taken_together_unless_told
     base[3].made["codes"] = ["old"]
     found = verdict(*mine, *base)
     assert (found.seeds, found.difference.n) == (3, 2)      # three by the new code, of which two have a FedAvg by it
-    assert "left out, by another version of the code: 1 runs" in found.why
+    assert "left out, by another version of the code: 1 run; --mix-versions" in found.why
+    assert "left out, by another version of the code: 1 run of FedAvg; --mix-versions" in found.why
     mixed, = verdicts([*mine, *base], [MUPFL], mix_versions=True)
     assert (mixed.seeds, mixed.difference.n, mixed.why) == (4, 4, "")
 
