@@ -86,7 +86,7 @@ class Journal:
         try:
             make(folder)
         except FileExistsError:
-            if held(folder):
+            if folder.is_dir() and held(folder):
                 raise FolderHeld(f"{folder}: another process is making it") from None
             begun = (folder / "config.yaml").exists()
             remedy = f"continue it with raylt resume {folder}" if begun else "remove it: it is no run, or none yet"

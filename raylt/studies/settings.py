@@ -17,9 +17,12 @@ _LETTERS = {"data.imbalance": "IF", "data.alpha": "alpha", "data.clients": "K", 
 _PLACES = ("data.root", "data.download")        # where a machine has its files from
 
 
-def merge(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merge(tree: Mapping[str, Any], changes: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     """Settings with others laid over them; keys may be nested or dotted. A method that is named replaces the one before
     with its fields, fields alone are added to it.
+
+    Args:
+        section: that these are settings of, with a dot after it; errors name it.
 
     Raises:
         ConfigError: something is no mapping that settings of it are given for.
@@ -27,14 +30,15 @@ def merge(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     merged = dict(tree)
     for key, value in changes.items():
         first, dot, rest = str(key).partition(".")
+        inner = f"{section}{first}."
         if first == "method" and not dot:
             value = {"name": value} if isinstance(value, str) else _mapping(key, value)
             merged["method"] = value if "name" in value else {**_as_method(merged.get("method")), **value}
         elif dot:
-            below = _as_method(merged.get(first)) if first == "method" else _mapping(first, merged.get(first, {}))
-            merged[first] = merge(below, {rest: value})
+            below = _as_method(merged.get(first)) if first == "method" else _mapping(inner[:-1], merged.get(first, {}))
+            merged[first] = merge(below, {rest: value}, inner)
         elif isinstance(value, Mapping) and isinstance(merged.get(first), Mapping):
-            merged[first] = merge(merged[first], value)
+            merged[first] = merge(merged[first], value, inner)
         else:
             merged[first] = value
     return merged

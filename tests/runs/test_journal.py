@@ -84,6 +84,9 @@ def test_create_refuses_a_folder_that_exists_and_says_how_to_continue_it(tmp_pat
     (tmp_path / "run" / "config.yaml").write_text("")
     with pytest.raises(CheckpointError, match=r"run: exists already; .*raylt resume .*run$"):
         Journal.create(tmp_path / "run", CONFIG, SPLIT, DATA)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"file: exists already; .*remove it: it is no run, or none yet$"):
+        Journal.create(tmp_path / "file", CONFIG, SPLIT, DATA)
 
 
 def test_create_refuses_a_place_where_no_folder_can_be(tmp_path):

@@ -108,7 +108,7 @@ def test_resolved_fills_in_the_methods_fields():
     ({"base": {"data": "digits"}}, "data = 'digits': must be a mapping of settings"),
     ({"arms": {"a": {"method": None}}}, "method = None: must be a mapping of settings"),
     ({"arms": {"a": {"method": 5}}}, "method = 5: must be a mapping of settings"),
-    ({"arms": {"a": {"local.lr.x": 1}}, "base": {"local": {"lr": 0.1}}}, "lr = 0.1: must be a mapping of settings"),
+    ({"arms": {"a": {"local.lr.x": 1}}, "base": {"local": {"lr": 0.1}}}, "local.lr = 0.1: must be a mapping of settings"),
     ({"arms": {"(..": "fedavg"}}, r"study.arms: '\(\.\.'"),
     ({"cells": {"data.imbalance": []}}, r"study.cells: .*no cell; give each setting at least one value"),
     ({"only": {"IF 10": []}}, "give at least one arm, and each once"),
