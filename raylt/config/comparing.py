@@ -7,6 +7,7 @@ from raylt.config.sections import Config, settings
 
 NO_RESULT = ("resources", "output")         # sections that no result depends on
 FOLLOWS = ("imbalance", "partition", "clients", "test")     # of the data section: what null leaves to the data
+DRAWN = ("imbalance", "partition", "alpha", "tail", "beta", "per_client")      # what a split from a file was drawn with
 
 
 def settled(config: Config) -> dict[str, Any]:
@@ -18,6 +19,7 @@ def followed(config: Config, known: Config) -> Config:
     """The configuration of a run that is planned, with what its data decide as a run over the same data has it."""
     data, there = config.data, known.data
     left = [key for key in FOLLOWS if getattr(data, key) is None and data.source == there.source]
+    left += DRAWN if data.split is not None and there.split is not None else ()
     return config.model_copy(update={"data": data.model_copy(update={key: getattr(there, key) for key in left})})
 
 

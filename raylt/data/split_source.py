@@ -1,8 +1,10 @@
 """A split and the source that it is used with: whether it can be drawn from it, and whose test samples are whose."""
 
+from typing import Any
+
 import numpy as np
 
-from raylt.config import DataConfig
+from raylt.config import DRAWN, DataConfig
 from raylt.data.index_lists import IndexLists, grouped
 from raylt.data.source import Source
 from raylt.data.split import Split, hash_labels
@@ -48,3 +50,27 @@ def own_tests(source: Source, split: Split) -> IndexLists | None:
     if source.test_ids is None or source.ids is None:
         return None
     return grouped(source.test_ids, np.unique(source.ids))
+
+
+def complete(config: DataConfig, split: Split) -> DataConfig:
+    """The configuration with what the data decided, for the record.
+
+    Of a split that was read from a file that is all that it was drawn with, whatever the configuration says.
+    """
+    known = {"clients": len(split.clients), "imbalance": split.imbalance, "partition": split.partition,
+             "test": split.test_share}
+    told = {key: value for key, value in known.items() if getattr(config, key) is None}
+    return config.model_copy(update=told | ({} if config.split is None else _drawn_with(split)))
+
+
+def drawn_otherwise(split: Split, config: DataConfig) -> list[str]:
+    """Says of a split that was read from a file what it was drawn with that the configuration has otherwise."""
+    others = [f"data.{key} = {value} (not {here})" for key, value in _drawn_with(split).items()
+              if (here := getattr(config, key)) not in (None, value)]
+    return [f"{config.split} was drawn with {', '.join(others)}, and is recorded so"] if others else []
+
+
+def _drawn_with(split: Split) -> dict[str, Any]:
+    """Settings of the data section that decided who holds what, as far as they did; its seed decides more than that."""
+    drawn = {key: getattr(split, key) for key in DRAWN if getattr(split, key) is not None}
+    return drawn | {"tail": split.tail or "global"}

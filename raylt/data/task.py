@@ -19,7 +19,7 @@ from raylt.data.newcomers import draw_newcomers
 from raylt.data.source import Kind, channel_statistics
 from raylt.data.sources import group_thresholds, open_source
 from raylt.data.split import Split
-from raylt.data.split_source import check, own_tests
+from raylt.data.split_source import check, drawn_otherwise, own_tests
 from raylt.data.validation import carve
 
 
@@ -193,12 +193,13 @@ def build_task(config: DataConfig, split: Split | None = None) -> Task:
         ConfigError: no such source.
         DataError: the data are missing or malformed, or cannot be split as asked.
     """
-    source = open_source(config)
+    source, otherwise = open_source(config), list[str]()
     if split is not None:
         check(split, source, config, "the split of this run")
     elif config.split is not None:
         split = Split.load(Path(config.split).expanduser())
         check(split, source, config, config.split)
+        otherwise = drawn_otherwise(split, config)
     else:
         split = draw(source, config)
     names, views = source.class_names, None
@@ -230,15 +231,8 @@ def build_task(config: DataConfig, split: Split | None = None) -> Task:
     own = own_tests(source, split)
     return Task(source.name, names, (height, width, channels), mean, std, client_counts, tuple(groups),
                 shards, test, split, None if held is None else shard(held), split.client_names or (),
-                own, (*source.notes, *notes(source, split, load(test.y), own)), extra, late,
+                own, (*source.notes, *otherwise, *notes(source, split, load(test.y), own)), extra, late,
                 kind=source.kind)
-
-
-def complete(config: DataConfig, split: Split) -> DataConfig:
-    """The configuration with what the data decided, for the record."""
-    known = {"clients": len(split.clients), "imbalance": split.imbalance, "partition": split.partition,
-             "test": split.test_share}
-    return config.model_copy(update={key: value for key, value in known.items() if getattr(config, key) is None})
 
 
 def _counts(shards: Holdings, classes: int) -> np.ndarray:

@@ -10,7 +10,8 @@ from raylt.core.method import Method
 from raylt.data.drawing import check_judged
 from raylt.data.hashes import hash_data
 from raylt.data.outline import outline_of
-from raylt.data.task import build_task, complete
+from raylt.data.split_source import complete
+from raylt.data.task import build_task
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
 from raylt.registry import GuestKind, origins, register, resolve

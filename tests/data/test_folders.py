@@ -13,7 +13,8 @@ from raylt.config import DataConfig
 from raylt.data.cache import load
 from raylt.data.hashes import hash_data
 from raylt.data.split import Split
-from raylt.data.task import build_task, complete
+from raylt.data.split_source import complete
+from raylt.data.task import build_task
 from raylt.errors import DataError
 
 SHOPS = {"wien": {"shoe": 10, "bag": 5}, "linz": {"shoe": 20}, "graz": {"bag": 1, "shoe": 2}}

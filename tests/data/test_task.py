@@ -11,10 +11,11 @@ from PIL import Image
 from tiny import configure, make_setup
 
 import raylt
-from raylt.config import DataConfig
+from raylt.config import DataConfig, differences, followed, settled
 from raylt.data.cache import load
 from raylt.data.sources import open_source
 from raylt.data.split import Split
+from raylt.data.split_source import complete
 from raylt.data.task import build_task
 from raylt.errors import ConfigError, DataError
 
@@ -119,6 +120,23 @@ def test_an_imported_split_is_used_whatever_the_other_settings(task, split_file)
     imported = build_task(config)
     assert imported.split.as_text() == task.split.as_text()
     assert imported.client_counts.tolist() == task.client_counts.tolist()
+    drawn, there = task.split, complete(config, task.split)
+    assert (there.alpha, there.imbalance, there.partition) == (drawn.alpha, drawn.imbalance, drawn.partition)
+    assert (there.clients, there.tail, there.seed, there.per_client) == (10, "global", 5, config.per_client)
+    told, = (note for note in imported.notes if "was drawn with" in note)
+    assert told == (f"{split_file} was drawn with data.imbalance = {drawn.imbalance} (not 2.0), data.alpha = "
+                    f"{drawn.alpha} (not 9.0), and is recorded so")
+    assert not any("was drawn with" in note for note in build_task(there).notes)
+
+
+def test_a_run_on_a_split_from_a_file_is_the_one_that_its_study_planned(task, split_file):
+    planned = configure(data={"split": str(split_file), "clients": 10})
+    made = planned.model_copy(update={"data": complete(planned.data, task.split)})
+    assert made.data != planned.data
+    assert list(differences(settled(made), settled(followed(planned, made)))) == []
+    drawn_anew = planned.model_copy(update={"data": planned.data.model_copy(update={"split": None})})
+    assert [key for key, *_ in differences(settled(made), settled(followed(drawn_anew, made)))] == [
+        "data.alpha", "data.split"]
 
 
 @pytest.mark.parametrize(("change", "message"), [
