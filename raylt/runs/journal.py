@@ -168,11 +168,15 @@ class Journal:
         return saved, faults
 
     def discard(self) -> None:
-        """Removes the folder of a run that committed nothing."""
+        """Removes the folder of a run that committed nothing, unless another process has taken it up by now."""
         with Folder.open(self.folder) as folder:
-            committed = folder.has(lines.FILE)
-        if not committed:
-            shutil.rmtree(self.folder)
+            lock = folder.lock(LOCK) if self._lock is None else self._lock
+            if lock is None:
+                return
+            if not folder.has(lines.FILE):
+                shutil.rmtree(self.folder)
+            if lock != self._lock:
+                os.close(lock)
 
     def show(self, picture: Picture) -> None:
         """Shows predictions of the model that the run ended with."""

@@ -237,3 +237,21 @@ def test_no_half_written_files_are_left(journal):
     journal.rewind()
     journal.conclude({})
     assert list(journal.folder.rglob(".*writing*")) == []
+
+
+def test_a_run_that_came_to_nothing_is_removed_unless_another_process_took_it_up(tmp_path):
+    with Journal.create(tmp_path / "run", CONFIG, SPLIT, DATA) as first:
+        pass
+    with Journal(tmp_path / "run") as second:
+        first.discard()
+        assert (tmp_path / "run" / "config.yaml").exists()
+        second.append(report(1))
+    first.discard()                                     # by then it has a round
+    assert (tmp_path / "run" / "config.yaml").exists()
+    with Journal.create(tmp_path / "other", CONFIG, SPLIT, DATA) as other:
+        pass
+    other.discard()
+    assert not (tmp_path / "other").exists()
+    with Journal.create(tmp_path / "held", CONFIG, SPLIT, DATA) as held:
+        held.discard()
+    assert not (tmp_path / "held").exists()
