@@ -167,7 +167,7 @@ def _admits(joined: Joined, address: str, token: str | None) -> bool:
     import grpc  # a tenth of a second, for those who join only
 
     options = [("grpc.enable_http_proxy", 0)]
-    channel: Any = (grpc.insecure_channel(address, options=options) if not _tls() else
+    channel: Any = (grpc.insecure_channel(address, options=options) if not tls() else
                     grpc.secure_channel(address, _credentials(grpc), options=options))
     try:
         channel.unary_unary(FIRST_CALL)(b"", timeout=PATIENCE_S, metadata=(
@@ -180,14 +180,15 @@ def _admits(joined: Joined, address: str, token: str | None) -> bool:
         if answer.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise ConfigError(f"{joined.told}: is there and does not answer within {PATIENCE_S:g} s; look at "
                               "gcs_server.out in the cluster's session folder") from None
-        other = "without TLS, though RAY_USE_TLS is set" if _tls() else "with TLS; then set RAY_USE_TLS as on its nodes"
+        other = "without TLS, though RAY_USE_TLS is set" if tls() else "with TLS; then set RAY_USE_TLS as on its nodes"
         raise ConfigError(f"{joined.told}: what answers there is no Ray cluster (or one {other}); give the port that "
                           "ray start --head printed (6379 by default), not the dashboard's") from None
     finally:
         channel.close()
 
 
-def _tls() -> bool:
+def tls() -> bool:
+    """Whether Ray's processes talk over TLS here."""
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 

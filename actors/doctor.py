@@ -12,7 +12,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from actors.access import exposed, token_file
+from actors.access import exposed, tls, token_file
 from actors.cluster import session
 
 # Below these lie known holes: of what runs code sent to it (ray, torch.load, filelock), reads files of others (pillow,
@@ -51,7 +51,7 @@ def examine(address: str | None) -> Report:
         findings |= {"cluster": str(cluster), "nodes": len([n for n in ray.nodes() if n["Alive"]]),
                      "CPUs (Ray)": have.get("CPU", 0), "GPUs (Ray)": have.get("GPU", 0),
                      "dashboard": _dashboard(board) or "off", "authentication": "token" if cluster.token else "off",
-                     "TLS": "on" if os.environ.get("RAY_USE_TLS", "0") != "0" else "off"}
+                     "TLS": "on" if tls() else "off"}
         if not cluster.token:
             problems.append("authentication is off: anyone who reaches the cluster runs code; export "
                             "RAY_AUTH_MODE=token where it is started")

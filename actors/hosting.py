@@ -39,7 +39,11 @@ class RemoteExperiment:
     def __init__(self, server: Any, places: Any, notes: Path, says: Says, watch: Watch | None = None):
         self._server, self._places, self._notes, self._says, self._watch = server, places, notes, says, watch
         self._read = notes.stat().st_size if notes.is_file() else 0
-        self.done: bool = _get(server.done.remote())
+        try:
+            self.done: bool = _get(server.done.remote())
+        except BaseException:
+            self.close()
+            raise
 
     def describe(self) -> dict[str, str | None]:
         """What clients and server compute on."""

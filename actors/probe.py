@@ -25,7 +25,8 @@ TIMEOUT_S = 120
 
 def probe(setup: Setup, task: Task, gpus: float) -> Need | None:
     """The need of the largest client; None where it could not be measured, and Ray's shares alone decide."""
-    largest = max(range(len(task.shards)), key=lambda id: len(task.shards[id]))
+    largest = max((id for id in range(len(task.shards)) if id not in task.newcomers),
+                  key=lambda id: len(task.shards[id]))
     remote: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_short_run)
     shard = task.shards[largest]
     run = remote.remote(setup, ray.put(task.without_data()), largest, ray.put(shard))

@@ -45,12 +45,16 @@ class ServerActor:
         with self._one_line():
             self.device = device_here(setup.config)
             self.fleet = RayFleet(setup, task, shards, test[0], placement, name, folder)
-            self.fleet.watch = note_in(folder)
-            self.experiment = Experiment(setup, task, self.fleet, self.device, folder)
-            self.figures = Figures(folder.name)
-            saved, _ = latest(folder / "checkpoints")
-            if saved is not None:
-                self.experiment.load(saved)
+            try:
+                self.fleet.watch = note_in(folder)
+                self.experiment = Experiment(setup, task, self.fleet, self.device, folder)
+                self.figures = Figures(folder.name)
+                saved, _ = latest(folder / "checkpoints")
+                if saved is not None:
+                    self.experiment.load(saved)
+            except BaseException:
+                self.fleet.close()          # nobody else knows of its places yet
+                raise
             return self.fleet.slots.group
 
     def describe(self) -> dict[str, str | None]:

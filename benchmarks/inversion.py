@@ -22,7 +22,8 @@ from torch import nn
 
 import raylt
 from raylt.models.split import SplitModel
-from raylt.privacy.attack import Finding, attack
+from raylt.privacy.attack import attack
+from raylt.privacy.finding import Finding
 from raylt.privacy.measures import check_measures
 from raylt.privacy.picture import draw
 

@@ -103,7 +103,8 @@ class TrialActor(ray_tune.Trainable):
 
     def _fleet(self, setup: Setup, task: Task, name: str, device: torch.device) -> Fleet:
         # no scheduling strategy: so Ray puts the actors into the trial's placement group
-        return RayFleet(setup, task, Shards.put(task.shards), ray.put(task.test), self._placement, name)
+        folder = self._job.folder / "trials" / self._config["trial"]
+        return RayFleet(setup, task, Shards.put(task.shards), ray.put(task.test), self._placement, name, folder)
 
 
 class _Office:

@@ -22,11 +22,14 @@ class Course:
         scores: by round, at rungs at least; higher is better.
         end: the score of what is deployed in the end, None before.
         failed: whether it has given up.
+        over: whether nothing more will come of it, though it neither ended nor failed: it was stopped before the search
+            was interrupted.
     """
 
     scores: Mapping[int, float]
     end: float | None = None
     failed: bool = False
+    over: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,14 @@ def outcomes(courses: Sequence[Course], steps: Sequence[int], rounds: int) -> li
     closed: set[int] = set()            # rungs at which an earlier trial may still arrive
     found = []
     for course in courses:
-        outcome = None
+        outcome, passed = None, None
         for step in steps:
             score = course.scores.get(step)
             if score is None and course.failed:
                 outcome = Outcome("failed", step, None)
+                break
+            if score is None and course.over:
+                outcome = passed                    # another one that was taken up again made it pass the rung
                 break
             if score is None or step in closed:
                 closed.update(later for later in steps if later >= step)
@@ -71,10 +77,13 @@ def outcomes(courses: Sequence[Course], steps: Sequence[int], rounds: int) -> li
             if better >= math.ceil(len(recorded[step]) / ETA):
                 outcome = Outcome("stopped", step, score)
                 break
+            passed = Outcome("stopped", step, score)
         else:
             if course.end is not None:
                 outcome = Outcome("done", rounds, course.end)
             elif course.failed:
                 outcome = Outcome("failed", rounds, None)
+            elif course.over:
+                outcome = passed
         found.append(outcome)
     return found

@@ -62,13 +62,21 @@ def place_trial(config: Config, clients: int, trials: float, have: Mapping[str, 
                           f"{gpus:g} GPUs, each of which holds {most:g} such processes; lower resources.actors, or take"
                           " a smaller model or local.batch")
     if wanted.gpu_share != "auto":
-        return Placement(actors, wanted.cpus_per_client, wanted.gpu_share)
+        return Placement(actors, wanted.cpus_per_client, _beside_servers(wanted.gpu_share))
     share = 0.0
     if gpus:
         at_once = _largest(min(at_once, slots // actors), lambda count: fit(count, actors))
         servers, each = _on_gpu(at_once, actors, gpus)
         share = int((1 - SERVER_GPUS * servers) / each * 1e4) / 1e4
     return Placement(actors, wanted.cpus_per_client, share)
+
+
+def _beside_servers(share: float) -> float:
+    """What a client actor takes of a GPU, `share` at most, so that as many trials of one actor as this would fill a GPU
+    with leave their servers a place."""
+    each = math.floor(1 / share + 1e-9) if 0 < share <= 1 else 0
+    room = 1 - SERVER_GPUS * each
+    return min(share, int(room / each * 1e4) / 1e4) if each and room > 0 else share
 
 
 def _on_gpu(trials: int, actors: int, gpus: float) -> tuple[int, int]:

@@ -203,7 +203,7 @@ def client_steps(config: Config, sizes: list[int]) -> int:
 def _course(record: Record) -> Course:
     compared = {p.step: p.score for p in record.points.values() if p.kind in ("round", "rehearsal")}
     end = next((p.score for p in record.points.values() if p.kind == "final"), None)
-    return Course(compared, end, record.failed is not None)
+    return Course(compared, end, record.failed is not None, record.closed and record.failed is None and end is None)
 
 
 def _propose(space: dict[str, Range], known: list[Record], seed: int) -> dict[str, Any]:

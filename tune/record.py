@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raylt.config import Config
+from raylt.config import Config, followed
 from raylt.errors import CheckpointError
 from raylt.runs.files import Files
 from raylt.store import Folder
@@ -95,7 +95,8 @@ class Record:
             raise CheckpointError(f"{folder}: trial {self.id} was run with {ended['values']}, the search now draws "
                                   f"{self.values}; continue it with the versions it was started with")
         files = Files(folder)
-        if files.config() != self.config:
+        there = files.config()
+        if followed(self.config, there) != there:           # it has what the data decided
             raise CheckpointError(f"{folder}: has another configuration than the search; put the trial's own back")
         reports = files.lines().reports
         for point in ended["points"]:

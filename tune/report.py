@@ -104,9 +104,10 @@ def draw(plan: Plan, state: State) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # without pyplot: no global state, no display
     from matplotlib.figure import Figure
 
-    axes_by_key = {key: axis for space in plan.spaces.values() for key, axis in space.items()}
-    columns = min(3, max(1, len(axes_by_key)))
-    lines = -(-len(axes_by_key) // columns)
+    # methods may have fields of one name and other ranges: each range has a slice of its own
+    slices = list(dict.fromkeys((key, axis) for space in plan.spaces.values() for key, axis in space.items()))
+    columns = min(3, max(1, len(slices)))
+    lines = -(-len(slices) // columns)
     figure = Figure(figsize=(3.4 * max(columns, 2) + 0.6, 3.6 + 2.6 * lines), facecolor=PAPER, layout="constrained")
     FigureCanvasAgg(figure)
     parts: Any = figure.subfigures(2, 1, height_ratios=[3.4, 2.6 * max(lines, 1)])
@@ -116,11 +117,12 @@ def draw(plan: Plan, state: State) -> bytes:
     _draw_courses(upper.add_subplot(), plan, state, colour, best)
     grid = lower.subplots(max(lines, 1), columns, sharey=True, squeeze=False)
     for place, panel in enumerate(grid.flat):
-        if place >= len(axes_by_key):
+        if place >= len(slices):
             panel.set_visible(False)
             continue
-        key = list(axes_by_key)[place]
-        _draw_slice(panel, key, axes_by_key[key], state, colour, best)
+        key, axis = slices[place]
+        of = {method for method, space in plan.spaces.items() if space.get(key) == axis}
+        _draw_slice(panel, key, axis, [record for record in state.trials if record.method in of], colour, best)
         if place % columns == 0:
             panel.set_ylabel(f"{plan.metric}, %")
     picture = io.BytesIO()
@@ -155,9 +157,10 @@ def _draw_courses(panel: Any, plan: Plan, state: State, colour: dict[str, str], 
     _plain(panel)
 
 
-def _draw_slice(panel: Any, key: str, axis: Axis, state: State, colour: dict[str, str], best: Record | None) -> None:
+def _draw_slice(panel: Any, key: str, axis: Axis, records: list[Record], colour: dict[str, str],
+                best: Record | None) -> None:
     discrete = isinstance(axis, Choice | Grid)
-    for record in state.trials:
+    for record in records:
         if key not in record.values or record.outcome is None or record.outcome.score is None:
             continue
         value = record.values[key]

@@ -17,6 +17,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from raylt.config import Config
 from raylt.errors import CheckpointError, ConfigError, RayltError, one_line
 from raylt.registry import Guest, guests, resolve
@@ -25,7 +27,7 @@ from raylt.store import Folder, folder_for
 from tune import report
 from tune.desk import Desk, Watcher, sizes, task_of
 from tune.halving import rungs
-from tune.kinds import Metric
+from tune.kinds import PLAN, Metric
 from tune.plan import SAMPLES, Plan, Scheduler, Searcher, State
 from tune.record import Record
 from tune.space import Space
@@ -91,6 +93,7 @@ def search(config: Config, spaces: Space | Mapping[str, Space], samples: int | N
     if samples is None and budget is None:
         samples = SAMPLES
     plan = Plan(config, by_method, samples, budget, searcher, scheduler, grace, metric, seed, 0, retries)
+    _check_asked(plan, parallel, fleet)
     name = name or f"search-{'-'.join(by_method)}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(out).resolve() / name
     if (folder / "search.json").exists():
@@ -148,8 +151,9 @@ def _run_here(desk: Desk, job: Any, retries: int) -> None:
     while isinstance(record := desk.next(), Record):
         failed = None
         for left in range(retries, -1, -1):
-            trial = Trial(job, record.id, record.config, record.cost, local_fleet)
+            trial = None
             try:
+                trial = Trial(job, record.id, record.config, record.cost, local_fleet)
                 while desk.told(record.id, trial.step()) and not trial.done:
                     pass
                 break
@@ -157,7 +161,8 @@ def _run_here(desk: Desk, job: Any, retries: int) -> None:
                 said = str(error) if isinstance(error, RayltError) else one_line(error)
                 failed = None if left else said
             finally:
-                trial.close()
+                if trial is not None:
+                    trial.close()
         desk.closed(record.id, failed)
 
 
@@ -216,6 +221,18 @@ def _check_tracked(track: Sequence[str], fleet: FleetKind) -> None:
     check_trackers(track)
     if track and fleet == "local":
         raise ConfigError(f"--track {track[0]}: Ray Tune logs the trials; leave out --fleet local")
+
+
+def _check_asked(plan: Plan, parallel: int | None, fleet: str) -> None:
+    try:
+        PLAN.validate_python(plan.to_json())
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}") from None
+    if fleet not in ("ray", "local"):
+        raise ConfigError(f"fleet = {fleet!r}: must be ray or local")
+    if parallel is not None and parallel < 1:
+        raise ConfigError(f"parallel = {parallel}: must be at least 1")
 
 
 def _check(plan: Plan) -> None:

@@ -26,7 +26,8 @@ from raylt.core.setup import Setup
 from raylt.core.validation import has_own_models, validate
 from raylt.data.hashes import hash_data
 from raylt.data.outline import outline_of
-from raylt.data.task import Task, build_task, complete
+from raylt.data.split_source import complete
+from raylt.data.task import Task, build_task
 from raylt.errors import CheckpointError, FolderHeld
 from raylt.registry import Guest, adopt, origins, resolve
 from raylt.runs import provenance
@@ -81,7 +82,11 @@ class Trial:
             _ = Run(self.folder).finished()
             self._points = self._read()
         else:
-            self._open(open_fleet, leased)
+            try:
+                self._open(open_fleet, leased)
+            except BaseException:
+                self.close()
+                raise
         self._told = 0
 
     @property

@@ -9,20 +9,26 @@ from rich import box
 from rich.table import Table
 
 from raylt.cli.options import Format, FormatOption, out, print_json
+from raylt.errors import ConfigError
+
+IMAGE, CLASSES = "8x8x3", 10          # that sends and costs are measured on where nothing else is said
 
 
 def methods(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this method, with its fields.")
                             ] = None,
             model: Annotated[str | None, typer.Option(help="Measure what a client sends and computes, for this model."
                                                       )] = None,
-            image: Annotated[str, typer.Option(help="The images that it is measured on.")] = "8x8x3",
-            classes: Annotated[int, typer.Option(min=2, help="Their classes.")] = 10,
+            image: Annotated[str, typer.Option(help="The images that it is measured on.")] = IMAGE,
+            classes: Annotated[int, typer.Option(min=2, help="Their classes.")] = CLASSES,
             page: Annotated[Path | None, typer.Option(help="Write all of them to this Markdown file, measured for "
                                                       "resnet8.")] = None,
             format: FormatOption = Format.table) -> None:
     """List the methods by what they change, with what they send and cost; NAME shows one with its fields."""
     from raylt.cli.method_page import PAGE_MODEL, entries, one, table, write
     from raylt.methods import METHODS
+    if page is not None and (name or model or format is Format.json or (image, classes) != (IMAGE, CLASSES)):
+        raise ConfigError(f"--page {page}: has all methods, measured for {PAGE_MODEL}; leave out NAME, --model, "
+                          "--image, --classes and --format")
     if name is not None:
         from raylt.methods import make_method
         make_method({"name": name})             # says what there is where this is none

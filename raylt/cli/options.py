@@ -8,15 +8,29 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.table import Table
 
 from raylt.config import DEMO, Config, load
 
 # Modules that import torch are imported inside the commands: --help and a mistyped key should not wait for it.
 
 # what is printed are names and figures, and names may have brackets and colons
-out = Console(highlight=False, markup=False, emoji=False)
-err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+class Output(Console):
+    """A console whose tables fold a word that is longer than its column: one that was cut could not be copied."""
+
+    def __init__(self, stderr: bool = False):
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        for each in objects:
+            for table in each.renderables if isinstance(each, Group) else [each]:
+                for column in table.columns if isinstance(table, Table) else ():
+                    column.overflow = "fold"
+        super().print(*objects, **how)
+
+
+out, err = Output(), Output(stderr=True)
 
 
 class FleetName(StrEnum):
@@ -46,7 +60,7 @@ FormatOption = Annotated[Format, typer.Option("--format", help="How the result i
 def divide(settings: Sequence[str] | None) -> tuple[str | None, list[str]]:
     """The configuration that is named first, if any, and the settings after it."""
     given = list(settings or [])
-    return (given.pop(0), given) if given and "=" not in given[0] else (None, given)
+    return (given.pop(0), given) if given and ("=" not in given[0] or Path(given[0]).exists()) else (None, given)
 
 
 def config_of(settings: Sequence[str] | None) -> Config:

@@ -21,7 +21,7 @@ from raylt.cli.options import out
 from raylt.errors import ConfigError
 
 START, END = "<!-- raylt compare ", "<!-- end of raylt compare -->"
-BLOCK = re.compile(rf"({re.escape(START)}(.*?) -->\n).*?({re.escape(END)})", re.DOTALL)
+BLOCK = re.compile(rf"({re.escape(START)}(.*?) -->\r?\n).*?({re.escape(END)})", re.DOTALL)
 LIMIT = 2**26               # bytes of a page
 
 
@@ -58,10 +58,14 @@ def filled(text: str, name: str = "page") -> str:
 
 def _table(arguments: str) -> str:
     """What `raylt compare ARGUMENTS --format markdown` prints."""
+    try:
+        words = shlex.split(arguments)
+    except ValueError as error:
+        raise ConfigError(f"{START}{arguments} -->: {error}; close the quotation") from None
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(compare)
     printed = StringIO()
     with redirect_stdout(printed):
-        typer.main.get_command(app).main([*shlex.split(arguments), "--format", "markdown"], "raylt compare",
+        typer.main.get_command(app).main([*words, "--format", "markdown"], "raylt compare",
                                          standalone_mode=False)
     return printed.getvalue()

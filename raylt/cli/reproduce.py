@@ -43,8 +43,9 @@ def reproduce(paper: Annotated[str, typer.Argument(metavar="PAPER", help="sfd, f
     definition = plan(chosen, name or name_of(paper, table, where, scale), seeds, scale)
     if dry_run:
         planned = Study.preview(definition, folder)
-        show_plan(planned, parallel, fleet)
-        show(judge_all(planned.records, chosen), format)
+        if format == "table":
+            show_plan(planned, parallel, fleet)
+        show(judge_all(planned.records, chosen, mix_versions), format)
         return
     study = Study.create(definition, folder)
     with Screen() as screen:

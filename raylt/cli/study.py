@@ -48,7 +48,7 @@ def study(file: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="What 
     for line in begun.recorded.passed_over:
         err.print(line, soft_wrap=True)
     if dry_run:
-        show_plan(begun, parallel, fleet)
+        show_plan(begun, parallel, fleet, format)
     else:
         carry_out(begun, parallel, fleet, address, mix_versions, place if record else None, format)
 
@@ -73,7 +73,7 @@ def carry_out(made: "Study", parallel: int | None, fleet: Literal["local", "ray"
                          "them again")
 
 
-def show_plan(planned: "Study", parallel: int | None, fleet: str) -> None:
+def show_plan(planned: "Study", parallel: int | None, fleet: str, format: str = "table") -> None:
     """The runs of a study, their states and the time that is left, as far as any has been timed."""
     from raylt.studies.estimate import Pace
     from raylt.studies.places import slots
@@ -84,7 +84,7 @@ def show_plan(planned: "Study", parallel: int | None, fleet: str) -> None:
     shared = stems(here)
     table = Table("run", "state", "round", "left", *(["trained as"] if shared else []), box=box.SIMPLE_HEAD,
                   padding=(0, 1, 0, 0), show_edge=False)
-    left = []
+    left, entries = [], []
     for plan, record in zip(plans, planned.records, strict=True):
         stem = shared.get(plan.folder)
         seconds = 0.0 if record.state == "done" else pace.left(plan, max(record.steps, stem.steps if stem else 0))
@@ -93,8 +93,15 @@ def show_plan(planned: "Study", parallel: int | None, fleet: str) -> None:
         table.add_row(plan.folder, state, f"{record.steps}/{record.planned_steps}",
                       "" if record.state == "done" else duration(seconds) if pace.measured else "?",
                       *([stem.folder if stem else ""] if shared else []))
-    out.print(table)
+        entries.append({"run": plan.folder, "state": state, "steps": record.steps,
+                        "planned_steps": record.planned_steps, "left_s": seconds if pace.measured else None,
+                        "trained_as": stem.folder if stem else None})
     at_once = slots(parallel, fleet, [plan.config for plan in plans])
+    if format == "json":
+        sys.stdout.write(json.dumps({"runs": entries, "at_once": at_once,
+                                     "left_s": makespan(left, at_once) if pace.measured else None}) + "\n")
+        return
+    out.print(table)
     open_ = sum(record.state != "done" for record in planned.records)
     time_left = (f"about {duration(makespan(left, at_once))}, {at_once} at once" if pace.measured else
                  "how long they take is known when the first has taken a round")

@@ -84,11 +84,15 @@ class EvaluationSet:
         remembered = _Remembered(model.encoder)
         judged = with_encoder(model, remembered)
         counts = Counts(self._facts.classes, self._device, owners)
-        for place, batch in enumerate(self.samples.in_order(size)):
-            if not known:
-                self._features.append(model.encoder(batch.x))
-            remembered.x, remembered.z = batch.x, self._features[place]
-            counts.add(predict(judged, batch.x).argmax(1), batch)
+        try:
+            for place, batch in enumerate(self.samples.in_order(size)):
+                if not known:
+                    self._features.append(model.encoder(batch.x))
+                remembered.x, remembered.z = batch.x, self._features[place]
+                counts.add(predict(judged, batch.x).argmax(1), batch)
+        except BaseException:               # of a full device: it is tried again, and these are a part of the features
+            self._form, self._features = None, []
+            raise
         return counts
 
     def _knows(self, encoder: nn.Module) -> bool:

@@ -102,11 +102,12 @@ class Evaluator:
             ids: of the clients that it is about.
         """
         views, owned = torch.from_numpy(self.task.views), torch.from_numpy(self.task.client_counts)
+        about = set(ids)
         everyone = matrices.clients or matrices.shared
         assert everyone is not None
         seen = metrics.seen_by_each(everyone, views, ids)
         own = None if self.task.own_tests is None else metrics.seen_by_each(
-            {id: matrix for id, matrix in matrices.own.items() if id in ids}, views, ())
+            {id: matrix for id, matrix in matrices.own.items() if id in about}, views, ())
         pooled = sum(seen.values(), start=torch.zeros_like(next(iter(seen.values()))))
         by_client = metrics.by_client(seen, owned, own)
         return {"accuracy": metrics.accuracy(pooled), "macro": metrics.macro(pooled),

@@ -22,6 +22,7 @@ from raylt.tree import Tree
 # of sums over a client's samples. Whole numbers have all that leaves 62 bits.
 LARGEST = {"mean": 1e6, "total": 1e9}
 BITS = 62
+COUNTER = 2.0**36       # batches that a normalisation layer has seen, at most
 Path = tuple[Any, ...]
 
 
@@ -140,9 +141,12 @@ class FixedPoint:
 
 
 def _of(like: Any, kind: str, step: float, largest: float, clients: int) -> tuple[float, float]:
-    """Step and largest value of an entry: whole numbers of totals are exact."""
+    """Step and largest value of an entry: whole numbers of totals are exact, and those in means may be counters, which
+    grow with the run."""
     whole = not like.is_floating_point() if isinstance(like, Tensor) else type(like) is int
-    return (1.0, 2.0**BITS / clients) if whole and kind == "total" else (step, largest)
+    if whole and kind == "mean":
+        return 2.0 ** -math.floor(BITS - math.log2(clients * COUNTER)), COUNTER
+    return (1.0, 2.0**BITS / clients) if whole else (step, largest)
 
 
 def _leaves(value: Any, path: Path) -> list[tuple[Path, Any]]:

@@ -124,4 +124,5 @@ def statement(config: Config, noise: Noise) -> Tree:
     return {"epsilon": budget.epsilon, "delta": budget.delta, "sigma": noise.sigma,
             "covers": ", ".join(noise.deviations), "unit": "one sample, added or removed",
             "against": "whoever sees the sum" if config.federation.secure else "whoever sees an upload",
-            "not_covered": "the rounds before: the model that the sums were taken with was trained without noise"}
+            "not_covered": "the rounds before: the model that the sums were taken with was trained without noise; and "
+                           "how many samples each client has, which goes with its upload"}

@@ -83,11 +83,11 @@ class Protection:
     @contextmanager
     def judging(self) -> Iterator[None]:
         """Inside the block what is asked for is for our own eyes."""
-        self._judging = True
+        before, self._judging = self._judging, True
         try:
             yield
         finally:
-            self._judging = False
+            self._judging = before
 
     def _gathering(self, parts: Mapping[str, Reduction], cohort: Cohort, weights: Mapping[int, float],
                    secure: bool) -> Callable[[], Gathering]:

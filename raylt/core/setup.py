@@ -89,9 +89,10 @@ class Setup:
             raise ConfigError("privacy.epsilon: with federation.batchnorm = local a sample moves the features of the "
                               "others by its client's running statistics, which the noise does not cover; set "
                               "federation.batchnorm=average")
-        if self.config.privacy.update_epsilon is not None and (method.finishes or method.sees_each or method.terms):
+        if self.config.privacy.update_epsilon is not None and (
+                method.finishes or method.sees_each or method.terms or not method.shared(model)):
             raise ConfigError(f"privacy.update_epsilon = {self.config.privacy.update_epsilon:g}: {method.name} uploads "
-                              "more than a model, and noise hides clients in the mean of their models alone; take a "
+                              "more than a model, or none, and noise hides clients in the mean of models alone; take a "
                               "method that uploads nothing else, such as fedavg")
         check_budget(self.config)
         federation = self.config.federation

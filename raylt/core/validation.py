@@ -42,7 +42,7 @@ def validate(method: Method, server: Server, fleet: Fleet, task: Task) -> dict[s
         samples, answers = Samples(shard, task.facts, server.device), in_halves(method, model, server, fleet)
         judged = balance(confusion_of(answers, samples, task.classes, server.config.evaluation.batch))
     seen = metrics.seen_by_each(judged, torch.from_numpy(task.views), fleet.ids)
-    pooled = torch.stack(list(seen.values())).sum(0)
+    pooled = sum(seen.values(), start=torch.zeros_like(next(iter(seen.values()))))
     clients = metrics.client_figures(metrics.by_client(seen, torch.from_numpy(task.client_counts)))
     return {"accuracy": metrics.accuracy(pooled), **metrics.group_accuracy(pooled, task.groups),
             "owned": clients["owned"]["mean"], "matched": clients["matched"]["mean"], "miou": metrics.mean_iou(pooled)}

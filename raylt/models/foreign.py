@@ -24,6 +24,10 @@ class Features(nn.Module):
         return self.body(x).flatten(1)
 
 
+# classifiers on the way, of googlenet and inception_v3, which are left out
+AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
+
+
 def foreign(name: str, classes: int, shape: tuple[int, int, int], weights: str | None) -> SplitModel:
     """A new model of another library, with random weights or, but for its classifier, those that `weights` brings.
 
@@ -73,6 +77,7 @@ def _torchvision(name: str, inner: str, shape: tuple[int, int, int], weights: st
     if weights is not None:
         state = (pretrained.fetch(get_model_weights(inner).DEFAULT) if weights == "imagenet"    # pyright: ignore
                  else pretrained.read(Path(weights).expanduser(), f"torchvision's {inner}"))
+        state = {key: value for key, value in state.items() if not key.startswith(AUXILIARY)}
         pretrained.load_body(body, state, path, weights, f"torchvision's {inner}")
     body.set_submodule(path, nn.Identity())
     if shape[2] != 3:
@@ -105,8 +110,18 @@ def _timm(name: str, inner: str, shape: tuple[int, int, int], weights: str | Non
         raise ConfigError(f"model = {name}: timm has no model {inner!r}; those whose names begin alike: {near}")
     if weights is not None:
         return Features(body := _timm_pretrained(name, inner, shape[2], weights)), int(body.num_features)  # pyright: ignore
-    body = timm.create_model(inner, pretrained=False, num_classes=0, in_chans=shape[2])
+    body = _timm_untrained(name, inner, shape[2])
     return Features(body), int(body.num_features)       # pyright: ignore[reportArgumentType]
+
+
+def _timm_untrained(name: str, inner: str, channels: int) -> nn.Module:
+    import timm
+
+    try:
+        return timm.create_model(inner, pretrained=False, num_classes=0, in_chans=channels)
+    except RuntimeError as error:           # what follows the dot names weights that there are not
+        raise ConfigError(f"model = {name}: {' '.join(str(error).split())[:200]}; "
+                          f"timm.list_pretrained({inner.partition('.')[0] + '*'!r}) has those that there are") from None
 
 
 def _timm_pretrained(name: str, inner: str, channels: int, weights: str) -> nn.Module:
@@ -119,7 +134,7 @@ def _timm_pretrained(name: str, inner: str, channels: int, weights: str) -> nn.M
         except Exception as error:          # no net, or no weights of that name
             raise ConfigError(f"weights = imagenet: model = {name}: {' '.join(str(error).split())[:200]}; give a state "
                               f"dict of timm's {inner} in a file") from None
-    body = timm.create_model(inner, pretrained=False, num_classes=0, in_chans=channels)
+    body = _timm_untrained(name, inner, channels)
     state = pretrained.read(Path(weights).expanduser(), f"timm's {inner}")
     facts: Any = body.pretrained_cfg
     first, classifier = f"{facts['first_conv']}.weight", facts["classifier"]

@@ -1,7 +1,6 @@
 """`Teacher`: a frozen image-text model; `FeatureFile`: one that has done its work elsewhere."""
 
 import re
-import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence, Set
 from pathlib import Path
@@ -112,7 +111,7 @@ class FeatureFile(Teacher):
         if labels.dtype.kind not in "iu" or hash_labels(labels) != task.split.labels_sha256:
             raise ConfigError(f"method.teacher = {self.name}: y are not the labels of {task.name}'s training samples, "
                               "in their order; compute the features of it")
-        dim = arrays["image"].shape[-1]
+        dim = arrays["image"].shape[-1] if arrays["image"].ndim else 0
         shapes = {"image": (len(labels), dim)} | dict.fromkeys(texts, (task.classes, dim))
         for key, shape in shapes.items():
             array = arrays[key]
@@ -135,7 +134,7 @@ class FeatureFile(Teacher):
         try:
             with np.load(self.path, allow_pickle=False) as file:
                 return {key: file[key] for key in (*keys, *(key for key in optional if key in file))}
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except Exception as error:          # numpy and zipfile raise whatever a damaged file makes them stumble over
             cause = "no such file" if isinstance(error, FileNotFoundError) else shorten(error)
             raise ConfigError(f"method.teacher = {self.name}: cannot be read ({cause}); an npz "
                               "file with image, y, text and class_names is expected, and text_label where "

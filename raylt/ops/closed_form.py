@@ -29,7 +29,8 @@ def ridge_classifier(a: Tensor, b: Tensor, ridge: float, normalise: bool = True)
     solution = ridge_regression(a, b, ridge)
     if normalise:
         solution = solution / solution[:-1].norm(dim=0).clamp(min=1e-12)
-    bias = solution[-1].masked_fill(b[-1] == 0, NEVER)              # the constant's row of B: samples
+    # the constant's row of B are the samples; with the noise of privacy that of a class without any is not quite 0
+    bias = solution[-1].masked_fill(b[-1] < 0.5, NEVER)
     return {"weight": solution[:-1].T.float().contiguous(), "bias": bias.float()}
 
 

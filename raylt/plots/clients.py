@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rich.markup import escape
 from rich.table import Table
 
 from raylt.errors import CheckpointError
@@ -71,7 +70,7 @@ class Comparison:
         """As a person reads it, in percent."""
         table = Table("client", "samples", *self.runs)
         for k, n in enumerate(self.sizes):
-            table.add_row(escape(self.names[k]), str(n), *(percent(values[k]) for values in self.runs.values()))
+            table.add_row(self.names[k], str(n), *(percent(values[k]) for values in self.runs.values()))
         table.add_section()
         spread = self.spread()
         for kind in next(iter(spread.values())):

@@ -75,6 +75,9 @@ def read_clusters(run: Run, round: int | None = None) -> Clusters:
     own = reports[round]["figures"]
     ids = own.get("clustered", reports[round]["participants"])      # as runs before it was reported have it
     points, pca = embed(similarities[round].double()).numpy(), PCA(2)
+    if len(points) < 2:
+        raise CheckpointError(f"{run.folder}: round {round} clustered one client alone, of which there is nothing to "
+                              "draw; give another with --round")
     places = pca.fit_transform(points)
     return Clusters(round, ids, own["clusters"], own["silhouettes"].get(str(own["kappa"])), places,
                     pca.explained_variance_ratio_, run.task.client_counts[ids], run.task.class_names,

@@ -86,15 +86,19 @@ def draw_encoders(runs: Sequence[Run], path: Path) -> Path:
         experiment = run.experiment()
         own = [_real_features(first.config, experiment.task, experiment.server, c, SHOWN_FEATURES) for c in classes]
         z = torch.cat(own)
+        if parts and z.shape[1] != parts[0].shape[1]:
+            raise CheckpointError(f"{run.folder}: its model's features have d = {z.shape[1]}, those of {first.folder} "
+                                  f"d = {parts[0].shape[1]}, and one map is drawn of all; give runs of models with the "
+                                  "same d")
         parts += [part / z.norm(dim=1).mean() for part in own]
         apart = silhouette_score(z.numpy(), np.repeat(classes, [len(part) for part in own]))
         titles.append(f"{run.name}: silhouette {apart:.2f}")
     cut = _map(parts)
     size = len(classes)
-    panels = {title: cut[i * size:(i + 1) * size] for i, title in enumerate(titles)}
+    panels = [(title, cut[i * size:(i + 1) * size]) for i, title in enumerate(titles)]
     figure = new_figure(6 * len(runs), 6.4)
     axes = figure.subplots(1, len(runs), sharex=True, sharey=True, squeeze=False)[0]
-    for ax, (title, clouds) in zip(axes, panels.items(), strict=True):
+    for ax, (title, clouds) in zip(axes, panels, strict=True):
         _draw(ax, clouds, title, "o")
     _legend(figure, [first.task.class_names[c] for c in classes], [int(counts[c]) for c in classes])
     figure.suptitle("Features of training samples, one t-SNE over all encoders", fontsize=14)

@@ -1,7 +1,6 @@
 """`attack`: what somebody who sees an upload of a finished run can make of it, in figures and a picture."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from raylt.methods.fedyoyo import effective_samples
 from raylt.methods.flea import FLea, halves
 from raylt.models.split import linear
 from raylt.privacy.decoder import Inverter, mean_features, shuffled
+from raylt.privacy.finding import Finding
 from raylt.privacy.gradients import gradient_of, invert_gradient
 from raylt.privacy.measures import Nearness, check_measures, nearness
 from raylt.privacy.seen import (
@@ -21,6 +21,7 @@ from raylt.privacy.seen import (
     Images,
     outside_images,
     private_images,
+    sends_unit_means,
     uploaded_gradients,
     uploaded_sums,
     uploads_of,
@@ -31,31 +32,6 @@ from raylt.tree import Tree
 
 MOST = 200              # reconstructions that are measured; of updates, which take seconds each, FEW
 FEW = 4
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What came of one attack.
-
-    Attributes:
-        upload: the part that was attacked.
-        what: how.
-        count: reconstructions, or guesses.
-        reached: how near they came; None of guesses.
-        control: the same attack, trained on pairs that do not belong together; None where nothing is trained.
-        average: what the mean outside image of the true class gives, for which nobody need see an upload.
-        guessed: of guesses the balanced share that is right, 1/2 by chance.
-        shown: true images, reconstructions and the nearest training images, [3, columns, channels, H, W].
-    """
-
-    upload: str
-    what: str
-    count: int
-    reached: Nearness | None = None
-    control: Nearness | None = None
-    average: Nearness | None = None
-    guessed: float | None = None
-    shown: Tensor | None = None
 
 
 def attack(run: Run, upload: str | None = None, outside: str | None = None, epochs: int = 60) -> list[Finding]:
@@ -100,7 +76,10 @@ class _Attacker:
         return [self._inverted(REFERENCE, "features of single images, by a decoder", self.private.z, self.private)]
 
     def means(self) -> list[Finding]:
-        rows, z, alone = [], [], []
+        rows, z, alone, unit = [], [], [], sends_unit_means(self.config)
+        mine, outside = self.private.z, None
+        if unit:            # decoders for these learn from features at that length, too
+            mine, outside = F.normalize(mine, dim=1), F.normalize(self.outside.z, dim=1)
         for client, sums in uploaded_sums(self.config, self.private, self.experiment.task.classes):
             for c, of_class in sums.items():
                 theirs = (self.private.client == client) | (client == -1)
@@ -108,13 +87,13 @@ class _Attacker:
                 if of_class["n"] < 0.5 or not len(held):
                     continue
                 mean = (of_class["z"] / of_class["n"]).float()
-                rows.append(held[(self.private.z[held] - mean).norm(dim=1).argmin()])
+                rows.append(held[(mine[held] - mean).norm(dim=1).argmin()])
                 z.append(mean)
                 alone.append(len(held) == 1)
         kinds = {"means of several images, against the one nearest to each": [not one for one in alone],
                  "means of a single image": alone}
         return [self._inverted("means", f"{what}, by a decoder", torch.stack(z)[torch.tensor(kind)],
-                               self.private.at(torch.stack(rows)[torch.tensor(kind)]))
+                               self.private.at(torch.stack(rows)[torch.tensor(kind)]), outside)
                 for what, kind in kinds.items() if any(kind)]
 
     def activations(self) -> list[Finding]:
@@ -173,8 +152,9 @@ class _Attacker:
     def update(self) -> list[Finding]:
         """Of one step on one image, the classic reference: far from a round of several epochs over many."""
         model, chosen = self.experiment.server.model.eval(), self.private.at(self._some(len(self.private))[:FEW])
-        if self.config.federation.secure:
-            return []                                           # nobody sees one
+        sent = self.experiment.method.shared(model)
+        if self.config.federation.secure or not any(name.startswith("classifier.") for name in sent):
+            return []                           # nobody sees one, or none that the label could be read off
         facts = self.experiment.task.facts
         mean, std = (torch.tensor(values, device=chosen.x.device) for values in (facts.mean, facts.std))
         gradients = [gradient_of(model, (x[None] - mean[:, None, None]) / std[:, None, None], y[None])

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from raylt.plots.style import INK, new_figure, save
-from raylt.privacy.attack import Finding
+from raylt.privacy.finding import Finding
 
 
 def draw(finding: Finding, path: Path) -> Path:

@@ -21,7 +21,7 @@ from raylt.errors import ConfigError
 from raylt.methods import METHODS
 from raylt.models.split import clipped
 from raylt.ops.matching import class_gradients
-from raylt.ops.moments import class_sums, sample_lengths
+from raylt.ops.moments import class_means, class_sums, sample_lengths
 from raylt.tree import Tree
 
 # the uploads of each method beside a model that is attacked by its update; "features" are what `oracle` alone sends
@@ -124,6 +124,11 @@ def outside_images(experiment: Experiment, source: str | None, most: int = 5000)
     return look(experiment, Shard(take(other.x_train, rows), take(other.y_train, rows)), -1)
 
 
+def sends_unit_means(config: Config) -> bool:
+    """Whether the class means that clients upload have length 1."""
+    return config.method["name"] == "rucr" or (config.method["name"] == "fedsm" and config.method.get("norm") == "l2")
+
+
 def uploaded_sums(config: Config, images: Images, classes: int) -> Iterator[tuple[int, Tree]]:
     """The sums of features by class that each client uploads, with the noise of `privacy`; of a secure sum the one of
     all together, as that of client -1."""
@@ -135,11 +140,22 @@ def uploaded_sums(config: Config, images: Images, classes: int) -> Iterator[tupl
     noise = Noise.of({"classes": part}, config)
     for client in [-1] if config.federation.secure else clients:
         own = images if client == -1 else images.at(images.client == client)
-        sums = class_sums(own.z, own.y)
+        sums = _sums_of_unit_means(own) if sends_unit_means(config) else class_sums(own.z, own.y)
         reply = Reply(1.0, {"classes": {c: {"n": s["n"], "z": s["z"]} for c, s in sums.items()}})
         if noise is not None:
             reply = noise.added(replace(reply), {"classes": part}, 1.0)
         yield client, reply.tree["classes"]
+
+
+def _sums_of_unit_means(images: Images) -> dict[int, Tree]:
+    """Of each class: its count, and the sum over clients of n times its mean at length 1."""
+    added: dict[int, Tree] = {}
+    for client in images.client.unique().tolist():
+        own = images.at(images.client == client)
+        for c, sums in class_means(own.z, own.y, unit=True).items():
+            before = added.get(c, {"n": 0, "z": 0.0})
+            added[c] = {"n": before["n"] + sums["n"], "z": before["z"] + sums["z"].double()}
+    return added
 
 
 def uploaded_gradients(config: Config, images: Images, classifier: nn.Module) -> dict[int, dict[int, Tensor]]:

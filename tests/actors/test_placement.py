@@ -110,3 +110,8 @@ def test_plan_prints_and_starts_nothing(monkeypatch, capsys):
     got = json.loads(capsys.readouterr().out)
     assert (ended.value.code, got["placement"]["actors"]) == (0, 20)
     assert set(got["reasons"]) == {"nodes", "client actors", "clients per actor", "each actor", "server", "MPS"}
+
+
+def test_an_actor_that_fills_a_gpu_has_one_to_itself():
+    assert planned("1x1gpu16cpu", 4, Need(0, 0.93)).placement.actors == 1
+    assert planned("1x2gpu16cpu", 4, Need(0, 0.93)).placement.actors == 2

@@ -124,3 +124,26 @@ def test_recipes_are_listed_with_what_they_are(raylt):
 def test_version_is_said(raylt):
     from importlib.metadata import version
     assert raylt("--version") == (0, f"raylt {version('raylt')}\n", "")
+
+
+def test_page_of_methods_has_all_of_them_and_is_measured_for_one_model(raylt, tmp_path):
+    for more in (["sfd"], ["--model", "cnn"], ["--classes", "100"], ["--format", "json"]):
+        code, _, err = raylt("methods", *more, "--page", tmp_path / "methods.md")
+        assert code == 2
+        assert "has all methods, measured for resnet8; leave out NAME" in " ".join(err.split())
+        assert not (tmp_path / "methods.md").exists()
+
+
+def test_words_longer_than_their_column_are_folded_not_cut(raylt):
+    out = raylt("settings").out
+    assert "…" not in out
+    assert "…" not in raylt("methods", "clip2fl").out
+
+
+def test_a_file_whose_path_holds_an_equals_sign_is_a_file(raylt, tmp_path):
+    folder = tmp_path / "lr=0.1"
+    folder.mkdir()
+    (folder / "best.yaml").write_text("data: {clients: 7}")
+    code, out, _ = raylt("data", folder / "best.yaml", "--format", "json")
+    assert code == 0
+    assert len(json.loads(out)["clients"]) == 7

@@ -20,6 +20,8 @@ def test_a_table_is_written_between_its_comments_and_nothing_else_changes():
     table = of_comparison(Study.open(DIGITS).compare()).markdown()
     assert written == text.replace("old\n", f"\n{table}\n")
     assert filled(written) == written
+    # a page with the line ends of Windows
+    assert "IF 50" in filled(text.replace("\n", "\r\n"))
 
 
 def test_measures_side_by_side_are_ordered_by_the_first():
@@ -41,6 +43,7 @@ def test_measures_side_by_side_are_ordered_by_the_first():
     ("<!-- raylt compare a.json -->\n", "1 comments start a table and 0 end one"),
     ("<!-- end of raylt compare -->\n<!-- raylt compare a.json -->\n", "in this order"),
     ("<!-- raylt compare a -->\n<!-- raylt compare b -->\n" + 2 * "<!-- end of raylt compare -->\n", "in this order"),
+    (PAGE.format("'a.json"), r"<!-- raylt compare 'a\.json -->: No closing quotation; close the quotation"),
 ])
 def test_a_page_that_cannot_be_filled_is_one_line(text, problem):
     with pytest.raises(ConfigError, match=problem):

@@ -18,6 +18,7 @@ from raylt.methods.classifiers.ccvr import CCVR
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedetf import FedETF
 from raylt.methods.flea import FLea
+from raylt.methods.local import Local
 from raylt.methods.scaffold import Scaffold
 
 pytest.importorskip("opacus")
@@ -102,7 +103,7 @@ def test_draws_of_a_fixed_number_are_refused_under_a_budget(tiny_task, tmp_path)
         make_experiment(configure(privacy=BUDGET, federation={"participation": 0.5}), tiny_task, tmp_path)
 
 
-@pytest.mark.parametrize("method", [CCVR(), FedETF(), FLea()], ids=lambda method: method.name)
+@pytest.mark.parametrize("method", [CCVR(), FedETF(), FLea(), Local()], ids=lambda method: method.name)
 def test_methods_that_upload_more_later_are_refused_before_the_first_round(tiny_task, tmp_path, method):
     with pytest.raises(ConfigError, match=f"{method.name} uploads more than a model"):
         make_experiment(configure(privacy=BUDGET), tiny_task, tmp_path, method)

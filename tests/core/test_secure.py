@@ -46,6 +46,17 @@ class Gone(Host):
         return super().run(fn, message, round, id, shard, private)
 
 
+@pytest.mark.parametrize("clients", [3, 10**5])
+def test_counters_in_a_mean_may_grow_with_the_run(clients):
+    """Of batches that a normalisation layer has seen; a million is passed within a thousand rounds."""
+    layout = FixedPoint(PARTS, clients, heaviest=1.0)
+    grown = [reply(1.0, 0) for _ in range(2)]
+    for each_reply, batches in zip(grown, (40_000_000, 40_000_002), strict=True):
+        each_reply["model"]["batches"] = tensor(batches)
+    got = layout.decode(np.sum([layout.encode(its, 1.0) for its in grown], axis=0, dtype=np.uint64), 2.0)
+    assert got["model"]["batches"] == 40_000_001
+
+
 def test_a_sum_of_vectors_is_the_sum_of_the_parts():
     layout = FixedPoint(PARTS, 3, heaviest=4.0)
     vectors = [layout.encode(reply(1.0, 0), 4.0), layout.encode(reply(-0.5, 0, 2), 1.0)]

@@ -5,8 +5,8 @@ import pytest
 from tune.halving import Course, Outcome, outcomes, rungs
 
 
-def course(*scores, end=None, failed=False):
-    return Course(dict(zip((1, 3), scores, strict=False)), end, failed)
+def course(*scores, end=None, failed=False, over=False):
+    return Course(dict(zip((1, 3), scores, strict=False)), end, failed, over)
 
 
 def test_rungs_are_at_a_ninth_and_a_third_of_the_rounds():
@@ -58,3 +58,14 @@ def test_outcomes_do_not_depend_on_the_order_in_which_results_come(seed):
         assert all(a is None or a == b for a, b in zip(now, final, strict=True))
         before = now
     assert before == final
+
+
+def test_a_trial_that_was_stopped_before_an_interruption_counts_where_it_came_to():
+    """The first failed, and was run again when the search was resumed: its score moves the others' places."""
+    before = [course(failed=True), course(.5, .6, end=.5), course(.6, .7, end=.6), course(.55, over=True),
+              course(.7, .8, end=.7)]
+    assert [each.state for each in outcomes(before, [1, 3], 9)] == ["failed", "done", "done", "stopped", "done"]
+    after = outcomes([course(.05, .1, end=.1), *before[1:]], [1, 3], 9)
+    # the second of three was stopped at the first rung; as the second of four it would have gone on
+    assert after[3] == Outcome("stopped", 1, .55)
+    assert after[4] == Outcome("done", 9, .7)

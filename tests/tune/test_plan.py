@@ -6,9 +6,10 @@ import pytest
 
 from raylt.config import Config
 from raylt.errors import CheckpointError
-from raylt.hyper import LogUniform, Uniform
+from raylt.hyper import Choice, LogUniform, Uniform
 from tune.plan import OVER, WAIT, Plan, State, client_steps
 from tune.record import Point, Record
+from tune.report import draw
 
 SPACE = {"method.mu": LogUniform(1e-4, 1.0), "local.lr": LogUniform(0.01, 0.3)}
 BASE = Config(method="fedavg", federation={"rounds": 9}, data={"validation": 0.2, "clients": 3})
@@ -124,3 +125,14 @@ def test_a_plan_survives_json():
 def test_a_plan_that_was_changed_is_refused(change, message):
     with pytest.raises(CheckpointError, match=message):
         Plan.from_json(json.dumps(plan(spaces={"fedprox": SPACE}).to_json() | change).encode(), "it")
+
+
+def test_fields_of_one_name_with_other_ranges_have_a_slice_each():
+    spaces = {"fedprox": {"method.mu": LogUniform(1e-4, 1.0)}, "moon": {"method.mu": Choice((0.1, 5))}}
+    both = plan(spaces=spaces, searcher="random", scheduler="none", samples=2)
+    state = State(both, sizes)
+    while isinstance(record := state.next(), Record):
+        record.points = {9: Point(9, "final", 0.5, 9, {}, {})}
+        state.update(record)
+    assert {record.method for record in state.trials} == {"fedprox", "moon"}
+    assert draw(both, state).startswith(b"\x89PNG")

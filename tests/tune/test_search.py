@@ -11,6 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -152,11 +153,14 @@ def test_a_search_folder_is_not_used_twice(undisturbed):
 
 @pytest.mark.parametrize(("changes", "says"), [
     ({"budget": 3}, "one trial of fedprox takes"), ({"metric": "few"}, "no few-shot class"),
-    ({"track": ["elsewhere"]}, "mlflow or wandb")])
+    ({"track": ["elsewhere"]}, "mlflow or wandb"), ({"searcher": "TPE"}, "searcher = 'TPE'"),
+    ({"scheduler": "ASHA"}, "scheduler = 'ASHA'"), ({"metric": "acc"}, "metric = 'acc'"),
+    ({"samples": 0}, "samples = 0"), ({"parallel": -1}, "parallel = -1: must be at least 1"),
+    ({"fleet": "Local"}, "fleet = 'Local': must be ray or local"), ({"retries": -1}, "retries = -1")])
 def test_what_cannot_work_is_said_before_anything_starts(tmp_path, changes, says):
     config = load(None, [*SETTINGS, "data.groups=[0, 1]"])
     with pytest.raises(ConfigError, match=says):
-        search(config, space(config, RANGES), 8, out=tmp_path, name="s", fleet="local", **changes)
+        search(config, space(config, RANGES), **{"samples": 8, "out": tmp_path, "name": "s", "fleet": "local", **changes})
     assert not (tmp_path / "s").exists()
 
 
@@ -323,3 +327,43 @@ def test_a_trial_larger_than_the_cluster_ends_the_command_at_once(tmp_path):
     assert done.stderr.count("\n") == 1
     assert time.monotonic() - begun < 60
     assert not list(Path(tmp_path).iterdir())
+
+
+def test_a_given_share_of_a_gpu_leaves_each_trial_s_server_its_place():
+    node = {"CPU": 16, "GPU": 1}
+    for share, most in ((1, 1), (0.5, 2), (0.25, 4)):
+        config = config_of(f"resources.gpus_per_client={share}", "resources.actors=1")
+        assert check_fit(bundles_of(place_trial(config, 4, 8, node)), [node], 8) == most
+    several = place_trial(config_of("resources.gpus_per_client=2", "resources.actors=1"), 4, 8, node | {"GPU": 4})
+    assert several.gpus == 2
+
+
+def shop_search(folder):
+    """Over one's own data, of which the data themselves say who holds what."""
+    rng = np.random.default_rng(0)
+    images, labels = rng.integers(0, 255, (90, 8, 8), dtype=np.uint8), np.arange(90) % 3
+    np.savez(folder / "shops.npz", x_train=images, y_train=labels, x_test=images[:9], y_test=labels[:9],
+             class_names=["a", "b", "c"], id_train=np.arange(90) // 30)
+    config = load(None, ["method=fedavg", f"data.source=npz:{folder / 'shops.npz'}", "federation.rounds=2",
+                         "local.epochs=1"])
+    assert config.data.clients is None
+    return search(config, space(config, {"local.lr": "grid(0.01, 0.1)"}), out=folder, name="s", searcher="grid",
+                  scheduler="none", fleet="local")
+
+
+def test_a_search_over_one_s_own_data_is_resumed(tmp_path):
+    found = shop_search(tmp_path)
+    ran = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
+    again = resume(tmp_path / "s", fleet="local")
+    assert results(again) == results(found)
+    assert ran == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
+
+
+def test_a_trial_that_cannot_be_opened_is_one_failed_trial(tmp_path):
+    config = load(None, ["method=fedavg", "data.clients=3", "federation.rounds=1", "local.epochs=1"])
+    found = search(config, space(config, {"model": "choice(small,lraspp)"}), 8, out=tmp_path, name="s",
+                   searcher="random", scheduler="none", fleet="local", retries=0)
+    failed = {r.values["model"] for r in found.trials if r.failed}
+    assert failed == {"lraspp"}
+    assert found.best.values["model"] == "small"
+    assert all("lraspp" in r.failed for r in found.trials if r.failed)
