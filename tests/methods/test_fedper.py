@@ -103,10 +103,11 @@ def test_clients_are_judged_as_if_each_had_encoded_the_test_set_itself(tiny_task
     assert moved != found
 
 
-def test_judging_that_broke_off_is_taken_up_again(tiny_task, tmp_path, monkeypatch):
+def test_judging_that_broke_off_is_taken_up_again(tiny_task, tmp_path):
     """As after a full device, when the data of other clients have given way."""
     experiment, _ = run(tiny_task, tmp_path, FedPer(), federation={"rounds": 1})
-    tests, model = experiment.fleet._host._test, experiment.fleet._host.model
+    model = experiment.fleet._host.model
+    tests, fresh = (EvaluationSet(tiny_task.test, tiny_task.facts, torch.device("cpu")) for _ in range(2))
     whole = tests.counts(model, FedPer().predict, 5).all
     with torch.no_grad():
         model.get_parameter("encoder.stage2.0.weight").mul_(-1)
@@ -117,12 +118,10 @@ def test_judging_that_broke_off_is_taken_up_again(tiny_task, tmp_path, monkeypat
         if len(calls) == 2:
             raise RuntimeError("out of memory")
 
-    with monkeypatch.context():
-        hook = model.encoder.register_forward_hook(full_at_the_second)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            tests.counts(model, FedPer().predict, 5)
-        hook.remove()
+    hook = model.encoder.register_forward_hook(full_at_the_second)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        tests.counts(model, FedPer().predict, 5)
+    hook.remove()
     again = tests.counts(model, FedPer().predict, 5).all
-    fresh = EvaluationSet(tiny_task.test, tiny_task.facts, torch.device("cpu"))
     assert torch.equal(again, fresh.counts(model, FedPer().predict, 5).all)
     assert whole.sum() == again.sum()

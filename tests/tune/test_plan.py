@@ -128,7 +128,7 @@ def test_a_plan_that_was_changed_is_refused(change, message):
 
 
 def test_fields_of_one_name_with_other_ranges_have_a_slice_each():
-    spaces = {"fedprox": {"method.mu": LogUniform(1e-4, 1.0)}, "moon": {"method.mu": Choice((0.1, 5))}}
+    spaces = {"fedprox": {"method.mu": LogUniform(1e-4, 1.0)}, "moon": {"method.mu": Choice(0.1, 5)}}
     both = plan(spaces=spaces, searcher="random", scheduler="none", samples=2)
     state = State(both, sizes)
     while isinstance(record := state.next(), Record):
@@ -136,3 +136,16 @@ def test_fields_of_one_name_with_other_ranges_have_a_slice_each():
         state.update(record)
     assert {record.method for record in state.trials} == {"fedprox", "moon"}
     assert draw(both, state).startswith(b"\x89PNG")
+
+
+def test_a_trial_that_was_stopped_before_an_interruption_has_an_outcome_after_it():
+    state = State(plan(searcher="random", samples=5), sizes)
+    records = [state.next() for _ in range(5)]
+    scores = [(.05, .1, .1), (.5, .6, .5), (.6, .7, .6), (.55,), (.7, .8, .7)]      # the fourth was stopped
+    for record, its in zip(records, scores, strict=True):
+        kinds = zip((1, 3, 9), ("round", "round", "final"), its, strict=False)
+        record.points = {step: Point(step, kind, score, step, {}, {}) for step, kind, score in kinds}
+        record.closed = True
+    state.update(records[0])
+    assert [record.outcome.state for record in records] == ["done", "done", "done", "stopped", "done"]
+    assert state.best() is records[4]

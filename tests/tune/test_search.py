@@ -160,7 +160,8 @@ def test_a_search_folder_is_not_used_twice(undisturbed):
 def test_what_cannot_work_is_said_before_anything_starts(tmp_path, changes, says):
     config = load(None, [*SETTINGS, "data.groups=[0, 1]"])
     with pytest.raises(ConfigError, match=says):
-        search(config, space(config, RANGES), **{"samples": 8, "out": tmp_path, "name": "s", "fleet": "local", **changes})
+        search(config, space(config, RANGES),
+               **{"samples": 8, "out": tmp_path, "name": "s", "fleet": "local", **changes})
     assert not (tmp_path / "s").exists()
 
 
@@ -233,7 +234,7 @@ def test_a_trial_that_does_not_fit_is_refused_with_what_is_missing():
     with pytest.raises(ConfigError) as raised:
         check_fit(bundles, [{"CPU": 2.0}], 8)
     assert str(raised.value) == (
-        "resources: a trial takes 4 CPUs and 2.05 GPUs (4 client actors of 1 CPUs and 0.5 GPUs), the cluster has 2 "
+        "resources: a trial takes 4 CPUs and 1.85 GPUs (4 client actors of 1 CPUs and 0.45 GPUs), the cluster has 2 "
         "CPUs and 0 GPUs, its largest node 2 and 0: not enough for one; lower resources.actors, "
         "resources.cpus_per_client or resources.gpus_per_client")
     # enough in all, but no node has room for one bundle
