@@ -176,8 +176,7 @@ def _limits(wanted: ResourcesConfig, node: Node, need: Need) -> dict[str, int]:
     limits = {"CPUs": math.floor(node.cpus / wanted.cpus_per_client + 1e-9)}
     if wanted.gpu_share == "auto":
         if node.gpus and need.gpu_memory:
-            # one at least: what was measured fitted there
-            limits["GPU memory"] = int(node.gpus) * max(1, math.floor(USABLE / need.gpu_memory))
+            limits["GPU memory"] = int(node.gpus) * max(1, math.floor(USABLE / need.gpu_memory))    # one was measured
     elif wanted.gpu_share > 0:
         limits["GPUs"] = _share(wanted.gpu_share, node.gpus)[0]
     if need.memory and node.memory < math.inf:

@@ -17,17 +17,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
 from raylt.config import Config
-from raylt.errors import CheckpointError, ConfigError, RayltError, one_line
-from raylt.registry import Guest, guests, resolve
-from raylt.runs.trackers import check_trackers
+from raylt.errors import CheckpointError, RayltError, one_line
+from raylt.registry import Guest, guests
 from raylt.store import Folder, folder_for
 from tune import report
-from tune.desk import Desk, Watcher, sizes, task_of
-from tune.halving import rungs
-from tune.kinds import PLAN, Metric
+from tune.checks import check_asked, check_plan, check_tracked
+from tune.desk import Desk, Watcher, sizes
+from tune.kinds import Metric
 from tune.plan import SAMPLES, Plan, Scheduler, Searcher, State
 from tune.record import Record
 from tune.space import Space
@@ -81,7 +78,7 @@ def search(config: Config, spaces: Space | Mapping[str, Space], samples: int | N
         ConfigError: nothing to search, or a trial does not fit into the cluster.
         RayltError: no trial came to its end.
     """
-    _check_tracked(track, fleet)
+    check_tracked(track, fleet)
     if config.data.validation == 0:
         config = config.model_copy(update={"data": config.data.model_copy(update={"validation": VALIDATION})})
     by_method: dict[str, Space] = {}
@@ -93,13 +90,13 @@ def search(config: Config, spaces: Space | Mapping[str, Space], samples: int | N
     if samples is None and budget is None:
         samples = SAMPLES
     plan = Plan(config, by_method, samples, budget, searcher, scheduler, grace, metric, seed, 0, retries)
-    _check_asked(plan, parallel, fleet)
+    check_asked(plan, parallel, fleet)
     name = name or f"search-{'-'.join(by_method)}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(out).resolve() / name
     if (folder / "search.json").exists():
         raise CheckpointError(f"{folder}: exists already; give another --name, or continue it with raylt tune "
                               f"--resume {folder}")
-    _check(plan)
+    check_plan(plan)
     return _run(folder, plan, parallel, fleet, address, track, watcher or Watcher())
 
 
@@ -110,7 +107,7 @@ def resume(folder: Path | str, *, parallel: int | None = None, fleet: FleetKind 
     Raises:
         CheckpointError: the folder is not one of a search.
     """
-    _check_tracked(track, fleet)
+    check_tracked(track, fleet)
     folder = Path(folder).resolve()
     if not (folder / "search.json").exists():
         raise CheckpointError(f"{folder}: not the folder of a search (it has no search.json)")
@@ -215,44 +212,6 @@ def _create(folder: Path, plan: Plan) -> None:
 def _guests_of(plan: Plan) -> tuple[Guest, ...]:
     """What trials may name beside raylt's own: the methods of the search, and whatever else there is to choose from."""
     return tuple(guest for guest in guests() if guest.kind != "method" or guest.name in plan.methods)
-
-
-def _check_tracked(track: Sequence[str], fleet: FleetKind) -> None:
-    check_trackers(track)
-    if track and fleet == "local":
-        raise ConfigError(f"--track {track[0]}: Ray Tune logs the trials; leave out --fleet local")
-
-
-def _check_asked(plan: Plan, parallel: int | None, fleet: str) -> None:
-    try:
-        PLAN.validate_python(plan.to_json())
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"{'.'.join(map(str, first['loc']))} = {first['input']!r}: {first['msg']}") from None
-    if fleet not in ("ray", "local"):
-        raise ConfigError(f"fleet = {fleet!r}: must be ray or local")
-    if parallel is not None and parallel < 1:
-        raise ConfigError(f"parallel = {parallel}: must be at least 1")
-
-
-def _check(plan: Plan) -> None:
-    """What can be known to be wrong before anything is started."""
-    for name, space in plan.spaces.items():
-        if "model" not in space:
-            resolve(plan.base.model_copy(update={"method": {"name": name}})).check(task_of(plan.base).facts)
-    if plan.metric in ("many", "medium", "few") and plan.metric not in task_of(plan.base).groups:
-        raise ConfigError(f"--metric {plan.metric}: this split has no {plan.metric}-shot class; choose another, or set "
-                          "data.groups")
-    for method, track in State(plan, sizes).tracks.items():
-        if plan.scheduler == "asha" and not rungs(plan.base.federation.rounds, plan.grace):
-            raise ConfigError(f"--scheduler asha: nothing to compare on the way in federation.rounds = "
-                              f"{plan.base.federation.rounds}; use --scheduler none, or more rounds")
-        if not isinstance(track.next(), Record):
-            cost = replace(plan, budget=None)
-            record = State(cost, sizes).tracks[method].next()
-            assert isinstance(record, Record)
-            raise ConfigError(f"--budget {plan.budget}: one trial of {method} takes {record.cost} client-steps; raise "
-                              "it, or lower federation.rounds")
 
 
 def _conclude(folder: Path, plan: Plan, state: State) -> Found:
