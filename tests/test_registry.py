@@ -175,6 +175,7 @@ def test_models_of_other_libraries(name, shape, dim):
 @pytest.mark.parametrize(("name", "said"), [
     ("torchvision:resnet19", "torchvision has no classifier 'resnet19'"),
     ("timm:resnet19x", "timm has no model 'resnet19x'"),
+    ("timm:resnet18.nosuch", r"resnet18\.nosuch: Invalid pretrained tag .*list_pretrained\('resnet18\*'\)"),
     ("keras:x", "torchvision:NAME or timm:NAME is expected"),
     ("torchvision:vit_b_16", "does not take images of 32x32")])
 def test_models_of_other_libraries_that_cannot_be_had_are_named(name, said):
@@ -211,6 +212,23 @@ def test_a_timm_model_starts_from_a_file_but_for_its_classifier(tmp_path):
     model = build_model("timm:resnet10t", 7, (32, 32, 1), str(tmp_path / "theirs.pth"))
     assert torch.equal(model.encoder.state_dict()["body.layer4.0.conv2.weight"], theirs.layer4[0].conv2.weight)
     assert model.classifier.weight.shape == (7, 512)
+
+
+def test_weights_of_a_model_with_classifiers_on_the_way_are_taken_without_them(tmp_path):
+    from torchvision.models import googlenet
+    theirs = googlenet(weights=None, init_weights=False)
+    torch.save(theirs.state_dict(), tmp_path / "theirs.pth")
+    model = build_model("torchvision:googlenet", 7, (32, 32, 3), str(tmp_path / "theirs.pth"))
+    assert torch.equal(model.encoder.state_dict()["body.conv1.conv.weight"], theirs.conv1.conv.weight)
+    assert not any("aux" in name for name in model.state_dict())
+
+
+def test_a_distilled_model_starts_from_a_file_but_for_both_its_classifiers(tmp_path):
+    import timm
+    theirs = timm.create_model("deit_tiny_distilled_patch16_224", num_classes=1000)
+    torch.save(theirs.state_dict(), tmp_path / "theirs.pth")
+    model = build_model("timm:deit_tiny_distilled_patch16_224", 7, (224, 224, 3), str(tmp_path / "theirs.pth"))
+    assert torch.equal(model.encoder.state_dict()["body.dist_token"], theirs.dist_token)
 
 
 @pytest.mark.parametrize("name", ["torchvision:resnet18", "timm:resnet10t"])

@@ -78,7 +78,7 @@ def _torchvision(name: str, inner: str, shape: tuple[int, int, int], weights: st
         state = (pretrained.fetch(get_model_weights(inner).DEFAULT) if weights == "imagenet"    # pyright: ignore
                  else pretrained.read(Path(weights).expanduser(), f"torchvision's {inner}"))
         state = {key: value for key, value in state.items() if not key.startswith(AUXILIARY)}
-        pretrained.load_body(body, state, path, weights, f"torchvision's {inner}")
+        pretrained.load_body(body, state, [path], weights, f"torchvision's {inner}")
     body.set_submodule(path, nn.Identity())
     if shape[2] != 3:
         _take_channels(body, shape[2], keep=weights is not None)
@@ -137,8 +137,9 @@ def _timm_pretrained(name: str, inner: str, channels: int, weights: str) -> nn.M
     body = _timm_untrained(name, inner, channels)
     state = pretrained.read(Path(weights).expanduser(), f"timm's {inner}")
     facts: Any = body.pretrained_cfg
-    first, classifier = f"{facts['first_conv']}.weight", facts["classifier"]
+    first, classifier = f"{facts['first_conv']}.weight", facts["classifier"]      # of distilled models there are two
     if channels != 3 and first in state:
         state = state | {first: pretrained.for_channels(state[first], channels)}
-    pretrained.load_body(body, state, classifier, weights, f"timm's {inner}")
+    classifiers = [classifier] if isinstance(classifier, str) else classifier
+    pretrained.load_body(body, state, classifiers, weights, f"timm's {inner}")
     return body

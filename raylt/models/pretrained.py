@@ -1,5 +1,6 @@
 """Weights that a model starts from: a state dict in a file, or torchvision's from ImageNet."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +46,18 @@ def read(path: Path, model: str) -> dict[str, Tensor]:
     return state if isinstance(state, dict) else {}
 
 
-def load_body(body: nn.Module, state: dict[str, Tensor], classifier: str, weights: str, model: str) -> None:
-    """Loads everything but the classifier, which is for other classes.
+def load_body(body: nn.Module, state: dict[str, Tensor], classifiers: Sequence[str], weights: str, model: str) -> None:
+    """Loads everything but the classifiers, which are for other classes.
 
     Args:
-        classifier: the path of the layer in `body` that stays as it is.
+        classifiers: the paths of the layers in `body` that stay as they are.
 
     Raises:
         ConfigError: names or shapes are not those of the model.
     """
-    own = {name: value for name, value in body.state_dict().items() if name.startswith(f"{classifier}.")}
-    kept = {name: value for name, value in state.items() if not name.startswith(f"{classifier}.")}
+    theirs = tuple(f"{path}." for path in classifiers)
+    own = {name: value for name, value in body.state_dict().items() if name.startswith(theirs)}
+    kept = {name: value for name, value in state.items() if not name.startswith(theirs)}
     try:
         body.load_state_dict(kept | own)
     except (RuntimeError, TypeError) as error:

@@ -133,7 +133,10 @@ class FeatureFile(Teacher):
     def _read(self, *keys: str, optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
         try:
             with np.load(self.path, allow_pickle=False) as file:
-                return {key: file[key] for key in (*keys, *(key for key in optional if key in file))}
+                found = {key: file[key] for key in (*keys, *(key for key in optional if key in file))}
+            if strange := [key for key, value in found.items() if not isinstance(value, np.ndarray)]:
+                raise ValueError(f"{strange[0]} is no array")
+            return found
         except Exception as error:          # numpy and zipfile raise whatever a damaged file makes them stumble over
             cause = "no such file" if isinstance(error, FileNotFoundError) else shorten(error)
             raise ConfigError(f"method.teacher = {self.name}: cannot be read ({cause}); an npz "

@@ -5,6 +5,7 @@ import json
 import os
 import tempfile
 import time
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -212,6 +213,15 @@ def test_missing_weights_without_a_network_are_one_error_with_file_place_and_way
 def test_what_does_not_exist_is_named(tiny_task, name, said):
     with pytest.raises(ConfigError, match=said):
         open_teacher(name).check(tiny_task, {"phrase"})
+
+
+@pytest.mark.parametrize("damage", [b"\x93NUMPY\x01\x00\x04\x00{(((", b"", b"\x93NUMPY\x09\x00"])
+def test_damaged_features_of_a_teacher_are_one_error(tiny_task, tmp_path, damage):
+    with zipfile.ZipFile(tmp_path / "f.npz", "w") as file:
+        for key in ("image", "y", "text", "class_names"):
+            file.writestr(f"{key}.npy", damage)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        open_teacher(f"npz:{tmp_path / 'f.npz'}").check(tiny_task, {"phrase"})
 
 
 def test_folder_without_weights_is_refused(tiny_task, clip_folder, tmp_path):

@@ -219,6 +219,28 @@ def test_counts_of_a_secure_sum_or_under_noise_tell_less(ended):
     assert all(noisy[0][c]["n"] != n for c, n in counts.items())
 
 
+@pytest.mark.parametrize(("method", "unit"), [("rucr", True), ("fedsm", True), ("fedncm", False)])
+def test_means_are_attacked_as_they_are_sent(ended, method, unit):
+    experiment, norm = ended.experiment(), ["method.norm=l2"] if method == "fedsm" else []
+    images = [look(experiment, ended.task.shards[k], k) for k in (0, 1)]
+    both = Images(*(torch.cat([getattr(part, name) for part in images]) for name in ("x", "y", "z", "client")))
+    told = dict(uploaded_sums(load(None, [f"method={method}", *norm]), both, 10))
+    for client, own in enumerate(images):
+        for c, sums in told[client].items():
+            mean = own.z[own.y == c].double().mean(0)
+            wanted = torch.nn.functional.normalize(mean, dim=0) if unit else mean
+            torch.testing.assert_close(sums["z"].double() / sums["n"], wanted, rtol=1e-5, atol=1e-6)
+    (_, added), = uploaded_sums(load(None, [f"method={method}", *norm, "federation.secure=true"]), both, 10)
+    for c, sums in added.items():
+        parts = [told[k][c] for k in (0, 1) if c in told[k]]
+        assert sums["n"] == sum(part["n"] for part in parts)
+        torch.testing.assert_close(sums["z"].double(), sum(part["z"].double() for part in parts))
+
+
+def test_update_is_not_attacked_where_the_classifier_stays_at_home(tmp_path):
+    assert attack(make_tiny_run(tmp_path, "fedper"), "update", epochs=1) == []
+
+
 # parts of replies, by the upload in whose name they are attacked
 PARTS = {"update": ("model", "direction", "rest", "delta", "update"), "means": ("classes.z",), "counts": ("counts",),
          "gradients": ("gradients",), "activations": ("samples",), "effective": ("effective",)}
