@@ -25,9 +25,10 @@ def export(run_folder: RunFolder, client: ClientOption = None,
            to: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="The file; by default "
                                                    "exported.FORMAT in the run folder.")] = None) -> None:
     """Write a run's model, or those of its clients, into a file that says what it is, with a model card beside it."""
+    from raylt.runs.exporting import card_of
     from raylt.runs.exporting import export as write
     path = write(run_folder, to, client=client, format=format)
-    out.print(f"{path}  {path.with_suffix('.md')}", soft_wrap=True)
+    out.print(f"{path}  {card_of(path)}", soft_wrap=True)
 
 
 def predict(model: RunOrFile, images: Annotated[list[Path], typer.Argument(metavar="IMAGE ...", help="Image files.")],

@@ -73,8 +73,8 @@ class Comparison:
             table.add_row(self.names[k], str(n), *(percent(values[k]) for values in self.runs.values()))
         table.add_section()
         spread = self.spread()
-        for kind in next(iter(spread.values())):
-            table.add_row(kind.replace("_", " "), "", *(percent(spread[name][kind]) for name in self.runs))
+        for kind in dict.fromkeys(kind for of_run in spread.values() for kind in of_run):
+            table.add_row(kind.replace("_", " "), "", *(percent(spread[name].get(kind)) for name in self.runs))
         return table
 
 

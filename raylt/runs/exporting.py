@@ -64,8 +64,13 @@ def export(run: Run | Path | str, to: Path | str | None = None, *, client: str |
         artefact.write(path, values.tensors(), about)
     else:
         graphs.write(path, first, about)
-    store.write(path.with_suffix(".md"), card(about, path.name))
+    store.write(card_of(path), card(about, path.name))
     return path
+
+
+def card_of(path: Path) -> Path:
+    """Where the model card of a file lies: named after all of it, so that README.onnx leaves README.md alone."""
+    return path.with_name(f"{path.name}.md")
 
 
 GLOBAL = -1                 # in the place of a client's id

@@ -33,7 +33,7 @@ def images(personal) -> list[str]:
 
 def test_what_is_exported_predicts_image_files_as_the_run_does(raylt, personal, images):
     code, out, _ = raylt("export", personal, "--client", "wien", "--out", "wien.safetensors")
-    assert (code, out) == (0, "wien.safetensors  wien.md\n")
+    assert (code, out) == (0, "wien.safetensors  wien.safetensors.md\n")
     code, out, err = raylt("predict", "wien.safetensors", *images, "--format", "json")
     assert (code, err) == (0, "")
     answers = json.loads(out)

@@ -22,6 +22,7 @@ from raylt.data.samples import Samples
 from raylt.errors import CheckpointError, ConfigError, DataError
 from raylt.methods import METHODS
 from raylt.runs import artefact, export
+from raylt.runs.exporting import card_of
 from raylt.runs.verify import verify
 
 CASES = [(name, "classification") for name in METHODS] + [(name, "segmentation") for name in ("fedavg", "mupfl")]
@@ -80,10 +81,10 @@ def test_a_file_says_what_it_is(plain):
 
 
 def test_a_card_stands_beside_it(plain, personal):
-    card = raylt.export(plain).with_suffix(".md").read_text()
+    card = card_of(raylt.export(plain)).read_text()
     assert "raylt predict exported.safetensors IMAGE ...\n" in card
     assert f"| accuracy on the test set | {100 * plain.summary['accuracy']['last']:.2f} % |" in card
-    card = raylt.export(personal).with_suffix(".md").read_text()
+    card = card_of(raylt.export(personal)).read_text()
     assert '--client "wien"' in card
     assert "\n| bregenz |" in card
 
