@@ -44,9 +44,9 @@ def clusters(run_folder: RunFolder,
 def predictions(run_folder: RunFolder,
                 image: Annotated[list[int] | None, typer.Option(help="The number of a test image; may be given several "
                                                                 "times.")] = None,
-                client: Annotated[int | None, typer.Option(help="The client whose own model, and view of the classes, "
-                                                           "is shown; by default the global model, or the first "
-                                                           "client's of personal methods.")] = None,
+                client: Annotated[str | None, typer.Option(
+                    metavar="NAME | ID", help="The client whose own model, and view of the classes, is shown; by "
+                    "default the global model, or the first client's of personal methods.")] = None,
                 picture: Picture = None) -> None:
     """Draw test images of a finished run of segmentation with their true and their predicted label maps."""
     from raylt.plots.predictions import draw_predictions

@@ -11,6 +11,8 @@ from raylt.data.maps import VOID, relabel
 from raylt.data.task import Task
 from raylt.errors import CheckpointError, ConfigError
 from raylt.plots.style import new_figure, save
+from raylt.runs.about import choose
+from raylt.runs.exporting import clients_of, has_client_models
 from raylt.runs.grid import palette_of
 from raylt.runs.run import Run
 
@@ -20,13 +22,14 @@ if TYPE_CHECKING:
 SHOWN = 4
 
 
-def draw_predictions(run: Run, images: Sequence[int] = (), client: int | None = None, path: Path | None = None) -> Path:
+def draw_predictions(run: Run, images: Sequence[int] = (), client: str | int | None = None,
+                     path: Path | None = None) -> Path:
     """Writes predictions.png into a run folder: a row per image, its input, its true map and the predicted one.
 
     Args:
         images: places in the test set; by default four, evenly spaced.
-        client: whose model and view of the classes; by default the global model, or, of a personal method, that of the
-            first client that holds samples.
+        client: name or id of the one whose model and view of the classes is shown; by default the global model, or,
+            of a personal method, that of the first client that holds samples.
         path: of the picture, if it is to go elsewhere.
 
     Returns:
@@ -45,13 +48,15 @@ def draw_predictions(run: Run, images: Sequence[int] = (), client: int | None = 
         raise ConfigError(f"--image {strange[0]}: {task.name} has the test images 0 to {len(task.test) - 1}")
     pictures = load(take(task.test.x, rows))
     truth = load(take(task.test.y, rows))
-    if client is None and (run.method.personal or run.config.federation.batchnorm == "local"):
-        client = next(id for id, n in enumerate(task.sizes) if n)
-    model = run.model() if client is None else run.client_model(client)
+    own, clients = has_client_models(run), clients_of(run)
+    first = clients[0][0] if own else None
+    id = first if client is None else choose(client, clients, str(run.folder))
+    model = run.model() if id is None or not own else run.client_model(id)
     predicted = model.predict(pictures).labels.numpy().astype(np.uint8)
-    if client is not None:
-        truth, predicted = (relabel(maps, task.views[client]) for maps in (truth, predicted))
-    whose = "global model" if client is None else f"model of client {client}"
+    whose = f"model of client {dict(clients)[id]}" if own and id is not None else "global model"
+    if id is not None:
+        truth, predicted = (relabel(maps, task.views[id]) for maps in (truth, predicted))
+        whose += "" if own else f", classes as client {dict(clients)[id]} sees them"
     figure = _plot(f"{run.name}, {whose}", task, [f"image {row}" for row in rows], pictures,
                    {"truth": truth, "prediction": predicted})
     return save(figure, path or run.folder / "predictions.png")
