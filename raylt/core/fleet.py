@@ -242,6 +242,8 @@ class Fleet(ABC):
         quorum = self.config.federation.quorum
         needed = max(1, math.ceil(quorum * cohort.needed - 1e-9))
         if usable < needed:
+            diverged = str(errors[0]).endswith("is not finite")
+            remedy = f"; if training diverged, lower local.lr ({self.config.local.lr:g})" if diverged else ""
             raise TooFewReplies(
                 f"round {self.round}, {name}: {usable} of {cohort.needed} clients replied usably, federation.quorum = "
-                f"{quorum:g} needs {needed}; first failure: {errors[0]}") from errors[0]
+                f"{quorum:g} needs {needed}; first failure: {errors[0]}{remedy}") from errors[0]

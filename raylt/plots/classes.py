@@ -9,7 +9,7 @@ from rich.table import Table
 from torch import Tensor
 
 from raylt import metrics
-from raylt.plots.style import COLOURS, new_figure, plain, save
+from raylt.plots.style import COLOURS, new_figure, plain, plain_text, save
 from raylt.runs.about import choose
 from raylt.runs.exporting import clients_of, has_client_models
 from raylt.runs.run import Run
@@ -96,7 +96,7 @@ def draw_confusion(confusion: Confusion, path: Path) -> Path:
     Raises:
         ConfigError: it cannot be written there.
     """
-    matrix, names = confusion.matrix.double(), confusion.names
+    matrix, names = confusion.matrix.double(), list(map(plain_text, confusion.names))
     shares = matrix / matrix.sum(1, keepdim=True).clamp(min=1)
     side = min(24.0, 3.2 + 0.34 * max(len(names), 6))
     figure = new_figure(side + 1, side)
@@ -111,7 +111,7 @@ def draw_confusion(confusion: Confusion, path: Path) -> Path:
     if len(names) <= NAMED:
         ax.set_xticks(range(len(names)), names, rotation=90)
         ax.set_yticks(range(len(names)), names)
-    ax.set(xlabel="predicted", ylabel="true", title=confusion.title)
+    ax.set(xlabel="predicted", ylabel="true", title=plain_text(confusion.title))
     figure.colorbar(image, ax=ax, shrink=0.8, label="share of the true class")
     return save(figure, path)
 
@@ -134,12 +134,12 @@ def draw_classes(confusion: Confusion, path: Path) -> Path:
                  if isinstance(value := row[kind], float)]
         upper.plot([place for place, _ in known], [value for _, value in known], marker, color=colour, label=kind,
                    markersize=5, zorder=3)
-    upper.set(ylim=(-3, 103), ylabel="%", title=confusion.title)
+    upper.set(ylim=(-3, 103), ylabel="%", title=plain_text(confusion.title))
     figure.legend(frameon=False, ncols=2, loc="outside lower center")
     lower.bar(places, [int(row["samples"] or 0) for row in rows], color=COLOURS[8], zorder=2)
     lower.set(ylabel="samples", yscale="symlog")
     if len(rows) <= NAMED:
-        lower.set_xticks(places, [str(row["class"]) for row in rows], rotation=90)
+        lower.set_xticks(places, [plain_text(str(row["class"])) for row in rows], rotation=90)
     for ax in (upper, lower):
         plain(ax)
     return save(figure, path)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from raylt.errors import CheckpointError
 from raylt.methods.mupfl.clustering import embed
-from raylt.plots.style import ACCENT, COLOURS, INK, new_figure, save
+from raylt.plots.style import ACCENT, COLOURS, INK, new_figure, plain_text, save
 from raylt.runs.run import Run
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ def _plot(name: str, clusters: Clusters) -> "Figure":
     ends = [place for place in range(1, n) if clusters.labels[order[place]] != clusters.labels[order[place - 1]]]
     for place in ends:
         ax.axhline(place - 0.5, color=ACCENT, linewidth=1.5)
-    few = len(clusters.class_names) <= 20
-    ax.set_xticks(range(len(clusters.class_names)) if few else [], clusters.class_names if few else [], fontsize=9,
+    classes = clusters.class_names if len(clusters.class_names) <= 20 else ()
+    ax.set_xticks(range(len(classes)), list(map(plain_text, classes)), fontsize=9,
                   rotation=45 if max(map(len, clusters.class_names)) > 3 else 0)
     ax.set(ylabel="client (its samples), by cluster", title="their classes", xlabel="class")
 
@@ -139,5 +139,6 @@ def _plot(name: str, clusters: Clusters) -> "Figure":
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
     quality = "" if clusters.silhouette is None else f", silhouette {clusters.silhouette:.2f}"
-    figure.suptitle(f"Clusters of {name} in round {clusters.round}: {max(clusters.labels) + 1}{quality}", fontsize=14)
+    figure.suptitle(f"Clusters of {plain_text(name)} in round {clusters.round}: {max(clusters.labels) + 1}{quality}",
+                    fontsize=14)
     return figure

@@ -16,7 +16,7 @@ from raylt.data.cache import take
 from raylt.data.samples import Samples
 from raylt.data.task import Shard, Task
 from raylt.errors import CheckpointError
-from raylt.plots.style import COLOURS, GRID, new_figure, save
+from raylt.plots.style import COLOURS, GRID, new_figure, plain_text, save
 from raylt.runs.run import Run
 from raylt.seeds import seed_for
 
@@ -92,7 +92,7 @@ def draw_encoders(runs: Sequence[Run], path: Path) -> Path:
                                   "same d")
         parts += [part / z.norm(dim=1).mean() for part in own]
         apart = silhouette_score(z.numpy(), np.repeat(classes, [len(part) for part in own]))
-        titles.append(f"{run.name}: silhouette {apart:.2f}")
+        titles.append(f"{plain_text(run.name)}: silhouette {apart:.2f}")
     cut = _map(parts)
     size = len(classes)
     panels = [(title, cut[i * size:(i + 1) * size]) for i, title in enumerate(titles)]
@@ -146,7 +146,7 @@ def _plot(name: str, names: list[str], counts: list[int], panels: dict[str, list
         unlike = next(k for k in panels if k != kind)
         _draw(ax, clouds, f"{kind}: {sum(map(len, clouds))} features (grey: the {unlike} ones)", shape)
     _legend(figure, names, counts)
-    figure.suptitle(f"Features of {name}, t-SNE", fontsize=14)
+    figure.suptitle(f"Features of {plain_text(name)}, t-SNE", fontsize=14)
     return figure
 
 
@@ -163,6 +163,7 @@ def _legend(figure: "Figure", names: list[str], counts: list[int]) -> None:
     from matplotlib.lines import Line2D
 
     keys = [Line2D([], [], linestyle="", marker="s", markersize=8, color=COLOURS[i % len(COLOURS)],
-                   label=f"{of} ({count})") for i, (of, count) in enumerate(zip(names, counts, strict=True))]
+                   label=f"{plain_text(name)} ({count})")
+            for i, (name, count) in enumerate(zip(names, counts, strict=True))]
     figure.legend(handles=keys, loc="outside lower center", ncols=min(len(keys), 5), frameon=False, fontsize=10,
                   title="class (its training samples)", title_fontsize=10)

@@ -10,7 +10,7 @@ from raylt.data.cache import load, take
 from raylt.data.maps import VOID, relabel
 from raylt.data.task import Task
 from raylt.errors import CheckpointError, ConfigError
-from raylt.plots.style import new_figure, save
+from raylt.plots.style import new_figure, plain_text, save
 from raylt.runs.about import choose
 from raylt.runs.exporting import clients_of, has_client_models
 from raylt.runs.grid import palette_of
@@ -78,7 +78,7 @@ def _plot(title: str, task: Task, rows: list[str], images: np.ndarray, maps: dic
             ax.set_title(kind if i == 0 or kind == name else "", fontsize=11)
     shown = [*np.unique(np.stack(list(maps.values())))]
     keys = [Patch(facecolor=tuple((palette[c] / 255).tolist()), edgecolor="#888888",
-                  label="void" if c == VOID else task.class_names[c]) for c in shown]
+                  label="void" if c == VOID else plain_text(task.class_names[c])) for c in shown]
     figure.legend(handles=keys, loc="outside lower center", ncols=min(len(keys), 7), frameon=False, fontsize=11)
-    figure.suptitle(title, fontsize=13)
+    figure.suptitle(plain_text(title), fontsize=13)
     return figure

@@ -303,6 +303,7 @@ def test_quorum_is_the_share_of_clients_that_must_reply_usably(make_fleet, quoru
     assert "client 2, round 7, remember: reply rejected: model.w is not finite" in text
     assert "4 of 5" in text
     assert f"federation.quorum = {quorum:g} needs 5" in text
+    assert text.endswith("if training diverged, lower local.lr (0.05)")
 
 
 def test_quorum_needs_one_reply_at_least(make_fleet):

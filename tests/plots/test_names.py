@@ -1,0 +1,54 @@
+"""Names with dollars are drawn as they are: what stands between two of them is a formula to matplotlib."""
+
+import numpy as np
+import pytest
+from small_runs import make_run
+
+from raylt import Run
+from raylt.plots.classes import confusion_of, draw_classes, draw_confusion
+from raylt.plots.clusters import draw_clusters
+from raylt.plots.data import draw_data
+from raylt.plots.features import draw_encoders, draw_features
+from raylt.plots.predictions import draw_predictions
+
+NAMES = [r"$\nothing$", r"from $\frac$ to $\nothing$", "5$", "ten"]   # no formulas: matplotlib would refuse
+SFD = ("method=sfd", "method.rf_dim=60", "method.m_min=80", "method.m_max=90", "method.synthesis_steps=2",
+       "method.epochs=2")
+MUPFL = ("method=mupfl", "method.m=5", "method.tau=2", "method.matching_steps=2", "federation.rounds=3")
+MAPS = ("method=fedavg", "model=lraspp", "data.partition=iid")
+
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> dict[str, str]:
+    """Settings of the data: images with one class each and with label maps, whose classes have such names."""
+    folder, draws = tmp_path_factory.mktemp("named"), np.random.default_rng(0)
+    y, maps = np.arange(80) % 4, draws.integers(4, size=(12, 16, 16), dtype=np.uint8)
+    x = (60 * y[:, None, None, None] + draws.integers(40, size=(80, 8, 8, 1))).astype(np.uint8)
+    scenes = draws.integers(256, size=(12, 16, 16, 3), dtype=np.uint8)
+    np.savez(folder / "images.npz", x_train=x, y_train=y, x_test=x, y_test=y, class_names=NAMES)
+    np.savez(folder / "maps.npz", x_train=scenes, y_train=maps, x_test=scenes, y_test=maps, class_names=NAMES)
+    return {kind: f"data.source=npz:{folder}/{kind}.npz" for kind in ("images", "maps")}
+
+
+def run_of(folder, source: str, *settings: str) -> Run:
+    return make_run(folder, "named", source, "data.imbalance=1", *settings)
+
+
+@pytest.mark.slow
+def test_pictures_of_features_and_data(tmp_path, sources):
+    run = run_of(tmp_path, sources["images"], "model=small", *SFD)
+    assert draw_features(run).is_file()
+    assert draw_encoders([run], tmp_path / "encoders.png").is_file()
+    assert draw_data(run.task, tmp_path / "data.png").is_file()
+    assert draw_confusion(confusion_of(run), tmp_path / "confusion.png").is_file()
+    assert draw_classes(confusion_of(run), tmp_path / "classes.png").is_file()
+
+
+def test_picture_of_clusters(tmp_path, sources):
+    assert draw_clusters(run_of(tmp_path, sources["images"], "model=small", *MUPFL)).is_file()
+
+
+@pytest.mark.slow
+def test_picture_of_label_maps(tmp_path, sources):
+    assert draw_predictions(run_of(tmp_path, sources["maps"], *MAPS)).is_file()
