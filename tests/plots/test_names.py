@@ -18,7 +18,6 @@ MUPFL = ("method=mupfl", "method.m=5", "method.tau=2", "method.matching_steps=2"
 MAPS = ("method=fedavg", "model=lraspp", "data.partition=iid")
 
 
-
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> dict[str, str]:
     """Settings of the data: images with one class each and with label maps, whose classes have such names."""
