@@ -10,6 +10,7 @@ import ray
 import torch
 import trouble
 from ray.util import placement_group_table
+from started import wait_for
 from tiny import make_setup
 from trouble import IDS, Broken, Private, configure
 
@@ -187,6 +188,7 @@ def test_an_actor_that_dies_on_a_late_call_costs_nobody_an_attempt(pool, tmp_pat
     fleet = pool(5, quorum=1.0, retries=0)
     fleet.ask(trouble.stall, Cohort(IDS, 4), {"victims": [0], "seconds": 60.0, "folder": str(tmp_path)}, **COUNTED)
     slot = next(slot for slot in fleet.slots if slot.late is not None)
+    wait_for(lambda: (tmp_path / "0-0").exists() and (tmp_path / "0-0").read_text())    # it may not have begun yet
     os.kill(int((tmp_path / "0-0").read_text()), signal.SIGKILL)
     ray.wait([slot.late], timeout=30)
     for _ in range(2):
