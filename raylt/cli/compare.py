@@ -12,6 +12,7 @@ from raylt.cli.options import out
 from raylt.errors import ConfigError
 
 if TYPE_CHECKING:
+    from raylt.studies.sheet import Sheet
     from raylt.studies.study import Study
 
 Paths = Annotated[list[Path], typer.Argument(metavar="STUDY | RUN [RUN ...]", help="The folder of a study, its "
@@ -29,12 +30,18 @@ def compare(paths: Paths, measures: Measures = None, at: At = None,
             level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Confidence of the intervals.")] = 0.95,
             target: Annotated[float | None, typer.Option(min=0, max=1, help="Also rounds, bytes and seconds until the "
                                                          "accuracy first reaches this, as in 0.8.")] = None,
+            claims: Annotated[bool, typer.Option("--claims", help="Only the claims, of several studies too.")] = False,
             mix_versions: MixVersions = False,
             format: Annotated[Literal["table", "json", "markdown", "latex"], typer.Option(
                 help="How to print it.")] = "table") -> None:
     """Compare arms over seeds: means with intervals, paired differences, claims, and what was left out and why."""
     from raylt.studies.tables import of_comparison, of_measures
     from raylt.studies.target import reached, with_target
+    if claims:
+        if measures or target is not None:
+            raise ConfigError("--claims: each claim names its own measure; leave out --measure and --target")
+        _compare_claims(paths, at, level, mix_versions, format)
+        return
     opened = open_any(paths)
     comparisons = [opened.compare(measure, at, reference, level, mix_versions) for measure in measures or [None]]
     sheet = of_measures(comparisons) if len(comparisons) > 1 else of_comparison(comparisons[0])
@@ -47,7 +54,26 @@ def compare(paths: Paths, measures: Measures = None, at: At = None,
                    {"schema": 1, "measures": {each.measure: each.to_json() for each in comparisons}})
         more = {} if reaching is None else {"target": [each.to_json() for each in reaching]}
         sys.stdout.write(json.dumps({**content, **more}, indent=1) + "\n")
-    elif format == "table":
+    else:
+        _print(sheet, format)
+
+
+def _compare_claims(paths: Sequence[Path], at: At, level: float, mix_versions: bool, format: str) -> None:
+    from raylt.studies.tables import of_claims
+    studies = [open_any([path]) for path in paths]
+    found = {each.definition.name: each.compare(None, at, None, level, mix_versions) for each in studies}
+    if len(found) < len(studies):
+        names = [each.definition.name for each in studies]
+        raise ConfigError(f"--claims: {max(names, key=names.count)} is given twice; give each study once")
+    if format == "json":
+        content = {"schema": 1, "claims": {name: each.to_json()["claims"] for name, each in found.items()}}
+        sys.stdout.write(json.dumps(content, indent=1) + "\n")
+    else:
+        _print(of_claims(found), format)
+
+
+def _print(sheet: "Sheet", format: str) -> None:
+    if format == "table":
         out.print(sheet.screen())
     else:
         sys.stdout.write(sheet.markdown() if format == "markdown" else sheet.latex())

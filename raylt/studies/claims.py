@@ -19,12 +19,14 @@ class Claim:
     Attributes:
         models: whose figure counts on either side, of a method that judges several models of a client; "" for the one
             that it judges first.
+        printed: the difference that a paper prints, in the unit that tables show, as in points of accuracy.
     """
 
     better: str
     worse: str
     measure: str
     models: tuple[str, str] = ("", "")
+    printed: float | None = None
 
     @property
     def measures(self) -> tuple[str, str]:
@@ -57,12 +59,13 @@ class Judged:
     verdict: str
 
 
-def read_claim(text: str, arms: Sequence[str], measure: str) -> Claim:
+def read_claim(text: str, arms: Sequence[str], measure: str, printed: float | None = None) -> Claim:
     """Reads "a > b", "a < b" or either with "on MEASURE"; "a@MODEL" is that model of a's clients.
 
     Args:
         arms: those that there are.
         measure: where none is given.
+        printed: how far a paper has it.
 
     Raises:
         ConfigError: it cannot be read or names an arm that is not there.
@@ -78,7 +81,7 @@ def read_claim(text: str, arms: Sequence[str], measure: str) -> Claim:
             raise ConfigError(f"study.claims: {text!r}: {arm!r} is no arm; there are: {', '.join(arms)}")
     if (better_model or worse_model) and "@" in (named or measure):
         raise ConfigError(f"study.claims: {text!r}: names a model both of an arm and of the measure; leave one out")
-    return Claim(better, worse, named or measure, (better_model, worse_model))
+    return Claim(better, worse, named or measure, (better_model, worse_model), printed)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Definition(Section):
     measure: str = "accuracy"
     at: At = "last"
     reference: str | None = None
-    claims: list[str] = Field(default=[])
+    claims: list[str | dict[str, float]] = Field(default=[])     # {CLAIM: how far a paper has it, in points}
     tune: Tuning | None = None
     paper: str | None = None            # set by raylt reproduce: whose figures the runs are held against
     scale: float = Field(default=1.0, gt=0, le=1)
@@ -139,7 +139,9 @@ class Definition(Section):
         Raises:
             ConfigError: one cannot be read or names an arm that is not there.
         """
-        return [read_claim(text, list(self.arms), self.measure) for text in self.claims]
+        claims = [{claim: None} if isinstance(claim, str) else claim for claim in self.claims]
+        return [read_claim(text, list(self.arms), self.measure, printed)
+                for claim in claims for text, printed in claim.items()]
 
     @property
     def compared_to(self) -> str:

@@ -19,7 +19,18 @@ from raylt.studies.drawings import Curve, Detail, Estimate
 from raylt.studies.measures import measure_of, value_of
 from raylt.studies.records import GROUPS, Record
 from raylt.studies.study import Study
-from raylt.studies.tables import HEADINGS, claim_text, family, interval, margin, probability, scale, shown, unit
+from raylt.studies.tables import (
+    HEADINGS,
+    claim_text,
+    family,
+    interval,
+    margin,
+    printed_text,
+    probability,
+    scale,
+    shown,
+    unit,
+)
 from raylt.studies.verdicts import verdicts
 
 
@@ -60,9 +71,10 @@ def render(study: Study, mix_versions: bool = False) -> str:
                   "" if row.optimism is None else show(row.optimism)) for row in comparison.rows],
         "optimism": any(row.optimism is not None for row in comparison.rows),
         "family": family(comparison),
-        "claims": [(claim_text(each, comparison), each, probability(each.p),
-                    margin(each.difference.difference, shown(each.claim.measure), sign=True))
+        "claims": [(claim_text(each, comparison.at), each, probability(each.p),
+                    margin(each.difference.difference, shown(each.claim.measure), sign=True), printed_text(each))
                    for each in comparison.claims],
+        "printed": any(each.claim.printed is not None for each in comparison.claims),
         "overall": [(each.arm, interval(each.iqm, show), "" if each.improvement is None else
                      interval(each.improvement, lambda value: f"{value:.2f}")) for each in comparison.overall],
         "left_out": comparison.left_out, "apart": comparison.apart, "tuned": comparison.tuned,

@@ -1,12 +1,12 @@
 """Comparisons as tables. Accuracies are in percent, differences in points; nothing here depends on how long a run took
 unless `seconds` is asked for, so equal runs print equal tables."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from raylt.errors import ConfigError
 from raylt.studies.claims import Judged
 from raylt.studies.comparison import Comparison, Row
-from raylt.studies.measures import measure_of
+from raylt.studies.measures import At, measure_of
 from raylt.studies.sheet import Sheet
 from raylt.studies.statistics import Interval
 
@@ -58,6 +58,22 @@ def of_measures(comparisons: Sequence[Comparison]) -> Sheet:
         "arms with settings of their own": first.apart, "tuned on validation samples": first.tuned,
         "versions of the code": first.versions,
         "left out": list(dict.fromkeys(line for each in named for line in each.left_out))})
+
+
+def of_claims(studies: Mapping[str, Comparison]) -> Sheet:
+    """The claims of one or several studies, by name, and what their runs say of each.
+
+    Raises:
+        ConfigError: no study has a claim that its finished runs can answer.
+    """
+    tables = [(f"{name}, {HEADINGS[each.at]}: {family(each)}", *_claims(each)) for name, each in studies.items()
+              if each.claims]
+    if not tables:
+        raise ConfigError(f"{', '.join(studies)}: no claim that a finished run can answer; a study's file has them "
+                          "under claims")
+    (title, head, rows), *further = tables
+    left_out = [f"{name}: {line}" for name, each in studies.items() for line in each.left_out]
+    return Sheet(title, head, rows, "l" * len(head), grouped=False, further=further, notes={"left out": left_out})
 
 
 def shown(measure: str) -> Callable[[float], str]:
@@ -122,13 +138,9 @@ def _cells(comparison: Comparison, row: Row) -> list[str]:
 
 def _further(comparison: Comparison) -> list[tuple[str, list[str], list[list[str]]]]:
     """Title, heading and rows of the tables of claims and over cells, where there are any."""
-    tables, several = [], _several(comparison)
+    tables = []
     if comparison.claims:
-        rows = [[claim_text(j, comparison), *([j.cell] if several else []), str(j.difference.n),
-                 margin(j.difference.difference, shown(j.claim.measure), sign=True), probability(j.p), j.verdict]
-                for j in comparison.claims]
-        heading = ["claim", *(["cell"] if several else []), "seeds", "difference", "p", "verdict"]
-        tables.append((family(comparison), heading, rows))
+        tables.append((family(comparison), *_claims(comparison)))
     if comparison.overall:
         show = shown(comparison.measure)
         rows = [[o.arm, interval(o.iqm, show), "-" if o.improvement is None else
@@ -141,15 +153,39 @@ def _further(comparison: Comparison) -> list[tuple[str, list[str], list[list[str
     return tables
 
 
-def claim_text(judged: Judged, comparison: Comparison) -> str:
+def _claims(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Heading and rows: a claim, its difference, where it has one the paper's, and the verdict."""
+    claims = comparison.claims
+    cells = len({row.cell for row in comparison.rows}) > 1
+    printed = any(each.claim.printed is not None for each in claims)
+    heading = ["claim", *(["cell"] if cells else []), "seeds", "difference", *(["printed"] if printed else []), "p",
+               "verdict"]
+    return heading, [[claim_text(each, comparison.at), *([each.cell] if cells else []), str(each.difference.n),
+                      margin(each.difference.difference, shown(each.claim.measure), sign=True),
+                      *([printed_text(each)] if printed else []), probability(each.p), each.verdict]
+                     for each in claims]
+
+
+def printed_text(judged: Judged) -> str:
+    """The difference that a paper prints, and whether it lies in the interval of ours; "" of a claim without one."""
+    if (printed := judged.claim.printed) is None:
+        return ""
+    ours, value = judged.difference.difference, printed / scale(judged.claim.measure)
+    where = "" if ours.high is None else ", in" if ours.holds(value) else ", out"
+    return f"{printed:+.2f}{where}"
+
+
+def claim_text(judged: Judged, at: At) -> str:
     """A claim, with the rounds that it is of where they are not those of the tables around it."""
-    return str(judged.claim) if judged.at == comparison.at else f"{judged.claim}, {HEADINGS[judged.at]}"
+    return str(judged.claim) if judged.at == at else f"{judged.claim}, {HEADINGS[judged.at]}"
 
 
 def family(comparison: Comparison) -> str:
     """What the claims' p values are adjusted for."""
     tested = sum(judged.p is not None for judged in comparison.claims)
     chosen = ", of rounds chosen on the test set" if comparison.at == "best" else ""
+    printed = any(judged.claim.printed is not None for judged in comparison.claims)
+    beside = "; printed: as the paper has it, in or out of the interval" if printed else ""
     if not tested:
-        return f"claims{chosen}; no p values under six seeds"
-    return f"claims{chosen}, one family of {tested} with a p value; adjusted by Holm, none under six seeds"
+        return f"claims{chosen}; no p values under six seeds{beside}"
+    return f"claims{chosen}, one family of {tested} with a p value; adjusted by Holm, none under six seeds{beside}"

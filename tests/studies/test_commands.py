@@ -44,6 +44,26 @@ def test_compare_prints_every_format(folder, capsys):
     assert "left out:" in printed(capsys, "compare", folder)
 
 
+def test_compare_prints_the_claims_of_several_studies(tmp_path, capsys):
+    studies = []
+    for name, claims in (("plain", ["prox > fedavg"]), ("printed", [{"prox > fedavg": 9.99}])):
+        made = Study.create(define(TREE | {"name": name, "claims": claims}), tmp_path / "runs")
+        for plan in made.definition.runs():         # prox is a point above fedavg with both seeds
+            write_run(made.folder / plan.folder, plan, [0.1, 0.2, 0.31 if plan.arm == "prox" else 0.3],
+                      split=10 * plan.seed + len(plan.cell))
+        studies.append(made.folder)
+    out = printed(capsys, "compare", *studies, "--claims", "--format", "markdown")
+    assert "| prox > fedavg on accuracy | IF 10 | 2 | +1.00 ± 0.00 | - | too few seeds |" in out
+    assert "| prox > fedavg on accuracy | IF 10 | 2 | +1.00 ± 0.00 | +9.99, out | - | too few seeds |" in out
+    content = json.loads(printed(capsys, "compare", *studies, "--claims", "--format", "json"))
+    assert [each["claim"]["printed"] for each in content["claims"]["printed"]] == [9.99, 9.99]
+    assert "prox > fedavg" in printed(capsys, "compare", studies[0], "--claims")
+    twice, measured = [studies[0], studies[0]], [studies[0], "--measure", "few"]
+    for arguments, message in ((twice, "given twice"), (measured, "names its own measure")):
+        with pytest.raises(ConfigError, match=message):
+            app(["compare", *map(str, arguments), "--claims"], standalone_mode=False)
+
+
 def test_compare_takes_runs_by_themselves(folder, capsys):
     out = printed(capsys, "compare", *sorted(folder.glob("if10/*/seed-*")), "--reference", "fedprox", "--format",
                   "markdown")

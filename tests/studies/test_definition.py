@@ -54,10 +54,18 @@ def test_claims_read_both_ways():
     assert [str(claim) for claim in claims] == ["prox > fedavg on few", "fedavg > prox on accuracy"]
 
 
+def test_a_claim_may_say_how_far_a_paper_has_it():
+    claims = define(SMALL | {"claims": ["prox > fedavg", {"prox > fedavg on few": 2.96}]}).parsed_claims
+    assert [(str(claim), claim.printed) for claim in claims] == [("prox > fedavg on accuracy", None),
+                                                                 ("prox > fedavg on few", 2.96)]
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"arms": {}}, "arms"),
     ({"claims": ["prox beats fedavg"]}, "is written ARM > ARM"),
     ({"claims": ["prox > sgd"]}, "'sgd' is no arm; there are: fedavg, prox"),
+    ({"claims": [{"prox > sgd": 1}]}, "'sgd' is no arm; there are: fedavg, prox"),
+    ({"claims": [{"prox > fedavg": "much"}]}, r"study\.claims"),
     ({"claims": ["prox > fedavg on fewest"]}, "no such measure"),
     ({"reference": "sgd"}, "no such arm"),
     ({"seeds": 0}, "at least 1"),

@@ -280,6 +280,36 @@ def test_tables_say_what_claims_are_of_and_what_their_family_is():
     assert "**claims; no p values under six seeds**" in few
 
 
+def test_a_difference_in_print_is_held_against_the_interval():
+    # b is above a by 10 points on average in the first cell, by 0.67 in the second
+    claims = [read_claim("b > a", ["a", "b"], "accuracy", printed) for printed in (10.0, 20.0, None)]
+    text = tables.of_comparison(compare(records(), "a", claims)).markdown()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| b > a")]
+    assert [(row[1], row[4]) for row in rows] == [
+        ("IF 10", "+10.00, in"), ("IF 50", "+10.00, out"), ("IF 10", "+20.00, out"), ("IF 50", "+20.00, out"),
+        ("IF 10", ""), ("IF 50", "")]
+    assert "printed: as the paper has it, in or out of the interval" in text
+    single = [each for each in records() if each.seed == 0]
+    assert "| +10.00 |" in tables.of_comparison(compare(single, "a", claims[:1])).markdown()    # no interval: no word
+
+
+def test_claims_of_several_studies_stand_one_below_the_other():
+    claims = [read_claim("b > a", ["a", "b"], "accuracy")]
+    one_cell = [each for each in records() if each.cell == "IF 10"]
+    sheet = tables.of_claims({"wide": compare(records(), "a", claims), "narrow": compare(one_cell, "a", claims),
+                              "silent": compare([*records()[:-1], record("a", 9, 0.0, state="failed")], "a")})
+    lines = [line for line in sheet.markdown().splitlines() if line]
+    family = "claims, one family of {} with a p value; adjusted by Holm, none under six seeds"
+    assert lines[0] == f"**wide, last round: {family.format(2)}**"
+    assert lines[1] == "| claim | cell | seeds | difference | p | verdict |"
+    narrow = lines.index(f"**narrow, last round: {family.format(1)}**")
+    assert lines[narrow + 1] == "| claim | seeds | difference | p | verdict |"
+    assert lines[narrow + 3].startswith("| b > a on accuracy | 6 | +10.00 ± ")
+    assert any(line.startswith("- silent: ") and "failed" in line for line in lines)
+    with pytest.raises(ConfigError, match="silent: no claim that a finished run can answer"):
+        tables.of_claims({"silent": compare(records(), "a")})
+
+
 def test_the_table_over_cells_names_those_that_it_is_over():
     rows = [record(arm, seed, 0.5, cell=cell) for arm in "ab" for cell in ("x", "y", "z") for seed in (0, 1, 2)]
     assert compare(rows, "a").whole == ["x", "y", "z"]
