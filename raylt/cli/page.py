@@ -1,4 +1,4 @@
-"""`raylt page`: a Markdown page whose tables are written by `raylt compare`.
+"""`raylt page`: Markdown pages whose tables are written by `raylt compare`.
 
 A table stands between two comments, of which the first is its command:
 
@@ -25,20 +25,24 @@ BLOCK = re.compile(rf"({re.escape(START)}(.*?) -->\r?\n).*?({re.escape(END)})", 
 LIMIT = 2**26               # bytes of a page
 
 
-def page(file: Annotated[Path, typer.Argument(metavar="PAGE.md", help="A Markdown file with comments of the form "
-                                              f"{START}ARGUMENTS --> and {END}")]) -> None:
-    """Write the tables of a page anew, each by the command in the comment above it; paths are as for that command."""
+def page(files: Annotated[list[Path], typer.Argument(metavar="PAGE.md [PAGE.md ...]", help="Markdown files with "
+                                                     f"comments of the form {START}ARGUMENTS --> and {END}")]) -> None:
+    """Write the tables of pages anew, each by the command in the comment above it; paths are as for that command."""
+    pages = {file: (text, filled(text, str(file))) for file in files for text in [_read(file)]}
+    for file, (text, written) in pages.items():
+        if written != text:
+            store.write(file, written)
+        count, what = len(BLOCK.findall(text)), "written anew" if written != text else "all as they were"
+        out.print(f"{file}: {count} tables, {what}", soft_wrap=True)
+
+
+def _read(file: Path) -> str:
     if not file.is_file():
         raise ConfigError(f"{file}: no such file; give a Markdown page")
     try:
-        text = store.read(file, LIMIT).decode()
+        return store.read(file, LIMIT).decode()
     except UnicodeDecodeError:
         raise ConfigError(f"{file}: not a page of text; give a Markdown file") from None
-    written = filled(text, str(file))
-    if written != text:
-        store.write(file, written)
-    out.print(f"{file}: {len(BLOCK.findall(text))} tables, {'written anew' if written != text else 'all as they were'}",
-              soft_wrap=True)
 
 
 def filled(text: str, name: str = "page") -> str:

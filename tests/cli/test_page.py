@@ -69,7 +69,23 @@ def test_command_writes_the_file_once(tmp_path, raylt):
     assert raylt("page", page)[0] == 2
 
 
-def test_page_of_results_is_that_of_the_recorded_studies(monkeypatch):
+def test_of_several_pages_none_is_written_where_one_cannot_be(raylt, tmp_path):
+    first, second, content = tmp_path / "first.md", tmp_path / "second.md", PAGE.format(DIGITS)
+    first.write_text(content)
+    for broken in (None, "no table"):
+        if broken:
+            second.write_text(broken)
+        code, _, err = raylt("page", first, second)
+        assert (code, "second.md: no" in err) == (2, True)
+        assert first.read_text() == content
+    second.write_text(content)
+    code, out, _ = raylt("page", first, second)
+    assert (code, out.count("1 tables, written anew")) == (0, 2)
+    assert first.read_text() == second.read_text() != content
+
+
+@pytest.mark.parametrize("page", ["results.md", *(f"results/{path.name}" for path in (ROOT / "docs/results").glob("*"))])
+def test_page_of_results_is_that_of_the_recorded_studies(page, monkeypatch):
     monkeypatch.chdir(ROOT)
-    text = (ROOT / "docs" / "results.md").read_text()
-    assert filled(text) == text, "raylt page docs/results.md writes it anew"
+    text = (ROOT / "docs" / page).read_text()
+    assert filled(text) == text, "raylt page docs/results.md docs/results/*.md writes it anew"
