@@ -84,7 +84,10 @@ def test_of_several_pages_none_is_written_where_one_cannot_be(raylt, tmp_path):
     assert first.read_text() == second.read_text() != content
 
 
-@pytest.mark.parametrize("page", ["results.md", *(f"results/{path.name}" for path in (ROOT / "docs/results").glob("*"))])
+PAGES_OF_RESULTS = ["results.md", *sorted(f"results/{path.name}" for path in (ROOT / "docs/results").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES_OF_RESULTS)
 def test_page_of_results_is_that_of_the_recorded_studies(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     text = (ROOT / "docs" / page).read_text()
