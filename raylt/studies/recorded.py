@@ -5,6 +5,7 @@ versions may be mixed, and so is what its arms were tuned to. Runs that are take
 recorded.json, so the folder tells it all.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from raylt.studies import results
 from raylt.studies.definition import Definition, Planned
 from raylt.studies.records import Record
 from raylt.studies.results import Holdings
-from raylt.studies.settings import differences
+from raylt.studies.settings import differences, names_alone
 from raylt.studies.tuning import Outcomes, asked, joined
 
 FILE = "recorded.json"
@@ -113,6 +114,7 @@ def record(path: Path, definition: Definition, done: Sequence[Record], holdings:
            tuned: Outcomes) -> list[str]:
     """Puts finished runs on record, in place of those of the same cell, arm and seed.
 
+    A record is made to be given away, so that of files and folders in settings it has the names alone.
     Of the others those stay that the study would still make as they are, were it asked for their seeds, and for the
     arms and cells that it had when they were recorded. The rest is taken off: it must not stand beside the new ones.
 
@@ -122,7 +124,7 @@ def record(path: Path, definition: Definition, done: Sequence[Record], holdings:
     former, records, held, found = (results.read_results(path) if path.exists() else
                                     (definition, list[Record](), Holdings(), Outcomes()))
     wide, outcomes = _widened(definition, former), joined(found, tuned) if definition.tune else {}
-    there = {(each.cell, each.arm, each.seed): each for each in done}
+    there = {(each.cell, each.arm, each.seed): _portable(each) for each in done}
     others = [(each, _changes(each, wide, outcomes)) for each in records
               if (each.cell, each.arm, each.seed) not in there]
     kept = {(each.cell, each.arm, each.seed): each for each, changes in others if not changes}
@@ -144,6 +146,16 @@ def record(path: Path, definition: Definition, done: Sequence[Record], holdings:
     off = [f"{each.folder} ({changes})" for each, changes in others if changes]
     return [f"{path}: {len(off)} recorded runs are taken off, since the study would not make them as they are; the "
             f"first is {off[0]}"] if off else []
+
+
+def _portable(record: Record) -> Record:
+    """A record without the places of a machine's files, also where its figures quote them."""
+    tree = record.to_json()
+    tree["config"]["data"]["root"] = Path(tree["config"]["data"]["root"]).name
+    text = json.dumps(tree)
+    for place, name in names_alone(record.config).items():
+        text = text.replace(json.dumps(place)[1:-1], json.dumps(name)[1:-1])
+    return Record.from_json(json.loads(text))
 
 
 def _widened(definition: Definition, former: Definition) -> Definition:

@@ -123,6 +123,12 @@ def portable(config: Config) -> dict[str, Any]:
     return _without_places(flat(settled(config)))
 
 
+def names_alone(config: Mapping[str, Any]) -> dict[str, str]:
+    """Of those settings that name a file with its place, the text with the file's name alone."""
+    texts = [value for value in flat(config).values() if isinstance(value, str)]
+    return {text: name for text in texts if (name := _without_place(text)) != text}
+
+
 def _without_places(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: _without_place(value) for key, value in settings.items() if key not in _PLACES}
 

@@ -1,6 +1,7 @@
 """Results that are kept beside a study's file: what is on record is not run again, and what is missing there is."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -9,7 +10,7 @@ from made import write_run
 import raylt
 from raylt.cli.main import app
 from raylt.errors import CheckpointError
-from raylt.studies import schedule
+from raylt.studies import recorded, schedule
 from raylt.studies.definition import define
 from raylt.studies.recorded import place_of, take
 from raylt.studies.study import Study
@@ -129,6 +130,24 @@ def test_where_a_file_lies_is_no_other_setting_of_a_recorded_run(tmp_path):
     assert len(json.loads(record.read_text())["records"]) == 2
     other = Study.create(define(tree("/here", "another.npz")), tmp_path / "third", record)
     assert "teacher.npz' -> 'npz:another.npz'" in other.recorded.passed_over[0]
+
+
+def test_what_is_on_record_names_no_folder_of_the_machine_that_made_it(tmp_path):
+    """Of a file that a setting names its name alone is on record, also where a figure quotes the setting."""
+    place = "npz:/home/me/my \"own\" files/teacher.npz"
+    tree = TINY | {"base": TINY["base"] | {"data": {"clients": 3, "root": "/home/me/sets"}},
+                   "arms": {"fedsm": {"method": {"name": "fedsm", "teacher": place}}}}
+    study, path = kept(tmp_path, tree)
+    made = study.records[0]
+    quoting = replace(made, summary=made.summary | {"figures": {"teacher": f"fitted to texts ({place})"}})
+    recorded.record(path, study.definition, [quoting], {}, {})
+    first, second = json.loads(path.read_text())["records"]
+    assert first["summary"]["figures"]["teacher"] == "fitted to texts (npz:teacher.npz)"
+    for each in (first, second):
+        assert "/home/me" not in json.dumps(each)
+        assert (each["config"]["method"]["teacher"], each["config"]["data"]["root"]) == ("npz:teacher.npz", "sets")
+    assert made.config["data"]["root"] == "/home/me/sets"           # the run's own record is as it was
+    assert len(take(path, study.planned, mix_versions=True).records) == 2
 
 
 def test_what_is_on_record_says_which_runs_are_the_longest(tmp_path, monkeypatch):
