@@ -1,7 +1,7 @@
 """Which finished runs may stand beside each other: those of one split, budget, optimiser, evaluation and code."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from raylt.config import completed
@@ -11,7 +11,7 @@ from raylt.studies.records import Record
 _PASSES = ("epochs", "batch")       # of the local section: they are the budget, the rest is the optimiser
 
 
-def check_comparable(done: Sequence[Record], own: Mapping[str, Mapping[str, Any]], mix_versions: bool = False) -> None:
+def check_comparable(done: Sequence[Record], own: Mapping[str, Collection[str]], mix_versions: bool = False) -> None:
     """Raises a CheckpointError where finished runs of one cell cannot stand beside each other; names both and why.
 
     Args:

@@ -1,6 +1,6 @@
 """`Comparison`: arms side by side, cell by cell, with what the seeds allow one to claim."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any
@@ -79,12 +79,14 @@ class Comparison:
 
 def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] = (), measure: str = "accuracy",
             at: At = "last", level: float = 0.95, own: Mapping[str, Mapping[str, Any]] | None = None,
-            tuned: Sequence[str] = (), mix_versions: bool = False) -> Comparison:
+            searched: Mapping[str, Collection[str]] | None = None, tuned: Sequence[str] = (),
+            mix_versions: bool = False) -> Comparison:
     """Compares the finished runs; the others are named and left out.
 
     Args:
         reference: the arm that the others are compared to.
         own: settings by arm that are not its method's, by dotted key: what they say may differ from the other arms'.
+        searched: settings by arm that it was tuned in, by dotted key: as for `own`, and `tuned` says what they are.
         tuned: lines of what the arms were tuned to.
         mix_versions: whether runs of several versions of the code may stand beside each other.
 
@@ -96,7 +98,9 @@ def compare(records: Sequence[Record], reference: str, claims: Sequence[Claim] =
         raise ConfigError(f"{measure} at {at}: it is known after the last round only; give --at last")
     done = [record for record in records if record.state == "done"]
     own = {arm: settings for arm, settings in (own or {}).items() if settings}
-    check_comparable(done, own, mix_versions)
+    searched = searched or {}
+    differing = {arm: {*own.get(arm, ()), *searched.get(arm, ())} for arm in {*own, *searched}}
+    check_comparable(done, differing, mix_versions)
     left_out = [_why(record) for record in records if record.state != "done"]
     mine, without = _values(done, measure, at)
     left_out += without

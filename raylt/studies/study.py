@@ -168,11 +168,12 @@ class Study:
         own = {arm: {key: value for key, value in flat(changes).items() if not key.startswith("method")}
                for arm, changes in chosen.arms.items()}
         lines = [describe(cell, arm, outcome) for cell, arms in self.tuned.items() for arm, outcome in arms.items()]
+        searched: dict[str, set[str]] = {}
         for arms in self.tuned.values():
             for arm, outcome in arms.items():
-                own[arm] = own.get(arm, {}) | {key: "as tuned" for key in outcome["values"] if key[:7] != "method."}
+                searched.setdefault(arm, set()).update(outcome["values"])
         return compare(self.records, reference or chosen.compared_to, chosen.parsed_claims, measure or chosen.measure,
-                       at or chosen.at, level, own, lines, mix_versions)
+                       at or chosen.at, level, own, searched, lines, mix_versions)
 
     @property
     def holdings(self) -> dict[str, dict[str, Any]]:

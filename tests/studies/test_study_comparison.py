@@ -130,6 +130,15 @@ def test_an_arm_may_state_its_optimiser_and_then_still_has_the_budget_of_the_oth
         compare([one, longer], "a", own={"b": {"local.epochs": 2}})
 
 
+def test_an_arm_that_was_tuned_in_a_setting_may_differ_in_it_which_is_said_once():
+    one = record("a", 0, 0.5)
+    faster = record("b", 0, 0.9, config=one.config | {"local": {"epochs": 1, "batch": 32, "lr": 0.5}})
+    found = compare([one, faster], "a", searched={"b": {"local.lr", "method.tau"}}, tuned=["b: local.lr 0.5"])
+    assert (found.apart, found.tuned) == ([], ["b: local.lr 0.5"])
+    with pytest.raises(CheckpointError, match="optimiser differs"):
+        compare([one, faster], "a", searched={"a": {"method.tau"}, "b": {"method.tau"}})
+
+
 def test_a_record_from_before_some_settings_of_the_optimiser_trained_as_their_defaults_say():
     now = load(None, ["method=fedavg"]).model_dump(mode="json")["local"]
     before = {name: now[name] for name in ("epochs", "batch", "lr", "precision")}       # now others stand between them
