@@ -1,7 +1,8 @@
 """SVG drawings of a report: text that is sharp at every size, colours from the page, and a title under the mouse.
 
 A panel is 320 by 210 units, about the width of a phone, so that its text can be read where the page is narrow; a wide
-page sets several beside each other. Colours are the page's: `c0`, `c1`, ... are classes of the style sheet.
+page sets several beside each other. Colours are the page's: `c0`, `c1`, ... are classes of the style sheet, and so are
+`d1`, `d2`, ..., the dashes by which lines of a ninth arm and more differ from those of the first.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,13 @@ from html import escape
 WIDTH, HEIGHT = 320, 210
 LEFT, RIGHT, TOP, BOTTOM = 38, 10, 8, 26
 COLOURS = 8
+DASHES = 4
+
+
+def looks(place: int) -> str:
+    """The classes by which an arm's line is known: eight colours, and again with other dashes."""
+    dash = place // COLOURS % DASHES
+    return f"c{place % COLOURS}" + (f" d{dash}" if dash else "")
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,8 @@ def curves(each: Sequence[Curve], what: str, highest: float, detail: Detail) -> 
         if c.low != c.high:
             parts.append(f'<polygon class="band {colour}" points="{_points(there + back)}"/>')
         line = _points([(x(c.rounds[i]), y(c.mean[i])) for i in keep])
-        parts.append(f'<polyline class="line {colour}" points="{line}"><title>{escape(c.name)}</title></polyline>')
+        parts.append(f'<polyline class="line {looks(c.colour)}" points="{line}"><title>{escape(c.name)}</title>'
+                     "</polyline>")
         for i in thinned(len(c.rounds), detail.touched):
             text = f"{c.name}, round {c.rounds[i]}: {_range(c.mean[i], c.low[i], c.high[i])}"
             if i == len(c.rounds) - 1 and (c.finish or len(c.rounds) == 1):

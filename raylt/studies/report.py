@@ -65,7 +65,7 @@ def render(study: Study, mix_versions: bool = False) -> str:
     content = {
         "study": study.definition, "what": measure_of(comparison.measure).what, "unit": unit(comparison.measure),
         "at": HEADINGS[comparison.at], "level": f"{100 * comparison.level:g}", "reference": comparison.reference,
-        "arms": [(arm, place[arm] % drawings.COLOURS) for arm in arms], "counts": _counts(study.records),
+        "arms": [(arm, drawings.looks(place[arm])) for arm in arms], "counts": _counts(study.records),
         "rows": [(row, margin(row.mean, show), "" if row.sd is None else show(row.sd),
                   "" if row.difference is None else margin(row.difference.difference, show, sign=True),
                   "" if row.optimism is None else show(row.optimism)) for row in comparison.rows],
@@ -120,7 +120,8 @@ def _cell(study: Study, comparison: Comparison, cell: str, place: dict[str, int]
 def _curve(arm: str, colour: int, runs: Sequence[Record], key: str) -> Curve | None:
     """The mean over the seeds in the rounds that were judged in all of them."""
     columns = [dict(zip(run.curve["step"], run.curve[key], strict=True)) for run in runs]
-    steps = [step for step in columns[0] if all(column.get(step) is not None for column in columns)]
+    # off a record they come as JSON's only kind of number
+    steps = [int(step) for step in columns[0] if all(column.get(step) is not None for column in columns)]
     if not steps:
         return None
     values = [[float(column[step]) for column in columns] for step in steps]

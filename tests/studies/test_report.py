@@ -8,6 +8,7 @@ from raylt.errors import ConfigError
 from raylt.studies import drawings
 from raylt.studies.definition import define
 from raylt.studies.report import render, write_report
+from raylt.studies.results import write_results
 from raylt.studies.study import Study
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -131,6 +132,23 @@ def test_thinned_keeps_both_ends():
 def test_axes_have_round_numbers():
     assert drawings._even(28.1, 94.2) == [40, 60, 80]
     assert drawings._even(0.912, 0.934) == [0.915, 0.92, 0.925, 0.93]
+
+
+def test_a_ninth_arm_has_the_first_ones_colour_and_another_dash():
+    text = render(study(arms=["fedavg", *(f"arm {n}" for n in range(8))], cells=("IF 10",)))
+    assert '<li class="c0">fedavg</li>' in text
+    assert '<li class="c0 d1">arm 7</li>' in text
+    drawn = re.findall(r'<polyline class="line ([^"]+)"', text)
+    assert len(set(drawn)) == 9
+    assert [drawings.looks(place) for place in (7, 16, 31, 32)] == ["c7", "c0 d2", "c7 d3", "c0"]
+
+
+def test_rounds_off_a_record_are_whole_numbers(tmp_path):
+    made = study(arms=("fedavg",), cells=("IF 10",))
+    write_results(tmp_path / "kept.json", made.definition, made.records, made.holdings, {})
+    text = render(Study.open(tmp_path / "kept.json"))
+    assert 'text-anchor="end">round 10</text>' in text
+    assert "fedavg, round 2: " in text
 
 
 def test_runs_that_were_judged_once_have_no_curves_and_one_beside_others_is_a_diamond():
