@@ -18,7 +18,7 @@ from raylt.studies.measures import At
 from raylt.studies.recorded import Recorded
 from raylt.studies.records import Record, read_run
 from raylt.studies.settings import differences, flat
-from raylt.studies.tuning import Outcomes, describe, joined, read_tuned, search_arms, write_tuned
+from raylt.studies.tuning import Outcomes, describe, joined, read_tuned, search_arms, searched, write_tuned
 
 FILE = "study.yaml"
 
@@ -168,12 +168,8 @@ class Study:
         own = {arm: {key: value for key, value in flat(changes).items() if not key.startswith("method")}
                for arm, changes in chosen.arms.items()}
         lines = [describe(cell, arm, outcome) for cell, arms in self.tuned.items() for arm, outcome in arms.items()]
-        searched: dict[str, set[str]] = {}
-        for arms in self.tuned.values():
-            for arm, outcome in arms.items():
-                searched.setdefault(arm, set()).update(outcome["values"])
         return compare(self.records, reference or chosen.compared_to, chosen.parsed_claims, measure or chosen.measure,
-                       at or chosen.at, level, own, searched, lines, mix_versions)
+                       at or chosen.at, level, own, searched(self.tuned), lines, mix_versions)
 
     @property
     def holdings(self) -> dict[str, dict[str, Any]]:

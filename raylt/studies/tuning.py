@@ -169,6 +169,15 @@ def search_arms(bases: Mapping[tuple[str, str], Config], tuning: Tuning, referen
     return outcomes
 
 
+def searched(outcomes: Outcomes) -> dict[str, set[str]]:
+    """The settings, by dotted key, that each arm was tuned in."""
+    found: dict[str, set[str]] = {}
+    for arms in outcomes.values():
+        for arm, outcome in arms.items():
+            found.setdefault(arm, set()).update(outcome["values"])
+    return found
+
+
 def describe(cell: str, arm: str, outcome: Tuned) -> str:
     """What came of a search, in a line."""
     where = f"{arm} in {cell}" if cell else arm
