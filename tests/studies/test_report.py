@@ -140,6 +140,7 @@ def test_a_ninth_arm_has_the_first_ones_colour_and_another_dash():
     assert '<li class="c0 d1">arm 7</li>' in text
     drawn = re.findall(r'<polyline class="line ([^"]+)"', text)
     assert len(set(drawn)) == 9
+    assert all(f".line.d{dash} {{" in text and f".key li.d{dash}::before" in text for dash in range(1, drawings.DASHES))
     assert [drawings.looks(place) for place in (7, 16, 31, 32)] == ["c7", "c0 d2", "c7 d3", "c0"]
 
 

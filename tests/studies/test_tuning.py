@@ -137,7 +137,7 @@ def test_a_changed_file_is_refused_and_one_that_the_study_does_not_ask_for_is_no
 
 def test_a_tuned_study_is_taken_up_from_its_record_where_it_asks_the_same(tmp_path):
     definition = define(TUNED)
-    values = {"fedavg": {}, "prox": {"method.mu": 0.5}, "prox 1": {}}
+    values = {"fedavg": {}, "prox": {"method.mu": 0.5, "local.lr": 0.3}, "prox 1": {}}
     (tmp_path / "first" / "tuned").mkdir(parents=True)
     write_tuned(tmp_path / "first" / "tuned", {"": {arm: outcome(definition, arm, **each)
                                                     for arm, each in values.items()}})
@@ -150,6 +150,7 @@ def test_a_tuned_study_is_taken_up_from_its_record_where_it_asks_the_same(tmp_pa
     assert (fresh.tuned, fresh.recorded.passed_over) == (first.tuned, [])
     assert fresh.run() == []                                    # nothing is searched and nothing is run
     assert Study.open(fresh.folder).compare() == first.compare()
+    assert first.compare().apart == []                          # a rate that was searched may differ: `tuned` has it
     other = Study.preview(define(TUNED | {"tune": TUNED["tune"] | {"runs": 4}}), tmp_path / "third", record)
     assert other.tuned == {"": {}}
     assert {each.state for each in other.records if each.arm == "prox"} == {"missing"}
