@@ -32,7 +32,7 @@ from raylt.core.client import Client, Message, Reply
 from raylt.core.method import Method
 from raylt.data.task import build_task
 from raylt.registry import resolve
-from raylt.runs.here import one_thread, open_here
+from raylt.runs.in_process import one_thread, open_in_process
 
 RULES = None, "median", "trimmed_mean", "norm_clipped_mean"
 ATTACKS = "none", "boosted", "flipped", "constant"
@@ -74,8 +74,9 @@ def table(figures: dict[str, Any]) -> str:
     cells = {(cell["rule"], cell["attack"]): f"{cell['all']:.1f} / {cell['few']:.1f}" for cell in figures["cells"]}
     names = ["mean" if rule is None else rule for rule in RULES]
     rows = [[name if name == "mean" else f"`{name}`", *(cells[name, attack] for attack in ATTACKS)] for name in names]
-    return recorded.table_of(["rule", "nobody hostile", f"boosted x {BOOST:g}", f"flipped x {-REVERSE:g}", "constant"],
-                             rows)
+    return recorded.table_of(
+        ["rule", "no hostile client", f"boosted x {BOOST:g}", f"flipped x {-REVERSE:g}", "constant"], rows
+    )
 
 
 def interval(values: np.ndarray) -> str:
@@ -87,16 +88,29 @@ def interval(values: np.ndarray) -> str:
 
 def accuracies(rule: str | None, attack: str, seed: int, arguments: argparse.Namespace) -> tuple[float, float]:
     """Of one run: overall, and of the few-shot classes."""
-    setup = resolve(load(None, [
-        f"method={arguments.method}", f"seed={seed}", f"data.seed={seed}", f"data.clients={arguments.clients}",
-        f"data.imbalance={arguments.imbalance:g}", f"federation.rounds={arguments.rounds}", "local.epochs=2",
-        "local.batch=16", f"evaluation.every={arguments.rounds}", f"federation.robust={rule or 'null'}"]))
+    setup = resolve(
+        load(
+            None,
+            [
+                f"method={arguments.method}",
+                f"seed={seed}",
+                f"data.seed={seed}",
+                f"data.clients={arguments.clients}",
+                f"data.imbalance={arguments.imbalance:g}",
+                f"federation.rounds={arguments.rounds}",
+                "local.epochs=2",
+                "local.batch=16",
+                f"evaluation.every={arguments.rounds}",
+                f"federation.robust={rule or 'null'}",
+            ],
+        )
+    )
     task = build_task(setup.config.data)
     holders = [k for k, size in enumerate(task.sizes) if size]
     hostile = np.random.default_rng(seed).choice(holders, round(len(holders) / 10), replace=False)
     method = hostile_method(type(setup.method), attack, {int(id) for id in hostile})(**setup.method.model_dump())
     with tempfile.TemporaryDirectory() as folder, one_thread():
-        experiment = open_here(replace(setup, method=method), task, Path(folder), None)
+        experiment = open_in_process(replace(setup, method=method), task, Path(folder), None)
         reports = []
         while not experiment.done:
             reports.append(experiment.step())
@@ -117,10 +131,15 @@ def hostile_method(kind: type[Method], attack: str, hostile: set[int]) -> type[M
         model = {}
         for name, value in reply.tree["model"].items():
             change = value - message["model"][name]
-            model[name] = (value if not value.is_floating_point() else torch.full_like(value, CONSTANT)
-                           if attack == "constant" and "running" not in name
-                           else message["model"][name] + (BOOST if attack == "boosted" else REVERSE) * change
-                           if "running" not in name else value)
+            model[name] = (
+                value
+                if not value.is_floating_point()
+                else torch.full_like(value, CONSTANT)
+                if attack == "constant" and "running" not in name
+                else message["model"][name] + (BOOST if attack == "boosted" else REVERSE) * change
+                if "running" not in name
+                else value
+            )
         return replace(reply, tree=reply.tree | {"model": model})
 
     return type(kind.__name__, (kind,), {"train": train, "__module__": kind.__module__})

@@ -24,15 +24,17 @@ def main() -> None:
     for folder in parser.parse_args().runs:
         run = Run.open(folder)
         beaten, kappas = follow(run)
-        print(f"{run.name}: {np.mean(kappas):.1f} clusters, beats {100 * np.mean(beaten):.0f} % of random ones "
-              f"({len(beaten)} rounds)")
+        print(
+            f"{run.name}: {np.mean(kappas):.1f} clusters, beats {100 * np.mean(beaten):.0f} % of random ones "
+            f"({len(beaten)} rounds)"
+        )
 
 
 def follow(run: Run) -> tuple[list[float], list[int]]:
     """Of each round with more than one cluster, the share of random assignments that are worse; and their number."""
     counts = run.task.client_counts
     shares = counts / counts.sum(1, keepdims=True).clip(min=1)
-    distances = np.abs(shares[:, None] - shares[None]).sum(-1) / 2          # [K, K]
+    distances = np.abs(shares[:, None] - shares[None]).sum(-1) / 2  # [K, K]
     rng, beaten, kappas = np.random.default_rng(0), [], []
     for report in run.reports:
         labels = np.array(report["figures"].get("clusters", []))

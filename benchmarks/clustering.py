@@ -20,14 +20,12 @@ import torch
 from raylt import tree
 from raylt.config import Config, FederationConfig
 from raylt.core.server import Server
-from raylt.data.task import Facts
-from raylt.methods.mupfl.acmu import form_clusters
+from raylt.data.task import TaskSpec
 from raylt.methods.mupfl.bavd import layers_of
-from raylt.methods.mupfl.clustering import mean_update
-from raylt.methods.mupfl.method import MuPFL
-from raylt.models.split import part
+from raylt.methods.mupfl.clustering import form_clusters, mean_update
+from raylt.methods.mupfl.method import MuPFL, own_entries
 from raylt.registry import resolve
-from raylt.tree import Fold, nbytes
+from raylt.tree import RunningSum, nbytes
 
 GROUPS = 4
 SHAPES = {"resnet18": (32, 32, 3), "resnet8": (32, 32, 3), "cnn": (28, 28, 1)}
@@ -40,10 +38,10 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     n, shape = arguments.updates, SHAPES[arguments.model]
-    facts = Facts("synthetic", tuple("abcdefghij"), shape, (0.5,) * shape[2], (0.25,) * shape[2])
+    spec = TaskSpec("synthetic", tuple("abcdefghij"), shape, (0.5,) * shape[2], (0.25,) * shape[2])
     config = Config(model=arguments.model, method={"name": "mupfl"}, federation=FederationConfig(rounds=1))
     method = MuPFL()
-    server = Server(config, facts, resolve(config).new_model(facts), torch.device("cpu"))
+    server = Server(config, spec, resolve(config).new_model(spec), torch.device("cpu"))
     server.round = 1
     message = {"model": tree.snapshot(method.shared(server.model))}
     replies = made(server, method, message["model"], n)
@@ -54,7 +52,7 @@ def main() -> None:
     updates, maps = ({id: reply[name] for id, reply in replies.items()} for name in ("update", "map"))
     clusters = form_clusters(server, updates, maps, method.alpha, method.kappa, method.kappa_max)
     found = time.process_time() - cpu
-    mean = Fold()
+    mean = RunningSum()
     for members in clusters:
         update = mean_update(updates[id] for id in members)
         for id in members:
@@ -64,10 +62,12 @@ def main() -> None:
 
     assert clusters == [list(range(group, n, GROUPS)) for group in range(GROUPS)], "the planted groups"
     size = sum(nbytes(reply) for reply in replies.values())
-    print(f"{n} updates of {arguments.model} ({sum(p.numel() for p in server.model.parameters()):,} parameters): "
-          f"{cpu:.1f} CPU s ({wall:.1f} s), of which clusters {found:.1f} and means {cpu - found:.1f}; "
-          f"replies {size / 1e9:.2f} GB, peak {before:.2f} GB before and {peak():.2f} GB after; "
-          f"silhouettes {server.figures['silhouettes']}")
+    print(
+        f"{n} updates of {arguments.model} ({sum(p.numel() for p in server.model.parameters()):,} parameters): "
+        f"{cpu:.1f} CPU s ({wall:.1f} s), of which clusters {found:.1f} and means {cpu - found:.1f}; "
+        f"replies {size / 1e9:.2f} GB, peak {before:.2f} GB before and {peak():.2f} GB after; "
+        f"silhouettes {server.figures['silhouettes']}"
+    )
 
 
 def made(server: Server, method: MuPFL, start: tree.Tree, n: int) -> dict[int, tree.Tree]:
@@ -76,10 +76,14 @@ def made(server: Server, method: MuPFL, start: tree.Tree, n: int) -> dict[int, t
     replies = {}
     for id in range(n):
         group, own = (torch.Generator().manual_seed(seed) for seed in (id % GROUPS, GROUPS + id))
-        update = {name: 0.01 * (torch.randn(value.shape, generator=group) + torch.randn(value.shape, generator=own))
-                  if value.is_floating_point() else torch.ones_like(value) for name, value in start.items()}
+        update = {
+            name: 0.01 * (torch.randn(value.shape, generator=group) + torch.randn(value.shape, generator=own))
+            if value.is_floating_point()
+            else torch.ones_like(value)
+            for name, value in start.items()
+        }
         map = torch.rand(size, generator=group) + torch.rand(size, generator=own)
-        replies[id] = {"update": update, "start": part(start, method.own_update_start), "map": map}
+        replies[id] = {"update": update, "start": own_entries(start, method.own_update_start), "map": map}
     return replies
 
 

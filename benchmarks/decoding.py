@@ -22,9 +22,9 @@ import numpy as np
 import rich.progress  # noqa: F401  (loaded before the clock runs)
 from PIL import Image, ImageOps
 
-from raylt.data.decoding import fitted_image
-from raylt.data.folders import read_parts
-from raylt.data.trees import How, decode_tree
+from raylt.data.images.decoding import fitted_image
+from raylt.data.images.image_trees import How, decode_tree
+from raylt.data.sources.folders import read_parts
 
 CLASSES = 10
 
@@ -54,12 +54,16 @@ def main() -> None:
         root, cores = Path(temporary) / "root", len(os.sched_getaffinity(0))
         figures = in_process(folder, root / "whole", arguments.size)
         ours = len(files) / figures["cpu"]
-        print(f"into a cache: {ours:,.0f} images per second of CPU, {ours / plain:.2f} of Pillow; "
-              f"{figures['seconds']:.1f} s in all with {cores} cores, {figures['cpu']:.1f} s of CPU; peak memory "
-              f"{figures['mib']:.0f} MiB, of one of its workers {figures['worker']:.0f} MiB")
+        print(
+            f"into a cache: {ours:,.0f} images per second of CPU, {ours / plain:.2f} of Pillow; "
+            f"{figures['seconds']:.1f} s in all with {cores} cores, {figures['cpu']:.1f} s of CPU; peak memory "
+            f"{figures['mib']:.0f} MiB, of one of its workers {figures['worker']:.0f} MiB"
+        )
         taken = killed(folder, root / "killed", arguments.size, len(files))
-        print(f"killed after {taken} of {len(files)} images, continued: "
-              f"{in_process(folder, root / 'killed', arguments.size)['cpu']:.1f} s of CPU for the rest")
+        print(
+            f"killed after {taken} of {len(files)} images, continued: "
+            f"{in_process(folder, root / 'killed', arguments.size)['cpu']:.1f} s of CPU for the rest"
+        )
         one, other = (next((root / name).rglob("images.npy")).read_bytes() for name in ("whole", "killed"))
         print(f"the same cache: {'yes' if one == other else 'no'}")
 
@@ -88,12 +92,16 @@ def decode(folder: Path, root: Path, size: int) -> None:
     """What a process of its own does: decodes, and prints CPU seconds with those of its workers, seconds, and MiB at
     the peak, its own and of the largest worker."""
     files = read_parts(folder).train.files
-    fitted_image(folder / files[0], size)           # so that modules are loaded before the clock runs
+    fitted_image(folder / files[0], size)  # so that modules are loaded before the clock runs
     cpu, began = time.process_time(), time.perf_counter()
     decode_tree("folder", folder, files, How(size, "auto"), root / "cache")
     own, workers = (resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    print(time.process_time() - cpu + workers.ru_utime + workers.ru_stime, time.perf_counter() - began,
-          own.ru_maxrss / 1024, workers.ru_maxrss / 1024)
+    print(
+        time.process_time() - cpu + workers.ru_utime + workers.ru_stime,
+        time.perf_counter() - began,
+        own.ru_maxrss / 1024,
+        workers.ru_maxrss / 1024,
+    )
 
 
 def in_process(folder: Path, root: Path, size: int) -> dict[str, float]:

@@ -22,19 +22,25 @@ import torch
 from gpu_tasks import Finding, config_of, open_training, until
 from torch import Tensor
 
-from raylt.core import graphs
 from raylt.core.device import describe
-from raylt.core.training import sgd
+from raylt.core.training import cuda_graphs
+from raylt.core.training.sgd import sgd
 
-COUNTS = (1, 2, 4)
+COUNTS = (1, 2, 4, 8)
 GRAPHS = ("auto", "off")
 CONTROL = "nvidia-cuda-mps-control"
-CONTROL_S = 20.0                # for the daemon to start, or to end
+CONTROL_S = 20.0  # for the daemon to start, or to end
 Environment = dict[str, str]
 
 
-def processes(seconds: float, counts: tuple[int, ...] = COUNTS, device: str = "cuda", model: str = "resnet8",
-              samples: int = 320, epochs: int = 60) -> Iterator[Finding]:
+def processes(
+    seconds: float,
+    counts: tuple[int, ...] = COUNTS,
+    device: str = "cuda",
+    model: str = "resnet8",
+    samples: int = 320,
+    epochs: int = 60,
+) -> Iterator[Finding]:
     """Seconds of so many processes that train at the same time, each a model of its own, and their steps per second."""
     end = time.monotonic() + seconds
     for served in (False, True):
@@ -72,10 +78,18 @@ def mps(folder: Path, served: bool = True) -> Iterator[tuple[Environment, str | 
 
 def _tell_daemon(command: list[str], environment: Environment, log: Path, text: str = "") -> str | None:
     """What went wrong, in a line; None where nothing did."""
-    with log.open("w") as stream:       # no pipe: the daemon would hold its end for good
+    with log.open("w") as stream:  # no pipe: the daemon would hold its end for good
         try:
-            done = subprocess.run(command, input=text, env=environment, stdout=stream, stderr=stream, text=True,
-                                  timeout=CONTROL_S, check=False)
+            done = subprocess.run(
+                command,
+                input=text,
+                env=environment,
+                stdout=stream,
+                stderr=stream,
+                text=True,
+                timeout=CONTROL_S,
+                check=False,
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"{CONTROL}: {error}"
     said = log.read_text().strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
@@ -85,8 +99,12 @@ def _tell_daemon(command: list[str], environment: Environment, log: Path, text: 
 def together(command: list[str], count: int, environment: Environment, seconds: float) -> Iterator[Finding]:
     """What so many processes take for the same training, from when all are told to begin until the last is done."""
     with tempfile.TemporaryFile("w+") as errors:
-        started = [subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                    stderr=errors, text=True) for _ in range(count)]
+        started = [
+            subprocess.Popen(
+                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+            for _ in range(count)
+        ]
         watch = threading.Timer(max(seconds, 0), lambda: [process.kill() for process in started])
         watch.start()
         try:
@@ -99,8 +117,13 @@ def together(command: list[str], count: int, environment: Environment, seconds: 
                     process.stdin.flush()
                 steps = sum(_line_of(process)["steps"] for process in started)
                 took = time.perf_counter() - start
-                yield {"processes": count, "mps": ready[0]["mps"], "graphs": recorded, "seconds": took,
-                       "steps_per_second": steps / took}
+                yield {
+                    "processes": count,
+                    "mps": ready[0]["mps"],
+                    "graphs": recorded,
+                    "seconds": took,
+                    "steps_per_second": steps / took,
+                }
         except (BrokenPipeError, EOFError):
             errors.seek(0)
             said = errors.read().strip().splitlines()[-1:] or ["ended, or was ended for want of time"]
@@ -124,16 +147,17 @@ def work(device: str, model: str, samples: int, epochs: int) -> None:
     """One of the processes: trains once with graphs and once without, each time when it is told to."""
     for recorded in GRAPHS:
         client, objective = open_training(_config(device, model, recorded), samples)
-        sgd(client, objective, epochs=1)                # holds first-time costs
+        sgd(client, objective, epochs=1)  # holds first-time costs
         print(json.dumps({"mps": describe(client.device)["mps"] or "none"}), flush=True)
-        if not sys.stdin.readline():                    # nobody is there any more
+        if not sys.stdin.readline():  # nobody is there any more
             return
-        sgd(client, objective, epochs=epochs)           # reads its loss at the end, so all is done then
+        sgd(client, objective, epochs=epochs)  # reads its loss at the end, so all is done then
         print(json.dumps({"steps": client.steps(epochs)}), flush=True)
 
 
-def streams(seconds: float, device: str = "cuda", model: str = "resnet8", samples: int = 320, epochs: int = 60
-            ) -> Iterator[Finding]:
+def streams(
+    seconds: float, device: str = "cuda", model: str = "resnet8", samples: int = 320, epochs: int = 60
+) -> Iterator[Finding]:
     """Seconds of the same steps of two models: one training after the other, and step by step in turn, each on a stream
     of its own."""
     for recorded in until(seconds, GRAPHS):
@@ -147,8 +171,13 @@ def streams(seconds: float, device: str = "cuda", model: str = "resnet8", sample
             start = time.perf_counter()
             losses[way] = [one.run() for one in trainings] if way == "in_turn" else by_steps(trainings)
             took[way] = time.perf_counter() - start
-        yield {"models": 2, "graphs": recorded, "in_turn_s": took["in_turn"], "streams_s": took["streams"],
-               "same_loss": losses["in_turn"] == losses["streams"]}
+        yield {
+            "models": 2,
+            "graphs": recorded,
+            "in_turn_s": took["in_turn"],
+            "streams_s": took["streams"],
+            "same_loss": losses["in_turn"] == losses["streams"],
+        }
 
 
 class Training:
@@ -176,7 +205,7 @@ def by_steps(trainings: list[Training]) -> list[float]:
         with turns.held_by(number), torch.cuda.stream(torch.cuda.Stream()) if gpu else nullcontext():
             if gpu and trainings[number].client.config.resources.graphs == "auto":
                 # graphs that are replayed at the same time must not share a pool of memory, as those of a recorder do
-                graphs.set_recorder("cuda", graphs.CudaRecorder())
+                cuda_graphs.set_recorder("cuda", cuda_graphs.CudaRecorder())
             return trainings[number].run(turns.between(number, trainings[number].rows()))
 
     with ThreadPoolExecutor(len(trainings)) as threads:

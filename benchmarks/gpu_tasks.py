@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))        # where raylt is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where raylt is not installed
 
 import numpy as np
 import torch
@@ -15,13 +15,13 @@ import torch
 from raylt.config import Config, load, recipe
 from raylt.core.client import Client
 from raylt.core.device import open_device
-from raylt.core.evaluation import EvaluationSet
+from raylt.core.evaluation.counts import EvaluationSet
 from raylt.core.experiment import Experiment
-from raylt.core.host import Host
-from raylt.core.in_process import LocalFleet
-from raylt.core.terms import Objective
+from raylt.core.fleet.client_host import ClientHost
+from raylt.core.fleet.local_fleet import LocalFleet
+from raylt.core.training.loss_terms import Objective
 from raylt.data.samples import Samples
-from raylt.data.split import Split
+from raylt.data.splits.split import Split
 from raylt.data.task import Shard, Task
 from raylt.registry import resolve
 
@@ -40,15 +40,27 @@ def until(seconds: float, cases: Any) -> Iterator[Any]:
 def config_of(method: str, *settings: str) -> Config:
     """A method as it is by default, but for what needs files; the last settings win."""
     none = ["method.teacher=none"] if method == "fedsm" else []
-    return load(None, [f"method={method}", *none, "data.source=npz:random", "data.clients=2", "federation.rounds=2",
-                       "local.epochs=1", "evaluation.every=1000", *settings])
+    return load(
+        None,
+        [
+            f"method={method}",
+            *none,
+            "data.source=npz:random",
+            "data.clients=2",
+            "federation.rounds=2",
+            "local.epochs=1",
+            "evaluation.every=1000",
+            *settings,
+        ],
+    )
 
 
 def protocol(name: str, *settings: str) -> Config:
     """A recipe on random images, judged at its end only."""
     none = ["method.teacher=none"] if name.startswith("fedsm") else []
-    return load(recipe(name), ["data.source=npz:random", "evaluation.every=1000", "evaluation.personal=0", *none,
-                               *settings])
+    return load(
+        recipe(name), ["data.source=npz:random", "evaluation.every=1000", "evaluation.personal=0", *none, *settings]
+    )
 
 
 def random_task(samples: int, clients: int) -> Task:
@@ -61,16 +73,28 @@ def random_task(samples: int, clients: int) -> Task:
     shards = tuple(shard() for _ in range(clients))
     counts = np.stack([np.bincount(one.labels(), minlength=10) for one in shards])
     split = Split(tuple(np.arange(samples) + samples * k for k in range(clients)), "", "random", 1.0, "iid", 1.0, 0)
-    return Task("random", tuple("0123456789"), (32, 32, 3), (0.5,) * 3, (0.25,) * 3, counts, ("many",) * 10, shards,
-                shard(), split)
+    return Task(
+        "random",
+        tuple("0123456789"),
+        (32, 32, 3),
+        (0.5,) * 3,
+        (0.25,) * 3,
+        counts,
+        ("many",) * 10,
+        shards,
+        shard(),
+        split,
+    )
 
 
 def open_experiment(config: Config, samples: int, clients: int = 2) -> Experiment:
     """In this process, over random images: so many for each client."""
     task = random_task(samples, clients)
     setup, device = resolve(config), open_device(config)
-    setup.method.prepare(task, config, setup.check(task.facts))
-    fleet = LocalFleet(config, task, Host(setup, task.facts, task.test, device))
+    model = setup.new_model(task.spec)
+    setup.check(task.spec, model)
+    setup.method.prepare(task, config, model)
+    fleet = LocalFleet(config, task, ClientHost(setup, task.spec, task.test, device))
     return Experiment(setup, task, fleet, device, Path(tempfile.gettempdir()))
 
 
@@ -79,8 +103,15 @@ def open_training(config: Config, samples: int, id: int = 0) -> tuple[Client, Ob
     task = random_task(samples, 1)
     setup, device = resolve(config), open_device(config)
     torch.manual_seed(config.seed)
-    model = setup.new_model(task.facts).to(device)
-    client = Client(id, Samples(task.shards[0], task.facts, device), EvaluationSet(task.test, task.facts, device),
-                    model, config, device, setup.augment)
+    model = setup.new_model(task.spec).to(device)
+    client = Client(
+        id,
+        Samples(task.shards[0], task.spec, device),
+        EvaluationSet(task.test, task.spec, device),
+        model,
+        config,
+        device,
+        setup.augment,
+    )
     client.begin("train", 1)
     return client, setup.method.objective(client, {})

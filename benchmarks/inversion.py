@@ -1,4 +1,4 @@
-"""SFD's Fig. 6: what a decoder that was trained on images of nobody makes of features, raw, as class means, synthetic.
+"""Reconstruct images from raw features, class means and synthetic features, as in Fig. 6 of SFD.
 
     python benchmarks/inversion.py --source npz:cifar10_lt.npz --outside npz:tiny_imagenet32.npz [--method sfd]
         [--model unpooled] [--rounds 10] [--imbalance 100] [--clients 20] [--epochs 15]
@@ -23,9 +23,8 @@ from torch import nn
 import raylt
 from raylt.models.split import SplitModel
 from raylt.privacy.attack import attack
-from raylt.privacy.finding import Finding
-from raylt.privacy.measures import check_measures
 from raylt.privacy.picture import draw
+from raylt.privacy.reconstruction import AttackFinding, check_measures
 
 NAME = "inversion"
 
@@ -58,24 +57,42 @@ def main() -> None:
     recorded.write(NAME, table(recorded.kept(NAME)))
 
 
-def measured(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], list[Finding]]:
+def measured(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], list[AttackFinding]]:
     """The name of the run, its figures, and the findings."""
     check_measures()
     raylt.register(unpooled, kind="model")
     start = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        config = raylt.load_config(None, [
-            f"method={arguments.method}", f"model={arguments.model}", f"data.source={arguments.source}",
-            f"data.imbalance={arguments.imbalance:g}", f"data.clients={arguments.clients}", "data.alpha=0.5",
-            f"federation.rounds={arguments.rounds}", "local.batch=32", f"evaluation.every={arguments.rounds}",
-            *arguments.setting])
+        config = raylt.load_config(
+            None,
+            [
+                f"method={arguments.method}",
+                f"model={arguments.model}",
+                f"data.source={arguments.source}",
+                f"data.imbalance={arguments.imbalance:g}",
+                f"data.clients={arguments.clients}",
+                "data.alpha=0.5",
+                f"federation.rounds={arguments.rounds}",
+                "local.batch=32",
+                f"evaluation.every={arguments.rounds}",
+                *arguments.setting,
+            ],
+        )
         run = raylt.run(config, out=folder, name="run", fleet="local", quiet=True)
         findings = attack(run, outside=arguments.outside, epochs=arguments.epochs)
         accuracy = run.summary["accuracy"]["last"]
-    return f"{arguments.method}, {arguments.model}", {
-        "recorded": date.today().isoformat(), "accuracy": accuracy,
-        "cpu_seconds": round(time.process_time() - start), "rounds": arguments.rounds,
-        "decoder_epochs": arguments.epochs, "findings": [plain(finding) for finding in findings]}, findings
+    return (
+        f"{arguments.method}, {arguments.model}",
+        {
+            "recorded": date.today().isoformat(),
+            "accuracy": accuracy,
+            "cpu_seconds": round(time.process_time() - start),
+            "rounds": arguments.rounds,
+            "decoder_epochs": arguments.epochs,
+            "findings": [plain(finding) for finding in findings],
+        },
+        findings,
+    )
 
 
 def unpooled(classes: int, shape: tuple[int, int, int]) -> SplitModel:
@@ -83,17 +100,19 @@ def unpooled(classes: int, shape: tuple[int, int, int]) -> SplitModel:
     height, width, channels = shape
 
     def stage(before: int, after: int) -> nn.Sequential:
-        return nn.Sequential(nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(after),
-                             nn.ReLU(inplace=True))
+        return nn.Sequential(
+            nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True)
+        )
 
     encoder = nn.Sequential(OrderedDict(stage1=stage(channels, 16), stage2=stage(16, 8), pool=nn.Flatten()))
     return SplitModel(encoder, 8 * -(-height // 4) * -(-width // 4), classes)
 
 
-def plain(finding: Finding) -> dict[str, Any]:
+def plain(finding: AttackFinding) -> dict[str, Any]:
     return {"upload": finding.upload, "what": finding.what, "count": finding.count, "guessed": finding.guessed} | {
-        name: value and value._asdict() for name, value in (
-            ("reached", finding.reached), ("control", finding.control), ("average", finding.average))}
+        name: value and value._asdict()
+        for name, value in (("reached", finding.reached), ("control", finding.control), ("average", finding.average))
+    }
 
 
 def table(runs: dict[str, Any]) -> str:
@@ -105,11 +124,18 @@ def table(runs: dict[str, Any]) -> str:
             if reached is None:
                 rows.append([name, finding["what"], finding["count"], f"right: {finding['guessed']:.2f}", "", "", ""])
                 continue
-            rows.append([name, finding["what"], finding["count"],
-                         f"{reached['ssim']:.2f} / {reached['psnr']:.1f} / {reached['mae']:.3f}",
-                         "-" if reached["told"] is None else f"{reached['told']:.2f}",
-                         f"{finding['control']['ssim']:.2f}", f"{finding['average']['ssim']:.2f}"])
-    return recorded.table_of(["run", "attack", "n", "reached", "told", "control SSIM", "average SSIM"], rows)
+            rows.append(
+                [
+                    name,
+                    finding["what"],
+                    finding["count"],
+                    f"{reached['ssim']:.2f} / {reached['psnr']:.1f} / {reached['mae']:.3f}",
+                    "-" if reached["identified"] is None else f"{reached['identified']:.2f}",
+                    f"{finding['control']['ssim']:.2f}",
+                    f"{finding['average']['ssim']:.2f}",
+                ]
+            )
+    return recorded.table_of(["run", "attack", "n", "reached", "identified", "control SSIM", "average SSIM"], rows)
 
 
 if __name__ == "__main__":

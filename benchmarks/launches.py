@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))                # where raylt is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where raylt is not installed
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import accelerator as pretend  # pyright: ignore[reportMissingImports]
@@ -22,20 +22,27 @@ import torch
 from torch import nn
 
 from raylt.config import Config
-from raylt.core import graphs
 from raylt.core.client import Client
-from raylt.core.evaluation import EvaluationSet
-from raylt.core.fitting import fit_classifier
-from raylt.core.training import sgd
+from raylt.core.evaluation.counts import EvaluationSet
+from raylt.core.training import cuda_graphs
+from raylt.core.training.fit_classifier import fit_classifier
+from raylt.core.training.sgd import sgd
 from raylt.data.samples import Samples
-from raylt.data.task import Facts, Shard
+from raylt.data.task import Shard, TaskSpec
 from raylt.registry import resolve
 from raylt.tree import scale
 
 BATCH, CLASSES = 4, 10
 HERE = Path(__file__).resolve().parent
-METHODS: dict[str, dict[str, Any]] = {"fedavg": {}, "fedprox": {}, "scaffold": {}, "moon": {}, "sfd": {}, "bpfed": {},
-                                      "mupfl": {}}
+METHODS: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "fedprox": {},
+    "scaffold": {},
+    "moon": {},
+    "sfd": {},
+    "bpfed": {},
+    "mupfl": {},
+}
 
 
 def main() -> None:
@@ -51,8 +58,15 @@ def main() -> None:
 
 def measured(name: str, fields: dict[str, Any], model: str = "resnet8") -> dict[str, Any]:
     """Launches of one more step of a method's local training, and waits."""
-    config = Config.model_validate({"method": {"name": name, **fields}, "model": model, "augment": "crop_flip",
-                                    "data": {"clients": 1}, "local": {"batch": BATCH, "epochs": 1}})
+    config = Config.model_validate(
+        {
+            "method": {"name": name, **fields},
+            "model": model,
+            "augment": "crop_flip",
+            "data": {"clients": 1},
+            "local": {"batch": BATCH, "epochs": 1},
+        }
+    )
     setup, counted = resolve(config), {}
     for replayed in (False, True):
         with pretend.accelerator() as counts:
@@ -76,29 +90,44 @@ def classifier() -> dict[str, Any]:
                 y = torch.zeros(BATCH * steps, dtype=torch.int64).to(pretend.NAME)
                 layer = nn.Linear(256, CLASSES).to(pretend.NAME)
                 counts.clear()
-                fit_classifier(layer, z, y, epochs=1, batch=BATCH, lr=0.1, momentum=0.9, weight_decay=1e-4, seed=0,
-                               schedule="constant")
+                fit_classifier(
+                    layer,
+                    z,
+                    y,
+                    epochs=1,
+                    batch=BATCH,
+                    lr=0.1,
+                    momentum=0.9,
+                    weight_decay=1e-4,
+                    seed=0,
+                    schedule="constant",
+                )
                 seen.append((sum(counts.kernels.values()), sum(counts.waits.values())))
             recorder(None)
         counted[replayed] = [more - less for less, more in zip(*seen, strict=True)]
-    return {"step": "fit_classifier", "launches": counted[False][0], "replayed": counted[True][0],
-            "waits": counted[True][1]}
+    return {
+        "step": "fit_classifier",
+        "launches": counted[False][0],
+        "replayed": counted[True][0],
+        "waits": counted[True][1],
+    }
 
 
 def recorder(counts: Any) -> None:
     """Has the pretend device record, or not."""
-    graphs.set_recorder(pretend.NAME, None if counts is None else pretend.Recorder(counts))
+    cuda_graphs.set_recorder(pretend.NAME, None if counts is None else pretend.Recorder(counts))
 
 
 def _training(setup: Any, config: Config, name: str, counts: Any, steps: int) -> tuple[int, int]:
     """Launches and waits of a training of so many steps."""
     rng, device = np.random.default_rng(0), torch.device(pretend.NAME)
     n = BATCH * steps
-    facts = Facts("random", tuple("0123456789"), (32, 32, 3), (0.5,) * 3, (0.25,) * 3)
+    spec = TaskSpec("random", tuple("0123456789"), (32, 32, 3), (0.5,) * 3, (0.25,) * 3)
     shard = Shard(rng.integers(0, 256, (n, 32, 32, 3), dtype=np.uint8), np.arange(n) % CLASSES)
-    model = setup.new_model(facts).to(device)
-    client = Client(0, Samples(shard, facts, device), EvaluationSet(shard, facts, device), model, config, device,
-                    setup.augment)
+    model = setup.new_model(spec).to(device)
+    client = Client(
+        0, Samples(shard, spec, device), EvaluationSet(shard, spec, device), model, config, device, setup.augment
+    )
     client.begin("train", 1)
     control = scale({key: value.detach() for key, value in model.named_parameters()}, 0)
     objective = setup.method.objective(client, {"beta": 0.5, "control": control})

@@ -17,7 +17,7 @@ import psutil
 
 from actors.launch import open_experiment
 from raylt.config import load
-from raylt.data.split import Split
+from raylt.data.splits.split import Split
 from raylt.data.task import Shard, Task
 from raylt.registry import resolve
 
@@ -29,11 +29,23 @@ def main() -> None:
     arguments = parser.parse_args()
     print("clients   server before training, MiB   peak USS   peak PSS   bytes up per round")
     for clients in arguments.clients:
-        config = load(None, ["data.source=npz:random", f"data.clients={clients}", "federation.rounds=3",
-                             "method=fedavg", f"model={arguments.model}", "local.batch=8", "local.epochs=1",
-                             "evaluation.every=1000"])
-        with tempfile.TemporaryDirectory() as folder, \
-                open_experiment(resolve(config), random_task(clients), Path(folder), None) as experiment:
+        config = load(
+            None,
+            [
+                "data.source=npz:random",
+                f"data.clients={clients}",
+                "federation.rounds=3",
+                "method=fedavg",
+                f"model={arguments.model}",
+                "local.batch=8",
+                "local.epochs=1",
+                "evaluation.every=1000",
+            ],
+        )
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            open_experiment(resolve(config), random_task(clients), Path(folder), None) as experiment,
+        ):
             children = psutil.Process().children(recursive=True)
             server = next(child for child in children if "ServerActor" in " ".join(child.cmdline()))
             before = server.memory_full_info().uss
@@ -45,12 +57,23 @@ def main() -> None:
 
 def random_task(clients: int) -> Task:
     rng = np.random.default_rng(0)
-    shards = tuple(Shard(rng.integers(0, 256, (8, 32, 32, 3), dtype=np.uint8), rng.integers(0, 10, 8))
-                   for _ in range(clients))
+    shards = tuple(
+        Shard(rng.integers(0, 256, (8, 32, 32, 3), dtype=np.uint8), rng.integers(0, 10, 8)) for _ in range(clients)
+    )
     counts = np.stack([np.bincount(shard.labels(), minlength=10) for shard in shards])
     split = Split(tuple(np.arange(8) + 8 * k for k in range(clients)), "", "random", 1.0, "iid", 1.0, 0)
-    return Task("random", tuple("0123456789"), (32, 32, 3), (0.5,) * 3, (0.25,) * 3, counts, ("many",) * 10, shards,
-                shards[0], split)
+    return Task(
+        "random",
+        tuple("0123456789"),
+        (32, 32, 3),
+        (0.5,) * 3,
+        (0.25,) * 3,
+        counts,
+        ("many",) * 10,
+        shards,
+        shards[0],
+        split,
+    )
 
 
 class Peak:

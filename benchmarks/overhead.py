@@ -24,15 +24,15 @@ import torch
 import torch.multiprocessing as mp
 from torch.nn import functional as F
 
-from actors.cluster import MALLOC
+from actors.cluster.session import MALLOC
 from actors.launch import open_experiment
 from raylt.config import Config, load
-from raylt.core.checkpoint import hash_tensors
+from raylt.core.checkpoint.checkpoint import hash_tensors
 from raylt.core.client import Client
-from raylt.core.evaluation import EvaluationSet
-from raylt.core.optimisers import SGD
+from raylt.core.evaluation.counts import EvaluationSet
+from raylt.core.training.optimisers import SGD
 from raylt.data.samples import Samples
-from raylt.data.split import Split
+from raylt.data.splits.split import Split
 from raylt.data.task import Shard, Task, build_task
 from raylt.models.split import load_entries
 from raylt.registry import resolve
@@ -41,8 +41,9 @@ from raylt.seeds import seed_for
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7,
-                        help="at least 2; the first is not counted: it holds first-time costs")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="at least 2; the first is not counted: it holds first-time costs"
+    )
     parser.add_argument("--model", default="resnet8")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--actors", type=int, default=2)
@@ -50,20 +51,36 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rounds < 2:
         parser.error(f"--rounds {arguments.rounds}: at least 2")
-    config = load(None, [
-        f"data.source={arguments.source or 'npz:random'}", "data.imbalance=100", "data.partition=creff",
-        "data.clients=20", "federation.participation=0.4", f"federation.rounds={arguments.rounds + 1}",
-        "method=fedavg", f"model={arguments.model}", "local.epochs=1", f"local.batch={arguments.batch}", "local.lr=0.1",
-        "local.momentum=0", "evaluation.every=1000", f"resources.actors={arguments.actors}"])
+    config = load(
+        None,
+        [
+            f"data.source={arguments.source or 'npz:random'}",
+            "data.imbalance=100",
+            "data.partition=creff",
+            "data.clients=20",
+            "federation.participation=0.4",
+            f"federation.rounds={arguments.rounds + 1}",
+            "method=fedavg",
+            f"model={arguments.model}",
+            "local.epochs=1",
+            f"local.batch={arguments.batch}",
+            "local.lr=0.1",
+            "local.momentum=0",
+            "evaluation.every=1000",
+            f"resources.actors={arguments.actors}",
+        ],
+    )
     task = build_task(config.data) if arguments.source else random_task()
     setup = resolve(config)
     with tempfile.TemporaryDirectory() as folder, open_experiment(setup, task, Path(folder), None) as ours:
         bare = Bare(config, task, arguments.actors)
-        rows = [{"raylt": spend(ours.advance, bare.pids, own=False), "bare": spend(bare.round, bare.pids, own=True)}
-                for _ in range(arguments.rounds)]
-        ours.advance()                          # the last one is evaluated: not counted
+        rows = [
+            {"raylt": spend(ours.advance, bare.pids, own=False), "bare": spend(bare.round, bare.pids, own=True)}
+            for _ in range(arguments.rounds)
+        ]
+        ours.advance()  # the last one is evaluated: not counted
         bare.round()
-        same = ours.conclude()["model_sha256"] == hash_tensors(bare.model.state_dict())
+        same = ours.export_model()["model_sha256"] == hash_tensors(bare.model.state_dict())
         bare.close()
     show(rows[1:], same)
 
@@ -71,13 +88,15 @@ def main() -> None:
 def random_task() -> Task:
     """12,400 random images in 20 equal shards: what they show does not matter for speed."""
     rng = np.random.default_rng(0)
-    shards = tuple(Shard(rng.integers(0, 256, (620, 32, 32, 3), dtype=np.uint8), rng.integers(0, 10, 620))
-                   for _ in range(20))
+    shards = tuple(
+        Shard(rng.integers(0, 256, (620, 32, 32, 3), dtype=np.uint8), rng.integers(0, 10, 620)) for _ in range(20)
+    )
     test = Shard(rng.integers(0, 256, (500, 32, 32, 3), dtype=np.uint8), rng.integers(0, 10, 500))
     counts = np.stack([np.bincount(shard.labels(), minlength=10) for shard in shards])
     split = Split(tuple(np.arange(620) + 620 * k for k in range(20)), "", "random", 1.0, "iid", 1.0, 0)
-    return Task("random", tuple("0123456789"), (32, 32, 3), (0.5,) * 3, (0.25,) * 3, counts, ("many",) * 10, shards,
-                test, split)
+    return Task(
+        "random", tuple("0123456789"), (32, 32, 3), (0.5,) * 3, (0.25,) * 3, counts, ("many",) * 10, shards, test, split
+    )
 
 
 class Bare:
@@ -85,15 +104,22 @@ class Bare:
 
     def __init__(self, config: Config, task: Task, workers: int):
         self.config, self.sizes = config, {k: len(shard) for k, shard in enumerate(task.shards)}
-        self.model = resolve(config).new_model(task.facts)
-        self.shared = {name: torch.zeros_like(value, memory_format=torch.contiguous_format).share_memory_()
-                       for name, value in self.model.state_dict().items()}
+        self.model = resolve(config).new_model(task.spec)
+        self.shared = {
+            name: torch.zeros_like(value, memory_format=torch.contiguous_format).share_memory_()
+            for name, value in self.model.state_dict().items()
+        }
         context = mp.get_context("spawn")
         self.todo, self.done = context.Queue(), context.Queue()
-        self.returned = [{name: value.clone().share_memory_() for name, value in self.shared.items()}
-                         for _ in range(20)]
-        self.workers = [context.Process(target=work, daemon=True, args=(
-            config, task, self.shared, self.returned, self.todo, self.done)) for _ in range(workers)]
+        self.returned = [
+            {name: value.clone().share_memory_() for name, value in self.shared.items()} for _ in range(20)
+        ]
+        self.workers = [
+            context.Process(
+                target=work, daemon=True, args=(config, task, self.shared, self.returned, self.todo, self.done)
+            )
+            for _ in range(workers)
+        ]
         for worker in self.workers:
             worker.start()
         for _ in self.workers:
@@ -133,11 +159,11 @@ class Bare:
 def work(config, task, shared, returned, todo, done) -> None:
     """A worker process of the bare loop."""
     torch.set_num_threads(1)
-    model = resolve(config).new_model(task.facts).train()
+    model = resolve(config).new_model(task.spec).train()
     params = list(model.parameters())
     cpu = torch.device("cpu")
-    samples = [Samples(shard, task.facts, cpu) for shard in task.shards]
-    orders = Client(0, samples[0], EvaluationSet(task.test, task.facts, cpu), model, config, cpu)
+    samples = [Samples(shard, task.spec, cpu) for shard in task.shards]
+    orders = Client(0, samples[0], EvaluationSet(task.test, task.spec, cpu), model, config, cpu)
     done.put(None)
     while (order := todo.get()) is not None:
         k, number = order
@@ -179,8 +205,15 @@ def cpu_seconds(bare: list[int], own: bool) -> dict[tuple[int, str], float]:
                 times, name = process.cpu_times(), " ".join(process.cmdline())
             except psutil.NoSuchProcess:
                 continue
-            kind = ("driver" if process.pid == me.pid else "clients" if "ClientActor" in name or own
-                    else "server" if "ServerActor" in name else "Ray's daemons")
+            kind = (
+                "driver"
+                if process.pid == me.pid
+                else "clients"
+                if "ClientActor" in name or own
+                else "server"
+                if "ServerActor" in name
+                else "Ray's daemons"
+            )
             found[process.pid, kind] = times.user + times.system
     return found
 
@@ -189,20 +222,29 @@ def show(rows: list[dict[str, Spent]], same: bool) -> None:
     print("round   CPU s raylt   bare   ratio     wall s raylt   bare   ratio")
     for i, row in enumerate(rows, 2):
         (cpu, wall, _), (bare_cpu, bare_wall, _) = row["raylt"], row["bare"]
-        print(f"{i:5d}   {cpu:11.2f} {bare_cpu:6.2f}  {cpu / bare_cpu:6.3f}   {wall:14.2f} {bare_wall:6.2f}  "
-              f"{wall / bare_wall:6.3f}")
-    for what, ratios in (("CPU", [row["raylt"].cpu / row["bare"].cpu for row in rows]),
-                         ("wall", [row["raylt"].wall / row["bare"].wall for row in rows])):
+        print(
+            f"{i:5d}   {cpu:11.2f} {bare_cpu:6.2f}  {cpu / bare_cpu:6.3f}   {wall:14.2f} {bare_wall:6.2f}  "
+            f"{wall / bare_wall:6.3f}"
+        )
+    for what, ratios in (
+        ("CPU", [row["raylt"].cpu / row["bare"].cpu for row in rows]),
+        ("wall", [row["raylt"].wall / row["bare"].wall for row in rows]),
+    ):
         print(f"median ratio of {what} seconds per round: {statistics.median(ratios):.3f}")
     for side in ("raylt", "bare"):
-        kinds = {kind: sum(row[side].kinds.get(kind, 0.0) for row in rows) / len(rows)
-                 for kind in {kind for row in rows for kind in row[side].kinds}}
-        print(f"CPU seconds per round of {side}: "
-              + ", ".join(f"{kind} {kinds[kind]:.2f}" for kind in sorted(kinds, key=lambda kind: -kinds[kind])))
+        kinds = {
+            kind: sum(row[side].kinds.get(kind, 0.0) for row in rows) / len(rows)
+            for kind in {kind for row in rows for kind in row[side].kinds}
+        }
+        print(
+            f"CPU seconds per round of {side}: "
+            + ", ".join(f"{kind} {kinds[kind]:.2f}" for kind in sorted(kinds, key=lambda kind: -kinds[kind]))
+        )
     print(f"same weights, bit for bit: {'yes' if same else 'NO'}")
 
 
 if __name__ == "__main__":
     import os
-    os.environ.update(MALLOC)                   # the bare workers get what Ray's get
+
+    os.environ.update(MALLOC)  # the bare workers get what Ray's get
     main()

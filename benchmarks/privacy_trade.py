@@ -20,16 +20,23 @@ import numpy as np
 import recorded
 
 from raylt.config import load
-from raylt.core import checkpoint
+from raylt.core.checkpoint import checkpoint
 from raylt.data.task import build_task
 from raylt.registry import resolve
-from raylt.runs.here import one_thread, open_here
+from raylt.runs.in_process import one_thread, open_in_process
 
 METHODS = {
-    "sfd": ["method=sfd", "method.rf_dim=500", "method.synthesis_steps=20", "method.m_min=200", "method.m_max=400",
-            "method.epochs=20"],
+    "sfd": [
+        "method=sfd",
+        "method.rf_dim=500",
+        "method.synthesis_steps=20",
+        "method.m_min=200",
+        "method.m_max=400",
+        "method.epochs=20",
+    ],
     "ccvr": ["method=ccvr", "method.virtual=200", "method.epochs=20"],
-    "fedncm": ["method=fedncm"]}
+    "fedncm": ["method=fedncm"],
+}
 EPSILONS = (None, 1000.0, 300.0, 100.0, 30.0, 10.0, 3.0, 1.0)
 NAME = "privacy_trade"
 Cell = tuple[str, bool, float | None]
@@ -50,15 +57,36 @@ def main() -> None:
     results: dict[Cell, list[tuple[float, float]]] = {}
     for seed in range(arguments.seeds):
         for method, settings in METHODS.items():
-            for cell, figures in finishes(method, [
-                    *settings, f"seed={seed}", f"federation.rounds={arguments.rounds}", "local.batch=16",
-                    f"privacy.clip={arguments.clip:g}", f"evaluation.every={arguments.rounds}"]).items():
+            for cell, figures in finishes(
+                method,
+                [
+                    *settings,
+                    f"seed={seed}",
+                    f"federation.rounds={arguments.rounds}",
+                    "local.batch=16",
+                    f"privacy.clip={arguments.clip:g}",
+                    f"evaluation.every={arguments.rounds}",
+                ],
+            ).items():
                 results.setdefault(cell, []).append(figures)
-    cells = [{"method": method, "secure": secure, "epsilon": epsilon, "all": round(float(all_), 1),
-              "few": round(float(few), 1)} for (method, secure, epsilon), figures in results.items()
-             for all_, few in [100 * np.array(figures).mean(0)]]
-    figures = {"recorded": date.today().isoformat(), "seeds": arguments.seeds, "rounds": arguments.rounds,
-               "clip": arguments.clip, "cells": cells}
+    cells = [
+        {
+            "method": method,
+            "secure": secure,
+            "epsilon": epsilon,
+            "all": round(float(all_), 1),
+            "few": round(float(few), 1),
+        }
+        for (method, secure, epsilon), figures in results.items()
+        for all_, few in [100 * np.array(figures).mean(0)]
+    ]
+    figures = {
+        "recorded": date.today().isoformat(),
+        "seeds": arguments.seeds,
+        "rounds": arguments.rounds,
+        "clip": arguments.clip,
+        "cells": cells,
+    }
     print(table(figures))
     if arguments.record:
         recorded.keep(NAME, figures)
@@ -72,7 +100,7 @@ def finishes(method: str, settings: list[str]) -> dict[Cell, tuple[float, float]
     setup = resolve(load(None, [*settings, "privacy.delta=1e-4"]))
     task, figures = build_task(setup.config.data), {}
     with tempfile.TemporaryDirectory() as folder, one_thread():
-        trained = open_here(setup, task, Path(folder), None)
+        trained = open_in_process(setup, task, Path(folder), None)
         for _ in range(setup.config.federation.rounds):
             report = trained.step()
             if trained.server.round == setup.config.federation.rounds:
@@ -80,9 +108,16 @@ def finishes(method: str, settings: list[str]) -> dict[Cell, tuple[float, float]
         saved, _ = checkpoint.latest(Path(folder) / "checkpoints")
         for secure in (False, True):
             for epsilon in EPSILONS:
-                config = load(None, [*settings, "privacy.delta=1e-4", f"federation.secure={str(secure).lower()}",
-                                     f"privacy.epsilon={'null' if epsilon is None else f'{epsilon:g}'}"])
-                judged = open_here(replace(setup, config=config), task, Path(folder), saved).step()
+                config = load(
+                    None,
+                    [
+                        *settings,
+                        "privacy.delta=1e-4",
+                        f"federation.secure={str(secure).lower()}",
+                        f"privacy.epsilon={'null' if epsilon is None else f'{epsilon:g}'}",
+                    ],
+                )
+                judged = open_in_process(replace(setup, config=config), task, Path(folder), saved).step()
                 assert judged.accuracy is not None
                 assert judged.groups is not None
                 figures[method, secure, epsilon] = judged.accuracy, judged.groups["few"] or 0.0
@@ -91,29 +126,46 @@ def finishes(method: str, settings: list[str]) -> dict[Cell, tuple[float, float]
 
 def table(figures: dict[str, Any]) -> str:
     """Accuracy on all and on few-shot classes in percent, means over the seeds."""
-    cells = {(cell["method"], cell["secure"], cell["epsilon"]): f"{cell['all']:.1f} / {cell['few']:.1f}"
-             for cell in figures["cells"]}
-    rows = [[f"`{method}`, {'in a secure sum' if secure else 'at each client'}",
-             *(cells[method, secure, epsilon] for epsilon in EPSILONS)]
-            for method in METHODS for secure in (False, True)]
-    return recorded.table_of(["noise", *("none" if epsilon is None else f"ε = {epsilon:g}" for epsilon in EPSILONS)],
-                             rows)
+    cells = {
+        (cell["method"], cell["secure"], cell["epsilon"]): f"{cell['all']:.1f} / {cell['few']:.1f}"
+        for cell in figures["cells"]
+    }
+    rows = [
+        [
+            f"`{method}`, {'in a secure sum' if secure else 'at each client'}",
+            *(cells[method, secure, epsilon] for epsilon in EPSILONS),
+        ]
+        for method in METHODS
+        for secure in (False, True)
+    ]
+    return recorded.table_of(
+        ["noise", *("none" if epsilon is None else f"ε = {epsilon:g}" for epsilon in EPSILONS)], rows
+    )
 
 
 def draw(results: dict[Cell, list[tuple[float, float]]], file: Path) -> None:
     """Few-shot accuracy over epsilon: solid where every client adds all noise, dashed in a secure sum."""
     from matplotlib.figure import Figure
+
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
     for number, method in enumerate(METHODS):
         for secure in (False, True):
             few = [100 * np.array(results[method, secure, epsilon]).mean(0)[1] for epsilon in EPSILONS[1:]]
-            axes.plot(EPSILONS[1:], few, color=f"C{number}", linestyle="--" if secure else "-", marker="o", ms=3,
-                      label=f"{method}, {'secure sum' if secure else 'each client'}")
+            axes.plot(
+                EPSILONS[1:],
+                few,
+                color=f"C{number}",
+                linestyle="--" if secure else "-",
+                marker="o",
+                ms=3,
+                label=f"{method}, {'secure sum' if secure else 'each client'}",
+            )
         without = 100 * np.array(results[method, False, None]).mean(0)[1]
         axes.axhline(without, color=f"C{number}", linewidth=0.8, linestyle=":")
-    axes.set(xscale="log", xlabel="epsilon of the statistics (delta = 1e-4); dotted: no noise",
-             ylabel="few-shot accuracy, %")
+    axes.set(
+        xscale="log", xlabel="epsilon of the statistics (delta = 1e-4); dotted: no noise", ylabel="few-shot accuracy, %"
+    )
     axes.legend(fontsize=7)
     figure.savefig(file, dpi=130)
 

@@ -31,15 +31,15 @@ from torch.nn import functional as F
 
 from raylt.config import Config, load
 from raylt.core.client import Client
-from raylt.core.evaluation import EvaluationSet
-from raylt.core.optimisers import SGD
+from raylt.core.evaluation.counts import EvaluationSet
+from raylt.core.training.optimisers import SGD
 from raylt.data.samples import Samples
 from raylt.data.task import build_task
 from raylt.models.split import load_entries
 from raylt.registry import resolve
-from raylt.tree import Fold, snapshot
+from raylt.tree import RunningSum, snapshot
 
-SAMPLES, ASKED = 10, 100        # of each client; clients of a round, and of one of the bare loop
+SAMPLES, ASKED = 10, 100  # of each client; clients of a round, and of one of the bare loop
 
 
 class Row(NamedTuple):
@@ -69,15 +69,20 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rounds < 3 or min(arguments.clients) < max(ASKED, arguments.asked):
         parser.error(f"at least 3 rounds, {ASKED} clients, and as many as are asked")
-    print("clients  asked  end of round 1, s  CPU s  a round, s  CPU ms a call  server   bare  beyond  server MB  "
-          "driver MB  together MB  whole run, s  model")
+    print(
+        "clients  asked  end of round 1, s  CPU s  a round, s  CPU ms a call  server   bare  beyond  server MB  "
+        "driver MB  together MB  whole run, s  model"
+    )
     for clients in arguments.clients:
         with tempfile.TemporaryDirectory() as folder:
             row = measure(Path(folder), clients, arguments.asked, arguments.rounds, arguments.actors, arguments.method)
-        print(f"{row.clients:7d}  {arguments.asked:5d}  {row.first_s:17.1f}  {row.first_cpu_s:5.1f}  "
-              f"{row.round_s:10.2f}  {row.call_ms:13.2f}  {row.server_ms:6.2f}  {row.bare_ms:5.2f}  "
-              f"{row.call_ms - row.bare_ms:6.2f}  {row.server_mb:9.0f}  {row.driver_mb:9.0f}  "
-              f"{row.together_mb:11.0f}  {row.wall_s:12.1f}  {row.model[:8]}", flush=True)
+        print(
+            f"{row.clients:7d}  {arguments.asked:5d}  {row.first_s:17.1f}  {row.first_cpu_s:5.1f}  "
+            f"{row.round_s:10.2f}  {row.call_ms:13.2f}  {row.server_ms:6.2f}  {row.bare_ms:5.2f}  "
+            f"{row.call_ms - row.bare_ms:6.2f}  {row.server_mb:9.0f}  {row.driver_mb:9.0f}  "
+            f"{row.together_mb:11.0f}  {row.wall_s:12.1f}  {row.model[:8]}",
+            flush=True,
+        )
 
 
 def measure(folder: Path, clients: int, asked: int, rounds: int, actors: int, method: str) -> Row:
@@ -85,17 +90,30 @@ def measure(folder: Path, clients: int, asked: int, rounds: int, actors: int, me
     source = folder / "images.npz"
     make_source(source, clients)
     settings = [
-        f"data.source=npz:{source}", f"data.clients={clients}", "data.partition=iid", "data.imbalance=1",
-        f"federation.participation={asked / clients}", f"federation.rounds={rounds}", f"method={method}", "model=small",
-        "local.epochs=1", f"local.batch={SAMPLES}", "local.lr=0.1", "evaluation.every=1000",
-        f"resources.actors={actors}"]
+        f"data.source=npz:{source}",
+        f"data.clients={clients}",
+        "data.partition=iid",
+        "data.imbalance=1",
+        f"federation.participation={asked / clients}",
+        f"federation.rounds={rounds}",
+        f"method={method}",
+        "model=small",
+        "local.epochs=1",
+        f"local.batch={SAMPLES}",
+        "local.lr=0.1",
+        "evaluation.every=1000",
+        f"resources.actors={actors}",
+    ]
     bare = bare_ms(load(None, settings))
     lines = folder / "out/run/metrics.jsonl"
     log = folder / "log.txt"
     start = time.perf_counter()
     with log.open("w") as out:
-        run = subprocess.Popen([sys.executable, "-m", "raylt", "run", *settings, "--out", str(folder / "out"), "--name",
-                                "run"], stdout=out, stderr=out)
+        run = subprocess.Popen(
+            [sys.executable, "-m", "raylt", "run", *settings, "--out", str(folder / "out"), "--name", "run"],
+            stdout=out,
+            stderr=out,
+        )
         memory: defaultdict[str, float] = defaultdict(float)
         first, cpu, servers = 0.0, {}, set[int]()
         while run.poll() is None:
@@ -115,24 +133,39 @@ def measure(folder: Path, clients: int, asked: int, rounds: int, actors: int, me
     reports = [json.loads(line) for line in lines.read_text().splitlines()]
     if len(cpu) < 2:
         raise SystemExit(f"{rounds} rounds went by between two looks at the processes; take more (--rounds)")
-    begin, *_, end = cpu        # a look may miss a round that is over in no time
+    begin, *_, end = cpu  # a look may miss a round that is over in no time
     a_call = 1e3 / (asked * (end - begin))
     spent = {pid: seconds - cpu[begin].get(pid, 0.0) for pid, seconds in cpu[end].items()}
     at_server = sum(spent[pid] for pid in servers & spent.keys())
     summary = json.loads((folder / "out/run/summary.json").read_text())
-    return Row(clients, first, sum(cpu[begin].values()), statistics.median(report["seconds"] for report in reports[1:]),
-               a_call * sum(spent.values()), a_call * at_server, bare, memory["server"], memory["driver"],
-               memory["together"], wall,
-               summary["model_sha256"])
+    return Row(
+        clients,
+        first,
+        sum(cpu[begin].values()),
+        statistics.median(report["seconds"] for report in reports[1:]),
+        a_call * sum(spent.values()),
+        a_call * at_server,
+        bare,
+        memory["server"],
+        memory["driver"],
+        memory["together"],
+        wall,
+        summary["model_sha256"],
+    )
 
 
 def make_source(path: Path, clients: int) -> None:
     """Ten random images of 8x8 for each client: what they show does not matter for speed."""
     rng = np.random.default_rng(0)
     n = clients * SAMPLES
-    np.savez(path, x_train=rng.integers(0, 256, (n, 8, 8, 1), dtype=np.uint8), y_train=rng.integers(0, 10, n),
-             x_test=rng.integers(0, 256, (500, 8, 8, 1), dtype=np.uint8), y_test=rng.integers(0, 10, 500),
-             class_names=np.array(list("0123456789")))
+    np.savez(
+        path,
+        x_train=rng.integers(0, 256, (n, 8, 8, 1), dtype=np.uint8),
+        y_train=rng.integers(0, 10, n),
+        x_test=rng.integers(0, 256, (500, 8, 8, 1), dtype=np.uint8),
+        y_test=rng.integers(0, 10, 500),
+        class_names=np.array(list("0123456789")),
+    )
 
 
 def bare_ms(config: Config) -> float:
@@ -141,15 +174,15 @@ def bare_ms(config: Config) -> float:
     config = config.model_copy(update={"data": config.data.model_copy(update={"clients": ASKED})})
     setup, cpu = resolve(config), torch.device("cpu")
     task = build_task(config.data)
-    model = setup.new_model(task.facts).train()
-    test = EvaluationSet(task.test, task.facts, cpu)
+    model = setup.new_model(task.spec).train()
+    test = EvaluationSet(task.test, task.spec, cpu)
     parts = len(task.shards[0]) // SAMPLES
     shards = [np.arange(SAMPLES) + k % parts * SAMPLES for k in range(ASKED)]
-    whole = Samples(task.shards[0], task.facts, cpu)
+    whole = Samples(task.shards[0], task.spec, cpu)
     clients = [Client(k, whole, test, model, config, cpu) for k in range(ASKED)]
     seconds = []
     for number in range(1, 11):
-        start, fold, before = time.process_time(), Fold(), snapshot(model.state_dict())
+        start, fold, before = time.process_time(), RunningSum(), snapshot(model.state_dict())
         for client, rows in zip(clients, shards, strict=True):
             load_entries(model, before)
             client.begin("train", number)
@@ -173,8 +206,9 @@ def kinds(pid: int) -> dict[psutil.Process, str]:
             name = " ".join(process.cmdline())
         except psutil.NoSuchProcess:
             continue
-        named[process] = ("server" if "ServerActor" in name or "server · " in name else
-                          "clients" if "ClientActor" in name else "Ray")
+        named[process] = (
+            "server" if "ServerActor" in name or "server · " in name else "clients" if "ClientActor" in name else "Ray"
+        )
     return named
 
 
@@ -203,5 +237,5 @@ def memory_mb(pid: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)     # Ray's processes would compile what they import anew
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # Ray's processes would compile what they import anew
     main()

@@ -27,11 +27,11 @@ import numpy as np
 import torch
 
 from raylt.config import load
-from raylt.core.host import Host
-from raylt.core.judging import Judge
+from raylt.core.evaluation.client_models import Judge
+from raylt.core.fleet.client_host import ClientHost
 from raylt.core.server import Server
-from raylt.data.maps import class_counts
-from raylt.data.task import Facts, Shard
+from raylt.data.label_maps import class_counts
+from raylt.data.task import Shard, TaskSpec
 from raylt.registry import resolve
 
 IMAGES, TEST, CLASSES, RATIO = 33, 24, 12, 480 / 360
@@ -55,8 +55,10 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--epochs", type=int, default=1)
     arguments = parser.parse_args()
-    print("  size      batch  precision   s/step   CPU s/step   CPU s/epoch of 33   CPU s/judged image   "
-          "peak MiB (before)")
+    print(
+        "  size      batch  precision   s/step   CPU s/step   CPU s/epoch of 33   CPU s/judged image   "
+        "peak MiB (before)"
+    )
     context = multiprocessing.get_context("spawn")
     for height in arguments.heights:
         for batch in arguments.batches:
@@ -64,27 +66,46 @@ def main() -> None:
                 with context.Pool(1) as pool:
                     cost = pool.apply(measure, (height, batch, precision, arguments.epochs))
                 steps = -(-IMAGES // batch) - (IMAGES % batch == 1)
-                print(f"{round(height * RATIO):4d}x{height:<4d}  {batch:5d}  {precision:9s}  {cost.step:7.3f}   "
-                      f"{cost.step_cpu:10.3f}   {cost.step_cpu * steps:17.2f}   {cost.judged_cpu:18.3f}   "
-                      f"{cost.peak:8.0f} ({cost.bare:.0f})", flush=True)
+                print(
+                    f"{round(height * RATIO):4d}x{height:<4d}  {batch:5d}  {precision:9s}  {cost.step:7.3f}   "
+                    f"{cost.step_cpu:10.3f}   {cost.step_cpu * steps:17.2f}   {cost.judged_cpu:18.3f}   "
+                    f"{cost.peak:8.0f} ({cost.bare:.0f})",
+                    flush=True,
+                )
 
 
 def measure(height: int, batch: int, precision: str, epochs: int) -> Cost:
     """One client's training after a warming call, then its judging of a test set."""
     torch.set_num_threads(1)
-    config = load(None, ["data.source=npz:random", "model=lraspp", "method=fedavg", f"local.batch={batch}",
-                         f"local.epochs={epochs}", f"local.precision={precision}", "augment=scale_crop_flip",
-                         "evaluation.batch=8"])
+    config = load(
+        None,
+        [
+            "data.source=npz:random",
+            "model=lraspp",
+            "method=fedavg",
+            f"local.batch={batch}",
+            f"local.epochs={epochs}",
+            f"local.precision={precision}",
+            "augment=scale_crop_flip",
+            "evaluation.batch=8",
+        ],
+    )
     (x, y), test = random_scenes(IMAGES, height), Shard(*random_scenes(TEST, height))
     shard, few = Shard(x, y), Shard(x[:2], y[:2])
     assert class_counts(y, CLASSES).all()
-    facts = Facts("random", tuple(map(str, range(CLASSES))), (height, round(height * RATIO), 3), (0.5,) * 3,
-                  (0.25,) * 3, kind="segmentation")
+    spec = TaskSpec(
+        "random",
+        tuple(map(str, range(CLASSES))),
+        (height, round(height * RATIO), 3),
+        (0.5,) * 3,
+        (0.25,) * 3,
+        kind="segmentation",
+    )
     setup, device = resolve(config), torch.device("cpu")
-    method, host = setup.method, Host(setup, facts, test, device)
-    message = method.message(Server(config, facts, setup.new_model(facts), device))
+    method, host = setup.method, ClientHost(setup, spec, test, device)
+    message = method.message(Server(config, spec, setup.new_model(spec), device))
     bare = peak() - (x.nbytes + y.nbytes) / 2**20
-    Host(setup, facts, test, device).run(method.train, message, 1, 0, few, None)
+    ClientHost(setup, spec, test, device).run(method.train, message, 1, 0, few, None)
     wall, cpu = time.perf_counter(), time.process_time()
     host.run(method.train, message, 1, 0, shard, None)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu

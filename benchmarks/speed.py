@@ -1,14 +1,14 @@
 """The speed table: the same rounds of federated averaging by raylt, by other frameworks and by a bare PyTorch loop.
 
     python benchmarks/speed.py [--scales resnet8 thousand ten_thousand] [--turns 3] [--only NAME ...]
-    python benchmarks/speed.py --table          # writes README.md's table from the record again, measures nothing
+    python benchmarks/speed.py --table          # writes the table of docs/speed.md again, measures nothing
 
 Images are made here from a fixed seed, as are the lists of who holds which; network, first weights, batch size, local
 epochs, optimiser and clients a round are the same for all (`peers/workload.py`). Each framework has an environment of
 its own in `peers/.env`, with the same version of torch, and a script of its own, `peers/run_NAME.py`, which says how it
 is set up; every process computes on one thread, every system may use two. They run one after the other, in turns, from
 the command to its end, and are judged by the loss of the model that they end with: who learned less than the others did
-less. The record goes to `speed.json`, its table to README.md.
+less. The record goes to `speed.json`, its table to docs/speed.md.
 """
 
 import argparse
@@ -35,32 +35,55 @@ from peers.workload import Scale, Work
 from safetensors.torch import load_file
 
 from raylt.config import load
-from raylt.data.source import channel_statistics
+from raylt.data.sources.arrays import channel_statistics
 from raylt.data.task import build_task
 from raylt.registry import resolve
 
 HERE = Path(__file__).parent
 PEERS = HERE / "peers"
-SCALES = {scale.name: scale for scale in (
-    Scale("resnet8", "resnet8", clients=20, per_round=5, samples=64, batch=32, rounds=4, lr=0.02, side=32, channels=3),
-    Scale("thousand", "cnn", clients=1000, per_round=100, samples=10, batch=5, rounds=5, lr=0.05, side=28, channels=1),
-    Scale("ten_thousand", "cnn", clients=10_000, per_round=100, samples=10, batch=5, rounds=5, lr=0.05, side=28,
-          channels=1))}
+SCALES = {
+    scale.name: scale
+    for scale in (
+        Scale(
+            "resnet8", "resnet8", clients=20, per_round=5, samples=64, batch=32, rounds=4, lr=0.02, side=32, channels=3
+        ),
+        Scale(
+            "thousand", "cnn", clients=1000, per_round=100, samples=10, batch=5, rounds=5, lr=0.05, side=28, channels=1
+        ),
+        Scale(
+            "ten_thousand",
+            "cnn",
+            clients=10_000,
+            per_round=100,
+            samples=10,
+            batch=5,
+            rounds=5,
+            lr=0.05,
+            side=28,
+            channels=1,
+        ),
+    )
+}
 PACKAGES = {"flower": "flwr[simulation]>=1.20,<2", "pfl": "pfl[pytorch]>=0.4,<1", "flgo": "flgo>=0.4,<1"}
 MISSING = {"PFLlib": "no package of it on the registry: it is a folder of scripts, and its loop is not copied here"}
 SYSTEMS = ("bare", "raylt-ray", "raylt-local", *PACKAGES)
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "2147483648",
-          "MALLOC_TOP_PAD_": "67108864"}       # what raylt gives its client processes, for the bare loop too
+MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": "1073741824",
+    "MALLOC_TRIM_THRESHOLD_": "2147483648",
+    "MALLOC_TOP_PAD_": "67108864",
+}  # what raylt gives its client processes, for the bare loop too
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scales", nargs="+", choices=SCALES, default=list(SCALES))
-    parser.add_argument("--turns", type=int, default=3, help="how often each runs; a system that takes more than a "
-                        "minute runs once")
+    parser.add_argument(
+        "--turns", type=int, default=3, help="how often each runs; a system that takes more than a minute runs once"
+    )
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--limit", type=float, default=300, help="CPU seconds after which a run is stopped; a bare "
-                        "loop takes ten")
+    parser.add_argument(
+        "--limit", type=float, default=300, help="CPU seconds after which a run is stopped; a bare loop takes ten"
+    )
     parser.add_argument("--shared", action="store_true", help="records that others worked on the machine meanwhile")
     parser.add_argument("--table", action="store_true", help="only writes the table from the record")
     arguments = parser.parse_args()
@@ -88,8 +111,10 @@ def install(name: str) -> str:
         return ""
     venv = [uv, "venv", "--quiet", "--clear", "--python", sys.executable] if uv else [sys.executable, "-m", "venv"]
     pip = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
-    for command in ([*venv, folder],
-                    [*pip, "--quiet", PACKAGES[name], f"torch=={torch.__version__.partition('+')[0]}"]):
+    for command in (
+        [*venv, folder],
+        [*pip, "--quiet", PACKAGES[name], f"torch=={torch.__version__.partition('+')[0]}"],
+    ):
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
         if done.returncode:
             return "cannot be installed: " + (done.stderr.strip().splitlines() or ["no reason given"])[-1][:200]
@@ -122,13 +147,22 @@ def compare(scale: Scale, systems: list[str], turns: int, limit: float, refused:
     learned = {system: start - statistics.median(values) for system, values in losses.items() if values}
     for system, value in learned.items():
         if "bare" in learned and not 0.5 < value / learned["bare"] < 2:
-            failed[system] = (f"its loss fell by {value:.2f}, the bare loop's by {learned['bare']:.2f}: "
-                              "not the same work")
-    return {"settings": asdict(scale), "missing": failed, "loss": {"start": start} | losses,
-            "turns": {system: len(values) for system, values in taken.items()},
-            "systems": {system: {field.name: statistics.median(getattr(one, field.name) for one in values)
-                                 for field in fields(Measured)}
-                        for system, values in taken.items() if values and system not in failed}}
+            failed[system] = (
+                f"its loss fell by {value:.2f}, the bare loop's by {learned['bare']:.2f}: not the same work"
+            )
+    return {
+        "settings": asdict(scale),
+        "missing": failed,
+        "loss": {"start": start} | losses,
+        "turns": {system: len(values) for system, values in taken.items()},
+        "systems": {
+            system: {
+                field.name: statistics.median(getattr(one, field.name) for one in values) for field in fields(Measured)
+            }
+            for system, values in taken.items()
+            if values and system not in failed
+        },
+    }
 
 
 def run(system: str, folder: Path, limit: float) -> Measured:
@@ -136,12 +170,18 @@ def run(system: str, folder: Path, limit: float) -> Measured:
     name, _, fleet = system.partition("-")
     python = PEERS / ".env" / name / "bin" / "python" if name in PACKAGES else sys.executable
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"} | {
-        "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0",
-        "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": f"{PEERS}{os.pathsep}{HERE.parent}"}
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": f"{PEERS}{os.pathsep}{HERE.parent}",
+    }
     if name == "bare":
         env |= MALLOC
-    return measure([python, PEERS / f"run_{name}.py", folder, *([fleet] if fleet else [])], env, folder / "errors",
-                   limit)
+    return measure(
+        [python, PEERS / f"run_{name}.py", folder, *([fleet] if fleet else [])], env, folder / "errors", limit
+    )
 
 
 def prepare(scale: Scale, folder: Path) -> None:
@@ -160,14 +200,28 @@ def prepare(scale: Scale, folder: Path) -> None:
         return (patterns[y] + noise).clip(0, 255).astype(np.uint8)
 
     x, y = draw(labels[order]), labels[order]
-    np.savez(folder / "data.npz", x_train=x, y_train=y, x_test=draw(test), y_test=test,
-             id_train=np.repeat(np.arange(scale.clients), scale.samples)[order],
-             class_names=np.array([f"class {c}" for c in range(10)]))
+    np.savez(
+        folder / "data.npz",
+        x_train=x,
+        y_train=y,
+        x_test=draw(test),
+        y_test=test,
+        id_train=np.repeat(np.arange(scale.clients), scale.samples)[order],
+        class_names=np.array([f"class {c}" for c in range(10)]),
+    )
     mean, std = channel_statistics(x)
     (folder / "scale.json").write_text(json.dumps(asdict(scale) | {"mean": mean, "std": std}))
-    config = load(None, ["method=fedavg", f"model={scale.model}", f"data.source=npz:{folder / 'data.npz'}",
-                         "data.partition=by_id", "data.imbalance=1"])
-    torch.save(resolve(config).new_model(build_task(config.data).facts).state_dict(), folder / "initial.pt")
+    config = load(
+        None,
+        [
+            "method=fedavg",
+            f"model={scale.model}",
+            f"data.source=npz:{folder / 'data.npz'}",
+            "data.partition=by_id",
+            "data.imbalance=1",
+        ],
+    )
+    torch.save(resolve(config).new_model(build_task(config.data).spec).state_dict(), folder / "initial.pt")
 
 
 def loss(system: str, folder: Path) -> float:
@@ -183,14 +237,21 @@ def loss(system: str, folder: Path) -> float:
 
 
 def machine() -> str:
-    cpu = next((line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")), platform.machine())
+    cpu = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
     return f"{os.cpu_count()} cores of {cpu}, {psutil.virtual_memory().total / 2**30:.0f} GiB, {platform.system()}"
 
 
 def commit() -> str:
-    done = subprocess.run(["git", "-C", HERE, "describe", "--always", "--dirty", "--exclude=*"],
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", "-C", HERE, "describe", "--always", "--dirty", "--exclude=*"], capture_output=True, text=True
+    )
     return done.stdout.strip()
 
 

@@ -27,15 +27,15 @@ from torch.nn import functional as F
 
 from raylt.config import Config, load_data
 from raylt.core.device import open_device
-from raylt.core.optimisers import SGD
-from raylt.data import cache
+from raylt.core.training.optimisers import SGD
 from raylt.data.augment import crop_flip, normalise
-from raylt.data.cache import Stored
-from raylt.data.sources import Source, channel_statistics, open_source
+from raylt.data.images import cache
+from raylt.data.images.cache import Stored
+from raylt.data.sources.sources import Source, channel_statistics, open_source
 from raylt.errors import RayltError
 from raylt.models import build_model
 
-SCALE = 30.0            # of the cosines: 100, CLIP's own, overfits so small a set
+SCALE = 30.0  # of the cosines: 100, CLIP's own, overfits so small a set
 
 
 def main() -> None:
@@ -51,10 +51,13 @@ def main() -> None:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="as resources.device")
     arguments = parser.parse_args()
     device = open_device(Config.model_validate({"method": "fedavg", "resources": {"device": arguments.device}}))
-    source, target = (open_source(load_data(None, [f"data.source=npz:{path}"]))
-                      for path in (arguments.images, arguments.target))
-    text, target_text = (F.normalize(torch.from_numpy(np.load(path)).float(), dim=1).to(device)
-                         for path in (arguments.text, arguments.target_text))
+    source, target = (
+        open_source(load_data(None, [f"data.source=npz:{path}"])) for path in (arguments.images, arguments.target)
+    )
+    text, target_text = (
+        F.normalize(torch.from_numpy(np.load(path)).float(), dim=1).to(device)
+        for path in (arguments.text, arguments.target_text)
+    )
     for path, rows, of in ((arguments.text, text, source), (arguments.target_text, target_text, target)):
         if len(rows) != len(of.class_names):
             raise SystemExit(f"{path}: {len(rows)} rows, {of.name} has {len(of.class_names)} classes")
@@ -64,11 +67,19 @@ def main() -> None:
     fit(tower, source, text, arguments, device)
     accuracy = zero_shot(tower, target, target_text, device)
     trained_on = zero_shot(tower, source, text, device)
-    about = (f"stand-in for CLIP: {arguments.model} fitted to text embeddings on {arguments.images.stem}, "
-             f"{arguments.epochs} epochs, zero-shot {100 * accuracy:.1f} % on {arguments.target.stem}")
+    about = (
+        f"stand-in for CLIP: {arguments.model} fitted to text embeddings on {arguments.images.stem}, "
+        f"{arguments.epochs} epochs, zero-shot {100 * accuracy:.1f} % on {arguments.target.stem}"
+    )
     image = encode(tower, target.x_train, device).half().cpu().numpy()
-    np.savez(arguments.out, image=image, y=cache.load(target.y_train), text=target_text.cpu().numpy(),
-             class_names=np.array(target.class_names), about=np.array(about))
+    np.savez(
+        arguments.out,
+        image=image,
+        y=cache.load(target.y_train),
+        text=target_text.cpu().numpy(),
+        class_names=np.array(target.class_names),
+        about=np.array(about),
+    )
     print(f"accuracy on the test set of {arguments.images.stem}: {100 * trained_on:.2f} %")
     print(f"zero-shot accuracy on the test set of {arguments.target.stem}: {100 * accuracy:.2f} %")
     print(f"{arguments.out}: {about}")
@@ -94,8 +105,10 @@ def shrink(images: Stored, side: int) -> Tensor:
     x = cache.load(images)
     assert x.shape[1] % side == 0, f"{x.shape[1]} is no multiple of {side}"
     step, channels = x.shape[1] // side, x.shape[3]
-    parts = [part.reshape(len(part), side, step, side, step, channels).mean((2, 4)).round().astype(np.uint8)
-             for part in np.array_split(x, 1 + len(x) // 2048)]
+    parts = [
+        part.reshape(len(part), side, step, side, step, channels).mean((2, 4)).round().astype(np.uint8)
+        for part in np.array_split(x, 1 + len(x) // 2048)
+    ]
     return torch.from_numpy(np.concatenate(parts))
 
 
@@ -103,7 +116,7 @@ def fit(tower: Tower, source: Source, text: Tensor, arguments: argparse.Namespac
     """SGD with momentum 0.9 and a cosine rate; one line per epoch with the time that is left."""
     generator = torch.Generator(device).manual_seed(arguments.seed)
     order = torch.Generator().manual_seed(arguments.seed)
-    chosen = torch.randperm(len(source.y_train), generator=order)[:arguments.limit].numpy()
+    chosen = torch.randperm(len(source.y_train), generator=order)[: arguments.limit].numpy()
     x = shrink(cache.load(source.x_train)[chosen], tower.side).to(device)
     y = torch.from_numpy(cache.load(source.y_train)[chosen]).to(device)
     optimiser = SGD(tower.parameters(), arguments.lr, 0.9, 5e-4)
@@ -120,8 +133,11 @@ def fit(tower: Tower, source: Source, text: Tensor, arguments: argparse.Namespac
             total += loss.item() * len(rows)
             done += 1
         spent = time.monotonic() - began
-        print(f"epoch {epoch + 1}/{arguments.epochs}  loss {total / len(x):.3f}  {spent:.0f} s, "
-              f"{spent / done * (steps - done):.0f} s left", flush=True)
+        print(
+            f"epoch {epoch + 1}/{arguments.epochs}  loss {total / len(x):.3f}  {spent:.0f} s, "
+            f"{spent / done * (steps - done):.0f} s left",
+            flush=True,
+        )
 
 
 @torch.no_grad()

@@ -20,15 +20,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from raylt.config import Config
 from raylt.core.client import Client
-from raylt.core.evaluation import EvaluationSet
-from raylt.core.training import sgd
+from raylt.core.evaluation.counts import EvaluationSet
+from raylt.core.training.sgd import sgd
+from raylt.data.augment import Augmentation
 from raylt.data.samples import Batch, Samples
-from raylt.data.task import Facts, Shard
-from raylt.data.transforms import Augmentation
+from raylt.data.task import Shard, TaskSpec
 from raylt.registry import resolve
 
 STEPS, EPOCHS, SHOWN = 20, 5, 8
-SHAPES = {"small": (8, 8, 1), "cnn": (28, 28, 1)}       # CIFAR's else
+SHAPES = {"small": (8, 8, 1), "cnn": (28, 28, 1)}  # CIFAR's else
 
 
 def main() -> None:
@@ -37,13 +37,17 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     arguments = parser.parse_args()
     peak, rows = peak_gflops(), {}
-    for name, precision, layout in (("raylt's step", "float32", torch.channels_last),
-                                    ("bfloat16", "bfloat16", torch.channels_last),
-                                    ("contiguous", "float32", torch.contiguous_format)):
+    for name, precision, layout in (
+        ("raylt's step", "float32", torch.channels_last),
+        ("bfloat16", "bfloat16", torch.channels_last),
+        ("contiguous", "float32", torch.contiguous_format),
+    ):
         rows[name] = measured(client(arguments.model, arguments.batch, precision, layout))
     operations = shares(client(arguments.model, arguments.batch, "float32", torch.channels_last))
-    print(f"{arguments.model}, batches of {arguments.batch}; a product of matrices: {peak:.0f} GFLOP/s\n"
-          f"{'':16}{'ms a step':>10}{'GFLOP/s':>10}{'of the peak':>13}")
+    print(
+        f"{arguments.model}, batches of {arguments.batch}; a product of matrices: {peak:.0f} GFLOP/s\n"
+        f"{'':16}{'ms a step':>10}{'GFLOP/s':>10}{'of the peak':>13}"
+    )
     for name, row in rows.items():
         print(f"{name:16}{row['ms']:10.2f}{row['gflops']:10.0f}{row['gflops'] / peak:13.0%}")
     print("\nof raylt's step:")
@@ -54,28 +58,35 @@ def main() -> None:
 def peak_gflops(side: int = 1024) -> float:
     """What a product of two float32 matrices reaches on this thread."""
     a, b = torch.randn(side, side), torch.randn(side, side)
-    return 2 * side ** 3 / min(_seconds(lambda: a @ b) for _ in range(10)) / 1e9
+    return 2 * side**3 / min(_seconds(lambda: a @ b) for _ in range(10)) / 1e9
 
 
 def client(model: str, batch: int, precision: str, layout: torch.memory_format) -> Client:
     """A client with random images for STEPS batches."""
-    config = Config.model_validate({"method": {"name": "fedavg"}, "model": model, "augment": "none",
-                                    "data": {"clients": 1},
-                                    "local": {"batch": batch, "epochs": 1, "precision": precision}})
+    config = Config.model_validate(
+        {
+            "method": {"name": "fedavg"},
+            "model": model,
+            "augment": "none",
+            "data": {"clients": 1},
+            "local": {"batch": batch, "epochs": 1, "precision": precision},
+        }
+    )
     setup, device, rng = resolve(config), torch.device("cpu"), np.random.default_rng(0)
     shape = SHAPES.get(model, (32, 32, 3))
-    facts = Facts("random", tuple("0123456789"), shape, (0.5,) * shape[2], (0.25,) * shape[2])
+    spec = TaskSpec("random", tuple("0123456789"), shape, (0.5,) * shape[2], (0.25,) * shape[2])
     shard = Shard(rng.integers(0, 256, (STEPS * batch, *shape), dtype=np.uint8), rng.integers(0, 10, STEPS * batch))
-    samples = (Samples if layout == torch.channels_last else Contiguous)(shard, facts, device)
-    net = setup.new_model(facts).to(memory_format=layout)       # pyright: ignore[reportCallIssue]
-    return Client(0, samples, EvaluationSet(shard, facts, device), net, config, device, setup.augment)
+    samples = (Samples if layout == torch.channels_last else Contiguous)(shard, spec, device)
+    net = setup.new_model(spec).to(memory_format=layout)  # pyright: ignore[reportCallIssue]
+    return Client(0, samples, EvaluationSet(shard, spec, device), net, config, device, setup.augment)
 
 
 class Contiguous(Samples):
     """Batches in the memory layout that torch has by itself."""
 
-    def batch(self, rows: Tensor, augment: Augmentation | None = None,
-              generator: torch.Generator | None = None) -> Batch:
+    def batch(
+        self, rows: Tensor, augment: Augmentation | None = None, generator: torch.Generator | None = None
+    ) -> Batch:
         batch = super().batch(rows, augment, generator)
         # a single channel is contiguous and channels-last at once: only a copy says which of them is meant
         return batch._replace(x=batch.x.clone(memory_format=torch.contiguous_format))

@@ -25,8 +25,8 @@ import time
 import numpy as np
 import torch
 
-from raylt.core.fitting import fit_classifier
-from raylt.data.longtail import long_tail_counts
+from raylt.core.training.fit_classifier import fit_classifier
+from raylt.data.splits.long_tail import long_tail_counts
 from raylt.methods.sfd.fourier import draw_frequencies, fourier_sum
 from raylt.methods.sfd.method import SFD
 from raylt.methods.sfd.synthesis import (
@@ -34,10 +34,11 @@ from raylt.methods.sfd.synthesis import (
     Prepared,
     Target,
     align,
+    arr,
     bank_gradient,
     bank_sizes,
     cholesky,
-    synthesis_loss,
+    mmd,
 )
 from raylt.models.split import linear
 from raylt.ops.moments import class_sums, moments
@@ -61,34 +62,48 @@ def main() -> None:
     largest = 5000 if arguments.classes <= 10 else 500
     counts = long_tail_counts(np.full(arguments.classes, largest), 100).tolist()
     sizes = bank_sizes(counts, *method.bank(arguments.dim))
-    items = [{"sums": sums_of(method, n, arguments.dim, c), "size": m, "fourier": SEED, "bank": c}
-             for c, (n, m) in enumerate(zip(counts, sizes, strict=True))]
+    items = [
+        {"sums": sums_of(method, n, arguments.dim, c), "size": m, "fourier": SEED, "bank": c}
+        for c, (n, m) in enumerate(zip(counts, sizes, strict=True))
+    ]
     base = peak()
     wall, cpu = time.perf_counter(), time.process_time()
-    chosen = items[::arguments.sample]
+    chosen = items[:: arguments.sample]
     made = []
     for item in chosen:
         made.append(method.synthesise(item)["z"])
         print(f"  M = {item['size']}: {time.process_time() - cpu:.0f} CPU s so far", flush=True)
-    share = sum(sizes) / sum(item["size"] for item in chosen)       # the cost is linear in M
+    share = sum(sizes) / sum(item["size"] for item in chosen)  # the cost is linear in M
     wall, cpu = (time.perf_counter() - wall) * share, (time.process_time() - cpu) * share
     # what the server holds in the end: all features (copies stand in for classes that were not computed)
-    z = torch.cat([made[c // arguments.sample][torch.arange(m) % len(made[c // arguments.sample])]
-                   for c, m in enumerate(sizes)])
+    z = torch.cat(
+        [made[c // arguments.sample][torch.arange(m) % len(made[c // arguments.sample])] for c, m in enumerate(sizes)]
+    )
     y = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     began = time.process_time()
-    fit_classifier(linear(torch.zeros(len(sizes), arguments.dim), torch.zeros(len(sizes))), z, y, epochs=1,
-                   batch=method.batch, lr=method.lr, momentum=method.momentum, weight_decay=method.weight_decay, seed=0)
-    print(f"C = {len(sizes)}, d = {arguments.dim}, D = {method.rf_dim}, M_c {min(sizes)}..{max(sizes)} "
-          f"({sum(sizes)} in all), T = {method.synthesis_steps}: {wall:.0f} s ({cpu:.0f} CPU s); re-training "
-          f"{(time.process_time() - began) * method.epochs:.0f} CPU s for {method.epochs} epochs; peak memory "
-          f"{peak():.2f} GB, {base:.2f} with the statistics alone")
+    fit_classifier(
+        linear(torch.zeros(len(sizes), arguments.dim), torch.zeros(len(sizes))),
+        z,
+        y,
+        epochs=1,
+        batch=method.batch,
+        lr=method.lr,
+        momentum=method.momentum,
+        weight_decay=method.weight_decay,
+        seed=0,
+    )
+    print(
+        f"C = {len(sizes)}, d = {arguments.dim}, D = {method.rf_dim}, M_c {min(sizes)}..{max(sizes)} "
+        f"({sum(sizes)} in all), T = {method.synthesis_steps}: {wall:.0f} s ({cpu:.0f} CPU s); re-training "
+        f"{(time.process_time() - began) * method.epochs:.0f} CPU s for {method.epochs} epochs; peak memory "
+        f"{peak():.2f} GB, {base:.2f} with the statistics alone"
+    )
 
 
 def sums_of(method: SFD, n: int, dim: int, c: int) -> Tree:
     """The sums of n features like those after a ReLU and average pooling."""
     generator = torch.Generator().manual_seed(c)
-    mixing = torch.randn(dim, dim, generator=generator) / dim ** 0.5
+    mixing = torch.randn(dim, dim, generator=generator) / dim**0.5
     z = (torch.randn(n, dim, generator=generator) @ mixing + 0.3).relu()
     sums = class_sums(z, torch.zeros(n, dtype=torch.int64))[0]
     return sums | {"phi": fourier_sum(z, method.frequencies(dim, SEED))}
@@ -98,8 +113,12 @@ def compare(method: SFD, dim: int) -> None:
     """One step's gradient in closed form and by autograd."""
     sums = sums_of(method, 3000, dim, 0)
     of_class = moments(sums)
-    target = Target(of_class.mean, cholesky(of_class.cov, 1e-5)[0], sums["phi"] / sums["n"],
-                    draw_frequencies(dim, method.rf_dim, method.gamma_rbf, method.rf_type, SEED))
+    target = Target(
+        of_class.mean,
+        cholesky(of_class.cov, 1e-5)[0],
+        sums["phi"] / sums["n"],
+        draw_frequencies(dim, method.rf_dim, method.gamma_rbf, method.rf_type, SEED),
+    )
     prepared = Prepared.of(target, Parts())
     raw = torch.randn(1300, dim, generator=torch.Generator().manual_seed(0))
 
@@ -108,7 +127,8 @@ def compare(method: SFD, dim: int) -> None:
 
     def by_autograd() -> torch.Tensor:
         leaf = raw.clone().requires_grad_()
-        return torch.autograd.grad(synthesis_loss(align(leaf, target).float(), target, Parts()), leaf)[0]
+        z = align(leaf, target).float()
+        return torch.autograd.grad(mmd(z, target) + arr(z), leaf)[0]
 
     gradients = {}
     for name, fn in {"closed form": by_hand, "autograd": by_autograd}.items():

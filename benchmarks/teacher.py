@@ -22,19 +22,19 @@ import torch
 
 from raylt.config import Config, load
 from raylt.core.client import Client
-from raylt.core.evaluation import EvaluationSet
-from raylt.core.optimisers import SGD
+from raylt.core.evaluation.counts import EvaluationSet
 from raylt.core.setup import Setup
-from raylt.core.teaching import encoded
-from raylt.core.training import Objective
+from raylt.core.training.features import encoded
+from raylt.core.training.optimisers import SGD
+from raylt.core.training.sgd import Objective
 from raylt.data.samples import Samples
-from raylt.data.task import Facts, Shard
+from raylt.data.task import Shard, TaskSpec
 from raylt.methods.fedsm.method import FedSM
 from raylt.models import build_model
 from raylt.models.clip import open_teacher
 
 CPU = torch.device("cpu")
-FACTS = Facts("random", tuple("0123456789"), (32, 32, 3), (0.5,) * 3, (0.25,) * 3)
+FACTS = TaskSpec("random", tuple("0123456789"), (32, 32, 3), (0.5,) * 3, (0.25,) * 3)
 
 
 def main() -> None:
@@ -53,20 +53,24 @@ def main() -> None:
         config = load(None, ["method=fedsm", "model=resnet8_proj", "local.batch=32", "local.momentum=0"])
         client = open_client(method, config, arguments.samples)
         few = Samples(Shard(client.samples.x[:2].numpy(), client.samples.y[:2].numpy()), FACTS, CPU)
-        opened = seconds(lambda: teacher.images(few))           # imports open_clip and reads the weights
+        opened = seconds(lambda: teacher.images(few))  # imports open_clip and reads the weights
         texts = seconds(lambda: client.state.update(phrase=teacher.text(FACTS.class_names, "phrase", CPU)))
         image = seconds(lambda: encoded(client, teacher.name)) / arguments.samples
     plain = step(client, FedSM(teacher="none").objective(client, {}), arguments.batches)
     distilled = step(client, method.objective(client, {}), arguments.batches)
     steps, n = arguments.epochs * -(-arguments.client // 32), arguments.client
-    print(f"{arguments.teacher}, one thread: to open {opened:.1f} s, ten texts {texts:.1f} s, an image "
-          f"{1000 * image:.0f} ms; a step of 32 images: {1000 * plain:.0f} ms, with cached features "
-          f"{1000 * distilled:.0f} ms")
+    print(
+        f"{arguments.teacher}, one thread: to open {opened:.1f} s, ten texts {texts:.1f} s, an image "
+        f"{1000 * image:.0f} ms; a step of 32 images: {1000 * plain:.0f} ms, with cached features "
+        f"{1000 * distilled:.0f} ms"
+    )
     once, every = steps * distilled, steps * distilled + arguments.epochs * n * image
-    print(f"a round of a client with {n} images, {arguments.epochs} epochs:\n"
-          f"  no teacher                 {steps * plain:8.1f} s\n"
-          f"  encoded once               {once:8.1f} s, and {n * image:.1f} s when it joins\n"
-          f"  encoded at every step      {every:8.1f} s ({every / once:.1f} times)")
+    print(
+        f"a round of a client with {n} images, {arguments.epochs} epochs:\n"
+        f"  no teacher                 {steps * plain:8.1f} s\n"
+        f"  encoded once               {once:8.1f} s, and {n * image:.1f} s when it joins\n"
+        f"  encoded at every step      {every:8.1f} s ({every / once:.1f} times)"
+    )
 
 
 def save(architecture: str, folder: Path) -> None:
@@ -77,10 +81,11 @@ def save(architecture: str, folder: Path) -> None:
     config = open_clip.get_model_config(architecture)
     if config is None:
         raise SystemExit(f"--teacher {architecture}: open_clip has no such model")
-    logging.disable(logging.WARNING)                # that there are no pretrained weights
+    logging.disable(logging.WARNING)  # that there are no pretrained weights
     model = open_clip.create_model(architecture)
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()},
-              folder / "open_clip_model.safetensors")
+    save_file(
+        {name: value.contiguous() for name, value in model.state_dict().items()}, folder / "open_clip_model.safetensors"
+    )
     (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": config, "preprocess_cfg": {}}))
 
 
@@ -96,7 +101,7 @@ def open_client(method: FedSM, config: Config, samples: int) -> Client:
 def step(client: Client, objective: Objective, batches: int) -> float:
     """CPU seconds of one step, the median of some after one that is not counted."""
     optimiser, taken = SGD(client.model.parameters(), 0.1), []
-    for batch in list(client.batches(1 + batches * 32 // len(client), 32))[:batches + 1]:
+    for batch in list(client.batches(1 + batches * 32 // len(client), 32))[: batches + 1]:
         began = time.process_time()
         optimiser.step(objective(batch))
         taken.append(time.process_time() - began)

@@ -16,7 +16,7 @@ from statistics import median
 import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
-INTERVAL = 0.5          # seconds between two looks at the memory
+INTERVAL = 0.5  # seconds between two looks at the memory
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ def measure(command: Sequence[str | Path], env: dict[str, str], log: Path, limit
     tree, over = _Tree(), threading.Event()
     start = time.perf_counter()
     with log.open("w") as errors:
-        process = subprocess.Popen(list(map(str, command)), env=env, text=True, stdout=subprocess.PIPE, stderr=errors,
-                                   start_new_session=True)
+        process = subprocess.Popen(
+            list(map(str, command)), env=env, text=True, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+        )
         watcher = threading.Thread(target=_watch, args=(tree, process, limit, over))
         watcher.start()
         rounds = []
@@ -76,7 +77,7 @@ class _Tree:
 
     def __init__(self):
         self.memory = 0.0
-        self._last: dict[tuple[int, float], float] = {}     # what was last seen of each process
+        self._last: dict[tuple[int, float], float] = {}  # what was last seen of each process
         self._before = self._ended()
         self._lock = threading.Lock()
 

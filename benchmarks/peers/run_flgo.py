@@ -45,11 +45,25 @@ def main() -> None:
     start = work.model()
     task = os.path.join(work.folder, "flgo")
     flgo.gen_task_by_(flgo_task, Given(), task, overwrite=True)
-    runner = flgo.init(task, Averaging, {
-        "num_rounds": scale.rounds, "proportion": scale.per_round / scale.clients, "sample": "uniform",
-        "aggregate": "uniform", "num_epochs": 1, "batch_size": scale.batch, "learning_rate": scale.lr,
-        "train_holdout": 0.0, "eval_interval": -1, "no_log_console": True, "no_tqdm": True, "num_parallels": 1},
-        model=flgo.convert_model(lambda: copy.deepcopy(start)))
+    runner = flgo.init(
+        task,
+        Averaging,
+        {
+            "num_rounds": scale.rounds,
+            "proportion": scale.per_round / scale.clients,
+            "sample": "uniform",
+            "aggregate": "uniform",
+            "num_epochs": 1,
+            "batch_size": scale.batch,
+            "learning_rate": scale.lr,
+            "train_holdout": 0.0,
+            "eval_interval": -1,
+            "no_log_console": True,
+            "no_tqdm": True,
+            "num_parallels": 1,
+        },
+        model=flgo.convert_model(lambda: copy.deepcopy(start)),
+    )
     runner.run()
     work.finish("flgo", {name.removeprefix("model."): value for name, value in runner.model.state_dict().items()})
 

@@ -34,9 +34,15 @@ def train(message: Message, context: Context) -> Message:
     number = int(context.node_config["partition-id"])
     net.load_state_dict(message.content["arrays"].to_torch_state_dict())
     work.train(net, number)
-    return Message(content=RecordDict({"arrays": ArrayRecord(net.state_dict()),
-                                       "metrics": MetricRecord({"num-examples": len(work.clients[number])})}),
-                   reply_to=message)
+    return Message(
+        content=RecordDict(
+            {
+                "arrays": ArrayRecord(net.state_dict()),
+                "metrics": MetricRecord({"num-examples": len(work.clients[number])}),
+            }
+        ),
+        reply_to=message,
+    )
 
 
 class Marked(FedAvg):
@@ -52,18 +58,30 @@ class Marked(FedAvg):
 def main(grid: Grid, context: Context) -> None:
     work, net = loaded(sys.argv[1])
     scale = work.scale
-    strategy = Marked(fraction_train=scale.per_round / scale.clients, fraction_evaluate=0.0,
-                      min_train_nodes=scale.per_round, min_available_nodes=scale.clients)
-    result = strategy.start(grid=grid, initial_arrays=ArrayRecord(net.state_dict()), num_rounds=scale.rounds,
-                            train_config=ConfigRecord({"folder": sys.argv[1]}))
+    strategy = Marked(
+        fraction_train=scale.per_round / scale.clients,
+        fraction_evaluate=0.0,
+        min_train_nodes=scale.per_round,
+        min_available_nodes=scale.clients,
+    )
+    result = strategy.start(
+        grid=grid,
+        initial_arrays=ArrayRecord(net.state_dict()),
+        num_rounds=scale.rounds,
+        train_config=ConfigRecord({"folder": sys.argv[1]}),
+    )
     work.finish("flower", result.arrays.to_torch_state_dict())
 
 
 def run() -> None:
     clients = Work(sys.argv[1]).scale.clients
-    run_simulation(server, client, num_supernodes=clients,
-                   backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 2}})
+    run_simulation(
+        server,
+        client,
+        num_supernodes=clients,
+        backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 2}},
+    )
 
 
 if __name__ == "__main__":
-    importlib.import_module("run_flower").run()     # by its own name, so that Ray's workers find what is in it
+    importlib.import_module("run_flower").run()  # by its own name, so that Ray's workers find what is in it

@@ -21,13 +21,30 @@ class Marks(raylt.Callback):
 def main() -> None:
     folder, fleet = Path(sys.argv[1]), sys.argv[2]
     scale = json.loads((folder / "scale.json").read_text())
-    raylt.run("fedavg", out=folder / "runs", name=f"raylt-{fleet}", fleet=fleet, quiet=True, callbacks=[Marks()],
-              overrides={"data.source": f"npz:{folder / 'data.npz'}", "data.partition": "by_id", "data.imbalance": 1,
-                         "model": scale["model"], "federation.rounds": scale["rounds"],
-                         "federation.participation": scale["per_round"] / scale["clients"],
-                         "local.epochs": 1, "local.batch": scale["batch"], "local.lr": scale["lr"],
-                         "local.momentum": 0.0, "resources.actors": 2, "resources.device": "cpu",
-                         "evaluation.every": scale["rounds"], "output.checkpoint_every": scale["rounds"]})
+    raylt.run(
+        "fedavg",
+        out=folder / "runs",
+        name=f"raylt-{fleet}",
+        fleet=fleet,
+        quiet=True,
+        callbacks=[Marks()],
+        overrides={
+            "data.source": f"npz:{folder / 'data.npz'}",
+            "data.partition": "by_id",
+            "data.imbalance": 1,
+            "model": scale["model"],
+            "federation.rounds": scale["rounds"],
+            "federation.participation": scale["per_round"] / scale["clients"],
+            "local.epochs": 1,
+            "local.batch": scale["batch"],
+            "local.lr": scale["lr"],
+            "local.momentum": 0.0,
+            "resources.actors": 2,
+            "resources.device": "cpu",
+            "evaluation.every": scale["rounds"],
+            "output.checkpoint_every": scale["rounds"],
+        },
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,20 @@
-"""The speed table as Markdown, from the record, and its place in README.md."""
+"""The speed table as Markdown, from the record, and its place in docs/speed.md."""
 
 import json
 from pathlib import Path
 
 RECORD = Path(__file__).parents[1] / "speed.json"
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "speed.md"
 BEGIN, END = "<!-- speed: written by `make bench` -->", "<!-- end of speed -->"
-NAMES = {"bare": "bare PyTorch loop", "raylt-ray": "**raylt**, actors on Ray", "raylt-local": "**raylt**, one process",
-         "flower": "Flower", "pfl": "pfl-research", "flgo": "FLGo", "PFLlib": "PFLlib"}
+NAMES = {
+    "bare": "bare PyTorch loop",
+    "raylt-ray": "**raylt**, actors on Ray",
+    "raylt-local": "**raylt**, one process",
+    "flower": "Flower",
+    "pfl": "pfl-research",
+    "flgo": "FLGo",
+    "PFLlib": "PFLlib",
+}
 
 
 def show(record: dict) -> str:
@@ -16,36 +23,47 @@ def show(record: dict) -> str:
     for scale in record["scales"].values():
         settings, systems = scale["settings"], scale["systems"]
         bare = systems["bare"]
-        parts += [f"{settings['clients']:,} clients of {settings['samples']} images, {settings['per_round']} a round, "
-                  f"{settings['rounds']} rounds of one local epoch, batches of {settings['batch']}, "
-                  f"`{settings['model']}` on {settings['side']}x{settings['side']}x{settings['channels']}:", "",
-                  "| system | CPU, a round | CPU, whole | time, a round | time, whole | end of round 1 | memory |",
-                  "|---|---|---|---|---|---|---|",
-                  f"| {NAMES['bare']} | {bare['round_cpu']:.2f} s | {bare['cpu']:.1f} s | {bare['round_wall']:.2f} s "
-                  f"| {bare['wall']:.1f} s | {bare['first']:.1f} s | {bare['memory']:,.0f} MB |"]
+        parts += [
+            f"{settings['clients']:,} clients of {settings['samples']} images, {settings['per_round']} a round, "
+            f"{settings['rounds']} rounds of one local epoch, batches of {settings['batch']}, "
+            f"`{settings['model']}` on {settings['side']}x{settings['side']}x{settings['channels']}:",
+            "",
+            "| system | CPU, a round | CPU, whole | time, a round | time, whole | end of round 1 | memory |",
+            "|---|---|---|---|---|---|---|",
+            f"| {NAMES['bare']} | {bare['round_cpu']:.2f} s | {bare['cpu']:.1f} s | {bare['round_wall']:.2f} s "
+            f"| {bare['wall']:.1f} s | {bare['first']:.1f} s | {bare['memory']:,.0f} MB |",
+        ]
         for name in NAMES:
             if name in systems and name != "bare":
-                ratios = [systems[name][key] / bare[key]
-                          for key in ("round_cpu", "cpu", "round_wall", "wall", "first", "memory")]
+                ratios = [
+                    systems[name][key] / bare[key]
+                    for key in ("round_cpu", "cpu", "round_wall", "wall", "first", "memory")
+                ]
                 parts.append(f"| {NAMES[name]} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
         parts += [f"| {NAMES[name]} | not measured: {why} | | | | | |" for name, why in scale["missing"].items()]
         parts.append("")
-    versions = ", ".join(f"{package} {version}" for system in record["versions"].values()
-                         for package, version in system.items() if package not in ("torch", "ray"))
+    versions = ", ".join(
+        f"{package} {version}"
+        for system in record["versions"].values()
+        for package, version in system.items()
+        if package not in ("torch", "ray")
+    )
     kernel = record["versions"]["raylt"]
     shared = " that others worked on meanwhile: CPU seconds are what to go by" if record["shared"] else ""
     turns = max(max(scale["turns"].values()) for scale in record["scales"].values())
     runs = "one run each" if turns == 1 else f"medians of at most {turns} runs in turns"
-    parts.append(f"Ratios to the bare loop, {runs}, on {record['machine']}{shared}; "
-                 f"{record['date']}, {versions}, torch {kernel['torch']}, "
-                 f"commit {', '.join(dict.fromkeys(scale['commit'] for scale in record['scales'].values()))}.")
+    parts.append(
+        f"Ratios to the bare loop, {runs}, on {record['machine']}{shared}; "
+        f"{record['date']}, {versions}, torch {kernel['torch']}, "
+        f"commit {', '.join(dict.fromkeys(scale['commit'] for scale in record['scales'].values()))}."
+    )
     if record["left_out"]:
         parts.append(f"Not measured yet: {', '.join(record['left_out'])}.")
     return "\n".join(parts)
 
 
 def write_table() -> None:
-    """Puts the record's table between the marks in README.md."""
-    text = README.read_text()
+    """Puts the record's table between the marks in docs/speed.md."""
+    text = PAGE.read_text()
     before, rest = text.split(BEGIN)
-    README.write_text(before + BEGIN + "\n" + show(json.loads(RECORD.read_text())) + "\n" + END + rest.split(END)[1])
+    PAGE.write_text(before + BEGIN + "\n" + show(json.loads(RECORD.read_text())) + "\n" + END + rest.split(END)[1])

@@ -46,7 +46,7 @@ class Work:
             self.x, self.y = torch.from_numpy(data["x_train"]), torch.from_numpy(data["y_train"])
             owner = data["id_train"]
         order = np.argsort(owner, kind="stable")
-        self.clients = np.split(order, np.cumsum(np.bincount(owner))[:-1])      # of each, the rows of its images
+        self.clients = np.split(order, np.cumsum(np.bincount(owner))[:-1])  # of each, the rows of its images
         self.mean = torch.tensor(self.scale.mean).view(-1, 1, 1)
         self.std = torch.tensor(self.scale.std).view(-1, 1, 1)
 
@@ -78,8 +78,9 @@ class Work:
 
     def finish(self, system: str, state: dict[str, Tensor]) -> None:
         """Leaves the global model for `bench.py`, which judges what was learned."""
-        torch.save({name: value.detach().cpu().contiguous() for name, value in state.items()},
-                   self.folder / f"{system}.pt")
+        torch.save(
+            {name: value.detach().cpu().contiguous() for name, value in state.items()}, self.folder / f"{system}.pt"
+        )
 
 
 def mark(number: int) -> None:
@@ -96,8 +97,11 @@ class Block(nn.Module):
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
-        self.shortcut = nn.Identity() if before == width and stride == 1 else nn.Sequential(
-            nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+        self.shortcut = (
+            nn.Identity()
+            if before == width and stride == 1
+            else nn.Sequential(nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu_(self.bn1(self.conv1(x)))
@@ -117,16 +121,27 @@ class Network(nn.Module):
 
 def resnet8(channels: int) -> Network:
     """CReFF's ResNet-8 of width 64, 1.2 million parameters."""
-    return Network(OrderedDict(
-        stem=nn.Sequential(nn.Conv2d(channels, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64),
-                           nn.ReLU(inplace=True)),
-        stage1=nn.Sequential(Block(64, 64, 1)), stage2=nn.Sequential(Block(64, 128, 2)),
-        stage3=nn.Sequential(Block(128, 256, 2)), pool=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())), 256)
+    return Network(
+        OrderedDict(
+            stem=nn.Sequential(
+                nn.Conv2d(channels, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)
+            ),
+            stage1=nn.Sequential(Block(64, 64, 1)),
+            stage2=nn.Sequential(Block(64, 128, 2)),
+            stage3=nn.Sequential(Block(128, 256, 2)),
+            pool=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        ),
+        256,
+    )
 
 
 def cnn(channels: int) -> Network:
     """Two 5x5 convolutions and a linear layer, 62 thousand parameters, for images of 28x28."""
-    return Network(OrderedDict(
-        stage1=nn.Sequential(nn.Conv2d(channels, 32, 5), nn.ReLU(inplace=True)),
-        stage2=nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(inplace=True)),
-        pool=nn.Sequential(nn.MaxPool2d(2), nn.Flatten())), 1024)
+    return Network(
+        OrderedDict(
+            stage1=nn.Sequential(nn.Conv2d(channels, 32, 5), nn.ReLU(inplace=True)),
+            stage2=nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(inplace=True)),
+            pool=nn.Sequential(nn.MaxPool2d(2), nn.Flatten()),
+        ),
+        1024,
+    )
