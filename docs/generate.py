@@ -1,0 +1,322 @@
+"""Write the pages of the reference that follow from the code: methods, settings, commands, error codes, API, verdicts.
+
+python docs/generate.py [FOLDER]
+"""
+
+import inspect
+import json
+import re
+import sys
+import types
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from sphinx.pycode import ModuleAnalyzer
+
+ROOT = Path(__file__).resolve().parents[1]
+GROUND_COLUMNS = ("arm", "accuracy", "many", "medium", "few", "matched", "worst_decile")  # as wide as a page
+TIED = "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}"  # conf.py does this for pages, but not for what they include
+WITHOUT_PAPER = ("local", "noisymeans", "oracle")  # baselines and controls of raylt
+
+
+def write_pages(folder: Path) -> None:
+    """Write every generated page into a folder, replacing those of an earlier build."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, write in PAGES.items():
+        file = folder / f"{name}.md"
+        if name == "methods" and _is_newer_than_code(file):
+            continue  # measuring every method takes minutes
+        text = write()
+        if name == "methods" or not file.is_file() or file.read_text() != text:  # Sphinx reads newer files again
+            file.write_text(text)
+    write_method_parts(folder)
+
+
+def write_method_parts(folder: Path) -> None:
+    """Write the generated parts of the pages docs/methods/NAME.md, which include them."""
+    measured = (folder / "methods.md").read_text()
+    (folder / "methods").mkdir(exist_ok=True)
+    for page in method_pages():
+        text = method_part(page.stem, measured)
+        file = folder / "methods" / page.name
+        if not file.is_file() or file.read_text() != text:
+            file.write_text(text)
+
+
+def method_pages() -> list[Path]:
+    """Return the written pages of single methods, docs/methods/NAME.md."""
+    return sorted(page for page in (ROOT / "docs" / "methods").glob("*.md") if page.stem != "index")
+
+
+def method_part(name: str, measured: str) -> str:
+    """Return the row on the common ground, the fields, departures and uploads of a method.
+
+    Args:
+        name: Name of the method.
+        measured: Page of all methods, which has the measured uploads.
+    """
+    import raylt.methods
+    from raylt.hyper import range_of
+
+    method = raylt.methods.METHODS[name]
+    notes = inspect.cleandoc(sys.modules[method.__module__].__doc__ or "")
+    section = measured.partition(f"\n### {name}\n")[2].partition("\n##")[0]
+    fields = [
+        f"| `{field}` | {info.default} | {range_of(info)} | {(info.description or '').replace('|', '/')} |"
+        for field, info in method.model_fields.items()
+    ]
+    if name in WITHOUT_PAPER:
+        decided = ["## Decisions", "", *departures(notes), ""] if departures(notes) else []
+    else:
+        decided = ["## Departures from the paper", "", *(departures(notes) or ["None that changes results."]), ""]
+    return "\n".join(
+        [
+            "<!-- ground -->",
+            *ground_rows(name),
+            "<!-- end of ground -->",
+            "<!-- rest -->",
+            "",
+            "## Fields",
+            "",
+            *(["| field | default | search range | meaning and source |", "|---|---|---|---|"] if fields else []),
+            *(fields or ["The method has no fields of its own."]),
+            "",
+            *decided,
+            "## What leaves a client",
+            "",
+            "Bytes of one client's replies and messages, measured with resnet8 and ten classes:",
+            "",
+            *re.findall(r"^- .+$", section.partition("A client sends:")[2], re.M),
+            "",
+        ]
+    )
+
+
+def departures(notes: str) -> list[str]:
+    """Return the departures in a module's docstring as items of a list; a single one has no number there."""
+    items = re.findall(r"^\[(\d+)\] (.+(?:\n    .+)*)", notes, re.M)
+    single = re.findall(r"Departure from the text: (.+(?:\n.+)*)", notes)
+    return [f"- [{number}] {' '.join(text.split())}" for number, text in items] or [
+        f"- {text[0].upper()}{' '.join(text[1:].split())}" for text in single
+    ]
+
+
+def ground_rows(name: str) -> list[str]:
+    """Return the rows of a method in the table of all methods as they come (docs/results/ground.md), with its head."""
+    table = (ROOT / "docs" / "results" / "ground.md").read_text().partition("## As they come")[2]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| ")]
+    head = next(row for row in cells if row[0] == "arm")
+    rows = [row for row in cells if row[0].split()[:1] == [name] and len(row) == len(head)]
+    if not rows:
+        return ["It was not run on the [common ground](../results/ground.md)."]
+    shown = [index for index, title in enumerate(head) if title.split(",")[0] in GROUND_COLUMNS]
+    return [
+        f"On the common ground, with its defaults and {rows[0][head.index('seeds')]} seeds "
+        "([all methods](../results/ground.md)):",
+        "",
+        *(f"| {' | '.join(row[index] for index in shown)} |" for row in (head, ["---"] * len(head))),
+        *(f"| {' | '.join(row[index].replace(' ± ', TIED) for index in shown)} |" for row in rows),
+    ]
+
+
+def methods_page() -> str:
+    """Return the page that `raylt methods --page` writes."""
+    import tempfile
+
+    from raylt.cli.main import app
+
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "methods.md"
+        app(["methods", "--page", str(page)], standalone_mode=False)
+        return with_links(re.sub(r"(\d) (B|KiB|MiB)\b", "\\1\N{NO-BREAK SPACE}\\2", page.read_text()))
+
+
+def with_links(page: str) -> str:
+    """Return the page of all methods with a link from each section to the method's own page."""
+    for name in (each.stem for each in method_pages()):
+        link = f"[Equations, fields and departures](../methods/{name}.md)"
+        page = page.replace(f"\n### {name}\n", f"\n### {name}\n\n{link}\n", 1)
+    return page
+
+
+def _is_newer_than_code(page: Path) -> bool:
+    """Return whether a page was written after the last change of a module of raylt."""
+    newest = max(file.stat().st_mtime for file in (ROOT / "raylt").rglob("*.py"))
+    return page.is_file() and page.stat().st_mtime > newest
+
+
+def reproducibility_page() -> str:
+    """Return the page of verdicts over all recorded studies."""
+    from raylt import Study
+    from raylt.studies.papers.verdict_page import page
+    from raylt.studies.papers.verdicts import verdicts
+
+    files = sorted((ROOT / "studies" / "results").glob("*.json"))
+    records = [record for file in files for record in Study.open(file).records]
+    return page(verdicts(records, mix_versions=True))
+
+
+def settings_page() -> str:
+    """Return a table of every setting, a section each."""
+    from raylt.config import allowed, settings
+
+    lines = ["# Settings", "", "`raylt settings` prints the same. Each is given as `key=value` or in a YAML file.", ""]
+    section = None
+    for key, field in settings():
+        name = key.rpartition(".")[0] or "run"
+        if name != section:
+            section = name
+            lines += [f"## {section}", "", "| setting | default | allowed | meaning |", "|---|---|---|---|"]
+        cells = [f"`{key}`", _default(field), allowed(field), field.description or ""]
+        lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _default(field: Any) -> str:
+    """Return a setting's default as YAML has it; nothing where there is none."""
+    if field.is_required():
+        return ""
+    return f"`{field.default if isinstance(field.default, str) else json.dumps(field.default, default=str)}`"
+
+
+def commands_page() -> str:
+    """Return every command with its arguments and options."""
+    import typer
+
+    from raylt.cli.main import app
+
+    root: Any = typer.main.get_command(app)
+    lines = ["# Options of every command", "", "`raylt COMMAND --help` prints the same.", ""]
+    for path, command in _commands(root, "raylt"):
+        lines += [f"## {path}", "", _escaped(inspect.cleandoc(command.help or "").split("\f")[0]), ""]
+        rows = [_row(parameter) for parameter in command.params if parameter.name != "help"]
+        if rows:
+            lines += ["| argument or option | default | meaning |", "|---|---|---|", *rows, ""]
+    return "\n".join(lines)
+
+
+def _escaped(text: str) -> str:
+    """Return a text in which `<name>` outside of code is no element of HTML."""
+    return "`".join(re.sub(r"<(?=\w)", "&lt;", part) if i % 2 == 0 else part for i, part in enumerate(text.split("`")))
+
+
+def _commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
+    inner = getattr(command, "commands", None)
+    if not inner:
+        yield path, command
+        return
+    for name, each in inner.items():
+        yield from _commands(each, f"{path} {name}")
+
+
+def _row(parameter: Any) -> str:
+    is_option = parameter.param_type_name == "option"
+    named = ", ".join(parameter.opts) if is_option else parameter.metavar or parameter.name.upper()
+    default = "" if parameter.default is None or callable(parameter.default) else f"`{parameter.default}`"
+    meaning = _escaped(" ".join((getattr(parameter, "help", None) or "").split()))
+    return "| " + " | ".join(text.replace("|", "\\|") for text in (f"`{named}`", default, meaning)) + " |"
+
+
+def contract_page() -> str:
+    """Return every check of the contract of methods, in the order in which they run."""
+    from raylt.contract.checks import CHECKS
+
+    rules = [" ".join((check.__doc__ or "").split()) for check in CHECKS]
+    lines = [
+        "# The contract of a method",
+        "",
+        "Every method of raylt keeps these rules, and the tests check all of them. `raylt check my_method.py` checks",
+        "a method of your own. It stops at the first rule that the method breaks, and shows the innermost line of your",
+        "file. [Write a method](../write-a-method.md) says how to keep them.",
+        "",
+        "The checks run two rounds on a tiny task. Among its clients one has a single class and one a single sample.",
+        "",
+        *(f"{number}. {rule}" for number, rule in enumerate(rules, 1)),
+        "",
+        "A method for label maps is checked on a task with label maps, too.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def error_codes_page() -> str:
+    """Return every error code with its meaning."""
+    from raylt.errors import CODES
+
+    lines = ["# Error codes", "", "Every error that raylt raises on purpose carries a `code`.", ""]
+    for subject, codes in groupby(sorted(CODES), key=lambda code: code.partition(".")[0]):
+        lines += [f"## {subject}", "", "| code | meaning |", "|---|---|"]
+        lines += [*(f"| `{code}` | {CODES[code]} |" for code in codes), ""]
+    return "\n".join(lines) + "\n"
+
+
+def api_page() -> str:
+    """Return the page that autodoc fills with every public name, in the groups of `raylt.__all__`."""
+    import raylt
+
+    lines = ["# Python API", "", "Every public name is imported from `raylt`.", ""]
+    for title, names in _groups(Path(raylt.__file__ or "").read_text()):
+        lines += [f"## {title}", ""]
+        for name in names:
+            lines += ["```{eval-rst}", *_directive(name, getattr(raylt, name)), "```", ""]
+    return "\n".join(lines)
+
+
+def _groups(source: str) -> Iterator[tuple[str, list[str]]]:
+    """The groups of `__all__`: a comment names each."""
+    inside = source.partition("__all__ = [")[2].partition("\n]")[0]
+    title, names = "Names", []
+    for line in inside.splitlines():
+        text = line.strip()
+        if text.startswith("#"):
+            if names:
+                yield title, names
+            title, names = text.lstrip("# ").capitalize(), []
+        else:
+            names += [part.strip("\"', ") for part in text.split(",") if part.strip() and not part.startswith('"__')]
+    names = [name for name in names if not name.startswith("__")]
+    if names:
+        yield title, names
+
+
+def _directive(name: str, value: Any) -> list[str]:
+    """Return the lines of reStructuredText that document one public name."""
+    if inspect.ismodule(value):
+        return [f".. automodule:: {value.__name__}"]
+    if inspect.isclass(value) and not isinstance(value, types.GenericAlias):
+        return [f".. autoclass:: raylt.{name}"]
+    if inspect.isroutine(value):
+        return [f".. autofunction:: raylt.{name}"]
+    # autodoc would show the docstring of `dict` for an alias such as dict[str, Tensor]
+    is_alias = not type(value).__module__.startswith("raylt.")
+    shown = f"   :value: {_alias(value)}" if is_alias else f"   :type: {type(value).__name__}"
+    return [f".. py:data:: raylt.{name}", shown, "", *(f"   {line}" for line in _comment(name))]
+
+
+def _comment(name: str) -> list[str]:
+    """Return the `#:` comment or the string that documents a public value where its module assigns it."""
+    import raylt
+
+    module, attribute = raylt._FOUND[name]
+    return ModuleAnalyzer.for_module(module).find_attr_docs().get(("", attribute), [])
+
+
+def _alias(value: Any) -> str:
+    """Return a type alias without the modules of its names."""
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", str(value))
+
+
+PAGES = {
+    "methods": methods_page,
+    "settings": settings_page,
+    "cli": commands_page,
+    "contract": contract_page,
+    "error-codes": error_codes_page,
+    "api": api_page,
+    "reproducibility": reproducibility_page,
+}
+
+if __name__ == "__main__":
+    write_pages(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "generated")
