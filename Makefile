@@ -2,8 +2,9 @@
 # make run       install, then a federated training on scikit-learn's handwritten digits
 # make test      install with the test extra, then ruff, the type checker and the suite
 # make mutants   plausible mistakes in the methods, each of which their tests must notice (half an hour; WORD=sfd for some)
-# make bench     the speed table of README.md: installs other frameworks in environments of their own (TURNS=1 for fewer runs)
+# make bench     the speed table of docs/speed.md: installs other frameworks in environments of their own (TURNS=1 for fewer runs)
 # make fuzz      2,000 malformed inputs (N=10000 for more), each of which must be refused in a line or change nothing
+# make docs      the documentation as a site, docs/_build/html
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -22,14 +23,14 @@ PAIRED = -n 2 --dist loadfile
 FAST = $(BIN)/pytest -m "not slow" $(PAIRED)
 COMPUTE = $(addprefix tests/,core data fuzz methods models ops plots privacy test_accelerator.py test_contract.py)
 
-.PHONY: install run test fast mutants bench fuzz
+.PHONY: install run test fast mutants bench fuzz docs
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
 # a stamp per set of extras: `make run` after `make test` must not install again
 .venv/%.stamp: pyproject.toml | .venv/bin/python
-	$(INSTALL) -e '.$(if $(filter test,$*),[test])'
+	$(INSTALL) -e '.$(if $(filter-out plain,$*),[$*])'
 	touch $@
 
 install: .venv/plain.stamp
@@ -39,6 +40,7 @@ run: install
 
 test: .venv/test.stamp
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
 	$(FAST)
 	$(BIN)/pytest -m slow $(PAIRED) $(COMPUTE)
@@ -48,6 +50,7 @@ fast: .venv/test.stamp
 	$(FAST)
 
 mutants: .venv/test.stamp
+	$(BIN)/python tests/mutants/transfers.py 0
 	$(BIN)/python tests/mutants/run.py $(WORD)
 
 bench: .venv/test.stamp
@@ -55,3 +58,6 @@ bench: .venv/test.stamp
 
 fuzz: .venv/test.stamp
 	RAYLT_FUZZ=$(or $(N),2000) $(BIN)/pytest tests/fuzz -m slow
+
+docs: .venv/docs.stamp
+	$(BIN)/sphinx-build -W --keep-going -q docs docs/_build/html

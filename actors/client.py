@@ -1,8 +1,12 @@
-"""`ClientActor`: a Ray actor that holds clients, pinned to its share of a GPU."""
+"""`ClientActor`: a Ray actor that holds clients and is pinned to its share of a GPU.
+
+A call that raises returns a `Fault`: Ray would send the exception without the place where it was raised.
+"""
 
 import faulthandler
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,34 +17,62 @@ from typing import Any
 import ray
 import torch
 
-from actors.faults import DeviceFull, told
+from actors.shards import Pack
 from raylt.config import Config
 from raylt.core.client import ClientFunction, Reply
-from raylt.core.device import describe, open_device
-from raylt.core.fleet import ItemFunction, compute
-from raylt.core.full import is_full
-from raylt.core.host import Host
-from raylt.core.schema import Schema
-from raylt.core.setup import Setup
-from raylt.core.wire import Unusable, packed, unpacked
-from raylt.data.packs import Pack
-from raylt.data.task import Facts, Shard
+from raylt.core.device import describe, is_full, open_device
+from raylt.core.fleet.client_host import ClientHost
+from raylt.core.fleet.fleet import ItemFunction, compute
+from raylt.core.fleet.schema import Schema
+from raylt.core.fleet.wire import Fault, Unusable, packed, unpacked
+from raylt.data.task import Shard, TaskSpec
 from raylt.errors import ConfigError, RayltError, one_line
+from raylt.own_code.shipment import Shipment
 from raylt.store import Folder
 from raylt.tree import Tree, from_arrays, snapshot, to_arrays
 
-DATA = 0.5              # the rest is for models, activations and what CUDA needs
-GONE_S = 30.0           # a killed process is gone in a second or two; its memory on a GPU too
+LOST_DEVICE_EXIT = 86  # exit code of a process that cannot use its device any more
+DATA_SHARE = 0.5  # of a device's memory: the rest is for models, activations and what CUDA needs
+GONE_S = 30.0  # a killed process, and its memory on a GPU, is gone in a second or two
+_STICKY = (
+    "illegal memory access",
+    "device-side assert",
+    "unspecified launch failure",
+    "misaligned address",
+    "illegal instruction",
+    "invalid program counter",
+    "invalid address space",
+    "hardware stack error",
+    "launch timed out",
+    "uncorrectable ecc",
+    "uncorrectable nvlink",
+    "context is destroyed",
+    "mps client has been terminated",
+    "between the mps server and the mps client failed",
+    "cuda error: unknown error",
+)
+
+
+class DeviceFull(RayltError):
+    """The device had no room for a client actor that starts."""
+
+    def __init__(self, cause: str):
+        super().__init__(
+            f"resources: the device has no room for a client actor ({cause}). Free the device, or lower "
+            "resources.actors.",
+            code="device.full",
+            cause=cause,
+        )
 
 
 @dataclass(frozen=True)
 class Block:
-    """Clients whose calls travel as one.
+    """The clients of one call.
 
     Attributes:
-        packs: numbers of those that come with the call, since the actor does not have them yet.
-        clients: id, number of the pack that its data are in, and place among the private states that come with the
-            call; None before a client's first.
+        packs: numbers of the packs of data that are sent with the call because the actor has not got them.
+        clients: for each client its id, the number of the pack with its data, and its place among the private states
+            that are sent with the call; None for the place before a client's first call.
     """
 
     round: int
@@ -50,25 +82,34 @@ class Block:
 
 @ray.remote
 class ClientActor:
-    """One client where slots allow, several where not. What it runs is `Host.run`, as in any other process."""
+    """Runs the client functions of one client, or of several where the cluster has fewer slots than clients.
 
-    label = "client"        # Ray asks for the name of one whose constructor could not be called
+    Args:
+        label: the name that Ray's dashboard shows.
+        setup: the experiment's `Setup`.
+        test: the balanced test set.
+        stacks: file for the stacks of a call that is stuck; None to write none.
+    """
 
-    def __init__(self, label: str, setup: Setup, facts: Facts, test: Shard, stacks: Path | None):
-        self.label, self.stacks = label, stacks
-        self.packs: dict[int, Pack] = {}        # in Ray's memory: clients whose samples the host dropped come back
-        self._parts = setup, facts, test
+    label = "client"  # Ray asks for the name of an actor whose constructor failed
+
+    def __init__(self, label: str, setup: Shipment, spec: TaskSpec, test: Shard, stacks: Path | None):
+        self.label = label
+        self.stacks = stacks
+        self.packs: dict[int, Pack] = {}  # in Ray's memory: the host may drop a client's samples and need them again
+        self._parts = setup, spec, test
         self.refusal = self._open()
 
     def __repr__(self) -> str:
-        return self.label                # what the dashboard shows
+        return self.label
 
     def _open(self) -> RayltError | None:
-        """Makes the host, or says why not: what a constructor raises would arrive as an actor's death."""
-        setup, facts, test = self._parts
+        """Make the host, or return the error: Ray reports an error of a constructor as the actor's death."""
+        shipped, spec, test = self._parts
         try:
-            device = device_here(setup.config)
-            self.host = Host(setup, facts, test, device, room_here(device))
+            setup = shipped.open()
+            device = own_device(setup.config)
+            self.host = ClientHost(setup, spec, test, device, data_room(device))
         except Exception as error:
             if is_full(error):
                 return DeviceFull(one_line(error))
@@ -78,14 +119,14 @@ class ClientActor:
         return None
 
     def ready(self, again: bool = False) -> tuple[str, int, dict[str, str | None]]:
-        """Node and pid of the actor, once it is up, and what it computes on.
+        """Return the node and pid of the actor once it has started, and the description of its device.
 
         Args:
-            again: whether it tries once more what it could not do before.
+            again: whether to try again to use a device that was refused before.
 
         Raises:
-            ConfigError: its device cannot be used.
-            DeviceFull: its device has no room.
+            ConfigError: the device cannot be used.
+            DeviceFull: the device has no room.
         """
         if again:
             self.refusal = self._open()
@@ -93,61 +134,71 @@ class ClientActor:
             raise self.refusal
         return ray.get_runtime_context().get_node_id(), os.getpid(), describe(self.host.device)
 
-    def outlive(self, processes: list[tuple[str, int]]) -> None:
-        """Waits until those of them that were on this node are gone, for `GONE_S` at most."""
-        here, end = ray.get_runtime_context().get_node_id(), time.monotonic() + GONE_S
-        pids = [pid for node, pid in processes if node == here]
+    def wait_until_gone(self, processes: list[tuple[str, int]]) -> None:
+        """Wait, for at most `GONE_S`, until the processes (node, pid) that were on this node have ended."""
+        this_node = ray.get_runtime_context().get_node_id()
+        end = time.monotonic() + GONE_S
+        pids = [pid for node, pid in processes if node == this_node]
         while any(_lives(pid) for pid in pids) and time.monotonic() < end:
             time.sleep(0.05)
 
-    def run(self, fn: ClientFunction, message: Tree, block: Block, patience: float, sums: Schema | None,
-            *objects: Any) -> Any:
-        """`Host.run` of each client of a block, one after the other, with arrays for tensors. A function that raises
-        gives one line that says so in the reply's place: Ray would bring the exception without the place where it was
-        raised. The others of its block do not feel it.
+    def run(
+        self, fn: ClientFunction, message: Tree, block: Block, patience: float, sums: Schema | None, *objects: Any
+    ) -> Any:
+        """Run a client function on each client of a block, one after the other, with arrays for tensors.
+
+        A client whose function raises gets a `Fault` for a reply; the other clients of the block are unaffected.
 
         Args:
-            patience: seconds after which the stacks of a call that is still running are written down.
-            sums: what replies must look like, of a block that comes back as its sums. One in which a client's function
-                raised does not: that client is asked again, and its reply added in its turn.
+            patience: seconds after which the stacks of a call that is still running are written to `stacks`.
+            sums: layout of the replies, for a block that returns as its sum. A block in which a client's function
+                raised returns its replies: that client is asked again, and its reply is added in its turn.
             objects: the packs that `block` names, then the private states that it has places for.
 
         Returns:
-            The replies; and each client's private state, an object of its own.
+            The replies, and each client's private state as an object of its own.
         """
         self.packs |= dict(zip(block.packs, objects, strict=False))
-        privates, received = objects[len(block.packs):], from_arrays(message)
-        replies, states = [], []
-        with self._watched(patience):
+        privates = objects[len(block.packs) :]
+        received = from_arrays(message)
+        replies = []
+        states = []
+        with self._stacks_after(patience):
             for id, pack, place in block.clients:
                 private = None if place is None else from_arrays(privates[place])
-                reply, after = self._call(fn, received, block, id, self.packs[pack], private)
+                reply, state = self._call(fn, received, block, id, self.packs[pack], private)
                 replies.append(reply)
-                states.append(after)
-        if sums is not None and not any(isinstance(reply, str) for reply in replies):
-            replies = sums.summed([id for id, *_ in block.clients], [unpacked(reply) for reply in replies])
+                states.append(state)
+        if sums is not None and not any(isinstance(reply, Fault) for reply in replies):
+            replies = sums.sum_block([id for id, *_ in block.clients], [unpacked(reply) for reply in replies])
         return replies, *states
 
-    def _call(self, fn: ClientFunction, message: Tree, block: Block, id: int, pack: Pack, private: Tree | None
-              ) -> tuple[Reply | Unusable | str, Tree]:
+    def _call(
+        self, fn: ClientFunction, message: Tree, block: Block, id: int, pack: Pack, private: Tree | None
+    ) -> tuple[Reply | Unusable | Fault, Tree]:
         try:
             shard = None if id in self.host.clients else pack.shard(id)
-            reply, after = self.host.run(fn, message, block.round, id, shard, private)
-            return packed(*(_copied(reply, after) if len(block.clients) > 1 else (reply, after)))
+            reply, state = self.host.run(fn, message, block.round, id, shard, private)
+            if len(block.clients) > 1:
+                reply, state = _copied(reply, state)
+            return packed(reply, state)
         except Exception as error:
-            return told(error, self.host.device), {}
+            return fault_of(error, self.host.device), {}
 
-    def compute(self, fn: ItemFunction, item: Tree) -> Tree | str:
-        """An item of `Fleet.map`, with arrays for tensors; one line for a function that raises."""
+    def compute(self, fn: ItemFunction, item: Tree) -> Tree | Fault:
+        """Compute an item of `Fleet.map`, with arrays for tensors."""
         try:
             threads = max(1, int(self.host.setup.config.resources.cpus_per_client))
             return to_arrays(compute(fn, from_arrays(item), threads, self.host.device))
         except Exception as error:
-            return told(error, self.host.device)
+            return fault_of(error, self.host.device)
 
     @contextmanager
-    def _watched(self, patience: float) -> Iterator[None]:
-        """The interpreter's own timer: it needs neither this thread nor its lock to write."""
+    def _stacks_after(self, patience: float) -> Iterator[None]:
+        """Write this process's stacks when the block takes longer than `patience` seconds.
+
+        The interpreter's own timer writes them; it needs neither this thread nor the interpreter lock.
+        """
         if self.stacks is None:
             yield
             return
@@ -164,9 +215,81 @@ class ClientActor:
                 folder.remove(self.stacks.name)
 
 
-def _copied(reply: Reply | Unusable, after: Tree) -> tuple[Reply | Unusable, Tree]:
-    """Both with memory of their own: they may be the model's, into which the next client of the block is put."""
-    return reply if isinstance(reply, Unusable) else Reply(reply.weight, snapshot(reply.tree)), snapshot(after)
+def fault_of(error: BaseException, device: torch.device) -> Fault:
+    """Return an exception as a value that can be sent to the dispatcher.
+
+    A process that cannot use its device any more ends in this call, without the clean-up that would ask the device.
+    The dispatcher then replaces its actor and makes the call again.
+    """
+    fault = Fault.of(error)
+    if is_lost(error, device):
+        print(f"this process cannot use its device any more, and ends: {fault}", file=sys.stderr, flush=True)
+        os._exit(LOST_DEVICE_EXIT)
+    return fault
+
+
+def is_lost(error: BaseException, device: torch.device) -> bool:
+    """Return whether an error means that this process cannot compute on its device any more.
+
+    Torch raises most of CUDA's errors as plain `RuntimeError`, so only their texts tell them apart. Some errors are
+    sticky: after an illegal access or a failed assertion every later call of the process fails, whatever it computes.
+    An error whose text is not listed is recognised by a call that fails as well.
+    """
+    if isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _STICKY):
+        return True
+    if device.type != "cuda" or is_full(error):
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def own_device(config: Config) -> torch.device:
+    """Return the device of this process on Ray: the GPU that Ray leased to it, or the CPU.
+
+    Raises:
+        ConfigError: the leased GPU cannot be used.
+    """
+    return open_device(config, leased=bool(ray.get_gpu_ids()))
+
+
+def data_room(device: torch.device) -> float:
+    """Return the bytes of samples that this process may keep on its device: `DATA_SHARE` of its part of a GPU."""
+    if device.type != "cuda":
+        return math.inf
+    share = min(1.0, ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0))
+    return DATA_SHARE * share * torch.cuda.get_device_properties(device).total_memory
+
+
+def name_clients(ids: Sequence[int]) -> str:
+    """Return `client 3`, or `clients 3, 8, 11 and 9 more`."""
+    if len(ids) == 1:
+        return f"client {ids[0]}"
+    more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
+    return f"clients {', '.join(map(str, ids[:3]))}{more}"
+
+
+def label_of(ids: list[int], sizes: Any, counts: Any, names: Sequence[str] = ()) -> str:
+    """Return `client 3 · 620 samples · 6/10 classes`, or `clients 0, 2, 4 and 7 more · 1407 samples`.
+
+    Args:
+        ids: ascending.
+        sizes: samples per client, int64 [K].
+        counts: samples or pixels per client and class, int64 [K, C].
+        names: name of each client; by default its number.
+    """
+    if len(ids) == 1:
+        class_counts = counts[ids[0]]
+        name = names[ids[0]] if names else ids[0]
+        return f"client {name} · {sizes[ids[0]]} samples · {(class_counts > 0).sum()}/{len(class_counts)} classes"
+    return f"{name_clients(ids)} · {sizes[ids].sum()} samples"
+
+
+def _copied(reply: Reply | Unusable, state: Tree) -> tuple[Reply | Unusable, Tree]:
+    """Copy a reply and a private state, which may share the memory of the model that the block's next client gets."""
+    return reply if isinstance(reply, Unusable) else Reply(reply.weight, snapshot(reply.tree)), snapshot(state)
 
 
 def _lives(pid: int) -> bool:
@@ -175,36 +298,3 @@ def _lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def device_here(config: Config) -> torch.device:
-    """The device of this process on Ray: the GPU that was leased to it, or the CPU.
-
-    Raises:
-        ConfigError: the GPU that was leased cannot be used.
-    """
-    return open_device(config, leased=bool(ray.get_gpu_ids()))
-
-
-def room_here(device: torch.device) -> float:
-    """Bytes of clients' samples that this process may hold on its device: `DATA` of its share of a GPU's memory."""
-    if device.type != "cuda":
-        return math.inf
-    share = min(1.0, ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0))
-    return DATA * share * torch.cuda.get_device_properties(device).total_memory
-
-
-def label_of(ids: list[int], sizes: Any, counts: Any, names: Sequence[str] = ()) -> str:
-    """`client 3 · 620 samples · 6/10 classes`; several clients as `clients 0-9 · 1407 samples`.
-
-    Args:
-        ids: ascending.
-        sizes: samples per client, int64 [K].
-        counts: samples or pixels per client and class, int64 [K, C].
-        names: of each client; by default their numbers.
-    """
-    if len(ids) == 1:
-        mine = counts[ids[0]]
-        name = names[ids[0]] if names else ids[0]
-        return f"client {name} · {sizes[ids[0]]} samples · {(mine > 0).sum()}/{len(mine)} classes"
-    return f"clients {ids[0]}-{ids[-1]} · {sizes[ids].sum()} samples"

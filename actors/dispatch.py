@@ -1,229 +1,258 @@
-"""`Dispatch`: one call on several clients: who waits, who runs, who has answered.
+"""`Dispatcher`: spreads the calls of a job over client actors as the actors become free.
 
-Many small clients travel in blocks, one call of Ray's for several: what such a call costs is more than what they
-compute. A client with more than SMALL samples has a call of its own, and so has everyone where few are asked, or where
-not all of them are waited for. Where so many are asked that each actor gets several blocks of raylt.core.blocks, those
-blocks whose clients are all small are the calls, and come back as their sums.
+A `Job` knows which call to make next and what its results mean. The dispatcher knows the actors. It replaces an actor
+that died, gives up half the actors when a device is full, and keeps actors busy with late calls out of the way. Both
+jobs, client functions and the items of `Fleet.map`, are in `actors.jobs`.
 """
 
-import itertools
 import time
-from collections.abc import Callable, Container
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
 
-from actors.calls import Call, Clients, named
-from actors.client import Block
-from actors.faults import FULL
-from actors.slots import LOST, Slot
-from raylt.core.blocks import BLOCK, Summed, whole
-from raylt.core.client import ClientFunction
-from raylt.core.fleet import Answer, Arrived
-from raylt.core.schema import Schema
-from raylt.core.wire import unpacked
-from raylt.errors import ClientError, ClientLost, one_line
-
-PATIENCE_S = 60.0           # nothing is called stuck before
-FIRST_PATIENCE_S = 600.0    # where no client has done the same call yet
-SMALL = 32                  # samples of a client that shares a call
-MOST = 64                   # clients of a call
-SPREAD = 4                  # calls that an actor gets at least, so that none waits long for the last
+from actors.actor_pool import LOST, ActorPool, ActorSlot
+from raylt.core.fleet.wire import Fault
 
 
-class Dispatch:
-    """A call's deadline counts from here, its retries are in the fleet's ledger.
+@dataclass
+class Call:
+    """A call that an actor is running.
 
-    Args:
-        message: a reference.
-        enough: usable answers after which nobody else is waited for.
-        sums: see `Fleet._answers`.
+    Attributes:
+        ids: the clients, or items, that the call is for.
+        private_refs: references to the new private state of each client; empty for items.
+        start: when the call was submitted, from `time.monotonic`.
+        patience: seconds after which the call is reported as stuck; None for never.
+        actors: number of actors when the call was submitted.
+        reported: whether the call has been reported as stuck.
     """
 
-    def __init__(self, fleet: Clients, fn: ClientFunction, ids: list[int], message: Any, enough: int,
-                 usable: Callable[[int, Arrived], bool], sums: Schema | None):
-        self.fleet, self.fn, self.message, self.enough, self.usable = fleet, fn, message, enough, usable
-        self.name = getattr(fn, "__name__", "call")
-        self.alone = set[int]()                         # who was in a block that was lost: asked again without others
-        everybody = enough >= len(ids) and fleet.config.federation.deadline_s is None
-        self.block = min(MOST, len(ids) // (SPREAD * len(fleet.slots))) if everybody else 1
-        blocks = whole(ids) if sums is not None and self.block >= BLOCK else []
-        self.sums, self.blocks = sums, [block for block in blocks if all(map(self._shares, block))]
-        apart = set(ids).difference(*self.blocks)
-        self.waiting = sorted(apart, key=lambda id: (-fleet.all_sizes[id], id))     # a round would end with the largest
+    ids: list[int]
+    slot: ActorSlot
+    actors: int
+    private_refs: list[Any] = field(default_factory=list)
+    start: float = field(default_factory=time.monotonic)
+    patience: float | None = None
+    reported: bool = False
+
+    @property
+    def stuck_at(self) -> float | None:
+        """The time after which the call is reported as stuck; None if it never is, or has been reported."""
+        return None if self.patience is None or self.reported else self.start + self.patience
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a call for one client or item.
+
+    Attributes:
+        value: the reply or result, or a `Fault`.
+        private_ref: reference to the client's new private state.
+    """
+
+    id: int
+    value: Any
+    private_ref: Any = None
+
+
+class Job(ABC):
+    """A set of calls that a `Dispatcher` makes.
+
+    Attributes:
+        deadline: time, from `time.monotonic`, after which the job is given up; None for no limit.
+    """
+
+    deadline: float | None = None
+
+    @property
+    @abstractmethod
+    def pending(self) -> bool:
+        """True while there are calls that have not been submitted."""
+
+    @property
+    @abstractmethod
+    def satisfied(self) -> bool:
+        """True once the job needs no further result."""
+
+    @abstractmethod
+    def submit(self, slot: ActorSlot, own: bool) -> tuple[Any, Call] | None:
+        """Submit the next call that suits an idle actor.
+
+        Args:
+            own: whether the call must be for a client whose home is this actor.
+
+        Returns:
+            Ray's reference to the results, and the call; None if no call suits the actor.
+        """
+
+    @abstractmethod
+    def outcomes(self, call: Call, results: Any) -> Sequence[Outcome]:
+        """Split the results of a call by client or item."""
+
+    @abstractmethod
+    def accept(self, outcome: Outcome, seconds: float) -> None:
+        """Record the outcome of a client or item whose function did not raise."""
+
+    @abstractmethod
+    def fail(self, id: int, fault: Fault) -> None:
+        """Record that the function of a client or item raised."""
+
+    @abstractmethod
+    def requeue(self, ids: Sequence[int]) -> None:
+        """Submit the calls of these clients or items again, without counting an attempt."""
+
+    @abstractmethod
+    def lose(self, call: Call, error: Exception) -> None:
+        """Record that the actor of a call died."""
+
+    @abstractmethod
+    def reject(self, call: Call, cause: BaseException) -> None:
+        """Record that Ray could not send a call or its results."""
+
+    @abstractmethod
+    def describe(self, id: int) -> str:
+        """Return words for a client or item, as in `client 3, round 2, train`."""
+
+    def expire(self, calls: Sequence[Call]) -> None:  # noqa: B027  (a job without a deadline has nothing to do)
+        """Give up the running calls and the pending ones at the deadline."""
+
+    def report_stuck(self, call: Call, seconds: float) -> None:  # noqa: B027  (likewise without patience)
+        """Report a call that has been running for longer than its patience."""
+
+
+class Dispatcher:
+    """Makes the calls of one job.
+
+    Args:
+        note: called with one line for each remedy that the user should know of.
+
+    Attributes:
+        over: whether the job has ended.
+    """
+
+    def __init__(self, pool: ActorPool, job: Job, note: Callable[[str], None]):
+        self.pool = pool
+        self.job = job
+        self.note = note
         self.running: dict[Any, Call] = {}
-        self.attempts = dict.fromkeys(ids, 0)
-        self.answers: dict[int, Answer] = {}
-        self.answered = 0                                               # usably
         self.over = False
-        limit = fleet.config.federation.deadline_s
-        self.deadline = None if limit is None else time.monotonic() + limit
 
     def advance(self) -> None:
-        """Starts what can start, waits for one call to end, and records it."""
-        self._start()
-        late = [slot.late for slot in self.fleet.slots if slot.late is not None]
-        now = time.monotonic()
-        soonest = min((call.start + call.patience for call in self.running.values() if not call.named), default=None)
-        ends = [end for end in (self.deadline, soonest) if end is not None]
-        left = max(0.0, min(ends) - now) if ends else None
-        ready, _ = ray.wait([*self.running, *late], num_returns=1, timeout=left)
+        """Submit all calls that can start, wait for one call to end, and record its results."""
+        self._submit()
+        late = [slot.late for slot in self.pool if slot.late is not None]
+        ready: list[Any] = []
+        if self.running or late:
+            ready, _ = ray.wait([*self.running, *late], num_returns=1, timeout=self._timeout())
         for ref in ready:
             if ref in self.running:
                 self._record(ref, self.running.pop(ref))
             else:
                 self._release(ref)
-        if self.answered >= self.enough or not (self.running or self.waiting or self.blocks):
+        deadline = self.job.deadline
+        if self.job.satisfied or not (self.running or self.job.pending):
             self._end()
-        elif not ready and self.deadline is not None and time.monotonic() >= self.deadline:
+        elif not ready and deadline is not None and time.monotonic() >= deadline:
             self._expire()
         elif not ready:
-            self._name_stuck()
+            self._report_stuck()
 
-    def _start(self) -> None:
+    def _submit(self) -> None:
         busy = {id(call.slot) for call in self.running.values()}
-        free = [slot for slot in self.fleet.slots if id(slot) not in busy and slot.late is None]
-        idle = [slot for slot in free if not self._take(slot, slot.own)]
-        for slot in idle:
-            if not self._take(slot, None) and self.blocks:
-                self._submit(slot, self.blocks.pop(0), self.sums)
+        idle = [slot for slot in self.pool if id(slot) not in busy and slot.late is None]
+        for own in (True, False):
+            idle = [slot for slot in idle if not self._submit_to(slot, own)]
 
-    def _take(self, slot: Slot, clients: Container[int] | None) -> bool:
-        """Has a slot run the first of those that wait, of `clients` where they are given."""
-        places: list[int] = []
-        for place, id in enumerate(self.waiting):
-            if clients is None or id in clients:
-                if places and not self._shares(id):
-                    continue
-                places.append(place)
-                if len(places) >= self.block or not self._shares(id):
-                    break
-        if not places:
+    def _submit_to(self, slot: ActorSlot, own: bool) -> bool:
+        submitted = self.job.submit(slot, own)
+        if submitted is None:
             return False
-        ids, taken, looked = [self.waiting[place] for place in places], set(places), places[-1] + 1
-        # those behind stay as they are: each call of many would take time in the square of the clients
-        self.waiting[:looked] = [id for place, id in enumerate(self.waiting[:looked]) if place not in taken]
-        self._submit(slot, ids)
+        ref, call = submitted
+        self.running[ref] = call
         return True
 
-    def _shares(self, id: int) -> bool:
-        return self.fleet.all_sizes[id] <= SMALL and id not in self.alone
-
-    def _submit(self, slot: Slot, ids: list[int], sums: Schema | None = None) -> None:
-        shards, handles = self.fleet.shards, [self.fleet.private(id) for id in ids]
-        new = sorted({shards.places[id] for id in ids} - slot.held)
-        slot.held.update(new)
-        known = [handle for handle in handles if handle is not None]
-        places = itertools.count()
-        block = Block(self.fleet.round, new, [(id, shards.places[id], None if handle is None else next(places))
-                                              for id, handle in zip(ids, handles, strict=True)])
-        patience = len(ids) * self.fleet.patience(self.name)
-        replies, *privates = slot.actor.run.options(num_returns=1 + len(ids)).remote(
-            self.fn, self.message, block, patience, None if sums is None else sums.of(ids),
-            *(shards.packs[number] for number in new), *known)
-        self.running[replies] = Call(ids, slot, privates, time.monotonic(), patience, len(self.fleet.slots))
+    def _timeout(self) -> float | None:
+        """Return the seconds until the deadline or until the first running call is stuck."""
+        times = [self.job.deadline, *(call.stuck_at for call in self.running.values())]
+        known_times = [moment for moment in times if moment is not None]
+        return max(0.0, min(known_times) - time.monotonic()) if known_times else None
 
     def _record(self, ref: Any, call: Call) -> None:
         try:
-            replies: list[Any] = ray.get(ref)
-            privates = [self.fleet.keep(private) for private in call.privates]
+            outcomes = self.job.outcomes(call, ray.get(ref))
         except LOST as error:
-            self._lose(call, error)
+            self.job.lose(call, error)
+            self._replace(call.slot)
             return
-        except RayTaskError as error:               # it could not be sent there, or its reply not back
-            if len(call.ids) > 1:
-                self._ask_alone(call.ids)
-            else:
-                self._fail(call.ids[0], ClientError(call.ids[0], self.fleet.round, self.name, one_line(error.cause)))
+        except RayTaskError as error:  # the call could not be sent, or its results could not
+            self.job.reject(call, error.cause)
             return
         seconds = (time.monotonic() - call.start) / len(call.ids)
-        for id, reply, private in zip(call.ids, replies, privates, strict=True):
-            self._answer(id, reply, private, call, seconds)
+        for outcome in outcomes:
+            fault = outcome.value if isinstance(outcome.value, Fault) else None
+            if fault is None:
+                self.job.accept(outcome, seconds)
+            elif fault.code == "device.full" and call.actors > 1:  # fewer actors may mend it
+                self._make_room(call, outcome.id)
+            else:
+                self.job.fail(outcome.id, fault)
 
-    def _lose(self, call: Call, error: Exception) -> None:
-        """An actor died: another in its place, and its clients are asked again. Whose fault it was in a block nobody
-        knows, so that counts as nobody's attempt."""
-        lost = ClientLost(call.ids[0], self.fleet.round, self.name, f"its process died ({type(error).__name__})")
-        self.fleet.note(str(lost) if len(call.ids) == 1 else f"{named(call.ids)}, round {self.fleet.round}, "
-                        f"{self.name}: their process died ({type(error).__name__}), each is asked again by itself")
+    def _replace(self, slot: ActorSlot) -> None:
+        """Replace a dead actor; the time that this takes does not count towards the deadline."""
         start = time.monotonic()
-        self.fleet.slots.replace([call.slot])
-        if self.deadline is not None:
-            self.deadline += time.monotonic() - start
-        if len(call.ids) == 1:
-            self._fail(call.ids[0], lost)
-        else:
-            self._ask_alone(call.ids)
+        self.pool.replace([slot])
+        if self.job.deadline is not None:
+            self.job.deadline += time.monotonic() - start
 
-    def _ask_alone(self, ids: list[int]) -> None:
-        self.alone.update(ids)
-        self.fleet.ledger.retried += ids
-        self.waiting = ids + self.waiting
+    def _make_room(self, call: Call, id: int) -> None:
+        """Give up half the actors after a device was full, and submit the same calls again.
 
-    def _answer(self, id: int, reply: Any, private: Any, call: Call, seconds: float) -> None:
-        full = isinstance(reply, str) and reply.startswith(FULL)
-        if full and call.actors > len(self.fleet.slots):       # room was made meanwhile
-            self.waiting.insert(0, id)
-        elif full and call.actors > 1:
-            self._make_room(id)
-        elif isinstance(reply, str):
-            self._fail(id, ClientError(id, self.fleet.round, self.name, reply))
-        else:
-            reply = reply if isinstance(reply, Summed) else unpacked(reply)
-            self.answered += self.usable(id, reply)
-            self.answers[id] = Answer(id, reply, private)
-            self.fleet.took(self.name, id, seconds)
+        When other calls have made room since this call was submitted, the call is only submitted again.
+        """
+        if call.actors == len(self.pool):
+            before = len(self.pool)
+            given_up = self.pool.halve()
+            for ref, other in list(self.running.items()):
+                if any(other.slot is slot for slot in given_up):
+                    del self.running[ref]
+                    self.job.requeue(other.ids)
+            self.note(
+                f"{self.job.describe(id)}: device out of memory; continuing with {len(self.pool)} of {before} "
+                "client actors"
+            )
+        self.job.requeue([id])
 
-    def _make_room(self, id: int) -> None:
-        """A device is full: half the actors at once, and the same calls again. Nobody's attempt is counted."""
-        before, given_up = len(self.fleet.slots), self.fleet.slots.halve()
-        self.waiting.insert(0, id)
-        for ref, other in list(self.running.items()):
-            if any(other.slot is slot for slot in given_up):
-                del self.running[ref]
-                self.waiting = other.ids + self.waiting
-        self.fleet.note(f"client {id}, round {self.fleet.round}, {self.name}: device out of memory; going on with "
-                        f"{len(self.fleet.slots)} of {before} client actors")
-
-    def _name_stuck(self) -> None:
+    def _report_stuck(self) -> None:
         now = time.monotonic()
         for call in self.running.values():
-            if not call.named and now >= call.start + call.patience:
-                call.named = True
-                self.fleet.note_stuck(call.ids, self.name, now - call.start, call.slot.name)
-
-    def _fail(self, id: int, error: ClientError) -> None:
-        if self.attempts[id] < self.fleet.config.federation.retries:
-            self.attempts[id] += 1
-            self.fleet.ledger.retried.append(id)
-            self.waiting.insert(0, id)
-        else:
-            self.answers[id] = Answer(id, None, None, error)
+            if call.stuck_at is not None and now >= call.stuck_at:
+                call.reported = True
+                self.job.report_stuck(call, now - call.start)
 
     def _release(self, ref: Any) -> None:
-        """A late call of an earlier round is through, or its actor died."""
-        slot = next(slot for slot in self.fleet.slots if slot.late == ref)
+        """Free the actor of a late call that has ended; replace the actor if it died."""
+        slot = next(slot for slot in self.pool if slot.late == ref)
         slot.late = None
         try:
             ray.get(ref)
         except LOST:
-            self.fleet.slots.replace([slot])
+            self.pool.replace([slot])
         except RayTaskError:
             pass
 
     def _end(self) -> None:
-        """Enough have answered: the others go on, and their actors take no new call before they are through."""
+        """End the job; an actor that is still running a call takes no new one before it is done."""
         for ref, call in self.running.items():
             call.slot.late = ref
         self.over = True
 
     def _expire(self) -> None:
-        """The deadline has passed: actors that are still at work may be stuck, and are replaced."""
-        limit = self.fleet.config.federation.deadline_s
-        for id in [*(id for call in self.running.values() for id in call.ids), *self.waiting]:
-            cause = f"not done after federation.deadline_s = {limit:g} s"
-            self.answers[id] = Answer(id, None, None, ClientError(id, self.fleet.round, self.name, cause))
+        """End the job at its deadline; actors that are still running a call may be stuck, and are replaced."""
+        self.job.expire(list(self.running.values()))
         self.over = True
-        self.fleet.slots.replace([call.slot for call in self.running.values()]
-                                 + [slot for slot in self.fleet.slots if slot.late is not None])
+        late = [slot for slot in self.pool if slot.late is not None]
+        self.pool.replace([call.slot for call in self.running.values()] + late)

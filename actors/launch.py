@@ -1,61 +1,78 @@
-"""The door to Ray: the only module that the runner opens, and Ray is imported behind it.
+"""The only module of `actors` that the runner imports; it imports no Ray at its top.
 
-The cluster decides what must be set before Ray is imported, so a module that imports it comes after `session`.
+Environment variables that the cluster decides must be set before Ray is imported. So every module that imports Ray,
+such as `actors.remote_experiment`, is imported inside `session`.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.access import whereabouts
-from actors.cluster import session
-from actors.placement import Node, Plan, nodes_of, parse_nodes, plan
+from actors.cluster.access import cluster_to_join
+from actors.cluster.session import session
+from actors.placement import Node, PlacementPlan, nodes_of, parse_nodes, plan
 from raylt.config import Config
 from raylt.data.task import Task, build_task
+from raylt.machine import cores
 
 if TYPE_CHECKING:
-    from actors.hosting import RemoteExperiment
-    from raylt.core.server import Watch
+    from actors.remote_experiment import RemoteExperiment
+    from raylt.core.server import ProgressHook
     from raylt.core.setup import Setup
 
 
-def _quiet(text: str, minor: bool = False) -> None:
-    pass
-
-
 @contextmanager
-def open_experiment(setup: "Setup", task: Task, folder: Path, address: str | None,
-                    says: Callable[..., None] = _quiet, watch: "Watch | None" = None) -> "Iterator[RemoteExperiment]":
-    """Starts the server and client actors of a run, on a new local cluster or on the one to be joined.
+def open_experiment(
+    setup: "Setup",
+    task: Task,
+    folder: Path,
+    address: str | None,
+    on_message: Callable[..., None] | None = None,
+    on_progress: "ProgressHook | None" = None,
+) -> "Iterator[RemoteExperiment]":
+    """Start the server and client actors of a run, on a new local cluster or on the one to be joined.
+
+    Args:
+        address: of the cluster, see `actors.cluster.access.cluster_to_join`.
+        on_message: called with each line for the user; with `minor=True` when it matters only at a terminal.
+        on_progress: called with the progress inside a round.
+
+    Yields:
+        The experiment; its calls raise `ServerLost` when the server's process has died.
 
     Raises:
         ConfigError: the address does not answer, or the cluster is too small.
-        ServerLost: from the experiment's calls.
     """
     with session(address) as cluster:
-        from actors.hosting import host
-        experiment = host(setup, task, folder, cluster, says, watch)
+        from actors.remote_experiment import start_experiment
+
+        experiment = start_experiment(setup, task, folder, cluster, on_message or _ignore, on_progress)
         try:
             yield experiment
         finally:
             experiment.close()
 
 
-def foresee(config: Config, address: str | None, description: str | None) -> Plan:
-    """What `open_experiment` would start; starts nothing.
+def plan_placement(config: Config, address: str | None, description: str | None) -> PlacementPlan:
+    """Return the plan of the actors that `open_experiment` would start; start nothing.
 
     Args:
-        description: of nodes that one does not have, as `parse_nodes` reads it.
-            Without one it is planned for the cluster that a run would join, else for this machine.
+        description: description of nodes for `parse_nodes`. Without it the plan is for the cluster that a run would
+            join, or for this machine.
     """
     clients = config.data.clients or build_task(config.data).clients
     if description is not None:
         return plan(config, clients, parse_nodes(description))
-    if whereabouts(address) is None:
+    if cluster_to_join(address) is None:
         from raylt.core.device import gpus
-        return plan(config, clients, [Node(len(os.sched_getaffinity(0)), gpus())])
+
+        return plan(config, clients, [Node(len(cores()), gpus())])
     with session(address):
         import ray
+
         return plan(config, clients, nodes_of(ray.nodes()))
+
+
+def _ignore(text: str, minor: bool = False) -> None:
+    """Drop a message."""

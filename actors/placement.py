@@ -1,7 +1,7 @@
-"""Who runs where: from the nodes of a cluster and what a client needs, how many client actors and what each takes.
+"""Plans the number of client actors, the resources of each, and their nodes.
 
-What fits is counted here, node by node, before anything starts; then one placement group holds the places of all
-client actors. Ray moves the places of a node that is gone to nodes with room, when there is some.
+`plan` counts what fits, node by node, before anything starts. One placement group then reserves the resources of all
+client actors. When a node is lost, Ray moves its reservations to nodes with room, if there are any.
 """
 
 import math
@@ -13,13 +13,19 @@ from typing import Any
 from raylt.config import Config, ResourcesConfig
 from raylt.errors import ConfigError
 
-SERVER_GPUS = 0.05      # its share of a GPU: Ray does not bound memory, so this only places it
-USABLE = 0.9            # of a memory: the rest is for Ray, fragments and what else runs
+SERVER_GPUS = 0.05  # share of a GPU for the server; it only places the server, Ray does not limit memory
+USABLE = 0.9  # share of a memory; the rest is for Ray, fragmentation and other programs
 
 
 @dataclass(frozen=True)
 class Node:
-    """Machines of a cluster, `count` of them alike. Memory in bytes; `role` is the label: server, client or none."""
+    """Equal nodes of a cluster.
+
+    Args:
+        memory: in bytes.
+        role: the node label `role`: server, client or None.
+        count: the number of such nodes.
+    """
 
     cpus: float
     gpus: float = 0
@@ -30,7 +36,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Need:
-    """What one client actor was seen to use: bytes of its process, and share of a GPU's memory."""
+    """The measured use of one client actor.
+
+    Args:
+        memory: bytes of its process.
+        gpu_memory: share of a GPU's memory.
+    """
 
     memory: float = 0
     gpu_memory: float = 0
@@ -38,7 +49,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Placement:
-    """How many client actors there are, what each takes, and the labels of the nodes that may hold them."""
+    """The number of client actors, the resources of each, and the labels of the nodes that may hold them."""
 
     actors: int
     cpus: float
@@ -46,17 +57,13 @@ class Placement:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
-def reserve(placement: Placement, actors: int) -> Any:
-    """A place for each of the client actors: all of them, or none yet. Evenly over the nodes where that is possible."""
-    from ray.util.placement_group import placement_group  # `raylt plan` does without Ray
-    each = {"CPU": placement.cpus} | ({"GPU": placement.gpus} if placement.gpus > 0 else {})
-    return placement_group([each] * actors, strategy="SPREAD",
-                           bundle_label_selector=[dict(placement.labels)] * actors)
-
-
 @dataclass(frozen=True)
-class Plan:
-    """A placement, the server's place, and why: one line for each decision."""
+class PlacementPlan:
+    """A placement and the server's resources.
+
+    Attributes:
+        reasons: one line for each decision, by name.
+    """
 
     placement: Placement
     server_gpus: float
@@ -65,35 +72,45 @@ class Plan:
 
 
 def place(config: Config, clients: int, have: Mapping[str, float]) -> Placement:
-    """`plan` for a cluster of one node, or for what all nodes have together.
+    """Plan for the resources of all nodes together.
 
     Args:
-        have: as `ray.cluster_resources()`.
-    """
-    return plan(config, clients, [Node(have.get("CPU", 0.0), have.get("GPU", 0.0))]).placement
-
-
-def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None = None) -> Plan:
-    """How many client actors to start, what each takes, and where the server goes.
-
-    One actor per client where the nodes have the slots; else as many as can be at work at once.
-
-    Args:
-        clients: K.
-        need: what one client actor was seen to use, where that was measured.
+        have: as from `ray.cluster_resources()`.
 
     Raises:
         ConfigError: the settings ask for more than there is.
     """
-    wanted, federation, need = config.resources, config.federation, need or Need()
+    return plan(config, clients, [Node(have.get("CPU", 0.0), have.get("GPU", 0.0))]).placement
+
+
+def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None = None) -> PlacementPlan:
+    """Plan the client actors and the server of a run.
+
+    Every client gets its own actor where the nodes have enough slots; else there are as many actors as can work at
+    the same time.
+
+    Args:
+        clients: number of clients, K.
+        need: the measured use of one client actor, where it was measured.
+
+    Raises:
+        ConfigError: the settings ask for more than there is.
+    """
+    wanted = config.resources
+    federation = config.federation
+    need = need or Need()
     on_gpus = wanted.gpu_share != 0
     homes, client_labels, where = _homes(nodes, on_gpus)
     active = min(clients, math.ceil(federation.participation * (1 + federation.over_select) * clients - 1e-9))
     limits = [_limits(wanted, node, need) for node in homes]
     slots = sum(node.count * min(each.values()) for node, each in zip(homes, limits, strict=True))
     if slots < 1:
-        raise ConfigError(f"resources: a client actor takes {_size(wanted)}, the cluster has {_total(homes)}, not "
-                          f"enough for one; lower resources.cpus_per_client or resources.gpus_per_client")
+        raise ConfigError(
+            f"resources: a client actor takes {_size(wanted)}, and the cluster has {_total(homes)}, not enough for "
+            "one. Lower resources.cpus_per_client or resources.gpus_per_client.",
+            code="cluster.too-small",
+            slots=0,
+        )
     actors, why = _actors(wanted, clients, active, slots, homes)
     share = 0.0
     if on_gpus and any(node.gpus for node in homes):
@@ -101,31 +118,44 @@ def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None 
     server_gpus, server_labels, server_why = _server(nodes, on_gpus)
     if wanted.device == "cuda" and not (share and server_gpus):
         who = "the server" if share else "client actors"
-        raise ConfigError(f"resources.device = cuda: {who} would be on nodes without GPUs, the cluster has "
-                          f"{_total(nodes)}; add GPUs there, or set resources.device=auto")
+        raise ConfigError(
+            f"resources.device: cuda, but {who} would be on nodes without GPUs (the cluster has {_total(nodes)}). Add "
+            "GPUs there, or set resources.device=auto.",
+            code="device.not-found",
+            key="resources.device",
+            value="cuda",
+        )
     each = math.ceil(clients / actors)
     bound = min(limits[0], key=lambda name: limits[0][name])
     reasons = {
         "nodes": f"{sum(node.count for node in nodes)}: {_total(nodes)}",
         "client actors": f"{actors} on {where}; {why}; {slots} slots, bound by {bound}",
-        "clients per actor": f"{each}; " + ("each client has its own" if each == 1 else "an idle actor takes "
-                                            "over a waiting client"),
-        "each actor": f"{wanted.cpus_per_client:g} CPUs and {share:g} GPUs" + (
-            f"; {math.floor(1 / share)} share a GPU with room for the server" if 0 < share < 1 else ""),
-        "server": server_why}
+        "clients per actor": f"{each}; "
+        + ("each client has its own" if each == 1 else "an idle actor takes over a waiting client"),
+        "each actor": f"{count_of(wanted.cpus_per_client, 'CPU')} and {count_of(share, 'GPU')}"
+        + (f"; {math.floor(1 / share)} share a GPU with room for the server" if 0 < share < 1 else ""),
+        "server": server_why,
+    }
     if 0 < share <= 0.5:
-        reasons["MPS"] = ("worth starting: without it the kernels of processes that share a GPU take turns "
-                          "(docs/deployment.md)")
-    return Plan(Placement(actors, wanted.cpus_per_client, share, client_labels), server_gpus, server_labels, reasons)
+        reasons["MPS"] = (
+            "worth starting: without it the kernels of processes that share a GPU take turns (docs/gpus.md)"
+        )
+    return PlacementPlan(
+        Placement(actors, wanted.cpus_per_client, share, client_labels), server_gpus, server_labels, reasons
+    )
+
+
+def count_of(number: float, unit: str) -> str:
+    """Return `1 CPU`, `0.5 CPUs`, `3 CPUs`."""
+    return f"{number:.15g} {unit}{'' if number == 1 else 's'}"
 
 
 def room(placement: Placement, nodes: Sequence[Node]) -> int:
-    """How many client actors of this size the nodes hold."""
-    names = placement.labels.get("role", "")
-    fits = [node for node in nodes
-            if (node.role == names or not names or (names[0] == "!" and node.role != names[1:]))]
+    """Return the number of client actors of this size that the nodes can hold."""
     total = 0
-    for node in fits:
+    for node in nodes:
+        if not _selects(placement.labels.get("role", ""), node.role):
+            continue
         count = math.floor(node.cpus / placement.cpus + 1e-9)
         if placement.gpus > 1:
             count = min(count, math.floor(node.gpus / placement.gpus))
@@ -135,34 +165,71 @@ def room(placement: Placement, nodes: Sequence[Node]) -> int:
     return total
 
 
+def _selects(selector: str, role: str | None) -> bool:
+    """Return whether a label selector (`client`, `!server` or none) admits a node with this role."""
+    if selector.startswith("!"):
+        return role != selector[1:]
+    return not selector or role == selector
+
+
 def nodes_of(listing: Sequence[Mapping[str, Any]]) -> list[Node]:
-    """The living nodes of `ray.nodes()`."""
-    return [Node(node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0),
-                 node["Resources"].get("memory", math.inf), node.get("Labels", {}).get("role"))
-            for node in listing if node["Alive"]]
+    """Return the living nodes of a listing from `ray.nodes()`."""
+    return [
+        Node(
+            node["Resources"].get("CPU", 0.0),
+            node["Resources"].get("GPU", 0.0),
+            node["Resources"].get("memory", math.inf),
+            node.get("Labels", {}).get("role"),
+        )
+        for node in listing
+        if node["Alive"]
+    ]
 
 
 def parse_nodes(text: str) -> list[Node]:
-    """Nodes from a description: `4x4gpu16cpu`, or `server:1x8cpu,client:2x4gpu48cpu`."""
-    kinds = []
+    """Return the nodes of a description such as `4x4gpu16cpu` or `server:1x8cpu,client:2x4gpu48cpu`.
+
+    Raises:
+        ConfigError: the description is malformed.
+    """
+    nodes = []
     for part in text.split(","):
         match = re.fullmatch(r"(?:(server|client):)?(#)x(?:(#)gpu)?(#)cpu".replace("#", "[0-9]{1,9}"), part.strip())
         if match is None or int(match[2]) < 1:
-            raise ConfigError(f"--nodes {part[:40]}: must be [ROLE:]COUNTx[GPUSgpu]CPUScpu, as in 4x4gpu16cpu or "
-                              "server:1x8cpu,client:2x4gpu48cpu, numbers below a billion")
-        kinds.append(Node(float(match[4]), float(match[3] or 0), role=match[1], count=int(match[2])))
-    return kinds
+            raise ConfigError(
+                f"--nodes: not a description of nodes ({part[:40]}). Write [ROLE:]COUNTx[GPUSgpu]CPUScpu with numbers "
+                "below a billion, as in 4x4gpu16cpu or server:1x8cpu,client:2x4gpu48cpu.",
+                code="config.malformed",
+                key="--nodes",
+                value=part[:40],
+            )
+        nodes.append(Node(float(match[4]), float(match[3] or 0), role=match[1], count=int(match[2])))
+    return nodes
+
+
+def reserve(placement: Placement, actors: int) -> Any:
+    """Request a placement group for client actors, spread evenly over the nodes where that is possible.
+
+    Ray reserves the resources of all actors at once or of none.
+    """
+    from ray.util.placement_group import placement_group  # `raylt plan` does not import Ray
+
+    each = {"CPU": placement.cpus} | ({"GPU": placement.gpus} if placement.gpus > 0 else {})
+    return placement_group([each] * actors, strategy="SPREAD", bundle_label_selector=[dict(placement.labels)] * actors)
 
 
 def _homes(nodes: Sequence[Node], on_gpus: bool) -> tuple[list[Node], dict[str, str], str]:
-    """The nodes that clients may go to, the label selector for them, and their name."""
-    labels, where = {}, "all nodes"
+    """Return the nodes that clients may go to, the label selector for them, and words for them."""
+    labels = {}
+    where = "all nodes"
     homes = list(nodes)
     if any(node.role == "client" for node in nodes):
-        labels, where = {"role": "client"}, "nodes labelled role=client"
+        labels = {"role": "client"}
+        where = "nodes labelled role=client"
         homes = [node for node in nodes if node.role == "client"]
     elif any(node.role == "server" for node in nodes) and any(node.role != "server" for node in nodes):
-        labels, where = {"role": "!server"}, "nodes not labelled role=server"
+        labels = {"role": "!server"}
+        where = "nodes not labelled role=server"
         homes = [node for node in nodes if node.role != "server"]
     if on_gpus and any(node.gpus for node in homes):
         with_gpus = [node for node in homes if node.gpus]
@@ -172,11 +239,11 @@ def _homes(nodes: Sequence[Node], on_gpus: bool) -> tuple[list[Node], dict[str, 
 
 
 def _limits(wanted: ResourcesConfig, node: Node, need: Need) -> dict[str, int]:
-    """How many client actors a node holds, by what bounds it."""
+    """Return how many client actors a node can hold, by the resource that limits them."""
     limits = {"CPUs": math.floor(node.cpus / wanted.cpus_per_client + 1e-9)}
     if wanted.gpu_share == "auto":
         if node.gpus and need.gpu_memory:
-            limits["GPU memory"] = int(node.gpus) * max(1, math.floor(USABLE / need.gpu_memory))    # one was measured
+            limits["GPU memory"] = int(node.gpus) * max(1, math.floor(USABLE / need.gpu_memory))  # one actor fitted
     elif wanted.gpu_share > 0:
         limits["GPUs"] = _share(wanted.gpu_share, node.gpus)[0]
     if need.memory and node.memory < math.inf:
@@ -185,66 +252,91 @@ def _limits(wanted: ResourcesConfig, node: Node, need: Need) -> dict[str, int]:
 
 
 def _actors(wanted: ResourcesConfig, clients: int, active: int, slots: int, homes: Sequence[Node]) -> tuple[int, str]:
-    """The number of client actors, and why."""
+    """Return the number of client actors, and the reason."""
     if wanted.actors != "auto":
-        actors, setting, remedy = wanted.actors, f"actors = {wanted.actors}", f"set resources.actors={slots}"
+        actors = wanted.actors
+        setting = f"actors = {wanted.actors}"
+        remedy = f"Set resources.actors={slots}"
     elif wanted.clients_per_actor != "auto":
         actors = math.ceil(clients / wanted.clients_per_actor)
         setting = f"clients_per_actor = {wanted.clients_per_actor}"
-        remedy = f"set resources.clients_per_actor={math.ceil(clients / slots)}"
+        remedy = f"Set resources.clients_per_actor={math.ceil(clients / slots)}"
     elif clients <= slots:
         return clients, "one for each client"
     else:
-        return min(slots, active), f"{clients} clients are more than slots, {active} are at work at once"
+        reason = f"{clients} clients are more than slots, and a round asks {active}"
+        return min(slots, active), reason if active <= slots else f"{reason}, of which {slots} work at a time"
     actors = min(actors, clients)
     if actors > slots:
-        raise ConfigError(f"resources.{setting}: {actors} client actors of {_size(wanted)}, the cluster has "
-                          f"{_total(homes)}, enough for {slots}; {remedy}, or lower resources.cpus_per_client or "
-                          "resources.gpus_per_client")
+        raise ConfigError(
+            f"resources.{setting}: {actors} client actors of {_size(wanted)}, and the cluster has {_total(homes)}, "
+            f"enough for {slots}. {remedy}, or lower resources.cpus_per_client or resources.gpus_per_client.",
+            code="cluster.too-small",
+            actors=actors,
+            slots=slots,
+        )
     return actors, f"resources.{setting}"
 
 
-def _gpu_share(wanted: ResourcesConfig, homes: Sequence[Node], limits: Sequence[Mapping[str, int]],
-               actors: int) -> float:
+def _gpu_share(
+    wanted: ResourcesConfig, homes: Sequence[Node], limits: Sequence[Mapping[str, int]], actors: int
+) -> float:
+    """Return the share of a GPU that each actor takes."""
     if wanted.gpu_share != "auto":
         return _share(wanted.gpu_share, 1)[1]
-    # the fewest on a GPU with which all actors, and the server, fit
-    each = next(each for each in range(1, actors + 1) if actors <= sum(
-        node.count * min(*limit.values(), each * int(node.gpus)) for node, limit in zip(homes, limits, strict=True)))
+    # the smallest number of actors on a GPU with which all actors and the server fit
+    each = next(
+        each
+        for each in range(1, actors + 1)
+        if actors
+        <= sum(
+            node.count * min(*limit.values(), each * int(node.gpus)) for node, limit in zip(homes, limits, strict=True)
+        )
+    )
     return _rounded(1 - SERVER_GPUS, each)
 
 
 def _server(nodes: Sequence[Node], on_gpus: bool) -> tuple[float, dict[str, str], str]:
-    """The server's share of a GPU, its label selector, and why."""
+    """Return the server's share of a GPU, its label selector, and the reason."""
     labelled = [node for node in nodes if node.role == "server"]
-    labels, where = ({"role": "server"}, "the node labelled role=server") if labelled else ({}, "any node")
+    labels = {"role": "server"} if labelled else {}
+    where = "the node labelled role=server" if labelled else "any node"
     if not on_gpus:
         return 0.0, labels, f"{where}; on the CPU, as resources says"
     if any(node.gpus for node in labelled or nodes):
         return SERVER_GPUS, labels, f"{where}{'' if labelled else ' with GPUs'}, on {SERVER_GPUS:g} of a GPU"
-    none = "no GPU there" if any(node.gpus for node in nodes) else "no GPU"
-    return 0.0, labels, f"{where}; {none}, so it computes on the CPU"
+    missing = "no GPU on it" if any(node.gpus for node in nodes) else "no GPU"
+    return 0.0, labels, f"{where}; {missing}, so it computes on the CPU"
 
 
 def _share(wanted: float, gpus: float) -> tuple[int, float]:
-    """How many actors of `wanted` GPUs fit, and what each takes so that the server finds its place beside them."""
+    """Return how many actors of `wanted` GPUs fit, and the share of each that leaves the server its part."""
     if wanted > 1:
         if wanted != int(wanted):
-            raise ConfigError(f"resources.gpus_per_client = {wanted:g}: must be a whole number when above 1")
+            raise ConfigError(
+                f"resources.gpus_per_client: above 1 and not a whole number ({wanted:g}). Give a whole number of GPUs, "
+                "or a share of at most 1.",
+                code="config.out-of-range",
+                key="resources.gpus_per_client",
+                value=wanted,
+            )
         return max(0, math.floor((gpus - SERVER_GPUS) / wanted)), wanted
     each = math.floor(1 / wanted + 1e-9)
     return int(gpus) * each, min(wanted, _rounded(1 - SERVER_GPUS, each))
 
 
 def _rounded(whole: float, parts: int) -> float:
-    """`whole / parts`, down to the step that Ray counts in."""
+    """Return `whole / parts`, rounded down to the step that Ray counts resources in."""
     return math.floor(whole / parts * 1e4 + 1e-6) / 1e4
 
 
 def _size(wanted: ResourcesConfig) -> str:
-    return f"{wanted.cpus_per_client:g} CPUs and {wanted.gpu_share} GPUs"
+    share = wanted.gpu_share
+    gpus = "its share of a GPU" if share == "auto" else count_of(share, "GPU")
+    return f"{count_of(wanted.cpus_per_client, 'CPU')} and {gpus}"
 
 
 def _total(nodes: Sequence[Node]) -> str:
-    return (f"{sum(node.count * node.cpus for node in nodes):.15g} CPUs and "
-            f"{sum(node.count * node.gpus for node in nodes):.15g} GPUs")
+    cpus = sum(node.count * node.cpus for node in nodes)
+    gpus = sum(node.count * node.gpus for node in nodes)
+    return f"{count_of(cpus, 'CPU')} and {count_of(gpus, 'GPU')}"

@@ -1,4 +1,7 @@
-"""`ServerActor`: a Ray actor that hosts the experiment: aggregation, server-side synthesis, evaluation, checkpoints."""
+"""`ServerActor`: a Ray actor that hosts the experiment.
+
+Aggregation, server-side synthesis, evaluation and checkpoints happen in its process.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,83 +11,107 @@ from typing import Any
 import ray
 import torch
 
-from actors.client import device_here
-from actors.faults import told
-from actors.figures import Figures
+from actors.client import fault_of, own_device
 from actors.fleet import RayFleet
 from actors.placement import Placement
+from actors.prometheus import RunMetrics
 from actors.shards import Shards
-from raylt.core.checkpoint import Seal, latest
+from raylt.core.checkpoint.checkpoint import Seal, latest
 from raylt.core.experiment import Experiment
-from raylt.core.report import Report
+from raylt.core.report import RoundReport
 from raylt.core.setup import Setup
 from raylt.data.task import Task
 from raylt.errors import RayltError
-from raylt.runs.progress import forget, note_in
+from raylt.own_code.shipment import Shipment
+from raylt.runs.callbacks.progress import progress_writer, remove_progress
 
 
 @ray.remote
 class ServerActor:
-    """Hosts an `Experiment` over a `RayFleet`; the client actors are its own and end with it."""
+    """Hosts an `Experiment` over a `RayFleet`; its client actors end with it.
+
+    Args:
+        method: name of the method, shown by Ray's dashboard.
+    """
 
     def __init__(self, method: str):
         self.method = method
         self.device = torch.device("cpu")
 
     def __repr__(self) -> str:
-        return f"server · {self.method}"            # what the dashboard shows
+        return f"server · {self.method}"
 
-    def open(self, setup: Setup, task: Task, shards: Shards, test: list[Any], placement: Placement,
-             name: str, folder: Path) -> Any:
-        """Starts the client actors under the run's name, and takes it up where its last checkpoint left it.
+    def open(
+        self,
+        shipped: Shipment,
+        task: Task,
+        shards: Shards,
+        test: list[Any],
+        placement: Placement,
+        name: str,
+        folder: Path,
+    ) -> Any:
+        """Start the client actors under the run's name, and continue the run from its last checkpoint.
 
         Returns:
             Ray's placement group of the client actors, which outlives this process: see `RemoteExperiment.close`.
         """
-        torch.set_num_threads(1)        # weights computed here must not depend on the machine's cores
-        with self._one_line():
-            self.device = device_here(setup.config)
+        torch.set_num_threads(1)  # weights computed here must not depend on the machine's cores
+        with self._as_one_line():
+            setup: Setup = shipped.open()
+            self.device = own_device(setup.config)
             self.fleet = RayFleet(setup, task, shards, test[0], placement, name, folder)
             try:
-                self.fleet.watch = note_in(folder)
+                self.metrics = RunMetrics(folder.name)
+                self._write_progress = progress_writer(folder)
+                self.fleet.on_progress = self._show_progress
                 self.experiment = Experiment(setup, task, self.fleet, self.device, folder)
-                self.figures = Figures(folder.name)
                 saved, _ = latest(folder / "checkpoints")
                 if saved is not None:
                     self.experiment.load(saved)
             except BaseException:
-                self.fleet.close()          # nobody else knows of its places yet
+                self.fleet.close()  # the driver has not got the placement group yet
                 raise
             return self.fleet.slots.group
 
     def describe(self) -> dict[str, str | None]:
-        """`Experiment.describe`."""
+        """Return `Experiment.describe()`."""
         return self.experiment.describe()
 
     def done(self) -> bool:
-        """Whether the last step has been taken."""
+        """Return whether the last step has been taken."""
         return self.experiment.done
 
-    def advance(self, seal: Seal | None) -> tuple[Report, bool]:
-        """`Experiment.advance`, and whether that was the last step."""
-        with self._one_line():
+    def advance(self, seal: Seal | None) -> tuple[RoundReport, bool]:
+        """Return the report of `Experiment.advance(seal)`, and whether it was the last step."""
+        with self._as_one_line():
             report = self.experiment.advance(seal)
-            self.figures.show(report, self.fleet.seconds)
+            self.metrics.show(report, self.fleet.seconds)
             return report, self.experiment.done
 
-    def conclude(self) -> dict[str, str]:
-        """`Experiment.conclude`."""
-        with self._one_line():
-            forget(self.experiment.folder)
-            return self.experiment.conclude()
+    def export_model(self) -> dict[str, str]:
+        """Return `Experiment.export_model()`."""
+        with self._as_one_line():
+            remove_progress(self.experiment.folder)
+            return self.experiment.export_model()
+
+    def _show_progress(self, stage: str, done: int, total: int) -> None:
+        """Show the progress inside a step at the driver's terminal and in the metrics."""
+        self._write_progress(stage, done, total)
+        self.metrics.show_progress(stage, done, total)
 
     @contextmanager
-    def _one_line(self) -> Iterator[None]:
-        """Ray would bring an unforeseen exception without the place where it was raised. Where this process has lost
-        its device it ends, and another takes the run up from its last checkpoint."""
+    def _as_one_line(self) -> Iterator[None]:
+        """Turn an unforeseen exception into one line with its place, which Ray's own exception lacks.
+
+        A process that cannot use its device any more ends, and another continues from the last checkpoint.
+        """
         try:
             yield
         except RayltError:
             raise
         except Exception as error:
-            raise RayltError(f"{told(error, self.device)}; --debug shows the traceback") from error
+            cause = fault_of(error, self.device).text
+            raise RayltError(
+                f"server: {cause}. Show the traceback with --debug.", code="server.failed", cause=cause
+            ) from error

@@ -1,13 +1,36 @@
-"""`Shards`: the clients' data in the object store, several small clients to an object."""
+"""`Shards`: references to the clients' data in Ray's object store.
 
-from collections.abc import Sequence
+The shards of neighbouring clients are one object, a `Pack`, so ten thousand small clients need only a few objects.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
 
-from raylt.data.packs import packs
-from raylt.data.task import Shard
+from raylt.data.images.cache import Mapped, Stored
+from raylt.data.task import Holdings, Shard
+
+PACK_BYTES = 2**20  # size of a pack at most, unless one client alone has more
+
+
+@dataclass(frozen=True, eq=False)
+class Pack:
+    """Shards of clients with neighbouring ids.
+
+    Args:
+        first: id of the first client.
+        shards: in the order of the ids.
+    """
+
+    first: int
+    shards: Holdings
+
+    def shard(self, id: int) -> Shard:
+        """Return the shard of a client, without a copy of images that are in memory."""
+        return self.shards[id - self.first]
 
 
 @dataclass(frozen=True)
@@ -16,7 +39,7 @@ class Shards:
 
     Attributes:
         packs: references, each to a `Pack`.
-        places: of each client, by id, the pack that its data are in.
+        places: number of the pack with a client's data, by id.
     """
 
     packs: list[Any]
@@ -24,10 +47,59 @@ class Shards:
 
     @classmethod
     def put(cls, shards: Sequence[Shard]) -> "Shards":
-        """Puts all clients' data into the object store of this node."""
+        """Put all clients' data into the object store of this node."""
         refs: list[Any] = []
         places: list[int] = []
         for number, pack in enumerate(packs(shards)):
             refs.append(ray.put(pack))
             places += [number] * len(pack.shards)
         return cls(refs, places)
+
+
+def packs(shards: Sequence[Shard]) -> Iterator[Pack]:
+    """Yield packs of all clients' shards, in the order of the ids."""
+    first = 0
+    size = 0
+    for id, shard in enumerate(shards):
+        added = _nbytes(shard)
+        if id > first and size + added > PACK_BYTES:
+            yield _pack(first, shards[first:id])
+            first = id
+            size = 0
+        size += added
+    yield _pack(first, shards[first:])
+
+
+def _pack(first: int, shards: Sequence[Shard]) -> Pack:
+    ids = [shard.ids for shard in shards if shard.ids is not None]
+    whole = Shard(
+        _together([shard.x for shard in shards]),
+        _together([shard.y for shard in shards]),
+        np.concatenate(ids) if ids else None,
+    )
+    views = [shard.view for shard in shards]
+    return Pack(
+        first,
+        Holdings(
+            whole, np.cumsum([len(shard) for shard in shards]), None if all(view is None for view in views) else views
+        ),
+    )
+
+
+def _together(parts: Sequence[Stored]) -> Stored:
+    if len(parts) == 1:
+        return parts[0]
+    arrays = [part for part in parts if isinstance(part, np.ndarray)]
+    if arrays:
+        return np.concatenate(arrays)
+    mapped = [part for part in parts if isinstance(part, Mapped)]
+    assert len({part.path for part in mapped}) == 1, "a task's images are one file"
+    return Mapped(mapped[0].path, np.concatenate([part.rows for part in mapped]))
+
+
+def _nbytes(shard: Shard) -> int:
+    return sum(
+        part.rows.nbytes if isinstance(part, Mapped) else part.nbytes
+        for part in (shard.x, shard.y, shard.ids)
+        if part is not None
+    )

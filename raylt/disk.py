@@ -1,4 +1,4 @@
-"""What the operating system says of files, as errors of one line; and folders for one user alone."""
+"""Errors of the operating system about files as raylt's errors, and folders that only their user can open."""
 
 import errno
 import os
@@ -6,33 +6,87 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from raylt.errors import CheckpointError, DiskFull
+from raylt.errors import CheckpointError, ConfigError, DiskFull
 
+LONGEST_NAME = 240  # bytes: endings are added to it
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 @contextmanager
-def told(path: Path) -> Iterator[None]:
-    """Failures of the operating system inside the block as errors of raylt about this path."""
+def file_errors(path: Path) -> Iterator[None]:
+    """Turn errors of the operating system inside the block into raylt's errors about this path."""
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
             raise DiskFull(path) from None
-        # what O_NOFOLLOW says of a link, and O_DIRECTORY of a link to a folder
+        # O_NOFOLLOW gives ELOOP for a link, O_DIRECTORY gives ENOTDIR for a link to a folder
         if error.errno == errno.ELOOP or (error.errno == errno.ENOTDIR and path.is_symlink()):
-            raise CheckpointError(f"{path}: is a link, and none is followed there; put the file itself in its place"
-                                  ) from None
-        if error.errno == errno.ENXIO:          # a FIFO without a reader, or a socket
-            raise CheckpointError(f"{path}: is no plain file; remove it") from None
-        raise CheckpointError(f"{path}: {error.strerror or error}") from None
+            raise CheckpointError(
+                f"{path}: is a link, which raylt does not follow there. Put the file itself in its place.",
+                code="file.not-plain",
+                path=str(path),
+            ) from None
+        if error.errno == errno.ENXIO:  # a FIFO without a reader, or a socket
+            raise CheckpointError(
+                f"{path}: is no plain file. Remove it.", code="file.not-plain", path=str(path)
+            ) from None
+        raise CheckpointError(
+            f"{path}: cannot be used ({error.strerror or error}). Check the path and its permissions.",
+            code="file.unreadable",
+            path=str(path),
+        ) from None
+
+
+def is_file(path: Path) -> bool:
+    """Return whether there is a plain file; False also for a path that no file can have."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether there is a folder; False also for a path that no folder can have."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def exists(path: Path) -> bool:
+    """Return whether a path exists; False also for a text that cannot be a path."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def check_name(name: str, key: str) -> None:
+    """Check that a name can be printed and can be the name of one folder.
+
+    Args:
+        key: what gives the name, for the error.
+
+    Raises:
+        ConfigError: it is empty, a path, longer than file systems take, or has a character that cannot be printed.
+    """
+    if not name or name in (".", "..") or "/" in name or not name.isprintable() or len(name.encode()) > LONGEST_NAME:
+        shown = name if len(name) <= 80 else f"{name[:77]}..."
+        raise ConfigError(
+            f"{key}: must be the name of one folder, printable and of at most {LONGEST_NAME} bytes ({shown!a}). Give "
+            "another name.",
+            code="config.out-of-range",
+            key=key,
+            value=name,
+        )
 
 
 def make(path: Path) -> None:
-    """Makes a folder, and those it lies in where they are not there, for this user alone.
+    """Make a folder and its missing parents, with mode 700.
 
     Raises:
-        FileExistsError: there is something of its name.
+        FileExistsError: The path exists already.
     """
     missing = [parent for parent in path.parents if not parent.is_dir()]
     for parent in reversed(missing):
@@ -42,8 +96,8 @@ def make(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file's or folder's content is on the disk."""
-    with told(path):
+    """Wait until the content of a file or folder is on the disk."""
+    with file_errors(path):
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(handle)

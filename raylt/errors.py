@@ -1,33 +1,317 @@
-"""Every error that raylt raises on purpose.
+"""Errors that raylt raises on purpose.
 
     RayltError ─ ConfigError   ─ UnknownMethod      input: exit code 2
                ├ DataError                          input: exit code 2
                ├ ClientError   ─ ClientLost         one client's call failed
                ├ LateWrite                          a tensor was changed after it was handed over
                ├ TooFewReplies                      a round fell below its quorum
-               ├ BudgetSpent                        more would be uploaded than privacy.epsilon allows
+               ├ BudgetSpent                        an upload would exceed the privacy budget
                ├ Overflow                           a value does not fit into a secure sum
                ├ ServerLost                         the process that aggregates died
                ├ CheckpointError                    a run folder that cannot be used
-               │   └ FolderHeld                     another process is at it
-               └ DiskFull                           a file could not be written for want of space
+               │   └ FolderHeld                     another process uses the folder
+               └ DiskFull                           the disk has no space left
 
-Each message is one line: what is wrong with which value, what was expected, what to do.
+Each message is one line: `setting: what is wrong (value). What to do.` Each error has a stable `code`, listed in
+`CODES`, and `details`: the fields that the message speaks of.
 """
 
+import os
+import shlex
+import sysconfig
 import textwrap
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+
+# code: one sentence for the documentation
+CODES: dict[str, str] = {
+    # checkpoint
+    "checkpoint.damaged": "A checkpoint cannot be read, or its content does not match its hash.",
+    "checkpoint.not-found": "A run folder has no checkpoint that can be read.",
+    "checkpoint.not-kept": "The checkpoint after this step is not kept.",
+    # client
+    "client.failed": "A client's function raised an exception.",
+    "client.late": "A client did not answer before the deadline.",
+    "client.lost": "The process that held a client died before it replied.",
+    "client.not-asked": "The client was not called in this round.",
+    "client.not-named": "Each client has a model of its own, and the client is not named.",
+    "client.not-started": "A client actor died while it started.",
+    "client.unknown": "There is no such client, or it has no model.",
+    # cluster
+    "cluster.already-joined": "The process is in another Ray cluster already.",
+    "cluster.bad-address": "The address of a Ray cluster is not HOST:PORT or auto.",
+    "cluster.busy": "The cluster had no free resources for the actors in time.",
+    "cluster.no-answer": "No server answers at the address of a cluster.",
+    "cluster.not-found": "No Ray cluster runs on this machine.",
+    "cluster.not-joined": "A Ray cluster could not be joined.",
+    "cluster.not-ray": "The server at the address of a cluster is not Ray.",
+    "cluster.not-started": "A new local Ray cluster did not start.",
+    "cluster.tls-file": "A file for TLS is not named or cannot be read.",
+    "cluster.token-missing": "A cluster asks for a token, and this machine has none.",
+    "cluster.token-refused": "A cluster refuses the token of this machine.",
+    "cluster.token-unreadable": "The token file cannot be read, or holds no token.",
+    "cluster.token-unwritable": "The token of a new cluster cannot be written.",
+    "cluster.too-small": "The cluster, or its memory, has too little room for the actors that the settings ask for.",
+    "cluster.unprotected": "A cluster asks for no token, although the user wants one that does.",
+    "cluster.untrusted-file": "The file with the address of the local cluster belongs to another user.",
+    # command
+    "command.failed": "A command raised an exception that raylt does not foresee.",
+    "command.usage": "A command or option does not exist, or an argument is missing or malformed.",
+    # config
+    "config.conflict": "Two settings or options exclude each other.",
+    "config.malformed": "A value cannot be parsed.",
+    "config.missing": "A required setting is missing.",
+    "config.missing-package": "A setting needs a package that is not installed.",
+    "config.out-of-range": "A number is outside its range.",
+    "config.unknown-key": "No setting has this name.",
+    "config.unknown-name": "A name is not one of those that the setting accepts.",
+    "config.wrong-type": "A value has the wrong type.",
+    # data
+    "data.bad-name": "The name of a class, client or folder cannot be printed.",
+    "data.cache-busy": "A process is decoding images into the cache.",
+    "data.cache-unreadable": "The cache of decoded images cannot be read on this node.",
+    "data.decoding-failed": "A process that decodes images could not be started, failed or died.",
+    "data.doubles": "Test images are also training images.",
+    "data.malformed": "A data set's files do not have the expected layout or content.",
+    "data.no-ids": "The data record no client ids.",
+    "data.no-test-images": "The data have no test images that a model could be judged by.",
+    "data.not-found": "A data set's file or folder does not exist.",
+    "data.not-readable": "A folder of a data set cannot be read.",
+    "data.split-changed": "A split file was changed after it was saved.",
+    "data.split-mismatch": "A split was drawn from other data, or for other clients.",
+    "data.too-few": "The data has too few samples or classes for the settings.",
+    "data.undecodable": "Images cannot be decoded.",
+    "data.unknown-cache": "No cache of decoded images has this name.",
+    "data.unknown-class": "Images are of a class that the model does not know.",
+    "data.wrong-kind": "A setting does not apply to this kind of labels.",
+    "data.wrong-layout": "The images do not lie in one of the known layouts of folders.",
+    "data.wrong-shape": "Images have a shape or type that the model does not take.",
+    # device
+    "device.changed": "A run would continue on another kind of device than it was made on.",
+    "device.full": "The device has no room for a client actor.",
+    "device.not-found": "The settings ask for GPUs, and the nodes have none.",
+    "device.not-leased": "A GPU is asked for, and Ray leased none to the process.",
+    "device.not-recordable": "A step that is declared recordable cannot be recorded as a CUDA graph.",
+    "device.unusable": "A GPU is asked for or was leased, and torch cannot use it.",
+    # disk
+    "disk.full": "A file could not be written because the disk, or the user's quota, is full.",
+    # export
+    "export.malformed": "The file is damaged, or raylt export did not write it.",
+    "export.not-a-graph": "torch.export cannot follow the model.",
+    "export.not-rebuildable": "The model cannot be rebuilt from its entries.",
+    "export.other-format": "The file has a format that this raylt does not read.",
+    "export.unknown-format": "The file does not end like a file of raylt export.",
+    # file
+    "file.bad-name": "A name cannot be that of a file.",
+    "file.exists": "A file that a command would write exists already.",
+    "file.malformed": "A file that the user named does not have the content that the command expects.",
+    "file.not-found": "A file does not exist.",
+    "file.not-plain": "A path is a link, a device or a file with a second name, where a plain file is expected.",
+    "file.too-large": "A file is larger than its content can be.",
+    "file.unreadable": "A file cannot be read.",
+    "file.unwritable": "A file or folder cannot be written.",
+    # job
+    "job.file-elsewhere": "A file that a job needs is not below the folder that goes to the cluster.",
+    "job.not-found": "The cluster has no job of raylt with this id or run.",
+    "job.not-sent": "The working directory cannot be sent to a cluster.",
+    # model
+    "model.failed": "A forward or backward pass of the user's model raised an exception.",
+    "model.images-too-small": "The images are too small for the model.",
+    "model.lacks-layer": "The model has no layer of this name.",
+    "model.none-global": "Each client keeps its own running statistics, so there is no global model.",
+    "model.not-finite": "A model's weights or its predictions are infinite or not a number.",
+    "model.shared-memory": "Entries of the user's model share memory.",
+    "model.teacher-mismatch": "A teacher does not fit the task or the model.",
+    "model.teacher-unavailable": "The files of a teacher do not exist and cannot be fetched.",
+    "model.too-narrow": "The model's features have too few dimensions.",
+    "model.weights-mismatch": "A file of weights is damaged or belongs to another model.",
+    "model.weights-unavailable": "Weights do not exist and cannot be fetched.",
+    "model.wrong-dtype": "A weight of the user's model is not float32.",
+    "model.wrong-input": "The model does not take images of this size or number of channels.",
+    "model.wrong-output": "The features or logits of the user's model have an unexpected shape, or are not finite.",
+    "model.wrong-type": "The model is no SplitModel, or has no classifier that could be separated.",
+    "model.wrong-width": "The model's features and the teacher's differ in their number of dimensions.",
+    # plugin
+    "plugin.changed": "A run was made with another version of a plug-in.",
+    "plugin.failed": "A plugin's file raised an exception while it was imported.",
+    "plugin.missing": "A run was made with a plug-in that is not registered.",
+    "plugin.name-taken": "A user's file has the name of a package of raylt.",
+    "plugin.no-method": "A file defines no method.",
+    "plugin.not-importable": "The user's code does not import in another process.",
+    "plugin.not-picklable": "A value cannot be sent to another process.",
+    "plugin.not-python": "A plugin is not a Python file.",
+    "plugin.unreadable": "A plugin's file cannot be read.",
+    "plugin.wrong-type": "A registered value is neither a method nor a function of a known kind.",
+    # privacy
+    "privacy.budget-spent": "An upload with noise would exceed the privacy budget.",
+    "privacy.not-covered": "A method uploads something that the noise does not cover.",
+    "privacy.not-summable": "A method asks for a part of the replies that a secure sum cannot give.",
+    "privacy.nothing-to-attack": "The run uploads nothing that can be attacked in this way.",
+    "privacy.rehearsal": "A finish would be rehearsed with noise, which would spend the budget of the finish itself.",
+    "privacy.too-noisy": "The noise of the privacy budget leaves no class with a sample.",
+    # record
+    "record.changed": "A file of a study was changed after raylt wrote it, or contradicts itself.",
+    "record.other-schema": "The results of a study have a schema that this raylt does not read.",
+    # reply
+    "reply.additional": "A reply has a part or an entry that was not asked for.",
+    "reply.condition": "A part of a reply does not meet the condition that the server declared.",
+    "reply.late-write": "A tensor of a reply or of a client's state was changed in place after it was handed over.",
+    "reply.missing": "A reply lacks a part or an entry.",
+    "reply.no-majority": "Two layouts of the replies are equally frequent, so none counts.",
+    "reply.not-finite": "A reply holds a value that is infinite or not a number.",
+    "reply.not-sendable": "A reply or a client's state holds something that may not travel between processes.",
+    "reply.out-of-range": "A reply holds a value beyond the bound of its part.",
+    "reply.overflow": "A reply holds a value that is too large for the fixed point of a secure sum.",
+    "reply.rejected": "A client's reply cannot be used.",
+    "reply.too-few": "Fewer clients replied usably than a call needs.",
+    "reply.too-large": "A reply or a client's state takes more memory than it may.",
+    "reply.wrong-shape": "An entry of a reply has the wrong type or shape.",
+    "reply.wrong-share": "A member of a secure sum dealt shares of another secret than it committed itself to.",
+    "reply.wrong-sums": "A part of a reply counts other samples than its client has, or is no sum over them.",
+    "reply.wrong-weight": "A reply has another weight than the server expects.",
+    # run
+    "run.busy": "Another process uses the run folder.",
+    "run.changed": "A file of a run was changed, or belongs to another run or version.",
+    "run.exists": "The folder for a new run exists already.",
+    "run.not-branchable": "A run cannot be branched: the other differs from the first round on, or not at all.",
+    "run.not-extensible": "The rounds of the run depend on their number, so it cannot get more.",
+    "run.not-finished": "The run is not finished, or has not reached the step.",
+    "run.not-found": "A folder is no run folder.",
+    "run.not-judged": "Nothing was judged after this step of a run.",
+    "run.not-running": "No process is running the run or job.",
+    "run.other-split": "Runs are over different splits.",
+    "run.other-version": "Another version of raylt made the run.",
+    "run.tracker-failed": "MLflow or W&B failed while it logged a run.",
+    "run.wrong-kind": "The command does not apply to a run of this method or task.",
+    # search
+    "search.bad-range": "A range of a search is malformed.",
+    "search.budget-too-small": "One trial takes more than the budget.",
+    "search.busy": "Another process is running the search.",
+    "search.changed": "Files of a search were changed, or do not fit this version.",
+    "search.different": "A folder holds a search for something else.",
+    "search.exists": "A search with this name exists already.",
+    "search.fixed-setting": "A trial continues from another, and a setting differs that acts before the first round.",
+    "search.no-class": "The metric has no class with validation samples.",
+    "search.no-result": "No trial of a search reached its end.",
+    "search.no-rungs": "There are too few rounds to compare trials before their end.",
+    "search.not-found": "A folder does not hold a search.",
+    "search.not-searchable": "A setting decides no result, so a search cannot vary it.",
+    "search.nothing-to-search": "No field or setting has a range.",
+    "search.unknown-field": "No searched method has this field.",
+    # serve
+    "serve.failed": "A service failed at a request in a way that raylt does not foresee.",
+    "serve.no-such-path": "A service has nothing at the path of a request.",
+    "serve.token-refused": "A request to a service bears no token, or another one.",
+    "serve.too-large": "An image is larger than a service takes.",
+    "serve.too-many": "An address sends a service more images a second than it may.",
+    "serve.unprotected": "A service without a token would be reachable from other machines.",
+    "serve.wrong-type": "A request holds a form, not an image file.",
+    "serve.wrong-verb": "A request has a verb that its path does not take.",
+    # server
+    "server.failed": "The experiment raised an unforeseen exception.",
+    "server.lost": "The process that hosts the experiment died.",
+    "server.map-failed": "A function that the server runs on items (fleet.map) raised an exception.",
+    "server.not-finite": "The global model, a message or a figure of the server is infinite or not a number.",
+    # signature
+    "signature.not-made": "A signature cannot be made with the given key.",
+    "signature.wrong": "A signature does not belong to the file as it is, or to an allowed signer.",
+    # study
+    "study.bad-claim": "A claim of a study cannot be read.",
+    "study.bad-name": "The name of an arm or a cell cannot be the name of a folder.",
+    "study.changed": "A run or search in the study's folder was made with other settings than the study plans.",
+    "study.damaged-run": "A run of a study has files that contradict each other, were changed or cannot be read.",
+    "study.duplicate-name": "Two arms or cells of a study would share a folder or a name.",
+    "study.duplicate-run": "Two of the given runs have the same arm, cell and seed.",
+    "study.empty-group": "A claim is about a group of classes without test images.",
+    "study.no-figure": "No finished run has the figure that was asked for.",
+    "study.not-a-study": "The path is not a study's folder, its results or a run folder.",
+    "study.not-comparable": "Runs of one cell differ in split, budget, optimiser, evaluation or code.",
+    "study.not-runnable": "None of the printed cells can be run.",
+    "study.nothing-finished": "No run of the study is finished.",
+    "study.other-code": "A run was made by another version of the code.",
+    "study.runs-failed": "Some runs of a study failed.",
+    "study.tuning-failed": "The search of an arm failed.",
+    # system
+    "system.unsupported": "raylt does not run on this operating system.",
+    # training
+    "training.diverged": "The updates of most clients are infinite, not numbers, or too large for a model.",
+}
+
+
+_AT_THE_SHELL = "RAYLT_AT_THE_SHELL"  # variable of the environment
+LONGEST = 2000  # characters of a message; a path may have 4,096
 
 
 class RayltError(Exception):
-    """Base of all; `exit_code` is what the command line ends with."""
+    """Base class of all errors that raylt raises on purpose.
+
+    Args:
+        message: one line: what is wrong with which value, and what to do.
+        code: stable name of the kind of error, a key of `CODES`.
+        details: the fields that the message speaks of, such as `key`, `value`, `path`, `client` or `round`.
+
+    Attributes:
+        exit_code: what the command line exits with.
+    """
 
     exit_code = 1
 
+    def __init__(self, message: str, *, code: str = "", **details: object):
+        super().__init__(message)
+        self.code = code
+        self.details = details
+
     def __str__(self) -> str:
-        """One line, whatever the names of files and settings in it are."""
-        return "".join(letter if letter.isprintable() else "?" for letter in super().__str__())
+        """Return the message on one line, with unprintable characters replaced, shortened if it is long."""
+        text = on_one_line(super().__str__())
+        return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def on_one_line(text: str) -> str:
+    """Return a text with a question mark for each character that cannot be printed, such as a newline or an escape."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def quoted(path: object) -> str:
+    """Return a path as a shell takes it, for commands in messages that the user may paste."""
+    return shlex.quote(str(path))
+
+
+def resume_call(folder: object) -> str:
+    """Return what continues a run, as the reader of a message would type it."""
+    return spoken(f"raylt resume {quoted(folder)}", f"raylt.resume({str(folder)!r})")
+
+
+@contextmanager
+def at_the_shell() -> Iterator[None]:
+    """Make messages inside the block name commands and options, also in processes that it starts."""
+    before = os.environ.get(_AT_THE_SHELL)
+    os.environ[_AT_THE_SHELL] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_AT_THE_SHELL)
+        if before is not None:
+            os.environ[_AT_THE_SHELL] = before
+
+
+def spoken(shell: str, python: str) -> str:
+    """Return a command or option as the reader types it: at a shell, or as a call or argument in Python."""
+    return shell if _AT_THE_SHELL in os.environ else python
+
+
+def _restore(kind: type[RayltError], args: tuple[object, ...], fields: dict[str, object]) -> RayltError:
+    """Rebuild a pickled error without calling the constructor of its class."""
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
 
 
 class ConfigError(RayltError):
@@ -56,28 +340,38 @@ class ClientError(RayltError):
         cause: one line.
     """
 
-    def __init__(self, client: int, round: int, function: str, cause: str):
-        super().__init__(f"client {client}, round {round}, {function}: {cause}")
-        self.client, self.round, self.function, self.cause = client, round, function, cause
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.client, self.round, self.function, self.cause)
+    def __init__(
+        self, client: int, round: int, function: str, cause: str, *, code: str = "client.failed", **details: object
+    ):
+        message = f"client {client}, round {round}, {function}: {cause}"
+        super().__init__(message, code=code, client=client, round=round, function=function, **details)
+        self.client = client
+        self.round = round
+        self.function = function
+        self.cause = cause
 
 
 class ClientLost(ClientError):
     """The process that held a client died before it replied."""
 
+    def __init__(self, client: int, round: int, function: str, cause: str):
+        super().__init__(client, round, function, cause, code="client.lost")
+
 
 class LateWrite(RayltError):
-    """A tensor of a reply or of a client's state was changed in place after it was handed over."""
+    """A tensor of a reply or of a client's state was changed in place after it was handed over.
+
+    Args:
+        path: of the tensor in the reply or state.
+    """
 
     def __init__(self, path: str):
-        super().__init__(f"{path} was changed after it was handed over; hand over a copy (tree.snapshot), or change "
-                         "it before")
+        super().__init__(
+            f"{path} was changed after it was handed over; hand over a copy (tree.snapshot), or change it before",
+            code="reply.late-write",
+            path=path,
+        )
         self.path = path
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.path,)
 
 
 class BudgetSpent(RayltError):
@@ -92,19 +386,22 @@ class TooFewReplies(RayltError):
     """Fewer clients replied usably than `federation.quorum` asks for."""
 
 
+class Diverged(TooFewReplies):
+    """The updates of most clients are infinite, not numbers, or too large for a model."""
+
+
 class ServerLost(RayltError):
-    """The process that hosts the experiment died; the last checkpoint is where to go on.
+    """The process that hosts the experiment died; the run continues from its last checkpoint.
 
     Args:
         cause: one line.
     """
 
     def __init__(self, cause: str):
-        super().__init__(f"{cause}; continue with raylt resume")
+        super().__init__(
+            f"{cause}; continue with {spoken('raylt resume', 'raylt.resume')}", code="server.lost", cause=cause
+        )
         self.cause = cause
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.cause,)
 
 
 class CheckpointError(RayltError):
@@ -114,28 +411,90 @@ class CheckpointError(RayltError):
 
 
 class FolderHeld(CheckpointError):
-    """Another process is at this run folder."""
+    """Another process uses this run folder."""
 
 
 class DiskFull(RayltError):
-    """A file could not be written: the disk, or what the user may have of it, is full.
+    """A file could not be written because the disk, or the user's quota, is full.
 
     Args:
         path: of the file.
     """
 
     def __init__(self, path: Path):
-        super().__init__(f"{path}: the disk is full; free some of it, then go on with raylt resume RUN (a search: "
-                         "raylt tune --resume SEARCH, a study: the same raylt study)")
+        super().__init__(
+            f"{path}: the disk is full. Free some space, then continue with "
+            + spoken(
+                "raylt resume RUN (a search: raylt tune --resume SEARCH; a study: the same raylt study)",
+                "raylt.resume(RUN) (a search: tune.resume(SEARCH); a study: the same raylt.study)",
+            ),
+            code="disk.full",
+            path=str(path),
+        )
         self.path = path
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.path,)
+
+def user_fault(error: BaseException) -> str:
+    """Return the type and message of an exception with the innermost place in the user's own code.
+
+    Code of raylt, of Python and of installed packages is not the user's; without any of it the last place is named.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"
+    frames = _user_frames(error)
+    if not frames:
+        return one_line(error)
+    message = textwrap.shorten(" ".join(str(error).split()), 400, placeholder=" ...")
+    inner = frames[-1]
+    return f"{type(error).__name__}: {message} ({Path(inner.filename).name}:{inner.lineno}, in {inner.name})"
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """Make sys.exit() in the user's own code an error, since it would end the process in silence.
+
+    Raises:
+        ConfigError: the code inside the block tried to end the process; the message names the place.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if not in_user_code(error):
+            raise
+        raise ConfigError(
+            f"{user_fault(error)}: would end the process. Raise an error instead.",
+            code="plugin.failed",
+            cause=user_fault(error),
+        ) from error
+
+
+def in_user_code(error: BaseException) -> bool:
+    """Return whether an exception passed through the user's own code."""
+    return bool(_user_frames(error))
+
+
+def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_code(frame.filename)]
+
+
+@cache  # a recursion has a thousand frames of one file
+def _is_user_code(file: str) -> bool:
+    """Return whether a file belongs neither to raylt nor to Python nor to an installed package."""
+    home, path = Path(__file__).resolve().parents[1], Path(file)
+    others = [home / name for name in ("raylt", "actors", "tune")] + [
+        Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")
+    ]
+    return path.is_absolute() and not any(path.resolve().is_relative_to(folder) for folder in others)
 
 
 def one_line(error: BaseException) -> str:
-    """The type and message of an exception and the last line of project or user code that it passed through."""
+    """Return the type and message of an exception and the last line of project or user code that it passed through."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    said = textwrap.shorten(" ".join(str(error).split()), 400, placeholder=" ...")
-    return f"{type(error).__name__}: {said}{place}"
+    text = textwrap.shorten(" ".join(str(error).split()), 400, placeholder=" ...")
+    return f"{type(error).__name__}: {text}{place}"
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error as one line: the message of raylt's own errors, type and place of any other."""
+    return str(error) if isinstance(error, RayltError) else one_line(error)

@@ -1,4 +1,4 @@
-"""`hp()`: a hyper-parameter declared once, with its default, its check, its search range and its source."""
+"""`hp()`: declare a hyper-parameter once, with its default, checks, search range and source."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 @dataclass(frozen=True)
 class Choice:
-    """One of the given values."""
+    """A search range: one of the given values."""
 
     values: tuple[Any, ...]
 
@@ -23,7 +23,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Uniform:
-    """A float in [low, high]."""
+    """A search range: a float in [low, high]."""
 
     low: float
     high: float
@@ -34,7 +34,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class LogUniform:
-    """A float in [low, high], uniform in its logarithm."""
+    """A search range: a float in [low, high], uniform in its logarithm."""
 
     low: float
     high: float
@@ -47,26 +47,30 @@ Range = Choice | Uniform | LogUniform
 
 
 def hp(default: Any, range: Range, source: str, **checks: Any) -> Any:
-    """A pydantic field that also says where to search and where it comes from.
+    """Declare a pydantic field that also carries its search range and its source.
 
     Args:
-        default: the paper's value.
-        range: what a search draws from; the default lies in it.
-        source: what it is and its equation or section, in a few words.
-        checks: pydantic's own constraints (`ge`, `gt`, `le`, `lt`).
+        default: The paper's value.
+        range: The values that a search draws from. The default is one of them.
+        source: The meaning of the field and its equation or section, in a few words.
+        checks: Constraints of pydantic (`ge`, `gt`, `le`, `lt`).
     """
     extra: Any = {"range": range}
     return Field(default, description=source, json_schema_extra=extra, **checks)
 
 
 def range_of(field: FieldInfo) -> Range:
-    """The search range that `hp` declared; a KeyError means the field was not declared by `hp`."""
+    """Return the search range that `hp` declared.
+
+    Raises:
+        KeyError: `hp` did not declare this field.
+    """
     extra: Any = field.json_schema_extra or {}
     return extra["range"]
 
 
 def in_range(value: Any, range: Range) -> bool:
-    """Whether a search could have drawn this value."""
+    """Return whether a search could have drawn this value."""
     if isinstance(range, Choice):
         return value in range.values
     return math.isfinite(value) and range.low <= value <= range.high

@@ -1,14 +1,14 @@
-"""What the names of a configuration stand for, found once, where a run is started. Other processes get the values.
+"""The registry: values for the names of a configuration. They are looked up once, in the process that starts a run.
 
-Beside what raylt brings there are guests: methods, models, data sources and augmentations of one's own, registered as
-values (`raylt.register`), by a plug-in file (`--plugin FILE`), or by an installed package through the entry points
-`raylt.methods`, `raylt.models`, `raylt.sources` and `raylt.augmentations`. A run folder records the guests that a run
-used, with the SHA-256 of their source; to go on with it they must be there again, unchanged.
+Plugins are a user's own methods, models, data sources, augmentations, partitions and schedules. They come as values
+(`raylt.register`), from a file (`--plugin FILE`), or from an installed package through the entry points
+`raylt.methods`, `raylt.models`, `raylt.sources`, `raylt.augmentations`, `raylt.partitions` and `raylt.schedules`. A run
+folder records its plugins with the SHA-256 of their sources. To continue the run they must be registered again,
+unchanged.
 """
 
 import difflib
 import hashlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable
@@ -22,124 +22,143 @@ from typing import Any, Literal
 from raylt.config import Config
 from raylt.core.method import Method
 from raylt.core.setup import Setup
-from raylt.data.augment import AUGMENTATIONS
-from raylt.data.sources import NAMES, SOURCES
-from raylt.data.transforms import in_turn
+from raylt.core.training.schedules import SCHEDULES
+from raylt.data.augment import AUGMENTATIONS, in_turn
+from raylt.data.sources.sources import NAMES, SOURCES
+from raylt.data.splits.partitions import PARTITIONS
 from raylt.errors import ConfigError
 from raylt.methods import METHODS, make_method
 from raylt.models import MODELS, build
+from raylt.own_code.module_sources import PLUGIN
+from raylt.own_code.plugin_file import run_plugin
 
-GuestKind = Literal["method", "model", "source", "augmentation"]
-TABLES: dict[GuestKind, dict[str, Any]] = {
-    "method": METHODS, "model": MODELS, "source": SOURCES, "augmentation": AUGMENTATIONS}
-PLUGIN = "raylt_plugin_"                # what the modules of plug-in files are called
+PluginKind = Literal["method", "model", "source", "augmentation", "partition", "schedule"]
+TABLES: dict[PluginKind, dict[str, Any]] = {
+    "method": METHODS,
+    "model": MODELS,
+    "source": SOURCES,
+    "augmentation": AUGMENTATIONS,
+    "partition": PARTITIONS,
+    "schedule": SCHEDULES,
+}
 
 
 @dataclass(frozen=True)
-class Guest:
-    """One thing that raylt did not bring.
+class Plugin:
+    """A registered value that is not part of raylt.
 
     Attributes:
-        origin: the plug-in's file name, the package and its version, or "value".
-        sha256: of the file that its source stands in; None where there is none (a notebook).
+        kind: Kind of the value.
+        name: Name in a configuration.
+        value: The method, or the function.
+        origin: Name of the plugin's file, the package with its version, or "value".
+        sha256: SHA-256 of the file with its source; None without a file (a notebook).
     """
 
-    kind: GuestKind
+    kind: PluginKind
     name: str
     value: Any
     origin: str
     sha256: str | None
 
     def record(self) -> dict[str, str | None]:
-        """What a run folder keeps of it."""
+        """Return the record of the plugin in a run folder."""
         return {"kind": self.kind, "name": self.name, "origin": self.origin, "sha256": self.sha256}
 
 
-_guests: dict[tuple[GuestKind, str], Guest] = {}
+_plugins: dict[tuple[PluginKind, str], Plugin] = {}
 
 
-def register(value: Any, name: str | None = None, *, kind: GuestKind | None = None) -> str:
-    """Makes a method, a model, a data source or an augmentation known under a name, in this process.
+def register(value: Any, name: str | None = None, *, kind: PluginKind | None = None) -> str:
+    """Register a method, a model, a data source or an augmentation under a name, in this process.
 
     Args:
-        value: a subclass of `Method`; or a function: of a model (classes, (height, width, channels)) -> SplitModel, of
-            a source (DataConfig) -> Source, of an augmentation (x, y, generator) -> (x, y).
-        name: by default the method's `name`, or the function's.
-        kind: needed for functions.
+        value: A subclass of `Method`, or a function. A model is (classes, (height, width, channels)) -> SplitModel, a
+            source (DataConfig) -> Source, an augmentation (x, y, generator) -> (x, y), a partition
+            (labels, clients, generator, DataConfig) -> rows of each client, a schedule
+            (LocalConfig, round, rounds) -> learning rate.
+        name: Name in a configuration; by default the method's `name`, or the function's.
+        kind: Kind of a function; a method needs none.
 
     Returns:
         The name.
 
     Raises:
-        ConfigError: it is none of these, or the name is taken.
+        ConfigError: The value is none of these, or the name is taken.
     """
     return _add(value, name, kind, "value")
 
 
-def load_plugin(file: Path) -> list[Guest]:
-    """Runs a Python file, which may call `raylt.register`; its subclasses of `Method` are registered in any case.
+def load_plugin(file: Path) -> list[Plugin]:
+    """Run a Python file, register its subclasses of `Method`, and return all plugins that it registers.
+
+    The file may also call `raylt.register`.
 
     Raises:
-        ConfigError: it cannot be read or run, or brings nothing.
+        ConfigError: The file cannot be read or run, or registers nothing.
     """
-    if not file.is_file():
-        raise ConfigError(f"--plugin {file}: no such file; give a Python file that defines a method, or registers a "
-                          "model, a source or an augmentation")
-    digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]       # two may be called alike
-    name = f"{PLUGIN}{file.stem.replace('-', '_')}_{digest}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"--plugin {file}: not a Python file; give one that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    before = set(_guests)
-    sys.modules[name] = module          # where pickle finds its classes again
-    if (beside := str(file.resolve().parent)) not in sys.path:
-        sys.path.append(beside)         # it may import files beside it, as a script may
-    try:
-        spec.loader.exec_module(module)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"--plugin {file}: {type(error).__name__}: {error}; run it by itself to see where") from error
+    before, module = set(_plugins), run_plugin(file)
+    name = module.__name__
     for value in vars(module).values():
         if inspect.isclass(value) and issubclass(value, Method) and value.__module__ == name and hasattr(value, "name"):
             _add(value, None, "method", file.name)
-    brought = [guest for key, guest in _guests.items() if key not in before or guest.value.__module__ == name]
+    brought = [plugin for key, plugin in _plugins.items() if key not in before or plugin.value.__module__ == name]
     if not brought:
-        raise ConfigError(f"--plugin {file}: defines no method (a subclass of raylt.Method with a `name`), and "
-                          "registers nothing (raylt.register)")
+        raise ConfigError(
+            f"--plugin: registers nothing ({file}). Define a subclass of raylt.Method with a `name`, or call "
+            "raylt.register.",
+            code="plugin.no-method",
+            path=str(file),
+        )
     return brought
 
 
-def guests() -> list[Guest]:
-    """All guests of this process, for processes that resolve configurations themselves."""
-    return list(_guests.values())
+def plugin_modules() -> list[ModuleType]:
+    """Return the modules that define this process's plugins and the classes that they inherit from."""
+    kinds = [kind for plugin in _plugins.values() for kind in getattr(plugin.value, "__mro__", (plugin.value,))]
+    names = dict.fromkeys(getattr(kind, "__module__", None) or "" for kind in kinds)
+    return [sys.modules[name] for name in names if name in sys.modules]
 
 
-def adopt(others: Iterable[Guest]) -> None:
-    """Takes over the guests of the process that sent them."""
-    for guest in others:
-        TABLES[guest.kind][guest.name] = guest.value
-        _guests[guest.kind, guest.name] = guest
+def is_plugin(kind: PluginKind, name: str) -> bool:
+    """Return whether a name belongs to a value that the user or an installed package registered."""
+    return (kind, name) in _plugins
+
+
+def plugins() -> list[Plugin]:
+    """Return all plugins of this process, for processes that resolve configurations themselves."""
+    return list(_plugins.values())
+
+
+def adopt(others: Iterable[Plugin]) -> None:
+    """Register the plugins that another process sent."""
+    for plugin in others:
+        TABLES[plugin.kind][plugin.name] = plugin.value
+        _plugins[plugin.kind, plugin.name] = plugin
 
 
 def resolve(config: Config) -> Setup:
-    """The method, the model and the augmentation that a configuration names.
+    """Return a configuration with the method, the model and the augmentation that it names.
 
     Raises:
-        ConfigError: no such name, or a field of the method that cannot be.
+        ConfigError: A name is unknown, or a field of the method is wrong.
     """
     seek(config)
-    _known("model", config.model, "model")
+    _check_name("model", config.model, "model")
     for name in config.augment.split("+"):
-        _known("augmentation", name, "augment")
-    model = partial(build, name=config.model, factory=MODELS.get(config.model), weights=config.weights)
-    return Setup(config, make_method(config.method), model,
-                 in_turn([AUGMENTATIONS[name] for name in config.augment.split("+")]))
+        _check_name("augmentation", name, "augment")
+    _check_name("schedule", config.local.schedule, "local.schedule")
+    if config.data.partition is not None:
+        _check_name("partition", config.data.partition, "data.partition")
+    model = partial(
+        build, name=config.model, factory=MODELS.get(config.model), weights=config.weights, side=config.input
+    )
+    augment = in_turn([AUGMENTATIONS[name] for name in config.augment.split("+")])
+    return Setup(config, make_method(config.method), model, augment, SCHEDULES[config.local.schedule])
 
 
 def seek(config: Config) -> None:
-    """Registers what installed packages offer under the names of a configuration, where nobody else has them."""
+    """Register plugins of installed packages that a configuration names and that are not registered yet."""
     for kind, name in sorted(_named(config)):
         if name in TABLES[kind] or (kind == "source" and name.partition(":")[0] in NAMES):
             continue
@@ -147,69 +166,103 @@ def seek(config: Config) -> None:
             package = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
             try:
                 value = point.load()
-            except Exception as error:
-                raise ConfigError(f"{kind} = {name!r}: the package {package} that offers it cannot be loaded "
-                                  f"({type(error).__name__}: {error}); mend or remove it") from error
+            except (Exception, SystemExit) as error:
+                raise ConfigError(
+                    f"{kind}: {name!r} of the package {package} cannot be loaded ({type(error).__name__}: {error}). "
+                    "Repair or remove the package.",
+                    code="plugin.failed",
+                    name=name,
+                ) from error
             _add(value, name, kind, package)
 
 
 def plugin_files() -> list[str]:
-    """Files that this process was given; what was registered by a call has no file that another could read."""
+    """Return the plugin files of this process. Values registered by a call have no file that others could read."""
     return [str(module.__file__) for name, module in sys.modules.items() if name.startswith(PLUGIN)]
 
 
 def origins(config: Config) -> list[dict[str, str | None]]:
-    """The records of the guests that a configuration names."""
+    """Return the records of the plugins that a configuration names."""
     named = _named(config)
-    return [guest.record() for key, guest in _guests.items() if key in named]
+    return [plugin.record() for key, plugin in _plugins.items() if key in named]
 
 
-def _named(config: Config) -> set[tuple[GuestKind, str]]:
-    """What a configuration names that may be a guest."""
-    augmentations: set[tuple[GuestKind, str]] = {("augmentation", name) for name in config.augment.split("+")}
-    return augmentations | {("method", config.method["name"]), ("model", config.model), ("source", config.data.source)}
+def _named(config: Config) -> set[tuple[PluginKind, str]]:
+    """Return kind and name of everything in a configuration that may be a plugin."""
+    augmentations: set[tuple[PluginKind, str]] = {("augmentation", name) for name in config.augment.split("+")}
+    named: set[tuple[PluginKind, str]] = {
+        ("method", config.method["name"]),
+        ("model", config.model),
+        ("source", config.data.source),
+        ("schedule", config.local.schedule),
+    }
+    if config.data.partition is not None:
+        named.add(("partition", config.data.partition))
+    return augmentations | named
 
 
 def check_origins(recorded: list[dict[str, Any]], folder: Path) -> None:
-    """Whether the guests that a run was made with are here, unchanged. No code is ever run from a run folder.
+    """Check that the plugins of a run are registered and unchanged. No code is ever run from a run folder.
+
+    Args:
+        recorded: Records of the run's plugins.
+        folder: The run folder, for errors.
 
     Raises:
-        ConfigError: one is missing or has another source; names it and the remedy.
+        ConfigError: A plugin is missing or has another source.
     """
     for record in recorded:
         kind, name, origin = record["kind"], record["name"], record["origin"]
-        remedy = f"give --plugin {origin} again" if origin.endswith(".py") else (
-            "register it again (raylt.register)" if origin == "value" else f"install {origin}")
-        guest = _guests.get((kind, name))
-        if guest is None:
-            raise ConfigError(f"{folder}: was made with the {kind} {name!r} ({origin}), which is not here; {remedy}")
-        if record["sha256"] and guest.sha256 and guest.sha256 != record["sha256"]:
-            raise ConfigError(f"{folder}: was made with another version of the {kind} {name!r} ({origin}, SHA-256 "
-                              f"{record['sha256'][:16]}, now {guest.sha256[:16]}); bring the file of then, or start "
-                              "a new run")
+        remedy = (
+            f"Give --plugin {origin} again"
+            if origin.endswith(".py")
+            else ("Register it again (raylt.register)" if origin == "value" else f"Install {origin}")
+        )
+        plugin = _plugins.get((kind, name))
+        if plugin is None:
+            raise ConfigError(
+                f"{folder}: the run's {kind} {name!r} is not registered ({origin}). {remedy}.",
+                code="plugin.missing",
+                name=name,
+            )
+        if record["sha256"] and plugin.sha256 and plugin.sha256 != record["sha256"]:
+            raise ConfigError(
+                f"{folder}: the run's {kind} {name!r} was another version ({origin}, SHA-256 "
+                f"{record['sha256'][:16]}, now {plugin.sha256[:16]}). Give the file of that version, or "
+                "start a new run.",
+                code="plugin.changed",
+                name=name,
+            )
 
 
-def _add(value: Any, name: str | None, kind: GuestKind | None, origin: str) -> str:
+def _add(value: Any, name: str | None, kind: PluginKind | None, origin: str) -> str:
     if inspect.isclass(value) and issubclass(value, Method):
         kind, name = "method", name or value.name
     elif kind is None or kind == "method" or not callable(value):
-        raise ConfigError(f"register: {value!r} is no subclass of raylt.Method; of a function say what it makes, as in "
-                          "register(my_net, kind=\"model\")")
+        raise ConfigError(
+            f"register: is neither a subclass of raylt.Method nor a function with a kind ({value!r}). Give the kind "
+            'of a function, as in register(my_net, kind="model").',
+            code="plugin.wrong-type",
+        )
     name = name or value.__name__
-    known = TABLES[kind].get(name) if kind != "source" or name not in NAMES else NAMES
-    guest = _guests.get((kind, name))
-    if known is not None and known is not value and (guest is None or _place(guest.value) != _place(value)):
-        raise ConfigError(f"register: there is a {kind} called {name!r} already; give yours another name")
+    registered = TABLES[kind].get(name) if kind != "source" or name not in NAMES else NAMES
+    plugin = _plugins.get((kind, name))
+    if registered is not None and registered is not value and (plugin is None or _place(plugin.value) != _place(value)):
+        raise ConfigError(
+            f"register: there is already a {kind} of this name ({name!r}). Give yours another name.",
+            code="plugin.name-taken",
+            name=name,
+        )
     module = sys.modules.get(value.__module__)
     if module is not None and module.__name__.startswith(PLUGIN):
         origin = Path(str(module.__file__)).name
     TABLES[kind][name] = value
-    _guests[kind, name] = Guest(kind, name, value, origin, _source_hash(module))
+    _plugins[kind, name] = Plugin(kind, name, value, origin, _source_hash(module))
     return name
 
 
 def _place(value: Callable[..., Any]) -> tuple[str, str]:
-    """Where something is defined: a cell or a file that is run again defines the same thing anew."""
+    """Return module and name of a value, by which a cell or file that is run again defines the same thing."""
     return value.__module__.removeprefix(PLUGIN), value.__qualname__
 
 
@@ -218,10 +271,15 @@ def _source_hash(module: ModuleType | None) -> str | None:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file and Path(file).is_file() else None
 
 
-def _known(kind: GuestKind, name: str, key: str) -> None:
+def _check_name(kind: PluginKind, name: str, key: str) -> None:
     table = TABLES[kind]
     if name not in table and not (kind == "model" and ":" in name):
         nearest = difflib.get_close_matches(name, table, 1)
-        hint = f"did you mean {nearest[0]}? " if nearest else ""
-        raise ConfigError(f"{key} = {name!r}: no such {kind}; {hint}There are: {', '.join(table)}; one's own comes by "
-                          "--plugin FILE")
+        hint = f" Did you mean {nearest[0]}?" if nearest else ""
+        raise ConfigError(
+            f"{key}: there is no such {kind} ({name!r}).{hint} Give one of: {', '.join(table)}; or --plugin FILE with "
+            "your own.",
+            code="config.unknown-name",
+            key=key,
+            value=name,
+        )

@@ -1,4 +1,4 @@
-"""Randomness as a function of (seed, purpose, round, client), never of the order in which things ran."""
+"""Seeds that depend on (seed, purpose, round, client) and not on the order of execution."""
 
 import hashlib
 from collections.abc import Iterator
@@ -11,9 +11,13 @@ if TYPE_CHECKING:
 
 
 def seed_for(seed: int, *keys: str | int) -> int:
-    """A seed in [0, 2**63) that depends on `seed` and every key, and on nothing else.
+    """Return a seed in [0, 2**63) that depends on `seed` and the keys only.
 
-    It is the same on every machine and in every process (Python's own `hash` is not).
+    It is the same on every machine and in every process; Python's own `hash` is not.
+
+    Args:
+        seed: Seed of the run.
+        keys: Purpose, round, client and so on. An integer and its text are different keys.
     """
     text = "\0".join([str(seed), *(f"{type(k).__name__}:{k}" for k in keys)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
@@ -21,14 +25,14 @@ def seed_for(seed: int, *keys: str | int) -> int:
 
 @contextmanager
 def seeded(seed: int, *keys: str | int, device: "torch.device | None" = None) -> Iterator[None]:
-    """Runs a block under torch's global generators seeded by `seed_for(seed, *keys)`; they are restored afterwards."""
-    import torch  # here: splits are drawn by processes that need no torch
+    """Seed torch's global generators with `seed_for(seed, *keys)` for a block; restore their states afterwards."""
+    import torch  # not at the top: processes that only draw splits need no torch
 
     cuda = [device] if device is not None and device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda):
         if _has_gpu():
             torch.manual_seed(seed_for(seed, *keys))
-        else:       # what torch would note for GPUs that may come, with a stack each time, is a tenth of a small call
+        else:  # torch.manual_seed also records a stack for GPUs to come, a tenth of a small call's time
             torch.default_generator.manual_seed(seed_for(seed, *keys))
         yield
 
@@ -36,4 +40,5 @@ def seeded(seed: int, *keys: str | int, device: "torch.device | None" = None) ->
 @cache
 def _has_gpu() -> bool:
     import torch
+
     return torch.cuda.is_available()

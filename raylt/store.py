@@ -1,18 +1,21 @@
-"""Files of run, study and search folders. A folder may come from somebody else, so nothing in it is trusted to be what
-its name says.
+"""Files of run, study and search folders, which may come from another person.
 
-A `Folder` is held open, and what is in it is reached by plain names from there: a link is never followed, a FIFO or a
-device is never opened to wait for it, a file that is written has another name until it is whole, in a place that was
-made for it alone, and a file that is read has a limit. Folders are made with mode 700, files with 600. Every failure is
-one line (raylt.errors): what is the matter with which file.
+A `Folder` is held open, and its files are reached by plain names from its handle:
+
+- A link is never followed, and opening a FIFO or a device never waits.
+- A file is written under another name and renamed when it is complete.
+- A file that is read has a size limit.
+- Folders have mode 700, files mode 600.
+
+Every failure is an error of raylt with the path.
 """
 
-import fcntl
 import hashlib
 import os
 import secrets
 import shutil
 import stat
+import zipfile
 from contextlib import AbstractContextManager, suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
@@ -20,15 +23,24 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter
 
-from raylt.disk import make, told
-from raylt.errors import CheckpointError
-from raylt.typed import as_json
+from raylt.disk import file_errors, make
+from raylt.errors import CheckpointError, RayltError
+from raylt.typed_json import as_json
+
+try:
+    import fcntl
+except ImportError:
+    raise RayltError(
+        "raylt: this Python has no fcntl, with which run folders are locked (Windows). Install raylt in WSL, the Linux "
+        "of Windows (wsl --install).",
+        code="system.unsupported",
+    ) from None
 
 T = TypeVar("T")
 MIB = 2**20
-LIMIT = 64 * MIB            # of a file that is read whole, unless whoever reads it knows better
-WRITING = ".writing"        # how names end that a file has until it is whole
-# NONBLOCK: opening a FIFO would otherwise wait for somebody at its other end
+LIMIT = 64 * MIB  # of a file that is read at once, unless the caller gives another limit
+WRITING = ".writing"  # end of the name of a file until it is complete
+# without NONBLOCK, opening a FIFO waits for a process at its other end
 _PLAIN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -36,8 +48,8 @@ class Folder:
     """A folder that is held open.
 
     Args:
-        path: what errors call it.
-        handle: of the folder, closed with it.
+        path: Path that errors name.
+        handle: Handle of the open folder; `__exit__` closes it.
     """
 
     def __init__(self, path: Path, handle: int):
@@ -45,8 +57,8 @@ class Folder:
 
     @classmethod
     def open(cls, path: Path) -> "Folder":
-        """The folder at a path. The path itself is its user's, who may have put a link there."""
-        with told(path):
+        """Open the folder at a path. The path comes from the user, so it may be a link."""
+        with file_errors(path):
             return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def __enter__(self) -> "Folder":
@@ -56,8 +68,8 @@ class Folder:
         os.close(self._handle)
 
     def inner(self, name: str, make: bool = False) -> "Folder":
-        """A folder in this one, made where it is not there yet if `make` says so."""
-        with self._told(name):
+        """Open a folder in this one; with `make`, make it first if it does not exist."""
+        with self._errors(name):
             if make:
                 with suppress(FileExistsError):
                     os.mkdir(name, 0o700, dir_fd=self._handle)
@@ -65,64 +77,73 @@ class Folder:
         return Folder(self.path / name, handle)
 
     def new(self, name: str) -> "Folder":
-        """A folder in this one that was not there before."""
-        with self._told(name):
+        """Make a folder in this one and open it. The name must be free."""
+        with self._errors(name):
             os.mkdir(name, 0o700, dir_fd=self._handle)
         return self.inner(name)
 
     def names(self) -> list[str]:
-        """What is in it, in order."""
+        """Return the sorted names of everything in the folder."""
         return sorted(os.listdir(self._handle))
 
     def unfinished(self) -> list[str]:
-        """Names of files that are being written, or that a process left that was killed while it wrote."""
+        """Return names of files that are being written, or were being written when a process was killed."""
         return [name for name in self.names() if name.startswith(".") and name.endswith(WRITING)]
 
     def has(self, name: str) -> bool:
-        """Whether there is a plain file of this name."""
-        with self._told(name), suppress(FileNotFoundError):
+        """Return whether a plain file has this name."""
+        with self._errors(name), suppress(FileNotFoundError):
             return stat.S_ISREG(os.stat(name, dir_fd=self._handle, follow_symlinks=False).st_mode)
         return False
 
     def read(self, name: str, limit: int = LIMIT) -> bytes:
-        """The content of a file of at most `limit` bytes."""
-        with self.stream(name) as stream, self._told(name):
+        """Return the content of a file of at most `limit` bytes."""
+        with self.stream(name) as stream, self._errors(name):
             if (size := os.fstat(stream.fileno()).st_size) > limit:
-                raise CheckpointError(f"{self.path / name}: has {size:,} bytes, at most {limit:,} can be right")
+                raise CheckpointError(
+                    f"{self.path / name}: is too large ({size:,} bytes, at most {limit:,}). Remove it, or use an "
+                    "intact copy.",
+                    code="file.too-large",
+                    path=str(self.path / name),
+                )
             return stream.read(limit)
 
     def stream(self, name: str) -> BufferedReader:
-        """A plain file, opened to be read."""
-        with self._told(name):
+        """Open a plain file for reading."""
+        with self._errors(name):
             return os.fdopen(self._plain(name, os.O_RDONLY), "rb")
 
     def read_text(self, name: str, limit: int = LIMIT) -> str:
-        """The same of a text."""
+        """Return the content of a text file of at most `limit` bytes."""
         try:
             return self.read(name, limit).decode()
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"{self.path / name}: is not UTF-8 ({error})") from None
+            raise CheckpointError(
+                f"{self.path / name}: is not UTF-8 ({error}). Remove it, or use an intact copy.",
+                code="file.malformed",
+                path=str(self.path / name),
+            ) from None
 
     def read_json(self, name: str, kind: "TypeAdapter[T]", limit: int = LIMIT) -> T:
-        """The content of a JSON file that is of a kind."""
+        """Return the content of a JSON file, checked against a type."""
         return as_json(self.read(name, limit), kind, str(self.path / name))
 
     def hash(self, name: str) -> str:
-        """SHA-256 of a file's content."""
-        with self.stream(name) as stream, self._told(name):
+        """Return the SHA-256 of a file's content."""
+        with self.stream(name) as stream, self._errors(name):
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
     def place(self, name: str) -> Path:
-        """The path of a plain file, for libraries that read by path."""
-        with self._told(name):
+        """Return the path of a plain file, for libraries that read by path."""
+        with self._errors(name):
             os.close(self._plain(name, os.O_RDONLY))
         return self.path / name
 
     def write(self, name: str, content: bytes | str) -> None:
-        """Puts a file there, or in the place of what is there, in one step."""
+        """Write a file in one step; a file of the same name is replaced."""
         content = content.encode() if isinstance(content, str) else content
         beside = f".{name}.{secrets.token_hex(8)}{WRITING}"
-        with self._told(name):
+        with self._errors(name):
             handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN, 0o600, dir_fd=self._handle)
             try:
                 with os.fdopen(handle, "wb") as stream:
@@ -137,26 +158,33 @@ class Folder:
             os.fsync(self._handle)
 
     def append(self, name: str, content: bytes | str) -> None:
-        """Adds to the end of a file, and waits until that is on the disk."""
-        with self._told(name), self.log(name) as stream:
+        """Append to a file, and wait until the content is on the disk."""
+        with self._errors(name), self.log(name) as stream:
             stream.write(content.encode() if isinstance(content, str) else content)
             stream.flush()
             os.fsync(stream.fileno())
 
     def log(self, name: str) -> BufferedWriter:
-        """A file that is added to at its end."""
-        with self._told(name):
+        """Open a file for appending."""
+        with self._errors(name):
             stream = os.fdopen(self._plain(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
         if os.fstat(stream.fileno()).st_nlink > 1:
             stream.close()
-            raise CheckpointError(f"{self.path / name}: has a second name elsewhere, whose content would change; "
-                                  "put a copy in its place")
+            raise CheckpointError(
+                f"{self.path / name}: has a second name, whose content would change. Put a copy in its place.",
+                code="file.not-plain",
+                path=str(self.path / name),
+            )
         return stream
 
     def lock(self, name: str, wait: bool = False) -> int | None:
-        """A handle that holds the lock of this name until it is closed; None where another process has it, unless it is
-        waited for."""
-        with self._told(name):
+        """Take the lock of this name and return its handle; closing the handle frees the lock.
+
+        Args:
+            name: Name of the lock's file.
+            wait: Wait while another process has the lock; otherwise return None.
+        """
+        with self._errors(name):
             handle = self._plain(name, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -165,8 +193,8 @@ class Folder:
                 return None
             return handle
 
-    def held(self, name: str) -> bool:
-        """Whether a process has the lock of this name."""
+    def is_locked(self, name: str) -> bool:
+        """Return whether a process has the lock of this name."""
         with suppress(OSError, CheckpointError):
             handle = self._plain(name, os.O_RDONLY)
             try:
@@ -175,76 +203,144 @@ class Folder:
                 return True
             finally:
                 os.close(handle)
-        return False            # never run by anyone, or nobody's to look at
+        return False  # the file does not exist, or this user may not open it
 
     def rename(self, old: str, new: str) -> None:
-        """Gives something in this folder another name, and waits until that is on the disk."""
-        with self._told(new):
+        """Rename a file or folder in this folder, and wait until that is on the disk."""
+        with self._errors(new):
             os.replace(old, new, src_dir_fd=self._handle, dst_dir_fd=self._handle)
             os.fsync(self._handle)
 
     def move(self, name: str, target: "Folder") -> None:
-        """Moves a file into another folder, in the place of what has its name there."""
-        with self._told(name):
+        """Move a file into another folder; a file of the same name there is replaced."""
+        with self._errors(name):
             os.replace(name, name, src_dir_fd=self._handle, dst_dir_fd=target._handle)
             os.fsync(target._handle)
 
     def link(self, name: str, target: "Folder") -> None:
-        """Gives a file the same name in another folder, as a second name of the same file.
+        """Link a file under the same name in another folder.
 
         Raises:
-            OSError: the file system cannot do that.
+            OSError: The file system cannot link files.
         """
         os.close(self._plain(name, os.O_RDONLY))
         os.link(name, name, src_dir_fd=self._handle, dst_dir_fd=target._handle, follow_symlinks=False)
 
     def copy(self, name: str, target: "Folder") -> None:
-        """Copies a file into another folder, where there is none of its name, and waits until it is on the disk."""
+        """Copy a file into another folder, where its name is free, and wait until it is on the disk."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN
-        with target._told(name), os.fdopen(self._plain(name, os.O_RDONLY), "rb") as source, os.fdopen(
-                os.open(name, flags, 0o600, dir_fd=target._handle), "wb") as stream:
+        with (
+            target._errors(name),
+            os.fdopen(self._plain(name, os.O_RDONLY), "rb") as source,
+            os.fdopen(os.open(name, flags, 0o600, dir_fd=target._handle), "wb") as stream,
+        ):
             shutil.copyfileobj(source, stream, MIB)
             stream.flush()
             os.fsync(stream.fileno())
 
     def remove(self, name: str) -> None:
-        """Removes what has this name: a file, a link but not what it leads to, or a folder with what is in it."""
-        with self._told(name), suppress(FileNotFoundError):
+        """Remove a file, a link (not its target), or a folder with its content."""
+        with self._errors(name), suppress(FileNotFoundError):
             if stat.S_ISDIR(os.stat(name, dir_fd=self._handle, follow_symlinks=False).st_mode):
                 shutil.rmtree(name, dir_fd=self._handle)
             else:
                 os.unlink(name, dir_fd=self._handle)
 
     def _plain(self, name: str, flags: int) -> int:
-        """A handle of a plain file."""
+        """Return a handle of a plain file."""
         handle = os.open(name, flags | _PLAIN, 0o600, dir_fd=self._handle)
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             os.close(handle)
-            raise CheckpointError(f"{self.path / name}: is no plain file; remove it")
+            raise CheckpointError(
+                f"{self.path / name}: is no plain file. Remove it.", code="file.not-plain", path=str(self.path / name)
+            )
         return handle
 
-    def _told(self, name: str) -> AbstractContextManager[None]:
+    def _errors(self, name: str) -> AbstractContextManager[None]:
+        """Check a name, and return the context in which errors name its path."""
         if name in ("", ".", "..") or "/" in name or "\0" in name:
-            raise CheckpointError(f"{self.path}: {name!r} is not the name of a file")
-        return told(self.path / name)
+            raise CheckpointError(
+                f"{self.path}: is asked for a name that no file can have ({name!r}). Give a plain name.",
+                code="file.bad-name",
+                name=name,
+            )
+        return file_errors(self.path / name)
 
 
 def folder_for(path: Path) -> Folder:
-    """The folder of a path, made where it is not there yet."""
-    with told(path), suppress(FileExistsError):
+    """Open the folder at a path, and make it first if it does not exist."""
+    with file_errors(path), suppress(FileExistsError):
         make(path)
     return Folder.open(path)
 
 
 def read(path: Path, limit: int = LIMIT) -> bytes:
-    """The content of a file that its user named, who may have named a link."""
-    with told(path):
-        path = path.resolve()
+    """Return the content of a file that the user named. The path may be a link."""
+    path = _followed(path)
     with Folder.open(path.parent) as folder:
         return folder.read(path.name, limit)
 
 
+def plain(path: Path, limit: int | None = None) -> Path:
+    """Return the path of a plain file that its user named, links followed, for libraries that read by path.
+
+    Raises:
+        CheckpointError: there is none, it is a folder, a FIFO, a socket or a device, or it has more than `limit` bytes.
+    """
+    path = _followed(path)
+    with Folder.open(path.parent) as folder, folder.stream(path.name) as stream:
+        size = os.fstat(stream.fileno()).st_size
+    if limit is not None and size > limit:
+        raise CheckpointError(
+            f"{path}: is too large ({size:,} bytes, at most {limit:,}). Use an intact copy.",
+            code="file.too-large",
+            path=str(path),
+        )
+    return path
+
+
+def check_archive(path: Path) -> None:
+    """Check that a zip file, of a library that does not compress, unpacks to no more than its own size.
+
+    Raises:
+        CheckpointError: its entries claim more bytes than the file has, or it is damaged.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            claimed = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path}: is damaged ({reason}). Use an intact copy.", code="file.malformed", path=str(path)
+        ) from None
+    size = path.stat().st_size
+    if claimed > size:
+        raise CheckpointError(
+            f"{path}: claims to unpack to more than its size ({claimed:,} of {size:,} bytes). Use another file.",
+            code="file.too-large",
+            path=str(path),
+        )
+
+
+def _followed(path: Path) -> Path:
+    """Return a path with its links followed.
+
+    Raises:
+        CheckpointError: links lead to each other, or the path cannot be one.
+    """
+    try:
+        with file_errors(path):
+            return path.resolve()
+    except (RuntimeError, ValueError) as error:  # a loop of links; a null character
+        reason = "is a loop of links" if isinstance(error, RuntimeError) else str(error)
+        raise CheckpointError(
+            f"{path}: cannot be used ({reason}). Give the path of a file.", code="file.not-plain", path=str(path)
+        ) from None
+
+
 def write(path: Path, content: bytes | str) -> None:
-    """`Folder.write` of a file by its path."""
+    """Write a file by its path, as `Folder.write` does."""
     with Folder.open(path.parent) as folder:
         folder.write(path.name, content)

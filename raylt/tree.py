@@ -1,6 +1,7 @@
-"""Nested dicts of tensors: what messages, replies and states are made of. Leaves: tensors, numbers, strings, None.
+"""Nested dicts of tensors, of which messages, replies and states consist.
 
-Keys are strings; in messages and replies they may be whole numbers too, as of classes.
+Leaves are tensors, numbers, strings and None. Keys are strings; in messages and replies they may also be whole
+numbers, such as class indices.
 """
 
 import warnings
@@ -13,57 +14,64 @@ from torch import Tensor
 
 from raylt.staging import moved
 
+#: A nested dict whose leaves are tensors, numbers, strings or None. Messages, replies and states are trees.
 Tree = dict[Any, Any]
 
 
 def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with its dotted path, in the order of the dicts."""
+    """Yield every leaf with its dotted path, in the order of the dicts."""
     for key, value in tree.items():
-        here = f"{path}.{key}" if path else str(key)
+        place = f"{path}.{key}" if path else str(key)
         if isinstance(value, dict):
-            yield from leaves(value, here)
+            yield from leaves(value, place)
         else:
-            yield here, value
+            yield place, value
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:
-    """The tree with `fn` applied to its tensors; other leaves stay."""
-    return {key: map_tensors(fn, value) if isinstance(value, dict)
-            else fn(value) if isinstance(value, Tensor) else value for key, value in tree.items()}
+    """Return the tree with `fn` applied to its tensors; other leaves stay."""
+    return {
+        key: map_tensors(fn, value) if isinstance(value, dict) else fn(value) if isinstance(value, Tensor) else value
+        for key, value in tree.items()
+    }
 
 
 def to(tree: Tree, device: torch.device) -> Tree:
-    """The tree on a device, in one copy (raylt.staging); tensors already there are shared, not copied."""
+    """Return the tree on a device, moved in one copy (raylt.staging). Tensors that are there already are shared."""
     arrived = iter(moved([leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)], device))
     return map_tensors(lambda _: next(arrived), tree)
 
 
 def snapshot(tree: Tree) -> Tree:
-    """A copy on the CPU that no later step can change."""
+    """Return a copy on the CPU that no later step can change."""
     own = map_tensors(lambda t: t.detach().clone() if t.device.type == "cpu" else t.detach(), tree)
     return to(own, torch.device("cpu"))
 
 
 def view(array: np.ndarray) -> Tensor:
-    """A tensor over an array's memory. Arrays from an object store are read-only: nobody may write to the tensor."""
+    """Return a tensor over an array's memory. Do not write to it: arrays from an object store are read-only."""
+    if array.flags.writeable:  # the usual case; a filter of warnings would take ten times as long as the view
+        return torch.from_numpy(array)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array)
 
 
 def to_arrays(tree: Tree) -> Tree:
-    """Tensors as numpy arrays, which an object store shares between processes without copying."""
+    """Return the tree with NumPy arrays for tensors; an object store shares arrays between processes without a copy."""
     return map_tensors(lambda t: t.numpy(), tree)
 
 
 def from_arrays(tree: Tree) -> Tree:
-    """The inverse of `to_arrays`, without a copy: see `view`."""
-    return {key: from_arrays(value) if isinstance(value, dict) else view(value) if isinstance(value, np.ndarray)
-            else value for key, value in tree.items()}
+    """Return the tree with tensors for arrays, without a copy; see `view`."""
+    return {
+        key: from_arrays(value) if isinstance(value, dict) else view(value) if isinstance(value, np.ndarray) else value
+        for key, value in tree.items()
+    }
 
 
 def nbytes(tree: Tree) -> int:
-    """Bytes of the tensors; 8 for each number and the length of each string, as a plain encoding would take."""
+    """Return the bytes of a plain encoding: those of the tensors, 8 for each number, the length of each string."""
     total = 0
     for _, leaf in leaves(tree):
         if isinstance(leaf, Tensor):
@@ -74,56 +82,60 @@ def nbytes(tree: Tree) -> int:
 
 
 def zip_tensors(fn: Callable[..., Any], *trees: Tree) -> Tree:
-    """A tree with `fn` of the tensors or numbers that the trees have at each place; they have the same names.
+    """Return a tree with `fn` of the tensors or numbers that the trees have under the same names.
 
     Raises:
-        KeyError: a name of the first is missing in another.
+        KeyError: A tree lacks a name of the first tree.
     """
     first = trees[0]
-    return {key: zip_tensors(fn, *(other[key] for other in trees)) if isinstance(value, dict)
-            else fn(*(other[key] for other in trees)) for key, value in first.items()}
+    return {
+        key: zip_tensors(fn, *(other[key] for other in trees))
+        if isinstance(value, dict)
+        else fn(*(other[key] for other in trees))
+        for key, value in first.items()
+    }
 
 
 def add(a: Tree, b: Tree) -> Tree:
-    """a + b, for the names of a."""
+    """Return a + b, for the names of a."""
     return zip_tensors(lambda x, y: x + y, a, b)
 
 
 def sub(a: Tree, b: Tree) -> Tree:
-    """a - b, for the names of a."""
+    """Return a - b, for the names of a."""
     return zip_tensors(lambda x, y: x - y, a, b)
 
 
 def scale(a: Tree, factor: float) -> Tree:
-    """factor * a."""
+    """Return factor * a."""
     return zip_tensors(lambda x: factor * x, a)
 
 
 class Stamps:
-    """Tensors as they were when they were handed over: one that is changed in place afterwards is found.
+    """A record of tensors that were handed over, which finds those that are changed in place afterwards.
 
-    It costs no copy: torch counts the changes of each tensor's memory, over all its views.
+    It makes no copy: torch counts the in-place changes of each tensor's memory, over all its views.
     """
 
     def __init__(self) -> None:
         self._handed_over: dict[str, tuple[Tensor, int]] = {}
 
     def add(self, tree: Tree, path: str) -> None:
-        """Remembers the tensors of a tree; those that were handed over under the same names before are forgotten."""
-        for here, leaf in leaves(tree, path):
+        """Record the tensors of a tree; they replace tensors recorded under the same names."""
+        for name, leaf in leaves(tree, path):
             if isinstance(leaf, Tensor):
-                self._handed_over[here] = leaf, leaf._version
+                self._handed_over[name] = leaf, leaf._version
 
     def changed(self) -> str | None:
-        """The path of the first tensor that is no longer what it was, or None."""
+        """Return the path of the first tensor that was changed, or None."""
         return next((path for path, (tensor, version) in self._handed_over.items() if tensor._version != version), None)
 
 
-class Fold:
-    """Adds trees up one by one, in float64, without keeping them.
+class RunningSum:
+    """A sum or weighted mean of trees in float64, which takes one tree at a time and keeps none.
 
-    Float tensors and numbers are summed (times the weight), integer and boolean tensors take the maximum in a mean
-    (BatchNorm's batch counters) and are summed in a sum. A key that is absent from a tree counts as zero in a sum.
+    Float tensors and numbers are summed, times the weight. Integer and boolean tensors are summed in a sum; in a mean
+    they take the maximum, as BatchNorm's batch counters need. A missing key counts as zero in a sum.
     """
 
     def __init__(self) -> None:
@@ -132,31 +144,32 @@ class Fold:
         self._like: Tree = {}
 
     def add(self, tree: Tree, weight: float | None = None) -> None:
-        """Adds `weight * tree` for a mean, or the tree itself for a sum (no weight)."""
+        """Add `weight * tree` for a mean, or the tree itself for a sum (no weight)."""
         _add(self.total, self._like, tree, weight)
         self.weight += 0.0 if weight is None else weight
 
-    def merge(self, later: "Fold", maximum: bool) -> None:
-        """Adds what another fold has added up; that one stays as it is.
+    def merge(self, later: "RunningSum", maximum: bool) -> None:
+        """Add another running sum, which stays unchanged.
 
         Args:
-            maximum: whether integer tensors take the maximum, as in a mean.
+            later: The other sum.
+            maximum: If true, integer tensors take the maximum, as in a mean.
         """
         _merge(self.total, self._like, later.total, later._like, maximum)
         self.weight += later.weight
 
     def __getstate__(self) -> Tree:
-        return {**vars(self), "total": to_arrays(self.total)}       # which an object store need not copy
+        return {**vars(self), "total": to_arrays(self.total)}  # an object store does not copy arrays
 
     def __setstate__(self, state: Tree) -> None:
         vars(self).update(state, total=from_arrays(state["total"]))
 
     def sum(self) -> Tree:
-        """Float tensors [..] in float64, integer tensors in int64."""
+        """Return the sum, float tensors in float64 and integer tensors in int64."""
         return self.total
 
     def mean(self) -> Tree:
-        """The weighted mean, each tensor in the type it came in."""
+        """Return the weighted mean, each tensor in its original type."""
         return _divide(self.total, self._like, self.weight)
 
 
@@ -179,14 +192,14 @@ def _add(total: Tree, like: Tree, tree: Tree, weight: float | None) -> None:
             torch.maximum(total[key], value, out=total[key])
 
 
-def _merge(total: Tree, like: Tree, more: Tree, their_like: Tree, maximum: bool) -> None:
+def _merge(total: Tree, like: Tree, more: Tree, more_like: Tree, maximum: bool) -> None:
     for key, value in more.items():
         if isinstance(value, dict):
-            _merge(total.setdefault(key, {}), like.setdefault(key, {}), value, their_like[key], maximum)
+            _merge(total.setdefault(key, {}), like.setdefault(key, {}), value, more_like[key], maximum)
         elif not isinstance(value, Tensor):
             total[key] = total.get(key, 0) + value
         elif key not in total:
-            total[key], like[key] = value.clone(), their_like[key]
+            total[key], like[key] = value.clone(), more_like[key]
         elif maximum and not value.is_floating_point():
             torch.maximum(total[key], value, out=total[key])
         else:
@@ -194,7 +207,11 @@ def _merge(total: Tree, like: Tree, more: Tree, their_like: Tree, maximum: bool)
 
 
 def _divide(total: Tree, like: Tree, weight: float) -> Tree:
-    return {key: _divide(value, like[key], weight) if isinstance(value, dict)
-            else value / weight if not isinstance(value, Tensor)
-            else (value / weight if value.is_floating_point() else value).to(like[key])
-            for key, value in total.items()}
+    return {
+        key: _divide(value, like[key], weight)
+        if isinstance(value, dict)
+        else value / weight
+        if not isinstance(value, Tensor)
+        else (value / weight if value.is_floating_point() else value).to(like[key])
+        for key, value in total.items()
+    }

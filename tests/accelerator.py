@@ -24,15 +24,39 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 NAME = "pretend"
 aten: Any = torch.ops.aten
 
-MOVES = {aten.copy_, aten._to_copy, aten._copy_from, aten._copy_from_and_resize}        # between devices on purpose
+MOVES = {aten.copy_, aten._to_copy, aten._copy_from, aten._copy_from_and_resize}  # between devices on purpose
 INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
-PLACED = {aten.where, aten.fill_, aten.masked_fill, aten.masked_fill_}                  # numbers may be the CPU's
+PLACED = {aten.where, aten.fill_, aten.masked_fill, aten.masked_fill_}  # numbers may be the CPU's
 # the host reads a value, or the size of the result
-WAITS = {aten._local_scalar_dense, aten.nonzero, aten._unique2, aten.unique_consecutive, aten.unique_dim, aten.equal,
-         aten.masked_select, aten.bincount, aten.is_nonzero, aten.linalg_eigh, aten._linalg_eigh}
+WAITS = {
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten._unique2,
+    aten.unique_consecutive,
+    aten.unique_dim,
+    aten.equal,
+    aten.masked_select,
+    aten.bincount,
+    aten.is_nonzero,
+    aten.linalg_eigh,
+    aten._linalg_eigh,
+}
 # nothing is launched for these, nor for views
-FREE = {aten.detach, aten.alias, aten._unsafe_view, aten.empty, aten.empty_strided, aten.empty_like, aten.new_empty,
-        aten.new_empty_strided, aten.split, aten._reshape_alias, aten.lift_fresh, aten.unbind, aten._local_scalar_dense}
+FREE = {
+    aten.detach,
+    aten.alias,
+    aten._unsafe_view,
+    aten.empty,
+    aten.empty_strided,
+    aten.empty_like,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten.split,
+    aten._reshape_alias,
+    aten.lift_fresh,
+    aten.unbind,
+    aten._local_scalar_dense,
+}
 
 
 class Counts:
@@ -55,7 +79,7 @@ def accelerator() -> Iterator[Counts]:
     """Inside the block there is a device called `NAME`."""
     counts, generator, lifts = Counts(), torch.Generator, torch._C._only_lift_cpu_tensors()
     torch.Generator = Generator
-    torch._C._set_only_lift_cpu_tensors(True)       # torch.tensor(..., device=...) in two steps, the second seen here
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) in two steps, the second seen here
     try:
         with _Mode(counts):
             yield counts
@@ -72,15 +96,22 @@ class Held(torch.Tensor):
     @staticmethod
     def __new__(cls, held: torch.Tensor) -> "Held":
         wrap: Any = torch.Tensor._make_wrapper_subclass
-        tensor = wrap(cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
-                      layout=held.layout, device=torch.device(NAME, 0))
+        tensor = wrap(
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            layout=held.layout,
+            device=torch.device(NAME, 0),
+        )
         tensor.held = held
         return tensor
 
     def __repr__(self, **_: Any) -> str:
         return f"{self.held!r} on {NAME}"
 
-    def tolist(self) -> Any:                        # which torch has for no subclass
+    def tolist(self) -> Any:  # which torch has for no subclass
         return self.cpu().tolist()
 
     def numpy(self, **_: Any) -> Any:
@@ -88,7 +119,7 @@ class Held(torch.Tensor):
 
     __array__ = numpy
 
-    def __reduce_ex__(self, protocol: Any) -> Any:      # what travels between processes lies on the CPU
+    def __reduce_ex__(self, protocol: Any) -> Any:  # what travels between processes lies on the CPU
         raise TypeError(f"a tensor on {NAME} is sent to another process; use Tensor.cpu() first")
 
     @classmethod
@@ -96,7 +127,7 @@ class Held(torch.Tensor):
         return _run(func, args, kwargs or {}, None)
 
 
-_OURS: WeakValueDictionary[int, "Generator"] = WeakValueDictionary()     # torch passes them on as other objects
+_OURS: WeakValueDictionary[int, "Generator"] = WeakValueDictionary()  # torch passes them on as other objects
 
 
 class Generator(torch.Generator):
@@ -195,10 +226,13 @@ def _check_devices(func: Any, args: Sequence[Any], here: list[torch.Tensor]) -> 
     packet = func.overloadpacket
     if packet in INDEXED and not isinstance(args[0], Held):
         raise RuntimeError(f"{func}: indices on {NAME}, the indexed tensor on the CPU")
-    by_place = (torch.Tag.pointwise in func.tags or "foreach" in func.name() or packet in INDEXED or packet in PLACED)
-    written = {id(x) for a, value in zip(func._schema.arguments, args, strict=False)
-               if a.alias_info and a.alias_info.is_write
-               for x in (value if isinstance(value, list | tuple) else [value])}
+    by_place = torch.Tag.pointwise in func.tags or "foreach" in func.name() or packet in INDEXED or packet in PLACED
+    written = {
+        id(x)
+        for a, value in zip(func._schema.arguments, args, strict=False)
+        if a.alias_info and a.alias_info.is_write
+        for x in (value if isinstance(value, list | tuple) else [value])
+    }
     strange = [x for x in here if x.dim() or not by_place or id(x) in written]
     if strange:
         shapes = [list(x.shape) for x in strange]
@@ -216,16 +250,18 @@ def _blocks_not(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("non_blocking") or args[2:3] == (True,))
 
 
-def _count(counts: Counts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], there: bool, here: bool,
-           to: str) -> None:
+def _count(
+    counts: Counts, func: Any, args: Sequence[Any], kwargs: dict[str, Any], there: bool, here: bool, to: str
+) -> None:
     name, packet = func.name().removeprefix("aten::"), func.overloadpacket
     moved = packet in MOVES and (there != (to == NAME) or here)
     if moved:
         counts.transfers["to" if to == NAME else "from"] += 1
     if moved and not _blocks_not(args, kwargs):
         counts.waits[f"{name} {'to' if to == NAME else 'from'}"] += 1
-    masked = packet in INDEXED and any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)
-                                       for i in args[1] or [])
+    masked = packet in INDEXED and any(
+        isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1] or []
+    )
     ragged = packet is aten.repeat_interleave and kwargs.get("output_size") is None
     if packet in WAITS or masked or ragged:
         counts.waits[name] += 1
@@ -247,18 +283,21 @@ class _Tape:
 
     def check(self, func: Any, args: Sequence[Any], flat: list[Any], here: list[torch.Tensor], to: str) -> None:
         packet = func.overloadpacket
-        masked = packet in INDEXED and any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8)
-                                           for i in args[1] or [])
+        masked = packet in INDEXED and any(
+            isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1] or []
+        )
         strange = {x._cdata for x in flat if isinstance(x, torch._C.Generator)} - {self._generator}
         if packet in WAITS or masked or to != NAME or here or strange:
-            raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
+            error = torch.AcceleratorError(f"{func}: operation not permitted when stream is capturing")
+            error.error_code = 900
+            raise error
 
 
 _TAPE: _Tape | None = None
 
 
 class Recorder:
-    """For `raylt.core.graphs`. Counts the recordings, and a launch for each replay."""
+    """For `raylt.core.training.cuda_graphs`. Counts the recordings, and a launch for each replay."""
 
     def __init__(self, counts: Counts):
         self.recordings, self._counts = 0, counts
@@ -270,13 +309,15 @@ class Recorder:
         global _TAPE
         self.recordings += 1
         tape, kernels, written = _Tape(generator), self._counts.kernels.copy(), _Written()
-        states = [(torch.default_generator, torch.get_rng_state()),
-                  *([] if generator is None else [(generator, generator.get_state())])]
+        states = [
+            (torch.default_generator, torch.get_rng_state()),
+            *([] if generator is None else [(generator, generator.get_state())]),
+        ]
         _TAPE = tape
         try:
             with written:
                 fn()
-        finally:        # a recording launches nothing: what it wrote and drew is put back
+        finally:  # a recording launches nothing: what it wrote and drew is put back
             _TAPE = None
             written.restore()
             self._counts.kernels = kernels

@@ -1,6 +1,7 @@
 """Fixtures of all tests; what they are made of is in tiny.py, a module that tests can import from."""
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,31 +15,37 @@ from raylt import registry
 from raylt.config import Config
 from raylt.core.experiment import Experiment
 from raylt.data.task import Task
+from raylt.own_code.module_sources import PLUGIN
 
 
 @contextmanager
-def guests_forgotten() -> Iterator[None]:
-    """What is registered inside the block is gone after it."""
-    tables, guests = {kind: dict(table) for kind, table in registry.TABLES.items()}, dict(registry._guests)
+def plugins_forgotten() -> Iterator[None]:
+    """Forget what is registered inside the block, and the modules of its plug-in files."""
+    tables = {kind: dict(table) for kind, table in registry.TABLES.items()}
+    plugins = dict(registry._plugins)
+    modules = set(sys.modules)
     yield
+    for name in set(sys.modules) - modules:
+        if name.startswith(PLUGIN):
+            del sys.modules[name]
     for kind, table in registry.TABLES.items():
         table.clear()
         table.update(tables[kind])
-    registry._guests.clear()
-    registry._guests.update(guests)
+    registry._plugins.clear()
+    registry._plugins.update(plugins)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_guests() -> Iterator[None]:
+def own_plugins() -> Iterator[None]:
     """What the tests of a file register is gone after them."""
-    with guests_forgotten():
+    with plugins_forgotten():
         yield
 
 
 @pytest.fixture
 def no_guests() -> Iterator[None]:
     """What a test registers is gone after it."""
-    with guests_forgotten():
+    with plugins_forgotten():
         yield
 
 
@@ -82,14 +89,22 @@ def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ray_session() -> Iterator[None]:
     """The one Ray session of the test process: four logical CPUs, no dashboard, on the loopback only."""
     import ray  # only for those who ask for it
+
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
-        patch.setenv("RAY_AUTH_MODE", "disabled")           # no token in the home folder for a unit test
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # no token in the home folder for a unit test
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # actors import the modules beside the tests by name
         patch.setenv("PYTHONPATH", str(Path(__file__).parent / "actors"), prepend=os.pathsep)
-        ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False,
-                 namespace="test", object_store_memory=100 * 2**20)
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            namespace="test",
+            object_store_memory=100 * 2**20,
+        )
     yield
     ray.shutdown()

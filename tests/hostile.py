@@ -1,6 +1,6 @@
-"""A client that does whatever it likes with its reply, its judgement and its state; every kind that was ever tried.
+"""A client that misuses its reply, its judgement or its state, in every way that was ever tried.
 
-`KINDS` says of each what comes of it:
+`KINDS` has the expected outcome of each way:
 - "rejected": the run ends as if the client had been lost
 - "harmless": the run ends as if nothing had happened
 - "believed": another client's honest reply could look so; the run ends, and no other client is blamed
@@ -32,10 +32,11 @@ class Other:
 
 
 class Liar:
-    """Stands in for a client's test set, and for what was counted on it."""
+    """A stand-in for a client's test set, and for the counts on it."""
 
     def __init__(self, counts: Any):
         self.all = counts
+        self.not_numbers = 0
 
     def counts(self, *_: Any) -> Any:
         return self
@@ -46,30 +47,38 @@ def _first(model: dict[str, Any]) -> str:
 
 
 def of_entry(change: Callable[[Tensor], Any]) -> Callable[[Client, Reply], Any]:
-    """Changes one float entry of the model."""
+    """Change one float entry of the model."""
+
     def reply(client: Client, honest: Reply) -> Reply:
         model = dict(honest.tree["model"])
         name = _first(model)
         model[name] = change(model[name].detach().clone())
         return replace(honest, tree=honest.tree | {"model": model})
+
     return reply
 
 
 def of_all(change: Callable[[Tensor], Tensor]) -> Callable[[Client, Reply], Any]:
-    """Changes every float entry of the model."""
+    """Change every float entry of the model."""
+
     def reply(client: Client, honest: Reply) -> Reply:
-        model = {name: change(value) if value.is_floating_point() else value
-                 for name, value in honest.tree["model"].items()}
+        model = {
+            name: change(value) if value.is_floating_point() else value for name, value in honest.tree["model"].items()
+        }
         return replace(honest, tree=honest.tree | {"model": model})
+
     return reply
 
 
 def of_counter(value: int) -> Callable[[Client, Reply], Any]:
     def reply(client: Client, honest: Reply) -> Reply:
-        model = {name: torch.full_like(old, value) if name.endswith(COUNTER) else old
-                 for name, old in honest.tree["model"].items()}
+        model = {
+            name: torch.full_like(old, value) if name.endswith(COUNTER) else old
+            for name, old in honest.tree["model"].items()
+        }
         assert any(name.endswith(COUNTER) for name in model)
         return replace(honest, tree=honest.tree | {"model": model})
+
     return reply
 
 
@@ -89,6 +98,7 @@ def of_state(value: Any) -> Callable[[Client, Reply], Any]:
     def reply(client: Client, honest: Reply) -> Reply:
         client.state["own"] = value
         return honest
+
     return reply
 
 
@@ -115,7 +125,7 @@ def _deep(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shared(model: dict[str, Any]) -> dict[str, Any]:
-    """Each entry a view into one memory of all."""
+    """Return the model with each entry a view into one memory of all."""
     floats = {name: value for name, value in model.items() if value.is_floating_point()}
     memory = torch.cat([value.flatten() for value in floats.values()])
     parts = memory.split([value.numel() for value in floats.values()])
@@ -222,7 +232,7 @@ KINDS: dict[str, tuple[str, Callable[[Client, Reply], Any]]] = {
     "another class": ("rejected", lambda client, honest: Other()),
     "an exception": ("rejected", lambda client, honest: ValueError("no")),
     "a generator": ("rejected", lambda client, honest: _generator()),
-    "a reply without a tree": ("rejected", lambda client, honest: Reply(honest.weight, [])),        # pyright: ignore
+    "a reply without a tree": ("rejected", lambda client, honest: Reply(honest.weight, [])),  # pyright: ignore
     "another client's reply": ("rejected", lambda client, honest: Reply(14.0, honest.tree)),
     "the end of the process": ("rejected", lambda client, honest: _end()),
     # the state
@@ -251,15 +261,17 @@ def _end() -> Any:
 
 
 class Hostile(Method):
-    """Clients add their number to the model; one sends what `kind` says from the second round on."""
+    """Clients add their number to the model; one client misbehaves as `kind` says from the second round on."""
 
     name: ClassVar[str] = "hostile"
     kind: str = ""
     culprit: int = 0
 
     def train(self, client: Client, message: Message) -> Reply:
-        model = {name: value + (0.01 * client.id if value.is_floating_point() else 1)
-                 for name, value in message["model"].items()}
+        model = {
+            name: value + (0.01 * client.id if value.is_floating_point() else 1)
+            for name, value in message["model"].items()
+        }
         honest = client.reply(model=model, loss=1.0)
         if client.id != self.culprit or client.round < 2 or not self.kind:
             return honest
@@ -269,7 +281,7 @@ class Hostile(Method):
 
 
 class Judged(Hostile):
-    """Its clients are judged by their own models, and one lies about it."""
+    """Clients are judged by their own models, and one client lies about its counts."""
 
     name: ClassVar[str] = "judged"
     personal: ClassVar[bool] = True
@@ -278,5 +290,5 @@ class Judged(Hostile):
         if client.id == self.culprit and self.kind:
             if self.kind == "lost":
                 raise ValueError("gone")
-            client.test = Liar(COUNTS[self.kind])       # pyright: ignore[reportAttributeAccessIssue]
+            client.test = Liar(COUNTS[self.kind])  # pyright: ignore[reportAttributeAccessIssue]
         return client.model

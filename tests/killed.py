@@ -57,7 +57,11 @@ def run_and_kill_in(folder: Path, settings: list[str], module: str, function: st
 
 def resume(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Takes up the killed run; the summaries of the straight one and of this."""
-    subprocess.run([*COMMAND, "resume", str(folder / "killed"), "--fleet", "local"], check=True, env=ENVIRONMENT,
-                   capture_output=True)
+    subprocess.run(
+        [*COMMAND, "resume", str(folder / "killed"), "--fleet", "local"],
+        check=True,
+        env=ENVIRONMENT,
+        capture_output=True,
+    )
     straight, killed = (json.loads((folder / name / "summary.json").read_text()) for name in ("straight", "killed"))
     return straight, killed

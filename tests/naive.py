@@ -55,8 +55,13 @@ def epochs_of(n: int, order: torch.Generator, epochs: int = EPOCHS, size: int = 
                 yield rows
 
 
-def descend(params: list[Tensor], losses: Iterator[Callable[[], Tensor]], lr: float, momentum: float = 0.0,
-            weight_decay: float = 0.0) -> list[float]:
+def descend(
+    params: list[Tensor],
+    losses: Iterator[Callable[[], Tensor]],
+    lr: float,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+) -> list[float]:
     """SGD by hand, a step for each loss; returns the losses."""
     velocity, seen = [torch.zeros_like(p) for p in params], []
     for loss in losses:
@@ -83,10 +88,15 @@ def entries(model: nn.Module) -> Entries:
 
 def average(models: list[Entries], weights: list[float]) -> Entries:
     """The weighted mean of float entries and the largest of the counters."""
-    return OrderedDict((name, sum(w / sum(weights) * model[name].double() for w, model in zip(weights, models,
-                                                                                              strict=True)).float()
-                        if models[0][name].is_floating_point() else max(model[name] for model in models))
-                       for name in models[0])
+    return OrderedDict(
+        (
+            name,
+            sum(w / sum(weights) * model[name].double() for w, model in zip(weights, models, strict=True)).float()
+            if models[0][name].is_floating_point()
+            else max(model[name] for model in models),
+        )
+        for name in models[0]
+    )
 
 
 @torch.no_grad()

@@ -3,8 +3,8 @@
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-_MEMORY: list[torch.Tensor] = []                        # for good: so no other memory has its place
-_LATE: list[tuple[torch.Tensor, torch.Tensor]] = []     # where to, and where from
+_MEMORY: list[torch.Tensor] = []  # for good: so no other memory has its place
+_LATE: list[tuple[torch.Tensor, torch.Tensor]] = []  # where to, and where from
 
 
 class Event:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from raylt.core.client import Message
 from raylt.core.experiment import Experiment
+from raylt.core.fleet.reductions import each
 from raylt.core.method import Method
-from raylt.core.reductions import each
 from raylt.data.task import Task
 from raylt.tree import Tree
 

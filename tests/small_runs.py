@@ -1,13 +1,15 @@
 """Runs of a few seconds, on the digits and in this process, for tests that read run folders."""
 
+import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 import raylt
 from raylt.config import load
-from raylt.contract.tasks import make_scenes, pixels
+from raylt.contract.case import make_scenes, pixels
 
 # fields of a method that only decide how long it computes, cut down
 QUICK: dict[str, dict[str, Any]] = {
@@ -22,9 +24,21 @@ QUICK: dict[str, dict[str, Any]] = {
     "fedetf": {"turns": 1, "turn_epochs": 1},
     "fedrela": {"after": 0.5, "share": 0.2},
     "fedrep": {"head_epochs": 1},
+    "fedic": {"steps": 3},
+    "pfedme": {"steps": 2},
     "fedafa": {"steps": 2},
     "mupfl": {"m": 5, "tau": 2, "matching_steps": 3},
-    "fedsm": {"teacher": "none", "rounds": 1, "size": 5, "epochs": 2}}
+    "fedsm": {"teacher": "none", "rounds": 1, "size": 5, "epochs": 2},
+}
+
+
+def picture(side: int = 12, colour: int = 0) -> bytes:
+    """The content of a PNG file with random pixels."""
+    content = io.BytesIO()
+    Image.fromarray(np.random.default_rng(colour).integers(0, 255, (side, side, 3), dtype=np.uint8)).save(
+        content, "PNG"
+    )
+    return content.getvalue()
 
 
 def make_run(folder: Path, name: str, *settings: str) -> raylt.Run:
@@ -33,20 +47,34 @@ def make_run(folder: Path, name: str, *settings: str) -> raylt.Run:
     return raylt.run(config, out=folder, name=name, fleet="local", quiet=True)
 
 
-def make_tiny_run(folder: Path, method: str, *settings: str, name: str | None = None,
-                  maps: bool = False) -> raylt.Run:
+def make_tiny_run(folder: Path, method: str, *settings: str, name: str | None = None, maps: bool = False) -> raylt.Run:
     """A finished run of a method in well under a second: 4 classes in pictures of 8x8 pixels, or label maps of 16x16.
 
     Whose training and test images they are is recorded; with data.partition=by_id that decides.
     """
     fields = [f"method.{field}={value}" for field, value in QUICK.get(method, {}).items()]
-    fields += ["data.auxiliary=2"] if method == "ratioloss" else []         # which cannot do without
-    file, kind = (_scenes, ["model=tiny_pixels", "data.imbalance=1", "data.partition=classes", "data.beta=2"]) if maps \
+    fields += ["data.auxiliary=2"] if method in ("ratioloss", "fedic") else []  # which cannot do without
+    file, kind = (
+        (_scenes, ["model=tiny_pixels", "data.imbalance=1", "data.partition=classes", "data.beta=2"])
+        if maps
         else (_pictures, ["data.imbalance=4"])
+    )
     if maps:
         raylt.register(pixels, "tiny_pixels", kind="model")
-    config = load(None, [f"method={method}", *fields, f"data.source=npz:{file(folder)}", "data.clients=4", *kind,
-                         "federation.rounds=2", "local.epochs=1", "local.batch=8", *settings])
+    config = load(
+        None,
+        [
+            f"method={method}",
+            *fields,
+            f"data.source=npz:{file(folder)}",
+            "data.clients=4",
+            *kind,
+            "federation.rounds=2",
+            "local.epochs=1",
+            "local.batch=8",
+            *settings,
+        ],
+    )
     return raylt.run(config, out=folder, name=name or method, fleet="local", quiet=True)
 
 
@@ -64,10 +92,14 @@ def _pictures(folder: Path) -> Path:
             ids[np.flatnonzero(ids == 3)[2:]] = 1
         x = rng.integers(0, 160, (n, 8, 8, 1))
         for image, c in zip(x, y, strict=True):
-            image[4 * (c // 2):, 4 * (c % 2):][:4, :4] += 60
+            image[4 * (c // 2) :, 4 * (c % 2) :][:4, :4] += 60
         arrays |= {f"x_{part}": x.astype(np.uint8), f"y_{part}": y, f"id_{part}": ids}
-    np.savez(path, **arrays, class_names=np.array(["up left", "up right", "low left", "low right"]),
-             client_names=np.array(["wien", "graz", "linz", "bregenz"]))
+    np.savez(
+        path,
+        **arrays,
+        class_names=np.array(["up left", "up right", "low left", "low right"]),
+        client_names=np.array(["wien", "graz", "linz", "bregenz"]),
+    )
     return path
 
 

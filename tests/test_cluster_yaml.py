@@ -40,7 +40,7 @@ def test_every_node_asks_for_the_token_and_nothing_is_public(form):
     assert "ray-client-server-port" not in " ".join(starts)
     assert config["provider"].get("use_internal_ips", config["provider"]["type"] == "local")
     assert "security_group" not in config["provider"]
-    assert "docker" not in config or config["docker"]["image"].count(":2.") == 1        # pinned
+    assert "docker" not in config or config["docker"]["image"].count(":2.") == 1  # pinned
     assert not any("curl" in command for command in config["setup_commands"])
 
 
@@ -62,13 +62,15 @@ def test_nodes_get_what_is_installed_and_nothing_large(form):
     assert set(mounts.values()) == {*packages, "pyproject.toml", built["project"]["readme"]}
     assert all((ROOT / source).exists() and target == f"~/raylt/{source}" for target, source in mounts.items())
     excluded = config["rsync_exclude"]
-    assert excluded == ["**/__pycache__"]       # "**/data" once left out raylt/data
+    assert excluded == ["**/__pycache__"]  # "**/data" once left out raylt/data
 
 
 def test_node_types_have_bounds_and_roles():
     kinds = aws()["available_node_types"]
     assert {name: kind["labels"] for name, kind in kinds.items()} == {
-        "server": {"role": "server"}, "client": {"role": "client"}}
+        "server": {"role": "server"},
+        "client": {"role": "client"},
+    }
     assert 0 < kinds["client"]["min_workers"] <= kinds["client"]["max_workers"] <= aws()["max_workers"]
 
 
@@ -81,7 +83,7 @@ def test_the_manifest_of_the_deployment_page_asks_for_the_token():
     image = aws()["docker"]["image"]
     assert f"ray:{spec['rayVersion']}-" in image
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
-        container, = group["template"]["spec"]["containers"]
+        (container,) = group["template"]["spec"]["containers"]
         assert container["resources"]["limits"] == container["resources"]["requests"]
 
 
@@ -100,21 +102,49 @@ def lists(item):
 
 
 TEXT, COUNT = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 0}
-VOLUME = of(["name"], name=TEXT, persistentVolumeClaim=of(["claimName"], claimName=TEXT),
-            emptyDir=of(medium={"enum": ["", "Memory"]}, sizeLimit=QUANTITY))
-CONTAINER = of(["name", "image"], name=TEXT, image=TEXT, env=lists(of(["name"], name=TEXT, value={"type": "string"})),
-               resources=of(limits=RESOURCES, requests=RESOURCES),
-               volumeMounts=lists(of(["name", "mountPath"], name=TEXT, mountPath=TEXT)))
+VOLUME = of(
+    ["name"],
+    name=TEXT,
+    persistentVolumeClaim=of(["claimName"], claimName=TEXT),
+    emptyDir=of(medium={"enum": ["", "Memory"]}, sizeLimit=QUANTITY),
+)
+CONTAINER = of(
+    ["name", "image"],
+    name=TEXT,
+    image=TEXT,
+    env=lists(of(["name"], name=TEXT, value={"type": "string"})),
+    resources=of(limits=RESOURCES, requests=RESOURCES),
+    volumeMounts=lists(of(["name", "mountPath"], name=TEXT, mountPath=TEXT)),
+)
 POD = of(["spec"], spec=of(["containers"], containers=lists(CONTAINER), volumes=lists(VOLUME)))
 RAY_CLUSTER = of(
-    ["apiVersion", "kind", "metadata", "spec"], apiVersion={"const": "ray.io/v1"}, kind={"const": "RayCluster"},
-    metadata=of(["name"], name=TEXT), spec=of(
-        ["headGroupSpec"], rayVersion=TEXT, authOptions=of(mode={"enum": ["disabled", "token"]}),
-        headGroupSpec=of(["template"], serviceType={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
-                         rayStartParams=STRINGS, template=POD),
-        workerGroupSpecs=lists(of(["groupName", "minReplicas", "maxReplicas", "template"], groupName=TEXT,
-                                  replicas=COUNT, minReplicas=COUNT, maxReplicas=COUNT, rayStartParams=STRINGS,
-                                  template=POD))))
+    ["apiVersion", "kind", "metadata", "spec"],
+    apiVersion={"const": "ray.io/v1"},
+    kind={"const": "RayCluster"},
+    metadata=of(["name"], name=TEXT),
+    spec=of(
+        ["headGroupSpec"],
+        rayVersion=TEXT,
+        authOptions=of(mode={"enum": ["disabled", "token"]}),
+        headGroupSpec=of(
+            ["template"],
+            serviceType={"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
+            rayStartParams=STRINGS,
+            template=POD,
+        ),
+        workerGroupSpecs=lists(
+            of(
+                ["groupName", "minReplicas", "maxReplicas", "template"],
+                groupName=TEXT,
+                replicas=COUNT,
+                minReplicas=COUNT,
+                maxReplicas=COUNT,
+                rayStartParams=STRINGS,
+                template=POD,
+            )
+        ),
+    ),
+)
 
 
 def test_the_manifest_has_the_fields_of_a_ray_cluster_and_of_pods():

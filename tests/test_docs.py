@@ -3,12 +3,20 @@
 import re
 from pathlib import Path
 
+import generate
 import pytest
 import torch
+import typer
 
+from raylt.cli.main import app
 from raylt.methods import METHODS
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = [
+    DOCS.parent / "README.md",
+    *(page for page in sorted(DOCS.rglob("*.md")) if not {"generated", "_build"} & set(page.parts)),
+]
+GENERATED = {f"generated/{name}" for name in generate.PAGES}
 
 
 def blocks(page: Path) -> str:
@@ -29,9 +37,33 @@ def test_the_blocks_of_a_page_run(name, tmp_path, monkeypatch, capsys):
     exec(compile(blocks(DOCS / name), str(DOCS / name), "exec"), {"__name__": "docs"})
     assert torch.get_num_threads() == threads
     out = capsys.readouterr().out
-    assert "did you mean rounds?" in out
+    assert "Did you mean rounds?" in out
     assert "stopped\ndone 8\n" in out
     assert {path.name for path in tmp_path.glob("runs/first/*.png")} == {"data.png", "clients.png"}
+
+
+def test_the_blocks_of_the_page_on_notebooks_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    scope: dict = {"__name__": "docs"}
+    exec(compile(blocks(DOCS / "jupyter.md"), "jupyter.md", "exec"), scope)
+    assert scope["longer"].state == "done"
+    assert len(scope["accuracy"]) == 2
+    assert scope["own"].config.model == "mlp"
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("write-a-model.md", "done\n"),
+        ("write-a-source.md", "('rows', 'columns', 'falling', 'rising') {"),
+        ("write-a-callback.md", "the run is done; figures are in few.jsonl\nstopped\n"),
+    ],
+)
+def test_the_blocks_of_a_page_on_own_code_run(name, printed, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(blocks(DOCS / name), str(DOCS / name), "exec"), {"__name__": "docs"})
+    assert printed in capsys.readouterr().out
 
 
 def test_blocks_keep_the_lines_of_their_page():
@@ -40,20 +72,76 @@ def test_blocks_keep_the_lines_of_their_page():
     assert blocks(page).splitlines()[number] == "import raylt"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/deployment.md", "docs/fair-ground.md", "docs/library.md",
-                                  "docs/models-out.md", "docs/own-data.md", "docs/privacy.md", "docs/studies.md",
-                                  "docs/write-a-method.md"])
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_name_commands_that_there_are(page):
-    text = (DOCS.parent / page).read_text()
-    known = {"run", "resume", "tune", "plot", "data", "methods", "settings", "recipes", "plan", "debug", "doctor",
-             "check", "study", "compare", "report", "reproduce", "verdicts", "ls", "follow", "verify", "branch",
-             "attack", "export", "predict", "evaluate", "page"}
-    assert set(re.findall(r"\braylt ([a-z]+) (?=[\[A-Za-z-]*[A-Z./=\[])", text)) <= known
+    parts = re.split(r"^```.*$", page.read_text(), flags=re.M)
+    named = [name for part in parts[1::2] for name in re.findall(r"^raylt ([a-z]+)", part, re.M)]
+    named += [name for part in parts[::2] for name in re.findall(r"`raylt ([a-z]+)", part)]
+    assert set(named) <= set(typer.main.get_command(app).commands)
 
 
-def test_readme_has_a_row_for_every_method_and_no_other():
+def test_index_names_every_page():
+    """Sphinx warns of a page in no table of contents, but this test needs no Sphinx."""
+    written = {path.relative_to(DOCS).with_suffix("").as_posix() for path in PAGES if path.is_relative_to(DOCS)}
+    entries = contents("index") + [f"methods/{name}" for name in contents("methods/index")]
+    assert sorted(entries) == sorted(written - {"index"} | GENERATED)
+
+
+def contents(page: str) -> list[str]:
+    """Return the pages that a page's tables of contents name."""
+    tables = re.findall(r"```\{toctree\}\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.S)
+    lines = [line for table in tables for line in table.splitlines() if line and not line.startswith(":")]
+    return [re.sub(r".*<(.+)>", r"\1", line) for line in lines]
+
+
+def test_every_method_of_raylt_has_a_page():
+    ours = [name for name, method in METHODS.items() if method.__module__.startswith("raylt.")]
+    assert sorted(contents("methods/index")) == sorted(ours)
+
+
+def test_readme_names_every_method_and_no_other():
     readme = (DOCS.parent / "README.md").read_text()
-    rows = re.findall(r"^\| `([a-z0-9]+)` \| ([^|]+) \|[^|]*\| (yes)? ?\| (yes)? ?\|$", readme, re.M)
-    assert {name: (paper, personal == "yes", maps == "yes") for name, paper, personal, maps in rows} == {
-        name: (method.paper, method.personal, "segmentation" in method.problems) for name, method in METHODS.items()
-        if method.__module__.startswith("raylt.")}
+    table = readme.partition("## Methods")[2].partition("## ")[0]
+    named = re.findall(r"`([a-z0-9]+)`", table.partition("`raylt methods`")[0])
+    assert sorted(named) == sorted(name for name, method in METHODS.items() if method.__module__.startswith("raylt."))
+
+
+def test_first_page_counts_the_methods():
+    counts = re.findall(r"(\d+)\s+methods", (DOCS / "index.md").read_text())
+    assert counts == [str(sum(method.__module__.startswith("raylt.") for method in METHODS.values()))]
+
+
+def test_readme_is_short():
+    lines = (DOCS.parent / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert max(map(len, lines)) <= 120
+
+
+def headings(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as the site makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    titles = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_to_headings_lead_to_one():
+    broken = [
+        f"{page.name}: {target}#{anchor}"
+        for page in PAGES
+        for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text())
+        if (linked := page.parent / target if target else page).suffix == ".md"
+        and "generated" not in linked.parts
+        and anchor not in headings(linked)
+    ]
+    assert broken == []
+
+
+def test_links_between_pages_lead_somewhere():
+    generated = {DOCS / "generated" / f"{name}.md" for name in generate.PAGES}
+    broken = [
+        f"{page.name}: {target}"
+        for page in [*PAGES, DOCS.parent / "SECURITY.md"]
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+        if "://" not in target and not (linked := page.parent / target).exists() and linked.resolve() not in generated
+    ]
+    assert broken == []

@@ -11,10 +11,24 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    ("raylt.errors", "raylt.tree", "raylt.seeds", "raylt.hyper", "raylt.metrics", "raylt.signals", "raylt.store",
-     "raylt.typed", "raylt.disk", "raylt.recordable", "raylt.staging"),
+    (
+        "raylt.errors",
+        "raylt.tree",
+        "raylt.seeds",
+        "raylt.hyper",
+        "raylt.machine",
+        "raylt.notebook",
+        "raylt.metrics",
+        "raylt.signals",
+        "raylt.store",
+        "raylt.own_code",
+        "raylt.typed_json",
+        "raylt.disk",
+        "raylt.recording",
+        "raylt.staging",
+    ),
     ("raylt.config",),
-    ("raylt.data", "raylt.models", "raylt.masking"),
+    ("raylt.data", "raylt.models"),
     ("raylt.core",),
     ("raylt.ops",),
     ("raylt.methods",),
@@ -24,11 +38,22 @@ LAYERS = (
     ("raylt.plots", "raylt.studies", "raylt.privacy"),
     ("actors",),
     ("tune",),
-    ("raylt.cli", "raylt", "raylt.__main__"),
+    ("raylt.cli", "raylt", "raylt.__main__", "raylt.serving", "raylt.templates"),
 )
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
-WITHOUT_TORCH = ("raylt.config", *(f"raylt.data.{name}" for name in ("longtail", "partition", "sources", "scenes",
-                                                                     "maps", "cache", "arrays", "split", "task")))
+WITHOUT_TORCH = (
+    "raylt.config",
+    "raylt.data.task",
+    "raylt.data.label_maps",
+    "raylt.data.splits.long_tail",
+    "raylt.data.splits.partitions",
+    "raylt.data.splits.split",
+    "raylt.data.sources.sources",
+    "raylt.data.sources.scenes",
+    "raylt.data.sources.arrays",
+    "raylt.data.images.cache",
+    "raylt.studies.report.listing",
+)
 
 
 @dataclass(frozen=True)
@@ -124,25 +149,27 @@ class X:
             import h
 """
     assert list(imports_in(source)) == [
-        Import("a.b", None, False), Import("c", "d", False), Import("seen", None, True), Import("f", None, False),
-        Import("g", None, False), Import("h", None, True)]
+        Import("a.b", None, False),
+        Import("c", "d", False),
+        Import("seen", None, True),
+        Import("f", None, False),
+        Import("g", None, False),
+        Import("h", None, True),
+    ]
 
 
 def test_collector_refuses_relative_imports():
     with pytest.raises(AssertionError, match="line 1"):
-        list(imports_in("from .tree import Fold"))
+        list(imports_in("from .tree import RunningSum"))
 
 
 def test_the_project_is_found():
     assert {"raylt.tree", "raylt.methods", "raylt.methods.fedavg", "actors.fleet", "tune"} <= set(modules())
     reached = {(a, b) for a, b, _ in edges()}
-    assert {("raylt.core.experiment", "raylt.core.checkpoint"), ("raylt.runs.runner", "actors.launch")} <= reached
-
-
-def test_no_file_is_longer_than_250_lines():
-    long = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for package in ("raylt", "actors", "tune")
-            for file in (ROOT / package).rglob("*.py")}
-    assert {name: lines for name, lines in long.items() if lines > 250} == {}
+    assert {
+        ("raylt.core.experiment", "raylt.core.checkpoint.checkpoint"),
+        ("raylt.runs.runner", "actors.launch"),
+    } <= reached
 
 
 def test_every_module_has_a_layer():
@@ -151,8 +178,11 @@ def test_every_module_has_a_layer():
 
 def test_no_module_imports_from_a_later_layer():
     order = {name: number for name in modules() if (number := layer(name)) is not None}
-    wrong = [f"{a} (layer {order[a]}) imports {b} (layer {order[b]})" for a, b, imported in edges()
-             if order[b] > order[a] and not (a == "raylt.runs.runner" and b == "actors.launch" and imported.lazy)]
+    wrong = [
+        f"{a} (layer {order[a]}) imports {b} (layer {order[b]})"
+        for a, b, imported in edges()
+        if order[b] > order[a] and not (a == "raylt.runs.runner" and b == "actors.launch" and imported.lazy)
+    ]
     assert wrong == []
 
 
@@ -171,10 +201,24 @@ def test_nothing_under_raylt_imports_ray():
     assert wrong == []
 
 
+REACH_RAY = (
+    "raylt.cli.cluster",
+    "raylt.cli.jobs",
+    "raylt.cli.ray_searches",
+    "raylt.cli.serve",
+    "raylt.cli.tune",
+    "raylt.cli.verify",
+    "raylt.runs.runner",
+    "raylt.serving",
+)
+
+
 def test_only_cli_and_run_reach_actors_and_tune_and_only_inside_functions():
-    wrong = [f"{a} imports {b}" for a, b, imported in edges()
-             if a.startswith("raylt") and top(imported) in ("actors", "tune")
-             and not (a in ("raylt.cli.cluster", "raylt.cli.tune", "raylt.runs.runner") and imported.lazy)]
+    wrong = [
+        f"{a} imports {b}"
+        for a, b, imported in edges()
+        if a.startswith("raylt") and top(imported) in ("actors", "tune") and not (a in REACH_RAY and imported.lazy)
+    ]
     assert wrong == []
 
 
@@ -189,21 +233,32 @@ def test_methods_never_import_each_other():
         """Its file, or its folder."""
         return module.removeprefix(inside).partition(".")[0]
 
-    wrong = [f"{a} imports {b}" for a, b, _ in edges()
-             if a.startswith(inside) and f"{b}.".startswith(inside) and method(a) != method(b)]
+    wrong = [
+        f"{a} imports {b}"
+        for a, b, _ in edges()
+        if a.startswith(inside) and f"{b}.".startswith(inside) and method(a) != method(b)
+    ]
     assert wrong == []
 
 
 def test_actors_import_no_method_by_name():
-    wrong = [f"{a} imports {i.module}.{i.name}" for a, b, i in edges() if a.startswith("actors")
-             and f"{b}.".startswith("raylt.methods.") and (b, i.name) not in {("raylt.methods", "make_method"),
-                                                                              ("raylt.methods", "METHODS")}]
+    wrong = [
+        f"{a} imports {i.module}.{i.name}"
+        for a, b, i in edges()
+        if a.startswith("actors")
+        and f"{b}.".startswith("raylt.methods.")
+        and (b, i.name) not in {("raylt.methods", "make_method"), ("raylt.methods", "METHODS")}
+    ]
     assert wrong == []
 
 
 @pytest.mark.parametrize("module", [*WITHOUT_TORCH, "raylt", "raylt.cli.main"])
 def test_importing_it_imports_no_torch(module):
-    wrong = [f"{name} imports {i.module}" for name in sorted(loaded_by(module)) for i in modules().get(name, ())
-             if not i.lazy and top(i) in ("torch", "torchvision", "open_clip", "safetensors")]
+    wrong = [
+        f"{name} imports {i.module}"
+        for name in sorted(loaded_by(module))
+        for i in modules().get(name, ())
+        if not i.lazy and top(i) in ("torch", "torchvision", "open_clip", "safetensors")
+    ]
     assert module in modules()
     assert wrong == []

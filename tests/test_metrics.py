@@ -16,11 +16,13 @@ from raylt.metrics import (
     client_figures,
     confusion,
     group_accuracy,
+    interval,
     macro,
     matched_accuracy,
     mean_iou,
     owned_accuracy,
     owned_iou,
+    pooled,
     quality,
     seen_by_each,
     worst_decile,
@@ -140,7 +142,7 @@ def test_figures_of_a_client_are_the_same_bits_with_however_many_others(monkeypa
     shared = dict.fromkeys(matrices, matrices[0])
     same = by_client({k: matrix.clone() for k, matrix in shared.items()}, counts)
     assert by_client(shared, counts) == same
-    monkeypatch.setattr("raylt.metrics.AT_ONCE", 300)               # three clients, or thirty that share one
+    monkeypatch.setattr("raylt.metrics.AT_ONCE", 300)  # three clients, or thirty that share one
     assert by_client(matrices, counts) == together
     assert by_client(shared, counts) == same
 
@@ -149,13 +151,13 @@ def test_client_figures_of_own_models_use_each_clients_own_matrix():
     counts = tensor([[2, 0, 0], [0, 3, 0], [1, 1, 0]])
     right = tensor([[5, 0, 0], [0, 2, 0], [0, 0, 0]])
     each = by_client({1: right, 0: BY_HAND}, counts)
-    assert each["owned"] == [pytest.approx(0.8), 1.0, None]         # client 2 was not asked
+    assert each["owned"] == [pytest.approx(0.8), 1.0, None]  # client 2 was not asked
     figures = client_figures(each)
     assert figures["owned"] == {"mean": pytest.approx(0.9), "worst_decile": pytest.approx(0.8)}
     assert figures["global"] == {"mean": pytest.approx((1 + 5 / 7) / 2), "worst_decile": pytest.approx(5 / 7)}
 
 
-@pytest.mark.parametrize("decimals", [0, 1, 8])          # scores of two values, of eleven, hardly any twice
+@pytest.mark.parametrize("decimals", [0, 1, 8])  # scores of two values, of eleven, hardly any twice
 def test_the_area_under_the_curve_is_scikit_learns_to_the_bit(decimals):
     rng = np.random.default_rng(decimals)
     for n in (2, 3, 10, 333):
@@ -167,17 +169,20 @@ def test_the_area_under_the_curve_is_scikit_learns_to_the_bit(decimals):
 
 @pytest.mark.slow
 def test_no_figure_imports_scikit_learn():
-    code = ("import sys, torch; from raylt.metrics import quality; quality(torch.tensor([[.2, .8], [.6, .4]]), "
-            "torch.tensor([1, 0])); assert 'sklearn' not in sys.modules and 'pandas' not in sys.modules")
+    code = (
+        "import sys, torch; from raylt.metrics import quality; quality(torch.tensor([[.2, .8], [.6, .4]]), "
+        "torch.tensor([1, 0])); assert 'sklearn' not in sys.modules and 'pandas' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 # label maps
 
+
 @pytest.mark.parametrize("seed", range(4))
 def test_figures_of_maps_with_ignored_pixels_equal_brute_force_and_scikit_learn(seed):
     rng = np.random.default_rng(seed)
-    truth = rng.choice([0, 1, 2, 4, 5, 255], (3, 20, 30))          # class 3 occurs in predictions alone, 6 nowhere
+    truth = rng.choice([0, 1, 2, 4, 5, 255], (3, 20, 30))  # class 3 occurs in predictions alone, 6 nowhere
     predicted = np.where(rng.random(truth.shape) < 0.6, np.minimum(truth, 5), rng.integers(0, 6, truth.shape))
     matrix = confusion(torch.from_numpy(predicted), torch.from_numpy(truth), C, ignore=255)
     labelled = truth != 255
@@ -219,3 +224,22 @@ def test_each_client_judges_the_classes_it_keeps_and_background():
     assert each["global"] == pytest.approx([0.9, 0.6, 0.6])
     assert each["matched"][0] == pytest.approx((5 * 3 / 4 + 9 * 1) / 14)
     assert owned_iou(seen[0], counts[0]) == each["miou"][0]
+
+
+def test_wilson_interval_is_that_of_the_score_test():
+    low, high = interval(1.0, 1)
+    assert (low, high) == (pytest.approx(0.2065, abs=1e-4), 1.0)
+    low, high = interval(0.0, 10)
+    assert (low, high) == (0.0, pytest.approx(0.2775, abs=1e-4))
+    for share, n in ((0.3, 10), (0.5, 40), (0.81, 99)):
+        for bound in interval(share, n):  # each bound is a share from which the observed one is 1.96 deviations away
+            deviation = (bound * (1 - bound) / n) ** 0.5
+            assert abs(share - bound) == pytest.approx(1.959964 * deviation, rel=1e-6)
+
+
+def test_pooled_counts_are_the_sum_whichever_clients_share_a_matrix():
+    one, other = tensor([[3, 1], [0, 2]]), tensor([[1, 0], [5, 4]])
+    before = one.clone()
+    assert torch.equal(pooled([one, other, one]), one + other + one)
+    assert torch.equal(pooled(iter([other])), other)
+    assert torch.equal(one, before)

@@ -17,23 +17,42 @@ def test_seed_is_the_first_63_bits_of_a_hash_of_the_keys():
 
 
 def test_seeds_differ_in_every_key_their_order_their_type_and_their_number():
-    keys = [(), ("a",), ("b",), ("a", "b"), ("b", "a"), ("ab",), ("", "ab"), ("ab", ""), (1,), ("1",), (11,), (1, 1),
-            (-1,)]
+    keys = [
+        (),
+        ("a",),
+        ("b",),
+        ("a", "b"),
+        ("b", "a"),
+        ("ab",),
+        ("", "ab"),
+        ("ab", ""),
+        (1,),
+        ("1",),
+        (11,),
+        (1, 1),
+        (-1,),
+    ]
     seeds = [seed_for(seed, *key) for seed in (0, 1, 10) for key in keys]
     assert len(set(seeds)) == len(seeds)
 
 
 def test_seeds_are_what_torch_and_numpy_take():
     seeds = [seed_for(0, "range", k) for k in range(1000)]
-    assert all(0 <= seed < 2 ** 63 for seed in seeds)
-    assert max(seeds) > 2 ** 62         # all 63 bits are used: 1000 draws below it have probability 2^-1000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert max(seeds) > 2**62  # all 63 bits are used: 1000 draws below it have probability 2^-1000
 
 
 def test_seed_is_the_same_in_another_process_that_has_no_torch():
-    script = ("import sys; from raylt.seeds import seed_for; "
-              "print(seed_for(5, 'x', 2)); assert 'torch' not in sys.modules")
-    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True,
-                            env=os.environ | {"PYTHONHASHSEED": "123"})
+    script = (
+        "import sys; from raylt.seeds import seed_for; print(seed_for(5, 'x', 2)); assert 'torch' not in sys.modules"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONHASHSEED": "123"},
+    )
     assert int(answer.stdout) == seed_for(5, "x", 2)
 
 
@@ -79,7 +98,7 @@ def test_seeding_notes_nothing_for_gpus_where_there_are_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "manual_seed_all", noted.append)
     with seeded(3, "block"):
         drawn = torch.rand(3)
-    assert not noted            # torch keeps such notes, with a stack each, until a GPU is used
+    assert not noted  # torch keeps such notes, with a stack each, until a GPU is used
     torch.manual_seed(seed_for(3, "block"))
     assert torch.equal(torch.rand(3), drawn)
 

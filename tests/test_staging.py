@@ -9,7 +9,7 @@ from tiny import configure, make_setup
 
 from raylt import staging, tree
 from raylt.core.client import Reply
-from raylt.core.host import Host
+from raylt.core.fleet.client_host import ClientHost
 from raylt.core.server import Server
 from raylt.tree import Stamps
 
@@ -25,8 +25,16 @@ def buffer(monkeypatch):
 def some(seed=0):
     generator = torch.Generator().manual_seed(seed)
     draw = torch.randn(2, 3, 5, 7, generator=generator)
-    return [torch.tensor([True, False, True]), draw, torch.tensor(5), draw.to(memory_format=torch.channels_last),
-            draw.double()[0], draw.bfloat16().flatten(), torch.arange(7, dtype=torch.int8), draw.half()[0, 0]]
+    return [
+        torch.tensor([True, False, True]),
+        draw,
+        torch.tensor(5),
+        draw.to(memory_format=torch.channels_last),
+        draw.double()[0],
+        draw.bfloat16().flatten(),
+        torch.arange(7, dtype=torch.int8),
+        draw.half()[0, 0],
+    ]
 
 
 def same(a, b):
@@ -56,14 +64,14 @@ def test_what_is_not_dense_or_has_a_gradient_or_is_alone_goes_by_itself(device):
     assert device.transfers["to"] == len(odd)
     device.clear()
     assert all(torch.equal(*pair) for pair in zip(staging.moved(there[1:], CPU), odd[1:], strict=True))
-    assert device.waits["_to_copy from"] == len(odd) - 1        # nothing is read before it has arrived
+    assert device.waits["_to_copy from"] == len(odd) - 1  # nothing is read before it has arrived
     assert there[2].requires_grad
 
 
 def test_the_buffer_is_not_filled_again_before_it_was_read(device):  # noqa: F811
     first = staging.moved(some(0), THERE)
-    second = staging.moved(some(1), THERE)              # nothing has been computed with the first
-    third = staging.moved([torch.zeros(100_000), torch.ones(3)], THERE)         # in a larger buffer
+    second = staging.moved(some(1), THERE)  # nothing has been computed with the first
+    third = staging.moved([torch.zeros(100_000), torch.ones(3)], THERE)  # in a larger buffer
     for arrived, seed in ((first, 0), (second, 1)):
         assert all(map(same, staging.moved(arrived, CPU), some(seed)))
     assert third[1].cpu().tolist() == [1, 1, 1]
@@ -92,10 +100,10 @@ def test_what_is_too_much_for_one_copy_goes_in_several(device, monkeypatch):  # 
     tensors = [torch.full((100,), float(i)) for i in range(5)]
     tensors.insert(1, torch.ones(1000))
     there = staging.moved(tensors[:-1], THERE)
-    assert device.transfers["to"] == 3          # the first and the third, two more, and the large one
+    assert device.transfers["to"] == 3  # the first and the third, two more, and the large one
     there += staging.moved(tensors[-1:], THERE)
     back = staging.moved(there, CPU)
-    assert device.transfers["from"] == 4        # and what is left, by itself
+    assert device.transfers["from"] == 4  # and what is left, by itself
     assert all(torch.equal(*pair) for pair in zip(back, tensors, strict=True))
 
 
@@ -126,26 +134,33 @@ def test_a_call_takes_its_message_in_one_copy_and_sends_its_reply_in_one(device,
     for place in (CPU, THERE):
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            host = Host(setup, tiny_task.facts, tiny_task.test, place)
-        message = {"model": tree.snapshot(method.shared(host.model)),
-                   "control": {name: torch.zeros(value.shape) for name, value in host.model.named_parameters()}}
+            host = ClientHost(setup, tiny_task.spec, tiny_task.test, place)
+        message = {
+            "model": tree.snapshot(method.shared(host.model)),
+            "control": {name: torch.zeros(value.shape) for name, value in host.model.named_parameters()},
+        }
         message = message if name == "scaffold" else {"model": message["model"]}
-        host.run(method.train, message, 1, 0, tiny_task.shards[0], None)        # its data come to the device
+        host.run(method.train, message, 1, 0, tiny_task.shards[0], None)  # its data come to the device
         device.clear()
         reply, private = host.run(method.train, message, 2, 0, None, None)
         assert isinstance(reply, Reply)
-        seen.append([value.tolist() for _, value in tree.leaves({"reply": reply.tree, "private": private})
-                     if isinstance(value, torch.Tensor)])
+        seen.append(
+            [
+                value.tolist()
+                for _, value in tree.leaves({"reply": reply.tree, "private": private})
+                if isinstance(value, torch.Tensor)
+            ]
+        )
     assert seen[0] == seen[1]
     assert len(seen[1]) == ONE_BY_ONE[name][1]
-    assert dict(device.transfers) == {"to": 2, "from": 1}       # the order still goes by itself, at once
+    assert dict(device.transfers) == {"to": 2, "from": 1}  # the order still goes by itself, at once
 
 
 def test_the_servers_model_takes_a_mean_in_one_copy(device, tiny_task):  # noqa: F811
     setup = make_setup(configure())
-    model = setup.new_model(tiny_task.facts)
+    model = setup.new_model(tiny_task.spec)
     mean = {name: value + 1 for name, value in model.state_dict().items()}
-    server = Server(setup.config, tiny_task.facts, model.to(THERE), THERE)
+    server = Server(setup.config, tiny_task.spec, model.to(THERE), THERE)
     device.clear()
     server.step(mean)
     assert device.transfers == {"to": 1}

@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import tensor
 
-from raylt.tree import Fold, from_arrays, leaves, map_tensors, nbytes, snapshot, to, to_arrays
+from raylt.tree import RunningSum, from_arrays, leaves, map_tensors, nbytes, snapshot, to, to_arrays
 
 
 def mean(*weighted):
-    fold = Fold()
+    fold = RunningSum()
     for tree, weight in weighted:
         fold.add(tree, weight)
     return fold.mean()
 
 
 def total(*trees):
-    fold = Fold()
+    fold = RunningSum()
     for tree in trees:
         fold.add(tree)
     return fold.sum()
@@ -35,17 +35,17 @@ def test_mean_is_weighted():
 
 def test_mean_adds_up_in_float64():
     # 2^24 + 1 + 1 = 16777218, a third of it is 5592406; in float32 2^24 + 1 is 2^24, and the mean 5592405.5
-    parts = [tensor([2.0 ** 24]), tensor([1.0]), tensor([1.0])]
-    assert (parts[0] + parts[1] + parts[2]).item() == 2 ** 24
+    parts = [tensor([2.0**24]), tensor([1.0]), tensor([1.0])]
+    assert (parts[0] + parts[1] + parts[2]).item() == 2**24
     assert mean(*(({"w": part}, 1) for part in parts))["w"].item() == 5592406.0
 
 
 def test_sum_is_in_float64_and_adds_up_in_it():
-    result = total({"w": tensor([2.0 ** 24])}, {"w": tensor([1.0])}, {"w": tensor([1.0])})["w"]
+    result = total({"w": tensor([2.0**24])}, {"w": tensor([1.0])}, {"w": tensor([1.0])})["w"]
     assert same(result, tensor([16777218.0], dtype=torch.float64))
 
 
-@pytest.mark.parametrize("weight", [1, 3, 7, 10, 47, 12345, 2 ** 29 - 1])
+@pytest.mark.parametrize("weight", [1, 3, 7, 10, 47, 12345, 2**29 - 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_mean_of_one_tree_is_that_tree_bit_for_bit(weight, dtype):
     # 24 bits of a float32 and 29 of the weight fit into the 53 of a float64, so the product is exact
@@ -82,8 +82,9 @@ def test_small_integers_do_not_overflow_in_a_sum():
 
 
 def test_keys_absent_from_some_trees_count_zero_in_a_sum():
-    result = total({"3": {"n": tensor(2), "z": tensor([1.0])}}, {"5": {"z": tensor([7.0])}, "k": 2},
-                   {"3": {"z": tensor([0.5])}})
+    result = total(
+        {"3": {"n": tensor(2), "z": tensor([1.0])}}, {"5": {"z": tensor([7.0])}, "k": 2}, {"3": {"z": tensor([0.5])}}
+    )
     assert result == {"3": {"n": tensor(2), "z": tensor([1.5])}, "5": {"z": tensor([7.0])}, "k": 2}
 
 
@@ -91,7 +92,7 @@ def test_keys_absent_from_some_trees_count_zero_in_a_sum():
 def test_fold_leaves_the_trees_it_adds_alone(weight):
     trees = [{"a": {"w": tensor([1.5]), "n": tensor([3])}, "x": 1.0} for _ in range(3)]
     before = copy.deepcopy(trees)
-    fold = Fold()
+    fold = RunningSum()
     for tree in trees:
         fold.add(tree, weight)
     assert trees == before
@@ -99,14 +100,22 @@ def test_fold_leaves_the_trees_it_adds_alone(weight):
 
 def test_what_cannot_be_averaged_is_named():
     with pytest.raises(AssertionError, match="note: a str"):
-        Fold().add({"note": "hello"}, 1)
+        RunningSum().add({"note": "hello"}, 1)
 
 
 def test_nbytes_counts_tensors_numbers_and_text():
     # 3 * 4 + 2 * 8 + 5 * 1 + 1 * 2 of tensors, 8 + 8 of numbers, 3 of the UTF-8 of "né", 0 of None
-    tree = {"a": {"f": torch.zeros(3), "i": torch.zeros(2, dtype=torch.int64)}, "b": torch.zeros(5, dtype=torch.bool),
-            "h": torch.zeros((), dtype=torch.bfloat16), "x": 0.5, "k": 3, "s": "né", "none": None, "empty": {},
-            "no": torch.zeros(0)}
+    tree = {
+        "a": {"f": torch.zeros(3), "i": torch.zeros(2, dtype=torch.int64)},
+        "b": torch.zeros(5, dtype=torch.bool),
+        "h": torch.zeros((), dtype=torch.bfloat16),
+        "x": 0.5,
+        "k": 3,
+        "s": "né",
+        "none": None,
+        "empty": {},
+        "no": torch.zeros(0),
+    }
     assert nbytes(tree) == 12 + 16 + 5 + 2 + 16 + 3
 
 
@@ -139,9 +148,18 @@ def test_map_tensors_keeps_other_leaves():
 
 
 def test_arrays_round_trip():
-    tree = {"a": {"f": torch.randn(2, 3), "zero": tensor(0.1), "empty": torch.zeros(0, 4)}, "b": tensor([True, False]),
-            "i": tensor([1, -2]), "u": tensor([255], dtype=torch.uint8), "h": torch.ones(2, dtype=torch.float16),
-            "k": 3, "x": 0.1, "s": "text", "none": None, "e": {}}
+    tree = {
+        "a": {"f": torch.randn(2, 3), "zero": tensor(0.1), "empty": torch.zeros(0, 4)},
+        "b": tensor([True, False]),
+        "i": tensor([1, -2]),
+        "u": tensor([255], dtype=torch.uint8),
+        "h": torch.ones(2, dtype=torch.float16),
+        "k": 3,
+        "x": 0.1,
+        "s": "text",
+        "none": None,
+        "e": {},
+    }
     arrays = to_arrays(tree)
     assert isinstance(arrays["a"]["zero"], np.ndarray)
     back = from_arrays(arrays)

@@ -1,31 +1,48 @@
 """What most tests share: a task small enough to train on in a blink, with every kind of client that makes trouble."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from raylt.config import Config
 from raylt.contract import trace
+from raylt.contract.case import COUNTS, SCENES, make_scenes, make_task, pixels
 from raylt.contract.hosts import Recorder
-from raylt.contract.tasks import COUNTS, SCENES, make_scenes, make_task, pixels
 from raylt.contract.trace import fingerprint
 from raylt.core.client import Client
-from raylt.core.evaluation import EvaluationSet
+from raylt.core.evaluation.counts import EvaluationSet
 from raylt.core.experiment import Experiment
-from raylt.core.host import Host
-from raylt.core.in_process import LocalFleet
+from raylt.core.fleet.client_host import ClientHost
+from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.method import Method
 from raylt.core.setup import Setup
 from raylt.data.samples import Samples
 from raylt.data.task import Task
+from raylt.models import SplitModel
 from raylt.registry import resolve
 from raylt.tree import Tree
 
-__all__ = ["COUNTS", "CPU", "SCENES", "Recorder", "configure", "fingerprint", "make_experiment", "make_scenes",
-           "make_setup", "make_task", "open_client", "pixels", "private_states"]
+__all__ = [
+    "COUNTS",
+    "CPU",
+    "SCENES",
+    "Recorder",
+    "configure",
+    "fingerprint",
+    "make_experiment",
+    "make_scenes",
+    "make_setup",
+    "make_task",
+    "open_client",
+    "pixels",
+    "private_states",
+    "tiny_pretrained",
+]
 
 CPU = torch.device("cpu")
 
@@ -49,23 +66,56 @@ def make_setup(config: Config, method: Method | None = None) -> Setup:
 def private_states(experiment: Experiment) -> dict[int, Tree]:
     """Of every client that trains, by id: what its next call starts from, also where none was made yet."""
     host = experiment.fleet._host
-    host = host if isinstance(host, Host) else Host(*host.args)          # of raylt/contract/hosts.py
+    host = host if isinstance(host, ClientHost) else ClientHost(*host.args)  # of raylt/contract/hosts.py
     untouched = {"model": host._initial, "state": {}}
     return dict.fromkeys(experiment.fleet.ids, untouched) | trace.private_states(experiment)
 
 
 def open_client(task: Task, method: Method, id: int = 0, config: Config | None = None) -> Client:
     """A client without a host, in its first training."""
-    setup, facts = make_setup(config or configure(), method), task.facts
-    client = Client(id, Samples(task.shards[id], facts, CPU), EvaluationSet(task.test, facts, CPU),
-                    setup.new_model(facts), setup.config, CPU, setup.augment)
+    setup, spec = make_setup(config or configure(), method), task.spec
+    client = Client(
+        id,
+        Samples(task.shards[id], spec, CPU),
+        EvaluationSet(task.test, spec, CPU),
+        setup.new_model(spec),
+        setup.config,
+        CPU,
+        setup.augment,
+    )
     client.begin("train", 1)
     return client
 
 
-def make_experiment(config: Config, task: Task, tmp_path: Path, method: Method | None = None,
-                    fleet: type[LocalFleet] = LocalFleet, host: Callable[..., Any] = Host) -> Experiment:
+def make_experiment(
+    config: Config,
+    task: Task,
+    tmp_path: Path,
+    method: Method | None = None,
+    fleet: type[LocalFleet] = LocalFleet,
+    host: Callable[..., Any] = ClientHost,
+) -> Experiment:
     """An experiment in this process, on the CPU; `host` is called as `Host` is."""
     setup = make_setup(config, method)
-    clients = fleet(config, task, host(setup, task.facts, task.test, CPU))
+    clients = fleet(config, task, host(setup, task.spec, task.test, CPU))
     return Experiment(setup, task, clients, CPU, tmp_path)
+
+
+def tiny_pretrained(classes: int, shape: tuple[int, int, int]) -> SplitModel:
+    """A model with norms, dropout, a 1x1 convolution and a linear layer, to be frozen or adapted; d = 5."""
+
+    def block(inputs: int, outputs: int, side: int) -> nn.Sequential:
+        convolution = nn.Conv2d(inputs, outputs, side, padding=side // 2, bias=False)
+        return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU())
+
+    encoder = nn.Sequential(
+        OrderedDict(
+            stem=block(shape[2], 4, 3),
+            narrow=block(4, 6, 1),
+            pool=nn.AdaptiveAvgPool2d(1),
+            flat=nn.Flatten(),
+            drop=nn.Dropout(0.5),
+            last=nn.Linear(6, 5),
+        )
+    )
+    return SplitModel(encoder, 5, classes)

@@ -1,6 +1,36 @@
-"""Searches over the hyper-parameters of any method: `from tune import search, space`."""
+"""Searches over the hyper-parameters of any method: `from tune import search, space`.
 
-from tune.search import Found, resume, search
+With Ray Tune's own schedulers and searchers: `from tune import param_space, trainable`, for `ray.tune.Tuner`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from tune.pareto import draw_pareto, pareto_front
+from tune.search import SearchResult, resume, search
 from tune.space import space, spaces_of
 
-__all__ = ["Found", "resume", "search", "space", "spaces_of"]
+if TYPE_CHECKING:
+    from tune.ray_space import param_space
+    from tune.ray_trainable import model_of, trainable
+
+__all__ = [
+    "SearchResult",
+    "draw_pareto",
+    "model_of",
+    "param_space",
+    "pareto_front",
+    "resume",
+    "search",
+    "space",
+    "spaces_of",
+    "trainable",
+]
+# names whose modules import Ray, which a search in this process does not need
+_WITH_RAY = {"model_of": "tune.ray_trainable", "param_space": "tune.ray_space", "trainable": "tune.ray_trainable"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_RAY:
+        raise AttributeError(f"module 'tune' has no attribute {name!r}")
+    return getattr(import_module(_WITH_RAY[name]), name)

@@ -1,7 +1,7 @@
-"""A process that tunes one arm of a study: `python -m tune.arm JOB`, started by raylt/studies/tuning.py.
+"""The process that tunes one arm of a study, started by raylt/studies/running/tuning.py with the job as its argument.
 
-What came of it goes out as a line of JSON. When its standard input ends, as it does when the study's process dies in
-whatever way, it ends at once: the search is resumed from its trials' last rounds.
+It writes its result as a line of JSON. It ends at once when its standard input ends, which happens when the study's
+process dies. The search can then be resumed from the last rounds of its trials.
 """
 
 import json
@@ -12,86 +12,114 @@ from pathlib import Path
 from typing import Any
 
 from raylt.config import Config, check
-from raylt.errors import CheckpointError, ConfigError, RayltError, one_line
+from raylt.errors import CheckpointError, ConfigError, describe_error
 from raylt.methods import METHODS
 from raylt.registry import load_plugin
 from raylt.store import Folder, folder_for
-from raylt.studies.tuning import Tuned, Tuning, applying
-from tune.axes import parse
-from tune.desk import sizes
-from tune.halving import rungs
-from tune.plan import Plan, client_steps
-from tune.search import VALIDATION, resume, search
-from tune.space import Space, space
+from raylt.studies.running.tuning import Tuned, Tuning, applying
+from tune.asha import rungs
+from tune.loop import sizes
+from tune.plan import SearchPlan, client_steps
+from tune.search import resume, search, with_validation
+from tune.space import Space, axis_of, space
 
 NAME = "search"
 
 
-def tune_arm(folder: Path, base: Config, reference: Config, tuning: Tuning, arm: str, fleet: Any = "local",
-             address: str | None = None) -> Tuned:
-    """Searches for the best settings of an arm, or goes on with that.
+def tune_arm(
+    folder: Path,
+    base: Config,
+    reference: Config,
+    tuning: Tuning,
+    arm: str,
+    fleet: Any = "local",
+    address: str | None = None,
+) -> Tuned:
+    """Search for the best settings of an arm, or continue its search.
 
     Args:
-        folder: of the arm; the search is made in it.
-        base: the arm's settings, with only those fields of its method that are given.
-        reference: the settings in whose client-steps the budget is counted.
+        folder: of the arm; the search's folder is made in it.
+        base: the arm's settings, with only the given fields of its method.
+        reference: the settings whose run is the unit of the budget.
 
     Raises:
-        ConfigError: a range cannot be, or one trial takes more than the budget.
-        CheckpointError: the search that is there is another one.
+        ConfigError: a range is invalid, or one trial takes more than the budget.
+        CheckpointError: the folder holds another search.
     """
-    base, reference = _held_out(base), _held_out(reference)
-    sought = _space(base, tuning, arm)
+    base = with_validation(base)
+    reference = with_validation(reference)
+    arm_space = _space(base, tuning, arm)
     budget = round(tuning.runs * client_steps(reference, sizes(reference)))
     outcome: Tuned = {"asked": "", "values": {}, "score": None, "trials": 0, "client_steps": 0, "budget": budget}
-    if not sought:
+    if not arm_space:
         return outcome
     cost = client_steps(base, sizes(base))
     if cost > budget:
-        raise ConfigError(f"study.tune.runs = {tuning.runs:g}: is {budget} client-steps, and one trial of the arm "
-                          f"takes {cost}; raise it to at least {tuning.runs * cost / budget:.2g}")
+        raise ConfigError(
+            f"study.tune.runs: the budget is {budget} client-steps, and one trial of the arm takes {cost} "
+            f"({tuning.runs:g}). Raise it to at least {tuning.runs * cost / budget:.2g}.",
+            code="search.budget-too-small",
+            key="study.tune.runs",
+            value=tuning.runs,
+            cost=cost,
+        )
     if (folder / NAME / "search.json").exists():
-        with Folder.open(folder / NAME) as here:
-            plan = Plan.from_json(here.read("search.json"), str(folder / NAME / "search.json"))
-        if (plan.spaces, plan.budget, plan.metric, plan.searcher) != ({base.method["name"]: sought}, budget,
-                                                                      tuning.metric, tuning.searcher):
-            raise CheckpointError(f"{folder / NAME}: is a search for something else; give the study another name, or "
-                                  "remove that folder")
-        best = resume(folder / NAME, fleet=fleet, address=address)
+        _check_same_search(folder / NAME, base.method["name"], arm_space, budget, tuning)
+        result = resume(folder / NAME, fleet=fleet, address=address)
     else:
-        with folder_for(folder) as here:
-            here.remove(NAME)               # left by a process that died before it wrote what is searched for
-        best = search(base, sought, None, out=folder, name=NAME, metric=tuning.metric, searcher=tuning.searcher,
-                      scheduler="asha" if rungs(base.federation.rounds, None) else "none", budget=budget,
-                      seed=base.seed, fleet=fleet, address=address)
-    assert best.best.outcome is not None
-    return {**outcome, "values": best.best.values, "score": best.best.outcome.score, "trials": len(best.trials),
-            "client_steps": sum(record.spent for record in best.trials)}
+        with folder_for(folder) as arm_folder:
+            arm_folder.remove(NAME)  # left by a process that died before it wrote search.json
+        result = search(
+            base,
+            arm_space,
+            None,
+            out=folder,
+            name=NAME,
+            metric=tuning.metric,
+            searcher=tuning.searcher,
+            scheduler="asha" if rungs(base.federation.rounds, None) else "none",
+            budget=budget,
+            seed=base.seed,
+            fleet=fleet,
+            address=address,
+        )
+    assert result.best.outcome is not None
+    return {
+        **outcome,
+        "values": result.best.values,
+        "score": result.best.outcome.score,
+        "trials": len(result.trials),
+        "client_steps": sum(record.spent for record in result.trials),
+    }
 
 
-def _held_out(config: Config) -> Config:
-    """With a validation part, as searches have it, where the study has none."""
-    if config.data.validation:
-        return config
-    return config.model_copy(update={"data": config.data.model_copy(update={"validation": VALIDATION})})
+def _check_same_search(folder: Path, method: str, arm_space: Space, budget: int, tuning: Tuning) -> None:
+    """Raise a CheckpointError if the folder holds a search with another space, budget, metric or searcher."""
+    with Folder.open(folder) as search_folder:
+        plan = SearchPlan.from_json(search_folder.read("search.json"), str(folder / "search.json"))
+    expected = ({method: arm_space}, budget, tuning.metric, tuning.searcher)
+    if (plan.spaces, plan.budget, plan.metric, plan.searcher) != expected:
+        raise CheckpointError(
+            f"{folder}: the folder holds a search for something else. Give the study another name, or remove the "
+            "folder.",
+            code="search.different",
+            path=str(folder),
+        )
 
 
 def _space(base: Config, tuning: Tuning, arm: str) -> Space:
-    """What is searched; ranges of fields that the arm's method has not are for other arms."""
+    """Return the search space of an arm, without ranges of fields that only other arms' methods have."""
     method = base.method["name"]
-    ranges = {}
-    for key, text in applying(tuning.ranges, METHODS[method]).items():
-        if (axis := parse(text)) is None:
-            raise ConfigError(f"study.tune.ranges.{key} = {text!r}: not a range; write one as in "
-                              "loguniform(0.01,0.3)")
-        ranges[key] = axis
+    texts = applying(tuning.ranges, METHODS[method])
+    ranges = {key: axis_of(f"study.tune.ranges.{key}", text) for key, text in texts.items()}
     return space(base, ranges, tuning.fields.get(arm), method)
 
 
 def main() -> None:
+    """Tune the arm of the job, and write the result or the error to standard output."""
     threading.Thread(target=_end_with_the_study, daemon=True).start()
     channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)                           # what libraries print is no message
+    os.dup2(2, 1)  # so that libraries print to standard error
     job = json.loads(sys.argv[1])
     try:
         for file in job["plugins"]:
@@ -100,8 +128,10 @@ def main() -> None:
         tuning: Tuning = check(Tuning, job["tune"])
         message: Any = tune_arm(Path(job["folder"]), base, reference, tuning, job["arm"], job["fleet"], job["address"])
     except Exception as error:
-        message = {"problem": str(error) if isinstance(error, RayltError) else one_line(error),
-                   "input": isinstance(error, ConfigError)}
+        message = {
+            "problem": describe_error(error),
+            "input": isinstance(error, ConfigError),
+        }
     channel.write(json.dumps(message))
     channel.close()
 
@@ -109,7 +139,3 @@ def main() -> None:
 def _end_with_the_study() -> None:
     sys.stdin.read()
     os._exit(1)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,45 +1,61 @@
-"""Where the trials of a search go: the share of a cluster that each reserves, and how many fit."""
+"""Plans the resources of a search's trials: the client actors of each, and how many trials fit into a cluster.
 
-import copy
+Where processes share a GPU, `need_of` measures before the first trial what one of them takes.
+"""
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from actors.placement import SERVER_GPUS, USABLE, Need, Placement
+from actors.placement import SERVER_GPUS, USABLE, Need, Placement, count_of
+from actors.probe import probe
 from raylt.config import Config
 from raylt.errors import ConfigError
+from raylt.registry import resolve
+from tune.loop import task_of
+from tune.plan import SearchPlan
+from tune.space import Space, configure, probes
 
 Bundle = dict[str, float]
-PER_GPU = 8                     # trials at once on one GPU, when their shares are ours to choose
+PER_GPU = 8  # trials at once on one GPU, where `resources.gpus_per_client` does not decide
+SIZES = ("local.batch", "evaluation.batch", "method.batch")  # settings whose largest value takes the most memory
 
 
 def most_on_gpu(nodes: Sequence[Mapping[str, float]], need: Need) -> float:
-    """How many processes of this size share a GPU at most: by its memory, and by that of the machine that it is in."""
+    """Return how many processes of this size can share a GPU, by its memory and the memory of its node."""
     bounds = [math.floor(USABLE / need.gpu_memory)] if need.gpu_memory else []
     if need.memory:
-        bounds += [int(USABLE * node.get("memory", math.inf) / need.memory / node["GPU"]) for node in nodes
-                   if node.get("GPU") and "memory" in node]
+        bounds += [
+            int(USABLE * node.get("memory", math.inf) / need.memory / node["GPU"])
+            for node in nodes
+            if node.get("GPU") and "memory" in node
+        ]
     return min(bounds, default=math.inf)
 
 
-def place_trial(config: Config, clients: int, trials: float, have: Mapping[str, float],
-                most: float = math.inf) -> Placement:
-    """The client actors of one trial; with `auto`, so many that the trials to come share the cluster evenly.
+def place_trial(
+    config: Config, clients: int, trials: float, have: Mapping[str, float], most: float = math.inf
+) -> Placement:
+    """Plan the client actors of one trial; with `auto`, the trials share the cluster evenly.
 
     Args:
-        clients: those that hold samples.
-        trials: how many there will be at most.
+        clients: number of clients that hold samples.
+        trials: number of trials at most.
         have: the cluster's resources.
-        most: processes that share a GPU at most, where that was measured: client actors and each trial's server.
+        most: processes (client actors, and each trial's server) that share a GPU at most, where that was measured.
 
     Raises:
-        ConfigError: GPUs are asked for, and there are none; or the actors that are asked for do not fit into their
-            memory.
+        ConfigError: the settings ask for GPUs, and there are none; or for more actors than fit into their memory.
     """
     wanted = config.resources
     cpus, gpus = have.get("CPU", 0.0), have.get("GPU", 0.0)
     if wanted.device == "cuda" and not gpus:
-        raise ConfigError("resources.device = cuda: the cluster has no GPU; join one that has, or set "
-                          "resources.device=auto")
+        raise ConfigError(
+            "resources.device: cuda, but the cluster has no GPU. Join a cluster with GPUs, or set "
+            "resources.device=auto.",
+            code="device.not-found",
+            key="resources.device",
+            value="cuda",
+        )
     slots = max(1, int(cpus / wanted.cpus_per_client + 1e-9))
     if wanted.gpu_share != "auto" and wanted.gpu_share > 0:
         slots = max(1, min(slots, int(gpus / wanted.gpu_share + 1e-9)))
@@ -58,11 +74,17 @@ def place_trial(config: Config, clients: int, trials: float, have: Mapping[str, 
         actors = _largest(slots // at_once, lambda count: fit(at_once, count))
     actors = min(actors, clients)
     if actors > 1 and not fit(1, actors):
-        raise ConfigError(f"resources: {actors} client actors of a trial and its server do not fit into the memory of "
-                          f"{gpus:g} GPUs, each of which holds {most:g} such processes; lower resources.actors, or take"
-                          " a smaller model or local.batch")
+        raise ConfigError(
+            f"resources: {actors} client actors of a trial and its server do not fit into the memory of "
+            f"{gpus:g} GPUs, each of which holds {most:g} such processes. Lower resources.actors, or use a smaller "
+            "model or local.batch.",
+            code="cluster.too-small",
+            actors=actors,
+            gpus=gpus,
+            per_gpu=most,
+        )
     if wanted.gpu_share != "auto":
-        return Placement(actors, wanted.cpus_per_client, _beside_servers(wanted.gpu_share))
+        return Placement(actors, wanted.cpus_per_client, _share_with_servers(wanted.gpu_share))
     share = 0.0
     if gpus:
         at_once = _largest(min(at_once, slots // actors), lambda count: fit(count, actors))
@@ -71,41 +93,42 @@ def place_trial(config: Config, clients: int, trials: float, have: Mapping[str, 
     return Placement(actors, wanted.cpus_per_client, share)
 
 
-def _beside_servers(share: float) -> float:
-    """What a client actor takes of a GPU, `share` at most, so that as many trials of one actor as this would fill a GPU
-    with leave their servers a place."""
+def _share_with_servers(share: float) -> float:
+    """Return a client actor's share of a GPU, at most `share`, that leaves the servers of its trials their part.
+
+    It assumes as many trials of one actor each on a GPU as `share` allows.
+    """
     each = math.floor(1 / share + 1e-9) if 0 < share <= 1 else 0
     room = 1 - SERVER_GPUS * each
     return min(share, int(room / each * 1e4) / 1e4) if each and room > 0 else share
 
 
 def _on_gpu(trials: int, actors: int, gpus: float) -> tuple[int, int]:
-    """Servers and client actors on a GPU, spread evenly."""
+    """Return the numbers of servers and client actors on a GPU, when they are spread evenly."""
     return -(-trials // int(gpus)), -(-trials * actors // int(gpus))
 
 
 def _largest(count: int, fit: Callable[[int], bool]) -> int:
-    """The largest number up to `count` that fits, at least one."""
+    """Return the largest number up to `count` that fits, and at least one."""
     while count > 1 and not fit(count):
         count -= 1
     return max(1, count)
 
 
 def bundles_of(placement: Placement) -> list[Bundle]:
-    """What a trial reserves: first its own process, which is the server, then its client actors."""
+    """Return the resources that a trial reserves: of its own process, which is the server, then of its actors."""
     client = {"CPU": placement.cpus} | ({"GPU": placement.gpus} if placement.gpus else {})
     return [{"GPU": SERVER_GPUS} if placement.gpus else {}, *(dict(client) for _ in range(placement.actors))]
 
 
 def fitting(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], most: int) -> int:
-    """How many trials the nodes hold at once, up to `most`, each bundle on the first node with room."""
+    """Return how many trials the nodes hold at once, up to `most`, with each bundle on the first node with room."""
     left = [dict(node) for node in nodes]
+    largest_first = sorted(bundles, key=lambda b: (-b.get("GPU", 0), -b.get("CPU", 0)))
     for count in range(most):
-        before = copy.deepcopy(left)
-        for bundle in sorted(bundles, key=lambda b: (-b.get("GPU", 0), -b.get("CPU", 0))):
+        for bundle in largest_first:
             room = next((node for node in left if all(node.get(k, 0) + 1e-6 >= v for k, v in bundle.items())), None)
             if room is None:
-                left = before
                 return count
             for key, amount in bundle.items():
                 room[key] -= amount
@@ -113,20 +136,49 @@ def fitting(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], mos
 
 
 def check_fit(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], most: int) -> int:
-    """`fitting`, at least one.
+    """Return how many trials the nodes hold at once, up to `most`; see `fitting`.
 
     Raises:
-        ConfigError: not one fits; says what is asked for, what there is and what to do.
+        ConfigError: the nodes have no room for one trial.
     """
-    found = fitting(bundles, nodes, most)
-    if found:
-        return found
+    count = fitting(bundles, nodes, most)
+    if count:
+        return count
     clients = bundles[1:]
     asked = {key: sum(bundle.get(key, 0) for bundle in bundles) for key in ("CPU", "GPU")}
     have = {key: sum(node.get(key, 0) for node in nodes) for key in ("CPU", "GPU")}
     largest = max((node.get("CPU", 0), node.get("GPU", 0)) for node in nodes) if nodes else (0, 0)
     raise ConfigError(
-        f"resources: a trial takes {asked['CPU']:g} CPUs and {asked['GPU']:g} GPUs ({len(clients)} client actors of "
-        f"{clients[0].get('CPU', 0):g} CPUs and {clients[0].get('GPU', 0):g} GPUs), the cluster has {have['CPU']:g} "
-        f"CPUs and {have['GPU']:g} GPUs, its largest node {largest[0]:g} and {largest[1]:g}: not enough for one; lower "
-        "resources.actors, resources.cpus_per_client or resources.gpus_per_client")
+        f"resources: the cluster is too small for a trial ({count_of(asked['CPU'], 'CPU')} and "
+        f"{count_of(asked['GPU'], 'GPU')}, in {len(clients)} client actors of "
+        f"{count_of(clients[0].get('CPU', 0), 'CPU')} and {count_of(clients[0].get('GPU', 0), 'GPU')}; the cluster "
+        f"has {count_of(have['CPU'], 'CPU')} and {count_of(have['GPU'], 'GPU')}; its largest node {largest[0]:g} and "
+        f"{largest[1]:g}). Lower resources.actors, resources.cpus_per_client or resources.gpus_per_client.",
+        code="cluster.too-small",
+        trial=asked,
+        cluster=have,
+        largest_node={"CPU": largest[0], "GPU": largest[1]},
+    )
+
+
+def need_of(plan: SearchPlan) -> Need | None:
+    """Measure the most that a short run of any method takes, with each model and the largest batches of the search.
+
+    Returns:
+        The need; None where nothing could be measured.
+    """
+    needs = []
+    for method, space in plan.spaces.items():
+        for config in largest(plan.base, method, space):
+            need = probe(resolve(config), task_of(config), 1)
+            needs += [] if need is None else [need]
+    if not needs:
+        return None
+    return Need(max(need.memory for need in needs), max(need.gpu_memory for need in needs))
+
+
+def largest(base: Config, method: str, space: Space) -> list[Config]:
+    """Return the configurations of a method that may take the most memory, one for each model of the search."""
+    sizes = {key: max(probes(space[key])) for key in SIZES if key in space}
+    models = [{"model": name} for name in probes(space["model"])] if "model" in space else [{}]
+    return [configure(base, method, sizes | model) for model in models]

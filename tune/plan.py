@@ -1,13 +1,13 @@
-"""What a search does next, as a function of its plan and of what its trials came to: nothing else is remembered.
+"""`SearchPlan`, the settings of a search, and `SearchState`, which decides the next trial from the trials so far.
 
-Each method has a track of numbered trials. Trial k of a track is a function of (seed, method, k) and, for TPE, of the
-outcomes of trials 0 .. k - lag, which it waits for; `lag` is the number of trials that could run at once when the
-search was started. So no search has a state to save: the trials' records bring it back.
+Each method has a sequence of numbered trials. Trial k is a function of (seed, method, k) and, for TPE, of the outcomes
+of trials 0 .. k - lag, which it waits for. `lag` is the number of trials that could run at once when the search was
+started. So a search has no state to save: the records of its trials restore it.
 """
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,30 +16,31 @@ from raylt.config import Config, check
 from raylt.errors import CheckpointError
 from raylt.hyper import Choice, LogUniform, Range
 from raylt.seeds import seed_for
-from raylt.typed import as_json, hash_json
-from tune.axes import Grid, parse, readable, written
-from tune.halving import Course, outcomes, rungs
-from tune.kinds import PLAN, Metric, Scheduler, Searcher
-from tune.record import Record
-from tune.space import Space, combinations, configure, draw
+from raylt.typed_json import as_json, hash_json
+from tune.asha import TrialProgress, outcomes, rungs
+from tune.records import SEARCH_PLAN_JSON, Metric, Scheduler, Searcher, TrialRecord
+from tune.space import Grid, Space, combinations, configure, draw, parse, readable, to_text
 
 SAMPLES = 20
-OVER, WAIT = "over", "wait"
+OVER = "over"  # no more trials will come
+WAIT = "wait"  # the next trial depends on trials that are running
 Sizes = Callable[[Config], list[int]]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What was asked for: the content of search.json.
+class SearchPlan:
+    """The settings of a search: the content of search.json.
 
     Args:
         base: settings that all trials share.
         spaces: by method.
-        samples: trials of each method (draws, when some setting is given as a grid); None for no limit but the budget.
+        samples: trials of each method, or draws when a setting is given as a grid; None for no limit but the budget.
         budget: client-steps that each method may spend.
         grace: rounds before the first rung.
         lag: see the module's docstring.
-        retries: times that a failed trial is taken up again.
+        retries: how many times a failed trial is continued.
+        start: folder in which relative paths of the settings start; None for a search of an earlier version, which has
+            no record of it.
     """
 
     base: Config
@@ -53,89 +54,112 @@ class Plan:
     seed: int = 0
     lag: int = 1
     retries: int = 2
+    start: str | None = None
 
     @property
     def methods(self) -> list[str]:
         return list(self.spaces)
 
     def to_json(self) -> dict[str, Any]:
-        spaces = {method: {key: written(axis) for key, axis in its.items()} for method, its in self.spaces.items()}
+        """Return the content of search.json."""
+        spaces = {method: {key: to_text(axis) for key, axis in space.items()} for method, space in self.spaces.items()}
         rest = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("base", "spaces")}
         content = {**rest, "spaces": spaces, "base": self.base.model_dump(mode="json")}
+        if self.start is None:
+            del content["start"]
         return {**content, "sha256": hash_json(content)}
 
     @classmethod
-    def from_json(cls, content: bytes, what: str) -> "Plan":
-        """The inverse of `to_json`, from its text.
+    def from_json(cls, content: bytes, name: str) -> "SearchPlan":
+        """Return the plan of a search.json.
 
         Args:
-            what: what errors call it.
+            name: the file's name in errors.
 
         Raises:
-            CheckpointError: it is none, or was changed.
-            ConfigError: a setting in it cannot be.
+            CheckpointError: the content is malformed, or was changed.
+            ConfigError: a setting is invalid.
         """
-        tree: dict[str, Any] = {**as_json(content, PLAN, what)}
+        tree: dict[str, Any] = {**as_json(content, SEARCH_PLAN_JSON, name)}
         sha256 = tree.pop("sha256")
         if sha256 != hash_json(tree):
-            raise CheckpointError(f"{what}: was changed after the search began; put the original back, or start a new "
-                                  "search")
+            raise CheckpointError(
+                f"{name}: the file was changed after the search began. Put the original back, or start a new search.",
+                code="search.changed",
+                path=name,
+            )
         spaces: dict[str, Space] = {method: {} for method in tree["spaces"]}
         for method, space in tree["spaces"].items():
             for key, text in space.items():
-                if (axis := parse(text)) is None:
-                    raise CheckpointError(f"{what}: {text!r} is no range; put the original back")
+                axis = parse(text)
+                if axis is None:
+                    raise CheckpointError(
+                        f"{name}: not a range ({text!r}). Put the original file back.",
+                        code="search.changed",
+                        path=name,
+                        value=text,
+                    )
                 spaces[method][key] = axis
-        return cls(**tree | {"base": check(Config, tree["base"], f"{what}: "), "spaces": spaces})
+        return cls(**tree | {"base": check(Config, tree["base"], f"{name}: "), "spaces": spaces})
 
 
-class State:
-    """The tracks of a search and what their trials came to.
+class SearchState:
+    """The trials of a search so far, a sequence for each method.
 
     Args:
-        sizes: samples of each client that holds any, for a configuration.
+        sizes: returns the samples of each client that holds any, for a configuration.
     """
 
-    def __init__(self, plan: Plan, sizes: Sizes):
+    def __init__(self, plan: SearchPlan, sizes: Sizes):
         self.plan = plan
-        self.tracks = {method: Track(plan, method, space, sizes) for method, space in plan.spaces.items()}
+        self.sequences = {method: TrialSequence(plan, method, space, sizes) for method, space in plan.spaces.items()}
 
     @property
-    def trials(self) -> list[Record]:
-        """Those that were begun, method by method."""
-        return [record for track in self.tracks.values() for record in track.records]
+    def trials(self) -> list[TrialRecord]:
+        """The trials that were begun, method by method."""
+        return [record for sequence in self.sequences.values() for record in sequence.records]
 
-    def next(self) -> Record | str:
-        """The trial to begin now; WAIT until more is known; OVER when no more will come."""
-        said = OVER
-        for track in sorted(self.tracks.values(), key=lambda track: len(track.records)):
-            found = track.next()
-            if isinstance(found, Record):
-                return found
-            said = WAIT if found == WAIT else said
-        return said
+    def next(self) -> TrialRecord | str:
+        """Return the trial to begin now, of the method with the fewest trials that has one; else WAIT or OVER."""
+        answers = []
+        for sequence in sorted(self.sequences.values(), key=lambda sequence: len(sequence.records)):
+            answer = sequence.next()
+            if isinstance(answer, TrialRecord):
+                return answer
+            answers.append(answer)
+        return WAIT if WAIT in answers else OVER
 
-    def update(self, record: Record) -> None:
-        """Draws the conclusions from a trial's new points, or its end."""
-        self.tracks[record.method].conclude()
+    def update(self, record: TrialRecord) -> None:
+        """Update the outcomes after new scores of a trial, or its end."""
+        self.sequences[record.method].update_outcomes()
 
-    def best(self, method: str | None = None) -> Record | None:
-        """Of the trials that went to their end, the one with the best score; the first of equals."""
-        ended = [r for r in self.trials if r.outcome and r.outcome.state == "done" and method in (None, r.method)]
-        return max(ended, key=lambda r: r.outcome.score if r.outcome and r.outcome.score is not None else -math.inf,
-                   default=None)
+    def best(self, method: str | None = None) -> TrialRecord | None:
+        """Return the trial with the best score among those that are done, the first of equals.
+
+        Args:
+            method: to choose from; by default all methods.
+        """
+        done = [r for r in self.trials if r.outcome and r.outcome.state == "done" and method in (None, r.method)]
+        return max(
+            done,
+            key=lambda r: r.outcome.score if r.outcome and r.outcome.score is not None else -math.inf,
+            default=None,
+        )
 
 
-class Track:
+class TrialSequence:
     """The trials of one method, in order."""
 
-    def __init__(self, plan: Plan, method: str, space: Space, sizes: Sizes):
-        self.plan, self.method, self.space, self._sizes = plan, method, space, sizes
-        self.records: list[Record] = []
+    def __init__(self, plan: SearchPlan, method: str, space: Space, sizes: Sizes):
+        self.plan = plan
+        self.method = method
+        self.space = space
+        self._sizes = sizes
+        self.records: list[TrialRecord] = []
 
     @cached_property
     def total(self) -> float:
-        """Trials at most."""
+        """The number of trials at most."""
         if not self.space:
             return 1
         if self.plan.searcher == "grid":
@@ -147,88 +171,122 @@ class Track:
     def _combinations(self) -> list[dict[str, Any]]:
         return combinations(self.space)
 
-    def next(self) -> Record | str:
+    def next(self) -> TrialRecord | str:
+        """Begin the next trial and return it, or WAIT or OVER."""
         number = len(self.records)
         if number >= self.total:
             return OVER
-        needed = self.records[:max(0, number + 1 - self.plan.lag)] if self.plan.searcher == "tpe" else []
-        if any(record.outcome is None for record in needed):
+        earlier = self.records[: max(0, number + 1 - self.plan.lag)] if self.plan.searcher == "tpe" else []
+        if any(record.outcome is None for record in earlier):
             return WAIT
-        values = self._values(number, needed)
+        values = self._values(number, earlier)
         config = configure(self.plan.base, self.method, values)
         cost = client_steps(config, self._sizes(config))
         if self.plan.budget is not None and sum(record.spent for record in self.records) + cost > self.plan.budget:
             return WAIT if any(record.outcome is None for record in self.records) else OVER
-        self.records.append(Record(f"{self.method}-{number:03d}", self.method, values, config, cost))
+        self.records.append(TrialRecord(f"{self.method}-{number:03d}", self.method, values, config, cost))
         return self.records[-1]
 
-    def conclude(self) -> None:
-        """Outcomes from points. Each number of rounds has its own rungs, so trials are compared with their like."""
+    def update_outcomes(self) -> None:
+        """Set the outcomes of the trials from their scores.
+
+        Each number of rounds has its own rungs, so only trials with the same number are compared.
+        """
         asha = self.plan.scheduler == "asha"
         for rounds in {record.config.federation.rounds for record in self.records}:
-            mine = [record for record in self.records if record.config.federation.rounds == rounds]
+            records = [record for record in self.records if record.config.federation.rounds == rounds]
             steps = rungs(rounds, self.plan.grace) if asha else []
-            for record, outcome in zip(mine, outcomes([_course(r) for r in mine], steps, rounds), strict=True):
+            results = outcomes([_progress(record) for record in records], steps, rounds)
+            for record, outcome in zip(records, results, strict=True):
                 record.outcome = outcome
 
-    def _values(self, number: int, known: list[Record]) -> dict[str, Any]:
+    def _values(self, number: int, earlier: list[TrialRecord]) -> dict[str, Any]:
+        """Return the values of a trial.
+
+        Args:
+            earlier: the trials that TPE learns from.
+        """
         if self.plan.searcher == "grid":
             return self._combinations[number] if self.space else {}
         drawn = draw(self.space, self.plan.seed, self.method, number)
         free = {key: axis for key, axis in self.space.items() if not isinstance(axis, Grid)}
-        if self.plan.searcher == "random" or len(known) < self._startup or not free:
+        if self.plan.searcher == "random" or len(earlier) < self._startup or not free:
             return drawn
-        return drawn | _propose(free, known, seed_for(self.plan.seed, "tpe", self.method, number) % 2**32)
+        return drawn | _propose(free, earlier, seed_for(self.plan.seed, "tpe", self.method, number) % 2**32)
 
     @property
     def _startup(self) -> int:
-        """Trials that TPE wants to know before it proposes."""
+        """The number of random trials before TPE proposes values."""
         return 10 if self.plan.samples is None else min(10, max(4, self.plan.samples // 3))
 
 
 def client_steps(config: Config, sizes: list[int]) -> int:
-    """SGD steps of local training over all rounds and clients: the cost of a trial.
+    """Return the SGD steps of local training over all rounds and clients: the cost of a trial.
 
-    With partial participation their expectation. What a method computes on top of local training is not in it.
+    With partial participation it is their expectation. Other computations of a method do not count.
 
     Args:
         sizes: samples of each client that holds any.
     """
-    federation, each = config.federation, [config.local.steps(n) for n in sizes]
+    federation = config.federation
+    each = [config.local.step_count(n) for n in sizes]
     clients = (config.data.clients or len(sizes)) - config.data.new_clients
     asked = min(len(sizes), math.ceil(federation.participation * clients - 1e-9))
     return round(federation.rounds * asked * sum(each) / len(each))
 
 
-def _course(record: Record) -> Course:
-    compared = {p.step: p.score for p in record.points.values() if p.kind in ("round", "rehearsal")}
-    end = next((p.score for p in record.points.values() if p.kind == "final"), None)
-    return Course(compared, end, record.failed is not None, record.closed and record.failed is None and end is None)
+def _progress(record: TrialRecord) -> TrialProgress:
+    compared = {score.step: score.value for score in record.scores.values() if score.kind in ("round", "rehearsal")}
+    end = next((score.value for score in record.scores.values() if score.kind == "final"), None)
+    return TrialProgress(
+        compared, end, record.failed is not None, record.closed and record.failed is None and end is None
+    )
 
 
-def _propose(space: dict[str, Range], known: list[Record], seed: int) -> dict[str, Any]:
-    """The values that Optuna's TPE proposes after these trials, told in their order."""
+def distributions_of(space: Mapping[str, Range]) -> dict[str, Any]:
+    """Return the ranges in the notation of Optuna; choices by their index, because it accepts only some types."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+    return {
+        key: CategoricalDistribution(range(len(axis.values)))
+        if isinstance(axis, Choice)
+        else FloatDistribution(axis.low, axis.high, log=isinstance(axis, LogUniform))
+        for key, axis in space.items()
+    }
+
+
+def as_params(space: Mapping[str, Range], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a trial in the notation of Optuna, see `distributions_of`."""
+    return {
+        key: axis.values.index(values[key]) if isinstance(axis, Choice) else values[key] for key, axis in space.items()
+    }
+
+
+def _propose(space: dict[str, Range], earlier: list[TrialRecord], seed: int) -> dict[str, Any]:
+    """Return the values that Optuna's TPE proposes after these trials, in their order."""
     import optuna
-    from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
     from optuna.trial import TrialState, create_trial
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    # choices by their place: Optuna takes only some types for values
-    distributions: dict[str, BaseDistribution] = {
-        key: CategoricalDistribution(range(len(axis.values))) if isinstance(axis, Choice)
-        else FloatDistribution(axis.low, axis.high, log=isinstance(axis, LogUniform)) for key, axis in space.items()}
+    distributions = distributions_of(space)
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed, n_startup_trials=1))
-    for record in known:
+    for record in earlier:
         assert record.outcome is not None
-        done, score = record.outcome.state == "done", record.outcome.score
-        params = {key: axis.values.index(record.values[key]) if isinstance(axis, Choice) else record.values[key]
-                  for key, axis in space.items()}
-        study.add_trial(create_trial(
-            state=TrialState.COMPLETE if done else TrialState.PRUNED, value=score if done else None, params=params,
-            distributions=distributions,
-            intermediate_values={} if done or score is None else {record.outcome.step: score}))
+        done = record.outcome.state == "done"
+        score = record.outcome.score
+        study.add_trial(
+            create_trial(
+                state=TrialState.COMPLETE if done else TrialState.PRUNED,
+                value=score if done else None,
+                params=as_params(space, record.values),
+                distributions=distributions,
+                intermediate_values={} if done or score is None else {record.outcome.step: score},
+            )
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        asked = study.ask(distributions).params
-    return {key: axis.values[asked[key]] if isinstance(axis, Choice) else readable(axis, asked[key])
-            for key, axis in space.items()}
+        proposed = study.ask(distributions).params
+    return {
+        key: axis.values[proposed[key]] if isinstance(axis, Choice) else readable(axis, proposed[key])
+        for key, axis in space.items()
+    }

@@ -1,86 +1,138 @@
-"""A search: trials of one or more methods, the best of them, and the folder that tells of it.
+"""`search` and `resume`: searches over the hyper-parameters of one or more methods.
 
-    search.json      what was asked for
-    trials.jsonl     one line per trial that ended; what a resumed search goes by
-    trials/<trial>/  each a run folder (raylt/runs/journal.py) with its judgements on the validation set
+A search has a folder:
+
+    search.json      the plan
+    trials.jsonl     one line per trial that has ended; a resumed search restores its trials from it
+    trials/<trial>/  the run folder of each trial (raylt/runs/folder/writer.py), with its scores on the validation set
     best.yaml        the best configuration, for raylt run
     trials.csv, trials.json, search.png
-    tune/            Ray Tune's own notes; nothing reads them
+    tune/            Ray Tune's own state, which raylt does not read
 """
 
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from raylt.config import Config
-from raylt.errors import CheckpointError, RayltError, one_line
-from raylt.registry import Guest, guests
+from raylt.data.label_maps import class_counts
+from raylt.data.task import Task
+from raylt.disk import check_name, exists
+from raylt.errors import CheckpointError, ConfigError, RayltError, describe_error, quoted, spoken
+from raylt.methods import METHODS
+from raylt.notebook import html_of, in_notebook
+from raylt.registry import Plugin, plugins, resolve
+from raylt.runs.callbacks.base import Callback
+from raylt.runs.callbacks.notebook_progress import NotebookProgress
+from raylt.runs.callbacks.trackers import check_trackers
+from raylt.runs.start import check_setup
 from raylt.store import Folder, folder_for
 from tune import report
-from tune.checks import check_asked, check_plan, check_tracked
-from tune.desk import Desk, Watcher, sizes
-from tune.kinds import Metric
-from tune.plan import SAMPLES, Plan, Scheduler, Searcher, State
-from tune.record import Record
+from tune.asha import rungs
+from tune.loop import SearchLoop, sizes, task_of
+from tune.plan import SAMPLES, Scheduler, Searcher, SearchPlan, SearchState
+from tune.records import SEARCH_PLAN_JSON, Metric, TrialRecord
 from tune.space import Space
 
 FleetKind = Literal["ray", "local"]
-VALIDATION = 0.2                # share of the training samples that a search judges on, unless data.validation says
-# Tune's own habits, read when its processes start
-QUIET = {"RAY_CHDIR_TO_TRIAL_DIR": "0", "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "TUNE_DISABLE_SIGINT_HANDLER": "1",
-         "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0"}
+GROUPS = ("many", "medium", "few")
+VALIDATION = 0.2  # share of the training samples that a search judges on, unless data.validation is set
+# environment variables that Tune reads when its processes start
+QUIET = {
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+}
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a search came to.
+@dataclass(frozen=True, repr=False)
+class SearchResult:
+    """The result of a search.
 
     Args:
         config: the best configuration, as in best.yaml.
-        best: its trial.
-        trials: all of them.
+        best: the trial with the best configuration.
+        trials: all trials.
         folder: of the search.
+        plan, state: the search itself, for its table.
     """
 
     config: Config
-    best: Record
-    trials: list[Record]
+    best: TrialRecord
+    trials: list[TrialRecord]
     folder: Path
+    plan: SearchPlan
+    state: SearchState
+
+    def __repr__(self) -> str:
+        return f"SearchResult({str(self.folder)!r}, best {self.best.id} of {len(self.trials)} trials)"
+
+    def _repr_html_(self) -> str:
+        """Return the table of the trials, and the best settings."""
+        best = ", ".join(f"{key} = {value}" for key, value in self.best.values.items())
+        return f"{html_of(report.table_of(self.plan, self.state))}<div>best: {escape(f'{self.best.id}, {best}')}</div>"
 
 
-def search(config: Config, spaces: Space | Mapping[str, Space], samples: int | None = None, *,
-           out: Path | str = "runs", name: str | None = None, metric: Metric = "accuracy", searcher: Searcher = "tpe",
-           scheduler: Scheduler = "asha", grace: int | None = None, budget: int | None = None, seed: int = 0,
-           parallel: int | None = None, retries: int = 2, fleet: FleetKind = "ray", address: str | None = None,
-           track: Sequence[str] = (), watcher: Watcher | None = None) -> Found:
-    """Searches for the configuration whose final model is best on validation samples.
+def search(
+    config: Config,
+    spaces: Space | Mapping[str, Space],
+    samples: int | None = None,
+    *,
+    out: Path | str = "runs",
+    name: str | None = None,
+    metric: Metric | None = None,
+    searcher: Searcher = "tpe",
+    scheduler: Scheduler = "asha",
+    grace: int | None = None,
+    budget: int | None = None,
+    seed: int = 0,
+    parallel: int | None = None,
+    retries: int = 2,
+    fleet: FleetKind = "ray",
+    address: str | None = None,
+    track: Sequence[str] = (),
+    callback: Callback | None = None,
+) -> SearchResult:
+    """Search for the configuration whose final model is best on validation samples.
 
     Args:
-        config: what all trials share.
-        spaces: from `space`, of the method that `config` names, or by method.
-        samples: trials per method; 20, or as many as the budget allows, by default.
+        config: the settings that all trials share.
+        spaces: the space of the method that `config` names, from `space`; or spaces by method, from `spaces_of`.
+        samples: trials per method; by default 20, or as many as the budget allows.
         out, name: the search's folder is `out/name`.
-        metric: on the validation set: accuracy, many, medium, few, owned, matched or miou.
+        metric: on the validation set: accuracy, many, medium, few, owned, matched, miou, local, which is the mean over
+            the clients on the images taken from them, or worst_decile, that of the worst tenth of the clients. By
+            default accuracy, or local for clients' own models.
+        searcher: how values are chosen: tpe, random or grid.
+        scheduler: how trials are stopped early: asha or none.
         grace: rounds before trials are compared for the first time.
         budget: client-steps that each method may spend, see `client_steps`.
-        parallel: trials at once at most; as many as the cluster holds by default. It is a part of what a search with
-            TPE comes to, see plan.py.
-        fleet: "local" runs the trials one after another in this process, to the same end.
-        retries: times that a failed trial is taken up again from its own checkpoint.
-        track: "mlflow", "wandb".
+        seed: of the search.
+        parallel: trials at once at most; by default as many as the cluster holds. It influences the result of a search
+            with TPE, see plan.py.
+        retries: how many times a failed trial is continued from its own checkpoint.
+        fleet: "local" runs the trials one after another in this process, with the same result.
+        address: of a Ray cluster, see `actors.cluster.access.cluster_to_join`.
+        track: trackers that Ray logs trials to: "mlflow", "wandb".
+        callback: follows the search.
 
     Raises:
         ConfigError: nothing to search, or a trial does not fit into the cluster.
-        RayltError: no trial came to its end.
+        CheckpointError: the folder exists.
+        RayltError: no trial reached its end.
     """
     check_tracked(track, fleet)
-    if config.data.validation == 0:
-        config = config.model_copy(update={"data": config.data.model_copy(update={"validation": VALIDATION})})
+    config = with_validation(config)
     by_method: dict[str, Space] = {}
     for key, value in spaces.items():
         if isinstance(value, Mapping):
@@ -89,86 +141,161 @@ def search(config: Config, spaces: Space | Mapping[str, Space], samples: int | N
             by_method.setdefault(config.method["name"], {})[key] = value
     if samples is None and budget is None:
         samples = SAMPLES
-    plan = Plan(config, by_method, samples, budget, searcher, scheduler, grace, metric, seed, 0, retries)
-    check_asked(plan, parallel, fleet)
+    metric = metric or usual_metric(config, by_method)
+    plan = SearchPlan(config, by_method, samples, budget, searcher, scheduler, grace, metric, seed, 0, retries)
+    check_arguments(plan, parallel, fleet)
+    if name is not None:
+        check_name(name, "name")
     name = name or f"search-{'-'.join(by_method)}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(out).resolve() / name
     if (folder / "search.json").exists():
-        raise CheckpointError(f"{folder}: exists already; give another --name, or continue it with raylt tune "
-                              f"--resume {folder}")
+        raise CheckpointError(
+            f"{folder}: the search exists already. Give another {spoken('--name', 'name')}, or continue it with "
+            f"{spoken(f'raylt tune --resume {quoted(folder)}', f'tune.resume({str(folder)!r})')}.",
+            code="search.exists",
+            path=str(folder),
+        )
     check_plan(plan)
-    return _run(folder, plan, parallel, fleet, address, track, watcher or Watcher())
+    return _run(folder, plan, parallel, fleet, address, track, callback or _usual_callback())
 
 
-def resume(folder: Path | str, *, parallel: int | None = None, fleet: FleetKind = "ray", address: str | None = None,
-           track: Sequence[str] = (), watcher: Watcher | None = None) -> Found:
-    """Goes on with a search that was interrupted; trials that ended are not run again, failed ones are.
+def resume(
+    folder: Path | str,
+    *,
+    parallel: int | None = None,
+    fleet: FleetKind = "ray",
+    address: str | None = None,
+    track: Sequence[str] = (),
+    callback: Callback | None = None,
+) -> SearchResult:
+    """Continue an interrupted search; trials that ended are not run again, except for failed ones.
+
+    Args:
+        folder: of the search. The other arguments are those of `search`.
 
     Raises:
-        CheckpointError: the folder is not one of a search.
+        CheckpointError: the folder does not hold a search, or its files were changed.
+        RayltError: no trial reached its end.
     """
     check_tracked(track, fleet)
     folder = Path(folder).resolve()
-    if not (folder / "search.json").exists():
-        raise CheckpointError(f"{folder}: not the folder of a search (it has no search.json)")
-    with Folder.open(folder) as here:
-        plan = Plan.from_json(here.read("search.json"), str(folder / "search.json"))
-    return _run(folder, plan, parallel, fleet, address, track, watcher or Watcher())
-
-
-def _run(folder: Path, plan: Plan, parallel: int | None, fleet: FleetKind, address: str | None, track: Sequence[str],
-         watcher: Watcher) -> Found:
-    with _open_cluster(fleet, address) as nodes:
-        placement, at_once = None, parallel or 1
-        if nodes is not None:
-            placement, at_once = _place(plan, nodes, parallel)
-        if plan.lag == 0:           # a new search; one that is resumed keeps what it was started with
-            plan = replace(plan, lag=at_once)
-            _create(folder, plan)
-        with _held(folder):
-            desk = Desk(folder, plan, watcher)
-            from tune.trial import Job  # torch: not for those who only ask for help
-            job = Job(folder, os.getcwd(), plan.metric, plan.scheduler == "asha", plan.grace, _guests_of(plan))
-            try:
-                watcher.on_start(folder, plan, desk.state, at_once)
-                if placement is None:
-                    _run_here(desk, job, plan.retries)
-                else:
-                    from tune.cluster import run_trials
-                    run_trials(desk, job, placement, at_once, plan.retries, track)
-            finally:
-                watcher.on_end()
-            return _conclude(folder, plan, desk.state)
-
-
-def _run_here(desk: Desk, job: Any, retries: int) -> None:
-    """One trial after another, in this process."""
-    from tune.trial import Trial, local_fleet
-
-    while isinstance(record := desk.next(), Record):
-        failed = None
-        for left in range(retries, -1, -1):
-            trial = None
-            try:
-                trial = Trial(job, record.id, record.config, record.cost, local_fleet)
-                while desk.told(record.id, trial.step()) and not trial.done:
-                    pass
-                break
-            except Exception as error:
-                said = str(error) if isinstance(error, RayltError) else one_line(error)
-                failed = None if left else said
-            finally:
-                if trial is not None:
-                    trial.close()
-        desk.closed(record.id, failed)
+    if not exists(folder / "search.json"):
+        raise CheckpointError(
+            f"{folder}: not the folder of a search (it has no search.json). Give the folder that raylt tune made.",
+            code="search.not-found",
+            path=str(folder),
+        )
+    with Folder.open(folder) as search_folder:
+        plan = SearchPlan.from_json(search_folder.read("search.json"), str(folder / "search.json"))
+    with _in_folder(plan.start):
+        return _run(folder, plan, parallel, fleet, address, track, callback or _usual_callback())
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """The folder of a search, for one process at a time."""
-    with Folder.open(folder) as here:
-        if (lock := here.lock(".lock")) is None:
-            raise CheckpointError(f"{folder}: another process is running this search; wait for it or stop it")
+def _in_folder(start: str | None) -> Iterator[None]:
+    """Make the relative paths of a search's settings start where they did when it began.
+
+    A search that was copied to a machine without this folder finds them in the working directory.
+    """
+    before = os.getcwd()
+    if start is not None and os.path.isdir(start):
+        os.chdir(start)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def _usual_callback() -> Callback:
+    """Return the callback of a search that names none: a bar in a notebook, and nothing elsewhere."""
+    return NotebookProgress() if in_notebook() else Callback()
+
+
+def _run(
+    folder: Path,
+    plan: SearchPlan,
+    parallel: int | None,
+    fleet: FleetKind,
+    address: str | None,
+    track: Sequence[str],
+    callback: Callback,
+) -> SearchResult:
+    with _open_cluster(fleet, address) as nodes:
+        placement = None
+        at_once = parallel or 1
+        if nodes is not None:
+            placement, at_once = _place(plan, nodes, parallel)
+        if plan.lag == 0:  # a new search; a resumed one keeps its lag
+            plan = replace(plan, lag=at_once, start=os.getcwd())
+            _create(folder, plan)
+        with _locked(folder):
+            loop = SearchLoop(folder, plan, callback)
+            from tune.trial import TrialJob  # it imports torch, which `raylt tune --help` does not need
+
+            job = TrialJob(
+                folder, os.getcwd(), plan.metric, plan.scheduler == "asha", plan.grace, plugins_for(plan.methods)
+            )
+            try:
+                callback.on_search_start(folder, list(plan.methods), _trials_in_all(loop.state), at_once)
+                if placement is None:
+                    _run_in_this_process(loop, job, plan.retries)
+                else:
+                    from tune.ray_backend import run_trials
+
+                    run_trials(loop, job, placement, at_once, plan.retries, track)
+            finally:
+                callback.on_search_end()
+            return _conclude(folder, plan, loop.state)
+
+
+def _run_in_this_process(loop: SearchLoop, job: Any, retries: int) -> None:
+    """Run one trial after another in this process."""
+    while True:
+        record = loop.next()
+        if not isinstance(record, TrialRecord):
+            return
+        failed = None
+        for _ in range(retries + 1):
+            failed = _run_trial(loop, job, record)
+            if failed is None:
+                break
+        loop.close_trial(record.id, failed)
+
+
+def _run_trial(loop: SearchLoop, job: Any, record: TrialRecord) -> str | None:
+    """Run or continue a trial; return its error on one line, or None."""
+    from tune.trial import Trial, local_fleet
+
+    trial = None
+    try:
+        trial = Trial(job, record.id, record.config, record.cost, local_fleet)
+        while loop.add_scores(record.id, trial.step()) and not trial.done:
+            pass
+        return None
+    except Exception as error:
+        return describe_error(error)
+    finally:
+        if trial is not None:
+            trial.close()
+
+
+def _trials_in_all(state: SearchState) -> int | None:
+    """Return the number of trials of a search; None where its budget decides."""
+    total = sum(sequence.total for sequence in state.sequences.values())
+    return None if total == math.inf else int(total)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock the folder of a search, for one process at a time."""
+    with Folder.open(folder) as search_folder:
+        lock = search_folder.lock(".lock")
+        if lock is None:
+            raise CheckpointError(
+                f"{folder}: another process is running this search. Wait for it or stop it.",
+                code="search.busy",
+                path=str(folder),
+            )
         try:
             yield
         finally:
@@ -177,48 +304,185 @@ def _held(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _open_cluster(fleet: FleetKind, address: str | None) -> Iterator[list[dict[str, float]] | None]:
-    """The nodes' resources of the cluster that the trials run on, until the block ends; None for this process."""
+    """Join or start the cluster for the trials until the block ends; yield its nodes' resources, None for "local"."""
     if fleet == "local":
         yield None
         return
-    from actors.cluster import environment, session
+    from actors.cluster.session import environment, session
+
     with environment({key: os.environ.get(key, value) for key, value in QUIET.items()}), session(address):
         import ray
+
         yield [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def _place(plan: Plan, nodes: Sequence[Mapping[str, float]], parallel: int | None) -> tuple[Any, int]:
-    from tune.placement import bundles_of, check_fit, most_on_gpu, place_trial
+def _place(plan: SearchPlan, nodes: Sequence[Mapping[str, float]], parallel: int | None) -> tuple[Any, int]:
+    """Return the placement of one trial, and the number of trials at once."""
+    from tune.placement import bundles_of, check_fit, most_on_gpu, need_of, place_trial
+
     have = {key: sum(node.get(key, 0.0) for node in nodes) for key in ("CPU", "GPU")}
-    total = sum(track.total for track in State(plan, sizes).tracks.values())
+    total = sum(sequence.total for sequence in SearchState(plan, sizes).sequences.values())
     most = int(min(total, parallel or 1000))
     placement = place_trial(plan.base, len(sizes(plan.base)), most, have)
     if plan.base.resources.gpu_share == "auto" and 0 < placement.gpus < 0.5:
-        # several would share a GPU: so many as its memory holds
-        from tune.needs import need_of
-        if (need := need_of(plan, _guests_of(plan))) is not None:
+        # several processes would share a GPU: as many as its memory holds
+        need = need_of(plan)
+        if need is not None:
             placement = place_trial(plan.base, len(sizes(plan.base)), most, have, most_on_gpu(nodes, need))
     return placement, check_fit(bundles_of(placement), nodes, most)
 
 
-def _create(folder: Path, plan: Plan) -> None:
+def _create(folder: Path, plan: SearchPlan) -> None:
     try:
-        with folder_for(folder) as here:
-            here.write("search.json", json.dumps(plan.to_json(), indent=2) + "\n")
+        with folder_for(folder) as search_folder:
+            search_folder.write("search.json", json.dumps(plan.to_json(), indent=2) + "\n")
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; give another --out") from None
+        raise CheckpointError(
+            f"{str(error).rstrip('.')}. Give another --out.", code=error.code, **error.details
+        ) from None
 
 
-def _guests_of(plan: Plan) -> tuple[Guest, ...]:
-    """What trials may name beside raylt's own: the methods of the search, and whatever else there is to choose from."""
-    return tuple(guest for guest in guests() if guest.kind != "method" or guest.name in plan.methods)
+def plugins_for(methods: Collection[str]) -> tuple[Plugin, ...]:
+    """Return the plugins that trials may name: these methods, and all models, sources and augmentations."""
+    return tuple(plugin for plugin in plugins() if plugin.kind != "method" or plugin.name in methods)
 
 
-def _conclude(folder: Path, plan: Plan, state: State) -> Found:
+def with_validation(config: Config) -> Config:
+    """Return the settings with the validation part of a search, where they have none."""
+    if config.data.validation:
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"validation": VALIDATION})})
+
+
+def _conclude(folder: Path, plan: SearchPlan, state: SearchState) -> SearchResult:
+    """Write the tables and return the result."""
     best = state.best()
     report.write(folder, plan, state)
     if best is None:
-        reasons = [record.failed for record in state.trials if record.failed]
-        raise RayltError(f"no trial came to its end ({len(state.trials)} begun); the first failure: "
-                         f"{reasons[0] if reasons else 'none'}")
-    return Found(best.config, best, state.trials, folder)
+        failures = [record.failed for record in state.trials if record.failed]
+        first = failures[0] if failures else "none"
+        raise RayltError(
+            f"{folder}: no trial reached its end ({len(state.trials)} begun; the first failure: {first}). Correct it, "
+            "and start the search again.",
+            code="search.no-result",
+            path=str(folder),
+            trials=len(state.trials),
+            cause=first,
+        )
+    return SearchResult(best.config, best, state.trials, folder, plan, state)
+
+
+def check_tracked(track: Sequence[str], fleet: str) -> None:
+    """Check that trials can be logged to the trackers.
+
+    Raises:
+        ConfigError: a tracker is unknown or not installed, or the trials do not run on Ray.
+    """
+    check_trackers(track)
+    if track and fleet == "local":
+        raise ConfigError(
+            f"{spoken('--track', 'track')}: Ray Tune logs the trials, and they do not run on Ray ({track[0]}). "
+            f"Leave out {spoken('--fleet local', 'fleet=' + repr('local'))}.",
+            code="config.conflict",
+            key="--track",
+            value=track[0],
+        )
+
+
+def check_arguments(plan: SearchPlan, parallel: int | None, fleet: str) -> None:
+    """Check the types and values of the arguments of `search`.
+
+    Raises:
+        ConfigError: an argument has a wrong type or value.
+    """
+    try:
+        SEARCH_PLAN_JSON.validate_python(plan.to_json())
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"{key}: {first['msg']} ({first['input']!r}). Give another value.",
+            code="config.wrong-type",
+            key=key,
+            value=first["input"],
+        ) from None
+    if fleet not in ("ray", "local"):
+        raise ConfigError(
+            f"fleet: no such fleet ({fleet!r}). Give ray or local.",
+            code="config.unknown-name",
+            key="fleet",
+            value=fleet,
+        )
+    if parallel is not None and parallel < 1:
+        raise ConfigError(
+            f"parallel: below 1 ({parallel}). Give at least 1.",
+            code="config.out-of-range",
+            key="parallel",
+            value=parallel,
+        )
+
+
+def usual_metric(config: Config, methods: Iterable[str]) -> Metric:
+    """Return the metric of a search that names none: clients' own models are for the clients' own images."""
+    personal = all(method in METHODS and METHODS[method].personal for method in methods)
+    return "local" if personal or config.federation.batchnorm == "local" else "accuracy"
+
+
+def check_plan(plan: SearchPlan) -> None:
+    """Check a plan before the search starts.
+
+    Raises:
+        ConfigError: a method cannot do the task, the metric has no class to judge, or the budget or the number of
+            rounds is too small.
+    """
+    if plan.base.federation.patience is not None:
+        raise ConfigError(
+            f"federation.patience: a search ends trials itself ({plan.base.federation.patience}). Leave it out, or use "
+            f"{spoken('--scheduler none', 'scheduler=' + repr('none'))} to take all rounds.",
+            code="search.not-searchable",
+            key="federation.patience",
+            value=plan.base.federation.patience,
+        )
+    for name, space in plan.spaces.items():
+        if "model" not in space:
+            setup = resolve(plan.base.model_copy(update={"method": {"name": name}}))
+            spec = task_of(plan.base).spec
+            check_setup(setup, spec)
+    if plan.metric in GROUPS and plan.metric not in _judged_groups(task_of(plan.base)):
+        raise ConfigError(
+            f"{spoken('--metric', 'metric')}: this split has no {plan.metric}-shot class with a validation sample "
+            f"({plan.metric}). Choose another metric, or set data.groups or data.validation.",
+            code="search.no-class",
+            key="--metric",
+            value=plan.metric,
+        )
+    for method, sequence in SearchState(plan, sizes).sequences.items():
+        if plan.scheduler == "asha" and not rungs(plan.base.federation.rounds, plan.grace):
+            raise ConfigError(
+                f"{spoken('--scheduler', 'scheduler')}: asha compares no trials in so few rounds (federation.rounds = "
+                f"{plan.base.federation.rounds}). Use "
+                f"{spoken('--scheduler none', 'scheduler=' + repr('none'))}, or more rounds.",
+                code="search.no-rungs",
+                key="--scheduler",
+                value="asha",
+                rounds=plan.base.federation.rounds,
+            )
+        if not isinstance(sequence.next(), TrialRecord):
+            unlimited = replace(plan, budget=None)
+            record = SearchState(unlimited, sizes).sequences[method].next()
+            assert isinstance(record, TrialRecord)
+            raise ConfigError(
+                f"{spoken('--budget', 'budget')}: one trial of {method} takes {record.cost} client-steps, more "
+                f"than the budget ({plan.budget}). Raise it, or lower federation.rounds.",
+                code="search.budget-too-small",
+                key="--budget",
+                value=plan.budget,
+                cost=record.cost,
+            )
+
+
+def _judged_groups(task: Task) -> set[str]:
+    """Return the groups of classes that have validation samples."""
+    assert task.validation is not None
+    counts = class_counts(task.validation.labels(), task.classes)
+    return {group for count, group in zip(counts, task.groups, strict=True) if count}

@@ -1,33 +1,125 @@
-"""What a search draws from: a range for each setting that it varies, declared by a field of the method or given."""
+"""Search spaces: a range for each setting that a search varies, and the values that are drawn from them.
+
+A range is declared by a field of the method, or given as a text like one of these.
+
+    loguniform(0.01, 0.3)   a float, uniform in its logarithm
+    uniform(0, 1)           a float
+    choice(0.1, 1)          one of the values
+    grid(0, 1, 2)           each of the values, in turn
+"""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import numpy as np
+import yaml
 
-from raylt.config import Config, check
+from raylt.config import Config, check, notation
 from raylt.errors import ConfigError
-from raylt.hyper import Choice, in_range, range_of
+from raylt.hyper import Choice, LogUniform, Range, Uniform, range_of
 from raylt.methods import METHODS, make_method
 from raylt.seeds import seed_for
-from tune.axes import Axis, Grid, at, parse, probes, written
 
-POINTS = 3              # of a float's range in a grid search
+DIGITS = 4  # significant digits of a drawn float: people read configurations
+POINTS = 3  # values of a float's range in a grid search
 
-Space = dict[str, Axis]     # by setting, as in `local.lr`
+
+@dataclass(frozen=True)
+class Grid:
+    """A range of which each value is used in turn."""
+
+    values: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return "each of " + ", ".join(str(v) for v in self.values)
+
+
+Axis = Range | Grid
+Space = dict[str, Axis]  # by setting, as in `local.lr`
+
+
+def parse(text: str) -> Axis | None:
+    """Return the range that a text describes; None if the text is not written like a range.
+
+    Raises:
+        ConfigError: the text is written like a range and is malformed.
+    """
+    match = re.fullmatch(r"\s*([a-z_]+)\((.*)\)\s*", text, re.DOTALL)
+    if match is None:
+        return None
+    kind, inner = match.groups()
+    if kind not in ("choice", "uniform", "loguniform", "grid"):
+        raise _bad_range(
+            text,
+            "no such range",
+            "Write choice(a, b, ...), uniform(low, high), loguniform(low, high) or grid(a, b, ...).",
+        )
+    values = _values(text, inner)
+    if kind in ("choice", "grid"):
+        if not values:
+            raise _bad_range(text, "no value", "Give at least one.")
+        if len({repr(v) for v in values}) < len(values):
+            raise _bad_range(text, "a value occurs twice", "Give each value once.")
+        return Choice(*values) if kind == "choice" else Grid(tuple(values))
+    if len(values) != 2 or not all(_is_number(v) for v in values):
+        raise _bad_range(text, "not two numbers", f"Write {kind}(low, high).")
+    low, high = (float(v) for v in values)
+    if not low < high or (kind == "loguniform" and low <= 0):
+        raise _bad_range(text, "empty", f"Give {'0 < ' if kind == 'loguniform' else ''}low < high.")
+    return LogUniform(low, high) if kind == "loguniform" else Uniform(low, high)
+
+
+def to_text(axis: Axis) -> str:
+    """Return the text that `parse` reads as this range."""
+    if isinstance(axis, Choice | Grid):
+        kind = "choice" if isinstance(axis, Choice) else "grid"
+        inner = yaml.safe_dump(list(axis.values), default_flow_style=True, width=math.inf).strip()[1:-1]
+        return f"{kind}({inner})"
+    return f"{'loguniform' if isinstance(axis, LogUniform) else 'uniform'}({axis.low!r}, {axis.high!r})"
+
+
+def value_at(axis: Range, u: float) -> Any:
+    """Return the value of a range at u in [0, 1)."""
+    if isinstance(axis, Choice):
+        return axis.values[int(u * len(axis.values))]
+    if isinstance(axis, LogUniform):
+        return readable(axis, math.exp(math.log(axis.low) + u * math.log(axis.high / axis.low)))
+    return readable(axis, axis.low + u * (axis.high - axis.low))
+
+
+def readable(axis: Uniform | LogUniform, value: float) -> float:
+    """Round a float to `DIGITS` significant digits, inside its range."""
+    return min(max(float(f"{value:.{DIGITS}g}"), axis.low), axis.high)
+
+
+def probes(axis: Axis) -> list[Any]:
+    """Return values that show whether a setting can have this range.
+
+    They are its ends and some values between them, which a setting of whole numbers refuses.
+    """
+    if isinstance(axis, Choice | Grid):
+        return list(axis.values)
+    return [axis.low, axis.high, *(value_at(axis, u) for u in (0.137, 0.5, 0.811))]
 
 
 def separate(overrides: Sequence[str]) -> tuple[list[str], dict[str, Axis]]:
-    """Settings that are fixed, as they came, and those given as ranges."""
-    fixed, ranges = [], {}
+    """Split overrides `key=value` into settings with a value, unchanged, and settings with a range.
+
+    Raises:
+        ConfigError: a range is malformed.
+    """
+    fixed = []
+    ranges = {}
     for override in overrides:
         key, _, text = override.partition("=")
         try:
             axis = parse(text)
         except ConfigError as error:
-            raise ConfigError(f"{key}: {error}") from None
+            raise ConfigError(f"{key}: {error}", code=error.code, **error.details | {"key": key}) from None
         if axis is None:
             fixed.append(override)
         else:
@@ -35,37 +127,49 @@ def separate(overrides: Sequence[str]) -> tuple[list[str], dict[str, Axis]]:
     return fixed, ranges
 
 
-def space(config: Config, ranges: Mapping[str, Axis | str] | None = None, fields: Sequence[str] | None = None,
-          method: str | None = None) -> Space:
-    """The space of a method: the ranges that its fields declare, and those given.
+def space(
+    config: Config,
+    ranges: Mapping[str, Axis | str] | None = None,
+    fields: Sequence[str] | None = None,
+    method: str | None = None,
+) -> Space:
+    """Return the search space of a method: the ranges that its fields declare, and the given ones.
 
     Args:
         config: the settings that all trials share.
-        ranges: by setting, as `parse` reads them; they stand before what a field declares.
-        fields: of the method, whose declared ranges are searched; by default all that `config` does not give.
-        method: the one that `config` names by default.
+        ranges: by setting, as `parse` reads them; they replace the declared ones.
+        fields: the fields of the method whose declared ranges are searched; by default all that `config` does not give.
+        method: its name; by default the method of `config`.
 
     Raises:
         ConfigError: unknown method or setting, or a range that a setting cannot have.
     """
-    given = {key: _axis(key, value) for key, value in (ranges or {}).items()}
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"space: takes a configuration, which names the method ({config!r}). Give one that raylt.load_config made.",
+            code="config.wrong-type",
+            key="space",
+            value=repr(config),
+        )
+    given = {key: axis_of(key, axis) if isinstance(axis, str) else axis for key, axis in (ranges or {}).items()}
     method = method or str(config.method["name"])
-    of_method = dict(config.method) if config.method["name"] == method else {"name": method}
-    made = make_method(of_method)
-    declared: Space = {f"method.{name}": range_of(field) for name, field in type(made).model_fields.items()
-                       if (name not in of_method if fields is None else name in fields)}
-    found = declared | given
-    for key, axis in found.items():
-        if key == "method" or key.startswith(("resources.", "output.")):
-            raise ConfigError(f"{key} = {written(axis)}: decides no result, so it cannot be searched" if key != "method"
-                              else "method: several are searched with --methods a,b")
+    given_fields = dict(config.method) if config.method["name"] == method else {"name": method}
+    made = make_method(given_fields)
+    declared: Space = {
+        f"method.{name}": range_of(field)
+        for name, field in type(made).model_fields.items()
+        if (name not in given_fields if fields is None else name in fields)
+    }
+    ranges_by_setting = declared | given
+    for key, axis in ranges_by_setting.items():
+        _check_searchable(key, axis)
         for value in probes(axis):
             configure(config, made.name, {key: value})
-    return found
+    return ranges_by_setting
 
 
 def configure(base: Config, method: str, values: Mapping[str, Any]) -> Config:
-    """`base` with a method and the values of a trial, everything resolved and checked.
+    """Return `base` with a method and the values of a trial, resolved and checked.
 
     Raises:
         ConfigError: a value is not valid.
@@ -79,7 +183,11 @@ def configure(base: Config, method: str, values: Mapping[str, Any]) -> Config:
         for name in parents:
             below = below.get(name)
             if not isinstance(below, dict):
-                raise ConfigError(f"{key}: no such setting; raylt settings lists them")
+                raise ConfigError(
+                    f"{key}: there is no such setting. Give one that raylt settings lists.",
+                    code="config.unknown-key",
+                    key=key,
+                )
         below[last] = value
     config = check(Config, tree)
     made = make_method(config.method)
@@ -87,67 +195,121 @@ def configure(base: Config, method: str, values: Mapping[str, Any]) -> Config:
 
 
 def draw(space: Space, seed: int, method: str, index: int) -> dict[str, Any]:
-    """The values of one trial at random: a function of its arguments alone, the same on every machine.
+    """Draw the values of one trial; they depend on the arguments alone and are the same on every machine.
 
-    A grid's values come in turn, so with grids each draw is used once for every combination of their values.
+    The values of a grid come in turn, so each draw is used once for every combination of the grids' values.
     """
     grids = {key: axis for key, axis in space.items() if isinstance(axis, Grid)}
     turn, corner = divmod(index, math.prod(len(axis.values) for axis in grids.values()))
     values: dict[str, Any] = {}
     for key, axis in space.items():
         if isinstance(axis, Grid):
-            corner, place = divmod(corner, len(axis.values))
-            values[key] = axis.values[place]
+            corner, index_of_value = divmod(corner, len(axis.values))
+            values[key] = axis.values[index_of_value]
         else:
             u = np.random.default_rng(seed_for(seed, "draw", method, key, turn)).random()
-            values[key] = at(axis, u)
+            values[key] = value_at(axis, u)
     return values
 
 
 def combinations(space: Space) -> list[dict[str, Any]]:
-    """All trials of a grid search: every value of a choice or grid, `POINTS` of a float's range, ends included."""
-    points = [list(axis.values) if isinstance(axis, Choice | Grid)
-              else [at(axis, i / (POINTS - 1)) for i in range(POINTS)] for axis in space.values()]
-    return [dict(zip(space, values, strict=True)) for values in product(*points)]
+    """Return the values of all trials of a grid search.
+
+    It takes every value of a choice or grid, and `POINTS` values of a float's range, ends included.
+    """
+    choices = []
+    for axis in space.values():
+        if isinstance(axis, Choice | Grid):
+            choices.append(list(axis.values))
+        else:
+            choices.append([value_at(axis, i / (POINTS - 1)) for i in range(POINTS)])
+    return [dict(zip(space, values, strict=True)) for values in product(*choices)]
 
 
-def contains(space: Space, values: Mapping[str, Any]) -> bool:
-    """Whether a search of this space could have drawn these values."""
-    return values.keys() == space.keys() and all(
-        values[key] in axis.values if isinstance(axis, Grid) else in_range(values[key], axis)
-        for key, axis in space.items())
-
-
-def spaces_of(methods: Sequence[str], ranges: Mapping[str, Axis], fixed: Config,
-              only: Sequence[str] | None = None) -> dict[str, Space]:
-    """The space of each method; a range of a method's field goes to the methods that have it.
+def spaces_of(
+    methods: Sequence[str], ranges: Mapping[str, Axis], fixed: Config, only: Sequence[str] | None = None
+) -> dict[str, Space]:
+    """Return the space of each method; a range of a method's field goes to the methods that have the field.
 
     Args:
         only: the fields whose declared ranges are searched; by default all that `fixed` does not give.
 
     Raises:
-        ConfigError: no method has the field, or there is nothing to search.
+        ConfigError: no method has a field, or there is nothing to search.
     """
-    found = {}
+    spaces = {}
     for method in methods:
         make_method({"name": method})
         fields = METHODS[method].model_fields
-        mine = {key: axis for key, axis in ranges.items()
-                if not key.startswith("method.") or key.removeprefix("method.") in fields or len(methods) == 1}
-        found[method] = space(fixed, mine, only, method)
+        applicable = {
+            key: axis
+            for key, axis in ranges.items()
+            if not key.startswith("method.") or key.removeprefix("method.") in fields or len(methods) == 1
+        }
+        spaces[method] = space(fixed, applicable, only, method)
     for key in [*ranges, *(f"method.{name}" for name in only or ())]:
-        if not any(key in its for its in found.values()):
-            raise ConfigError(f"{key}: none of {', '.join(methods)} has this field to search; raylt methods lists them")
-    if not any(found.values()):
-        raise ConfigError(f"nothing to search: {', '.join(methods)} has no field with a range that is not given; "
-                          "give a range, as in local.lr=loguniform(0.01,0.3)")
-    return found
+        if not any(key in method_space for method_space in spaces.values()):
+            raise ConfigError(
+                f"{key}: no searched method has this field ({', '.join(methods)}). Give one that raylt methods lists.",
+                code="search.unknown-field",
+                key=key,
+            )
+    if not any(spaces.values()):
+        raise ConfigError(
+            f"search: {', '.join(methods)} has no field with a range that is not given. Give a range, as in "
+            "local.lr=loguniform(0.01,0.3).",
+            code="search.nothing-to-search",
+        )
+    return spaces
 
 
-def _axis(key: str, value: Axis | str) -> Axis:
-    if not isinstance(value, str):
-        return value
-    axis = parse(value)
+def axis_of(key: str, text: str) -> Axis:
+    """Return the range that is given for a setting.
+
+    Raises:
+        ConfigError: the text is not a range.
+    """
+    axis = parse(text)
     if axis is None:
-        raise ConfigError(f"{key} = {value!r}: not a range; write one as in loguniform(0.01,0.3)")
+        raise ConfigError(
+            f"{key}: not a range ({text!r}). Write one as in loguniform(0.01,0.3).",
+            code="search.bad-range",
+            key=key,
+            value=text,
+        )
     return axis
+
+
+def _check_searchable(key: str, axis: Axis) -> None:
+    if key == "method":
+        raise ConfigError(
+            "method: a range of methods. Search several methods with --methods a,b.",
+            code="search.not-searchable",
+            key=key,
+            value=to_text(axis),
+        )
+    if key.startswith(("resources.", "output.")):
+        raise ConfigError(
+            f"{key}: the setting decides no result, so it cannot be searched ({to_text(axis)}). Give it a value.",
+            code="search.not-searchable",
+            key=key,
+            value=to_text(axis),
+        )
+
+
+def _bad_range(text: str, fault: str, remedy: str) -> ConfigError:
+    return ConfigError(f"{text!r}: {fault}. {remedy}", code="search.bad-range", value=text)
+
+
+def _values(text: str, inner: str) -> list[Any]:
+    try:
+        values = notation.parse(f"[{inner}]")
+    except ValueError:
+        values = None
+    if values is None or any(isinstance(v, list | dict) for v in values):
+        raise _bad_range(text, "a value is no number or word", "Separate numbers or words by commas.")
+    return values
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

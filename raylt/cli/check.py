@@ -1,44 +1,53 @@
-"""`raylt check`: whether a method keeps what every method keeps to."""
+"""`raylt check`: check a method against the contract of all methods."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from raylt.cli.options import Format, FormatOption, err, out, print_json
 from raylt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from raylt.contract.engine import Result
+    from raylt.contract.checks import Result
 
 
-def check(what: Annotated[str, typer.Argument(metavar="FILE | METHOD", help="A Python file with methods of one's own, "
-                                              "or a method's name.")],
-          fields: Annotated[list[str] | None, typer.Argument(
-              metavar="[FIELD=value ...]", help="Fields that the method is checked with, as those that decide how long "
-              "it computes.")] = None, format: FormatOption = Format.table) -> None:
-    """Check whether a method keeps to what every method keeps to, on a tiny problem; nothing is left behind."""
-    from raylt.contract.engine import run_checks
+def check(
+    what: Annotated[
+        str,
+        typer.Argument(metavar="FILE | METHOD", help="Python file with your own methods, or the name of a method."),
+    ],
+    fields: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FIELD=value ...]",
+            help="Fields to check the method with, such as fewer steps to save time.",
+        ),
+    ] = None,
+    format: FormatOption = Format.table,
+) -> None:
+    """Check a method against the contract of all methods, on a tiny task; stop at the first failure."""
+    from raylt.contract.checks import run_checks
 
     results: list[Result] = []
-    for method in _methods(what, fields or []):
-        for result in run_checks(method):
-            results.append(result)
-            if err.is_terminal:
-                err.print(f"{result.case}: {result.what}", soft_wrap=True)
-    short = [result for result in results if result.fault is not None]
+    for result in (each for method in _methods(what, fields or []) for each in run_checks(method)):
+        results.append(result)
+        if err.is_terminal:
+            err.print(f"{result.case}: {result.what}", soft_wrap=True)
+        if result.fault is not None:  # one mistake also breaks most of the later checks
+            break
+    broken = next((result for result in results if result.fault is not None), None)
     if format is Format.json:
         print_json([{"case": r.case, "what": r.what, "fault": r.fault} for r in results])
+    elif broken is None:
+        out.print(f"{len(results)} of {len(results)} checks passed")
     else:
-        table = Table("method", "what it keeps to", "what it does instead")
-        for result in short:
-            table.add_row(result.case, result.what, result.fault)
-        if short:
-            out.print(table)
-        out.print(f"{len(results) - len(short)} of {len(results)} checks are kept")
-    if short:
+        out.print(
+            f'{broken.case} fails check {len(results)}, "{broken.what}": {broken.fault}. Later checks were not run.',
+            soft_wrap=True,
+        )
+    if broken is not None:
         raise typer.Exit(1)
 
 
@@ -48,12 +57,16 @@ def _methods(what: str, fields: Sequence[str]) -> list[Any]:
     from raylt.registry import load_plugin
 
     if what.endswith(".py"):
-        names = [guest.name for guest in load_plugin(Path(what)) if guest.kind == "method"]
+        names = [plugin.name for plugin in load_plugin(Path(what)) if plugin.kind == "method"]
         if not names:
-            raise ConfigError(f"{what}: defines no method (a subclass of raylt.Method with a `name`)")
+            raise ConfigError(
+                f"{what}: defines no method. Define a subclass of raylt.Method with a `name`.",
+                code="plugin.no-method",
+                path=what,
+            )
     else:
         names = [what]
     if what not in METHODS and not what.endswith(".py"):
-        make_method({"name": what})         # says what there is
+        make_method({"name": what})  # raises, and lists the methods
     given = [f"method.{field}" for field in fields]
     return [make_method(load(None, [f"method={name}", *given]).method) for name in names]

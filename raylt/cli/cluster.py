@@ -1,41 +1,76 @@
-"""`raylt plan | doctor`: where a run would go, and what is here."""
+"""The commands `raylt plan` and `raylt doctor`."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from raylt.cli.options import Address, Format, FormatOption, Settings, config_of, out, print_json
+from raylt.cli.options import Address, Format, FormatOption, Settings, config_of, err, out, print_json
+from raylt.config import Config
+from raylt.errors import DataError
+from raylt.own_code.top_level_names import claim
 
 
-def plan(settings: Settings = None,
-         nodes: Annotated[str | None, typer.Option(help="Nodes that one does not have, as in 4x4gpu16cpu or "
-                                                   "server:1x8cpu,client:2x4gpu48cpu.")] = None,
-         address: Address = None, format: FormatOption = Format.table) -> None:
-    """Show which actors a run would start, what each takes and where the server goes; start nothing."""
+def plan(
+    settings: Settings = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(help="Plan for these nodes, as in 4x4gpu16cpu or server:1x8cpu,client:2x4gpu48cpu."),
+    ] = None,
+    address: Address = None,
+    format: FormatOption = Format.table,
+) -> None:
+    """Show which actors a run would start, their resources and the server's node; start nothing."""
     config = config_of(settings)
-    from actors.launch import foresee
-    foreseen = foresee(config, address, nodes)
+    claim()
+    from actors.launch import plan_placement
+
+    last_phase = _check_as_run_does(config)
+    placement = plan_placement(config, address, nodes)
+    if last_phase:
+        placement = replace(placement, reasons=placement.reasons | {"last phase": last_phase})
     if format is Format.json:
-        print_json(asdict(foreseen))
+        print_json(asdict(placement))
         return
     table = Table(show_header=False)
-    for what, why in foreseen.reasons.items():
-        table.add_row(what, why)
+    for decision, reason in placement.reasons.items():
+        table.add_row(decision, reason)
     out.print(table)
 
 
+def _check_as_run_does(config: Config) -> str:
+    """Check the settings as `raylt run` does before a start, and return the work of the last phase.
+
+    Plans are also made where the data is not, on a laptop for a cluster. Checks that need the data are then left out,
+    and the last phase is not described.
+    """
+    from raylt.runs.start import plan_run
+
+    try:
+        setup, task = plan_run(config)
+    except DataError as error:
+        if config.data.clients is None:
+            raise
+        err.print(f"checked without the data: {error}", markup=False, soft_wrap=True)
+        return ""
+    model = setup.new_model(task.spec)
+    setup.method.prepare(task, setup.config, model)
+    return setup.method.last_phase(task.spec, model)
+
+
 def doctor(address: Address = None, format: FormatOption = Format.table) -> None:
-    """Say what is installed and what torch and Ray see here."""
-    from actors.doctor import examine
+    """Show what is installed and what torch and Ray see; exit with 1 if there are problems."""
+    claim()
+    from actors.cluster.doctor import examine
+
     findings = examine(address)
     if format is Format.json:
         print_json(findings)
     else:
         table = Table(show_header=False)
         for key, value in findings.items():
-            table.add_row(key, str(value))
+            table.add_row(key, "none" if value == [] else str(value))
         out.print(table)
     if findings["problems"]:
         raise typer.Exit(1)

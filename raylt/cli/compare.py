@@ -1,4 +1,4 @@
-"""`raylt compare | report | page`: what recorded runs show together, printed, drawn, or written into a page."""
+"""`raylt compare | rank | report`: print or draw comparisons of runs."""
 
 import json
 import sys
@@ -8,98 +8,206 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from raylt.cli.options import out
+from raylt import store
+from raylt.cli.options import UNSAFE, out
+from raylt.disk import is_file
 from raylt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from raylt.studies.sheet import Sheet
+    from raylt.studies.report.table import TextTable
     from raylt.studies.study import Study
 
-Paths = Annotated[list[Path], typer.Argument(metavar="STUDY | RUN [RUN ...]", help="The folder of a study, its "
-                                             "results.json, or run folders.")]
-MixVersions = Annotated[bool, typer.Option(
-    "--mix-versions", help="Compare although runs were made by code that computes something else.")]
-Measures = Annotated[list[str] | None, typer.Option("--measure", help="What is compared, as in accuracy, few, owned; "
-                                                    "else the study's. Several side by side: give it several times.")]
-At = Annotated[Literal["last", "last10", "validation", "best"] | None, typer.Option(
-    help="The last round, the mean of the last ten judged, or the best on validation samples or on the test set.")]
+Paths = Annotated[
+    list[Path],
+    typer.Argument(metavar="STUDY | RUN [RUN ...]", help="Folder of a study, its results.json, or run folders."),
+]
+MixVersions = Annotated[
+    bool, typer.Option("--mix-versions", help="Compare runs although several versions of the code made them.")
+]
+Measures = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--measure",
+        help="Compare this figure, such as accuracy, few or owned, instead of the study's. Give it several times to "
+        "show several figures in one table.",
+    ),
+]
+At = Annotated[
+    Literal["last", "last10", "validation", "best"] | None,
+    typer.Option(
+        help="Use the last round, the mean of the last ten judged rounds, or the best round on validation samples or "
+        "on the test set."
+    ),
+]
+
+Level = Annotated[float, typer.Option(min=0.5, max=0.999, help="Confidence of the intervals.")]
+
+SpreadOption = Annotated[
+    Literal["interval", "sd"],
+    typer.Option(
+        "--spread",
+        help="Show the t interval of each mean behind ± or as a band, or one standard deviation.",
+    ),
+]
 
 
-def compare(paths: Paths, measures: Measures = None, at: At = None,
-            reference: Annotated[str | None, typer.Option(help="The arm that others are compared to.")] = None,
-            level: Annotated[float, typer.Option(min=0.5, max=0.999, help="Confidence of the intervals.")] = 0.95,
-            target: Annotated[float | None, typer.Option(min=0, max=1, help="Also rounds, bytes and seconds until the "
-                                                         "accuracy first reaches this, as in 0.8.")] = None,
-            claims: Annotated[bool, typer.Option("--claims", help="Only the claims, of several studies too.")] = False,
-            mix_versions: MixVersions = False,
-            format: Annotated[Literal["table", "json", "markdown", "latex"], typer.Option(
-                help="How to print it.")] = "table") -> None:
-    """Compare arms over seeds: means with intervals, paired differences, claims, and what was left out and why."""
-    from raylt.studies.tables import of_comparison, of_measures
-    from raylt.studies.target import reached, with_target
+def compare(
+    paths: Paths,
+    measures: Measures = None,
+    at: At = None,
+    reference: Annotated[str | None, typer.Option(help="Compare the other arms to this arm.")] = None,
+    level: Level = 0.95,
+    spread: SpreadOption = "interval",
+    target: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Also print the rounds, bytes and seconds until the accuracy first reaches this, as in 0.8.",
+        ),
+    ] = None,
+    claims: Annotated[bool, typer.Option("--claims", help="Print only the claims, also of several studies.")] = False,
+    mix_versions: MixVersions = False,
+    format: Annotated[
+        Literal["table", "json", "markdown", "latex"], typer.Option(help="Format of the comparison.")
+    ] = "table",
+) -> None:
+    """Compare arms over seeds: print means with intervals, paired differences, claims, and what is left out.
+
+    In LaTeX the best mean of a column is bold, the second underlined, and comments say what a caption needs.
+    """
+    from raylt.studies.analysis.time_to_accuracy import reached, with_target
+    from raylt.studies.report.comparison_tables import comparison_table, measures_table
+
     if claims:
         if measures or target is not None:
-            raise ConfigError("--claims: each claim names its own measure; leave out --measure and --target")
+            raise ConfigError(
+                "--claims: each claim names its own measure. Leave out --measure and --target.",
+                code="config.conflict",
+                key="--claims",
+            )
         _compare_claims(paths, at, level, mix_versions, format)
         return
     opened = open_any(paths)
-    comparisons = [opened.compare(measure, at, reference, level, mix_versions) for measure in measures or [None]]
-    sheet = of_measures(comparisons) if len(comparisons) > 1 else of_comparison(comparisons[0])
+    several = len(measures or ()) > 1
+    comparisons = [
+        opened.compare(measure, at, reference, level, mix_versions, may_lack=several) for measure in measures or [None]
+    ]
+    if several and not any(comparison.rows for comparison in comparisons):
+        opened.compare(comparisons[0].measure, at, reference, level, mix_versions)  # says why
+    table = measures_table(comparisons, spread) if len(comparisons) > 1 else comparison_table(comparisons[0], spread)
     reaching = None
     if target is not None:
         reaching = reached(opened.records, target)
-        sheet = with_target(sheet, reaching, target)
-    if format == "json":
-        content = (comparisons[0].to_json() if len(comparisons) == 1 else
-                   {"schema": 1, "measures": {each.measure: each.to_json() for each in comparisons}})
-        more = {} if reaching is None else {"target": [each.to_json() for each in reaching]}
-        sys.stdout.write(json.dumps({**content, **more}, indent=1) + "\n")
+        table = with_target(table, reaching, target)
+    if format != "json":
+        _print(table, format)
+        return
+    if len(comparisons) == 1:
+        content = comparisons[0].to_json()
     else:
-        _print(sheet, format)
+        content = {"schema": 1, "measures": {each.measure: each.to_json() for each in comparisons}}
+    if reaching is not None:
+        content["target"] = [each.to_json() for each in reaching]
+    sys.stdout.write(json.dumps(content, indent=1) + "\n")
 
 
-def _compare_claims(paths: Sequence[Path], at: At, level: float, mix_versions: bool, format: str) -> None:
-    from raylt.studies.tables import of_claims
+def rank(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="STUDY ...", help="Folders of studies, or their results.json.")
+    ],
+    measure: Annotated[str, typer.Option(help="Rank by this figure, such as accuracy, few or matched.")] = "accuracy",
+    at: At = None,
+    level: Level = 0.95,
+    to: Annotated[
+        Path | None, typer.Option(help="Also write a page in Markdown to this file, and its picture next to it.")
+    ] = None,
+    costs: Annotated[
+        bool, typer.Option("--costs", help="Also measure the passes of each arm on a tiny run; takes minutes.")
+    ] = False,
+    format: Annotated[
+        Literal["table", "json", "markdown", "latex"], typer.Option(help="Format of the ranking.")
+    ] = "table",
+) -> None:
+    """Rank the arms of studies by paired comparisons over grounds and seeds, with intervals."""
+    from raylt.studies.analysis.ranking import rank as ranked
+    from raylt.studies.analysis.ranking import with_costs
+    from raylt.studies.report.leaderboard import leaderboard_page, ranking_svg, ranking_table
+
     studies = [open_any([path]) for path in paths]
-    found = {each.definition.name: each.compare(None, at, None, level, mix_versions) for each in studies}
-    if len(found) < len(studies):
-        names = [each.definition.name for each in studies]
-        raise ConfigError(f"--claims: {max(names, key=names.count)} is given twice; give each study once")
+    records = {study.definition.name: study.records for study in studies}
+    ranking = ranked(records, measure, at or "last", level)
+    ranking = with_costs(ranking, records) if costs else ranking
     if format == "json":
-        content = {"schema": 1, "claims": {name: each.to_json()["claims"] for name, each in found.items()}}
-        sys.stdout.write(json.dumps(content, indent=1) + "\n")
+        sys.stdout.write(json.dumps(ranking.to_json(), indent=1) + "\n")
     else:
-        _print(of_claims(found), format)
+        _print(ranking_table(ranking), format)
+    if to is not None:
+        picture = to.with_suffix(".svg")
+        command = f"raylt rank {' '.join(map(str, paths))} --measure {measure}{' --costs' if costs else ''} --to {to}"
+        with store.Folder.open(to.parent) as folder:
+            folder.write(picture.name, ranking_svg(ranking))
+            folder.write(to.name, leaderboard_page(ranking, picture.name, command))
 
 
-def _print(sheet: "Sheet", format: str) -> None:
-    if format == "table":
-        out.print(sheet.screen())
-    else:
-        sys.stdout.write(sheet.markdown() if format == "markdown" else sheet.latex())
-
-
-def report(paths: Paths,
-           to: Annotated[Path | None, typer.Option(help="The file; by default report.html in the folder.")] = None,
-           mix_versions: MixVersions = False) -> None:
+def report(
+    paths: Paths,
+    to: Annotated[Path | None, typer.Option(help="Write to this file; by default report.html in the folder.")] = None,
+    mix_versions: MixVersions = False,
+) -> None:
     """Draw a study or runs into one HTML file: tables, curves, groups, clients, costs, versions and departures."""
-    from raylt.studies.report import write_report
+    from raylt.studies.report.html import write_report
+
     opened = open_any(paths)
-    where = to or (paths[0] if paths[0].is_dir() else paths[0].parent) / "report.html"
-    out.print(str(write_report(opened, where, mix_versions)), soft_wrap=True)
+    path = to or (paths[0] if paths[0].is_dir() else paths[0].parent) / "report.html"
+    out.print(str(write_report(opened, path, mix_versions)), soft_wrap=True)
 
 
 def open_any(paths: Sequence[Path]) -> "Study":
-    """A study, its results, or run folders as a study of their own.
+    """Open a study, its results, or run folders as a study.
 
     Raises:
-        ConfigError: a study is among several paths; CheckpointError: something is neither.
+        ConfigError: a study is among several paths.
+        CheckpointError: a path is neither a study nor a run folder.
     """
-    from raylt.studies.single import of_runs
-    from raylt.studies.study import FILE, Study
-    if len(paths) == 1 and not (paths[0] / "config.yaml").is_file():
+    from raylt.studies.study import FILE, Study, of_runs
+
+    if len(paths) == 1 and not is_file(paths[0] / "config.yaml"):
         return Study.open(paths[0])
     for path in paths:
-        if path.suffix == ".json" or (path / FILE).is_file():
-            raise ConfigError(f"{path}: is a study, which is read by itself; give it alone, or run folders only")
+        if path.suffix == ".json" or is_file(path / FILE):
+            raise ConfigError(
+                f"{path}: a study cannot be compared with other paths. Give it alone, or give run folders only.",
+                code="config.conflict",
+                path=str(path),
+            )
     return of_runs(list(paths))
+
+
+def _compare_claims(paths: Sequence[Path], at: At, level: float, mix_versions: bool, format: str) -> None:
+    from raylt.studies.report.comparison_tables import claims_table
+
+    studies = [open_any([path]) for path in paths]
+    names = [study.definition.name for study in studies]
+    if len(set(names)) < len(names):
+        twice = max(names, key=names.count)
+        raise ConfigError(
+            f"--claims: a study is given twice ({twice}). Give each study once.",
+            code="config.conflict",
+            key="--claims",
+            name=twice,
+        )
+    comparisons = {study.definition.name: study.compare(None, at, None, level, mix_versions) for study in studies}
+    if format == "json":
+        content = {"schema": 1, "claims": {name: each.to_json()["claims"] for name, each in comparisons.items()}}
+        sys.stdout.write(json.dumps(content, indent=1) + "\n")
+    else:
+        _print(claims_table(comparisons), format)
+
+
+def _print(table: "TextTable", format: str) -> None:
+    if format == "table":
+        out.print(table.screen())
+    else:
+        text = table.markdown() if format == "markdown" else table.latex()
+        sys.stdout.write(UNSAFE.sub("?", text))

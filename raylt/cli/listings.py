@@ -1,8 +1,10 @@
-"""`raylt methods | settings | recipes`: what there is."""
+"""`raylt methods | settings | recipes`: list methods, settings and recipes."""
 
+import difflib
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -11,27 +13,39 @@ from rich.table import Table
 from raylt.cli.options import Format, FormatOption, out, print_json
 from raylt.errors import ConfigError
 
-IMAGE, CLASSES = "8x8x3", 10          # that sends and costs are measured on where nothing else is said
+WIDEST = 30  # characters of the first column of settings
+IMAGE, CLASSES = "8x8x3", 10  # defaults for the measurement of uploads and costs
 
 
-def methods(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this method, with its fields.")
-                            ] = None,
-            model: Annotated[str | None, typer.Option(help="Measure what a client sends and computes, for this model."
-                                                      )] = None,
-            image: Annotated[str, typer.Option(help="The images that it is measured on.")] = IMAGE,
-            classes: Annotated[int, typer.Option(min=2, help="Their classes.")] = CLASSES,
-            page: Annotated[Path | None, typer.Option(help="Write all of them to this Markdown file, measured for "
-                                                      "resnet8.")] = None,
-            format: FormatOption = Format.table) -> None:
+def methods(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Show only this method, with its fields.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Measure the uploads and passes of a client with this model.")
+    ] = None,
+    image: Annotated[str, typer.Option(help="Size of the images for the measurement.")] = IMAGE,
+    classes: Annotated[int, typer.Option(min=2, help="Number of classes for the measurement.")] = CLASSES,
+    page: Annotated[
+        Path | None, typer.Option(help="Write all methods to this Markdown file, measured with resnet8.")
+    ] = None,
+    format: FormatOption = Format.table,
+) -> None:
     """List the methods by what they change, with what they send and cost; NAME shows one with its fields."""
     from raylt.cli.method_page import PAGE_MODEL, entries, one, table, write
     from raylt.methods import METHODS
+
     if page is not None and (name or model or format is Format.json or (image, classes) != (IMAGE, CLASSES)):
-        raise ConfigError(f"--page {page}: has all methods, measured for {PAGE_MODEL}; leave out NAME, --model, "
-                          "--image, --classes and --format")
+        raise ConfigError(
+            f"--page: has all methods, measured with {PAGE_MODEL} ({page}). Leave out NAME, --model, --image, "
+            "--classes and --format.",
+            code="config.conflict",
+            key="--page",
+        )
     if name is not None:
         from raylt.methods import make_method
-        make_method({"name": name})             # says what there is where this is none
+
+        make_method({"name": name})  # raises where there is no such method
     wanted = METHODS if name is None else {name: METHODS[name]}
     measured = model or (PAGE_MODEL if page is not None or name is not None else None)
     listing = entries(wanted, measured, image, classes)
@@ -43,30 +57,87 @@ def methods(name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="O
         out.print(one(name, listing[name]))
     else:
         out.print(table(listing))
-        out.print("\nraylt methods NAME shows one with its fields; --model resnet8 measures them all", soft_wrap=True)
+        out.print(
+            "\nraylt methods NAME shows one method with its fields; --model resnet8 measures all methods",
+            soft_wrap=True,
+        )
 
 
-def settings(format: FormatOption = Format.table) -> None:
-    """List all settings with their defaults, the values that they take, and what they mean."""
+def settings(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]", help="Show only this section, such as local, or this setting, such as local.lr."
+        ),
+    ] = None,
+    format: FormatOption = Format.table,
+) -> None:
+    """List settings with their defaults, meanings and allowed values."""
     from raylt.config import allowed
     from raylt.config import settings as all_settings
-    listing = {key: {"default": None if field.is_required() else field.default, "allowed": allowed(field),
-                     "what": field.description} for key, field in all_settings()}
+
+    listing = {
+        key: {
+            "default": None if field.is_required() else field.default,
+            "allowed": allowed(field),
+            "what": field.description,
+        }
+        for key, field in all_settings()
+        if name is None or key == name or key.startswith(f"{name}.")
+    }
+    if not listing:
+        raise _no_section(name)
     if format is Format.json:
         print_json(listing)
         return
-    table = _plain("setting", "default", "takes", "what it means")
-    table.columns[0].no_wrap = True
+    table = _plain("setting, default", "meaning, allowed values")
+    width = max(len(part) for key, entry in listing.items() for part in (key, f"= {_default(key, entry)}"))
+    table.columns[0].min_width = min(width, WIDEST)
+    table.columns[0].max_width = WIDEST
     for key, entry in listing.items():
-        default = "must be named" if key == "method" else _yaml(entry["default"])
-        table.add_row(key, default, entry["allowed"], entry["what"])
+        table.add_row(f"{key}\n= {_default(key, entry)}", f"{entry['what']}\n{entry['allowed']}\n")
     out.print(table)
+    if name == "method":
+        out.print(_names_by_group())
+        out.print("\nraylt methods NAME shows a method with its fields, their defaults and ranges", soft_wrap=True)
+
+
+def _default(key: str, entry: Mapping[str, Any]) -> str:
+    return "(no default)" if key == "method" else _yaml(entry["default"])
+
+
+def _names_by_group() -> Table:
+    """Return the names of all methods, a row for each group."""
+    from raylt.cli.method_page import GROUPS, group
+    from raylt.methods import METHODS
+
+    table = _plain("methods", "names")
+    for key, title in GROUPS.items():
+        names = ", ".join(name for name, method in METHODS.items() if group(method) == key)
+        table.add_row(title, f"{names}\n")
+    table.columns[0].max_width = WIDEST
+    return table
+
+
+def _no_section(name: str | None) -> ConfigError:
+    from raylt.config import settings as all_settings
+
+    sections = list(dict.fromkeys(key.partition(".")[0] for key, _ in all_settings()))
+    close = difflib.get_close_matches(name or "", [*sections, *(key for key, _ in all_settings())], 1)
+    hint = f"Did you mean {close[0]}? " if close else ""
+    return ConfigError(
+        f"settings: there is no such section or setting ({name}). {hint}Give one of: {', '.join(sections)}.",
+        code="config.unknown-name",
+        key="settings",
+        value=name,
+    )
 
 
 def recipes(format: FormatOption = Format.table) -> None:
-    """List the configurations that come with raylt; raylt run recipe:NAME runs one."""
+    """List the configurations that come with raylt; run one with raylt run recipe:NAME."""
     from raylt.config import recipe
     from raylt.config import recipes as all_recipes
+
     listing = {name: {"what": what, "path": str(recipe(name))} for name, what in all_recipes().items()}
     if format is Format.json:
         print_json(listing)
@@ -76,8 +147,10 @@ def recipes(format: FormatOption = Format.table) -> None:
     for name, entry in listing.items():
         table.add_row(name, entry["what"])
     out.print(table)
-    out.print("\nraylt run recipe:NAME runs one; its figures and its time stand in the first lines of its file",
-              soft_wrap=True)
+    out.print(
+        "\nraylt run recipe:NAME runs one; the first lines of its file give its results and its time",
+        soft_wrap=True,
+    )
 
 
 def _plain(*heads: str) -> Table:
@@ -85,5 +158,5 @@ def _plain(*heads: str) -> Table:
 
 
 def _yaml(value: object) -> str:
-    """A value as it is written in a file of settings."""
+    """Return a value as a file of settings has it."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -1,26 +1,43 @@
-"""What the commands share: their options, and how they print."""
+"""Options that several commands have, and their output."""
 
 import json
+import re
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group
+from rich.segment import Segment
 from rich.table import Table
 
 from raylt.config import DEMO, Config, load
+from raylt.runs.callbacks.base import Callback
 
 # Modules that import torch are imported inside the commands: --help and a mistyped key should not wait for it.
 
-# what is printed are names and figures, and names may have brackets and colons
+
+# characters that move the cursor, change the terminal or the direction of a text
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
 class Output(Console):
-    """A console whose tables fold a word that is longer than its column: one that was cut could not be copied."""
+    """A console without markup, because names may hold brackets. Its tables fold long words instead of cutting them."""
 
     def __init__(self, stderr: bool = False):
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+    def render(self, *arguments: Any, **how: Any) -> Iterator[Segment]:
+        """Render printed text, without escape sequences that names and files may contain."""
+        for segment in super().render(*arguments, **how):
+            if segment.control or not UNSAFE.search(segment.text):
+                yield segment
+            else:
+                yield Segment(UNSAFE.sub("?", segment.text), segment.style)
 
     def print(self, *objects: Any, **how: Any) -> None:
         for each in objects:
@@ -33,6 +50,34 @@ class Output(Console):
 out, err = Output(), Output(stderr=True)
 
 
+class _Started(Callback):
+    """The folder of the run or search that a command has started."""
+
+    folder: Path | None = None
+    command = ""
+
+    def on_start(self, folder: Path, config: Config, reports: list[dict[str, Any]]) -> None:
+        self.folder = folder
+        self.command = "raylt resume"
+
+    def on_search_start(self, folder: Path, methods: Sequence[str], trials: int | None, at_once: int) -> None:
+        self.folder = folder
+        self.command = "raylt tune --resume"
+
+
+@contextmanager
+def say_how_to_resume() -> Iterator[_Started]:
+    """Name the folder of an interrupted run or search, with the command that continues it, and exit with 130."""
+    started = _Started()
+    try:
+        yield started
+    except KeyboardInterrupt:
+        if started.folder is None:  # nothing can be resumed yet
+            raise
+        err.print(f"stopped; continue with {started.command} {shlex.quote(str(started.folder))}", soft_wrap=True)
+        raise SystemExit(130) from None
+
+
 class FleetName(StrEnum):
     ray = "ray"
     local = "local"
@@ -43,28 +88,36 @@ class Format(StrEnum):
     json = "json"
 
 
-Settings = Annotated[list[str] | None, typer.Argument(
-    metavar="[FILE.yaml | recipe:NAME] [key=value ...]", help="A configuration, then settings that change it.")]
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")]
-FleetOption = Annotated[FleetName, typer.Option("--fleet", help="Whether clients are actors on Ray, or all in this "
-                                                "process.")]
-Address = Annotated[str | None, typer.Option(help="The address of a running Ray cluster, HOST:PORT or auto; otherwise "
-                                             "a new local one is started. RAYLT_ADDRESS sets it, and in a Ray job it "
-                                             "is the job's cluster.")]
-ClientOption = Annotated[str | None, typer.Option(metavar="NAME | ID", help="The client, where each has a model of its "
-                                                  "own.")]
-TrackOption = Annotated[list[str] | None, typer.Option("--track", help="Where else it is logged: mlflow or wandb.")]
-FormatOption = Annotated[Format, typer.Option("--format", help="How the result is printed.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[FILE.yaml | recipe:NAME] [key=value ...]", help="A configuration, and settings that change it."
+    ),
+]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
+FleetOption = Annotated[
+    FleetName, typer.Option("--fleet", help="Run clients as actors on Ray, or all in this process (local).")
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        help="Use this running Ray cluster, HOST:PORT or auto; by default RAYLT_ADDRESS, the cluster of a Ray job, or "
+        "a new local cluster."
+    ),
+]
+ClientOption = Annotated[str | None, typer.Option(metavar="NAME | ID", help="Client, if each has a model of its own.")]
+TrackOption = Annotated[list[str] | None, typer.Option("--track", help="Also log to mlflow or wandb.")]
+FormatOption = Annotated[Format, typer.Option("--format", help="Format of the result.")]
 
 
 def divide(settings: Sequence[str] | None) -> tuple[str | None, list[str]]:
-    """The configuration that is named first, if any, and the settings after it."""
+    """Return the configuration that the first argument names, if it does, and the settings after it."""
     given = list(settings or [])
     return (given.pop(0), given) if given and ("=" not in given[0] or Path(given[0]).exists()) else (None, given)
 
 
 def config_of(settings: Sequence[str] | None) -> Config:
-    """The configuration of a command; the demonstration where nothing at all is named."""
+    """Return the configuration of a command; without any settings, the demonstration."""
     return load(*divide(settings)) if settings else load(f"recipe:{DEMO}")
 
 

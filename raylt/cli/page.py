@@ -1,6 +1,6 @@
-"""`raylt page`: Markdown pages whose tables are written by `raylt compare`.
+"""`raylt page`: update the tables in Markdown pages, each with the output of `raylt compare`.
 
-A table stands between two comments, of which the first is its command:
+A table is between two comments. The first comment has the arguments of the command:
 
     <!-- raylt compare studies/results/digits.json --measure few -->
     <!-- end of raylt compare -->
@@ -11,65 +11,118 @@ import shlex
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from raylt import store
 from raylt.cli.compare import compare
 from raylt.cli.options import out
+from raylt.disk import is_file
 from raylt.errors import ConfigError
 
-START, END = "<!-- raylt compare ", "<!-- end of raylt compare -->"
+START = "<!-- raylt compare "
+END = "<!-- end of raylt compare -->"
 BLOCK = re.compile(rf"({re.escape(START)}(.*?) -->\r?\n).*?({re.escape(END)})", re.DOTALL)
-LIMIT = 2**26               # bytes of a page
+LIMIT = 2**26  # bytes of a page
+UsageError: Any = typer.BadParameter.__mro__[1]  # of the copy of click that typer may bring
 
 
-def page(files: Annotated[list[Path], typer.Argument(metavar="PAGE.md [PAGE.md ...]", help="Markdown files with "
-                                                     f"comments of the form {START}ARGUMENTS --> and {END}")]) -> None:
-    """Write the tables of pages anew, each by the command in the comment above it; paths are as for that command."""
-    pages = {file: (text, filled(text, str(file))) for file in files for text in [_read(file)]}
-    for file, (text, written) in pages.items():
-        if written != text:
-            store.write(file, written)
-        count, what = len(BLOCK.findall(text)), "written anew" if written != text else "all as they were"
-        out.print(f"{file}: {count} tables, {what}", soft_wrap=True)
-
-
-def _read(file: Path) -> str:
-    if not file.is_file():
-        raise ConfigError(f"{file}: no such file; give a Markdown page")
-    try:
-        return store.read(file, LIMIT).decode()
-    except UnicodeDecodeError:
-        raise ConfigError(f"{file}: not a page of text; give a Markdown file") from None
+def page(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PAGE.md [PAGE.md ...]",
+            help=f"Markdown files with comments of the form {START}ARGUMENTS --> and {END}",
+        ),
+    ],
+) -> None:
+    """Update the tables of Markdown pages; each comes from the command in the comment above it, run in this folder."""
+    texts = {file: _read(file) for file in files}
+    # all pages are filled before any is written, so that an error changes no page
+    filled_texts = {file: filled(text, str(file)) for file, text in texts.items()}
+    for file, text in texts.items():
+        changed = filled_texts[file] != text
+        if changed:
+            store.write(file, filled_texts[file])
+        state = "updated" if changed else "unchanged"
+        out.print(f"{file}: {len(BLOCK.findall(text))} tables, {state}", soft_wrap=True)
 
 
 def filled(text: str, name: str = "page") -> str:
-    """A page's text with every table written anew.
+    """Return the text of a page with all its tables updated.
+
+    Args:
+        text: Markdown.
+        name: of the page in error messages.
 
     Raises:
-        ConfigError: a comment that starts a table has no end, or there is none; RayltError as of `raylt compare`.
+        ConfigError: a comment that starts a table has no end, or there is no such comment.
+        RayltError: `raylt compare` failed.
     """
-    starts, ends, blocks = text.count(START), text.count(END), len(BLOCK.findall(text))
+    starts = text.count(START)
+    ends = text.count(END)
+    blocks = len(BLOCK.findall(text))
     if not starts == ends == blocks:
-        raise ConfigError(f"{name}: {starts} comments start a table and {ends} end one; each table needs both, in "
-                          "this order")
+        raise ConfigError(
+            f"{name}: comments do not enclose tables ({starts} start and {ends} end). Give each table one of both, in "
+            "this order.",
+            code="file.malformed",
+            path=name,
+            starts=starts,
+            ends=ends,
+        )
     if not starts:
-        raise ConfigError(f"{name}: no comment of the form {START}ARGUMENTS -->, so there is no table to write")
+        raise ConfigError(
+            f"{name}: has no table to update. Add the comments {START}ARGUMENTS --> and {END}.",
+            code="file.malformed",
+            path=name,
+            starts=0,
+            ends=0,
+        )
     return BLOCK.sub(lambda block: block[1] + "\n" + _table(block[2]) + "\n" + block[3], text)
 
 
+def _read(file: Path) -> str:
+    if not is_file(file):
+        raise ConfigError(f"{file}: no such file. Give a Markdown page.", code="file.not-found", path=str(file))
+    try:
+        return store.read(file, LIMIT).decode()
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"{file}: is not text. Give a Markdown page.", code="file.malformed", path=str(file)
+        ) from None
+
+
 def _table(arguments: str) -> str:
-    """What `raylt compare ARGUMENTS --format markdown` prints."""
+    """Return the output of `raylt compare ARGUMENTS --format markdown`."""
     try:
         words = shlex.split(arguments)
     except ValueError as error:
-        raise ConfigError(f"{START}{arguments} -->: {error}; close the quotation") from None
+        raise ConfigError(
+            f"page: a comment cannot be parsed ({START}{arguments} -->: {error}). Close the quotation.",
+            code="file.malformed",
+            value=arguments,
+        ) from None
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(compare)
+    app.command(add_help_option=False)(compare)  # a help text is no table
     printed = StringIO()
-    with redirect_stdout(printed):
-        typer.main.get_command(app).main([*words, "--format", "markdown"], "raylt compare",
-                                         standalone_mode=False)
-    return printed.getvalue()
+    try:
+        with redirect_stdout(printed):
+            command = typer.main.get_command(app)
+            code = command.main([*words, "--format", "markdown"], "raylt compare", standalone_mode=False)
+    except UsageError as error:
+        reason = error.format_message().replace("Value error, ", "").rstrip(".")
+        raise ConfigError(
+            f"page: raylt compare does not take the arguments of a comment ({reason}). Give those of raylt compare.",
+            code="file.malformed",
+            value=arguments,
+        ) from None
+    table = printed.getvalue()
+    if code or not any(line.startswith("|") for line in table.splitlines()):
+        raise ConfigError(
+            f"{START}{arguments} -->: prints no table. Give the arguments of a comparison.",
+            code="file.malformed",
+            value=arguments,
+        )
+    return table

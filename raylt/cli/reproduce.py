@@ -1,4 +1,4 @@
-"""`raylt reproduce | verdicts`: the papers' tables, and what recorded runs say of them."""
+"""`raylt reproduce | verdicts`: run the cells of the papers' tables, and compare recorded runs with them."""
 
 import json
 import sys
@@ -10,101 +10,131 @@ import typer
 
 from raylt import store
 from raylt.cli.options import err, out
-from raylt.cli.study import Address, Fleet, MixVersions, Out, Parallel, Screen, show_plan
-from raylt.errors import CheckpointError, ConfigError, RayltError
+from raylt.cli.study import Address, Fleet, MixVersions, Out, Parallel, StudyProgress, raise_if_failed, show_plan
+from raylt.disk import is_file
+from raylt.errors import CheckpointError, ConfigError, quoted
 
 if TYPE_CHECKING:
-    from raylt.studies.verdicts import Verdict
+    from raylt.studies.papers.verdicts import Verdict
 
-Format = Annotated[Literal["table", "json"], typer.Option(help="How to print it.")]
+Format = Annotated[Literal["table", "json"], typer.Option(help="Format of the verdicts.")]
 
 
-def reproduce(paper: Annotated[str, typer.Argument(metavar="PAPER", help="sfd, fedsm, mupfl or bpfed.")],
-              table: Annotated[str | None, typer.Argument(metavar="[TABLE]", help="As in print: 2, III; else all.")
-                               ] = None,
-              cells: Annotated[str | None, typer.Option(help="Only cells like this, as in "
-                                                        "dataset=cifar10,IF=100,alpha=0.5.")] = None,
-              arms: Annotated[str | None, typer.Option(help="Only these rows, as in MuPFL,FedAvg.")] = None,
-              scale: Annotated[float, typer.Option(min=0.001, max=1, help="Share of the paper's rounds; below 1 "
-                                                   "figures are shown and nothing is claimed.")] = 1.0,
-              seeds: Annotated[int, typer.Option(min=1, help="Runs of each row; splits differ with them.")] = 3,
-              name: Annotated[str | None, typer.Option(help="Name of the study's folder.")] = None,
-              folder: Out = Path("runs"),
-              dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the runs and the time left; run nothing.")
-                                 ] = False,
-              parallel: Parallel = None, fleet: Fleet = "local", address: Address = None,
-              mix_versions: MixVersions = False, format: Format = "table") -> None:
-    """Run the cells of a paper's table and say of each whether it came out; cells that cannot be run say why."""
-    from raylt.studies.reproduce import name_of, plan, select
+def reproduce(
+    paper: Annotated[str, typer.Argument(metavar="PAPER", help="sfd, fedsm, mupfl or bpfed.")],
+    table: Annotated[
+        str | None, typer.Argument(metavar="[TABLE]", help="Number in print, such as 2 or III; by default all.")
+    ] = None,
+    cells: Annotated[
+        str | None, typer.Option(help="Run only matching cells, as in dataset=cifar10,IF=100,alpha=0.5.")
+    ] = None,
+    arms: Annotated[str | None, typer.Option(help="Run only these rows, as in MuPFL,FedAvg.")] = None,
+    scale: Annotated[
+        float,
+        typer.Option(min=0.001, max=1, help="Run this share of the paper's rounds; below 1 there are no verdicts."),
+    ] = 1.0,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each row; each seed has another split.")] = 3,
+    name: Annotated[str | None, typer.Option(help="Name of the study's folder.")] = None,
+    folder: Out = Path("runs"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the runs and the time left; run nothing.")] = False,
+    parallel: Parallel = None,
+    fleet: Fleet = "local",
+    address: Address = None,
+    mix_versions: MixVersions = False,
+    format: Format = "table",
+) -> None:
+    """Run the cells of a paper's table and print a verdict for each; print the reason for cells that cannot be run."""
+    from raylt.studies.papers.reproduce import name_of, plan, select
+    from raylt.studies.papers.verdicts import verdicts as judge_all
     from raylt.studies.study import Study
-    from raylt.studies.verdicts import verdicts as judge_all
+
     where = parse_cells(cells)
-    chosen = select(paper, table, where, [arm.strip() for arm in arms.split(",")] if arms else None)
-    definition = plan(chosen, name or name_of(paper, table, where, scale), seeds, scale)
+    selected = select(paper, table, where, [arm.strip() for arm in arms.split(",")] if arms else None)
+    definition = plan(selected, name or name_of(paper, table, where, scale), seeds, scale)
     if dry_run:
         planned = Study.preview(definition, folder)
         if format == "table":
             show_plan(planned, parallel, fleet)
-        show(judge_all(planned.records, chosen, mix_versions), format)
+        show(judge_all(planned.records, selected, mix_versions), format)
         return
     study = Study.create(definition, folder)
-    with Screen() as screen:
-        failed = study.run(screen, parallel, fleet, address, mix_versions)
-    show(judge_all(study.records, chosen, mix_versions), format)
-    err.print(f"{study.folder}; raylt report {study.folder} draws it", soft_wrap=True)
-    if failed:
-        raise RayltError(f"{study.folder}: {len(failed)} runs failed, the first is {failed[0]}; the same command tries "
-                         "them again")
+    with StudyProgress() as progress:
+        failed = study.run(progress, parallel, fleet, address, mix_versions)
+    show(judge_all(study.records, selected, mix_versions), format)
+    err.print(f"{study.folder}; draw it with raylt report {quoted(study.folder)}", soft_wrap=True)
+    raise_if_failed(study, failed)
 
 
-def verdicts(paths: Annotated[list[Path] | None, typer.Argument(
-                 metavar="[STUDY | RUN ...]", help="Studies, their results.json, or run folders.")] = None,
-             paper: Annotated[str | None, typer.Option(help="Only cells of this paper.")] = None,
-             page: Annotated[Path | None, typer.Option(help="Write all 640 cells to this Markdown file.")] = None,
-             mix_versions: Annotated[bool, typer.Option(
-                 "--mix-versions", help="Take runs of several versions of the code together.")] = False,
-             format: Format = "table") -> None:
-    """Hold recorded runs against every cell that the papers print; runs of no cell are not looked at."""
-    from raylt.studies.page import page as written
-    from raylt.studies.reproduce import select
-    from raylt.studies.single import of_runs
-    from raylt.studies.study import Study
-    from raylt.studies.verdicts import verdicts as judge_all
+def verdicts(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[STUDY | RUN ...]", help="Studies, their results.json, or run folders."),
+    ] = None,
+    paper: Annotated[str | None, typer.Option(help="Print only the cells of this paper.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write all 640 cells to this Markdown file.")] = None,
+    mix_versions: Annotated[
+        bool, typer.Option("--mix-versions", help="Count runs of several versions of the code together.")
+    ] = False,
+    format: Format = "table",
+) -> None:
+    """Compare recorded runs with every cell that the papers print; ignore runs that belong to no cell."""
+    from raylt.studies.papers.reproduce import select
+    from raylt.studies.papers.verdict_page import page as markdown_page
+    from raylt.studies.papers.verdicts import verdicts as judge_all
+    from raylt.studies.study import Study, of_runs
+
     records = []
     for path in paths or []:
-        one = of_runs([path]) if (path / "config.yaml").is_file() else Study.open(path)
-        records += one.records
+        study = of_runs([path]) if is_file(path / "config.yaml") else Study.open(path)
+        records += study.records
     judged = judge_all(records, select(paper) if paper else None, mix_versions)
     if page is not None:
         if paper:
-            raise ConfigError("--page: has all papers; leave out --paper")
+            raise ConfigError("--page: has all papers. Leave out --paper.", code="config.conflict", key="--page")
         try:
-            store.write(page, written(judged))
+            store.write(page, markdown_page(judged))
         except CheckpointError as error:
-            raise ConfigError(f"--page {error}; give a file that can be written") from None
+            raise ConfigError(
+                f"--page: {str(error).rstrip('.')}. Give a file that can be written.",
+                code="file.unwritable",
+                path=str(page),
+            ) from None
     show(judged, format, only_run=True)
 
 
 def show(judged: "list[Verdict]", format: str, only_run: bool = False) -> None:
-    """Verdicts, for a person perhaps only of cells with runs, and how many of each there are."""
-    from raylt.studies.page import table_of
-    from raylt.studies.verdicts import count
+    """Print verdicts and the number of cells with each.
+
+    Args:
+        judged: the verdicts.
+        format: "table" or "json".
+        only_run: whether the table has only cells with runs; JSON has all cells.
+    """
+    from raylt.studies.papers.verdict_page import verdict_tables
+    from raylt.studies.papers.verdicts import count
+
     counts = {kind: number for kind, number in count(judged).items() if number}
     if format == "json":
-        sys.stdout.write(json.dumps({"count": counts, "cells": [asdict(v) for v in judged]}) + "\n")
+        content = {"count": counts, "cells": [asdict(verdict) for verdict in judged]}
+        sys.stdout.write(json.dumps(content) + "\n")
         return
     if lines := [verdict for verdict in judged if verdict.ours is not None or not only_run]:
-        out.print(table_of(lines))
+        out.print(verdict_tables(lines))
     out.print(f"{len(judged)} cells: {', '.join(f'{number} {kind}' for kind, number in counts.items())}")
 
 
 def parse_cells(text: str | None) -> dict[str, str]:
-    """IF=100,alpha=0.5 as a mapping."""
+    """Return the mapping in a text such as IF=100,alpha=0.5."""
     where = {}
     for part in (text or "").split(","):
         key, equals, value = part.strip().partition("=")
         if part.strip() and not (key and equals and value):
-            raise ConfigError(f"--cells {text}: is written KEY=VALUE,..., as in IF=100,alpha=0.5")
+            raise ConfigError(
+                f"--cells: cannot be read ({text}). Write KEY=VALUE,..., as in IF=100,alpha=0.5.",
+                code="config.wrong-type",
+                key="--cells",
+                value=text,
+            )
         if key:
             where[key] = value
     return where

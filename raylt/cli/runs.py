@@ -1,4 +1,4 @@
-"""`raylt run | resume | branch | debug`."""
+"""`raylt run | resume | branch | debug`: train, continue, branch and replay runs."""
 
 import traceback
 from pathlib import Path
@@ -20,6 +20,7 @@ from raylt.cli.options import (
     err,
     out,
     print_json,
+    say_how_to_resume,
 )
 from raylt.errors import RayltError
 
@@ -27,58 +28,99 @@ if TYPE_CHECKING:
     from raylt.runs.run import Run
 
 
-def run(settings: Settings = None,
-        name: Annotated[str | None, typer.Option(help="The name of the run folder.")] = None,
-        folder: Annotated[Path, typer.Option("--out", help="The folder that run folders are made in.")] = Path("runs"),
-        fleet: FleetOption = FleetName.ray, address: Address = None, track: TrackOption = None,
-        format: FormatOption = Format.table) -> None:
-    """Train; without any settings, a demonstration on scikit-learn's handwritten digits."""
+def run(
+    settings: Settings = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run folder.")] = None,
+    folder: Annotated[Path, typer.Option("--out", help="Folder in which the run folder is made.")] = Path("runs"),
+    fleet: FleetOption = FleetName.ray,
+    address: Address = None,
+    track: TrackOption = None,
+    format: FormatOption = Format.table,
+) -> None:
+    """Train a federation; without settings, run a demonstration on scikit-learn's handwritten digits."""
     config = config_of(settings)
     if not settings:
-        err.print("nothing was named, so this is the demonstration, recipe:demo; raylt recipes lists others",
-                  soft_wrap=True)
+        err.print(
+            "no settings were given, so this is the demonstration recipe:demo; raylt recipes lists others",
+            soft_wrap=True,
+        )
+    from raylt.runs.callbacks.trackers import trackers
     from raylt.runs.start import run as start
-    from raylt.runs.trackers import trackers
-    _show(start(config, folder, name, fleet.value, address, callbacks=trackers(track or [])), format)
+
+    with say_how_to_resume() as started:
+        done = start(config, folder, name, fleet.value, address, callbacks=[*trackers(track or []), started])
+    _show(done, format)
 
 
-def resume(run_folder: RunFolder,
-           overrides: Annotated[list[str] | None, typer.Argument(
-               metavar="[key=value ...]", help="resources.* and output.* may differ from the first start; and "
-               "federation.rounds, which makes the run longer.")] = None,
-           fleet: FleetOption = FleetName.ray, address: Address = None, track: TrackOption = None,
-           format: FormatOption = Format.table) -> None:
-    """Continue a run after its last committed round; the result is that of an undisturbed run, bit for bit. With more
-    federation.rounds it goes on beyond its last one, in a folder beside it."""
-    from raylt.runs.extension import resume as start
-    from raylt.runs.trackers import trackers
-    callbacks = trackers(track or [])
-    _show(start(run_folder, overrides or [], fleet=fleet.value, address=address, callbacks=callbacks), format)
+def resume(
+    run_folder: RunFolder,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[key=value ...]",
+            help="Settings that may differ: resources.*, output.*, and a larger federation.rounds for a longer run.",
+        ),
+    ] = None,
+    fleet: FleetOption = FleetName.ray,
+    address: Address = None,
+    track: TrackOption = None,
+    format: FormatOption = Format.table,
+) -> None:
+    """Continue a run after its last committed round, with the same bits as an uninterrupted run.
+
+    A larger federation.rounds continues a finished run in a new folder next to it.
+    """
+    from raylt.runs.callbacks.trackers import trackers
+    from raylt.runs.continuation import resume as start
+
+    with say_how_to_resume() as started:
+        callbacks = [*trackers(track or []), started]
+        done = start(run_folder, overrides or [], fleet=fleet.value, address=address, callbacks=callbacks)
+    _show(done, format)
 
 
-def branch(run_folder: RunFolder,
-           overrides: Annotated[list[str], typer.Argument(
-               metavar="key=value ...", help="Fields of the method that act in a later stage; raylt methods marks "
-               "them. method=NAME takes another that trains in the same way, as ccvr does after fedavg.")],
-           folder: Annotated[Path | None, typer.Option("--out", help="The new run's folder; by default one beside the "
-                                                       "run's.")] = None,
-           fleet: FleetOption = FleetName.ray, address: Address = None, format: FormatOption = Format.table) -> None:
-    """Do what a run does late again with other fields, from the checkpoint before it: what the whole run would give."""
-    from raylt.runs.branch import branch as start
-    _show(start(run_folder, overrides, folder, fleet=fleet.value, address=address), format)
+def branch(
+    run_folder: RunFolder,
+    overrides: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="key=value ...",
+            help="Fields of the method that act in a later stage; raylt methods marks them. method=NAME selects "
+            "another method that trains in the same way, as ccvr after fedavg.",
+        ),
+    ],
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Folder of the new run; by default next to the run's.")
+    ] = None,
+    fleet: FleetOption = FleetName.ray,
+    address: Address = None,
+    format: FormatOption = Format.table,
+) -> None:
+    """Repeat the last stage of a run with other fields, with the same result as a whole new run."""
+    from raylt.runs.continuation import branch as start
+
+    with say_how_to_resume() as started:
+        done = start(run_folder, overrides, folder, fleet=fleet.value, address=address, callbacks=[started])
+    _show(done, format)
 
 
-def debug(run_folder: RunFolder,
-          round: Annotated[int, typer.Option(min=0, help="The round; 0 is how clients join.")],
-          client: Annotated[int, typer.Option(min=0, help="The client's id.")],
-          function: Annotated[str | None, typer.Option(help="The client function whose call is made again; by default "
-                                                       "the first of the round.")] = None,
-          device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(
-              help="What to compute on, where that is another kind of device than the run was made on; the bits will "
-              "differ.")] = None) -> None:
-    """Run one client's call of a run again in this process, with its traceback if it raises."""
-    from raylt.runs.replay import replay
+def debug(
+    run_folder: RunFolder,
+    round: Annotated[int, typer.Option(min=0, help="Round; 0 is the joining of clients.")],
+    client: Annotated[int, typer.Option(min=0, help="Id of the client.")],
+    function: Annotated[
+        str | None,
+        typer.Option(help="Client function to call; by default the first of the round."),
+    ] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None,
+        typer.Option(help="Compute on this kind of device; the bits differ if the run used another kind."),
+    ] = None,
+) -> None:
+    """Repeat one client's call of a run in this process, and print its traceback if it raises."""
+    from raylt.runs.debug import replay
     from raylt.runs.run import Run
+
     try:
         replayed = replay(Run.open(run_folder), round, client, function, device)
     except RayltError:
@@ -86,8 +128,10 @@ def debug(run_folder: RunFolder,
     except Exception:
         traceback.print_exc()
         raise typer.Exit(1) from None
-    out.print(f"client {client}, round {round}, {replayed.function}: {replayed.seconds:.3f} s, "
-              f"weight {replayed.reply.weight:g}")
+    out.print(
+        f"client {client}, round {round}, {replayed.function}: {replayed.seconds:.3f} s, "
+        f"weight {replayed.reply.weight:g}"
+    )
     table = Table("reply", "kind", "values")
     for row in replayed.entries():
         table.add_row(*row)
@@ -95,7 +139,8 @@ def debug(run_folder: RunFolder,
 
 
 def _show(run: "Run", format: Format) -> None:
-    from raylt.runs.summary import table_of
+    from raylt.runs.folder.summary import table_of
+
     if format is Format.json:
         print_json(run.summary | {"folder": str(run.folder)})
     else:

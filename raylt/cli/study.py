@@ -1,9 +1,9 @@
-"""`raylt study | ls | follow`: many runs, how far they are, and carrying them out."""
+"""`raylt study | ls | follow`: run studies, list runs, and show the progress of a run."""
 
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,185 +12,314 @@ from rich import box
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from raylt.cli.options import err, out
-from raylt.errors import ConfigError, RayltError
+from raylt.cli.jobs import DashboardAddress, follow_job, list_jobs
+from raylt.cli.options import Format, err, out
+from raylt.errors import ConfigError, DataError, RayltError, quoted
+from raylt.runs.callbacks.base import Callback, StudyStatus
 
 if TYPE_CHECKING:
-    from raylt.studies.records import Record
+    from raylt.studies.definition import Planned
+    from raylt.studies.records.record import RunRecord
+    from raylt.studies.running.shared_training import Stem
+    from raylt.studies.running.time_left import Pace
     from raylt.studies.study import Study
 
 Parallel = Annotated[int | None, typer.Option(min=1, help="Runs at once; by default one per core, or per GPU.")]
-Fleet = Annotated[Literal["local", "ray"], typer.Option(
-    help="A whole run per process, or client actors on Ray, one run after another.")]
-Address = Annotated[str | None, typer.Option(help="With --fleet ray: a running cluster, HOST:PORT or auto.")]
-Out = Annotated[Path, typer.Option("--out", help="Folder that the study's folder is made in.")]
-MixVersions = Annotated[bool, typer.Option(
-    "--mix-versions", help="Go on although runs were made by code that computes something else.")]
-Keep = Annotated[bool, typer.Option(
-    "--record", help="Keep the finished runs in results/NAME.json beside the study's file, which counts them as done.")]
+Fleet = Annotated[
+    Literal["local", "ray"],
+    typer.Option(help="Do each run in one process, or with client actors on Ray, one run after another."),
+]
+Address = Annotated[str | None, typer.Option(help="Use this Ray cluster, HOST:PORT or auto; needs --fleet ray.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder in which the study's folder is made.")]
+MixVersions = Annotated[
+    bool, typer.Option("--mix-versions", help="Continue although another version of the code made some of the runs.")
+]
+Record = Annotated[
+    bool,
+    typer.Option(
+        "--record",
+        help="Add the finished runs to results/NAME.json next to the study's file; they then count as done.",
+    ),
+]
 
 
-def study(file: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="What is compared.")],
-          folder: Out = Path("runs"),
-          dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the runs and the time left; run nothing.")
-                             ] = False,
-          parallel: Parallel = None, fleet: Fleet = "local", address: Address = None,
-          mix_versions: MixVersions = False, record: Keep = False,
-          format: Annotated[Literal["table", "json"], typer.Option(help="How to print the result.")] = "table") -> None:
-    """Run every arm in every cell with every seed, as far as that has not been done, and compare them."""
+def study(
+    file: Annotated[Path, typer.Argument(metavar="STUDY.yaml", help="Definition of the study.")],
+    folder: Out = Path("runs"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the runs and the time left; run nothing.")] = False,
+    parallel: Parallel = None,
+    fleet: Fleet = "local",
+    address: Address = None,
+    mix_versions: MixVersions = False,
+    record: Record = False,
+    format: Annotated[Literal["table", "json"], typer.Option(help="Format of the result.")] = "table",
+) -> None:
+    """Run every arm in every cell with every seed, and compare them; finished runs are not repeated."""
     from raylt.studies.definition import read_definition
-    from raylt.studies.recorded import place_of
+    from raylt.studies.records.recorded_runs import record_path
     from raylt.studies.study import Study
+
     definition = read_definition(file)
-    place = place_of(file, definition)
-    begin = Study.preview if dry_run else Study.create
-    begun = begin(definition, folder, place, mix_versions)
-    for line in begun.recorded.passed_over:
+    record_file = record_path(file, definition)
+    prepare = Study.preview if dry_run else Study.create
+    prepared = prepare(definition, folder, record_file, mix_versions)
+    for line in prepared.recorded.passed_over:
         err.print(line, soft_wrap=True)
     if dry_run:
-        show_plan(begun, parallel, fleet, format)
+        show_plan(prepared, parallel, fleet, format)
     else:
-        carry_out(begun, parallel, fleet, address, mix_versions, place if record else None, format)
+        carry_out(prepared, parallel, fleet, address, mix_versions, record_file if record else None, format)
 
 
-def carry_out(made: "Study", parallel: int | None, fleet: Literal["local", "ray"], address: str | None,
-              mix_versions: bool, record_file: Path | None, format: str) -> None:
-    """Runs a study with a bar and prints its comparison; exit code 1 where runs failed."""
-    from raylt.studies.tables import of_comparison
-    with Screen() as screen:
-        failed = made.run(screen, parallel, fleet, address, mix_versions, record_file)
-    comparison = made.compare(mix_versions=mix_versions)
-    if format == "json":
-        sys.stdout.write(json.dumps({"folder": str(made.folder), "failed": failed, **comparison.to_json()}) + "\n")
-    else:
-        out.print(of_comparison(comparison).screen())
-        out.print(f"{made.folder}; raylt report {made.folder} draws it", soft_wrap=True)
-    elsewhere = [record.folder for record in made.records if record.state == "running"]
-    if elsewhere:
-        err.print(f"{len(elsewhere)} runs are held by another process and are not in these tables", soft_wrap=True)
-    if failed:
-        raise RayltError(f"{made.folder}: {len(failed)} runs failed, the first is {failed[0]}; the same command tries "
-                         "them again")
+def ls(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Folder that holds run folders.")] = Path("runs"),
+    address: DashboardAddress = None,
+    format: Annotated[Literal["table", "json"], typer.Option(help="Format of the list.")] = "table",
+) -> None:
+    """List runs and studies with their state, round, accuracy, number n of test images behind it, and age.
 
-
-def show_plan(planned: "Study", parallel: int | None, fleet: str, format: str = "table") -> None:
-    """The runs of a study, their states and the time that is left, as far as any has been timed."""
-    from raylt.studies.estimate import Pace
-    from raylt.studies.places import slots
-    from raylt.studies.schedule import makespan
-    from raylt.studies.stems import stems
-    pace, plans = Pace(planned.records), planned.planned
-    here = [plan for plan, record in zip(plans, planned.records, strict=True) if not planned.is_on_record(record)]
-    shared = stems(here)
-    table = Table("run", "state", "round", "left", *(["trained as"] if shared else []), box=box.SIMPLE_HEAD,
-                  padding=(0, 1, 0, 0), show_edge=False)
-    left, entries = [], []
-    for plan, record in zip(plans, planned.records, strict=True):
-        stem = shared.get(plan.folder)
-        seconds = 0.0 if record.state == "done" else pace.left(plan, max(record.steps, stem.steps if stem else 0))
-        left.append(seconds)
-        state = "on record" if planned.is_on_record(record) else record.state
-        table.add_row(plan.folder, state, f"{record.steps}/{record.planned_steps}",
-                      "" if record.state == "done" else duration(seconds) if pace.measured else "?",
-                      *([stem.folder if stem else ""] if shared else []))
-        entries.append({"run": plan.folder, "state": state, "steps": record.steps,
-                        "planned_steps": record.planned_steps, "left_s": seconds if pace.measured else None,
-                        "trained_as": stem.folder if stem else None})
-    at_once = slots(parallel, fleet, [plan.config for plan in plans])
-    if format == "json":
-        sys.stdout.write(json.dumps({"runs": entries, "at_once": at_once,
-                                     "left_s": makespan(left, at_once) if pace.measured else None}) + "\n")
+    With --address, list the jobs of a cluster.
+    """
+    if address is not None:
+        list_jobs(address, Format(format))
         return
-    out.print(table)
-    open_ = sum(record.state != "done" for record in planned.records)
-    time_left = (f"about {duration(makespan(left, at_once))}, {at_once} at once" if pace.measured else
-                 "how long they take is known when the first has taken a round")
-    trained = len(here) - len(shared)
-    trainings = f"{trained} training{'s' * (trained != 1)}, which the others go on from; " if shared else ""
-    out.print(f"{len(planned.records)} runs, {trainings}{open_} to do: {time_left if open_ else 'nothing is left'}")
+    from raylt.studies.report.listing import listing
 
-
-def ls(folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where run folders are.")] = Path("runs"),
-       format: Annotated[Literal["table", "json"], typer.Option(help="How to print it.")] = "table") -> None:
-    """List runs and studies: state, round, accuracy and age."""
-    from raylt.studies.listing import listing
     entries = listing(folder)
     if format == "json":
         sys.stdout.write(json.dumps([entry.to_json() for entry in entries], indent=1) + "\n")
         return
-    table = Table("name", "method", "state", "round", "accuracy", "age", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
-                  show_edge=False)
+    table = plain_table("name", "method", "state", "round", "accuracy", "n", "age")
     for entry in entries:
         accuracy = "" if entry.accuracy is None else f"{100 * entry.accuracy:.2f} %"
-        table.add_row(entry.name, entry.method, entry.state, entry.progress, accuracy,
-                      "" if entry.age_s is None else duration(entry.age_s))
+        age = "" if entry.age_s is None else duration(entry.age_s)
+        images = "" if entry.images is None else str(entry.images)
+        table.add_row(entry.name, entry.method, entry.state, entry.progress, accuracy, images, age)
     out.print(table if entries else f"{folder}: no runs")
 
 
-def follow(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run that another process "
-                                                      "does.")],
-           every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0) -> None:
-    """Show a run that another terminal started, until it ends; stopping this does not stop the run."""
-    from raylt.studies.records import read_run
+def follow(
+    run_folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN | JOB", help="Folder of a run that another process does; with --address a job, or its run."
+        ),
+    ],
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,
+    address: DashboardAddress = None,
+) -> None:
+    """Show the progress of a run in another process until it ends; stopping this command does not stop the run."""
+    if address is not None:
+        follow_job(str(run_folder), address, every)
+        return
+    from raylt.studies.records.record import read_run
+
     record = read_run(run_folder)
     if not record.config:
-        raise ConfigError(f"{run_folder}: not a run folder that can be read ({record.problem or 'no config.yaml'}); "
-                          "raylt ls shows what there is")
+        raise ConfigError(
+            f"{run_folder}: is not a run folder that can be read ({record.problem or 'no config.yaml'}). "
+            "List the runs with raylt ls.",
+            code="study.not-a-study",
+            path=str(run_folder),
+        )
     shown = 0
-    what = TextColumn("{task.fields[what]}", markup=False)
-    with Progress(TextColumn("{task.description}"), BarColumn(), what, console=err,
-                  disable=not err.is_terminal) as bar:
+    text = TextColumn("{task.fields[what]}", markup=False)
+    with Progress(TextColumn("{task.description}"), BarColumn(), text, console=err, disable=not err.is_terminal) as bar:
         task = bar.add_task("round", total=record.planned_steps, what="")
         while True:
-            for place in range(shown, record.steps):
-                show_step(record, place, bar, task)
+            for index in range(shown, record.steps):
+                show_step(record, index, bar, task)
             shown = record.steps
             if record.state != "running":
                 break
             time.sleep(every)
             record = read_run(run_folder)
-    out.print({"done": "done", "damaged": f"damaged: {record.problem}"}.get(
-        record.state, f"stopped after step {record.steps}; raylt resume {run_folder} goes on"), soft_wrap=True)
     if record.state == "damaged":
+        out.print(f"damaged: {record.problem}", soft_wrap=True)
         raise typer.Exit(1)
+    stopped = f"stopped after step {record.steps}; continue with raylt resume {quoted(run_folder)}"
+    out.print("done" if record.state == "done" else stopped, soft_wrap=True)
 
 
-def show_step(record: "Record", place: int, bar: Progress, task: Any) -> None:
-    """One committed step: a line, or on a terminal the bar."""
-    step, accuracy = record.curve["step"][place], record.curve["accuracy"][place]
+def carry_out(
+    prepared: "Study",
+    parallel: int | None,
+    fleet: Literal["local", "ray"],
+    address: str | None,
+    mix_versions: bool,
+    record_file: Path | None,
+    format: str,
+) -> None:
+    """Run a study with a progress bar and print its comparison.
+
+    Raises:
+        RayltError: runs failed.
+    """
+    from raylt.studies.report.comparison_tables import comparison_table
+
+    with StudyProgress() as progress:
+        failed = prepared.run(progress, parallel, fleet, address, mix_versions, record_file)
+    comparison = prepared.compare(mix_versions=mix_versions)
+    if format == "json":
+        content = {"folder": str(prepared.folder), "failed": failed, **comparison.to_json()}
+        sys.stdout.write(json.dumps(content) + "\n")
+    else:
+        out.print(comparison_table(comparison).screen())
+        out.print(f"{prepared.folder}; draw it with raylt report {quoted(prepared.folder)}", soft_wrap=True)
+    elsewhere = [record.folder for record in prepared.records if record.state == "running"]
+    if elsewhere:
+        err.print(f"{len(elsewhere)} runs are held by another process and are not in these tables", soft_wrap=True)
+    raise_if_failed(prepared, failed)
+
+
+def raise_if_failed(study: "Study", failed: Sequence[str]) -> None:
+    """Raise an error that names the first failed run; do nothing where no run failed."""
+    if failed:
+        raise RayltError(
+            f"{study.folder}: {len(failed)} runs failed (the first is {failed[0]}). Repeat the command to try them "
+            "again.",
+            code="study.runs-failed",
+            path=str(study.folder),
+            runs=list(failed),
+        )
+
+
+def show_plan(planned: "Study", parallel: int | None, fleet: str, format: str = "table") -> None:
+    """Print the runs of a study, their states and the time left, which is known once a run was timed."""
+    from raylt.studies.running.scheduler import makespan
+    from raylt.studies.running.shared_training import stems
+    from raylt.studies.running.time_left import Pace
+    from raylt.studies.running.worker_slots import slot_count
+
+    pace = Pace(planned.records)
+    plans = planned.planned
+    not_on_record = [
+        plan for plan, record in zip(plans, planned.records, strict=True) if not planned.is_on_record(record)
+    ]
+    shared = stems(not_on_record)
+    left = [_time_left(pace, plan, record, shared) for plan, record in zip(plans, planned.records, strict=True)]
+    at_once = slot_count(parallel, fleet, [plan.config for plan in plans])
+    total = makespan(left, at_once) if pace.measured else None
+    entries = [
+        {
+            "run": plan.folder,
+            "state": "on record" if planned.is_on_record(record) else record.state,
+            "steps": record.steps,
+            "planned_steps": record.planned_steps,
+            "left_s": seconds if pace.measured else None,
+            "trained_as": shared[plan.folder].folder if plan.folder in shared else None,
+        }
+        for plan, record, seconds in zip(plans, planned.records, left, strict=True)
+    ]
+    if format == "json":
+        sys.stdout.write(json.dumps({"runs": entries, "at_once": at_once, "left_s": total}) + "\n")
+        return
+    untimed = [
+        plan
+        for plan, record in zip(plans, planned.records, strict=True)
+        if record.state != "done" and pace.lacks_finish(plan, record.steps)
+    ]
+    open_runs = sum(record.state != "done" for record in planned.records)
+    out.print(_plan_table(entries, bool(shared)))
+    trainings = ""
+    if shared:
+        count = len(not_on_record) - len(shared)
+        trainings = f"{count} training{'s' * (count != 1)}, from which the others continue; "
+    time_left = "the time is known when the first run has finished a round"
+    if not open_runs:
+        time_left = "all are done"
+    elif total is not None:
+        last_phases = ", without last phases that were not timed yet" if untimed else ""
+        time_left = f"about {duration(total)}, {at_once} at once{last_phases}"
+    out.print(f"{len(entries)} runs, {trainings}{open_runs} to do: {time_left}")
+    for line in _last_phases(untimed):
+        out.print(line, soft_wrap=True)
+
+
+def _last_phases(plans: "Sequence[Planned]") -> list[str]:
+    """Describe the last phase of each arm that has a costly one.
+
+    Args:
+        plans: runs whose last phase was not timed yet.
+    """
+    from raylt.core.method import Method
+    from raylt.registry import resolve
+    from raylt.runs.start import plan_run
+
+    lines = []
+    for arm, config in {plan.arm: plan.config for plan in reversed(plans)}.items():
+        if type(resolve(config).method).last_phase is Method.last_phase:
+            continue
+        try:
+            setup, task = plan_run(config)
+        except DataError:  # a study can be planned where its data are not
+            continue
+        if text := setup.method.last_phase(task.spec, setup.new_model(task.spec)):
+            lines.append(f"last phase of {arm}: {text}")
+    return lines
+
+
+def _time_left(pace: "Pace", plan: "Planned", record: "RunRecord", shared: "Mapping[str, Stem]") -> float:
+    if record.state == "done":
+        return 0.0
+    stem = shared.get(plan.folder)
+    return pace.left(plan, max(record.steps, stem.steps if stem else 0))
+
+
+def _plan_table(entries: Sequence[dict[str, Any]], shared: bool) -> Table:
+    table = plain_table("run", "state", "round", "left", *(["trained as"] if shared else []))
+    for entry in entries:
+        left = "?" if entry["left_s"] is None else duration(entry["left_s"])
+        if entry["state"] in ("done", "on record"):
+            left = ""
+        trained_as = [entry["trained_as"] or ""] if shared else []
+        table.add_row(entry["run"], entry["state"], f"{entry['steps']}/{entry['planned_steps']}", left, *trained_as)
+    return table
+
+
+def show_step(record: "RunRecord", index: int, bar: Progress, task: Any) -> None:
+    """Show one committed step on the bar, or as a line where the output is no terminal."""
+    step = record.curve["step"][index]
+    accuracy = record.curve["accuracy"][index]
     judged = "" if accuracy is None else f"  accuracy {100 * accuracy:.2f} %"
     bar.update(task, completed=min(step, record.planned_steps), what=judged.strip())
     if not err.is_terminal:
-        out.print(f"round {step}/{record.planned_steps}{judged}" if step <= record.planned_steps
-                  else f"finish{judged}")
+        out.print(f"round {step}/{record.planned_steps}{judged}" if step <= record.planned_steps else f"finish{judged}")
+
+
+def plain_table(*columns: str) -> Table:
+    """Return an empty table with one rule below its heading."""
+    return Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that a person would use."""
+    """Return seconds in the largest unit that fits."""
     for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.1f} {name}"
     return f"{seconds:.0f} s"
 
 
-class Screen:
-    """Shows a study as it goes: one bar with the time left on a terminal, a line per run elsewhere."""
+class StudyProgress(Callback):
+    """Shows the progress of a study: a bar with the time left on a terminal, a line per run otherwise."""
 
     def __init__(self) -> None:
-        what = TextColumn("{task.fields[what]}", markup=False)
-        self._bar = Progress(TextColumn("runs"), BarColumn(), what, console=err, disable=not err.is_terminal)
+        text = TextColumn("{task.fields[what]}", markup=False)
+        self._bar = Progress(TextColumn("runs"), BarColumn(), text, console=err, disable=not err.is_terminal)
         self._task = self._bar.add_task("", total=1.0, what="starting")
 
-    def __enter__(self) -> "Screen":
+    def __enter__(self) -> "StudyProgress":
         self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def says(self, text: str) -> None:
+    def on_message(self, text: str, minor: bool = False) -> None:
         err.print(text, soft_wrap=True)
 
-    def progress(self, done: int, total: int, running: Sequence[str], share: float, left_s: float | None) -> None:
-        left = "" if left_s is None else f"  ETA {duration(left_s)}"
-        self._bar.update(self._task, completed=share, what=f"{done}/{total}{left}  {', '.join(running)}")
+    def on_study_progress(self, status: StudyStatus) -> None:
+        last_phases = " and last phases" if status.untimed_finish else ""
+        left = "" if status.left_s is None else f"  ETA {duration(status.left_s)}{last_phases}"
+        what = f"{status.done}/{status.total}{left}  {', '.join(status.running)}"
+        self._bar.update(self._task, completed=status.share, what=what)

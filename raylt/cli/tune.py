@@ -1,4 +1,4 @@
-"""`raylt tune`."""
+"""The command `raylt tune`."""
 
 import json
 import sys
@@ -7,71 +7,158 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from raylt.cli.options import Address, FleetName, Format, FormatOption, Settings, TrackOption, divide, out
+from raylt.cli import ray_searches
+from raylt.cli.options import (
+    Address,
+    FleetName,
+    Format,
+    FormatOption,
+    Settings,
+    TrackOption,
+    divide,
+    out,
+    say_how_to_resume,
+)
 from raylt.config import Config, assign, check, read
 from raylt.errors import ConfigError
+from raylt.own_code.top_level_names import claim
+from raylt.runs.callbacks.base import Callbacks
 
 
-def tune(context: typer.Context, settings: Settings = None,
-         samples: Annotated[int | None, typer.Option(min=1, help="How many trials each method gets; by default 20, or "
-                                                     "what --budget allows.")] = None,
-         name: Annotated[str | None, typer.Option(help="The name of the search's folder.")] = None,
-         folder: Annotated[Path, typer.Option("--out", help="The folder that it is made in.")] = Path("runs"),
-         methods: Annotated[str | None, typer.Option(help="The methods to search, as in sfd,fedavg; by default the one "
-                                                     "that the settings name.")] = None,
-         fields: Annotated[str | None, typer.Option(help="The fields of the methods to search, as in gamma,tau; by "
-                                                    "default all that are not given.")] = None,
-         metric: Annotated[Literal["accuracy", "many", "medium", "few", "owned", "matched", "miou"], typer.Option(
-             help="What is optimised, on validation samples.")] = "accuracy",
-         searcher: Annotated[Literal["tpe", "random", "grid"], typer.Option(help="How values are chosen.")] = "tpe",
-         scheduler: Annotated[Literal["asha", "none"], typer.Option(help="How trials are stopped early.")] = "asha",
-         grace: Annotated[int | None, typer.Option(min=1, help="The rounds before trials are compared; by default a "
-                                                   "ninth of all.")] = None,
-         budget: Annotated[int | None, typer.Option(min=1, help="The client-steps that each method may spend.")] = None,
-         seed: Annotated[int, typer.Option(min=0, help="The seed of the search.")] = 0,
-         retries: Annotated[int, typer.Option(min=0, help="How many times a failed trial is taken up again.")] = 2,
-         resume: Annotated[Path | None, typer.Option(help="The folder of a search to go on with.")] = None,
-         parallel: Annotated[int | None, typer.Option(min=1, help="How many trials run at once at most.")] = None,
-         track: TrackOption = None,
-         fleet: Annotated[FleetName, typer.Option(help="Whether trials run on Ray, or one after another in this "
-                                                  "process.")] = FleetName.ray,
-         address: Address = None, format: FormatOption = Format.table) -> None:
+def tune(
+    context: typer.Context,
+    settings: Settings = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, help="Trials of each method; by default 20, or as many as --budget allows."),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the search's folder.")] = None,
+    folder: Annotated[Path, typer.Option("--out", help="Folder in which the search's folder is made.")] = Path("runs"),
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Methods to search, as in sfd,fedavg; by default the method of the settings."),
+    ] = None,
+    fields: Annotated[
+        str | None,
+        typer.Option(help="Fields of the methods to search, as in gamma,tau; by default all that are not given."),
+    ] = None,
+    metric: Annotated[
+        Literal["accuracy", "many", "medium", "few", "owned", "matched", "miou", "local", "worst_decile"] | None,
+        typer.Option(
+            help="Metric to optimise, on validation samples; by default accuracy, or where clients have models of "
+            "their own local, the mean over the clients on the samples taken from them; worst_decile is that of the "
+            "worst tenth of the clients."
+        ),
+    ] = None,
+    searcher: Annotated[Literal["tpe", "random", "grid"], typer.Option(help="Rule that chooses values.")] = "tpe",
+    scheduler: Annotated[
+        Literal["asha", "none", "pbt", "hyperband", "median"],
+        typer.Option(
+            help="Rule that stops trials early. asha and none give the same search for the same seed; pbt, hyperband "
+            "and median are Ray Tune's own, whose decisions depend on timing."
+        ),
+    ] = "asha",
+    grace: Annotated[
+        int | None, typer.Option(min=1, help="Rounds before trials are compared; by default a ninth of all.")
+    ] = None,
+    budget: Annotated[int | None, typer.Option(min=1, help="Client-steps that each method may spend.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
+    retries: Annotated[int, typer.Option(min=0, help="Times that a failed trial is continued.")] = 2,
+    resume: Annotated[Path | None, typer.Option(help="Folder of a search to continue.")] = None,
+    parallel: Annotated[int | None, typer.Option(min=1, help="Largest number of trials at once.")] = None,
+    track: TrackOption = None,
+    fleet: Annotated[
+        FleetName, typer.Option(help="Run trials on Ray, or one after another in this process (local).")
+    ] = FleetName.ray,
+    address: Address = None,
+    format: FormatOption = Format.table,
+) -> None:
     """Search the ranges of a method's fields, and settings given as ranges: local.lr=loguniform(0.01,0.3)."""
-    place: dict[str, Any] = {"parallel": parallel, "fleet": fleet.value, "address": address, "track": track or []}
+    execution: dict[str, Any] = {"parallel": parallel, "fleet": fleet.value, "address": address, "track": track or []}
     if resume is not None:
-        fixed = [key for key in context.params if key not in (*place, "resume", "format")
-                 and getattr(context.get_parameter_source(key), "name", "") == "COMMANDLINE"]
+        fixed = [
+            key
+            for key in context.params
+            if key not in (*execution, "resume", "format")
+            and getattr(context.get_parameter_source(key), "name", "") == "COMMANDLINE"
+        ]
         if fixed:
-            raise ConfigError(f"--resume {resume}: a search goes on with the settings it was started with; leave out "
-                              f"{', '.join(sorted(fixed)).replace('folder', 'out')}")
+            names = ", ".join(sorted(fixed)).replace("folder", "out")
+            raise ConfigError(
+                f"--resume: a search keeps the settings that it was started with ({resume}). Leave out {names}.",
+                code="config.conflict",
+                key="--resume",
+                value=str(resume),
+                options=names,
+            )
     elif name is not None and (Path(name).name != name or name in ("", ".", "..")):
-        raise ConfigError(f"--name {name}: must be the name of one folder; give its place with --out")
+        raise ConfigError(
+            f"--name: not the name of one folder ({name}). Give the folder that it is made in with --out.",
+            code="config.malformed",
+            key="--name",
+            value=name,
+        )
+    claim()
     from tune import resume as resume_search
     from tune import search
-    from tune.screen import Screen
+    from tune.report import importance_lines, run_command, table_of
+    from tune.screen import SearchProgress
     from tune.space import separate, spaces_of
 
-    screen = Screen()
+    if resume is not None and ray_searches.is_one(resume):
+        ray_searches.resume(resume, address, format)
+        return
     if resume is not None:
-        found = resume_search(resume, **place, watcher=screen)
+        with say_how_to_resume() as started:
+            result = resume_search(resume, **execution, callback=Callbacks([SearchProgress(), started]))
     else:
         file, given = divide(settings)
         fixed, ranges = separate(given)
         config, names = _methods(read(file, fixed), _words(methods or ""))
         spaces = spaces_of(names, ranges, config, None if fields is None else _words(fields))
-        found = search(config, spaces, samples, out=folder, name=name, metric=metric, searcher=searcher,
-                       scheduler=scheduler, grace=grace, budget=budget, seed=seed, retries=retries, **place,
-                       watcher=screen)
+        if scheduler not in ("asha", "none"):
+            choices = {"metric": metric, "searcher": searcher, "scheduler": scheduler, "grace": grace, "seed": seed}
+            choices |= {"samples": samples, "retries": retries, "parallel": parallel}
+            ray_searches.check_options(fleet.value, budget, track or [], scheduler)
+            ray_searches.search(config, spaces, folder, name, address, choices, format)
+            return
+        with say_how_to_resume() as started:
+            result = search(
+                config,
+                spaces,
+                samples,
+                out=folder,
+                name=name,
+                metric=metric,
+                searcher=searcher,
+                scheduler=scheduler,
+                grace=grace,
+                budget=budget,
+                seed=seed,
+                retries=retries,
+                **execution,
+                callback=Callbacks([SearchProgress(), started]),
+            )
     if format is Format.json:
-        sys.stdout.write(json.dumps({"best": found.best.id, "folder": str(found.folder),
-                                     "trials": json.loads((found.folder / "trials.json").read_text())}) + "\n")
+        sys.stdout.write(
+            json.dumps(
+                {
+                    "best": result.best.id,
+                    "folder": str(result.folder),
+                    "trials": json.loads((result.folder / "trials.json").read_text()),
+                }
+            )
+            + "\n"
+        )
     else:
-        out.print(screen.table())
-        out.print(f"best: {found.best.id}; raylt run {found.folder / 'best.yaml'}", soft_wrap=True)
+        out.print(table_of(result.plan, result.state))
+        for line in importance_lines(result.folder):
+            out.print(line, soft_wrap=True)
+        out.print(f"best: {result.best.id}; {run_command(result.folder)}", soft_wrap=True)
 
 
 def _methods(tree: dict[str, Any], names: list[str]) -> tuple[Config, list[str]]:
-    """The configuration, and the methods to search: those named, or its own."""
+    """Return the configuration, and the methods to search: `names`, or the method of the configuration."""
     if names and "method" not in tree:
         assign(tree, "method", names[0])
     config = check(Config, tree)

@@ -1,32 +1,151 @@
-"""`raylt verify`."""
+"""`raylt verify`: check runs, searches, studies and records, and sign them."""
 
-from typing import Annotated
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
 from rich.table import Table
 
-from raylt.cli.options import Format, FormatOption, RunFolder, err, out, print_json
+from raylt.cli.options import Format, FormatOption, err, out, print_json
+from raylt.disk import is_file, is_folder
+from raylt.errors import ConfigError, RayltError
+
+if TYPE_CHECKING:
+    from raylt.runs.verify import Finding
 
 
-def verify(run_folder: RunFolder,
-           repair: Annotated[bool, typer.Option("--repair", help="Remove what a kill left and what is damaged, where "
-                                                "something whole stands behind it.")] = False,
-           format: FormatOption = Format.table) -> None:
-    """Say what of a run folder is whole and what is not; exit code 2 where something is not."""
-    from raylt.runs import verify as verifying
+def verify(
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="RUN | SEARCH | STUDY | RESULTS.json", help="A folder that raylt made, or a record."),
+    ],
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Remove leftovers of killed processes, and damaged files that an intact checkpoint replaces.",
+        ),
+    ] = False,
+    seal: Annotated[
+        bool, typer.Option("--seal", help="Seal a record of an older version, which had no seals.")
+    ] = False,
+    sign: Annotated[
+        Path | None, typer.Option("--sign", metavar="KEY", help="Sign it with this SSH key, if every file is intact.")
+    ] = None,
+    signers: Annotated[
+        Path | None,
+        typer.Option("--signers", metavar="FILE", help="Require a signature of one of these allowed signers."),
+    ] = None,
+    format: FormatOption = Format.table,
+) -> None:
+    """Check every file of a run, search, study or record against its hash; exit with 2 if one is damaged."""
+    kind = _kind(path)
     if repair:
-        for line in verifying.repair(run_folder):
+        _only_for("run", kind, "--repair", path)
+        from raylt.runs.verify import repair as mend
+
+        for line in mend(path):
             err.print(line, soft_wrap=True)
-    findings = verifying.verify(run_folder)
-    if format is Format.json:
-        print_json([vars(finding) for finding in findings])
-    else:
-        table = Table("file", "", "what it is", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-        table.columns[2].overflow = "fold"
-        for finding in findings:
-            mend = f"; --repair would {finding.mendable}" if finding.mendable else ""
-            table.add_row(finding.what, "whole" if finding.whole else "NOT whole", f"{finding.detail}{mend}")
-        out.print(table)
+    if seal:
+        _only_for("record", kind, "--seal", path)
+        from raylt.studies.records.recorded_runs import seal_results
+
+        for line in seal_results(path):
+            err.print(line, soft_wrap=True)
+    findings = _findings(kind, path)
+    file = path if kind == "record" else path / SIGNED[kind]
+    if sign is not None:
+        _sign(findings, file, sign)
+    findings += _signature(file, signers)
+    _print(findings, format)
     if not all(finding.whole for finding in findings):
         raise typer.Exit(2)
+
+
+SIGNED = {"run": "summary.json", "search": "trials.jsonl", "study": "results.json"}
+
+
+def _kind(path: Path) -> str:
+    """Return "run", "search", "study" or "record"."""
+    if path.suffix == ".json" and not is_folder(path):
+        return "record"
+    if is_file(path / "study.yaml"):
+        return "study"
+    return "search" if is_file(path / "search.json") else "run"
+
+
+def _findings(kind: str, path: Path) -> "list[Finding]":
+    if kind == "record":
+        from raylt.studies.verify import verify_results
+
+        return verify_results(path)
+    if kind == "study":
+        from raylt.studies.verify import verify_study
+
+        return verify_study(path)
+    if kind == "search":
+        from tune.verify import verify_search
+
+        return verify_search(path)
+    from raylt.runs.verify import verify as verify_run
+
+    return verify_run(path)
+
+
+def _only_for(expected: str, kind: str, option: str, path: Path) -> None:
+    if kind != expected:
+        raise ConfigError(
+            f"{option}: is for a {expected} ({path} is a {kind}). Leave it out.",
+            code="config.conflict",
+            key=option,
+            path=str(path),
+        )
+
+
+def _sign(findings: "list[Finding]", file: Path, key: Path) -> None:
+    from raylt.runs.signature import sign
+
+    damaged = [finding.what for finding in findings if not finding.whole]
+    if damaged:
+        raise ConfigError(
+            f"--sign: files are damaged ({', '.join(damaged[:3])}). Restore the originals first.",
+            code="signature.not-made",
+            key="--sign",
+            path=str(file),
+        )
+    if not is_file(file):
+        raise ConfigError(
+            f"--sign: the results do not exist yet ({file}). Finish the run, search or study.",
+            code="signature.not-made",
+            key="--sign",
+            path=str(file),
+        )
+    err.print(f"wrote {sign(file, key)}", soft_wrap=True)
+
+
+def _signature(file: Path, signers: Path | None) -> "list[Finding]":
+    """Return the finding on a signature; nothing where there is none and none is required."""
+    from raylt.runs.signature import check_signature, signature_of
+    from raylt.runs.verify import Finding
+
+    path = signature_of(file)
+    if not os.path.lexists(path):
+        return [] if signers is None else [Finding(path.name, False, "missing: it is not signed")]
+    try:
+        return [Finding(path.name, True, check_signature(file, signers))]
+    except RayltError as error:
+        return [Finding(path.name, False, str(error))]
+
+
+def _print(findings: "list[Finding]", format: Format) -> None:
+    if format is Format.json:
+        print_json([vars(finding) for finding in findings])
+        return
+    table = Table("file", "state", "content", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.columns[2].overflow = "fold"
+    for finding in findings:
+        mend = f"; --repair would {finding.mendable}" if finding.mendable else ""
+        table.add_row(finding.what, "intact" if finding.whole else "DAMAGED", f"{finding.detail}{mend}")
+    out.print(table)

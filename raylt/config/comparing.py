@@ -1,34 +1,43 @@
-"""What two configurations differ in."""
+"""Differences of two configurations, and the settings that results depend on."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from raylt.config.sections import Config, settings
 
-NO_RESULT = ("resources", "output")         # sections that no result depends on
-FOLLOWS = ("imbalance", "partition", "clients", "test")     # of the data section: what null leaves to the data
-DRAWN = ("imbalance", "partition", "alpha", "tail", "beta", "per_client")      # what a split from a file was drawn with
+NO_RESULT = ("resources", "output")  # sections that no result depends on
+# settings of the data section that null leaves to the data
+FOLLOWS = ("imbalance", "partition", "clients", "test", "test_share")
+# settings of the data section that a split was drawn with
+DRAWN = ("imbalance", "partition", "alpha", "tail", "beta", "per_client")
 
 
 def settled(config: Config) -> dict[str, Any]:
-    """The settings that results depend on, as JSON has them."""
+    """Return the settings that results depend on, as JSON values."""
     return {key: value for key, value in config.model_dump(mode="json").items() if key not in NO_RESULT}
 
 
-def followed(config: Config, known: Config) -> Config:
-    """The configuration of a run that is planned, with what its data decide as a run over the same data has it."""
-    data, there = config.data, known.data
-    left = [key for key in FOLLOWS if getattr(data, key) is None and data.source == there.source]
-    left += DRAWN if data.split is not None and there.split is not None else ()
-    return config.model_copy(update={"data": data.model_copy(update={key: getattr(there, key) for key in left})})
+def followed(config: Config, recorded: Config) -> Config:
+    """Return the configuration of a planned run with the values that its data will decide.
+
+    Args:
+        config: The planned configuration.
+        recorded: The configuration of a run over the same data.
+    """
+    data = config.data
+    source = recorded.data
+    keys = [key for key in FOLLOWS if getattr(data, key) is None and data.source == source.source]
+    keys += (*DRAWN, "new_clients") if data.split is not None and source.split is not None else ()
+    return config.model_copy(update={"data": data.model_copy(update={key: getattr(source, key) for key in keys})})
 
 
 def completed(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that an older raylt recorded, with those that it did not have yet, at their defaults: what they ask for
-    now is what it did.
+    """Return recorded settings, with the defaults of settings that the older version did not have yet.
+
+    The default of a new setting is what older versions did.
 
     Args:
-        recorded: nested, as `settled` gives them.
+        recorded: Nested settings, as `settled` returns them.
     """
     tree = {key: dict(value) if isinstance(value, Mapping) else value for key, value in recorded.items()}
     for key, field in settings():
@@ -40,15 +49,16 @@ def completed(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The settings that differ, with what they were and are; None where there is none.
+    """Yield each setting that differs as (key, old value, new value); a value is None where there is none.
 
     Args:
-        before, after: nested, as `settled` gives them.
-        key: what the key of each starts with.
+        before: Nested settings, as `settled` returns them.
+        after: The settings to compare them with.
+        key: Start of the keys.
     """
     for name in {**before, **after}:
         old, new, whole = before.get(name), after.get(name), f"{key}{name}"
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from differences(old, new, f"{whole}.")
-        elif old != new or type(old) is not type(new):          # 1 is not true
+        elif old != new or type(old) is not type(new):  # 1 is not true
             yield whole, old, new

@@ -1,8 +1,7 @@
-"""YAML as it is read here: a scalar is what it looks like (YAML 1.2's numbers and true, false, null), each key stands
-there once, and nothing refers to anything else.
+"""The YAML that raylt reads: YAML 1.2's scalars, each key once, no references.
 
-YAML 1.1, which PyYAML reads otherwise, takes `on` and `yes` for true, 010 for 8, 1:30 for 90 and 1_000 for 1000, and
-the last of two equal keys; here these are texts, which a field of numbers refuses, and an error.
+PyYAML alone reads YAML 1.1. There `on` and `yes` are true, 010 is 8, 1:30 is 90, 1_000 is 1000, and the last of two
+equal keys counts. In raylt these are texts, which a setting with a number refuses, and an error.
 """
 
 import os
@@ -15,16 +14,19 @@ import yaml
 
 from raylt.errors import ConfigError
 
-LONGEST = 2**20             # bytes of a file
-DEEPEST = 30                # levels
+LONGEST = 2**20  # bytes of a file
+DEEPEST = 30  # levels
 NULL, BOOL, INT, FLOAT, TEXT, LIST, MAP = (
-    f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map"))
+    f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")
+)
 _LOOKS = {
     NULL: re.compile(r"(~|null|Null|NULL|)$"),
     BOOL: re.compile(r"(true|True|TRUE|false|False|FALSE)$"),
     INT: re.compile(r"[-+]?(0|[1-9][0-9]*)$"),
-    FLOAT: re.compile(r"([-+]?((0|[1-9][0-9]*)?\.[0-9]+|(0|[1-9][0-9]*)\.?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)"
-                      r"|\.(nan|NaN|NAN))$"),
+    FLOAT: re.compile(
+        r"([-+]?((0|[1-9][0-9]*)?\.[0-9]+|(0|[1-9][0-9]*)\.?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)"
+        r"|\.(nan|NaN|NAN))$"
+    ),
 }
 
 
@@ -33,11 +35,11 @@ def _fault(what: str, place: yaml.Mark) -> yaml.YAMLError:
 
 
 class _Reader(yaml.SafeLoader):
-    yaml_implicit_resolvers = {None: list(_LOOKS.items())}        # noqa: RUF012 - PyYAML's own name, of a class
+    yaml_implicit_resolvers = {None: list(_LOOKS.items())}  # noqa: RUF012 - PyYAML's own name, of a class
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise _fault("it refers to another place (*name); write the value out", self.peek_event().start_mark)
+            raise _fault("*name refers to another place; write the value out", self.peek_event().start_mark)
         self.depth = getattr(self, "depth", 0) + 1
         if self.depth > DEEPEST:
             raise _fault(f"more than {DEEPEST} levels", self.peek_event().start_mark)
@@ -46,10 +48,10 @@ class _Reader(yaml.SafeLoader):
         return node
 
     def scalar(self, node: yaml.ScalarNode) -> Any:
-        """The value of a scalar, whose tag may have been written out."""
+        """Return the value of a scalar, whose tag may be written out."""
         text, looks = node.value, _LOOKS.get(node.tag)
         if looks is not None and not looks.match(text):
-            raise _fault(f"{text[:40]!r} is not what its tag says", node.start_mark)
+            raise _fault(f"{text[:40]!r} does not fit its tag", node.start_mark)
         if node.tag == INT and len(text) > 300:
             raise _fault("a number of more than 300 digits", node.start_mark)
         if node.tag == FLOAT:
@@ -57,79 +59,89 @@ class _Reader(yaml.SafeLoader):
         return {NULL: lambda: None, BOOL: lambda: text.lower() == "true", INT: lambda: int(text)}[node.tag]()
 
     def mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
-        """A mapping whose keys are texts, each once."""
+        """Return a mapping whose keys are texts, each once."""
         tree: dict[str, Any] = {}
         for key, value in node.value:
             name = self.construct_object(key, deep=True)
             if not isinstance(name, str):
                 raise _fault(f"the key {str(name)[:40]} is not a name; quote it", key.start_mark)
             if name in tree:
-                raise _fault(f"{name} stands there twice", key.start_mark)
+                raise _fault(f"the key {name} occurs twice", key.start_mark)
             tree[name] = self.construct_object(value, deep=True)
         return tree
 
 
 _Reader.yaml_constructors = {
-    **dict.fromkeys((NULL, BOOL, INT, FLOAT), _Reader.scalar), TEXT: yaml.SafeLoader.construct_scalar,
-    LIST: lambda reader, node: [reader.construct_object(item, deep=True) for item in node.value], MAP: _Reader.mapping,
-    None: yaml.SafeLoader.construct_undefined}
+    **dict.fromkeys((NULL, BOOL, INT, FLOAT), _Reader.scalar),
+    TEXT: yaml.SafeLoader.construct_scalar,
+    LIST: lambda reader, node: [reader.construct_object(item, deep=True) for item in node.value],
+    MAP: _Reader.mapping,
+    None: yaml.SafeLoader.construct_undefined,
+}
 
 
 class _Writer(yaml.SafeDumper):
-    """Quotes the texts that would be read as something else, by this reader and by others."""
+    """A writer that quotes the texts that this reader or another would not read as text."""
 
     yaml_implicit_resolvers = {
-        first: [*looks, *_LOOKS.items()] for first, looks in yaml.SafeDumper.yaml_implicit_resolvers.items()} | {
-        None: list(_LOOKS.items())}
+        first: [*looks, *_LOOKS.items()] for first, looks in yaml.SafeDumper.yaml_implicit_resolvers.items()
+    } | {None: list(_LOOKS.items())}
 
 
 def parse(text: str) -> Any:
-    """The value that a text in YAML stands for.
+    """Return the value of a text in YAML.
 
     Raises:
-        ValueError: one line that says what is wrong with it, and where.
+        ValueError: The text is not YAML; the message is one line with the place.
     """
     try:
         return yaml.load(text, _Reader)
     except yaml.YAMLError as error:
-        raise ValueError(_said(error)) from None
+        raise ValueError(_described(error)) from None
     except RecursionError:
         raise ValueError(f"more than {DEEPEST} levels") from None
 
 
 def write(tree: Any) -> str:
-    """YAML that `parse` reads as the same, keys in their order."""
+    """Return a value as YAML, which `parse` reads as the same value; keys keep their order."""
     return yaml.dump(tree, Dumper=_Writer, sort_keys=False)
 
 
 def read_file(path: Path) -> Any:
-    """The value that a YAML file holds.
+    """Return the value of a YAML file.
 
     Raises:
-        ConfigError: it is not there, not a plain file of at most 1 MiB, or not YAML.
+        ConfigError: The file does not exist, is no plain file of at most 1 MiB, or is not YAML.
     """
     try:
         content = _content(path)
         return parse(content.decode())
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}; give a YAML file that exists") from None
-    except ValueError as error:             # UnicodeDecodeError too
-        raise ConfigError(f"{path}: not YAML ({error})") from None
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror or error}). Give a YAML file that exists.",
+            code="file.not-found",
+            path=str(path),
+        ) from None
+    except ValueError as error:  # UnicodeDecodeError too
+        raise ConfigError(
+            f"{path}: is not YAML ({error}). Correct it, or give another file.", code="file.malformed", path=str(path)
+        ) from None
 
 
 def _content(path: Path) -> bytes:
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)         # a pipe without a writer would be waited for
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without NONBLOCK this would wait for the writer of a pipe
     with open(handle, "rb") as stream:
         kind = os.fstat(handle)
         if not stat.S_ISREG(kind.st_mode):
-            raise OSError(0, "is not a plain file")
+            raise OSError(0, "no plain file")
         content = stream.read(LONGEST + 1)
     if len(content) > LONGEST:
-        raise OSError(0, f"is longer than {LONGEST // 2**20} MiB")
+        raise OSError(0, f"longer than {LONGEST // 2**20} MiB")
     return content
 
 
-def _said(error: yaml.YAMLError) -> str:
+def _described(error: yaml.YAMLError) -> str:
+    """Return the problem and its place, in one line."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return " ".join(str(error).split())

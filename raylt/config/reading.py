@@ -1,57 +1,97 @@
-"""A configuration is a YAML file and `key=value` overrides; whatever is wrong with it becomes one `ConfigError`."""
+"""Read a configuration from a YAML file, `key=value` overrides or keywords. Each mistake becomes one `ConfigError`.
+
+Keywords name a section (`local={"lr": 0.1}`), a source (`data="digits"`), or a setting by the last part of its key.
+Recipes are YAML files under raylt/recipes, named by their path there.
+"""
 
 import difflib
 import textwrap
-import types
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from raylt.config.notation import parse, read_file
-from raylt.config.recipes import recipe
-from raylt.config.sections import Config, DataConfig, settings
+from raylt.config.sections import Config, DataConfig, allowed, branches, settings
 from raylt.errors import ConfigError
 
-NO_METHOD = ("method: name one, as in method=sfd (raylt methods lists them); raylt run without any settings runs a "
-             "demonstration")
+FOLDER = Path(__file__).parents[1] / "recipes"
+DEMO = "demo"  # the recipe that `raylt run` without settings runs
+
+
+def recipes() -> dict[str, str]:
+    """Return the first line of each recipe by its name, such as sfd/cifar10_if100_alpha0.05_k10."""
+    return {
+        str(file.relative_to(FOLDER).with_suffix("")): file.read_text().partition("\n")[0].lstrip("# ")
+        for file in sorted(FOLDER.rglob("*.yaml"))
+    }
+
+
+def recipe(name: str) -> Path:
+    """Return the file of a recipe.
+
+    Raises:
+        ConfigError: There is no recipe of this name.
+    """
+    names = recipes()
+    name = name.removesuffix(".yaml")
+    if name not in names:
+        raise ConfigError(
+            f"recipe:{name}: there is no such recipe.{_did_you_mean(name, names, 'recipe:')} Give one that "
+            "raylt recipes lists.",
+            code="config.unknown-name",
+            key="recipe",
+            value=name,
+        )
+    return FOLDER / f"{name}.yaml"
+
+
+NO_METHOD = (
+    "method: no method is named. Give one that raylt methods lists, as in method=sfd; raylt run without settings runs "
+    "a demonstration."
+)
 
 
 def load(path: Path | str | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in a YAML file, if any, changed by `key=value` overrides; one of them names the method.
+    """Return the configuration of a YAML file, changed by `key=value` overrides. One of them must name the method.
 
     Args:
-        path: of the file; or recipe:NAME for one that comes with raylt.
+        path: Path of the file, or recipe:NAME for one that comes with raylt; None reads no file.
+        overrides: Settings as `key=value`, the value in YAML. The last one of a key counts.
 
     Raises:
-        ConfigError: unreadable file, unknown key, wrong type or range, no method; names the value and the remedy.
+        ConfigError: The file cannot be read, a key is unknown, a value has the wrong type or is out of range, or no
+            method is named.
     """
     return check(Config, read(path, overrides))
 
 
 def load_data(path: Path | str | None = None, overrides: Sequence[str] = ()) -> DataConfig:
-    """The data of a configuration, which need not name a method: that decides nothing about a split."""
+    """Return the data section of a configuration, which need not name a method."""
     return check(Config, {"method": "none"} | read(path, overrides)).data
 
 
 def read(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The settings that a file and overrides name, unchecked; see `load`."""
+    """Return the settings that a file and overrides name, unchecked; see `load`."""
     tree = {} if path is None else _read_file(path)
     override(tree, overrides)
     return tree
 
 
 def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Changes a mapping of settings by `key=value` overrides."""
-    # the method first: its name drops the fields of another, not those given beside it
+    """Change a mapping of settings in place by `key=value` overrides."""
+    # the method first: its name drops the fields of another method, but not fields given in the same call
     for text in sorted(overrides, key=lambda text: not text.startswith(("method=", "method.name="))):
         _set(tree, text)
 
 
 def overlay(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """The same by a mapping of keys to values; that of a section changes the settings in it that it names."""
+    """Change a mapping of settings in place by a mapping of keys to values.
+
+    The value of a section is a mapping; it changes only the settings that it names.
+    """
     leaves: dict[str, Any] = {}
     for key, value in changes.items():
         if isinstance(value, Mapping) and not (key == "method" and "name" in value):
@@ -66,33 +106,51 @@ def _read_file(path: Path | str) -> dict[str, Any]:
     of_recipe = str(path).startswith("recipe:")
     path = recipe(str(path).removeprefix("recipe:")) if of_recipe else Path(path)
     tree = read_file(path)
-    tree = {} if tree is None else tree             # an empty file
+    tree = {} if tree is None else tree  # an empty file
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: must be a mapping of settings, is a {type(tree).__name__}")
+        raise ConfigError(
+            f"{path}: is not a mapping of settings (a {type(tree).__name__}). Write lines such as method: sfd.",
+            code="file.malformed",
+            path=str(path),
+        )
     return tree
 
 
 def check(kind: type[BaseModel], tree: dict[str, Any], prefix: str = "") -> Any:
-    """`kind` built from a mapping; the first thing that is wrong becomes one `ConfigError`."""
+    """Return a model of pydantic built from a mapping.
+
+    Args:
+        kind: Class of the model.
+        tree: Settings by name, with a mapping for each section.
+        prefix: Start of the keys in errors.
+
+    Raises:
+        ConfigError: The first mistake, with its key and value.
+    """
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_explain(kind, error, prefix)) from None
+        raise _refusal(kind, _first_of(error), prefix) from None
 
 
 def assign(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Sets one setting, written with dots, in a mapping of settings."""
+    """Set one setting, its key written with dots, in a mapping of settings."""
     value = str(value) if isinstance(value, Path) else value
     whole = key
     *parents, last = key.split(".")
     for name in parents:
         below = tree.setdefault(name, {})
-        if name == "method" and isinstance(below, str):     # method: fedprox, then method.mu=0.1
+        if name == "method" and isinstance(below, str):  # method: fedprox, then method.mu=0.1
             below = tree[name] = {"name": below}
         if not isinstance(below, dict):
-            raise ConfigError(f"{whole}: {name} is {below!r}, which has no fields")
+            raise ConfigError(
+                f"{whole}: there is no such setting, because {name} is one value ({_short(below)}). "
+                f"Give {name} a value, or give a section's setting.",
+                code="config.unknown-key",
+                key=whole,
+            )
         tree = below
-    if key == "method" and isinstance(value, str):          # another method: the fields of the one before do not apply
+    if key == "method" and isinstance(value, str):  # another method: the fields of the one before do not apply
         before = tree.get("method")
         value = before if isinstance(before, dict) and before.get("name") == value else {"name": value}
     tree[last] = value
@@ -102,66 +160,177 @@ def _set(tree: dict[str, Any], setting: str) -> None:
     key, equals, text = setting.partition("=")
     key = "method" if key == "method.name" else key
     if not equals or not key:
-        raise ConfigError(f"{setting!r}: an override is written key=value, as in federation.rounds=50")
+        raise ConfigError(
+            f"override: is not written key=value ({setting!r}). Give it as in federation.rounds=50.",
+            code="config.malformed",
+            value=setting,
+        )
+    if text.lstrip().startswith("#"):
+        raise ConfigError(
+            f"{key}: the value is a comment in YAML ({_short(text)}). Quote it.",
+            code="config.malformed",
+            key=key,
+            value=text,
+        )
     try:
         value = parse(text)
     except ValueError as error:
-        raise ConfigError(f"{_short(setting)}: {_short(text)} is not a YAML value ({error}); quote it") from None
+        raise ConfigError(
+            f"{key}: is not a YAML value ({_short(text)}: {error}). Quote it.",
+            code="config.malformed",
+            key=key,
+            value=text,
+        ) from None
     assign(tree, key, value)
 
 
 def _short(value: Any) -> str:
-    """A value as a message shows it."""
+    """Return a value as a message shows it."""
     try:
         return textwrap.shorten(repr(value), 200, placeholder=" ...")
-    except (ValueError, RecursionError):        # a number of thousands of digits, or a mapping that holds itself
+    except (ValueError, RecursionError):  # a number of thousands of digits, or a mapping that holds itself
         return f"a {type(value).__name__}"
 
 
-def _explain(kind: type[BaseModel], error: ValidationError, prefix: str) -> str:
-    # a method that is missing comes last: whoever mistyped a setting should hear of that
-    first = min(error.errors(), key=lambda its: its["loc"] == ("method",) and its["type"] == "missing")
-    if kind is Config and first["type"] == "missing" and first["loc"] == ("method",):
-        return NO_METHOD
-    # pydantic adds the branch of a union to the path; names of settings never hold brackets or capitals
-    names = [str(part) for part in first["loc"]]
-    where, model = [], kind
-    for name in names:
+def _first_of(error: ValidationError) -> Any:
+    """Return the mistake to report. A missing method comes last: the user should hear of a mistyped setting first."""
+    return min(error.errors(), key=lambda mistake: mistake["loc"] == ("method",) and mistake["type"] == "missing")
+
+
+def _refusal(kind: type[BaseModel], mistake: Any, prefix: str) -> ConfigError:
+    """Return the error for a mistake that pydantic found: key, what is wrong, value, what to give."""
+    key, model, field = _place(kind, mistake["loc"])
+    key = prefix + key
+    code = next((code for start, (code, _) in MISTAKES.items() if mistake["type"].startswith(start)), "")
+    code = code or "config.wrong-type"
+    if kind is Config and mistake["type"] == "missing" and mistake["loc"] == ("method",):
+        return ConfigError(NO_METHOD, code=code, key=key)
+    if mistake["type"] == "extra_forbidden":
+        return ConfigError(_unknown_key(key, prefix, model), code=code, key=key)
+    value = mistake["input"]
+    shown = "" if mistake["type"] == "missing" else f" ({_short(value)})"
+    message = f"{key}: {_reason(mistake)}{shown}.{_remedy(field)}"
+    plain = value if isinstance(value, str | int | float | None) else _short(value)
+    return ConfigError(message, code=code, key=key, value=plain)
+
+
+# start of a type of pydantic's errors: its code, and the reason in our words; "" keeps the words of the error
+MISTAKES: dict[str, tuple[str, str]] = {
+    "extra_forbidden": ("config.unknown-key", ""),
+    "missing": ("config.missing", "is missing"),
+    "no_name": ("config.wrong-type", ""),
+    "conflict": ("config.conflict", ""),
+    "literal_error": ("config.unknown-name", "is none of the values that there are"),
+    "greater_than": ("config.out-of-range", "is too small"),
+    "less_than": ("config.out-of-range", "is too large"),
+    "finite": ("config.out-of-range", "is not finite"),
+    "int": ("config.wrong-type", "is not a whole number"),
+    "float": ("config.wrong-type", "is not a number"),
+    "bool": ("config.wrong-type", "is not true or false"),
+    "string_type": ("config.wrong-type", "is not text"),
+    "list": ("config.wrong-type", "is not a list"),
+    "tuple": ("config.wrong-type", "is not a list"),
+    "too_": ("config.wrong-type", "has the wrong number of values"),
+    "model": ("config.wrong-type", "is not a mapping of settings"),
+    "dict": ("config.wrong-type", "is not a mapping"),
+}
+
+
+def _reason(mistake: Any) -> str:
+    """Return the reason in our words, or else the message of the validator or of pydantic."""
+    for start, (_, reason) in MISTAKES.items():
+        if reason and mistake["type"].startswith(start):
+            return reason
+    message: str = mistake["msg"].removeprefix("Value error, ").rstrip(".")
+    return message[0].lower() + message[1:]
+
+
+def _remedy(field: FieldInfo | None) -> str:
+    """Return a sentence with the values that a field takes; nothing for keys and items that have no field."""
+    if field is None:
+        return ""
+    values = allowed(field)
+    is_list = ", " in values and not values.startswith(("[", "a ", "the "))
+    return f" Give {'one of: ' if is_list else ''}{values}."
+
+
+def _place(kind: type[BaseModel], location: Sequence[str | int]) -> tuple[str, type[BaseModel], FieldInfo | None]:
+    """Return the key of a mistake, the section that has it, and its field if there is one.
+
+    Behind the name of a field, pydantic adds the branch of a union or the index of an item; the key does not have them.
+    """
+    names: list[str] = []
+    model, field = kind, None
+    for name in map(str, location):
+        names.append(name)
         field = model.model_fields.get(name)
-        where.append(name)
-        inner = field.annotation if field else None
-        # a section may be left out: then its type is a union with None
-        inner = next((each for each in (inner, *typing.get_args(inner)) if isinstance(each, type)
-                      and issubclass(each, BaseModel)), None)
+        kinds = branches(field.annotation) if field else ()
+        inner = next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
         if inner is None:
             break
         model = inner
-    key = prefix + ".".join(where)
-    if first["type"] == "extra_forbidden":
-        if not model.model_fields:
-            return f"{key}: no such setting; there are none here."
-        close = _nearest(key, prefix, model)
-        hint = f"; did you mean {close}?" if close else "."
-        return f"{key}: no such setting{hint} There are: {', '.join(model.model_fields)}."
-    reason = first["msg"].removeprefix("Value error, ")
-    reason = reason[0].lower() + reason[1:]
-    return f"{key} = {_short(first['input'])}: {reason}{_expected(model, where[-1])}"
+    return ".".join(names), model, field
+
+
+def _unknown_key(key: str, prefix: str, model: type[BaseModel]) -> str:
+    """Return the message for a key that does not exist, with the nearest key and all names of its section."""
+    if not model.model_fields:
+        return f"{key}: there is no such setting, because {prefix.rstrip('.') or 'it'} has none. Leave it out."
+    close = _nearest(key, prefix, model)
+    hint = f" Did you mean {close}?" if close else ""
+    return f"{key}: there is no such setting.{hint} Give one of: {', '.join(model.model_fields)}."
 
 
 def _nearest(key: str, prefix: str, model: type[BaseModel]) -> str | None:
-    """The setting that was probably meant: of this section, or of the same name in another."""
+    """Return the setting that was probably meant: of this section, or of the same name in another section."""
     section, _, name = key.rpartition(".")
     close = difflib.get_close_matches(name, model.model_fields, 1)
     if close or prefix:
         return f"{section}.{close[0]}".strip(".") if close else None
-    return next((known for known, _ in settings() if known.rpartition(".")[2] == name), None)
+    return next((other for other, _ in settings() if other.rpartition(".")[2] == name), None)
 
 
-def _expected(model: type[BaseModel], name: str) -> str:
-    """For a choice between words, the words: pydantic lists only one branch of a union."""
-    field = model.model_fields.get(name)
-    if field is None or typing.get_origin(field.annotation) not in (typing.Union, types.UnionType):
-        return ""
-    words = [str(v) for branch in typing.get_args(field.annotation) if typing.get_origin(branch) is Literal
-             for v in typing.get_args(branch)]
-    return f", or {', '.join(words)}" if words else ""
+def _did_you_mean(name: str, names: Collection[str], prefix: str = "") -> str:
+    close = difflib.get_close_matches(name, names, 1)
+    return f" Did you mean {prefix}{close[0]}?" if close else ""
+
+
+def apply(tree: dict[str, Any], keywords: Mapping[str, Any], fields: Collection[str] = ()) -> None:
+    """Change a mapping of settings in place by keywords.
+
+    A section's value is a mapping of the settings to change; `data` may also be the name of a source. Any other
+    keyword is the last part of a setting's key, such as `rounds` for federation.rounds, or a field of the method.
+
+    Args:
+        tree: The settings.
+        keywords: Values by keyword.
+        fields: Names of the method's fields.
+
+    Raises:
+        ConfigError: No setting, or more than one, has a key that ends with a keyword.
+    """
+    overlay(tree, {_key(name, value, fields): value for name, value in keywords.items()})
+
+
+def _key(name: str, value: Any, fields: Collection[str]) -> str:
+    """Return the whole key of the setting that a keyword names."""
+    if name in Config.model_fields:
+        return "data.source" if name == "data" and isinstance(value, str) else name
+    keys = [key for key, _ in settings() if key.endswith(f".{name}")]
+    keys += [f"method.{name}"] if name in fields else []
+    if len(keys) > 1:
+        ways = (f"{section}={{'{name}': ...}}" for section in (key.partition(".")[0] for key in keys))
+        raise ConfigError(
+            f"{name}: several settings have this name ({', '.join(keys)}). Write {' or '.join(ways)}.",
+            code="config.unknown-key",
+            key=name,
+        )
+    if not keys:
+        names = [*(key.rpartition(".")[2] for key, _ in settings()), *fields]
+        raise ConfigError(
+            f"{name}: there is no such setting.{_did_you_mean(name, names)} Give one that raylt settings or raylt "
+            "methods lists.",
+            code="config.unknown-key",
+            key=name,
+        )
+    return keys[0]

@@ -1,82 +1,454 @@
-"""`Config`: everything that defines a run, checked once, immutable. Knows no method and imports no torch.
+"""The settings of a run: `Config` and its sections.
 
-`method` stays a mapping here: its fields belong to the method, which checks them.
+Each setting states its default, the values that a user may choose and its meaning; `raylt settings` prints them. This
+module imports no torch and knows no method: `Config.method` stays a mapping until `raylt.methods` checks its fields.
 """
 
+import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
-from raylt.config.data import DataConfig
-from raylt.config.federation import FederationConfig, PrivacyConfig
-from raylt.config.section import LAST_SEED, MOST, Section, setting
+from raylt.config.typed import as_typed
+from raylt.notebook import html_table
+
+MOST = 10**7  # bound of counts and sizes: a larger number is a slip that would otherwise end in a lack of memory
+LAST_SEED = 2**63 - 1
+GUARDS = (MOST, LAST_SEED)  # bounds that catch slips; no user chooses between them, so no listing shows them
+MOST_THREADS = 256  # of one process; with many more, OpenMP ends the process
+
+
+def setting(default: Any, description: str, takes: str | None = None, **checks: Any) -> Any:
+    """Declare a setting.
+
+    Args:
+        default: Its default; `...` where there is none.
+        description: Its meaning, in sentences.
+        takes: The values that a user may choose, where the type does not say so.
+        checks: Constraints of pydantic (`ge`, `gt`, `le`, `lt`).
+    """
+    extra: Any = None if takes is None else {"takes": takes}
+    return Field(default=default, description=description, json_schema_extra=extra, **checks)
+
+
+class Section(BaseModel):
+    """A part of the configuration: immutable, without unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_typed(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        return as_typed(cls.model_fields[info.field_name].annotation, value)
+
+
+BENCHMARKS = (
+    "digits",
+    "cifar10",
+    "cifar100",
+    "fashion_mnist",
+    "cinic10",
+    "imagenet_lt",
+    "shapes",
+    "camvid",
+    "cityscapes",
+)
+USUAL = {"imbalance": 20.0, "partition": "dirichlet", "clients": 10}  # of benchmarks
+
+
+class DataConfig(Section):
+    """The data set, its long tail and its partition over clients.
+
+    None means that the data decide: a user's own data bring their clients and their long tail. For a benchmark only
+    `test` stays None.
+    """
+
+    source: str = setting(
+        "digits",
+        "Data set. shapes, camvid, cityscapes and npz:PATH may have label maps.",
+        "digits, cifar10, cifar100, fashion_mnist, cinic10, imagenet_lt, shapes, camvid, cityscapes, "
+        "folder:PATH, npz:PATH, hf:NAME@REVISION, hf:PATH, or one's own",
+    )
+    root: str = setting("data", "Folder with the data sets and the cache of decoded images.")
+    download: bool = setting(False, "Let torchvision fetch a data set that is not under data.root.")
+    size: int = setting(
+        224,
+        "Side in pixels of images decoded from files (folder:, hf:, imagenet_lt). For camvid and cityscapes it is the "
+        "height. Images of other sources keep their size.",
+        ge=8,
+        le=8192,
+    )
+    image_column: str | None = setting(None, "Column of images, for hf:. Null takes the only column of images.")
+    label_column: str | None = setting(None, "Column of classes, for hf:. Null takes the column with class names.")
+    client_column: str | None = setting(
+        None, "Column with each image's client, for hf:. Null means that there is none."
+    )
+    channels: Literal["auto", 1, 3] = setting(
+        "auto", "Channels of images from folder: and hf:; 1 is grey, 3 is colour. auto is 1 if all images are grey."
+    )
+    fit: Literal["crop", "pad"] = setting(
+        "crop",
+        "Way to make images from folder: and hf: square. crop keeps the centre; pad adds black borders.",
+    )
+    depth: int | None = setting(
+        None,
+        "Bits of grey images that have more than 8: white is 2^depth - 1 in every file. Null is the full scale of the "
+        "type: 65535 for 16 bits, 1 for floating-point numbers. Integers of 32 bits need a depth.",
+        ge=1,
+        le=32,
+    )
+    bad: Literal["stop", "skip"] = setting(
+        "stop",
+        "Treatment of images from folder: and hf: that cannot be decoded. stop names all of them and ends the run; "
+        "skip counts them and leaves them out.",
+    )
+    doubles: Literal["keep", "drop", "refuse"] = setting(
+        "keep",
+        "Treatment of test images that are also training images, pixel by pixel. keep counts them in a notice. drop "
+        "leaves them out; without a test part it keeps one copy of every image. refuse ends the run.",
+    )
+    imbalance: float | None = setting(
+        None,
+        "Imbalance factor: samples of the first class over samples of the last. A user's own data take the "
+        "largest class first. With label maps it compares clients, not classes. 1 keeps all samples. Null is 20 for "
+        "benchmarks, and 1 for imagenet_lt and a user's own data.",
+        ge=1,
+        le=MOST,
+    )
+    tail: Literal["global", "local", "mixed"] = setting(
+        "global",
+        "Samples that data.imbalance makes long-tailed. global: those of all clients together. local: those of each "
+        "client, with its own order of classes. mixed: both.",
+    )
+    partition: str | None = setting(
+        None,
+        "Rule that divides the training samples between clients. Null is by_id for data that record each image's "
+        "client, otherwise dirichlet. imported is the rule of index lists in data.split.",
+        "creff, dirichlet, dirichlet_min, exdir, hsu, iid, by_id, classes, pathological, shards, quantity, imported, "
+        "null, or one's own",
+    )
+    per_client: int = setting(
+        2,
+        "Classes of a client with data.partition=pathological or exdir; shards of a client with data.partition=shards.",
+        ge=1,
+        le=MOST,
+    )
+    beta: int = setting(
+        1,
+        "Classes that a client keeps in its label maps, with data.partition=classes. The others are erased.",
+        ge=1,
+        le=MOST,
+    )
+    erased: Literal["background", "unlabelled"] = setting(
+        "background",
+        "Label of the pixels of an erased class: an additional class, or no label (FedSeg).",
+    )
+    alpha: float = setting(
+        0.5, "Concentration of the Dirichlet draws. A smaller value makes clients differ more.", gt=0, le=MOST
+    )
+    min_size: int | None = setting(
+        None,
+        "Smallest number of samples of a client. Null is 0 with dirichlet, and 10 with dirichlet_min and exdir.",
+        ge=0,
+        le=MOST,
+    )
+    clients: int | None = setting(
+        None,
+        "Number of clients (K). Null is the number that the data record with by_id, otherwise 10.",
+        ge=1,
+        le=MOST,
+    )
+    new_clients: int = setting(
+        0,
+        "Number of clients, drawn at random, that join after training. They take no part in training and are judged "
+        "separately.",
+        ge=0,
+        le=MOST,
+    )
+    test: float | None = setting(
+        None,
+        "Share of each client's images that is kept for its test, where the data name clients and have no test part. "
+        "Null is 0.2 there.",
+        gt=0,
+        lt=1,
+    )
+    test_share: float | None = setting(
+        None,
+        "Share of each class's images that becomes the test set, where the data name no clients and have no test part. "
+        "Null is 0.2 there.",
+        gt=0,
+        lt=1,
+    )
+    test_part: str | None = setting(
+        None, "Part that is the test set, for folder: and hf:. Null is test, or validation if there is no test."
+    )
+    seed: int = setting(0, "Seed of the long-tailed subset and of the partition.", ge=0, le=LAST_SEED)
+    split: str | None = setting(
+        None, "Path of a split.json to use, or of index lists of another tool. Null draws a new split."
+    )
+    normalise: bool = setting(
+        True, "Scale each channel to mean 0 and standard deviation 1. false leaves pixels in [0, 1]."
+    )
+    validation: float = setting(
+        0.0,
+        "Share of each class's training samples that no client gets, for searches to judge on.",
+        ge=0,
+        lt=1,
+    )
+    auxiliary: int = setting(
+        0,
+        "Training images of each class that the server holds, for methods that need some (ratioloss). They are images "
+        "that no client has, then copies of clients' images.",
+        ge=0,
+        le=MOST,
+    )
+    groups: tuple[int, int] | None = setting(
+        None,
+        "Two numbers of samples [low, high]. Classes below low are few-shot, classes above high many-shot. Null "
+        "depends on the largest class of the training images: 20 and 60 below 200 images, 20 and 100 below 2000, else "
+        "200 and 1000. For label maps it is 1 % and 5 % of the labelled pixels.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_usual(cls, tree: Any) -> Any:
+        """Give benchmarks the imbalance, partition and clients of the literature where none are set."""
+        source = tree.get("source", "digits") if isinstance(tree, dict) else None
+        if not isinstance(source, str) or source not in BENCHMARKS:
+            return tree
+        usual = USUAL | ({"imbalance": 1.0} if source == "imagenet_lt" else {})
+        if tree.get("split") is not None:
+            usual = {key: value for key, value in usual.items() if key != "clients"}  # the file has them
+        return tree | {key: value for key, value in usual.items() if tree.get(key) is None}
+
+
+class FederationConfig(Section):
+    """The clients of a round, and the treatment of their replies."""
+
+    rounds: int = setting(
+        30,
+        "Number of rounds (R). 0 leaves only the exchange after the last round, for methods that fit a classifier to "
+        "statistics, with trainable=classifier.",
+        ge=0,
+        le=MOST,
+    )
+    patience: int | None = setting(
+        None,
+        "End the rounds early once the accuracy on validation samples (data.validation) has not risen for this many "
+        "rounds. The last phase of a method follows as after the last round. Null takes all rounds.",
+        ge=1,
+        le=MOST,
+    )
+    participation: float = setting(1.0, "Share of the clients that take part in a round.", gt=0, le=1)
+    sampling: Literal["fixed", "poisson"] = setting(
+        "fixed",
+        "Draw of a round's clients. fixed: always the same number. poisson: each client independently, with "
+        "probability federation.participation, so the number varies.",
+    )
+    over_select: float = setting(
+        0.0,
+        "Share of clients asked in addition. The round ends when enough replies have arrived, so it cannot be "
+        "repeated exactly.",
+        ge=0,
+        le=10,
+    )
+    quorum: float = setting(
+        0.8, "Smallest share of the asked clients with usable replies. With fewer, the run ends.", gt=0, le=1
+    )
+    deadline_s: float | None = setting(
+        None,
+        "Seconds after which a round continues without late clients. Null waits for all.",
+        gt=0,
+        le=MOST,
+    )
+    retries: int = setting(2, "Times that a lost or failed client is asked again for the same reply.", ge=0, le=1000)
+    batchnorm: Literal["average", "local"] = setting(
+        "average",
+        "Treatment of BatchNorm's running statistics: average them like parameters, or keep each client's own.",
+    )
+    robust: Literal["median", "trimmed_mean", "norm_clipped_mean"] | None = setting(
+        None,
+        "Rule for means against hostile clients. median: of each entry. trimmed_mean: without the largest and "
+        "smallest fifth. norm_clipped_mean: of replies cut to the median distance from the median. Null is the plain "
+        "mean. Sums over samples follow the rule class by class. The server then holds all replies of a round at once.",
+    )
+    secure: bool = setting(
+        False,
+        "Give the server only sums of masked uploads, as in secure aggregation. Methods that need each client's "
+        "upload are refused. It simulates the protocol's arithmetic, failures and cost; see SECURITY.md.",
+    )
+
+
+class PrivacyConfig(Section):
+    """Differential privacy for samples (epsilon) and for clients (update_epsilon)."""
+
+    epsilon: float | None = setting(
+        None,
+        "Epsilon of differential privacy for each sample, for the sums that clients upload after the last round. "
+        "Null adds no noise.",
+        gt=0,
+        le=1000,
+    )
+    delta: float = setting(
+        1e-5,
+        "Probability with which epsilon may be exceeded. Choose less than one over the number of samples.",
+        gt=0,
+        lt=1,
+    )
+    clip: float = setting(1.0, "Length to which longer features are cut, with privacy.epsilon.", gt=0, le=MOST)
+    update_epsilon: float | None = setting(
+        None,
+        "Epsilon of differential privacy for each client, for the models of all rounds. The run ends before it is "
+        "exceeded. Null adds no noise.",
+        gt=0,
+        le=1000,
+    )
+    noise_multiplier: float = setting(
+        1.0,
+        "Noise in a sum of updates in units of privacy.update_clip, with privacy.update_epsilon.",
+        gt=0,
+        le=MOST,
+    )
+    update_clip: float = setting(
+        1.0, "Length to which longer updates are cut, with privacy.update_epsilon.", gt=0, le=MOST
+    )
+
+    @property
+    def longest(self) -> float | None:
+        """The length that features are cut to; None leaves them."""
+        return None if self.epsilon is None else self.clip
 
 
 class LocalConfig(Section):
     """Training at a client."""
 
-    epochs: int = setting(2, "How many times a client goes through its data in a round.", ge=1, le=MOST)
-    batch: int = setting(32, "How many samples a step takes; a last batch of one is dropped, since BatchNorm cannot "
-                         "train on it.", ge=2, le=MOST)
-    lr: float = setting(0.05, "The learning rate.", gt=0, le=MOST)
-    lr_decay: float = setting(0.0, "The share of the learning rate that is taken off every local.lr_decay_every "
-                              "rounds.", ge=0, lt=1)
-    lr_decay_every: int = setting(1, "The number of rounds between two steps of local.lr_decay.", ge=1, le=MOST)
-    schedule: Literal["step", "cosine"] = setting(
-        "step", "How the learning rate falls over the rounds: by local.lr_decay, or along a cosine that would reach 0 "
-        "after federation.rounds.")
+    epochs: int | float = setting(
+        2,
+        "Passes of a client over its data in a round. A fraction such as 0.5 ends within a pass, at the nearest whole "
+        "step and after at least one.",
+        "a number > 0",
+        gt=0,
+        le=MOST,
+    )
+    steps: int | None = setting(
+        None,
+        "Steps of a client in a round, the same for every client. It replaces local.epochs; null uses local.epochs.",
+        ge=1,
+        le=MOST,
+    )
+    batch: int = setting(
+        32,
+        "Samples of a step. A last batch of one sample is dropped, because BatchNorm cannot train on it.",
+        ge=2,
+        le=MOST,
+    )
+    lr: float = setting(0.05, "Learning rate.", gt=0, le=MOST)
+    lr_decay: float = setting(
+        0.0, "Share by which the learning rate falls every local.lr_decay_every rounds.", ge=0, lt=1
+    )
+    lr_decay_every: int = setting(1, "Rounds between two steps of local.lr_decay.", ge=1, le=MOST)
+    schedule: str = setting(
+        "step",
+        "Fall of the learning rate over the rounds: by local.lr_decay, or along a cosine that reaches 0 after "
+        "federation.rounds.",
+        "step, cosine, or one's own",
+    )
+    warm_up: int = setting(
+        0,
+        "Rounds in which the learning rate rises to its full value in even steps. In round r of W it has the share "
+        "r / (W + 1).",
+        ge=0,
+        le=MOST,
+    )
     optimiser: Literal["sgd", "adam", "adamw"] = setting(
-        "sgd", "What trains a client's model; Adam and AdamW begin anew in each call, with moments of 0.9 and 0.999.")
-    momentum: float = setting(0.9, "The momentum of SGD.", ge=0, lt=1)
-    weight_decay: float = setting(0.0, "The weight decay; with AdamW it is decoupled from the gradient.", ge=0,
-                                  le=MOST)
+        "sgd",
+        "Optimiser of a client's model. Adam and AdamW start each call with empty moments (decay 0.9 and 0.999).",
+    )
+    momentum: float = setting(0.9, "Momentum of SGD.", ge=0, lt=1)
+    weight_decay: float = setting(0.0, "Weight decay; with AdamW it is decoupled from the gradient.", ge=0, le=MOST)
     unlabelled: Literal["ignored", "absent"] = setting(
-        "ignored", "What pixels without a label teach: nothing; or that they are of one of the classes that the "
-        "batch's labels do not show (FedSeg's BackCE).")
+        "ignored",
+        "Treatment of pixels without a label. ignored: they teach nothing. absent: they belong to one of the classes "
+        "that the batch's labels do not show (BackCE of FedSeg).",
+    )
     precision: Literal["float32", "tf32", "bfloat16"] = setting(
-        "float32", "The precision of local training and of features; tf32 rounds the factors of a GPU's products to 10 "
-        "bits, on a CPU it is float32; bfloat16 (autocast) is about twice as fast on CPUs and GPUs that have it.")
+        "float32",
+        "Precision of local training and of features. tf32 rounds factors to 10 bits on a GPU; on a CPU it is "
+        "float32. bfloat16 (autocast) is about twice as fast where the hardware has it.",
+    )
 
-    def steps(self, samples: int, epochs: int | None = None, batch: int | None = None) -> int:
-        """How many SGD steps a client with so many samples takes; a last batch of one is dropped.
+    @field_validator("epochs")
+    @classmethod
+    def _whole(cls, value: float) -> float:
+        """Return a whole number of epochs as an integer, so that 2.0 and 2 are the same run."""
+        return int(value) if value == int(value) else value
+
+    def step_count(self, samples: int, epochs: float | None = None, batch: int | None = None) -> int:
+        """Return the number of SGD steps for this many samples; a last batch of one is dropped.
 
         Args:
-            epochs, batch: these settings by default.
+            samples: Number of samples of the client.
+            epochs: Passes; by default as local.steps and local.epochs say.
+            batch: Batch size; by default local.batch.
         """
         size = self.batch if batch is None else batch
-        return (self.epochs if epochs is None else epochs) * (samples // size + (samples % size > 1))
+        in_a_pass = samples // size + (samples % size > 1)
+        if not in_a_pass:
+            return 0
+        if epochs is None and self.steps is not None:
+            return self.steps
+        passes = self.epochs if epochs is None else epochs
+        return passes * in_a_pass if isinstance(passes, int) else max(1, int(passes * in_a_pass + 0.5))
 
 
 class ResourcesConfig(Section):
-    """What is computed on, how many client actors there are and what each takes. Results depend on the kind of device
-    alone, and on a GPU, without resources.deterministic, in their last bits on the order in which its threads end."""
+    """Devices, and the number and size of client actors.
+
+    Results depend on the kind of device alone. On a GPU without `deterministic` their last bits also depend on the
+    order in which its threads end.
+    """
 
     device: Literal["auto", "cpu", "cuda"] = setting(
-        "auto", "What is computed on: auto takes the GPUs that are there, on Ray those that it leases; cuda refuses to "
-        "compute anywhere else. A resumed or branched run changes to another kind only where this names it.")
+        "auto",
+        "Device of the computation. auto uses the GPUs that there are, on Ray those that it leases. cuda refuses "
+        "any other device. A resumed or branched run changes the kind of device only if this is set.",
+    )
     deterministic: bool = setting(
-        False, "Whether a GPU gives the same bits every time: deterministic kernels alone, of cuDNN, cuBLAS and torch, "
-        "which are slower and need more memory. Operations without one are refused. A CPU always does.")
+        False,
+        "Give the same bits every time on a GPU, with deterministic kernels only. They are slower and take more "
+        "memory; operations without one are refused. A CPU always gives the same bits.",
+    )
     graphs: Literal["auto", "off"] = setting(
-        "auto", "Whether a GPU replays the steps of training as CUDA graphs, in one launch each: auto, where a "
-        "method's steps are declared fit for it; off, never. It is to change no result.")
-    actors: int | Literal["auto"] = setting("auto", "How many client actors are started; auto fills the cluster.")
-    clients_per_actor: int | Literal["auto"] = setting("auto", "How many clients an actor holds where "
-                                                       "resources.actors is auto.")
-    gpus_per_client: float | Literal["auto"] = setting("auto", "The share of a GPU that one client actor takes; "
-                                                        "0 keeps all off the GPUs, the server too.")
-    cpus_per_client: float = setting(1.0, "The CPUs, and so the threads, that one client actor takes.", gt=0,
-                                     le=MOST)
+        "auto",
+        "Replay training steps as CUDA graphs, with one launch each. auto does so where a method declares its steps "
+        "fit for it. Results do not change.",
+    )
+    actors: int | Literal["auto"] = setting(
+        "auto", "Number of client actors; auto fills the cluster.", "a whole number >= 1 or auto"
+    )
+    clients_per_actor: int | Literal["auto"] = setting(
+        "auto", "Number of clients that an actor holds, if resources.actors is auto.", "a whole number >= 1 or auto"
+    )
+    gpus_per_client: float | Literal["auto"] = setting(
+        "auto",
+        "Share of a GPU that one client actor takes. 0 uses no GPU, not even for the server.",
+        "a number >= 0 or auto",
+    )
+    cpus_per_client: float = setting(
+        1.0, "CPUs, and therefore threads, that one client actor takes.", gt=0, le=MOST_THREADS
+    )
 
     @field_validator("actors", "clients_per_actor")
     @classmethod
     def _positive(cls, value: int | str) -> int | str:
         if isinstance(value, int) and not 1 <= value <= MOST:
-            raise ValueError("must be at least 1" if value < 1 else f"must be at most {MOST}")
+            raise _out_of_range(value < 1)
         return value
 
     @property
@@ -88,48 +460,101 @@ class ResourcesConfig(Section):
     @classmethod
     def _not_negative(cls, value: float | str, info: ValidationInfo) -> float | str:
         if isinstance(value, float) and not 0 <= value <= MOST:
-            raise ValueError(f"must be at most {MOST}" if value > MOST else "must be at least 0")
+            raise _out_of_range(value < 0)
         if value == 0 and info.data.get("device") == "cuda":
-            raise ValueError("keeps everything off the GPUs, and resources.device = cuda asks for them")
+            raise PydanticCustomError("conflict", "excludes every GPU, and resources.device=cuda asks for one")
         return value
 
 
-class EvaluationConfig(Section):
-    """When models are judged on the balanced test set; after the last round they always are."""
+def _out_of_range(small: bool) -> PydanticCustomError:
+    """Return the error of a number that is too small or too large, for fields that also take a word."""
+    kind = "greater_than_equal" if small else "less_than_equal"
+    return PydanticCustomError(kind, "is too small" if small else "is too large")
 
-    every: int = setting(1, "The number of rounds between two evaluations of the global model.", ge=1, le=MOST)
-    personal: int = setting(0, "The number of rounds between two evaluations of every client's own model, for "
-                            "personalised methods; 0 judges them only at the end.", ge=0, le=MOST)
-    batch: int = setting(500, "How many images are judged at a time.", ge=1, le=MOST)
+
+class EvaluationConfig(Section):
+    """Times at which models are judged on the balanced test set; after the last round they always are."""
+
+    every: int = setting(1, "Rounds between two evaluations of the global model.", ge=1, le=MOST)
+    personal: int = setting(
+        0,
+        "Rounds between two evaluations of every client's own model, for personalised methods. 0 judges them only at "
+        "the end.",
+        ge=0,
+        le=MOST,
+    )
+    batch: int = setting(500, "Images judged at a time.", ge=1, le=MOST)
 
 
 class OutputConfig(Section):
-    """What is kept of a run."""
+    """Checkpoints of a run."""
 
-    checkpoint_every: int = setting(1, "The number of rounds between two checkpoints.", ge=1, le=MOST)
-    keep: int = setting(2, "How many checkpoints are kept; the one before the last is the fallback.", ge=2, le=MOST)
+    checkpoint_every: int = setting(1, "Rounds between two checkpoints.", ge=1, le=MOST)
+    keep: int = setting(
+        2, "Number of checkpoints to keep. The second last is used if the last is damaged.", ge=2, le=MOST
+    )
 
 
 class Config(Section):
-    """Everything that defines a run. Only the method has no default: it must be named."""
+    """Everything that defines a run. Only the method has no default."""
 
-    seed: int = setting(0, "The seed of initial weights, sampling, batches and augmentation.", ge=0,
-                        le=LAST_SEED)
+    def _repr_html_(self) -> str:
+        """Return the settings that differ from their defaults, as a table."""
+        rows = [(f"method.{name}" if name != "name" else "method", str(value)) for name, value in self.method.items()]
+        for key, field in settings():
+            section, _, name = key.rpartition(".")
+            value = getattr(getattr(self, section) if section else self, name)
+            if key != "method" and (field.is_required() or value != field.default):
+                rows.append((key, str(value)))
+        return html_table(("setting", "value"), rows, notes=["All other settings have their defaults."])
+
+    seed: int = setting(0, "Seed of initial weights, sampling, batches and augmentation.", ge=0, le=LAST_SEED)
     data: DataConfig = DataConfig()
-    model: str = setting("small", "The network; lraspp gives label maps, the others classes.",
-                         "resnet8, resnet8_proj, resnet18, resnet32, resnet34, resnet50, resnet50_proj, cnn, cnn_proj, "
-                         "small, lraspp, torchvision:NAME, timm:NAME, or one's own")
-    weights: str | None = setting(None, "Where the weights of an encoder come from, of lraspp, torchvision:NAME and "
-                                  "timm:NAME: imagenet fetches the library's (mobilenet_v3_small's for lraspp), a path "
-                                  "names a file with such a state dict on every node; the classifier starts anew. Null "
-                                  "starts from random weights.")
-    method: dict[str, Any] = setting(..., "The method's name, as in method=sfd; its own fields are written "
-                                     "method.FIELD, and raylt methods lists them.")
-    augment: str = setting("none", "How training images are varied: crops, scales and flips, with their label maps, "
-                           "and torchvision's transforms of colours or of everything; several are joined by +, as in "
-                           "crop_flip+color_jitter.",
-                           "none, crop_flip, resized_crop_flip, scale_crop_flip, color_jitter, rand_augment, "
-                           "trivial_augment, auto_augment, or one's own")
+    model: str = setting(
+        "small",
+        "Network. lraspp returns label maps, the others classes.",
+        "resnet8, resnet8_proj, resnet18, resnet32, resnet34, resnet50, resnet50_proj, cnn, cnn_proj, "
+        "small, lraspp, torchvision:NAME, timm:NAME, or one's own",
+    )
+    weights: str | None = setting(
+        None,
+        "Pre-trained weights of the encoder of lraspp, torchvision:NAME or timm:NAME. imagenet fetches the library's "
+        "(for lraspp, mobilenet_v3_small's). A path names a state dict that exists on every node. The classifier "
+        "starts from random weights; with null the encoder does, too.",
+    )
+    input: int | None = setting(
+        None,
+        "The side in pixels to which a pretrained encoder of torchvision: or timm: resizes images; it also normalises "
+        "them as in its training, in place of data.normalise. Null leaves images as they are.",
+        ge=8,
+        le=8192,
+    )
+    trainable: str = setting(
+        "all",
+        "Part of the model that learns, and is therefore sent. classifier: the classifier alone. The others add to it: "
+        "norm the normalisation layers, last:N the last N blocks of the encoder. lora:R adds two matrices of rank R "
+        "next to each linear layer and 1x1 convolution.",
+        "all, classifier, norm, last:N, lora:R",
+    )
+    method: dict[str, Any] = setting(
+        ...,
+        "Name of the method, as in method=sfd. Its fields are written method.FIELD; raylt methods lists them.",
+        "the name of a method, or a mapping with its name and fields",
+    )
+    augment: str = setting(
+        "none",
+        "Augmentation of training images. Crops, scales and flips also change label maps. The others are "
+        "torchvision's. Join several with +, as in crop_flip+color_jitter.",
+        "none, crop_flip, resized_crop_flip, scale_crop_flip, color_jitter, rand_augment, "
+        "trivial_augment, auto_augment, or one's own",
+    )
+    views: int = setting(
+        4,
+        "With trainable=classifier, how many augmented views of each training image are encoded once; a batch takes "
+        "one of them at random. It has no effect without augment.",
+        ge=1,
+        le=1000,
+    )
     federation: FederationConfig = FederationConfig()
     privacy: PrivacyConfig = PrivacyConfig()
     local: LocalConfig = LocalConfig()
@@ -137,17 +562,33 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     output: OutputConfig = OutputConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _normalised_by_the_encoder(cls, tree: Any) -> Any:
+        """Leave the normalisation to the encoder where it resizes images."""
+        data = tree.get("data", {}) if isinstance(tree, dict) else None
+        if not isinstance(data, dict) or tree.get("input") is None or "normalise" in data:
+            return tree
+        return tree | {"data": data | {"normalise": False}}
+
+    @field_validator("trainable")
+    @classmethod
+    def _trainable(cls, value: str) -> str:
+        if not re.fullmatch(r"all|classifier|norm|(last|lora):[1-9][0-9]{0,3}", value):
+            raise ValueError("must be all, classifier, norm, last:N or lora:R, with numbers from 1 to 9999")
+        return value
+
     @field_validator("method", mode="before")
     @classmethod
     def _method(cls, value: Any) -> Any:
         value = {"name": value} if isinstance(value, str) else value
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            raise ValueError("must be a method's name, or a mapping with its name and fields")
+            raise PydanticCustomError("no_name", "names no method")
         return value
 
 
 def settings() -> Iterator[tuple[str, FieldInfo]]:
-    """Every setting by its key, in the order of the file."""
+    """Yield every setting with its key, in the order of the file."""
     for name, field in Config.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, Section):
@@ -157,23 +598,37 @@ def settings() -> Iterator[tuple[str, FieldInfo]]:
 
 
 def allowed(field: FieldInfo) -> str:
-    """The values that a setting takes, as a person reads them: words, or a kind of number and its bounds."""
+    """Return the values that a user may choose for a field: words, or a kind of number and its bounds."""
     if isinstance(field.json_schema_extra, dict) and "takes" in field.json_schema_extra:
         return str(field.json_schema_extra["takes"])
-    branches = typing.get_args(field.annotation) if typing.get_origin(field.annotation) in (
-        typing.Union, types.UnionType) else (field.annotation,)
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    bounds = " and ".join(f"{sign} {getattr(check, name):g}" for check in field.metadata
-                          for name, sign in signs.items() if hasattr(check, name))
-    return " or ".join(_kind(branch, bounds) for branch in branches)
+    bounds = " and ".join(
+        f"{sign} {getattr(check, name):g}"
+        for check in field.metadata
+        for name, sign in signs.items()
+        if getattr(check, name, None) not in (None, *GUARDS)
+    )
+    return " or ".join(_kind(branch, bounds) for branch in branches(field.annotation))
+
+
+def branches(annotation: Any) -> tuple[Any, ...]:
+    """Return the types of a union, or the one type of any other annotation."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
 
 
 def _kind(branch: Any, bounds: str) -> str:
-    if typing.get_origin(branch) is Literal:
+    origin = typing.get_origin(branch) or branch
+    if origin is Literal:
         return ", ".join(map(str, typing.get_args(branch)))
     if branch in (int, float):
         return f"{'a whole number' if branch is int else 'a number'} {bounds}".strip()
-    if typing.get_origin(branch) is tuple:
-        return "[number, number]"
-    words = {bool: "true, false", str: "text", types.NoneType: "null"}
-    return words.get(branch, "a name, or a mapping with name and fields")
+    if origin is tuple and all(item in (int, float) for item in typing.get_args(branch)):
+        return "[" + ", ".join("number" for _ in typing.get_args(branch)) + "]"
+    if origin in (list, tuple):
+        return "a list"
+    if isinstance(origin, type) and issubclass(origin, BaseModel | Mapping):
+        return "a mapping"
+    words = {bool: "true or false", str: "text", types.NoneType: "null"}
+    return words.get(branch, "another value")

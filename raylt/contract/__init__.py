@@ -1,1 +1,1 @@
-"""What every method keeps to, as checks that run on any of them: raylt's own tests, and `raylt check` for one's own."""
+"""The contract of a method: checks that every method must pass, which `raylt check` runs."""

@@ -1,44 +1,145 @@
-"""`Case`: a method on one kind of problem, and the runs that its checks look at."""
+"""`Case`: a method on one kind of problem, and the runs that its checks compare.
 
+The problems are small enough to train on in a moment. Their clients are of every kind that causes trouble.
+"""
+
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
 from raylt.config import Config
-from raylt.contract.hosts import Recorder
-from raylt.contract.tasks import make_scenes, make_task, pixels
+from raylt.contract.hosts import Recorder, noting
+from raylt.contract.lies import Asked
 from raylt.contract.trace import Trace, finish
 from raylt.core.experiment import Experiment
-from raylt.core.host import Host
-from raylt.core.in_process import LocalFleet
+from raylt.core.fleet.client_host import ClientHost
+from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.method import Method
 from raylt.core.setup import ModelFactory, Setup
-from raylt.data.sources import Kind
-from raylt.data.task import Task
+from raylt.data.images.cache import load
+from raylt.data.label_maps import VOID, class_counts, class_views
+from raylt.data.sources.sources import ProblemKind
+from raylt.data.splits.split import Split, hash_labels
+from raylt.data.task import Shard, Task
 from raylt.models import MODELS
+from raylt.models.split import PixelModel
+
+# samples per class, by client: all classes; without class 3; class 1 only (9 samples: a batch of 8 and one more);
+# one sample; none; all classes
+COUNTS = np.array([[12, 6, 4, 2], [8, 3, 3, 0], [0, 9, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0], [6, 3, 2, 1]])
+
+
+def make_task() -> Task:
+    """Return a classification task, C = 4, K = 6, 8x8x1: class c brightens quadrant c of a noisy image."""
+    rng = np.random.default_rng(0)
+    shards = tuple(_draw(rng, row) for row in COUNTS)
+    ends = np.cumsum([len(shard) for shard in shards])
+    rows = tuple(np.arange(end - len(shard), end) for end, shard in zip(ends, shards, strict=True))
+    labels = np.concatenate([load(shard.y) for shard in shards])
+    shards = tuple(replace(shard, ids=ids) for shard, ids in zip(shards, rows, strict=True))
+    split = Split(rows, hash_labels(labels), "tiny", 1.0, "by_hand", 1.0, 0)
+    test, auxiliary = (_draw(rng, np.full(4, n)) for n in (10, 5))
+    return Task(
+        "tiny",
+        ("a", "b", "c", "d"),
+        (8, 8, 1),
+        (0.5,),
+        (0.25,),
+        COUNTS,
+        ("many", "medium", "medium", "few"),
+        shards,
+        test,
+        split,
+        auxiliary=auxiliary,
+    )
+
+
+def _draw(rng: np.random.Generator, counts: np.ndarray) -> Shard:
+    y = rng.permutation(np.repeat(np.arange(4), counts)).astype(np.int64)
+    x = rng.integers(0, 160, (len(y), 8, 8, 1))
+    for image, c in zip(x, y, strict=True):
+        image[4 * (c // 2) :, 4 * (c % 2) :][:4, :4] += 90
+    return Shard(x.astype(np.uint8), y)
+
+
+# images by client; the last has none. Client k labels classes k and k + 1 and calls the rest background
+SCENES = (5, 4, 3, 1, 0)
+
+
+def make_scenes() -> Task:
+    """Return a segmentation task with C = 3 and background, K = 5 and 16x16x3 images of blocks with void between."""
+    rng = np.random.default_rng(0)
+    views = class_views(len(SCENES), 3, 2)
+    shards = tuple(Shard(*_paint(rng, n), view) for n, view in zip(SCENES, views, strict=True))
+    ends = np.cumsum(SCENES)
+    rows = tuple(np.arange(end - n, end) for end, n in zip(ends, SCENES, strict=True))
+    maps = np.concatenate([load(shard.y) for shard in shards])
+    split = Split(rows, hash_labels(maps), "scenes", 1.0, "classes", 1.0, 0, 2)
+    counts = np.stack([class_counts(shard.labels(), 4) for shard in shards])
+    return Task(
+        "scenes",
+        ("a", "b", "c", "background"),
+        (16, 16, 3),
+        (0.5,) * 3,
+        (0.25,) * 3,
+        counts,
+        ("many", "medium", "few", "-"),
+        shards,
+        Shard(*_paint(rng, 6)),
+        split,
+        kind="segmentation",
+    )
+
+
+def pixels(classes: int, shape: tuple[int, int, int]) -> PixelModel:
+    """Return a small replacement of lraspp: two convolutions, d = 16."""
+    encoder = nn.Sequential(
+        OrderedDict(
+            stage1=nn.Sequential(nn.Conv2d(shape[2], 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
+            stage2=nn.Sequential(nn.Conv2d(8, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
+        )
+    )
+    return PixelModel(encoder, 16, classes)
+
+
+def _paint(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
+    blocks = rng.choice(3, (n, 2, 2), p=(0.5, 0.3, 0.2)).astype(np.uint8)
+    maps = blocks.repeat(8, axis=1).repeat(8, axis=2)
+    maps[:, 7:9] = VOID
+    x = rng.integers(0, 60, (n, 16, 16, 3)) + 60 * maps[..., None].clip(0, 2)
+    return x.astype(np.uint8), maps
+
 
 CPU = torch.device("cpu")
-FACTORIES: dict[Kind, ModelFactory] = {"classification": MODELS["small"], "segmentation": pixels}
-# ceil(0.3 * 6) = 2 clients in each of 2 rounds: at least one of the 5 that hold samples is never asked to train
+FACTORIES: dict[ProblemKind, ModelFactory] = {"classification": MODELS["small"], "segmentation": pixels}
+# ceil(0.3 * 6) = 2 clients in each of 2 rounds: at least one of the 5 clients with samples never trains
 SOME = 0.3
 
 
 @dataclass
 class Case:
-    """A method on a problem of one kind: two rounds, some clients that hold little or nothing.
+    """A method on a problem of one kind: two rounds, with some clients that have few samples or none.
 
     Attributes:
-        method: with the fields that it is checked with.
-        folder: where checkpoints go.
+        method: The method, with the fields that it is checked with.
+        kind: The kind of problem.
+        folder: Folder for checkpoints.
+        trainable: The part of the model that learns, as in a configuration.
+        raised: Exceptions that client functions raised in the user's own code; the fleet keeps one line of each.
     """
 
     method: Method
-    kind: Kind
+    kind: ProblemKind
     folder: Path
+    trainable: str = "all"
+    raised: list[Exception] = field(default_factory=list)
 
     def __str__(self) -> str:
         return f"{self.method.name} on {self.kind}"
@@ -48,30 +149,46 @@ class Case:
         return make_task() if self.kind == "classification" else make_scenes()
 
     def config(self, participation: float = 1.0, **parts: Any) -> Config:
-        """The configuration, with some parts replaced."""
+        """Return the configuration, with some parts replaced."""
         federation = {"rounds": 2, "participation": participation} | parts.pop("federation", {})
-        tree = {"method": {"name": self.method.name, **self.method.model_dump()}, "model": "small",
-                "data": {"clients": 6}, "federation": federation, "local": {"batch": 8}} | parts
+        tree = {
+            "method": {"name": self.method.name, **self.method.model_dump()},
+            "model": "small",
+            "trainable": self.trainable,
+            "data": {"clients": 6},
+            "federation": federation,
+            "local": {"batch": 8},
+        } | parts
         return Config.model_validate(tree)
 
     def setup(self, config: Config, method: Method | None = None) -> Setup:
         return Setup(config, method or self.method, FACTORIES[self.kind], None)
 
-    def experiment(self, config: Config, *, method: Method | None = None, fleet: type[LocalFleet] = LocalFleet,
-                   host: Callable[..., Any] = Host, task: Task | None = None) -> Experiment:
-        """A new experiment in this process, by default on the case's task."""
-        setup, task = self.setup(config, method), task or self.task
-        clients = fleet(config, task, host(setup, task.facts, task.test, CPU))
+    def experiment(
+        self,
+        config: Config,
+        *,
+        method: Method | None = None,
+        fleet: type[LocalFleet] = LocalFleet,
+        host: Callable[..., Any] = ClientHost,
+        task: Task | None = None,
+    ) -> Experiment:
+        """Return a new experiment in this process, by default on the case's task."""
+        setup = self.setup(config, method)
+        task = task or self.task
+        client_host = host(setup, task.spec, task.test, CPU)
+        client_host.run = noting(client_host.run, self.raised)
+        clients = fleet(config, task, client_host)
         return Experiment(setup, task, clients, CPU, self.folder)
 
     def run(self, config: Config | None = None, **how: Any) -> Trace:
-        """A whole run; `how` as `experiment` takes it."""
+        """Make an experiment and finish it; `how` is passed to `experiment`."""
         return finish(self.experiment(config or self.config(), **how))
 
     @cached_property
     def straight(self) -> Trace:
-        """The undisturbed run of all clients, whose host is a `Recorder`."""
-        return self.run(host=Recorder)
+        """The undisturbed run of all clients, whose host is a `Recorder` and whose fleet is `Asked`."""
+        return self.run(host=Recorder, fleet=Asked)
 
     @cached_property
     def partial(self) -> Trace:
@@ -79,10 +196,11 @@ class Case:
         return self.run(self.config(SOME), host=Recorder)
 
     def with_sample(self, sample: Callable[..., Any]) -> Method:
-        """The method with another `sample`, called with the method's own first."""
+        """Return the method with another `sample`, which gets the method's own `sample` first."""
         kind = type(self.method)
         own = kind.sample
-        other = type(kind.__name__, (kind,), {
-            "sample": lambda *call: sample(own, *call), "__module__": kind.__module__})
-        other.__pydantic_parent_namespace__ = None      # else this case would travel with every call
+        other = type(
+            kind.__name__, (kind,), {"sample": lambda *call: sample(own, *call), "__module__": kind.__module__}
+        )
+        other.__pydantic_parent_namespace__ = None  # otherwise this case would travel with every call
         return other(**self.method.model_dump())

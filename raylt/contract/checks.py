@@ -1,33 +1,48 @@
-"""The checks of runs. Each one's docstring is what a method keeps to; what it does instead is said by `Broken`."""
+"""The checks of a method, and the functions that run them.
+
+The docstring of a check is the sentence that `raylt check` prints. A failed check raises `Violation`.
+"""
 
 import math
 import pickle
 import shutil
-from collections.abc import Callable
-from dataclasses import replace
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from raylt import metrics, tree
+from raylt.contract.arrival import bits_elsewhere
 from raylt.contract.case import CPU, SOME, Case
-from raylt.contract.declarations import declares_its_fields, expect, has_a_name_and_a_paper, is_a_value
+from raylt.contract.declarations import Violation, declares_its_fields, expect, has_a_name_and_a_paper, is_a_value
+from raylt.contract.fields import acts_from_its_stage_on
 from raylt.contract.hosts import Backwards, FailsFirst, NewHosts, OwnHosts
+from raylt.contract.lies import LIAR, Asked, Lies, counts_of_part, wrong_leaves, wrong_weights
 from raylt.contract.trace import Trace, fingerprint, finish
-from raylt.core import checkpoint
-from raylt.core.evaluation import confusion_of
+from raylt.core.checkpoint import checkpoint
+from raylt.core.client import Reply
+from raylt.core.evaluation.counts import confusion_of
+from raylt.core.fleet.schema import Schema
+from raylt.core.method import Method
 from raylt.core.setup import private_entries
 from raylt.data.samples import Samples
+from raylt.errors import user_fault
 from raylt.models.split import load_entries
+from raylt.models.trainable import whole_model
 
 Check = Callable[[Case], None]
-NEW = 3                 # a client that holds a single sample
+Question = tuple[str, Schema, int, Reply]  # call, schema of the replies, client, its reply
+Honest = tuple[Schema, int, Reply]
+NEW = 3  # a client that holds a single sample
 TROUBLES = "lost", "retried", "rejected"
 
 
 def ends_with_a_judged_model(case: Case) -> None:
-    """runs two rounds, and its last phase, with all or some clients, and ends with a judged model"""
+    """The method runs two rounds and its last phase, with all or some clients, and ends with a judged model."""
     for trace in (case.straight, case.partial):
         expect([r.phase for r in trace.reports[:2]] == ["round", "round"], "the first two steps are not rounds")
         accuracy = trace.reports[-1].accuracy
@@ -37,7 +52,7 @@ def ends_with_a_judged_model(case: Case) -> None:
 
 
 def says_whether_it_finishes(case: Case) -> None:
-    """has a last phase if and only if `finishes` says so"""
+    """The method has a last phase if and only if `finishes` is true."""
     phases = [r.phase for r in case.straight.reports]
     expect(phases == ["round"] * 2 + ["finish"] * bool(case.method.finishes), f"the phases are {phases}")
     experiment = case.straight.experiment
@@ -49,47 +64,54 @@ def says_whether_it_finishes(case: Case) -> None:
 
 
 def is_left_as_it_was(case: Case) -> None:
-    """is not changed by a run"""
+    """A run does not change the method."""
     expect(case.straight.experiment.method == type(case.method)(**case.method.model_dump()), "a field has changed")
 
 
 def same_seed_same_bits(case: Case) -> None:
-    """gives the same bits for the same seed, with all and with some clients"""
+    """The same seed gives the same bits, with all and with some clients."""
     _same(case.straight, case.run())
     _same(case.partial, case.run(case.config(SOME)))
 
 
 def other_seed_other_bits(case: Case) -> None:
-    """gives another model for another seed"""
+    """Another seed gives another model."""
     other = case.run(case.config(seed=1)).bits["model_sha256"]
-    expect(other != case.straight.bits["model_sha256"], "the seed does not matter")
+    expect(other != case.straight.bits["model_sha256"], "the seed has no effect")
 
 
 def order_of_clients(case: Case) -> None:
-    """does not depend on the order in which clients run"""
+    """The result does not depend on the order in which clients run."""
     _same(case.straight, case.run(fleet=Backwards))
 
 
 def spread_over_processes(case: Case) -> None:
-    """does not depend on which process runs which client, nor on what a process remembers"""
+    """The result does not depend on which process runs which client, nor on state that a process keeps."""
     _same(case.straight, case.run(host=OwnHosts))
     _same(case.straight, case.run(host=NewHosts))
 
 
+def travels_to_another_process(case: Case) -> None:
+    """The method travels to another process with the source of its module, and gives the same bits there."""
+    bits = bits_elsewhere(case)
+    differing = sorted(name for name, value in case.straight.bits.items() if bits.get(name) != value)
+    expect(not differing, f"the bits differ in another process: {', '.join(differing)}")
+
+
 def retried_calls(case: Case) -> None:
-    """is not changed by calls that fail and are made again"""
+    """Calls that fail and are repeated do not change the result."""
     again = case.run(host=FailsFirst)
     expect(set(again.reports[0].retried) == set(again.experiment.fleet.ids), "not every client was asked again")
     _same(case.straight, again)
 
 
 def judging_changes_nothing(case: Case) -> None:
-    """is not changed by judging clients' own models in between"""
+    """Judging the clients' own models between rounds does not change the result."""
     _same(case.straight, case.run(case.config(evaluation={"personal": 1})))
 
 
 def resumed_after_every_step(case: Case) -> None:
-    """ends the same when it is saved and loaded after every step"""
+    """Saving and loading after every step does not change the result."""
     for config, straight in ((case.config(), case.straight), (case.config(SOME), case.partial)):
         shutil.rmtree(case.folder / "checkpoints", ignore_errors=True)
         experiment, reports = case.experiment(config), []
@@ -109,8 +131,8 @@ def resumed_after_every_step(case: Case) -> None:
 
 
 def messages_and_replies_are_plain(case: Case) -> None:
-    """sends trees of finite CPU tensors, numbers and texts that can be pickled"""
-    host = case.straight.experiment.fleet._host         # pyright: ignore[reportAttributeAccessIssue]
+    """Messages and replies are trees of finite CPU tensors, numbers and texts that can be pickled."""
+    host = case.straight.experiment.fleet._host  # pyright: ignore[reportAttributeAccessIssue]
     for sent in [*host.messages, *(reply for *_, reply in host.replies)]:
         for path, leaf in tree.leaves(sent):
             if isinstance(leaf, Tensor):
@@ -119,102 +141,156 @@ def messages_and_replies_are_plain(case: Case) -> None:
             else:
                 expect(leaf is None or isinstance(leaf, str | int | float), f"{path} is a {type(leaf).__name__}")
                 expect(not isinstance(leaf, float) or math.isfinite(leaf), f"{path} is {leaf}")
-        expect(fingerprint(pickle.loads(pickle.dumps(sent))) == fingerprint(sent), "pickling changes it")
+        expect(
+            fingerprint(pickle.loads(pickle.dumps(sent))) == fingerprint(sent), "pickling changes a message or reply"
+        )
 
 
 def leaves_messages_alone(case: Case) -> None:
-    """does not change the message that it got"""
-    host = case.straight.experiment.fleet._host         # pyright: ignore[reportAttributeAccessIssue]
+    """Client functions do not change their message."""
+    host = case.straight.experiment.fleet._host  # pyright: ignore[reportAttributeAccessIssue]
     expect(not host.changed, f"{', '.join(sorted(host.changed))} changed its message")
 
 
 def keeps_private_entries(case: Case) -> None:
-    """receives the shared entries and keeps the private ones, also with local running statistics"""
+    """Shared entries are received and private ones stay, also with local running statistics."""
     for batchnorm in ("average", "local"):
         config = case.config(federation={"batchnorm": batchnorm})
-        model, other = (case.setup(c).new_model(case.task.facts) for c in (
-            config, config.model_copy(update={"seed": 1})))
+        model, other = (
+            case.setup(c).new_model(case.task.spec) for c in (config, config.model_copy(update={"seed": 1}))
+        )
         with torch.no_grad():
             for value in other.state_dict().values():
                 value.add_(1)
         before = fingerprint(private_entries(case.method, model))
         load_entries(model, tree.snapshot(case.method.shared(other)))
         expect(fingerprint(private_entries(case.method, model)) == before, "a shared entry overwrites a private one")
-        expect(fingerprint(case.method.shared(model)) == fingerprint(case.method.shared(other)),
-               "`shared` of two models has not the same names")
+        expect(
+            fingerprint(case.method.shared(model)) == fingerprint(case.method.shared(other)),
+            "`shared` gives different names for two models",
+        )
         names = case.method.shared(model).keys() | private_entries(case.method, model).keys()
-        expect(names == model.state_dict().keys(), "`shared` names entries that the model has not")
+        expect(names == model.state_dict().keys(), "`shared` names entries that the model does not have")
 
 
 def local_running_statistics(case: Case) -> None:
-    """runs with federation.batchnorm = local, and its clients are then judged with the statistics that they keep"""
-    trace, judged = (case.run(case.config(federation={"batchnorm": "local"}, evaluation={"personal": personal}))
-                     for personal in (0, 1))
+    """The method runs with federation.batchnorm = local; clients are then judged with their own statistics."""
+    trace, judged = (
+        case.run(case.config(federation={"batchnorm": "local"}, evaluation={"personal": personal}))
+        for personal in (0, 1)
+    )
     _same(trace, judged)
-    expect(trace.experiment.server.model.stays, "the model lost what stays at the clients: build it from `base`")
+    expect(
+        trace.experiment.server.model.local_buffers,
+        "the model lost the entries that stay at the clients: build it from `base`",
+    )
     expect(trace.reports[-1].by_client is not None, "clients are not judged")
 
 
 def joining_late(case: Case) -> None:
-    """judges clients that join after training, and nothing else depends on them"""
+    """Clients that join after training are judged, and no other result depends on them."""
     traces = []
-    for twin in (0, 1):                     # what the newcomer holds is another client's
-        shards = (*case.task.shards[:NEW], case.task.shards[twin], *case.task.shards[NEW + 1:])
+    for twin in (0, 1):  # the new client has the samples of another client
+        shards = (*case.task.shards[:NEW], case.task.shards[twin], *case.task.shards[NEW + 1 :])
         counts = case.task.client_counts.copy()
         counts[NEW] = counts[twin]
-        task = replace(case.task, shards=shards, client_counts=counts, newcomers=(NEW,))
+        task = replace(case.task, shards=shards, client_counts=counts, new_clients=(NEW,))
         traces.append(case.run(task=task))
     for trace in traces:
         figures = trace.reports[-1].figures["new_clients"]
-        expect(figures["count"] == 1 and 0 <= figures["matched"] <= 1, f"the figures of the newcomer are {figures}")
-        expect(f"client {NEW}" not in trace.bits, "what a newcomer did is kept")
-        expect(not any(NEW in r.participants for r in trace.reports), "a newcomer took part in a round")
+        expect(figures["count"] == 1 and 0 <= figures["matched"] <= 1, f"the figures of the new client are {figures}")
+        expect(f"client {NEW}" not in trace.bits, "state of a new client is kept")
+        expect(not any(NEW in r.participants for r in trace.reports), "a new client took part in a round")
     _same(*traces)
 
 
 def over_selection(case: Case) -> None:
-    """runs with federation.over_select"""
+    """The method runs with federation.over_select."""
     trace = case.run(case.config(SOME, federation={"over_select": 0.5}))
     counts = {len(r.participants) for r in trace.reports if r.phase == "round"}
-    expect(counts == {2}, f"rounds had {counts} participants, 2 are asked for")
+    expect(counts == {2}, f"rounds had {counts} participants instead of 2")
 
 
 def plain_list_of_clients(case: Case) -> None:
-    """runs the same when `sample` returns a plain list of ids"""
+    """The result is the same when `sample` returns a plain list of ids."""
     method = case.with_sample(lambda own, *call: list(own(*call)))
     trace = case.run(case.config(SOME), method=method)
     _same(case.partial, trace)
-    expect([r.participants for r in trace.reports] == [r.participants for r in case.partial.reports],
-           "the participants differ")
+    expect(
+        [r.participants for r in trace.reports] == [r.participants for r in case.partial.reports],
+        "the participants differ",
+    )
 
 
 def predicts_what_was_judged(case: Case) -> None:
-    """predicts from the exported file what was judged"""
+    """The exported file gives the predictions that were judged."""
     experiment, task = case.straight.experiment, case.task
-    experiment.conclude()                               # other runs have left their models since
+    experiment.export_model()  # other runs have exported their models since
     exported = load_file(case.folder / "model.safetensors")
-    model = case.method.global_model(experiment.server).eval()
+    model = whole_model(case.method.global_model(experiment.server)).eval()
     entries = {name: value.contiguous() for name, value in model.state_dict().items()}
     expect(fingerprint(exported) == fingerprint(entries), "the exported entries are not those of `global_model`")
-    samples = Samples(task.test, task.facts, CPU)
+    samples = Samples(task.test, task.spec, CPU)
     accuracy = metrics.accuracy(confusion_of(lambda x: case.method.predict(model, x), samples, task.classes, 7))
     judged = case.straight.reports[-1].global_accuracy
-    expect(judged is not None and math.isclose(accuracy, judged, abs_tol=1e-6), f"judged {judged}, it gives {accuracy}")
+    expect(
+        judged is not None and math.isclose(accuracy, judged, abs_tol=1e-6),
+        f"the judged accuracy is {judged}, the exported file gives {accuracy}",
+    )
 
 
 def gives_one_logit_per_class(case: Case) -> None:
-    """gives finite logits, one for each class, and for each pixel where labels are maps"""
+    """Logits are finite, one for each class, and for each pixel where labels are maps."""
     height, width, channels = case.task.shape
-    model, x = case.method.global_model(case.straight.experiment.server).eval(), torch.zeros(3, channels, height, width)
+    model = case.method.global_model(case.straight.experiment.server).eval()
+    x = torch.zeros(3, channels, height, width)
     with torch.no_grad():
         logits = case.method.predict(model, x)
-    places = (height, width) if case.kind == "segmentation" else ()
-    expect(logits.shape == (3, case.task.classes, *places), f"logits have the shape {list(logits.shape)}")
+    pixels = (height, width) if case.kind == "segmentation" else ()
+    expect(logits.shape == (3, case.task.classes, *pixels), f"logits have the shape {list(logits.shape)}")
     expect(torch.isfinite(logits).all(), "logits are not finite")
 
 
+def believes_no_wrong_count(case: Case) -> None:
+    """A reply that counts other samples than its client has, or is no sum over samples, is rejected."""
+    fleet = case.straight.experiment.fleet
+    assert isinstance(fleet, Asked)
+    for call, name, counted, honest in _sums(fleet.asked, fleet.sizes):
+        for schema, id, reply in honest[:2] + honest[3:4]:  # the last has one sample
+            for what, wrong in wrong_leaves(reply.tree[name], counted):
+                accepted = schema.fault(id, replace(reply, tree=reply.tree | {name: wrong})) is None
+                expect(
+                    not accepted,
+                    f"{call} accepts the part {name} with {what}. Declare what the server knows of it: "
+                    "total.like(...).counting(...) or .over_samples(...)",
+                )
+    for call, schema, id, reply in fleet.asked:
+        for what, weight in wrong_weights(reply.weight):
+            expect(schema.fault(id, replace(reply, weight=weight)), f"{call} accepts {what}")
+
+
+def _sums(asked: list[Question], sizes: Mapping[int, int]) -> Iterator[tuple[str, str, set[str], list[Honest]]]:
+    """Yield call, part, names of its counts of all samples and honest replies of each part about samples."""
+    calls: dict[tuple[str, str], list[Honest]] = {}
+    for call, schema, id, reply in asked:
+        for name, part in schema.parts.items():
+            if part.kind == "total" or part.counted:
+                calls.setdefault((call, name), []).append((schema, id, reply))
+    for (call, name), honest in calls.items():
+        counts = [(counts_of_part(reply.tree[name]), sizes[id]) for _, id, reply in honest]
+        names = set.intersection(*({label for label, n in sums.items() if n == size} for sums, size in counts))
+        yield call, name, names, honest
+
+
+def lies_blame_nobody_else(case: Case) -> None:
+    """A client that lies in every reply is rejected by its id; it ends no run, and no other client is blamed."""
+    trace = case.run(case.config(federation={"quorum": 0.1}), host=Lies)
+    blamed = {id for report in trace.reports for id in [*report.rejected, *report.lost]}
+    expect(blamed <= {LIAR}, f"clients {sorted(blamed - {LIAR})} are blamed for a reply of client {LIAR}")
+
+
 def hands_over_values(case: Case) -> None:
-    """does not change a tensor after it was handed over to a reply or to the client's state"""
+    """A tensor is not changed after it was handed over to a reply or to the client's state."""
     trace = case.run(case.config(federation={"retries": 0}))
     lost = {id for r in trace.reports for id in r.lost}
     expect(not lost, f"clients {sorted(lost)} were lost")
@@ -226,8 +302,70 @@ def _same(straight: Trace, other: Trace) -> None:
 
 
 CHECKS: tuple[Check, ...] = (
-    has_a_name_and_a_paper, is_a_value, declares_its_fields, ends_with_a_judged_model, says_whether_it_finishes,
-    hands_over_values, is_left_as_it_was, same_seed_same_bits, other_seed_other_bits, order_of_clients,
-    spread_over_processes, retried_calls, judging_changes_nothing, resumed_after_every_step,
-    messages_and_replies_are_plain, leaves_messages_alone, keeps_private_entries, local_running_statistics,
-    joining_late, over_selection, plain_list_of_clients, predicts_what_was_judged, gives_one_logit_per_class)
+    has_a_name_and_a_paper,
+    is_a_value,
+    declares_its_fields,
+    acts_from_its_stage_on,
+    ends_with_a_judged_model,
+    says_whether_it_finishes,
+    believes_no_wrong_count,
+    lies_blame_nobody_else,
+    hands_over_values,
+    is_left_as_it_was,
+    same_seed_same_bits,
+    other_seed_other_bits,
+    order_of_clients,
+    spread_over_processes,
+    travels_to_another_process,
+    retried_calls,
+    judging_changes_nothing,
+    resumed_after_every_step,
+    messages_and_replies_are_plain,
+    leaves_messages_alone,
+    keeps_private_entries,
+    local_running_statistics,
+    joining_late,
+    over_selection,
+    plain_list_of_clients,
+    predicts_what_was_judged,
+    gives_one_logit_per_class,
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one check.
+
+    Attributes:
+        case: The method and the kind of problem.
+        what: The rule that was checked.
+        fault: How the method breaks it; None if it does not.
+    """
+
+    case: str
+    what: str
+    fault: str | None
+
+
+def run_checks(method: Method) -> Iterator[Result]:
+    """Run the checks in order, on each kind of problem that the method claims."""
+    for kind in method.problems:
+        with tempfile.TemporaryDirectory(prefix="raylt-check-") as folder:
+            case = Case(method, kind, Path(folder))
+            for check in CHECKS:
+                yield Result(str(case), check.__doc__ or check.__name__, fault_of(check, case))
+
+
+def fault_of(check: Check, case: Case) -> str | None:
+    """Return how a method fails a check, in one line; None if it passes.
+
+    An exception is reported with the innermost line of the user's own code.
+    """
+    case.raised.clear()
+    try:
+        check(case)
+    except Violation as violation:
+        return user_fault(case.raised[0]) if case.raised else str(violation)
+    except Exception as error:  # any error of the method's own code
+        return user_fault(case.raised[0] if case.raised else error)
+    return None

@@ -1,4 +1,4 @@
-"""What a method asks of its clients, measured on a tiny run: what they send, bytes, passes over their samples."""
+"""Measure what a method asks of its clients, on a tiny run: parts of replies, bytes, passes over the samples."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,37 +11,41 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from raylt.config import Config
-from raylt.core.host import Host
-from raylt.core.in_process import LocalFleet
+from raylt.core.fleet.client_host import ClientHost
+from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.method import Method
-from raylt.core.server import Server, Stages
+from raylt.core.server import Server, Timings
 from raylt.core.setup import Setup
-from raylt.data.maps import class_counts
+from raylt.data.label_maps import class_counts
 from raylt.data.samples import Samples
-from raylt.data.split import Split
+from raylt.data.splits.split import Split
 from raylt.data.task import Shard, Task
 from raylt.models import ModelFactory
 
 CPU = torch.device("cpu")
-EACH, CLIENTS = 2, 2            # images of each class at a client, and clients
-# fields that say only how long something is computed on features; calls do not depend on them
+EACH = 2  # images of each class at a client
+CLIENTS = 2
+# fields that set only how long the server or a client computes on features; calls do not depend on them
 SHORT: dict[str, Any] = {"epochs": 1, "synthesis_steps": 1, "matching_steps": 1}
-UNTAUGHT: dict[str, dict[str, Any]] = {         # methods whose teacher would have to be fetched, without it
-    "fedsm": {"teacher": "none"}, "clip2fl": {"kd": 0, "contrast": 0}}
+UNTAUGHT: dict[str, dict[str, Any]] = {  # settings without the teacher, for methods that would have to fetch one
+    "fedsm": {"teacher": "none"},
+    "clip2fl": {"kd": 0, "contrast": 0},
+}
 WHEN = ("join", "round", "finish")
 
 
 @dataclass
-class Call:
-    """A client function, as it is called at one client.
+class CallCost:
+    """The cost of one call of a client function.
 
     Attributes:
         when: "join", "round" or "finish".
-        name: of the function.
-        sends: the parts of its reply, and what the server sees of each: mean, total or each.
-        up, down: bytes of the reply and of the message.
-        trained, read: passes over the client's samples with activations kept for a gradient, and without, where
-            local.epochs is 1.
+        name: Name of the function.
+        sends: Reduction of each part of the reply: mean, total or each.
+        up: Bytes of the reply.
+        down: Bytes of the message.
+        trained: Passes over the client's samples with activations kept for a gradient.
+        read: Passes without.
     """
 
     when: str
@@ -53,60 +57,98 @@ class Call:
     read: float = 0.0
 
 
-def measure(method: Method, factory: ModelFactory, shape: tuple[int, int, int], classes: int, cut: bool = False
-            ) -> list[Call]:
-    """The calls of a method at one client: before the first round, in a round, and after the last.
+def measure(
+    method: Method,
+    factory: ModelFactory,
+    shape: tuple[int, int, int],
+    classes: int,
+    cut: bool = False,
+    epochs: float = 1,
+) -> list[CallCost]:
+    """Return the calls of a method at one client: before the first round, in a round, and after the last.
 
     Args:
-        method: fields of it that say only how long something is computed may be shortened here, see SHORT and UNTAUGHT.
-        factory: of the model.
-        shape: height, width and channels of an image.
-        classes: C.
-        cut: ends the last phase where the server begins a stage that it times: of a method that asks nobody after it.
+        method: The method. Fields in SHORT and UNTAUGHT are replaced.
+        factory: Makes the model.
+        shape: Height, width and channels of an image.
+        classes: The number of classes, C.
+        cut: End the last phase when the server begins a stage that it times, for a method that asks no client after it.
+        epochs: local.epochs of the run.
     """
     kind = type(method)
     short = {name: value for name, value in SHORT.items() if name in kind.model_fields}
     method = kind(**method.model_dump() | short | UNTAUGHT.get(method.name, {}))
     task = _task(shape, classes)
-    config = Config.model_validate({"method": {"name": method.name, **method.model_dump()}, "local": {
-        "batch": EACH * classes, "epochs": 1}, "federation": {"rounds": 1}, "data": {"clients": CLIENTS}})
+    config = Config.model_validate(
+        {
+            "method": {"name": method.name, **method.model_dump()},
+            "local": {"batch": EACH * classes, "epochs": epochs},
+            "federation": {"rounds": 1},
+            "data": {"clients": CLIENTS},
+        }
+    )
     setup = Setup(config, method, factory, None)
     with _counted_passes() as passes:
-        fleet = _Fleet(config, task, _Host(passes, setup, task.facts, task.test, CPU))
-        server = Server(config, task.facts, setup.new_model(task.facts), CPU, method.server_optimiser(),
-                        Samples(task.test, task.facts, CPU))
-        calls: list[Call] = []
+        fleet = _Fleet(config, task, _Host(passes, setup, task.spec, task.test, CPU))
+        server = Server(
+            config,
+            task.spec,
+            setup.new_model(task.spec),
+            CPU,
+            method.server_optimiser(),
+            Samples(task.test, task.spec, CPU),
+        )
+        calls: list[CallCost] = []
         steps = [method.start, method.round, *([method.finish] if method.finishes else [])]
         for number, (when, step) in enumerate(zip(WHEN, steps, strict=False)):
-            server.round, server.stages = number, _Cut() if when == "finish" and cut else Stages()
+            server.round, server.timings = number, _Cut() if when == "finish" and cut else Timings()
             fleet.begin(number)
             passes.counts.clear()
-            with suppress(_OnItsOwn):
+            with suppress(_ServerOnly):
                 step(server, fleet)
             calls += _calls(when, fleet, passes, EACH * classes)
     return calls
 
 
-def _calls(when: str, fleet: "_Fleet", passes: "_Passes", samples: int) -> Iterator[Call]:
-    """What the ledger and the count of passes say of a step; of joining only where something is done."""
-    for name, traffic in fleet.ledger.traffic.items():
+def relative_cost(calls: list[CallCost], epochs: float = 1) -> float:
+    """Return the passes of a client in a round, as a multiple of those of FedAvg.
+
+    A pass with a gradient counts three, one forward and two backward, and a pass without counts one.
+
+    Args:
+        calls: from `measure`.
+        epochs: local.epochs that they were measured with.
+    """
+    return sum(3 * call.trained + call.read for call in calls if call.when == "round") / (3 * epochs)
+
+
+def _calls(when: str, fleet: "_Fleet", passes: "_Passes", samples: int) -> Iterator[CallCost]:
+    """Return the calls of a step; joining is left out where nothing is computed or sent."""
+    for name, traffic in fleet.round_stats.traffic.items():
         trained, read = (count / samples / traffic.replies for count in passes.counts.get(name, (0, 0)))
         if when != "join" or traffic.up or trained or read:
-            yield Call(when, name, fleet.sends[name], traffic.up / traffic.replies, traffic.down / traffic.replies,
-                       trained, read)
+            yield CallCost(
+                when,
+                name,
+                fleet.sends[name],
+                traffic.up / traffic.replies,
+                traffic.down / traffic.replies,
+                trained,
+                read,
+            )
 
 
-class _OnItsOwn(Exception):
-    """What the server does now, it does without clients."""
+class _ServerOnly(Exception):
+    """The server's work from now on needs no clients."""
 
 
-class _Cut(Stages):
+class _Cut(Timings):
     def time(self, name: str) -> Any:
-        raise _OnItsOwn
+        raise _ServerOnly
 
 
 class _Passes:
-    """Images that went through the first layer of a client's encoder, or of a copy of it, by function."""
+    """Counter of images that pass the first layer of a client's encoder, or of a copy of it, by client function."""
 
     def __init__(self) -> None:
         self.counts: dict[str, tuple[int, int]] = {}
@@ -131,12 +173,12 @@ def _counted_passes() -> Iterator[_Passes]:
         handle.remove()
 
 
-class _Host(Host):
+class _Host(ClientHost):
     def __init__(self, passes: _Passes, *args: Any):
         super().__init__(*args)
         self._passes = passes
         first = next(layer for layer in self.model.encoder.modules() if not list(layer.children()))
-        first.counted = True                # pyright: ignore[reportArgumentType]     # copies of the model have it too
+        first.counted = True  # pyright: ignore[reportArgumentType]     # copies of the model have this attribute too
 
     def run(self, fn: Any, message: Any, round: int, id: int, shard: Shard | None, private: Any) -> Any:
         self._passes.call = getattr(fn, "__name__", "call")
@@ -149,7 +191,7 @@ class _Host(Host):
 class _Fleet(LocalFleet):
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.sends: dict[str, dict[str, str]] = {}          # by client function, its parts and their reductions
+        self.sends: dict[str, dict[str, str]] = {}  # by client function, its parts and their reductions
 
     def ask(self, fn: Any, cohort: Any, message: Any, weights: Any = None, /, **parts: Any) -> Any:
         self.sends[getattr(fn, "__name__", "call")] = {name: part.kind for name, part in parts.items()}
@@ -165,6 +207,15 @@ def _task(shape: tuple[int, int, int], classes: int) -> Task:
 
     shards = tuple(shard(EACH) for _ in range(CLIENTS))
     rows = tuple(np.arange(len(shards[0])) + k * len(shards[0]) for k in range(CLIENTS))
-    return Task("tiny", tuple(map(str, range(classes))), shape, (0.5,) * shape[2], (0.25,) * shape[2],
-                np.stack([class_counts(s.labels(), classes) for s in shards]), ("many",) * classes, shards, shard(1),
-                Split(rows, "0" * 64, "tiny", 1.0, "by_hand", 1.0, 0))
+    return Task(
+        "tiny",
+        tuple(map(str, range(classes))),
+        shape,
+        (0.5,) * shape[2],
+        (0.25,) * shape[2],
+        np.stack([class_counts(s.labels(), classes) for s in shards]),
+        ("many",) * classes,
+        shards,
+        shard(1),
+        Split(rows, "0" * 64, "tiny", 1.0, "by_hand", 1.0, 0),
+    )

@@ -1,66 +1,86 @@
-"""Hosts and fleets that do what may happen to a run: other orders, lost processes, failing attempts."""
+"""Hosts and fleets that disturb a run: other orders, lost processes, failing attempts."""
 
+from collections.abc import Callable
 from typing import Any
 
 from raylt import tree
 from raylt.contract.trace import fingerprint
 from raylt.core.client import Reply
-from raylt.core.host import Host
-from raylt.core.in_process import LocalFleet
+from raylt.core.fleet.client_host import ClientHost
+from raylt.core.fleet.local_fleet import LocalFleet
+from raylt.errors import in_user_code
 from raylt.tree import Tree
 
 
-class Recorder(Host):
-    """Keeps what it was sent and what it replied, and notes the functions that change their message."""
+def noting(run: Callable[..., Any], raised: list[Exception]) -> Callable[..., Any]:
+    """Return a host's `run` that also keeps exceptions of the user's own code; a fleet keeps one line of each."""
+
+    def noted(*call: Any) -> Any:
+        try:
+            return run(*call)
+        except Exception as error:
+            if in_user_code(error):
+                raised.append(error)
+            raise
+
+    return noted
+
+
+class Recorder(ClientHost):
+    """Host that keeps its messages and replies, and the names of functions that change their message."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.messages: list[Tree] = []
-        self.replies: list[tuple[str, int, int, Tree]] = []      # function, round, client, tree
+        self.replies: list[tuple[str, int, int, Tree]] = []  # function, round, client, tree
         self.changed: set[str] = set()
 
     def run(self, fn, message, round, id, shard, private):
         self.messages.append(message)
-        before, name = fingerprint(message), getattr(fn, "__name__", "call")
+        before = fingerprint(message)
+        name = getattr(fn, "__name__", "call")
         reply, after = super().run(fn, message, round, id, shard, private)
         if fingerprint(message) != before:
             self.changed.add(name)
-        if isinstance(reply, Reply):        # of any other the fleet says why it is none
+        if isinstance(reply, Reply):  # for any other value the fleet reports the error
             self.replies.append((name, round, id, tree.snapshot(reply.tree)))
         return reply, after
 
 
 class Backwards(LocalFleet):
-    """Runs the last client first and, as every fleet, answers in the order of the ids."""
+    """Fleet that runs the last client first and, like every fleet, answers in the order of the ids."""
 
     def _answers(self, fn, ids, message, enough, usable, sums):
         yield from reversed(list(super()._answers(fn, ids[::-1], message, enough, usable, sums)))
 
 
 class OwnHosts:
-    """As many hosts, so model objects, as there are clients: one actor for each."""
+    """One host, and so one model object, for each client, like one actor per client."""
 
     def __init__(self, *args: Any):
-        self.args, self.hosts, self.device = args, {}, args[-1]
+        self.args = args
+        self.hosts: dict[int, ClientHost] = {}
+        self.device = args[-1]
 
     def run(self, fn, message, round, id, shard, private):
         if id not in self.hosts:
-            self.hosts[id] = Host(*self.args)
+            self.hosts[id] = ClientHost(*self.args)
         return self.hosts[id].run(fn, message, round, id, shard, private)
 
 
 class NewHosts:
-    """A new host for every call: the actor was lost in between, and all caches with it."""
+    """A new host for every call, as if the actor and its caches were lost before each call."""
 
     def __init__(self, *args: Any):
-        self.args, self.device = args, args[-1]
+        self.args = args
+        self.device = args[-1]
 
     def run(self, *call):
-        return Host(*self.args).run(*call)
+        return ClientHost(*self.args).run(*call)
 
 
-class FailsFirst(Host):
-    """Each client's first call of a function in a round raises, after it has trained."""
+class FailsFirst(ClientHost):
+    """Host where each client's first call of a function in a round raises, after it has trained."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -68,7 +88,8 @@ class FailsFirst(Host):
 
     def run(self, fn, message, round, id, shard, private):
         result = super().run(fn, message, round, id, shard, private)
-        if (call := (getattr(fn, "__name__", "call"), round, id)) not in self.failed:
+        call = (getattr(fn, "__name__", "call"), round, id)
+        if call not in self.failed:
             self.failed.add(call)
             raise RuntimeError("the first attempt is lost")
         return result

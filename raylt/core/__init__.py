@@ -1,1 +1,1 @@
-"""What every method is built on: clients, the server, the fleet between them, and the experiment."""
+"""The base of every method: clients, the server, the fleet between them, and the experiment."""

@@ -1,4 +1,8 @@
-"""`Client`: one participant, all that a client function may see. `Reply`: what it sends back."""
+"""`Client`: one participant, with all that a client function may see. `Reply`: what a client sends back.
+
+The module also has the operations on pixels that clients share: features of single pixels, on which methods train
+classifiers, and losses for pixels without a label.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +15,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from raylt.config import Config
-from raylt.core.evaluation import EvaluationSet
-from raylt.core.pixels import back_cross_entropy, labelled_cross_entropy
-from raylt.data.samples import Augmentation, Batch, Samples
-from raylt.data.transforms import in_turn
+from raylt.core.evaluation.counts import EvaluationSet
+from raylt.core.training.schedules import Schedule
+from raylt.data.augment import in_turn
+from raylt.data.samples import IGNORED, Augmentation, Batch, Samples
 from raylt.errors import LateWrite
 from raylt.models.split import Params, SplitModel, load_entries
-from raylt.recordable import recordable
+from raylt.recording import recordable
 from raylt.seeds import seed_for
 from raylt.tree import Stamps, Tree
 
+#: The message that the server sends to clients: a tree with string keys, such as {"model": entries}.
 Message = Tree
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What one client sends back once: its weight (its number of samples) and a tree, brought to the CPU on its way."""
+    """The value that a client sends back once: its weight (its number of samples) and a tree.
+
+    The transport brings the tree to the CPU.
+    """
 
     weight: float
     tree: Tree
@@ -35,8 +43,8 @@ class Reply:
 ClientFunction = Callable[["Client", Message], Reply]
 
 
-class State(dict[str, Any]):
-    """What a client must remember: a tree of tensors. Each value is stamped as it is handed over."""
+class ClientState(dict[str, Any]):
+    """The memory of a client: a tree of tensors. Each value is stamped as it is handed over."""
 
     def __init__(self, values: Tree, stamps: Stamps):
         super().__init__()
@@ -63,103 +71,217 @@ class State(dict[str, Any]):
 class Client:
     """One participant: its data, its model and its private state.
 
-    What it hands over, in a reply or to its state, is a value: changing a tensor of it afterwards is an error.
+    A reply and a state are values: changing a tensor of them after they were handed over is an error.
 
     Attributes:
-        samples: its images and labels, on its device.
+        samples: the client's images and labels, on its device.
         counts: samples, or pixels, per class, int64 [C], on its device.
-        model: weights are what the call's message brought (`receive`) and, for the entries that a method does not
-            share, what this client's last call left.
-        state: anything else it must remember; a tree of tensors, part of every checkpoint. Between calls they are on
-            the CPU, and so they come to the next.
-        cache: what can be computed again from its data (a teacher's features); never in a checkpoint.
+        model: its weights come from the call's message (`receive`); the entries that a method does not share come from
+            this client's last call.
+        state: anything else the client must remember; a tree of tensors, part of every checkpoint. Between calls the
+            tensors are moved to the CPU, and the next call finds them there.
+        cache: values that can be computed again from the client's data (a teacher's features); never in a checkpoint.
         round: number of the round, from 1; 0 before the first.
         test: the balanced test set of the experiment; for the framework's judgements, never for training.
+        schedule: the learning rate over the rounds; None for the one of raylt's own that `local.schedule` names.
     """
 
-    def __init__(self, id: int, samples: Samples, test: EvaluationSet, model: SplitModel, config: Config,
-                 device: torch.device, augment: Augmentation | None = None):
-        self.id, self.samples, self.model, self.config, self.device = id, samples, model, config, device
+    def __init__(
+        self,
+        id: int,
+        samples: Samples,
+        test: EvaluationSet,
+        model: SplitModel,
+        config: Config,
+        device: torch.device,
+        augment: Augmentation | None = None,
+        schedule: Schedule | None = None,
+    ):
+        self.id = id
+        self.samples = samples
+        self.model = model
+        self.config = config
+        self.device = device
         self.counts = samples.counts(model.classes)
         self.cache: dict[str, Any] = {}
         self.round = 0
         self.test = test
+        self.schedule = schedule
         self._augment = augment
         self.recall({})
 
     def recall(self, state: Tree) -> None:
-        """Starts a call: the state is what the last call left, and nothing has been handed over yet."""
+        """Start a call with the state after the last call; no value has been handed over yet."""
         self._stamps = Stamps()
-        self._state = State(state, self._stamps)
+        self._state = ClientState(state, self._stamps)
 
     @property
-    def state(self) -> State:
+    def state(self) -> ClientState:
         return self._state
 
     @state.setter
     def state(self, values: Tree) -> None:
-        self._state = State(values, self._stamps)
+        self._state = ClientState(values, self._stamps)
 
     def check_stamps(self) -> None:
-        """Ends a call.
+        """End a call.
 
         Raises:
             LateWrite: a tensor was changed after it was handed over.
         """
-        if (path := self._stamps.changed()) is not None:
+        path = self._stamps.changed()
+        if path is not None:
             raise LateWrite(f"client {self.id}: {path}")
 
     @property
     def augment(self) -> Augmentation | None:
-        """How its training images are varied; None: not at all."""
+        """The augmentation of its training images; None without one."""
         return self._augment
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def receive(self, params: Params) -> None:
-        """Takes over the entries that came with a message; the others stay as they are."""
+        """Load the model entries that came with a message; the other entries do not change."""
         load_entries(self.model, params)
 
     def reply(self, **parts: Any) -> Reply:
-        """A reply weighted by this client's number of samples. Its tensors may not be changed afterwards."""
+        """Return a reply weighted by this client's number of samples. Its tensors may not be changed afterwards."""
         self._stamps.add(parts, "reply")
         return Reply(float(len(self)), parts)
 
     def cross_entropy(self, logits: Tensor, y: Tensor) -> Tensor:
-        """The mean cross-entropy of a batch, a scalar; pixels without a label count as `local.unlabelled` says.
+        """Return the mean cross-entropy of a batch, a scalar; `local.unlabelled` decides about pixels without a label.
 
         Args:
             logits: [B, C], or [B, C, H, W].
             y: int64 [B], soft labels [B, C], or maps [B, H, W] with IGNORED.
         """
         if y.ndim == 3:
-            known = self.config.local.unlabelled == "ignored"
-            return labelled_cross_entropy(logits, y) if known else back_cross_entropy(logits, y)
+            ignored = self.config.local.unlabelled == "ignored"
+            return labelled_cross_entropy(logits, y) if ignored else back_cross_entropy(logits, y)
         return F.cross_entropy(logits, y)
 
-    def steps(self, epochs: int | None = None, batch: int | None = None) -> int:
-        """How many batches `batches` gives: SGD steps of so many epochs; those of `local` by default."""
-        return self.config.local.steps(len(self), epochs, batch)
+    def steps(self, epochs: float | None = None, batch: int | None = None) -> int:
+        """Return the number of batches that `batches` yields, that is of SGD steps; by default as `local` says."""
+        return self.config.local.step_count(len(self), epochs, batch)
 
-    def batches(self, epochs: int, size: int) -> Iterator[Batch]:
-        """Shuffled, augmented batches of [2, size] samples; the order depends on (seed, function, round, client)."""
+    @property
+    def epochs(self) -> float:
+        """The passes over its samples in a round: `local.epochs`, or those that `local.steps` amount to."""
+        local = self.config.local
+        in_a_pass = self.steps(epochs=1)
+        return local.epochs if local.steps is None or not in_a_pass else local.steps / in_a_pass
+
+    def batches(self, epochs: float | None, size: int) -> Iterator[Batch]:
+        """Yield shuffled, augmented batches of [2, size] samples; (seed, function, round, client) decide the order.
+
+        Args:
+            epochs: passes over the samples, or a part of one; None as `local` says.
+        """
         return (self.batch(rows) for rows in self.rows(epochs, size))
 
-    def rows(self, epochs: int, size: int) -> Iterator[Tensor]:
-        """The places of the samples of each batch, int64 [2..size]."""
-        for _ in range(epochs):
-            order = torch.randperm(len(self), generator=self.order)
-            yield from (rows for rows in order.to(self.device, non_blocking=True).split(size) if len(rows) > 1)
+    def rows(self, epochs: float | None, size: int) -> Iterator[Tensor]:
+        """Yield the row numbers of the samples of each batch, int64 [2..size]; see `batches`."""
+        left = self.steps(epochs, size)
+        while left:
+            order = torch.randperm(len(self), generator=self.order).to(self.device, non_blocking=True)
+            for rows in order.split(size)[:left]:
+                if len(rows) > 1:
+                    yield rows
+                    left -= 1
 
-    @recordable                         # as far as the augmentation is
+    @recordable  # as far as the augmentation is
     def batch(self, rows: Tensor, then: Augmentation | None = None) -> Batch:
-        """The samples at `rows`, augmented as the configuration says, and by `then` after it."""
+        """Return the samples at `rows`, augmented as the configuration says and then by `then`."""
         return self.samples.batch(rows, in_turn([self._augment, then]), self.noise)
 
     def begin(self, purpose: str, round: int) -> None:
-        """Sets the round and the generators of one call."""
+        """Set the round and the generators of one call."""
         self.round = round
         self.order = torch.Generator().manual_seed(seed_for(self.config.seed, "order", purpose, round, self.id))
         self.noise = torch.Generator(self.device).manual_seed(
-            seed_for(self.config.seed, "noise", purpose, round, self.id))
+            seed_for(self.config.seed, "noise", purpose, round, self.id)
+        )
+
+
+def pixel_features(z: Tensor, y: Tensor, per_class: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw features and labels of at most `per_class` pixels of each class that an image shows.
+
+    A pixel's feature is interpolated as a `PixelModel` interpolates its logits, so the classifier gives the same logits
+    for it. Images with one feature and one label each, z [B, d] and y [B], are returned as they are.
+
+    Args:
+        z: feature maps [B, d, h, w].
+        y: label maps int64 [B, H, W], negative where there is no label.
+        generator: on the device of `z`.
+
+    Returns:
+        z [n, d] and y int64 [n], image by image, each class by class.
+    """
+    if y.ndim == 1:
+        return z, y
+    height, width = y.shape[1:]
+    labels = y.flatten(1)  # [B, H * W]
+    # sorted by class and a random number, so the first of each class are a random sample of it
+    draws = torch.rand(labels.shape, generator=generator, device=generator.device, dtype=torch.float64)
+    order = (labels + draws).argsort(1)
+    chosen_z = []
+    chosen_y = []
+    for image, image_labels, image_order in zip(z, labels, order, strict=True):
+        ordered = image_labels[image_order]
+        sizes = ordered.unique_consecutive(return_counts=True)[1]
+        starts = sizes.cumsum(0) - sizes
+        rank = torch.arange(len(ordered), device=y.device) - starts.repeat_interleave(sizes)
+        kept = (rank < per_class) & (ordered >= 0)
+        positions = image_order[kept]
+        rows = positions // width
+        columns = positions % width
+        grid = torch.stack([(2 * columns + 1) / width - 1, (2 * rows + 1) / height - 1], dim=-1).to(z.dtype)
+        sampled = F.grid_sample(
+            image[None], grid[None, None], mode="bilinear", padding_mode="border", align_corners=False
+        )  # [1, d, 1, n]
+        chosen_z.append(sampled[0, :, 0].T)
+        chosen_y.append(ordered[kept])
+    return torch.cat(chosen_z), torch.cat(chosen_y)
+
+
+def labelled_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """Return the cross-entropy of the pixels that have a label; 0, without a gradient, where no pixel has one.
+
+    Args:
+        logits: [B, C, H, W].
+        y: int64 [B, H, W] with IGNORED.
+
+    Returns:
+        The mean over the pixels that count, a scalar.
+    """
+    return F.cross_entropy(logits, y, ignore_index=IGNORED, reduction="sum") / (y != IGNORED).sum().clamp(min=1)
+
+
+def back_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    """Return a cross-entropy in which a pixel without a label has one of the classes that the batch does not show.
+
+    The probability of such a pixel is the sum of these classes' probabilities (BackCE of FedSeg, Miao et al., CVPR
+    2023; the absent classes are those of the batch, as in its code). Where the labels show all classes, such pixels are
+    left out. No operation waits for a GPU.
+
+    Args:
+        logits: [B, C, H, W].
+        y: int64 [B, H, W] with IGNORED.
+
+    Returns:
+        The mean over the pixels that count, a scalar.
+    """
+    classes = logits.shape[1]
+    unlabelled = y == IGNORED
+    extended = torch.where(unlabelled, classes, y)  # unlabelled pixels as one more class
+    shows = torch.zeros(classes + 1, dtype=torch.bool, device=y.device).index_fill_(0, extended.flatten(), True)
+    shows = shows[:classes]
+    all_shown = shows.all()
+    log_p = F.log_softmax(logits.float(), 1)
+    # where all are shown nothing is masked: the logarithm of no class at all has no gradient
+    hidden = (shows & ~all_shown)[:, None, None]
+    absent = log_p.masked_fill(hidden, -torch.inf).logsumexp(1, keepdim=True)
+    target = torch.where(unlabelled & all_shown, IGNORED, extended)
+    return F.nll_loss(torch.cat([log_p, absent], 1), target, ignore_index=IGNORED)

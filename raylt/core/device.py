@@ -1,30 +1,49 @@
-"""What a process computes on, and how exactly: decided once per process, here, and handed to everything that computes.
+"""The device of a process and its arithmetic, decided once per process and handed to everything that computes.
 
-Nothing else asks torch whether there is a GPU. What comes from other places is the lease: on Ray a process may see a
-GPU that is not its own, and one that was leased to it must be used or refused, never replaced by the CPU.
+Nothing else asks torch whether there is a GPU. The lease comes from outside: on Ray a process may see a GPU that is not
+its own. A GPU that was leased to a process must be used or refused, never replaced by the CPU.
+
+`is_full` and `InHalves` are for a device without room. A device can be full in many ways. Torch's own allocations are
+only one of them: contexts and the handles of CUDA's libraries are made at their first use. Torch raises most of these
+errors as `RuntimeError`, so only their texts tell.
 """
 
 import functools
 import os
 import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from raylt.config import Config
-from raylt.core import graphs
+from raylt.core.training import cuda_graphs
 from raylt.errors import ConfigError, one_line
+from raylt.machine import cores
 
 _DRIVER = Path("/proc/driver/nvidia/version")
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"      # cuBLAS reads it when it is first used in a process
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads it when it is first used in a process
+
+
+@contextmanager
+def all_threads() -> Iterator[None]:
+    """Use all cores of the machine inside the block, while no client computes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(cores()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def open_device(config: Config, leased: bool | None = None) -> torch.device:
-    """The device of this process, after torch was set to compute on it as the configuration says.
+    """Return the device of this process, after setting torch's arithmetic as the configuration says.
 
     Args:
-        leased: whether Ray leased a GPU to this process; None where nobody leases, and what is there may be used.
+        leased: whether Ray leased a GPU to this process; None without Ray, where any GPU may be used.
 
     Raises:
         ConfigError: a GPU was leased, or is asked for, and cannot be used.
@@ -32,29 +51,35 @@ def open_device(config: Config, leased: bool | None = None) -> torch.device:
     device = torch.device("cuda" if _on_gpu(config, leased) else "cpu")
     _set_arithmetic(config, device)
     if device.type == "cuda":
-        graphs.set_recorder("cuda", graphs.CudaRecorder() if config.resources.graphs == "auto" else None)
+        cuda_graphs.set_recorder("cuda", cuda_graphs.CudaRecorder() if config.resources.graphs == "auto" else None)
     return device
 
 
 def describe(device: torch.device) -> dict[str, str | None]:
-    """What bits and seconds depend on, beside the code: the device and its driver, torch, the kind of processor.
+    """Return the device, its driver, torch's version and the kind of processor: bits and seconds depend on them.
 
     Returns:
-        device: the GPU's name, or cpu. driver, cuda and mps are None on a CPU; mps is "running" where it is.
+        A dict. "device" is the GPU's name, or "cpu"; "driver", "cuda" and "mps" are None on a CPU; "mps" is "running"
+        where NVIDIA's Multi-Process Service serves this process.
     """
     gpu = device.type == "cuda"
-    return {"device": torch.cuda.get_device_name(device) if gpu else device.type, "driver": driver() if gpu else None,
-            "cuda": torch.version.cuda if gpu else None, "mps": "running" if gpu and mps_runs() else None,
-            "torch": torch.__version__, "cpu": cpu()}
+    return {
+        "device": torch.cuda.get_device_name(device) if gpu else device.type,
+        "driver": driver_version() if gpu else None,
+        "cuda": torch.version.cuda if gpu else None,
+        "mps": "running" if gpu and mps_runs() else None,
+        "torch": torch.__version__,
+        "cpu": processor_name(),
+    }
 
 
 def gpus() -> int:
-    """How many GPUs this machine shows to torch. Whether a process may use one, `open_device` decides."""
+    """Return the number of GPUs that torch sees here; `open_device` decides whether a process may use one."""
     return torch.cuda.device_count()
 
 
-def driver() -> str | None:
-    """The version of the NVIDIA driver of this machine; None where there is none."""
+def driver_version() -> str | None:
+    """Return the version of the NVIDIA driver of this machine; None without a driver."""
     try:
         words = _DRIVER.read_text().splitlines()[0].split()
     except (OSError, IndexError):
@@ -63,13 +88,16 @@ def driver() -> str | None:
 
 
 def mps_runs() -> bool:
-    """Whether NVIDIA's Multi-Process Service is there for this process: CUDA finds its daemon by a folder of pipes, and
-    joins it when the process first uses the GPU. Without it kernels of two processes never overlap on a GPU."""
+    """Return whether NVIDIA's Multi-Process Service serves this process.
+
+    CUDA finds its daemon by a folder of pipes, and joins it when the process first uses the GPU. Without the service,
+    kernels of two processes never overlap on a GPU.
+    """
     pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
     try:
         daemon = int((pipes / "nvidia-cuda-mps-control.pid").read_text())
         os.kill(daemon, 0)
-    except PermissionError:                 # another user's, which serves this one all the same
+    except PermissionError:  # another user's daemon serves this process all the same
         return True
     except (OSError, ValueError):
         return False
@@ -77,8 +105,8 @@ def mps_runs() -> bool:
 
 
 @functools.cache
-def cpu() -> str:
-    """The kind of processor, as the system names it."""
+def processor_name() -> str:
+    """Return the kind of processor, as the system names it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -95,40 +123,120 @@ def _on_gpu(config: Config, leased: bool | None) -> bool:
     asked = "Ray leased a GPU to this process" if leased else "a GPU is asked for"
     if leased is False:
         if wanted.device == "cuda":
-            raise ConfigError("resources.device = cuda: Ray leased no GPU to this process; join a cluster whose nodes "
-                              "have GPUs, or set resources.device=auto")
+            raise ConfigError(
+                "resources.device: Ray leased no GPU to this process (cuda). Join a cluster whose nodes have GPUs, or "
+                "set resources.device=auto.",
+                code="device.not-leased",
+                key="resources.device",
+                value="cuda",
+            )
         return False
     if not torch.cuda.is_available():
         if leased or wanted.device == "cuda":
             raise _refusal(config, asked, "it sees none")
         return False
     try:
-        torch.zeros(1, device="cuda").add_(1).item()        # a wheel without kernels for this GPU is found out here
+        torch.zeros(1, device="cuda").add_(1).item()  # fails with a wheel that has no kernels for this GPU
     except RuntimeError as error:
-        raise _refusal(config, asked if leased or wanted.device == "cuda" else "a GPU is there",
-                       one_line(error)) from error
+        if not leased and wanted.device != "cuda":
+            asked = "this machine has a GPU"
+        raise _refusal(config, asked, one_line(error)) from error
     return True
 
 
 def _refusal(config: Config, asked: str, why: str) -> ConfigError:
-    has = f"driver {driver() or 'none'}, torch {torch.__version__}, " + (
-        f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA")
-    return ConfigError(f"resources.device = {config.resources.device}: {asked}, and torch cannot use it: {why} ({has})"
-                       "; install a driver and a torch wheel that fit each other, or set resources.device=cpu")
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    versions = f"driver {driver_version() or 'none'}, torch {torch.__version__}, {built}"
+    return ConfigError(
+        f"resources.device = {config.resources.device}: {asked}, and torch cannot use it: {why} ({versions}). Install "
+        "a driver and a torch wheel that fit each other, or set resources.device=cpu.",
+        code="device.unusable",
+        key="resources.device",
+        value=config.resources.device,
+        driver=driver_version(),
+        cuda=torch.version.cuda,
+    )
 
 
 def _set_arithmetic(config: Config, device: torch.device) -> None:
-    """Says every time what holds, for the process may have computed for another run before."""
-    cuda, backends = device.type == "cuda", torch.backends
+    """Set all of torch's switches, because the process may have computed for another run before."""
+    cuda = device.type == "cuda"
+    backends = torch.backends
     tf32 = cuda and config.local.precision == "tf32"
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    backends.cudnn.allow_tf32 = tf32                        # torch's own default is True
-    # what a convolution does where torch.backends.fp32_precision says otherwise
+    backends.cudnn.allow_tf32 = tf32  # torch's own default is True
+    # decides about convolutions where torch.backends.fp32_precision says otherwise
     convolution: Any = backends.cudnn
-    convolution.conv.fp32_precision = convolution.rnn.fp32_precision = "tf32" if tf32 else "ieee"
+    precision = "tf32" if tf32 else "ieee"
+    convolution.conv.fp32_precision = precision
+    convolution.rnn.fp32_precision = precision
     deterministic = cuda and config.resources.deterministic
-    backends.cudnn.deterministic, backends.cudnn.benchmark = deterministic, False
+    backends.cudnn.deterministic = deterministic
+    backends.cudnn.benchmark = False
     if deterministic:
         os.environ.setdefault(_WORKSPACE, ":4096:8")
-    if deterministic != torch.are_deterministic_algorithms_enabled():       # the call alone imports torch's compiler
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # the call alone imports torch's compiler
         torch.use_deterministic_algorithms(deterministic)
+
+
+# The libraries have no other words for a handle that could not be made because the device is full.
+_FULL = (
+    "cuda out of memory",
+    "cuda error: out of memory",
+    "cudaerrormemoryallocation",
+    "hip out of memory",
+    "cublas_status_alloc_failed",
+    "cublas_status_not_initialized when calling `cublascreate",
+    "cublas_status_not_initialized when calling `cublasltcreate",
+    "cudnn_status_alloc_failed",
+    "cudnn_status_not_initialized",
+    "cudnn_status_internal_error_device_allocation_failed",
+    "cusolver_status_alloc_failed",
+    "cusolver_status_not_initialized",
+    "cusparse_status_alloc_failed",
+    "cufft_alloc_failed",
+    "mps server has reached its maximum number of clients",
+    "all cuda-capable devices are busy or unavailable",
+)
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Return whether an error, or one that caused it, says that the device had no room.
+
+    Room may be missing in torch's own memory, or for a context or a handle.
+    """
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or any(text in str(error).lower() for text in _FULL):
+            return True
+        error = error.__cause__
+    return False
+
+
+class InHalves:
+    """A function of images that takes half as many at a time once the device has no room for all of a batch.
+
+    Each image's result must not depend on the other images of the batch, as with a model's answers in evaluation mode.
+    Only the rounding of the last bits may differ.
+
+    Args:
+        fn: images [B, ...] to a tensor [B, ...].
+        note: gets one line for each halving.
+    """
+
+    def __init__(self, fn: Callable[[Tensor], Tensor], note: Callable[[str], None]):
+        self._fn = fn
+        self._note = note
+        self._most: int | None = None  # images at a time that fitted last; None before the first halving
+
+    def __call__(self, x: Tensor) -> Tensor:
+        while True:
+            size = len(x) if self._most is None else min(self._most, len(x))
+            try:
+                return self._fn(x) if size == len(x) else torch.cat([self._fn(part) for part in x.split(size)])
+            except Exception as error:
+                if size < 2 or not is_full(error):
+                    raise
+            self._most = size // 2  # outside the handler: the error's frames would keep what they hold alive
+            if x.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self._note(f"device out of memory; continuing with {self._most} images at a time instead of {size}")

@@ -1,200 +1,321 @@
-"""`Experiment`: a run that can be stepped, saved and loaded; by this process, the server actor or a Tune trial."""
+"""`Experiment`: a run that can be stepped, saved and loaded, in this process, a server actor or a Tune trial."""
 
 import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from raylt import tree
-from raylt.core import checkpoint, confusions, states
-from raylt.core.checkpoint import Checkpoint, Seal
-from raylt.core.cohort import Ledger, Traffic
-from raylt.core.confusions import Matrices
-from raylt.core.device import describe
-from raylt.core.evaluator import Evaluator
-from raylt.core.fleet import Fleet
-from raylt.core.full import is_full
-from raylt.core.parts import States, replace_tensors
-from raylt.core.report import Report
-from raylt.core.server import Server, Stages
+from raylt.core.checkpoint import checkpoint, client_states
+from raylt.core.checkpoint.checkpoint import Checkpoint, ClientStates, Seal, hash_tensors
+from raylt.core.checkpoint.client_states import SavedStates
+from raylt.core.device import describe, is_full
+from raylt.core.evaluation import counts
+from raylt.core.evaluation.counts import Matrices
+from raylt.core.evaluation.evaluator import Evaluator
+from raylt.core.fleet.cohort import RoundStats, Traffic
+from raylt.core.fleet.fleet import Fleet, check_finite
+from raylt.core.protection.protection import check_delta
+from raylt.core.report import JUDGED, RoundReport
+from raylt.core.server import Server, Timings
 from raylt.core.setup import Setup
-from raylt.core.states import SavedStates
 from raylt.data.samples import Samples
 from raylt.data.task import Task
-from raylt.errors import RayltError, one_line
+from raylt.errors import CheckpointError, RayltError, no_exit, one_line, spoken
+from raylt.models.trainable import frozen_entries, whole_model
 from raylt.tree import Tree
+
+ENDED_EARLY = "rounds ended"  # figure of the last steps of a run that federation.patience has ended
 
 
 class Experiment:
-    """A method, a task and a fleet, taken step by step.
+    """A method, a task and a fleet, advanced step by step.
 
     Args:
-        folder: the run folder, where checkpoints and the final model go.
+        folder: the run folder, which receives checkpoints and the final model.
     """
 
     def __init__(self, setup: Setup, task: Task, fleet: Fleet, device: torch.device, folder: Path):
-        self.config, self.method, self.task, self.fleet, self.folder = setup.config, setup.method, task, fleet, folder
-        model = setup.check(task.facts).to(device)
-        extra = None if task.auxiliary is None else Samples(task.auxiliary, task.facts, device)
-        self.server = Server(setup.config, task.facts, model, device, setup.method.server_optimiser(), extra)
+        self.config = setup.config
+        self.method = setup.method
+        self.task = task
+        self.fleet = fleet
+        self.folder = folder
+        model = setup.new_model(task.spec)
+        setup.check(task.spec, model)
+        check_delta(setup.config, list(fleet.sizes.values()))
+        model = model.to(device)
+        auxiliary = None if task.auxiliary is None else Samples(task.auxiliary, task.spec, device)
+        self.server = Server(
+            setup.config, task.spec, model, device, setup.method.server_optimiser(), auxiliary, setup.schedule
+        )
         self.evaluator = Evaluator(setup.method, task, self.server, fleet)
         self._matrices: Matrices | None = None
         self._saved: Checkpoint | None = None
         self._step = 0
+        self._best: dict[str, Any] | None = None  # the step and accuracy on validation images of the best checkpoint
+        self._peak: dict[str, Any] | None = None  # the same of the best judged round, with or without a checkpoint
+        self._last_round = self.server.rounds  # an earlier one once federation.patience has ended the rounds
 
     @property
     def done(self) -> bool:
-        return self._step >= self.server.rounds + self.method.finishes
+        """Return whether the last step has been taken."""
+        return self._step >= self._last_round + self.method.finishes
 
     def describe(self) -> dict[str, str | None]:
-        """What clients and server compute on, see `raylt.core.device.describe`."""
+        """Return the devices that clients and server compute on, as `raylt.core.device.describe` names them."""
         return {**self.fleet.describe(), "server_device": describe(self.server.device)["device"]}
 
-    def step(self) -> Report:
-        """One round, or the finish; then an evaluation when it is due.
+    def advance(self, seal: Seal | None = None) -> RoundReport:
+        """Take a step, then write a checkpoint when one is due.
+
+        Args:
+            seal: binds the checkpoint to its run; None without a run folder.
+        """
+        report = self.step()
+        self._write_matrices()
+        if self._checkpoint_is_due():
+            start = time.perf_counter()
+            self.save(report, seal)
+            report.timings["checkpoint"] = time.perf_counter() - start
+        if self._matrices is not None:
+            counts.prune(self.folder, self._step, checkpoint.steps(self.folder / "checkpoints"))
+        return report
+
+    def step(self) -> RoundReport:
+        """Take one round, or the finish; then judge the models where an evaluation is due.
 
         Raises:
-            RayltError: the server's device has no room for its own work.
+            RayltError: the server's device has no room for the server's own work.
         """
         try:
-            return self._take_step()
-        except RayltError:                  # one that tells of a client's device says so itself
+            with no_exit():
+                return self._take_step()
+        except RayltError:  # errors about a client's device name the client themselves
             raise
         except Exception as error:
             if is_full(error):
-                raise RayltError(f"step {self._step}: the server's device has no room for what the server computes "
-                                 f"itself ({one_line(error)}); free it, or give the server a GPU of its own, and go on "
-                                 "with raylt resume RUN (resources.device=cpu: without GPUs)") from error
+                raise RayltError(
+                    f"step {self._step}: the server's device has no room for the server's own work "
+                    f"({one_line(error)}). Free it, or give the server a GPU of its own, then continue with "
+                    f"{spoken('raylt resume RUN', 'raylt.resume(RUN)')} (resources.device=cpu: without GPUs).",
+                    code="device.full",
+                    step=self._step,
+                ) from error
             raise
 
-    def _take_step(self) -> Report:
+    def _take_step(self) -> RoundReport:
         assert not self.done
         start = time.perf_counter()
-        server, fleet, joined = self.server, self.fleet, Ledger()
-        server.figures, server.stages = {}, Stages(watch=fleet.watch)
+        server, fleet = self.server, self.fleet
+        joined = RoundStats()
+        server.figures = {}
+        server.timings = Timings(on_progress=fleet.on_progress)
         if self._step == 0:
             fleet.begin(0)
             self.method.start(server, fleet)
-            joined = fleet.ledger
+            joined = fleet.round_stats
         self._step += 1
         server.round = self._step
         fleet.begin(self._step)
-        last = self._step >= server.rounds
-        phase = "round" if self._step <= server.rounds else "finish"
+        phase = "round" if self._step <= self._last_round else "finish"
         if phase == "round":
             self.method.round(server, fleet)
         else:
             self.method.finish(server, fleet)
-        ledger, trained = fleet.ledger, time.perf_counter()
-        stages = Stages(joined.stages)
-        for more in (ledger.stages, server.stages):         # before anybody is judged, which calls clients too
-            stages.add(more)
-        if fleet.watch is not None:
-            fleet.watch("evaluation", 0, 0)
-        judged, self._matrices = self.evaluator.evaluate(self._step, last, self.done)
+        check_finite(self._result(), f"step {self._step}: the result of the server", self.config)
+        round_stats, trained = fleet.round_stats, time.perf_counter()
+        timings = Timings(joined.timings)
+        # before the evaluation, which calls clients and adds to these timings
+        timings.add(round_stats.timings)
+        timings.add(server.timings)
+        if fleet.on_progress is not None:
+            fleet.on_progress("evaluation", 0, 0)
+        judged, self._matrices = self._judge()
+        if phase == "round" and self._patience_is_over():
+            self._last_round = self._step
+            judged, self._matrices = self._judge()  # as a last round is judged
+        if self._last_round < server.rounds:
+            server.log(**{ENDED_EARLY: self._early_end()})
+        check_finite(server.figures, f"step {self._step}: the figures of the server", self.config)
         evaluation = time.perf_counter() - trained
-        return Report(
-            step=self._step, phase=phase, seconds=trained - start, evaluation_seconds=evaluation,
-            stages={**stages, "evaluation": evaluation},
-            traffic={name: asdict(t) for name, t in _merge(joined.traffic, ledger.traffic).items()},
-            participants=sorted(ledger.participants),
-            lost=joined.lost + ledger.lost, retried=joined.retried + ledger.retried,
-            rejected=joined.rejected | ledger.rejected, figures=server.figures | ({} if ledger.privacy is None else
-                                                                          {"privacy": ledger.privacy}), **judged)
+        return RoundReport(
+            step=self._step,
+            phase=phase,
+            seconds=trained - start,
+            evaluation_seconds=evaluation,
+            timings={**timings, "evaluation": evaluation},
+            traffic=_total_traffic(joined, round_stats),
+            participants=sorted(round_stats.participants),
+            lost=joined.lost + round_stats.lost,
+            retried=joined.retried + round_stats.retried,
+            rejected=joined.rejected | round_stats.rejected,
+            figures=server.figures | ({} if round_stats.privacy is None else {"privacy": round_stats.privacy}),
+            **judged,
+        )
+
+    def _judge(self) -> tuple[dict[str, Any], Matrices | None]:
+        """Judge the models after a step."""
+        return self.evaluator.evaluate(self._step, last=self._step >= self._last_round, done=self.done)
+
+    def _patience_is_over(self) -> bool:
+        """Note the accuracy on validation samples after a round, and return whether no more rounds are due."""
+        patience = self.config.federation.patience
+        accuracy = self.server.figures.get("validation", {}).get("accuracy")
+        if patience is None or accuracy is None:
+            return False
+        if self._peak is None or accuracy > self._peak["accuracy"]:
+            self._peak = {"step": self._step, "accuracy": accuracy}
+        return self._step - self._peak["step"] >= patience and self._step < self._last_round
+
+    def _early_end(self) -> str:
+        """Return the remark on an early end of the rounds, which the tables of a run show."""
+        assert self._peak is not None
+        return (
+            f"after round {self._last_round} of {self.server.rounds}: no better accuracy on validation samples since "
+            f"round {self._peak['step']}"
+        )
+
+    def _result(self) -> Tree:
+        """Return the entries of the global model, as a file would hold them."""
+        return {"model": dict(self.method.global_model(self.server).state_dict())}
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Inside the block the method is finished, as if this had been the last round; after it nothing has happened.
+        """Finish the method inside the block, as if the last step had been the last round, and undo it afterwards.
 
-        What it draws differs from the finish to come, whose seeds follow the last round's number.
+        The rehearsal draws other numbers than the finish at the end, whose seeds follow the last round's number.
         """
         server, fleet = self.server, self.fleet
-        before = server.model, server.state, server.round, server.figures, server.stages
+        before = server.model, server.state, server.round, server.figures, server.timings
         server.model, server.state = copy.deepcopy(server.model), copy.deepcopy(server.state)
         try:
             with fleet.rehearsing():
-                server.round, server.figures, server.stages = self._step + 1, {}, Stages()
+                server.round = self._step + 1
+                server.figures = {}
+                server.timings = Timings()
                 fleet.begin(self._step + 1)
                 self.method.finish(server, fleet)
                 yield
         finally:
-            server.model, server.state, server.round, server.figures, server.stages = before
+            server.model, server.state, server.round, server.figures, server.timings = before
 
-    def advance(self, seal: Seal | None = None) -> Report:
-        """A step, then a checkpoint when it is due.
+    def judge_again(self) -> dict[str, Any]:
+        """Judge the models after the last step once more, as a branch with other fields of the method needs it.
 
-        Args:
-            seal: what binds the checkpoint to its run; None without a run folder.
+        Returns:
+            All figures of an evaluation, by their names in `RoundReport`.
         """
-        report = self.step()
-        self._keep_matrices()
-        if (self._step % self.config.output.checkpoint_every == 0 or self._step >= self.server.rounds
-                or self._step in self._forks):
-            start = time.perf_counter()
-            self.save(report, seal)
-            report.stages["checkpoint"] = time.perf_counter() - start
-        return report
-
-    def _keep_matrices(self) -> None:
-        if self._matrices is not None:
-            confusions.write(self.folder, self._step, self._matrices)
-
-    @property
-    def _forks(self) -> set[int]:
-        """The steps after which a run can be branched: their checkpoints stay."""
-        return set(self.method.stages(self.server.rounds).values())
-
-    def judged_again(self) -> dict[str, Any]:
-        """What the report of the last step says of accuracies, of another of the models that clients have."""
         assert self.done
         judged, self._matrices = self.evaluator.evaluate(self._step, last=True, done=True)
-        self._keep_matrices()
-        return judged
+        self._write_matrices()
+        return dict.fromkeys(JUDGED) | judged
 
-    def conclude(self) -> dict[str, str]:
-        """Writes the deployed model and returns what a summary says of it."""
-        model = {name: value.detach().cpu().contiguous()
-                 for name, value in self.method.global_model(self.server).state_dict().items()}
-        replace_tensors(self.folder, "model.safetensors", model)
+    def export_model(self) -> dict[str, str]:
+        """Write the deployed model into the run folder, with its frozen entries and merged adapters.
+
+        Returns:
+            The fields of summary.json that describe it.
+        """
+        whole = whole_model(self.method.global_model(self.server))
+        model = {name: value.detach().cpu().contiguous() for name, value in whole.state_dict().items()}
+        checkpoint.replace_tensors(self.folder, "model.safetensors", model)
         return {"model_sha256": checkpoint.hash_tensors(model), "task": self.task.kind}
 
-    def save(self, report: Report, seal: Seal | None = None) -> None:
-        """Commits a checkpoint of everything that the next step depends on, with the report of the step before."""
-        facts = {"step": self._step, "report": asdict(report), "seal": None if seal is None else asdict(seal)}
-        self._saved = checkpoint.write(self.folder / "checkpoints", self._step, self._parts(), facts, self._saved,
-                                       self.config.output.keep, self._forks)
+    def save(self, report: RoundReport, seal: Seal | None = None) -> None:
+        """Commit a checkpoint of everything that the next step depends on, with the report of the last step.
+
+        The checkpoint with the best accuracy on validation images stays, however many are kept.
+        """
+        facts = {"step": self._step, "report": report.record(), "seal": None if seal is None else asdict(seal)}
+        accuracy = report.figures.get("validation", {}).get("accuracy")
+        if accuracy is not None and (self._best is None or accuracy > self._best["accuracy"]):
+            self._best = {"step": self._step, "accuracy": accuracy}
+        if self._best is not None:
+            facts["best"] = self._best
+        if self._peak is not None:
+            facts |= {"peak": self._peak, "last_round": self._last_round}
+        self._saved = checkpoint.write(
+            self.folder / "checkpoints",
+            self._step,
+            self._parts(),
+            facts,
+            self._saved,
+            self.config.output.keep,
+            {*self._branch_points, *([] if self._best is None else [self._best["step"]])},
+        )
         self.fleet.changed.clear()
 
     def load(self, saved: Checkpoint, clients: bool = True) -> None:
-        """Takes up a run where a checkpoint left it.
+        """Continue from a checkpoint.
 
         Args:
-            clients: whether what they keep is read too, which to look at models is not needed.
+            clients: whether to read the clients' private states. Looking at the global model needs none.
         """
-        part = saved.read("server")
-        self.server.receive(part["model"])
-        self.server.state = part["state"]
+        server_part = saved.read("server")
+        if server_part.get("frozen") != self._frozen_sha256:
+            raise CheckpointError(
+                f"weights: the frozen weights are not those that the run was made with ({self.config.weights}). Put "
+                "the original file back, or start a new run.",
+                code="model.weights-mismatch",
+                key="weights",
+                value=self.config.weights,
+            )
+        self.server.receive(server_part["model"])
+        self.server.state = server_part["state"]
         self._step = self.server.round = saved.facts["step"]
-        kept = SavedStates(saved)
-        for id in sorted(kept.places) if clients else ():
-            private = kept.read(id)
+        self._best = saved.facts.get("best")
+        self._peak = saved.facts.get("peak")
+        self._last_round = saved.facts.get("last_round", self.server.rounds)
+        states = SavedStates(saved)
+        for id in sorted(states.part_of) if clients else ():
+            private = states.read(id)
             assert private is not None
             self.fleet.restore(id, private)
         self.fleet.changed.clear()
         self._saved = saved
 
-    def _parts(self) -> Iterator[tuple[str, Tree | States | None]]:
-        yield "server", {"model": tree.snapshot(self.server.model.state_dict()),
-                         "state": tree.snapshot(self.server.state)}
-        yield from states.parts(self._step, {} if self._saved is None else self._saved.parts, self.fleet)
+    def _parts(self) -> Iterator[tuple[str, Tree | ClientStates | None]]:
+        model, state = tree.snapshot(self.server.model.state_dict()), tree.snapshot(self.server.state)
+        frozen = {} if self._frozen_sha256 is None else {"frozen": self._frozen_sha256}
+        yield "server", {"model": model, "state": state, **frozen}
+        saved = {} if self._saved is None else self._saved.parts
+        yield from client_states.parts(self._step, saved, self.fleet)
+
+    @cached_property
+    def _frozen_sha256(self) -> str | None:
+        """The hash of the frozen entries, which no checkpoint holds; None without any."""
+        frozen = frozen_entries(self.server.model)
+        return (
+            hash_tensors({name: value.detach().cpu().contiguous() for name, value in frozen.items()})
+            if frozen
+            else None
+        )
+
+    def _checkpoint_is_due(self) -> bool:
+        regular = self._step % self.config.output.checkpoint_every == 0
+        return regular or self._step >= self._last_round or self._step in self._branch_points
+
+    @property
+    def _branch_points(self) -> set[int]:
+        """The steps after which a run can be branched: their checkpoints are kept."""
+        return set(self.method.stages(self._last_round).values())
+
+    def _write_matrices(self) -> None:
+        if self._matrices is not None:
+            counts.write(self.folder, self._step, self._matrices)
 
 
-def _merge(first: dict[str, Traffic], second: dict[str, Traffic]) -> dict[str, Traffic]:
-    none = Traffic()
-    return {name: Traffic(a.down + b.down, a.up + b.up, a.replies + b.replies) for name in first | second
-            for a, b in [(first.get(name, none), second.get(name, none))]}
+def _total_traffic(joined: RoundStats, round_stats: RoundStats) -> dict[str, Any]:
+    """Add up the traffic of joining and of a round, by client function."""
+    totals: dict[str, Traffic] = {}
+    for stats in (joined, round_stats):
+        for name, traffic in stats.traffic.items():
+            totals.setdefault(name, Traffic()).add(traffic)
+    return {name: asdict(traffic) for name, traffic in totals.items()}

@@ -1,8 +1,9 @@
 """`Method`: one federated algorithm as a value. Its fields are the hyper-parameters, its functions are the algorithm.
 
-The framework owns the loop over rounds; a method owns what happens in one. Functions that take a `client` run at that
-client and see it and the message, nothing else; those that take the `server` run there and reach clients through
-`fleet.ask`.
+The framework owns the loop over rounds; a method owns one round. A function that takes a `client` runs at that client
+and sees only it and the message. A function that takes the `server` runs there and reaches clients with `fleet.ask`.
+
+`train_model` and `train_clients` are the two halves of a usual round, for methods that add something to it.
 """
 
 import math
@@ -18,50 +19,56 @@ from raylt import tree
 from raylt.config import Config
 from raylt.config.typed import as_typed
 from raylt.core.client import Client, Message, Reply
-from raylt.core.cohort import Cohort
-from raylt.core.fleet import Fleet
-from raylt.core.reductions import mean
-from raylt.core.server import Server
-from raylt.core.server_optimisers import ServerOptimiser
-from raylt.core.terms import asked_for, figure_of, reply_of
-from raylt.core.training import Objective, sgd, take_statistics
-from raylt.data.sources import Kind
-from raylt.data.task import Facts, Task
+from raylt.core.fleet.aggregation import Replies
+from raylt.core.fleet.cohort import Cohort
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import Reduction, mean
+from raylt.core.server import Server, ServerOptimiser
+from raylt.core.training.loss_terms import asked_for, figure_of, reply_of
+from raylt.core.training.sgd import Objective, sgd, take_statistics
+from raylt.data.sources.sources import ProblemKind
+from raylt.data.task import Task, TaskSpec
 from raylt.models.split import Params, SplitModel
-from raylt.recordable import recordable
+from raylt.recording import recordable
+from raylt.tree import Tree
 
 Group = Literal["global", "personal", "statistics", "aggregation"]
 
 
 class Method(BaseModel):
-    """One federated algorithm. The defaults are FedAvg (McMahan et al., AISTATS 2017).
+    """Base class of all methods: one federated algorithm. The defaults are FedAvg (McMahan et al., AISTATS 2017).
 
     Attributes:
-        name: what a configuration calls it.
-        paper: authors, venue and year; `link`: where it can be read.
-        personal: whether clients are judged by their own models.
-        problems: what the paper's algorithm is defined for; others are refused.
-        later: by stage, the fields that act from it on and not before, see `stages`.
-        trains_as: the method whose rounds these are, where only what follows them is another.
-        group: what it changes: the one model's training (global), what clients keep (personal), what is put together
-            after training (statistics) or in a round (aggregation); None: global or personal.
-        privileged: what it takes for granted that a federation does not have, in words; None for most.
-        sums_samples: whether what clients upload after the last round are sums over samples of which each adds no more
-            than is declared (`Reduction.bounded`), so that noise can hide it.
+        name: The name in configurations.
+        paper: Authors, venue and year.
+        link: Address of the paper or its code.
+        personal: True if each client is judged by its own model.
+        problems: Kinds of problems that the algorithm is defined for; others are refused.
+        later: For each stage, the fields that act from that stage on and not before; see `stages`.
+        trains_as: Name of the method whose rounds this one shares, where the two differ in the last phase only.
+        group: The part of the algorithm that it changes: training of the one model (global), what clients keep
+            (personal), the aggregation after training (statistics) or in a round (aggregation). None: global or
+            personal.
+        privileged: What it needs that a federation does not have, in words; None for most methods.
+        sums_samples: True if clients upload, after the last round, sums to which each sample adds no more than a
+            declared length (`Reduction.bounded`), so that noise can hide it.
+        other_models: Names of further models of a client, judged after the last step next to `client_model`, where a
+            paper does not say whose accuracy it reports.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: ClassVar[str]
     paper: ClassVar[str]
+    link: ClassVar[str | None] = None
     personal: ClassVar[bool] = False
-    problems: ClassVar[tuple[Kind, ...]] = ("classification",)
+    problems: ClassVar[tuple[ProblemKind, ...]] = ("classification",)
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     trains_as: ClassVar[str | None] = None
-    privileged: ClassVar[str | None] = None
-    link: ClassVar[str | None] = None
     group: ClassVar[Group | None] = None
+    privileged: ClassVar[str | None] = None
     sums_samples: ClassVar[bool] = False
+    other_models: ClassVar[tuple[str, ...]] = ()
 
     @field_validator("*", mode="before", check_fields=False)
     @classmethod
@@ -69,80 +76,94 @@ class Method(BaseModel):
         assert info.field_name is not None
         return as_typed(cls.model_fields[info.field_name].annotation, value)
 
+    # declarations that depend on the fields
+
     @property
     def finishes(self) -> bool:
-        """Whether there is something to do after the last round."""
-        return False
+        """True if the run has a phase after the last round, which is `finish`."""
+        return type(self).finish is not Method.finish
 
     def stages(self, rounds: int) -> dict[str, int]:
-        """The stages of a run, by name, and the step after which each begins; a run can be branched there.
+        """Return the step after which each stage of a run begins, by name. A run can be branched at these steps.
 
         Args:
-            rounds: R.
+            rounds: The number of rounds, R.
         """
         return {"finish": rounds, "judging": rounds + self.finishes}
 
-    @classmethod
-    def stage_of(cls, field: str) -> str | None:
-        """The stage that a field acts from; None: from the first round."""
-        return next((stage for stage, names in cls.later.items() if field in names), None)
-
     @property
     def sees_each(self) -> tuple[str, ...]:
-        """The parts that it asks for as `each`: what the server must see of every client by itself."""
+        """Names of the parts that the server asks for as `each`, so that it sees the values of every client."""
         return ()
+
+    @property
+    def augments(self) -> bool:
+        """True if the method changes images in a way of its own, which features of images do not allow."""
+        return False
+
+    @property
+    def sees_images(self) -> bool:
+        """True if a frozen model other than the trained one looks at the images."""
+        return False
+
+    @property
+    def uploads_more(self) -> bool:
+        """True if clients upload more than a model and its loss; noise on the model would not hide the rest."""
+        return bool(self.finishes or self.sees_each or self.terms)
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """The names of the objective's terms, where it has several: each round reports their shares in its gradient."""
+        """Names of the terms of an objective that is a `Terms`; each round logs their shares of the gradient.
+
+        The schema of replies is fixed before a client trains, so the names are declared and not read off replies.
+        """
         return ()
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
-        """Before any process starts, where the run is started: fetches what is missing, refuses what cannot work.
+        """Fetch what is missing and refuse what cannot work, where the run is started, before any other process starts.
 
         Args:
-            model: a new one.
+            model: A new model of the run.
 
         Raises:
-            ConfigError: a field does not fit the others, the task or the model, or something cannot be had.
+            ConfigError: A field does not fit the other fields, the task or the model, or a resource is not available.
         """
 
     # the model
 
-    def build(self, task: Facts, base: SplitModel) -> SplitModel:
-        """The model that this method trains, from a plain one: add heads, swap layers."""
+    def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
+        """Return the model that this method trains, made from a plain one: add heads, swap layers."""
         return base
 
     def shared(self, model: SplitModel) -> Params:
-        """The entries of the model that travel; the rest is private to each client."""
+        """Return the entries of the model that travel. The other entries are private to each client."""
         return model.entries()
 
     # at a client
 
     def join(self, client: Client, message: Message) -> Reply:
-        """Once, before the first round: fill `client.state`."""
+        """Fill `client.state`, once, before the first round."""
         return client.reply()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """The loss of a batch. Called once a round, so the closure holds what the round fixes.
+        """Return the function of a batch's loss. It is called once a round, so its closure keeps the round's constants.
 
-        One of several terms is a `Terms`. One whose calls launch the same every time says so, `raylt.recordable`.
+        A loss with several terms is a `Terms`.
         """
         return recordable(lambda batch: client.cross_entropy(client.model(batch.x), batch.y))
 
     def train(self, client: Client, message: Message) -> Reply:
-        """Local training, on the model that the message brought."""
+        """Train the model that the message brought on the client's samples."""
         client.receive(message["model"])
-        objective = self.objective(client, message)
-        loss = sgd(client, objective)
-        return client.reply(model=self.shared(client.model), loss=loss, **reply_of(objective, self.terms))
+        parts = train_model(self, client, message)
+        return client.reply(model=self.shared(client.model), **parts)
 
     def settle(self, client: Client, message: Message) -> None:
-        """What a client does that joins after training, once, before it is judged; the message is a round's.
+        """Prepare a client that joins after training, once, before it is judged. The message is that of a round.
 
-        It joins, and the entries that it keeps for itself are trained on its samples, as long as in a round, under the
-        shared ones as they are in the end. Where it keeps but running statistics (federation.batchnorm = local), these
-        are taken. A method whose personal models are in the clients' states says here how they come to be.
+        The client joins and trains its private entries on its samples, as long as in a round, under the final shared
+        entries. Where it keeps only running statistics (federation.batchnorm = local), it takes these. A method that
+        keeps personal models in the clients' states overrides this function to create them.
         """
         client.receive(message["model"])
         shared, model = self.shared(client.model), client.model
@@ -156,68 +177,112 @@ class Method(BaseModel):
     # at the server
 
     def start(self, server: Server, fleet: Fleet) -> None:
-        """Before the first round. The empty `join` is not sent: ten thousand calls for nothing take half a minute."""
+        """Let all clients join, before the first round.
+
+        The empty `join` is not sent: for ten thousand clients that would take half a minute.
+        """
         if type(self).join is not Method.join:
             fleet.ask(self.join, fleet.everyone, {})
 
     def sample(self, server: Server, fleet: Fleet) -> Cohort | list[int]:
-        """The clients of this round: ceil(participation * K), uniformly without replacement, or each with the chance
-        `participation`; seeded by the round, unless privacy rests on nobody's knowing who was drawn."""
+        """Return the clients of this round.
+
+        They are ceil(participation * K) clients, drawn uniformly without replacement, or each client with probability
+        `participation` (federation.sampling = poisson). The draw is seeded by the round, unless privacy rests on it
+        being secret.
+        """
         federation, clients = server.config.federation, server.config.data.clients
         if federation.sampling == "poisson":
-            hidden = server.config.privacy.update_epsilon is not None
-            rng = np.random.default_rng(secrets.randbits(256) if hidden else server.seed("sample"))
+            secret = server.config.privacy.update_epsilon is not None
+            rng = np.random.default_rng(secrets.randbits(256) if secret else server.seed("sample"))
             return Cohort([id for id in fleet.ids if rng.random() < federation.participation])
-        assert clients is not None, "a run's configuration says how many there are"
-        there = clients - len(fleet.newcomers)
-        wanted = min(len(fleet.ids), math.ceil(federation.participation * there - 1e-9))
+        assert clients is not None, "the configuration of a run has the number of clients"
+        training = clients - len(fleet.new_clients)
+        wanted = min(len(fleet.ids), math.ceil(federation.participation * training - 1e-9))
         asked = min(len(fleet.ids), math.ceil(wanted * (1 + federation.over_select) - 1e-9))
         rng = np.random.default_rng(server.seed("sample"))
         return Cohort(rng.choice(fleet.ids, asked, replace=False), wanted)
 
     def message(self, server: Server) -> Message:
-        """What every client of the round gets."""
+        """Return the message that every client of the round gets."""
         return {"model": tree.snapshot(self.shared(server.model))}
 
-    def reply_weights(self, server: Server, fleet: Fleet) -> Mapping[int, float] | None:
-        """What each client's reply counts in the means of a round, by id, and what it must say; None: its samples."""
-        return None
-
     def round(self, server: Server, fleet: Fleet) -> None:
-        """One round, in straight-line code."""
-        message = self.message(server)
-        got = fleet.ask(self.train, self.sample(server, fleet), message, self.reply_weights(server, fleet),
-                        model=mean.like(message["model"]), loss=mean.like(0.0), **asked_for(self.terms))
-        server.step(got["model"])
-        server.log(loss=got["loss"], **figure_of(got))
+        """Run one round."""
+        train_clients(self, server, fleet)
 
     def server_optimiser(self) -> ServerOptimiser | None:
-        """The rule of `server.step`; None: the clients' mean is the new global model."""
+        """Return the rule of `server.step`; None: the mean of the clients is the new global model."""
         return None
 
     def finish(self, server: Server, fleet: Fleet) -> None:
-        """After the last round, of a method that `finishes`."""
+        """Run the phase after the last round, in a method that `finishes`."""
+
+    def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
+        """Return the work of `finish` and its time in words, for plans; empty where it takes no longer than a round."""
+        return ""
 
     # what is judged
 
     def global_model(self, server: Server) -> SplitModel:
-        """The global model that users get."""
+        """Return the global model that users get."""
         return server.model
 
     def client_model(self, client: Client) -> SplitModel:
-        """Of a personal method: the model that this client uses; its shared entries have just been received."""
+        """Return the model that this client uses, in a personal method. Its shared entries were just received."""
         return client.model
 
-    @property
-    def other_models(self) -> tuple[str, ...]:
-        """Of a personal method: names of models of a client that are judged beside `client_model` after the last step,
-        where a paper leaves open whose accuracy it reports."""
-        return ()
-
     def other_model(self, client: Client, name: str) -> SplitModel:
-        """One of `other_models`; the shared entries have just been received."""
+        """Return one of `other_models`. The shared entries were just received."""
         raise NotImplementedError
 
     def predict(self, model: nn.Module, x: Tensor) -> Tensor:
-        """Logits [B, C], or [B, C, H, W] where labels are maps, of images [B, channels, H, W]."""
+        """Return logits [B, C], or [B, C, H, W] where labels are maps, of images [B, channels, H, W]."""
         return model(x)
+
+
+def train_model(method: Method, client: Client, message: Message, epochs: float | None = None) -> Tree:
+    """Train a client's model, as it is, on the method's objective; return the parts of the reply that report on it.
+
+    Args:
+        epochs: as `local.epochs` and `local.steps` say by default.
+
+    Returns:
+        The mean loss of a sample, `loss`, and for an objective with several terms their `shares` of the gradient.
+    """
+    objective = method.objective(client, message)
+    loss = sgd(client, objective, epochs=epochs)
+    return {"loss": loss} | reply_of(objective, method.terms)
+
+
+def train_clients(
+    method: Method,
+    server: Server,
+    fleet: Fleet,
+    cohort: Cohort | list[int] | None = None,
+    message: Message | None = None,
+    weights: Mapping[int, float] | None = None,
+    **parts: Reduction,
+) -> Replies:
+    """Ask clients to train, make their mean the next global model, and log their loss.
+
+    Args:
+        cohort: The method's `sample` by default.
+        message: The method's `message` by default.
+        weights: The weight of each client's reply in the means, by id; their numbers of samples by default.
+        parts: Further parts of the replies.
+    """
+    message = method.message(server) if message is None else message
+    got = fleet.ask(
+        method.train,
+        method.sample(server, fleet) if cohort is None else cohort,
+        message,
+        weights,
+        model=mean.like(message["model"]),
+        loss=mean.like(0.0),
+        **asked_for(method.terms),
+        **parts,
+    )
+    server.step(got["model"])
+    server.log(loss=got["loss"], **figure_of(got))
+    return got

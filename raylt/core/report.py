@@ -1,59 +1,216 @@
-"""`Report`: what one step of a run came to."""
+"""`RoundReport`: the record of one committed step, and the one place where its figures are named.
 
+Everything that shows or keeps a figure follows from the fields of this model: the line of metrics.jsonl and its JSON
+schema, the figures that summary.json repeats, the rows of `Run.metrics`, the curves of TensorBoard, and the headings of
+a study's tables. A figure that is read off a confusion matrix is added by one more field:
+
+    f1: Annotated[Share, Figure("mean F1 of the classes", "accuracy/mean F1", pooled=mean_f1)] = None
+
+Here `mean_f1` is a function of a confusion matrix. A line that was written before has None for the new figure.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic_core import CoreSchema
+from typing_extensions import TypedDict
+
+from raylt import metrics
+from raylt.typed_json import closed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Share = Fraction | None  # None where nothing was judged
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+def _client_id(key: object) -> object:
+    """Return the number of a client id that JSON keeps as text."""
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
+
+
+ClientId = Annotated[int, BeforeValidator(_client_id)]
 
 
 @dataclass(frozen=True)
-class Report:
-    """One step of a run: a round, or what a method does after the last one.
+class Figure:
+    """The meaning of a field of `RoundReport`, and where it is shown.
 
     Attributes:
-        step: 1..R for rounds, R + 1 for the finish.
-        phase: "round" or "finish".
-        seconds: of training and aggregation; `evaluation_seconds` apart.
-        accuracy: of what is deployed, on the balanced test set; None when it was not due. For personal methods the
-            mean over the clients' own models, and `global_accuracy` is the global model's. Where clients see the
-            classes in their own ways, as they see them; `global_accuracy` then is still over the true ones.
-        global_macro, global_miou: of the global model, over the true classes; None when it was not judged.
-        macro, miou: means over the classes of accuracy and of intersection over union, of what `accuracy` is of.
-        groups: accuracy over the many-, medium- and few-shot classes; None for a group without classes.
-        clients: per-client figures ("owned", "matched", "global", "miou", and "local" where clients have test images of
-            their own), each with its mean and worst decile.
-        by_client: the same of each client by id, None for one that is not judged; kept of clients' own models, and
-            of the last evaluation of all.
-        others: of a personal method after its last step, the same figures of each of its `other_models`, by name.
-        quality: after the last round, of the global model's probabilities: "auc" and "calibration_error", see
-            `raylt.metrics.quality`.
-        confusion: SHA-256 of the counts that all of this was read off, see raylt/core/confusions.py.
-        traffic: bytes and replies by client function.
-        participants: ids of the clients sampled for the round whose replies were used.
-        lost, retried, rejected: client ids; rejected ones with the reason.
-        figures: what the method reports.
-        stages: seconds by stage: the waits for clients by client function, "aggregation", what the method times of
-            its own ("synthesis"), "evaluation" and "checkpoint".
+        title: words for a table's heading; the description in the JSON schema.
+        curve: tag of its TensorBoard curve. Of a field with several values, the family that their curves share.
+        curves: tags of single values of such a field, by key.
+        pooled: function that reads the figure off the confusion matrix int64 [C, C] of the deployed model, or of the
+            clients' own models together.
+        shared: the same for the confusion matrix of the global model, over the true classes.
+        unit: "seconds" or "bytes"; empty for shares and numbers.
     """
 
-    step: int
-    phase: str
-    seconds: float
-    evaluation_seconds: float
-    accuracy: float | None
-    global_accuracy: float | None
-    groups: dict[str, float | None] | None
-    clients: dict[str, dict[str, float]] | None
-    traffic: dict[str, dict[str, int]]
-    participants: list[int] = field(default_factory=list)
-    lost: list[int] = field(default_factory=list)
-    retried: list[int] = field(default_factory=list)
-    rejected: dict[int, str] = field(default_factory=dict)
-    figures: dict[str, Any] = field(default_factory=dict)
-    by_client: dict[str, list[float | None]] | None = None
-    stages: dict[str, float] = field(default_factory=dict)
-    macro: float | None = None
-    miou: float | None = None
-    global_macro: float | None = None
-    global_miou: float | None = None
-    others: dict[str, dict[str, Any]] | None = None
-    quality: dict[str, float | None] | None = None
-    confusion: str | None = None
+    title: str
+    curve: str = ""
+    curves: Mapping[str, str] = field(default_factory=dict)
+    pooled: "Callable[[Tensor], float] | None" = None
+    shared: "Callable[[Tensor], float] | None" = None
+    unit: str = ""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        unit = {"unit": self.unit} if self.unit else {}
+        return {**handler(schema), "description": self.title, **unit}
+
+
+@closed
+class Spread(TypedDict):
+    """A figure over clients: the mean, and the mean of the lowest tenth."""
+
+    mean: Share
+    worst_decile: Share
+
+
+@closed
+class TrafficRecord(TypedDict):
+    """Bytes to and from the clients that replied to one client function, and the number of replies."""
+
+    down: Count
+    up: Count
+    replies: Count
+
+
+class RoundReport(BaseModel):
+    """One committed step of a run: a round, or the work of `Method.finish` after the last round.
+
+    The order of the fields is their order in metrics.jsonl. Fields with the default None are the figures of an
+    evaluation; None means that nothing was judged after this step. Accuracies are in [0, 1].
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    step: Annotated[int, Field(ge=1), Figure("number of the step: 1..R for rounds, R + 1 for the finish")]
+    phase: Annotated[Literal["round", "finish"], Figure("round, or finish for what follows the last round")]
+    seconds: Annotated[
+        Seconds, Figure("seconds of training and aggregation, without judging", "seconds/training", unit="seconds")
+    ]
+    evaluation_seconds: Annotated[Seconds, Figure("seconds of judging", "seconds/evaluation", unit="seconds")]
+    # For personal methods the pooled counts of the clients' own models. Where clients see the classes in their own
+    # ways, as the clients see them; the figures of the global model are always over the true classes.
+    accuracy: Annotated[
+        Share, Figure("accuracy on the balanced test set", "accuracy/test set", pooled=metrics.accuracy)
+    ] = None
+    global_accuracy: Annotated[
+        Share, Figure("accuracy of the global model", "accuracy/global model", shared=metrics.accuracy)
+    ] = None
+    groups: Annotated[
+        dict[str, Share] | None,
+        Figure(
+            "accuracy over the many-, medium- and few-shot classes; null for a group without test samples",
+            "groups",
+            {group: f"accuracy/{group}-shot" for group in metrics.GROUPS},
+        ),
+    ] = None
+    clients: Annotated[
+        dict[str, Spread] | None,
+        Figure("per-client figures by kind (owned, matched, global, miou, local), over the clients", "clients"),
+    ] = None
+    traffic: Annotated[
+        dict[str, TrafficRecord], Figure("bytes and replies by client function", "traffic", unit="bytes")
+    ]
+    participants: Annotated[
+        list[Count], Figure("ids of the clients sampled for the round whose replies were used")
+    ] = []
+    lost: Annotated[list[Count], Figure("ids of the clients that gave no usable answer")] = []
+    retried: Annotated[list[Count], Figure("ids of the clients that were called again")] = []
+    rejected: Annotated[dict[ClientId, str], Figure("reason for each rejected reply, by client id")] = {}
+    figures: Annotated[
+        dict[str, Any], Figure("figures that the method reports", "method", {"loss": "training/loss"})
+    ] = {}
+    by_client: Annotated[
+        dict[str, list[Share]] | None,
+        Figure(
+            "the per-client figures of each client, by id; null for a client that is not judged. Kept for clients' own "
+            "models, and for the last evaluation of every method"
+        ),
+    ] = None
+    timings: Annotated[
+        dict[str, Seconds],
+        Field(alias="stages"),
+        Figure(
+            "seconds by stage: the waits for clients by client function, aggregation, stages that the method times "
+            "itself, evaluation and checkpoint",
+            "seconds of stages",
+            unit="seconds",
+        ),
+    ] = {}
+    macro: Annotated[
+        Share, Figure("mean of the class accuracies", "accuracy/mean of classes", pooled=metrics.macro)
+    ] = None
+    miou: Annotated[Share, Figure("mean intersection over union", "iou/test set", pooled=metrics.mean_iou)] = None
+    global_macro: Annotated[
+        Share,
+        Figure(
+            "mean of the global model's class accuracies",
+            "accuracy/global model, mean of classes",
+            shared=metrics.macro,
+        ),
+    ] = None
+    global_miou: Annotated[
+        Share, Figure("mean intersection over union of the global model", "iou/global model", shared=metrics.mean_iou)
+    ] = None
+    others: Annotated[
+        dict[str, dict[str, Any]] | None,
+        Figure(
+            "after the last step of a personal method, the same figures of each of its other models", "other models"
+        ),
+    ] = None
+    quality: Annotated[
+        dict[str, Share] | None,
+        Figure(
+            "after the last round, of the global model's probabilities: auc, the mean over the classes of the area "
+            "under the ROC curve, and calibration_error over 15 bins",
+            "quality",
+            {"auc": "quality/AUC", "calibration_error": "quality/calibration error"},
+        ),
+    ] = None
+    confusion: Annotated[
+        Sha256 | None, Figure("SHA-256 of the counts of this evaluation, which confusions/STEP.npz keeps")
+    ] = None
+
+    shown: Annotated[
+        Literal["accuracy", "local", "matched"] | None,
+        Figure(
+            "the figure that is shown where there is room for one: accuracy; of clients' own models local, the mean "
+            "over the clients on their own test images, or without such images matched, on their own class mix"
+        ),
+    ] = None
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields by their names in metrics.jsonl, in its order."""
+        return self.model_dump(by_alias=True)
+
+
+def shown_figure(line: Mapping[str, Any]) -> tuple[str, float | None]:
+    """Return name and value of the figure that is shown where there is room for one.
+
+    Args:
+        line: a line of metrics.jsonl; the value is None where nothing was judged.
+    """
+    name = line.get("shown") or "accuracy"
+    return name, line["accuracy"] if name == "accuracy" else line["clients"][name]["mean"]
+
+
+def _figures() -> Iterator[tuple[str, Figure]]:
+    for name, info in RoundReport.model_fields.items():
+        for note in info.metadata:
+            if isinstance(note, Figure):
+                yield info.alias or name, note
+
+
+FIGURES: dict[str, Figure] = dict(_figures())  # by key in metrics.jsonl
+POOLED = {name: figure.pooled for name, figure in FIGURES.items() if figure.pooled is not None}
+SHARED = {name: figure.shared for name, figure in FIGURES.items() if figure.shared is not None}
+SHARES = tuple(name for name in FIGURES if name in POOLED or name in SHARED)
+JUDGED = tuple(name for name, info in RoundReport.model_fields.items() if info.default is None)

@@ -1,106 +1,217 @@
-"""`Server`: the global model and what the server remembers."""
+"""`Server`: the global model and the server's memory. `ServerOptimiser`: the rule of the server's step.
+
+The rules are those of adaptive federated optimisation (Reddi et al., ICLR 2021). They take the clients' mean minus the
+global model, Delta, as a negative gradient. Entries that are not trained (BatchNorm's running statistics and counters)
+are always the clients' mean.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from raylt import tree
 from raylt.config import Config
-from raylt.core.server_optimisers import ServerOptimiser
+from raylt.core.training.schedules import Schedule
 from raylt.data.samples import Samples
-from raylt.data.task import Facts
-from raylt.models.split import Params, SplitModel, load_entries, trained_names
+from raylt.data.task import TaskSpec
+from raylt.models.split import Params, SplitModel, has_no_negative_features, load_entries, trained_names
 from raylt.seeds import seed_for
 from raylt.tree import Tree
 
-Watch = Callable[[str, int, int], None]     # is told what goes on, and how many of how many clients are done
+
+class ServerOptimiser(Protocol):
+    """A rule for the server's step."""
+
+    def step(self, state: Params, delta: Params) -> Params:
+        """Return what is added to each trained entry.
+
+        Args:
+            state: memory of the rule, float64 by name; empty before the first step; changed in place.
+            delta: the clients' mean minus the global model, float64.
+        """
+        ...
 
 
-class Stages(dict[str, float]):
+@dataclass(frozen=True)
+class ServerMomentum:
+    """v <- beta v + Delta; w <- w + lr v (FedAvgM; Hsu et al., 2019)."""
+
+    beta: float = 0.9
+    lr: float = 1.0
+
+    def step(self, state: Params, delta: Params) -> Params:
+        for name, change in delta.items():
+            state[name] = change.clone() if name not in state else self.beta * state[name] + change
+        return {name: self.lr * state[name] for name in delta}
+
+
+@dataclass(frozen=True)
+class ServerAdam:
+    """Algorithm 2, FedAdam: m <- beta1 m + (1 - beta1) Delta; v <- beta2 v + (1 - beta2) Delta^2;
+    w <- w + lr m / (sqrt(v) + tau).
+
+    As in the paper, m starts at 0, v at tau^2, and there is no bias correction.
+    """
+
+    lr: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.99
+    tau: float = 1e-3
+
+    def step(self, state: Params, delta: Params) -> Params:
+        steps: Params = {}
+        for name, change in delta.items():
+            m = state.get(f"m.{name}", torch.zeros_like(change))
+            v = state.get(f"v.{name}", torch.full_like(change, self.tau**2))
+            m = self.beta1 * m + (1 - self.beta1) * change
+            v = self.second(v, change.square())
+            state[f"m.{name}"] = m
+            state[f"v.{name}"] = v
+            steps[name] = self.lr * m / (v.sqrt() + self.tau)
+        return steps
+
+    def second(self, v: Tensor, square: Tensor) -> Tensor:
+        """Return the second moment after a step, from Delta^2."""
+        return self.beta2 * v + (1 - self.beta2) * square
+
+
+@dataclass(frozen=True)
+class ServerYogi(ServerAdam):
+    """Algorithm 2, FedYogi: v <- v - (1 - beta2) Delta^2 sign(v - Delta^2)."""
+
+    def second(self, v: Tensor, square: Tensor) -> Tensor:
+        return v - (1 - self.beta2) * square * (v - square).sign()
+
+
+# gets the name of a call or stage, the clients that are done, and their total
+ProgressHook = Callable[[str, int, int], None]
+
+StageProgress = Callable[[int, int], None]  # gets the steps of a stage that are done, and their total
+
+
+class Timings(dict[str, float]):
     """Seconds that each stage of a step took, by name.
 
     Args:
-        watch: is told of each stage that begins.
+        on_progress: called for each stage that begins.
     """
 
-    def __init__(self, *seconds: Mapping[str, float], watch: Watch | None = None):
+    def __init__(self, *seconds: Mapping[str, float], on_progress: ProgressHook | None = None):
         super().__init__(*seconds)
-        self._watch = watch
+        self._on_progress = on_progress
 
     @contextmanager
-    def time(self, name: str) -> Iterator[None]:
-        """Adds the seconds inside the block to a stage."""
-        if self._watch is not None:
-            self._watch(name, 0, 0)
+    def time(self, name: str) -> Iterator[StageProgress]:
+        """Add the seconds inside the block to a stage.
+
+        Yields:
+            A function that tells the observer how many steps of the stage are done, of how many.
+        """
+
+        def show(done: int, total: int) -> None:
+            if self._on_progress is not None:
+                self._on_progress(name, done, total)
+
+        show(0, 0)
         start = time.perf_counter()
         try:
-            yield
+            yield show
         finally:
             self.add({name: time.perf_counter() - start})
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Adds seconds to stages."""
+        """Add seconds to stages."""
         for name, more in seconds.items():
             self[name] = self.get(name, 0.0) + more
 
 
 class Server:
-    """What a method sees on its server side.
+    """The server side of an experiment, as a method sees it.
 
     Attributes:
         model: the global model.
+        spec: what a method may know of the task.
         state: anything else the server must remember between rounds; a tree of CPU tensors, numbers and strings,
-            part of every checkpoint. What the optimiser remembers is in it too, as "server_optimiser".
+            part of every checkpoint. It includes the optimiser's memory, as "server_optimiser".
+        schedule: the clients' learning rate over the rounds; None for the one that `local.schedule` names.
         optimiser: the rule of `step`; None: the clients' mean is the new model.
         round: number of the round, from 1; 0 before the first.
-        rounds: R.
-        figures: what the method reports of this round, on top of the framework's own figures.
-        stages: seconds of the server's own work in this round; `with server.stages.time("synthesis"): ...`.
-        auxiliary: images of its own, on its device; None unless `data.auxiliary` asks for them. No federation has them:
-            a method that needs some says so.
+        rounds: the number of rounds, R.
+        figures: the method's report of this round, in addition to the framework's own figures.
+        timings: seconds of the server's own work in this round; `with server.timings.time("synthesis"): ...`.
+        auxiliary: the server's own images, on its device; None unless `data.auxiliary` asks for them. No federation has
+            them: a method that needs some says so.
     """
 
-    def __init__(self, config: Config, facts: Facts, model: SplitModel, device: torch.device,
-                 optimiser: ServerOptimiser | None = None, auxiliary: Samples | None = None):
-        self.config, self.facts, self.model, self.device = config, facts, model, device
+    def __init__(
+        self,
+        config: Config,
+        spec: TaskSpec,
+        model: SplitModel,
+        device: torch.device,
+        optimiser: ServerOptimiser | None = None,
+        auxiliary: Samples | None = None,
+        schedule: Schedule | None = None,
+    ):
+        self.config = config
+        self.spec = spec
+        self.model = model
+        self.device = device
         self.auxiliary = auxiliary
         self.optimiser = optimiser
+        self.schedule = schedule
         self.state: Tree = {}
-        self.round, self.rounds = 0, config.federation.rounds
+        self.round = 0
+        self.rounds = config.federation.rounds
         self.figures: dict[str, Any] = {}
-        self.stages = Stages()
+        self.timings = Timings()
 
     def seed(self, purpose: str) -> int:
-        """The seed of this purpose in this round."""
+        """Return the seed of a purpose in this round."""
         return seed_for(self.config.seed, "server", purpose, self.round)
 
     def receive(self, params: Params) -> None:
-        """Takes over the entries of the global model that clients agreed on; the others stay as they are."""
+        """Load entries of the global model that clients agreed on; the other entries do not change."""
         load_entries(self.model, tree.to(params, self.device))
 
     @torch.no_grad()
     def step(self, mean: Params) -> None:
-        """Moves the global model towards the clients' mean, as the method's server optimiser says.
+        """Move the global model towards the clients' mean by the method's server optimiser.
 
         Args:
-            mean: entries of the model; those that are not trained are taken over whatever the optimiser.
+            mean: entries of the model; entries that are not trained are loaded as they are.
         """
         if self.optimiser is None:
             self.receive(mean)
             return
         trained = trained_names(self.model) & mean.keys()
         entries = self.model.state_dict()
-        now = {name: entries[name] for name in mean if name in trained}
-        here = tree.to({"now": now, "mean": mean}, torch.device("cpu"))
-        before, mean = {name: value.double() for name, value in here["now"].items()}, here["mean"]
-        remembered = dict(self.state.get("server_optimiser", {}))
-        steps = self.optimiser.step(remembered, {name: mean[name].double() - old for name, old in before.items()})
-        self.state["server_optimiser"] = remembered
+        current = {name: entries[name] for name in mean if name in trained}
+        on_cpu = tree.to({"current": current, "mean": mean}, torch.device("cpu"))
+        before = {name: value.double() for name, value in on_cpu["current"].items()}
+        mean = on_cpu["mean"]
+        memory = dict(self.state.get("server_optimiser", {}))
+        steps = self.optimiser.step(memory, {name: mean[name].double() - old for name, old in before.items()})
+        self.state["server_optimiser"] = memory
         self.receive(mean | {name: old + steps[name] for name, old in before.items()})
 
+    @property
+    def feature_limits(self) -> dict[str, Any]:
+        """Limits of every client's features, as keyword arguments of the checks of their sums.
+
+        Returns:
+            "longest", the length that a feature is cut to, or None; "negative", False if the encoder ends in a ReLU.
+        """
+        return {
+            "longest": self.config.privacy.longest,
+            "negative": not has_no_negative_features(self.model.encoder),
+        }
+
     def log(self, **figures: Any) -> None:
-        """Adds figures (numbers, strings, lists and dicts of them) to this round's line in metrics.jsonl."""
+        """Add figures (numbers, strings, lists and dicts of them) to this round's line in metrics.jsonl."""
         self.figures |= figures

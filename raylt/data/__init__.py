@@ -1,1 +1,4 @@
-"""Data sets, their long-tailed subsets, and who gets what. Numpy only: no module here needs torch to be imported."""
+"""Data sets, their long-tailed subsets, and their partitions over clients.
+
+Modules for building a task use NumPy alone, without torch.
+"""

@@ -1,30 +1,78 @@
-"""Random crops, scales and flips of whole batches, one decision per sample, on the device the images are on.
+"""Random augmentations of whole batches, one decision per sample, on the device of the images.
 
 Images are [B, H, W, channels] with values 0..255: uint8 in memory, float32 where an augmentation interpolates. Labels
-[B] stay as they are; label maps uint8 [B, H, W] move with their images, by nearest neighbour, and are VOID where there
-is nothing of the image. Every augmentation has two parts, one that draws and one that applies. Departure: CReFF's code
-makes one decision per batch.
+[B] stay as they are. Label maps uint8 [B, H, W] move with their images, by nearest neighbour, and are VOID outside of
+the image. Each crop has two parts: one draws, the other applies. torchvision's policies (transforms.v2) are drawn for
+each image separately.
+
+Departure: CReFF's code makes one decision per batch.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raylt.data.maps import VOID
-from raylt.data.transforms import Augmentation, auto_augment, color_jitter, rand_augment, trivial_augment
-from raylt.recordable import recordable
+from raylt.data.colour_jitter import color_jitter
+from raylt.data.label_maps import VOID
+from raylt.recording import is_recordable, recordable
+
+#: A function (x, y, generator) -> (x, y) on images uint8 [B, H, W, channels] and their labels.
+Augmentation = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]
 
 PADDING = 4
 
 
+def normalise(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Compute `(x / 255 - mean) / std` per channel.
+
+    Args:
+        x: [B, H, W, channels] in 0..255, uint8 or float32.
+        mean, std: float32 [channels], of values in 0..1.
+
+    Returns:
+        float32 [B, channels, H, W] that lies in memory as [B, H, W, channels], which is torch.channels_last.
+    """
+    return normalise_rows(x, *_row_constants(mean, std, x.shape[2]))
+
+
+def normalise_rows(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Compute `x * scale + shift` of every image row, as `normalise` does.
+
+    Args:
+        x: [B, H, W, channels] in 0..255, uint8 or float32.
+        scale: factors of a row, from `row_constants`, float32 [W * channels].
+        shift: as `scale`.
+    """
+    values = x.to(torch.float32, memory_format=torch.contiguous_format)
+    # whole image rows times repeated constants, because an inner dimension of 3 is not vectorised
+    return torch.addcmul(shift, values.flatten(2), scale).view(x.shape).permute(0, 3, 1, 2)
+
+
+@functools.cache
+def row_constants(
+    mean: tuple[float, ...], std: tuple[float, ...], width: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the factors and shifts with which `normalise_rows` normalises; no code writes to them.
+
+    They are kept, because computing them takes a tenth of a small step's time.
+    """
+    return _row_constants(torch.tensor(mean, device=device), torch.tensor(std, device=device), width)
+
+
+def _row_constants(mean: Tensor, std: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    return (1 / (255 * std)).repeat(width), (-mean / std).repeat(width)
+
+
 @recordable
 def crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Each image cut at random out of its zero-padded self, and mirrored with probability 1/2.
+    """Pad each image with zeros, cut its size out at random, and mirror it with probability 1/2.
 
-    The border is black, as in torchvision's usual recipe; CReFF's code pads after normalisation, so there it has the
+    The border is black, as in torchvision's usual recipe. CReFF's code pads after normalisation, so its border has the
     colour of the mean.
 
     Args:
@@ -40,27 +88,26 @@ def crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor,
 
 
 def draw_crops(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Top left corners in the padded image, int64 [B, 2] in 0..8, and whether to mirror, bool [B]."""
+    """Draw top left corners in the padded image, int64 [B, 2] in 0..8, and the images to mirror, bool [B]."""
     offsets = torch.randint(0, 2 * PADDING + 1, (batch, 2), generator=generator, device=generator.device)
     return offsets, _draw_flips(batch, generator)
 
 
 def apply_crops(x: Tensor, offsets: Tensor, flips: Tensor, fill: int = 0) -> Tensor:
-    """`x` padded with `fill`, cut at `offsets` and mirrored where `flips` says so."""
+    """Pad `x` with `fill`, cut it at `offsets` and mirror the images that `flips` selects."""
     batch, height, width, channels = x.shape
     padded = F.pad(x, (0, 0, PADDING, PADDING, PADDING, PADDING), value=fill)
     tall, wide = padded.shape[1:3]
     rows = torch.arange(batch, device=x.device)[:, None] * tall + offsets[:, :1] + _steps(height, x)
     columns = offsets[:, 1:] + torch.where(flips[:, None], _steps(width, x).flip(0), _steps(width, x))
-    pixels = rows[:, :, None] * wide + columns[:, None, :]                       # [B, H, W], into the flat batch
+    pixels = rows[:, :, None] * wide + columns[:, None, :]  # [B, H, W], into the flat batch
     # one index per pixel: indexing with (sample, row, column) takes three times as long
     return padded.view(-1, channels).index_select(0, pixels.view(-1)).view(x.shape)
 
 
 @recordable
-def resized_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator,
-                      least: float = 0.64) -> tuple[Tensor, Tensor]:
-    """SFD's: a random part of 64 to 100 % of each image's area, brought to its size, and mirrored with probability 1/2.
+def resized_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator, least: float = 0.64) -> tuple[Tensor, Tensor]:
+    """Resize a random part of 64 to 100 % of each image's area to its size, and mirror it with probability 1/2 (SFD).
 
     Args:
         x: uint8 [B, H, W, channels].
@@ -77,10 +124,10 @@ def resized_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator,
 
 @recordable
 def scale_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Street scenes': each image scaled by 0.5 to 2, cut at random to its size, and mirrored with probability 1/2.
+    """Scale each image by 0.5 to 2, cut it at random to its size, and mirror it with probability 1/2 (street scenes).
 
-    Where the scaled image is the smaller one it lies at a random place; from there its border pixels go on to the edge,
-    where the map is VOID.
+    A scaled image that is smaller lies at a random position. Its border pixels are repeated up to the edge, where the
+    map is VOID.
 
     Args:
         x: uint8 [B, H, W, channels].
@@ -94,85 +141,195 @@ def scale_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[T
     return apply_boxes(x, boxes, flips), _moved(y, lambda maps: apply_boxes_to_maps(maps, boxes, flips))
 
 
-def draw_boxes(batch: int, size: tuple[int, int], generator: torch.Generator,
-               least: float = 0.64) -> tuple[Tensor, Tensor]:
-    """Parts of an image as top, left, height, width, int64 [B, 4], and whether to mirror, bool [B]."""
+@recordable
+def draw_view(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Take one of the augmented views of each sample at random.
+
+    Args:
+        x: features float32 [B, 1 + k, d], of the image and of its k views.
+        y: int64 [B].
+        generator: on the device of `x`.
+
+    Returns:
+        float32 [B, d], and the labels.
+    """
+    batch, count = x.shape[:2]
+    views = torch.randint(1, count, (batch,), generator=generator, device=x.device)
+    return x[torch.arange(batch, device=x.device), views], y
+
+
+def draw_boxes(
+    batch: int, size: tuple[int, int], generator: torch.Generator, least: float = 0.64
+) -> tuple[Tensor, Tensor]:
+    """Draw parts of an image as top, left, height, width, int64 [B, 4], and the images to mirror, bool [B]."""
     area, *corner = torch.rand(3, batch, 1, generator=generator, device=generator.device)
     full = _sides(size, generator.device)
-    sides = (full * (least + (1 - least) * area).sqrt()).round()                         # [B, 2]
+    sides = (full * (least + (1 - least) * area).sqrt()).round()  # [B, 2]
     corners = torch.floor(torch.cat(corner, dim=1) * (full - sides + 1))
     return torch.cat([corners, sides], dim=1).long(), _draw_flips(batch, generator)
 
 
 def draw_scaled_boxes(batch: int, size: tuple[int, int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """What images scaled by s, uniform in 0.5..2, show of themselves in their own size: top, left, height, width,
-    int64 [B, 4], larger than the image where s < 1; and whether to mirror, bool [B]."""
+    """Draw the parts that images scaled by s, uniform in 0.5..2, show in their own size, and the images to mirror.
+
+    Returns:
+        Parts as top, left, height, width, int64 [B, 4], larger than the image where s < 1; and flips, bool [B].
+    """
     scale, *corner = torch.rand(3, batch, 1, generator=generator, device=generator.device)
     full = _sides(size, generator.device)
-    sides = (full / (0.5 + 1.5 * scale)).round()                                         # [B, 2]
+    sides = (full / (0.5 + 1.5 * scale)).round()  # [B, 2]
     corners = torch.floor(torch.cat(corner, dim=1) * ((full - sides).abs() + 1)) * (full - sides).sign()
     return torch.cat([corners, sides], dim=1).long(), _draw_flips(batch, generator)
 
 
 def apply_boxes(x: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
-    """The parts `boxes` of `x`, bilinearly brought to its size and mirrored where `flips` says so."""
-    parts = F.grid_sample(x.float().permute(0, 3, 1, 2), _grid(x, boxes, flips), mode="bilinear",
-                          padding_mode="border", align_corners=False)
+    """Resize the parts `boxes` of `x` bilinearly to its size, and mirror the images that `flips` selects."""
+    parts = F.grid_sample(
+        x.float().permute(0, 3, 1, 2),
+        _grid(x, boxes, flips),
+        mode="bilinear",
+        padding_mode="border",
+        align_corners=False,
+    )
     return parts.permute(0, 2, 3, 1).contiguous()
 
 
 def apply_boxes_to_maps(maps: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
-    """The same of label maps [B, H, W, 1] by nearest neighbour; VOID outside of them."""
-    # what grid_sample fills in is 0, so VOID is brought to 0 and back
-    shifted = F.grid_sample(maps.permute(0, 3, 1, 2).float() - VOID, _grid(maps, boxes, flips), mode="nearest",
-                            padding_mode="zeros", align_corners=False)
+    """Apply boxes to label maps [B, H, W, 1] by nearest neighbour; VOID outside of the maps."""
+    # grid_sample fills with 0, so VOID is shifted to 0 and back
+    shifted = F.grid_sample(
+        maps.permute(0, 3, 1, 2).float() - VOID,
+        _grid(maps, boxes, flips),
+        mode="nearest",
+        padding_mode="zeros",
+        align_corners=False,
+    )
     return (shifted + VOID).to(maps.dtype).permute(0, 2, 3, 1)
 
 
 def _grid(x: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
-    """Where each pixel of the parts lies in the images, as grid_sample wants it, float32 [B, H, W, 2]."""
+    """Return the position of each pixel of the parts in the images, in grid_sample's form, float32 [B, H, W, 2]."""
     height, width = x.shape[1:3]
-    down = _centres(boxes[:, 0], boxes[:, 2], height)[:, :, None]                # [B, H, 1]
+    down = _centres(boxes[:, 0], boxes[:, 2], height)[:, :, None]  # [B, H, 1]
     across = _centres(boxes[:, 1], boxes[:, 3], width)
-    across = torch.where(flips[:, None], across.flip(1), across)[:, None, :]     # [B, 1, W]
+    across = torch.where(flips[:, None], across.flip(1), across)[:, None, :]  # [B, 1, W]
     return torch.stack(torch.broadcast_tensors(across, down), dim=-1)
 
 
 def cutout(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Each image with a black square of half its side about a random pixel, as much of it as lies within (DeVries and
-    Taylor, arXiv 2017, at the 16 pixels of CIFAR).
+    """Blacken a square of half the side around a random pixel of each image (DeVries and Taylor, arXiv 2017).
+
+    The square is cut at the image's edge. On CIFAR its side is their 16 pixels.
 
     Args:
         x: [B, H, W, channels].
-        y: int64 [B]; stays as it is.
+        y: int64 [B]; returned as it is.
         generator: on the device of `x`.
     """
-    batch, sides = len(x), x.shape[1:3]
+    batch = len(x)
+    sides = x.shape[1:3]
     hidden = torch.ones(batch, *sides, dtype=torch.bool, device=x.device)
     for axis, side in enumerate(sides, 1):
         centre = torch.randint(side, (batch, 1), generator=generator, device=generator.device)
-        places = _steps(side, x)[None]
-        within = (places >= centre - side // 4) & (places < centre + side // 4)           # [B, side]
+        positions = _steps(side, x)[None]
+        within = (positions >= centre - side // 4) & (positions < centre + side // 4)  # [B, side]
         hidden &= within[:, :, None] if axis == 1 else within[:, None, :]
     return x.masked_fill(hidden[..., None], 0), y
 
 
-def normalise(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """`(x / 255 - mean) / std` per channel.
+@dataclass(frozen=True)
+class EachImage:
+    """A transform of torchvision that is applied to every image of a batch separately, as in a data loader.
 
-    Args:
-        x: [B, H, W, channels] in 0..255, uint8 or float32.
-        mean, std: float32 [channels], of values in 0..1.
-
-    Returns:
-        float32 [B, channels, H, W] that lies in memory as [B, H, W, channels], which is torch.channels_last.
+    Attributes:
+        make: returns the transform, a function of uint8 [channels, H, W].
+        moves: the transform may move pixels, so that label maps no longer fit.
     """
-    width = x.shape[2]
-    scale, shift = 1 / (255 * std), -mean / std
-    values = x.to(torch.float32, memory_format=torch.contiguous_format)
-    # whole image rows against repeated constants: over an inner dimension of 3 nothing is vectorised
-    rows = torch.addcmul(shift.repeat(width), values.flatten(2), scale.repeat(width))
-    return rows.view(x.shape).permute(0, 3, 1, 2)
+
+    make: Callable[[], Callable[[Tensor], Tensor]]
+    moves: bool
+
+    def __call__(self, x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Transform images.
+
+        Args:
+            x: [B, H, W, channels] in 0..255; floats are rounded.
+            y: returned as it is.
+            generator: on the device of `x`; one of its numbers seeds torchvision's own draws.
+
+        Returns:
+            uint8 [B, H, W, channels], and the labels.
+        """
+        transform = self.make()
+        images = x if x.dtype == torch.uint8 else x.round().clamp(0, 255).to(torch.uint8)
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):  # training's own draws stay the same
+            torch.manual_seed(seed)
+            transformed = [transform(image) for image in images.permute(0, 3, 1, 2)]
+        return torch.stack(transformed).permute(0, 2, 3, 1).contiguous(), y
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """Several augmentations that are applied one after the other."""
+
+    steps: tuple[Augmentation, ...]
+
+    @property
+    def recordable(self) -> bool:
+        """True if each step is recordable, see `raylt.recording.recordable`."""
+        return all(map(is_recordable, self.steps))
+
+    def __call__(self, x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        for step in self.steps:
+            x, y = step(x, y, generator)
+        return x, y
+
+
+def in_turn(steps: Sequence[Augmentation | None]) -> Augmentation | None:
+    """Combine augmentations into one; return None if there is none."""
+    augmentations = tuple(step for step in steps if step is not None)
+    if len(augmentations) > 1:
+        return InTurn(augmentations)
+    return augmentations[0] if augmentations else None
+
+
+def needs_grey_or_colour(augmentation: Augmentation | None) -> bool:
+    """Check whether an augmentation takes only images of one channel or three, as those of colours do."""
+    return any(isinstance(step, EachImage) or step is color_jitter for step in _steps_of(augmentation))
+
+
+def moves_pixels(augmentation: Augmentation | None) -> bool:
+    """Check whether an augmentation moves pixels and leaves label maps as they are."""
+    return any(isinstance(step, EachImage) and step.moves for step in _steps_of(augmentation))
+
+
+def _steps_of(augmentation: Augmentation | None) -> tuple[Augmentation | None, ...]:
+    return augmentation.steps if isinstance(augmentation, InTurn) else (augmentation,)
+
+
+def _rand_augment() -> Any:
+    from torchvision.transforms import v2  # slow to import, and most runs need none of it
+
+    return v2.RandAugment()
+
+
+def _trivial_augment() -> Any:
+    from torchvision.transforms import v2
+
+    return v2.TrivialAugmentWide()
+
+
+def _auto_augment() -> Any:
+    from torchvision.transforms import v2
+
+    return v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)
+
+
+# Cubuk et al. (NeurIPS 2020); Mueller and Hutter (ICCV 2021); Cubuk et al. (CVPR 2019), as searched on CIFAR-10
+rand_augment = EachImage(_rand_augment, moves=True)
+trivial_augment = EachImage(_trivial_augment, moves=True)
+auto_augment = EachImage(_auto_augment, moves=True)
 
 
 AUGMENTATIONS: dict[str, Augmentation | None] = {
@@ -193,7 +350,7 @@ def _moved(y: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor:
 
 @functools.cache
 def _sides(size: tuple[int, int], device: torch.device) -> Tensor:
-    """Height and width, int64 [2]; kept, since to bring them there makes the host wait for the device."""
+    """Return height and width, int64 [2]; cached, because the copy makes the host wait for the device."""
     return torch.tensor(size, device=device)
 
 
@@ -206,9 +363,9 @@ def _steps(n: int, like: Tensor) -> Tensor:
 
 
 def _centres(start: Tensor, length: Tensor, side: int) -> Tensor:
-    """Where the `side` new pixels fall in the old image, in grid_sample's -1..1, float32 [B, side].
+    """Return the positions of the `side` new pixels in the old image, in grid_sample's -1..1, float32 [B, side].
 
-    The clamp keeps a part from showing what lies outside it, as resizing a cut-out does.
+    The clamp keeps pixels outside of a part from showing in it, as when a cut-out is resized.
     """
     steps = torch.arange(side, device=start.device) + 0.5
     inside = (steps * (length[:, None] / side) - 0.5).clamp(min=0)

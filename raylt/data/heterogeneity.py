@@ -1,4 +1,4 @@
-"""How unlike each other the clients of a task are, and its classes, in a few figures."""
+"""Figures of how much the clients of a task, and its classes, differ."""
 
 from typing import NamedTuple
 
@@ -8,12 +8,12 @@ import numpy as np
 class Heterogeneity(NamedTuple):
     """Figures of counts by client and class.
 
-    Args:
-        imbalance: samples of the largest class for each of the smallest that has any.
-        sizes: samples of the largest client for each of the smallest that has any.
-        distance: mean over the clients that hold samples of the total variation distance between their class mix and
-            the mix of all, sum_c |p_c - q_c| / 2; 0 where all are alike, 1 where they share no class.
-        classes: mean number of classes that such a client holds.
+    Attributes:
+        imbalance: samples of the largest class per sample of the smallest class that has any.
+        sizes: samples of the largest client per sample of the smallest client that has any.
+        distance: total variation distance between a client's class mix and the mix of all, sum_c |p_c - q_c| / 2,
+            averaged over the clients that hold samples; 0 where all are alike, 1 where they share no class.
+        classes: mean number of classes of the clients that hold samples.
     """
 
     imbalance: float
@@ -22,17 +22,23 @@ class Heterogeneity(NamedTuple):
     classes: float
 
     def __str__(self) -> str:
-        return (f"largest class : smallest = {self.imbalance:.4g}, largest client : smallest = {self.sizes:.4g}, "
-                f"a client has {self.classes:.3g} classes, its class mix is {self.distance:.2f} from that of all "
-                "(0 alike, 1 disjoint)")
+        return (
+            f"largest to smallest class: {self.imbalance:.4g}; largest to smallest client: {self.sizes:.4g}\n"
+            f"classes of a client, on average: {self.classes:.3g}\n"
+            f"distance of its class mix from that of all: {self.distance:.2f} (0: the same, 1: disjoint)"
+        )
 
 
 def heterogeneity(counts: np.ndarray) -> Heterogeneity:
-    """The figures of counts, int [K, C], of which one is not 0."""
-    classes, clients = counts.sum(0), counts.sum(1)
-    held = counts[clients > 0]
-    mixes = held / held.sum(1, keepdims=True)
+    """Return the heterogeneity of class counts, int [K, C], which are not all 0."""
+    classes = counts.sum(0)
+    clients = counts.sum(1)
+    nonempty = counts[clients > 0]
+    mixes = nonempty / nonempty.sum(1, keepdims=True)
     distances = np.abs(mixes - classes / classes.sum()).sum(1) / 2
-    return Heterogeneity(float(classes.max() / classes[classes > 0].min()),
-                         float(clients.max() / clients[clients > 0].min()),
-                         float(distances.mean()), float((held > 0).sum(1).mean()))
+    return Heterogeneity(
+        imbalance=float(classes.max() / classes[classes > 0].min()),
+        sizes=float(clients.max() / clients[clients > 0].min()),
+        distance=float(distances.mean()),
+        classes=float((nonempty > 0).sum(1).mean()),
+    )

@@ -1,26 +1,32 @@
-"""`Task`: the data of an experiment, and who holds which part of them."""
+"""`Task`: the data of an experiment and the samples of each client; `TaskOutline`: what a run folder keeps of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import overload
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict
 
-from raylt.config import DataConfig
-from raylt.data.auxiliary import auxiliary_rows
-from raylt.data.cache import Stored, cut, load, take
-from raylt.data.drawing import draw, notes
-from raylt.data.index_lists import IndexLists, bounds
-from raylt.data.longtail import group_of
-from raylt.data.maps import BACKGROUND, VOID, class_counts, class_views, relabel
-from raylt.data.newcomers import draw_newcomers
-from raylt.data.source import Kind, channel_statistics
-from raylt.data.sources import group_thresholds, open_source
-from raylt.data.split import Split
-from raylt.data.split_source import check, drawn_otherwise, own_tests
-from raylt.data.validation import carve
+from raylt.config import DataConfig, located_data
+from raylt.data.doubles import doubles_note, without_doubles
+from raylt.data.images.cache import Stored, cut, load, take
+from raylt.data.label_maps import BACKGROUND, VOID, class_counts, class_views, relabel
+from raylt.data.sources.arrays import ProblemKind, Source, channel_statistics
+from raylt.data.sources.sources import group_thresholds, open_source
+from raylt.data.splits.auxiliary import auxiliary_rows
+from raylt.data.splits.check import check, drawn_otherwise, own_tests
+from raylt.data.splits.draw import draw, hold_out_validation, notes
+from raylt.data.splits.imported import open_split
+from raylt.data.splits.long_tail import GROUPS, group_of
+from raylt.data.splits.new_clients import draw_new_clients
+from raylt.data.splits.split import IndexLists, PerClient, Split
+from raylt.errors import DataError
+from raylt.typed_json import closed
+
+LONGEST_NAME = 255  # letters of a class or client: a folder can have as many
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,9 +35,10 @@ class Shard:
 
     Args:
         x: uint8 [n, H, W, channels].
-        y: int64 [n], or label maps uint8 [n, H, W] (raylt/data/maps.py).
-        ids: places in the source's training set, int64 [n]; None for a test set.
-        view: the class that each class is to whoever holds the shard, int64 [C], or VOID; None: itself.
+        y: int64 [n], or label maps uint8 [n, H, W] (raylt/data/label_maps.py).
+        ids: rows of the source's training set, int64 [n]; None for a test set.
+        view: the class that the holder sees in place of each class, int64 [C], or VOID; None if the holder sees the
+            classes themselves.
     """
 
     x: Stored
@@ -44,61 +51,50 @@ class Shard:
 
     @property
     def renaming(self) -> np.ndarray | None:
-        """The view, where it gives every class another name; None where it is none or only takes labels away."""
+        """The view, if it gives every class another class; None if there is no view or it only removes labels."""
         return None if self.view is None or (self.view == VOID).any() else self.view
 
     def labels(self) -> np.ndarray:
-        """`y` in memory, as the holder sees it."""
+        """Return `y` in memory, as the holder sees it."""
         return load(self.y) if self.view is None else relabel(load(self.y), self.view)
 
 
-@dataclass(frozen=True, eq=False)
-class Holdings(Sequence[Shard]):
-    """The shards of clients as one value: each is made when it is asked for, a view of what all hold together.
+class Holdings(PerClient[Shard]):
+    """The shards of all clients, each made on access as a view of one array.
 
     Args:
         whole: the clients' samples, one client after the other; its view is None.
-        ends: of each client, where its samples end, int64 [K].
-        views: of each client; None where each class is itself to everybody.
+        ends: for each client, where its samples end, int64 [K].
+        views: for each client, its view; None if all clients see the classes themselves.
     """
 
-    whole: Shard
-    ends: np.ndarray
-    views: Sequence[np.ndarray | None] | None = None
+    def __init__(self, whole: Shard, ends: np.ndarray, views: Sequence[np.ndarray | None] | None = None):
+        super().__init__(ends)
+        self.whole = whole
+        self.views = views
 
-    @property
-    def sizes(self) -> np.ndarray:
-        """Images of each client, int64 [K]."""
-        return np.diff(self.ends, prepend=0)
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    @overload
-    def __getitem__(self, client: int) -> Shard: ...
-
-    @overload
-    def __getitem__(self, client: slice) -> tuple[Shard, ...]: ...
-
-    def __getitem__(self, client: int | slice) -> Shard | tuple[Shard, ...]:
-        if isinstance(client, slice):
-            return tuple(self[k] for k in range(len(self))[client])
-        start, end = bounds(self.ends, client)
+    def _part(self, client: int, start: int, end: int) -> Shard:
         ids = self.whole.ids
-        return Shard(cut(self.whole.x, start, end), cut(self.whole.y, start, end),
-                     None if ids is None else ids[start:end], None if self.views is None else self.views[client])
+        return Shard(
+            x=cut(self.whole.x, start, end),
+            y=cut(self.whole.y, start, end),
+            ids=None if ids is None else ids[start:end],
+            view=None if self.views is None else self.views[client],
+        )
 
 
 @dataclass(frozen=True, eq=False)
-class Facts:
-    """What every party may know of a task: nothing of who holds what.
+class TaskSpec:
+    """The part of a task that every party may know: nothing about the clients' samples.
 
     Args:
-        name: of the source.
+        name: name of the source.
         class_names: C names.
         shape: height, width and channels of an image.
         mean, std: per channel, of pixels in [0, 1].
-        kind: what a label is: a class, or a map of them.
+        kind: whether a label is a class or a map of classes.
+        thresholds: training samples, or pixels, per class: classes with fewer than the first are few-shot, those with
+            more than the second many-shot.
     """
 
     name: str
@@ -106,31 +102,34 @@ class Facts:
     shape: tuple[int, int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    kind: Kind = field(default="classification", kw_only=True)
+    kind: ProblemKind = field(default="classification", kw_only=True)
+    thresholds: tuple[int, int] = field(default=(20, 100), kw_only=True)
 
     @property
     def classes(self) -> int:
+        """C, the number of classes."""
         return len(self.class_names)
 
 
 @dataclass(frozen=True, eq=False)
-class Task(Facts):
+class Task(TaskSpec):
     """The data of an experiment.
 
     Args:
         client_counts: training samples, or pixels, per client and class as the client sees it, int64 [K, C].
-        groups: "many", "medium" or "few" for each class, by its global training count (with those for validation); "-"
-            for a background that stands for all classes.
+        groups: "many", "medium" or "few" for each class, by its global training count including validation samples;
+            "-" for a background class that replaces erased classes.
         shards: training samples of each client; a client may have none.
-        test: the balanced test set; or the clients' own test samples, one client after the other.
-        split: which training samples of the source the shards and the validation set are.
-        validation: as long-tailed as the shards; None unless `data.validation` asks for it.
-        client_names: of each client, K of them; without names their numbers.
-        own_tests: of each client, the rows of `test` that are its own test samples, int64 [n]; None where nobody
-            recorded whose they are, or the clients are not those that it was recorded of.
-        notes: what a user should hear of the data, in whole sentences.
-        auxiliary: what the server holds itself, balanced; None unless `data.auxiliary` asks for it.
-        newcomers: ids of the clients that join only after training, ascending.
+        test: the balanced test set, or the clients' own test samples, one client after the other.
+        split: the training samples of the source that the shards and the validation set consist of.
+        validation_clients: the client that each validation sample was taken from, int64 [n]; None without a set.
+        validation: a set that is as long-tailed as the shards; None unless `data.validation` asks for it.
+        client_names: K names; by default the clients' numbers.
+        own_tests: for each client, the rows of `test` that are its own test samples, int64 [n]; None where the data
+            do not record them, or the clients are not the recorded ones.
+        notes: remarks on the data for the user, in whole sentences.
+        auxiliary: balanced samples that the server itself holds; None unless `data.auxiliary` asks for them.
+        new_clients: ids of the clients that join only after training, ascending.
     """
 
     client_counts: np.ndarray
@@ -139,15 +138,21 @@ class Task(Facts):
     test: Shard
     split: Split
     validation: Shard | None = None
+    validation_clients: np.ndarray | None = None
     client_names: tuple[str, ...] = ()
     own_tests: Sequence[np.ndarray] | None = None
     notes: tuple[str, ...] = ()
     auxiliary: Shard | None = None
-    newcomers: tuple[int, ...] = ()
+    new_clients: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.client_names:
             object.__setattr__(self, "client_names", tuple(map(str, range(self.clients))))
+
+    @property
+    def clients(self) -> int:
+        """K, the number of clients."""
+        return len(self.shards)
 
     @property
     def counts(self) -> np.ndarray:
@@ -157,88 +162,300 @@ class Task(Facts):
     @cached_property
     def sizes(self) -> np.ndarray:
         """Images of each client, int64 [K]."""
-        return self.shards.sizes if isinstance(self.shards, Holdings) else np.array(list(map(len, self.shards)))
+        return self.shards.sizes if isinstance(self.shards, PerClient) else np.array(list(map(len, self.shards)))
 
     @property
     def views(self) -> np.ndarray:
-        """The class that each class is to each client when it is judged, int64 [K, C]."""
-        itself = np.arange(self.classes)
+        """The class that each client sees in place of each class when it is judged, int64 [K, C]."""
+        classes = np.arange(self.classes)
         if isinstance(self.shards, Holdings) and self.shards.views is None:
-            return np.tile(itself, (self.clients, 1))
-        return np.stack([itself if shard.renaming is None else shard.renaming for shard in self.shards])
+            return np.tile(classes, (self.clients, 1))
+        return np.stack([classes if shard.renaming is None else shard.renaming for shard in self.shards])
 
     @property
-    def clients(self) -> int:
-        return len(self.shards)
+    def spec(self) -> TaskSpec:
+        """The part of the task that every party may know."""
+        return TaskSpec(**{field.name: getattr(self, field.name) for field in fields(TaskSpec)})
 
     def without_data(self) -> "Task":
-        """What the server may know: sizes and views of the shards stay, their images and labels do not."""
+        """Return the task as the server may know it: with the shards' sizes and views, without images and labels."""
         ends = np.cumsum(self.sizes)
-        nothing = Shard(np.empty((ends[-1], 0, 0, 0), np.uint8), np.empty((ends[-1], 0), np.uint8))
+        empty = Shard(np.empty((ends[-1], 0, 0, 0), np.uint8), np.empty((ends[-1], 0), np.uint8))
         views = self.shards.views if isinstance(self.shards, Holdings) else [shard.view for shard in self.shards]
-        return replace(self, shards=Holdings(nothing, ends, views))
-
-    @property
-    def facts(self) -> Facts:
-        return Facts(**{field.name: getattr(self, field.name) for field in fields(Facts)})
+        return replace(self, shards=Holdings(empty, ends, views))
 
 
-def build_task(config: DataConfig, split: Split | None = None) -> Task:
-    """The data set that `config` names, made long-tailed and partitioned; or split as its `split` file says.
+def build_task(config: DataConfig, split: Split | None = None, start: Path | None = None) -> Task:
+    """Open the data set that `config` names, make it long-tailed and partition it.
 
     Args:
-        split: instead of what the configuration says.
+        split: a split to use instead of the one that the configuration describes.
+        start: the folder in which relative paths start; by default the working directory.
 
     Raises:
-        ConfigError: no such source.
+        ConfigError: there is no such source.
         DataError: the data are missing or malformed, or cannot be split as asked.
     """
-    source, otherwise = open_source(config), list[str]()
+    source = _open(config, start)
+    if config.doubles == "drop":
+        source = without_doubles(source)
+    split, deviations = _split_of(source, config, split)
+    class_names, groups, thresholds, views = _classes(source, split, config)
+    _check_lengths("class", class_names)
+    _check_lengths("client", split.client_names or ())
+    kept, validation_rows = _hold_out(source, split, config)
+    shards = Holdings(_shard(source, kept.flat), kept.ends, views)
+    new_clients = split.judged or draw_new_clients(kept, config)
+    auxiliary = None
+    if config.auxiliary:
+        reserved = [rows for rows in (validation_rows, *(split.test or ())) if rows is not None]
+        auxiliary = _shard(source, auxiliary_rows(source, kept, new_clients, reserved, config))
+    test = _test_set(source, split)
+    trained_on = take(source.x_train, np.concatenate(split.clients))
+    doubles = doubles_note(trained_on, test.x, source.name, config.doubles == "refuse")
+    own = own_tests(source, split)
+    mean, std = _normalisation(source, split, config)
+    _, height, width, channels = source.x_train.shape
+    return Task(
+        name=source.name,
+        kind=source.kind,
+        class_names=class_names,
+        shape=(height, width, channels),
+        mean=mean,
+        std=std,
+        thresholds=thresholds,
+        client_counts=_client_counts(shards, len(class_names)),
+        groups=groups,
+        shards=shards,
+        test=test,
+        split=split,
+        validation=None if validation_rows is None else _shard(source, validation_rows),
+        validation_clients=None if validation_rows is None else _clients_of(validation_rows, split.clients),
+        client_names=split.client_names or (),
+        own_tests=own,
+        notes=(*source.notes, *deviations, *doubles, *notes(source, split, load(test.y), own)),
+        auxiliary=auxiliary,
+        new_clients=new_clients,
+    )
+
+
+def _open(config: DataConfig, start: Path | None) -> Source:
+    """Open the source; it keeps the name that the configuration has for it, wherever relative paths start."""
+    there = located_data(config, start)
+    source = open_source(there)
+    return replace(source, name=config.source) if source.name == there.source else source
+
+
+def _check_lengths(owner: str, names: Sequence[str]) -> None:
+    """Refuse names that no table, picture or model card has room for.
+
+    Args:
+        owner: "class" or "client".
+    """
+    longest = max(names, key=len, default="")
+    if len(longest) > LONGEST_NAME:
+        raise DataError(
+            f"data.source: a {owner} has a name of {len(longest):,} letters ({longest[:40]!a}...). Give names of at "
+            f"most {LONGEST_NAME} letters.",
+            code="data.bad-name",
+            key="data.source",
+            value=len(longest),
+        )
+
+
+def _split_of(source: Source, config: DataConfig, split: Split | None) -> tuple[Split, list[str]]:
+    """Return the given, loaded or drawn split, and a sentence on settings of a loaded one that `config` contradicts."""
     if split is not None:
         check(split, source, config, "the split of this run")
-    elif config.split is not None:
-        split = Split.load(Path(config.split).expanduser())
+        return split, []
+    if config.split is not None:
+        split = open_split(Path(config.split).expanduser(), source, config)
         check(split, source, config, config.split)
-        otherwise = drawn_otherwise(split, config)
+        return split, drawn_otherwise(split, config)
+    return draw(source, config), []
+
+
+def _classes(
+    source: Source, split: Split, config: DataConfig
+) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, int], list[np.ndarray] | None]:
+    """Return names and groups of the classes, the groups' thresholds, and each client's view (None without views)."""
+    names = source.class_names
+    counts = class_counts(take(source.y_train, np.concatenate(split.clients)), len(names))
+    if source.kind == "segmentation":
+        thresholds = group_thresholds(config, 0, int(counts.sum()))
     else:
-        split = draw(source, config)
-    names, views = source.class_names, None
-    everyone = class_counts(take(source.y_train, np.concatenate(split.clients)), len(names))
-    groups = group_of(everyone, *group_thresholds(config, everyone.sum() if source.kind == "segmentation" else None))
-    if split.beta is not None:
-        views = class_views(len(split.clients), len(names), split.beta, config.erased)
-        if config.erased == "background":
-            names, groups = (*names, BACKGROUND), [*groups, "-"]
+        thresholds = group_thresholds(config, int(class_counts(load(source.y_train), len(names)).max()))
+    groups = tuple(group_of(counts, *thresholds))
+    if split.beta is None:
+        return names, groups, thresholds, None
+    views = class_views(len(split.clients), len(names), split.beta, config.erased)
+    if config.erased == "background":
+        names = (*names, BACKGROUND)
+        groups = (*groups, "-")
+    return names, groups, thresholds, list(views)
 
-    def shard(rows: np.ndarray) -> Shard:
-        return Shard(take(source.x_train, rows), take(source.y_train, rows), rows)
 
-    kept, held = (carve(split.clients, source.strata, config.validation, config.seed) if config.validation else
-                  (split.clients, None))
-    rows = kept if isinstance(kept, IndexLists) else IndexLists.of(kept)
-    shards = Holdings(shard(rows.flat), rows.ends, None if views is None else list(views))
-    late = draw_newcomers(kept, config)
-    judged = [rows for rows in (held, *(split.test or ())) if rows is not None]
-    extra = shard(auxiliary_rows(source, kept, late, judged, config)) if config.auxiliary else None
-    client_counts = _counts(shards, len(names))
-    mean, std, test = source.mean, source.std, Shard(source.x_test, source.y_test)
-    if split.test is not None:
-        mean, std = channel_statistics(take(source.x_train, np.sort(np.concatenate(split.clients))))
-        test = replace(shard(np.concatenate(split.test)), ids=None)
-    _, height, width, channels = source.x_train.shape
+def _hold_out(source: Source, split: Split, config: DataConfig) -> tuple[IndexLists, np.ndarray | None]:
+    """Return the rows that clients train on, and the rows of the validation set (None without one)."""
+    if config.validation:
+        return hold_out_validation(split.clients, source.strata, config.validation, config.seed)
+    clients = split.clients
+    return clients if isinstance(clients, IndexLists) else IndexLists.of(clients), None
+
+
+def _clients_of(rows: np.ndarray, clients: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the client of each of some rows of the training set, int64 [n]."""
+    owners = np.repeat(np.arange(len(clients)), [len(part) for part in clients])
+    every = np.concatenate(list(clients))
+    order = np.argsort(every)
+    return owners[order[np.searchsorted(every, rows, sorter=order)]]
+
+
+def _shard(source: Source, rows: np.ndarray) -> Shard:
+    return Shard(take(source.x_train, rows), take(source.y_train, rows), rows)
+
+
+def _test_set(source: Source, split: Split) -> Shard:
+    if split.test is None:
+        return Shard(source.x_test, source.y_test)
+    return replace(_shard(source, np.concatenate(split.test)), ids=None)
+
+
+def _normalisation(source: Source, split: Split, config: DataConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation per channel; test samples that were split off do not count."""
     if not config.normalise:
-        mean, std = (0.0,) * channels, (1.0,) * channels
-    own = own_tests(source, split)
-    return Task(source.name, names, (height, width, channels), mean, std, client_counts, tuple(groups),
-                shards, test, split, None if held is None else shard(held), split.client_names or (),
-                own, (*source.notes, *otherwise, *notes(source, split, load(test.y), own)), extra, late,
-                kind=source.kind)
+        channels = source.x_train.shape[3]
+        return (0.0,) * channels, (1.0,) * channels
+    if split.test is not None:
+        return channel_statistics(take(source.x_train, np.sort(np.concatenate(split.clients))))
+    return source.mean, source.std
 
 
-def _counts(shards: Holdings, classes: int) -> np.ndarray:
-    """Training samples, or pixels, per client and class as the client sees it, int64 [K, C]."""
+def _client_counts(shards: Holdings, classes: int) -> np.ndarray:
+    """Return training samples, or pixels, per client and class as the client sees it, int64 [K, C]."""
     y = shards.whole.y
     if len(y.shape) > 1 or shards.views is not None:
         return np.stack([class_counts(shard.labels(), classes) for shard in shards])
     owners = np.repeat(np.arange(len(shards)), shards.sizes)
     return np.bincount(owners * classes + load(y), minlength=len(shards) * classes).reshape(-1, classes)
+
+
+Count = Annotated[int, Field(ge=0)]
+
+
+@closed
+class JudgedImages(TypedDict):
+    """Numbers of test images behind a run's figures, and the thresholds of the class groups.
+
+    `groups` has the test images, or labelled pixels, of the many-, medium- and few-shot classes. `own` has each
+    client's own test images, by id; None where the data do not record them. `one_class` names the clients whose figures
+    say nothing, because every image that they are judged by is of one class.
+    """
+
+    images: Count
+    groups: dict[str, Count]
+    thresholds: Annotated[list[Count], Field(min_length=2, max_length=2)]
+    own: list[Count] | None
+    one_class: list[str]
+
+
+def judged_images_of(task: Task) -> JudgedImages:
+    """Return the numbers of test images of a task."""
+    labels = load(task.test.y)
+    tested = class_counts(labels, task.classes)
+    own = None if task.own_tests is None else [len(rows) for rows in task.own_tests]
+    alone = []
+    if task.kind == "classification":
+        classes = (task.client_counts > 0).sum(1)
+        if task.own_tests is not None and own is not None:
+            owners = np.repeat(np.arange(task.clients), own)
+            rows = np.concatenate(list(task.own_tests))
+            pairs = np.unique(owners * task.classes + labels[rows])
+            tested_classes = np.bincount(pairs // task.classes, minlength=task.clients)
+            classes = np.where(tested_classes > 0, tested_classes, classes)
+        alone = [task.client_names[id] for id in np.flatnonzero(classes == 1)]
+    return JudgedImages(
+        images=len(task.test),
+        groups={
+            group: int(sum(n for n, of in zip(tested, task.groups, strict=True) if of == group)) for group in GROUPS
+        },
+        thresholds=list(task.thresholds),
+        own=own,
+        one_class=alone,
+    )
+
+
+@closed
+class TaskOutline(TypedDict):
+    """A task without its images and labels, enough to open a run's models where the data are gone.
+
+    The fields are those of `Task`; `sizes` holds the images of each client, `newcomers` the new clients.
+    """
+
+    name: str
+    kind: Literal["classification", "segmentation"]
+    class_names: list[str]
+    shape: Annotated[list[Count], Field(min_length=3, max_length=3)]
+    mean: list[float]
+    std: list[float]
+    client_names: list[str]
+    client_counts: list[list[Count]]
+    sizes: list[Count]
+    newcomers: list[Count]
+
+
+OUTLINE = TypeAdapter(TaskOutline)
+
+
+def outline_of(task: Task) -> TaskOutline:
+    """Return the outline that a run folder keeps of a task."""
+    return TaskOutline(
+        name=task.name,
+        kind=task.kind,
+        class_names=list(task.class_names),
+        shape=list(task.shape),
+        mean=list(task.mean),
+        std=list(task.std),
+        client_names=list(task.client_names),
+        client_counts=task.client_counts.tolist(),
+        sizes=task.sizes.tolist(),
+        newcomers=list(task.new_clients),
+    )
+
+
+def task_from(outline: TaskOutline, split: Split) -> Task:
+    """Return a task with the outline's labels per client and class, and images without pixels.
+
+    A function that reads images fails with it. A client's model that follows from its state and its class counts is
+    the same as with the data.
+    """
+    height, width, channels = outline["shape"]
+    counts = np.array(outline["client_counts"], dtype=np.int64)
+    shards = tuple(
+        _shard_without_pixels(outline["kind"], size, client_counts)
+        for size, client_counts in zip(outline["sizes"], counts, strict=True)
+    )
+    return Task(
+        name=outline["name"],
+        kind=outline["kind"],
+        class_names=tuple(outline["class_names"]),
+        shape=(height, width, channels),
+        mean=tuple(outline["mean"]),
+        std=tuple(outline["std"]),
+        client_counts=counts,
+        groups=(),
+        shards=shards,
+        test=Shard(np.empty((0, 0, 0, 0), np.uint8), np.empty(0, np.int64)),
+        split=split,
+        client_names=tuple(outline["client_names"]),
+        new_clients=tuple(outline["newcomers"]),
+    )
+
+
+def _shard_without_pixels(kind: str, size: int, counts: np.ndarray) -> Shard:
+    labels = np.repeat(np.arange(len(counts)), counts)
+    if kind == "segmentation":  # maps that together have as many pixels of each class as the client's maps
+        pixels = np.full(size * -(-len(labels) // max(size, 1)), VOID, np.uint8)
+        pixels[: len(labels)] = labels
+        labels = pixels.reshape(size, -1, 1) if size else np.empty((0, 0, 0), np.uint8)
+    return Shard(np.empty((size, 0, 0, 0), np.uint8), labels)

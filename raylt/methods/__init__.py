@@ -1,4 +1,4 @@
-"""The methods, one file each."""
+"""The table of methods by name; each method has a file or a folder in this package."""
 
 import difflib
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from raylt.config import check
 from raylt.core.method import Method
 from raylt.errors import UnknownMethod
+from raylt.methods.apfl import APFL
 from raylt.methods.balancefl import BalanceFL
 from raylt.methods.bpfed.method import BPFed
 from raylt.methods.classifiers.ccvr import CCVR
@@ -19,21 +20,30 @@ from raylt.methods.creff.clip2fl import CLIP2FL
 from raylt.methods.creff.method import CReFF
 from raylt.methods.ditto import Ditto
 from raylt.methods.fedafa import FedAFA
+from raylt.methods.fedala import FedALA
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedavgm import FedAvgM
+from raylt.methods.fedbabu import FedBABU
+from raylt.methods.fedbn import FedBN
 from raylt.methods.feddecorr import FedDecorr
+from raylt.methods.feddyn import FedDyn
 from raylt.methods.fedetf import FedETF
 from raylt.methods.fedfocal import FedFocal
 from raylt.methods.fedgrab import FedGraB
+from raylt.methods.fedic import FEDIC
 from raylt.methods.fedlc import FedLC
 from raylt.methods.fedloge import FedLoGe
+from raylt.methods.fednh import FedNH
 from raylt.methods.fednova import FedNova
+from raylt.methods.fedntd import FedNTD
 from raylt.methods.fedopt import FedAdam, FedYogi
 from raylt.methods.fedper import FedPer
+from raylt.methods.fedproto import FedProto
 from raylt.methods.fedprox import FedProx
 from raylt.methods.fedrela import FedReLa
 from raylt.methods.fedrep import FedRep
 from raylt.methods.fedrod import FedRoD
+from raylt.methods.fedrs import FedRS
 from raylt.methods.fedsm.method import FedSM
 from raylt.methods.fedyoyo import FedYoYo
 from raylt.methods.flea import FLea
@@ -41,6 +51,7 @@ from raylt.methods.la import LogitAdjustment
 from raylt.methods.local import Local
 from raylt.methods.moon import MOON
 from raylt.methods.mupfl.method import MuPFL
+from raylt.methods.pfedme import PFedMe
 from raylt.methods.qfedavg import QFedAvg
 from raylt.methods.ratioloss import RatioLoss
 from raylt.methods.rucr import RUCR
@@ -85,6 +96,17 @@ METHODS: dict[str, type[Method]] = {
     FedGraB.name: FedGraB,
     FedReLa.name: FedReLa,
     FedYoYo.name: FedYoYo,
+    FedRS.name: FedRS,
+    FedBN.name: FedBN,
+    FedNTD.name: FedNTD,
+    FedDyn.name: FedDyn,
+    FedBABU.name: FedBABU,
+    FedProto.name: FedProto,
+    APFL.name: APFL,
+    PFedMe.name: PFedMe,
+    FedALA.name: FedALA,
+    FedNH.name: FedNH,
+    FEDIC.name: FEDIC,
     SFD.name: SFD,
     BPFed.name: BPFed,
     MuPFL.name: MuPFL,
@@ -93,16 +115,22 @@ METHODS: dict[str, type[Method]] = {
 
 
 def make_method(settings: dict[str, Any]) -> Method:
-    """The method that a configuration's `method` names, with its fields.
+    """Return the method that the `method` of a configuration names, with its fields.
 
     Raises:
-        UnknownMethod: no such name.
-        ConfigError: no such field, wrong type or out of range.
+        UnknownMethod: There is no method of this name.
+        ConfigError: A field is unknown, of the wrong type or out of range.
     """
     name = settings["name"]
     if name not in METHODS:
         nearest = difflib.get_close_matches(name, METHODS, 1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else "."
-        raise UnknownMethod(f"method = {name!r}: no such method{hint} There are: {', '.join(METHODS)}.")
+        hint = f" Did you mean {nearest[0]}?" if nearest else ""
+        raise UnknownMethod(
+            f"method: no method has this name ({name!r}).{hint} Give one of: {', '.join(METHODS)}.",
+            code="config.unknown-name",
+            key="method",
+            value=name,
+            allowed=list(METHODS),
+        )
     fields = {key: value for key, value in settings.items() if key != "name"}
     return check(METHODS[name], fields, prefix="method.")

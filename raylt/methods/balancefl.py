@@ -1,13 +1,13 @@
-"""BalanceFL: clients train as if they held all classes alike (Shuai et al., IPSN 2022).
+"""BalanceFL: clients train as if they held all classes in equal numbers (Shuai et al., IPSN 2022).
 
-Sections are the paper's; what it leaves open follows the authors' code. Departures from both:
-[1] Owned and missing classes are the client's; the code takes those of the batch.
-[2] The covariance is of features in evaluation mode, not augmented, of the model that was received; the code computes
-    them, and what its teacher says, in training mode. As there, classes are pooled by their samples.
-[3] Perturbations are drawn from a pool of 500, as in the code, at random instead of in turns.
-[4] The entropy is a mean over the batch, so that its weight does not depend on the batch; the code's sum of 64 samples
-    at 0.002 is our 0.128.
-All switches off and all classes owned is FedAvg of a network whose classifier has no bias.
+Sections are the paper's; where it is silent, the authors' code decides. Departures from both:
+[1] Owned and missing classes are the client's; the code takes the classes of the batch.
+[2] The covariance is of features of the received model in evaluation mode, not augmented. The code computes them, and
+    its teacher's predictions, in training mode. As in the code, classes are pooled by their samples.
+[3] Perturbations are drawn from a pool of 500, as in the code, at random instead of in turn.
+[4] The entropy is a mean over the batch, so that its weight does not depend on the batch size. The code's sum over 64
+    samples at 0.002 is our 0.128.
+With all switches off and all classes owned this is FedAvg of a network whose classifier has no bias.
 """
 
 import copy
@@ -19,34 +19,35 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from raylt.core.client import Client, Message, Reply
-from raylt.core.features import features
 from raylt.core.method import Method
-from raylt.core.training import Objective, balanced, sgd
+from raylt.core.training.features import features
+from raylt.core.training.sgd import Objective, balanced, sgd
 from raylt.data.samples import Batch
-from raylt.data.task import Facts
+from raylt.data.task import TaskSpec
 from raylt.hyper import Choice, LogUniform, hp
 from raylt.models.split import SplitModel
 from raylt.ops.moments import class_scatter, perturb
-from raylt.recordable import recordable
+from raylt.recording import not_recordable
 
 POOL = 500
 
 
 class BalanceFL(Method):
-    """Balanced batches, perturbed features of rarer classes, and the received model's word on classes it lacks."""
+    """Balanced batches, perturbed features of rarer classes, and distillation on classes that a client lacks."""
 
     name: ClassVar[str] = "balancefl"
     paper: ClassVar[str] = "Shuai et al., IPSN 2022"
     link: ClassVar[str | None] = "https://github.com/sxontheway/BalanceFL"
 
-    resample: bool = hp(True, Choice(True, False), "batches in which each owned class is equally likely, inter-class "
-                        "balancing")
+    resample: bool = hp(
+        True, Choice(True, False), "batches in which each owned class is equally likely, inter-class balancing"
+    )
     fa: bool = hp(True, Choice(True, False), "feature-level augmentation of rarer classes")
     kd: float = hp(1.0, LogUniform(0.1, 10), "lambda, weight of what is distilled on missing classes", ge=0)
     temperature: float = hp(2.0, Choice(1.0, 2.0, 4.0), "of the distillation; from the code", gt=0)
     entropy: float = hp(0.128, LogUniform(1e-3, 0.2), "weight of the predictions' entropy; from the code [4]", ge=0)
 
-    def build(self, task: Facts, base: SplitModel) -> SplitModel:
+    def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
         base.classifier.register_parameter("bias", None)
         return base
 
@@ -56,33 +57,36 @@ class BalanceFL(Method):
         return client.reply(model=self.shared(client.model), loss=loss)
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Cross-entropy over owned classes, distillation on the others, minus the entropy of predictions."""
-        model, held = client.model, client.counts > 0                           # [1]
-        # places of classes: indexing by a mask would make each step wait for how many there are
-        owned, missing = held.nonzero().flatten(), (~held).nonzero().flatten()
+        """Return cross-entropy over owned classes plus distillation on the others, minus the predictions' entropy."""
+        model = client.model
+        is_owned = client.counts > 0  # [1]
+        # indices of classes: with a mask each step would wait for the number of classes
+        owned = is_owned.nonzero().flatten()
+        missing = (~is_owned).nonzero().flatten()
         augment = self.augmentation(client) if self.fa else lambda z, y: z
-        distil = self.kd > 0 and len(missing) > 1               # a softmax over one class says nothing
+        distil = self.kd > 0 and len(missing) > 1  # a softmax over one class is always 1
         teacher = copy.deepcopy(model).requires_grad_(False).eval() if distil else model
 
         def loss(batch: Batch) -> Tensor:
-            z = model.encoder(batch.x)                                          # [B, d]
-            logits, others = model.classifier(z), torch.zeros((), device=client.device)
+            z = model.encoder(batch.x)  # [B, d]
+            logits = model.classifier(z)
+            distilled = torch.zeros((), device=client.device)
             perturbed = model.classifier(augment(z, batch.y)) if self.fa else logits
-            own = F.cross_entropy(perturbed.masked_fill(~held, -torch.inf), batch.y)
+            own = F.cross_entropy(perturbed.masked_fill(~is_owned, -torch.inf), batch.y)
             if distil:
                 with torch.no_grad():
-                    told = (teacher(batch.x)[:, missing] / self.temperature).softmax(1)
-                others = F.cross_entropy(logits[:, missing] / self.temperature, told)
-            return own + self.kd * others - self.entropy * mean_entropy(logits[:, owned])
+                    target = (teacher(batch.x)[:, missing] / self.temperature).softmax(1)
+                distilled = F.cross_entropy(logits[:, missing] / self.temperature, target)
+            return own + self.kd * distilled - self.entropy * mean_entropy(logits[:, owned])
 
-        return loss if self.fa else recordable(loss)                            # it draws on the host
+        return not_recordable(loss) if self.fa else loss  # the augmentation draws on the host
 
     def augmentation(self, client: Client) -> Callable[[Tensor, Tensor], Tensor]:
-        """Adds N(0, M_k) to a feature of class c with probability 1 - n_c / n_max."""
-        z, y = features(client)                                 # [n, d], [n], of the model that was received [2]
+        """Return a function that adds N(0, M_k) to a feature of class c with probability 1 - n_c / n_max."""
+        z, y = features(client)  # [n, d], [n], of the received model [2]
         scatter, weights = class_scatter(z, y)
-        pool = perturb(scatter / max(weights, 1), POOL, client.order).float()                       # [3]
-        chance = 1 - client.counts / client.counts.max()        # [C]
+        pool = perturb(scatter / max(weights, 1), POOL, client.order).float()  # [3]
+        chance = 1 - client.counts / client.counts.max()  # [C]
 
         def augment(z: Tensor, y: Tensor) -> Tensor:
             draw = torch.rand(len(y), generator=client.order).to(z.device, non_blocking=True)
@@ -93,6 +97,6 @@ class BalanceFL(Method):
 
 
 def mean_entropy(logits: Tensor) -> Tensor:
-    """Of the softmax over logits [B, C], in nats."""
+    """Return the mean entropy of the softmax over logits [B, C], in nats."""
     log_p = logits.float().log_softmax(1)
     return -(log_p.exp() * log_p).sum(1).mean()

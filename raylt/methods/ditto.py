@@ -1,11 +1,13 @@
-"""Ditto: a personal model for each client, held near the global one (Li et al., ICML 2021).
+"""Ditto: a personal model for each client, regularised towards the global one (Li et al., ICML 2021).
 
 Departures from the text of Algorithm 1:
 [1] The global model is FedAvg's, the solver of G(.) in the paper's experiments. A client trains it first, so that the
-    global stream is FedAvg's to the bit.
-[2] v_k starts from the w_t of the client's first round, not from v_k^0, and a client that never took part uses the
-    global model: both are the text's where all take part; else v_k^0 would be random weights after R rounds.
+    global model equals FedAvg's to the bit.
+[2] v_k starts from the w_t of the client's first round, not from v_k^0. A client that never took part uses the global
+    model. Both equal the text where all clients take part; else v_k^0 would be random weights after R rounds.
 [3] s local steps are `local.epochs` passes over the data, for w_k and v_k alike.
+[4] w_{t+1} is the mean of w_k weighted by samples, as in all methods of raylt; the authors' code (litian96/ditto at
+    26d9b29) weighs clients equally.
 """
 
 import copy
@@ -16,51 +18,49 @@ from torch import Tensor
 from raylt import tree
 from raylt.core.client import Client, Message, Reply
 from raylt.core.method import Method
-from raylt.core.training import Objective, sgd
+from raylt.core.training.sgd import Objective, sgd
 from raylt.data.samples import Batch
-from raylt.data.sources import Kind
+from raylt.data.sources.sources import ProblemKind
 from raylt.hyper import LogUniform, hp
 from raylt.models.split import SplitModel, load_entries
 from raylt.ops.proximal import squared_distance
-from raylt.recordable import recordable
 
 
 class Ditto(Method):
-    """Clients keep v_k; w_k alone is uploaded. With lam = 0 a client's model is its own data's alone."""
+    """Each client keeps v_k and uploads only w_k. With lam = 0, v_k is trained on the client's own loss alone."""
 
     name: ClassVar[str] = "ditto"
     paper: ClassVar[str] = "Li et al., ICML 2021"
     link: ClassVar[str | None] = "https://arxiv.org/abs/2012.04221"
-    problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
+    problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
 
     lam: float = hp(1.0, LogUniform(0.01, 10), "lambda, how near v_k is held to w_t", ge=0)
 
     def train(self, client: Client, message: Message) -> Reply:
         client.receive(message["model"])
-        loss = sgd(client, self.objective(client, message))                     # w_k [1]
+        loss = sgd(client, self.objective(client, message))  # w_k [1]
         trained = tree.snapshot(client.model.state_dict())
         client.receive(message["model"])
-        objective = self.near(client)
-        client.receive(client.state.get("personal", {}))                        # [2]
-        sgd(client, objective)                                                  # v_k [3]
+        objective = self.near_global(client)
+        client.receive(client.state.get("personal", {}))  # [2]
+        sgd(client, objective)  # v_k [3]
         client.state["personal"] = tree.snapshot(client.model.state_dict())
-        client.receive(trained)                     # running statistics that stay at the client are those of w_k
+        client.receive(trained)  # running statistics that stay at the client are those of w_k
         return client.reply(model={name: trained[name] for name in self.shared(client.model)}, loss=loss)
 
     def settle(self, client: Client, message: Message) -> None:
-        """v_k from the w_t that it receives, as in a client's first round [2]."""
+        """Train v_k from the received w_t, as in a client's first round [2]."""
         client.receive(message["model"])
-        sgd(client, self.near(client))
+        sgd(client, self.near_global(client))
         client.state["personal"] = tree.snapshot(client.model.state_dict())
 
-    def near(self, client: Client) -> Objective:
-        """h_k(v; w_t) = F_k(v) + lambda/2 ||v - w_t||^2, where w_t is the model as it is now."""
+    def near_global(self, client: Client) -> Objective:
+        """Return h_k(v; w_t) = F_k(v) + lambda/2 ||v - w_t||^2, where w_t is the current model."""
         model = client.model
         params = [p for p in model.parameters() if p.requires_grad]
         anchor = [p.detach().clone() for p in params]
 
-        @recordable
         def loss(batch: Batch) -> Tensor:
             return client.cross_entropy(model(batch.x), batch.y) + self.lam / 2 * squared_distance(params, anchor)
 

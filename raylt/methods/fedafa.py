@@ -1,15 +1,15 @@
-"""FedAFA: after FedAvg each client tunes the model's upper layers, with adversarial features of its rarer classes.
+"""FedAFA: FedAvg, after which each client tunes the upper layers with adversarial features of its rarer classes (Lu et
+al., ICASSP 2023).
 
-Lu et al., ICASSP 2023. Stage 2 and its values follow the authors' code, which is of this stage alone.
-Departures from it:
-[1] Layers up to the cut are frozen with their running statistics; there BatchNorm goes on counting.
-[2] Where no sample of a batch is to be replaced, it is trained on as it is; the code draws again, for a client of one
-    class without end.
-[3] Plain momentum in the place of Nesterov's, as of all methods here.
-[4] Noise is that of the code: values of U(0, 1) minus the middle of the activations' range, each channel of the batch
-    of length 1 at most. Features stay below the largest of their seeds; the code's descent does not hold them there.
-c = 0 is class-balanced fine-tuning of the upper layers, BatchNorm's running statistics apart, which generated features
-move.
+Stage 2 and its values follow the authors' code, which holds this stage alone. Departures from the code:
+[1] Layers up to the cut are frozen, including their running statistics; in the code BatchNorm keeps counting.
+[2] A batch in which no sample is to be replaced is trained on as it is. The code draws again, without end for a client
+    of one class.
+[3] Momentum is plain, not Nesterov's, as in all methods of raylt.
+[4] Noise is the code's: values of U(0, 1) minus the middle of the activations' range, each channel of the batch with
+    length at most 1. Features stay below the largest of their seeds; the code's descent does not bound them.
+c = 0 is class-balanced fine-tuning of the upper layers, except for BatchNorm's running statistics, which generated
+features move.
 """
 
 import copy
@@ -23,12 +23,12 @@ from torch.nn import functional as F
 from raylt import tree
 from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
-from raylt.core.fleet import Fleet
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import mean
 from raylt.core.method import Method
-from raylt.core.optimisers import SGD
-from raylt.core.reductions import mean
 from raylt.core.server import Server
-from raylt.core.training import autocast, balanced, take_statistics
+from raylt.core.training.optimisers import SGD
+from raylt.core.training.sgd import autocast, balanced, take_statistics
 from raylt.data.task import Task
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Uniform, hp
@@ -36,19 +36,25 @@ from raylt.models.split import SplitModel, load_entries
 
 
 class FedAFA(Method):
-    """What a client tunes stays with it."""
+    """FedAvg, then personal upper layers; the tuned layers stay at their client."""
 
     name: ClassVar[str] = "fedafa"
     paper: ClassVar[str] = "Lu et al., ICASSP 2023"
     link: ClassVar[str | None] = "https://arxiv.org/abs/2303.15168"
     personal: ClassVar[bool] = True
-    later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": (
-        "cut", "c", "accept", "steps", "step", "epochs", "batch", "lr", "momentum", "weight_decay")}
+    later: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "finish": ("cut", "c", "accept", "steps", "step", "epochs", "batch", "lr", "momentum", "weight_decay")
+    }
 
     cut: str = hp("stage2", Choice("stage1", "stage2"), "the last layer of the encoder that is frozen; from the code")
     c: float = hp(0.6, Uniform(0.0, 1.0), "weight of the batch with generated features; from the code", ge=0, le=1)
-    accept: float = hp(0.5, Uniform(0.0, 1.0), "p, probability of its class from which a generated feature is used; "
-                       "from the code", ge=0, le=1)
+    accept: float = hp(
+        0.5,
+        Uniform(0.0, 1.0),
+        "p, probability of its class from which a generated feature is used; from the code",
+        ge=0,
+        le=1,
+    )
     steps: int = hp(10, Choice(5, 10, 20), "of descent that make a feature; from the code", ge=0)
     step: float = hp(0.5, LogUniform(0.05, 5.0), "length of each; from the code", gt=0)
     epochs: int = hp(1, Choice(1, 5, 10), "of tuning; from the code", ge=0)
@@ -60,32 +66,37 @@ class FedAFA(Method):
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         layers = [name for name, _ in model.encoder.named_children()]
         if self.cut not in layers[:-1]:
-            raise ConfigError(f"method.cut = {self.cut}: the encoder of model = {config.model} has no such layer before"
-                              f" its last; it has: {', '.join(layers)}")
-
-    @property
-    def finishes(self) -> bool:
-        return True
+            raise ConfigError(
+                f"method.cut: the encoder of model = {config.model} has no layer {self.cut} before its last one. "
+                f"Give one of: {', '.join(layers[:-1]) or 'none'}.",
+                code="model.lacks-layer",
+                key="method.cut",
+                value=self.cut,
+                layers=layers,
+            )
 
     def finish(self, server: Server, fleet: Fleet) -> None:
-        got = fleet.ask(self.personalise, fleet.everyone, self.message(server), loss=mean.like(0.0),
-                        generated=mean.like(0.0))
+        got = fleet.ask(
+            self.personalise, fleet.everyone, self.message(server), loss=mean.like(0.0), generated=mean.like(0.0)
+        )
         server.log(loss=got["loss"], generated=got["generated"])
 
     def personalise(self, client: Client, message: Message) -> Reply:
-        """Stage 2 at a client; says the share of samples that a generated feature stood in for."""
+        """Run stage 2 at a client; report the share of samples that a generated feature replaced."""
         client.receive(message["model"])
         take_statistics(client)
         lower, upper = halves(client.model, self.cut)
         glob = copy.deepcopy(upper).requires_grad_(False).eval()
         client.model.eval()
-        upper.train()                                                           # [1]
-        optimiser = SGD(upper.parameters(), self.lr, self.momentum, self.weight_decay)       # [3]
-        total, replaced, seen = 0.0, 0, 0
+        upper.train()  # [1]
+        optimiser = SGD(upper.parameters(), self.lr, self.momentum, self.weight_decay)  # [3]
+        total = 0.0
+        replaced = 0
+        seen = 0
         for places in balanced(client, self.epochs, self.batch):
             batch = client.batch(places)
             with torch.no_grad():
-                a = lower(batch.x)                                              # [B, C', H', W']
+                a = lower(batch.x)  # [B, C', H', W']
             rows, made = self.generate(client, glob, a, batch.y)
             with autocast(client):
                 loss = F.cross_entropy(upper(a), batch.y)
@@ -93,7 +104,9 @@ class FedAFA(Method):
                     mixed = a.index_copy(0, rows, made)
                     loss = self.c * F.cross_entropy(upper(mixed), batch.y) + (1 - self.c) * loss
             optimiser.step(loss)
-            total, replaced, seen = total + loss.item() * len(a), replaced + len(rows), seen + len(a)
+            total += loss.item() * len(a)
+            replaced += len(rows)
+            seen += len(a)
         client.state["personal"] = tree.snapshot(upper.state_dict())
         return client.reply(loss=total / max(seen, 1), generated=replaced / max(seen, 1))
 
@@ -101,19 +114,20 @@ class FedAFA(Method):
         self.personalise(client, message)
 
     def generate(self, client: Client, glob: nn.Module, a: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Places of the samples of a batch that are stood in for, and activations of their classes for them.
+        """Return the positions of the samples of a batch to replace, and generated activations of their classes.
 
         Args:
-            glob: the global model's upper layers.
-            a: activations at the cut, [B, C', H', W']; y: int64 [B].
+            glob: The global model's upper layers.
+            a: Activations at the cut, [B, C', H', W'].
+            y: Labels, int64 [B].
         """
         n, draws = client.counts.double().cpu(), client.order
-        of = n[y.cpu()]                                                         # [B]
+        class_sizes = n[y.cpu()]  # [B]
         uniform = torch.rand(len(y), generator=draws)
-        chosen = torch.nonzero(uniform >= of / n.max()).flatten()               # with probability 1 - n_y / n_max
-        if not len(chosen):                                                     # [2]
+        chosen = torch.nonzero(uniform >= class_sizes / n.max()).flatten()  # with probability 1 - n_y / n_max
+        if not len(chosen):  # [2]
             return chosen.to(y.device), a[:0]
-        fit = 1 - (of[None] - of[chosen, None]).relu() / n.max()                # [G, B], of seeds j
+        fit = 1 - (class_sizes[None] - class_sizes[chosen, None]).relu() / n.max()  # [G, B], of seeds j
         seeds = torch.multinomial(fit, 1, generator=draws).flatten().to(y.device)
         chosen = chosen.to(y.device)
         noise = torch.rand(a[seeds].shape, generator=draws).to(a.device)
@@ -129,20 +143,22 @@ class FedAFA(Method):
         return own
 
 
-def adversarial(upper: nn.Module, a: Tensor, target: Tensor, noise: Tensor, steps: int, step: float) -> tuple[
-        Tensor, Tensor]:
-    """Activations near `a` [G, C', H', W'] that a model takes for the class `target` [G], and how likely it finds it.
+def adversarial(
+    upper: nn.Module, a: Tensor, target: Tensor, noise: Tensor, steps: int, step: float
+) -> tuple[Tensor, Tensor]:
+    """Return activations near `a` [G, C', H', W'] that a model classifies as `target` [G], and their probabilities.
 
     Args:
-        upper: activations to logits; stays as it is.
-        noise: uniform in [0, 1), of a's shape.
-        steps, step: of descent on the cross-entropy, each of this length for each activation.
+        upper: Maps activations to logits; it is not changed.
+        noise: Uniform in [0, 1), of the shape of `a`.
+        steps: Number of descent steps on the cross-entropy.
+        step: Length of a step for each activation.
     """
     highest, middle = a.max(), (a.max() + a.min()) / 2
-    a = (a + (noise - middle).renorm(2, 1, 1.0)).clamp(min=0).minimum(highest)           # [4]
+    a = (a + (noise - middle).renorm(2, 1, 1.0)).clamp(min=0).minimum(highest)  # [4]
     for _ in range(steps):
         a = a.detach().requires_grad_()
-        gradient, = torch.autograd.grad(F.cross_entropy(upper(a), target, reduction="sum"), a)
+        (gradient,) = torch.autograd.grad(F.cross_entropy(upper(a), target, reduction="sum"), a)
         length = gradient.flatten(1).norm(dim=1).view(-1, 1, 1, 1) + 1e-10
         a = (a.detach() - step * gradient / length).clamp(min=0).minimum(highest)
     with torch.no_grad():
@@ -150,8 +166,10 @@ def adversarial(upper: nn.Module, a: Tensor, target: Tensor, noise: Tensor, step
 
 
 def halves(model: SplitModel, cut: str) -> tuple[nn.Module, nn.Module]:
-    """The model up to and including a layer, and what comes after it, logits included; they share its memory."""
+    """Return the model up to and including a layer, and the rest up to the logits; both share its memory."""
     layers = dict(model.encoder.named_children())
-    late = list(layers)[list(layers).index(cut) + 1:]
-    return (nn.Sequential(*(layer for name, layer in layers.items() if name not in late)),
-            nn.Sequential(*(layers[name] for name in late), model.classifier))
+    late = list(layers)[list(layers).index(cut) + 1 :]
+    return (
+        nn.Sequential(*(layer for name, layer in layers.items() if name not in late)),
+        nn.Sequential(*(layers[name] for name in late), model.classifier),
+    )

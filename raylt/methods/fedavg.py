@@ -1,15 +1,15 @@
-"""FedAvg: local SGD, then the sample-weighted mean (McMahan et al., AISTATS 2017, Algorithm 1)."""
+"""FedAvg: local SGD, then the mean of the models, weighted by samples (McMahan et al., AISTATS 2017, Algorithm 1)."""
 
 from typing import ClassVar
 
 from raylt.core.method import Method
-from raylt.data.sources import Kind
+from raylt.data.sources.sources import ProblemKind
 
 
 class FedAvg(Method):
-    """The defaults of `Method`."""
+    """Local SGD and averaging, which are the defaults of `Method`."""
 
     name: ClassVar[str] = "fedavg"
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"
     link: ClassVar[str | None] = "https://arxiv.org/abs/1602.05629"
-    problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
+    problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")

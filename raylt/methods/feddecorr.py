@@ -1,8 +1,9 @@
-"""FedDecorr: features whose dimensions tell different things (Shi et al., ICLR 2023).
+"""FedDecorr: FedAvg with a loss term that decorrelates the dimensions of features (Shi et al., ICLR 2023).
 
 Departure from the text:
-[1] The term is scaled as in the authors' code, for which beta = 0.1 was chosen: B times the mean over the squared
-    correlations of different dimensions. `loss=paper` is the text: the mean over all, the diagonal's ones included.
+[1] The term is scaled as in the authors' code, for which beta = 0.1 was chosen: B times the mean of the squared
+    correlations of different dimensions. `loss=paper` is the text: the mean over all pairs, the diagonal's ones
+    included.
 beta = 0 is FedAvg.
 """
 
@@ -14,15 +15,14 @@ from torch.nn import functional as F
 
 from raylt.core.client import Client, Message
 from raylt.core.method import Method
-from raylt.core.terms import Terms
-from raylt.core.training import Objective
+from raylt.core.training.loss_terms import Terms
+from raylt.core.training.sgd import Objective
 from raylt.data.samples import Batch
 from raylt.hyper import Choice, hp
-from raylt.recordable import recordable
 
 
 class FedDecorr(Method):
-    """FedAvg, and a term against dimensional collapse at the clients."""
+    """FedAvg with a term against dimensional collapse at the clients."""
 
     name: ClassVar[str] = "feddecorr"
     paper: ClassVar[str] = "Shi et al., ICLR 2023"
@@ -40,22 +40,23 @@ class FedDecorr(Method):
             return super().objective(client, message)
         model = client.model
 
-        @recordable
         def terms(batch: Batch) -> dict[str, Tensor]:
-            z = model.encoder(batch.x)                                          # [B, d]
-            return {"cross_entropy": F.cross_entropy(model.classifier(z), batch.y),
-                    "decorrelation": self.beta * decorrelation(z, self.loss)}
+            z = model.encoder(batch.x)  # [B, d]
+            return {
+                "cross_entropy": F.cross_entropy(model.classifier(z), batch.y),
+                "decorrelation": self.beta * decorrelation(z, self.loss),
+            }
 
         return Terms(client, terms)
 
 
 def decorrelation(z: Tensor, scale: str) -> Tensor:
-    """How much the dimensions of features [B, d] tell the same: their squared correlations, averaged [1]."""
+    """Return the mean squared correlation between dimensions of features [B, d], a scalar [1]."""
     with torch.autocast(z.device.type, enabled=False):
         z = z.float() - z.float().mean(0)
         z = z / (z.var(0) + 1e-8).sqrt()
-        correlation = z.T @ z / len(z)                                          # K [d, d]
+        correlation = z.T @ z / len(z)  # K [d, d]
         if scale == "paper":
             return correlation.square().mean()
-        others = correlation.masked_fill(torch.eye(z.shape[1], dtype=torch.bool, device=z.device), 0)
-        return len(z) * others.square().sum() / (z.shape[1] * (z.shape[1] - 1))
+        off_diagonal = correlation.masked_fill(torch.eye(z.shape[1], dtype=torch.bool, device=z.device), 0)
+        return len(z) * off_diagonal.square().sum() / (z.shape[1] * (z.shape[1] - 1))

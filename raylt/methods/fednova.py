@@ -1,55 +1,75 @@
-"""FedNova: normalised averaging, so that clients count by their data and not their steps (Wang et al., NeurIPS 2020).
+"""FedNova: normalised averaging, which weights clients by data and not by steps (Wang et al., NeurIPS 2020).
 
 Sections are the paper's. Departures from the text:
 [1] p_i is over the participants of a round, not over all clients.
-[2] A client that takes no step, as it holds one sample, has no direction; it counts as a zero one of zero steps.
-[3] What no gradient moves (BatchNorm's statistics) is averaged as in FedAvg; the paper is silent.
-Clients that take equally many steps make it FedAvg.
+[2] A client that takes no step, because it holds one sample, has no direction; it counts as a zero direction of zero
+    steps.
+[3] Entries that no gradient moves (BatchNorm's statistics) are averaged as in FedAvg; the paper is silent.
+With clients that take equal numbers of steps this is FedAvg.
 """
 
+from functools import partial
 from typing import ClassVar
 
 from raylt import tree
-from raylt.config import Config
+from raylt.config import Config, LocalConfig
 from raylt.core.client import Client, Message, Reply
-from raylt.core.fleet import Fleet
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import mean
 from raylt.core.method import Group, Method
-from raylt.core.reductions import mean
 from raylt.core.server import Server
-from raylt.core.training import sgd
-from raylt.data.sources import Kind
+from raylt.core.training.sgd import sgd
+from raylt.data.sources.sources import ProblemKind
 from raylt.data.task import Task
 from raylt.models.split import SplitModel
 from raylt.ops.local_updates import check_sgd, gradient_mass, trained_and_rest
+from raylt.tree import Tree
 
 
 class FedNova(Method):
-    """Clients upload d_i and |a_i|_1; local SGD may have momentum."""
+    """FedAvg of normalised updates: clients upload d_i and |a_i|_1. Local SGD may have momentum."""
 
     name: ClassVar[str] = "fednova"
     paper: ClassVar[str] = "Wang et al., NeurIPS 2020"
     link: ClassVar[str | None] = "https://arxiv.org/abs/2007.07481"
     group: ClassVar[Group | None] = "aggregation"
-    problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
+    problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
+
+    @property
+    def uploads_more(self) -> bool:
+        return True
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         check_sgd(self.name, config)
 
     def train(self, client: Client, message: Message) -> Reply:
-        """d_i = G_i a_i / |a_i|_1, section 4, here times the learning rate: the update over |a_i|_1."""
+        """Return d_i = G_i a_i / |a_i|_1, section 4, times the learning rate: the update divided by |a_i|_1."""
         client.receive(message["model"])
         loss = sgd(client, self.objective(client, message))
         mass = gradient_mass(client.steps(), client.config.local.momentum)
         start, _ = trained_and_rest(client.model, message["model"])
         end, rest = trained_and_rest(client.model, self.shared(client.model))
-        direction = tree.scale(tree.sub(start, end), 1 / max(mass, 1))          # [2]
+        direction = tree.scale(tree.sub(start, end), 1 / max(mass, 1))  # [2]
         return client.reply(direction=direction, mass=mass, rest=rest, loss=loss)
 
     def round(self, server: Server, fleet: Fleet) -> None:
-        """x <- x - tau_eff sum_i p_i d_i with tau_eff = sum_i p_i |a_i|_1, section 5 [1]."""
+        """Step x <- x - tau_eff sum_i p_i d_i with tau_eff = sum_i p_i |a_i|_1, section 5 [1]."""
         message = self.message(server)
         x, rest = trained_and_rest(server.model, message["model"])
-        got = fleet.ask(self.train, self.sample(server, fleet), message,
-                        direction=mean.like(x), mass=mean.like(0.0), rest=mean.like(rest), loss=mean.like(0.0))
-        server.step(tree.sub(x, tree.scale(got["direction"], got["mass"])) | got["rest"])                # [3]
+        got = fleet.ask(
+            self.train,
+            self.sample(server, fleet),
+            message,
+            direction=mean.like(x),
+            mass=mean.like(0.0).over_samples(partial(mass_fault, local=server.config.local)),
+            rest=mean.like(rest),
+            loss=mean.like(0.0),
+        )
+        server.step(tree.sub(x, tree.scale(got["direction"], got["mass"])) | got["rest"])  # [3]
         server.log(loss=got["loss"], effective_steps=got["mass"])
+
+
+def mass_fault(n: int, parts: Tree, local: LocalConfig) -> str | None:
+    """Return why this is not |a_i|_1 of a client with n samples, or None: its steps follow from its samples."""
+    expected = gradient_mass(local.step_count(n), local.momentum)
+    return None if parts["mass"] == expected else f"is {parts['mass']:g}, and its samples make it {expected:g}"

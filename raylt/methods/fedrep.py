@@ -1,28 +1,33 @@
-"""FedRep: classifiers of the clients' own on a shared encoder, trained in turns (Collins et al., ICML 2021).
+"""FedRep: private classifiers on a shared encoder, trained in alternation (Collins et al., ICML 2021).
 
 Departures from the text of Algorithm 1:
-[1] Updates are epochs over the data, `head_epochs` of the classifier and `local.epochs` of the encoder.
+[1] Updates are epochs over the data: `head_epochs` of the classifier and `local.epochs` of the encoder.
 [2] BatchNorm's running statistics move in both halves of a round and are shared with the encoder.
-[3] The encoders' mean is weighted by samples, as those of all methods here; the text has 1/(r n).
+[3] The mean of the encoders is weighted by samples, as in all methods of raylt; the text has 1/(r n).
+[4] After the last round every client trains its classifier once more, on the final encoder, as in the authors' code
+    (lgcollins/FedRep at d82e629).
 """
 
 from typing import ClassVar
 
 from raylt.core.client import Client, Message, Reply
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import mean
 from raylt.core.method import Method
-from raylt.core.training import sgd, take_statistics
-from raylt.data.sources import Kind
+from raylt.core.server import Server
+from raylt.core.training.sgd import sgd, take_statistics
+from raylt.data.sources.sources import ProblemKind
 from raylt.hyper import Choice, hp
 from raylt.models.split import Params, SplitModel
 
 
 class FedRep(Method):
-    """FedPer, with the classifier first."""
+    """FedPer in which each round trains the classifier first, then the encoder."""
 
     name: ClassVar[str] = "fedrep"
     paper: ClassVar[str] = "Collins et al., ICML 2021"
     link: ClassVar[str | None] = "https://arxiv.org/abs/2102.07078"
-    problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
+    problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
 
     head_epochs: int = hp(10, Choice(1, 5, 10, 15), "tau, updates of the classifier, lines 7 to 9", ge=0)
@@ -31,14 +36,27 @@ class FedRep(Method):
         return model.entries("encoder.")
 
     def settle(self, client: Client, message: Message) -> None:
-        """The first half of a round: lines 7 to 9."""
+        """Train the classifier as in the first half of a round, lines 7 to 9."""
+        self.train_classifier(client, message)
+
+    def train_classifier(self, client: Client, message: Message) -> Reply:
+        """Train the classifier alone, on the received encoder [4]."""
         client.receive(message["model"])
         take_statistics(client)
-        sgd(client, self.objective(client, message), client.model.classifier.parameters(), self.head_epochs)
+        head = client.model.classifier.parameters()
+        return client.reply(loss=sgd(client, self.objective(client, message), head, self.head_epochs))
+
+    @property
+    def finishes(self) -> bool:
+        return self.head_epochs > 0
+
+    def finish(self, server: Server, fleet: Fleet) -> None:
+        got = fleet.ask(self.train_classifier, fleet.everyone, self.message(server), loss=mean.like(0.0))
+        server.log(loss=got["loss"])
 
     def train(self, client: Client, message: Message) -> Reply:
         client.receive(message["model"])
         objective, model = self.objective(client, message), client.model
-        sgd(client, objective, model.classifier.parameters(), self.head_epochs)                 # lines 7 to 9 [1]
-        loss = sgd(client, objective, model.encoder.parameters())               # lines 10 to 12 [1] [2]
+        sgd(client, objective, model.classifier.parameters(), self.head_epochs)  # lines 7 to 9 [1]
+        loss = sgd(client, objective, model.encoder.parameters())  # lines 10 to 12 [1] [2]
         return client.reply(model=self.shared(model), loss=loss)

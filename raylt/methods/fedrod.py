@@ -1,13 +1,15 @@
-"""FedRoD: a generic classifier that is balanced, and a personal one on top of it (Chen and Chao, ICLR 2022).
+"""FedRoD: a balanced generic classifier and a personal one on top of it (Chen and Chao, ICLR 2022).
 
 Departures from the text:
-[1] The personal classifier starts at 0, so that a client that never took part answers as the generic one does. It has a
-    linear layer's own weights; the paper's hypernetwork, which makes them of a client's class counts, is left out.
-[2] Classes that a client lacks have log 0 as their shift: the generic loss leaves them out.
+[1] The personal classifier starts at 0, so that a client that never took part predicts as the generic classifier does.
+    It has the weights of a linear layer; the paper's hypernetwork, which computes them from a client's class counts,
+    is left out.
+[2] The shift of a class that a client lacks is log 0: the generic loss leaves the class out. `missing=one` counts it as
+    one sample, so that the balanced softmax acts without this mask.
 `global_accuracy` is the generic classifier's; clients are judged by the sum of both.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,26 +17,30 @@ from torch.nn import functional as F
 from raylt.core.client import Client, Message
 from raylt.core.method import Method
 from raylt.core.server import Server
-from raylt.core.training import Objective
+from raylt.core.training.sgd import Objective
 from raylt.data.samples import Batch
-from raylt.data.task import Facts
+from raylt.data.task import TaskSpec
+from raylt.hyper import Choice, hp
 from raylt.models.split import Params, SplitModel, with_classifier
-from raylt.recordable import recordable
 
 HEAD = "personal"
 
 
 class FedRoD(Method):
-    """G is `classifier`, P is `personal`, which stays at the client."""
+    """A generic classifier G, `classifier`, and a personal classifier P, `personal`, which stays at the client."""
 
     name: ClassVar[str] = "fedrod"
     paper: ClassVar[str] = "Chen and Chao, ICLR 2022"
     link: ClassVar[str | None] = "https://arxiv.org/abs/2107.00778"
     personal: ClassVar[bool] = True
 
-    def build(self, task: Facts, base: SplitModel) -> SplitModel:
+    missing: Literal["mask", "one"] = hp(
+        "mask", Choice("mask", "one"), "a class that a client lacks: left out of G's softmax, or counted as one sample"
+    )
+
+    def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
         head = nn.Linear(base.dim, task.classes)
-        nn.init.zeros_(head.weight)                             # [1]
+        nn.init.zeros_(head.weight)  # [1]
         nn.init.zeros_(head.bias)
         base.add_module(HEAD, head)
         return base
@@ -43,14 +49,14 @@ class FedRoD(Method):
         return {name: value for name, value in model.entries().items() if not name.startswith(f"{HEAD}.")}
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Balanced risk of G and the encoder, and empirical risk of G + P, which moves P alone."""
-        model, shift, head = client.model, client.counts.log(), client.model.get_submodule(HEAD)       # [2]
+        """Return the balanced risk of G and the encoder plus the empirical risk of G + P, which moves P alone."""
+        model, head = client.model, client.model.get_submodule(HEAD)
+        shift = client.counts.clamp(min=0 if self.missing == "mask" else 1).log()  # [2]
 
-        @recordable
         def loss(batch: Batch) -> Tensor:
-            z = model.encoder(batch.x)                                          # [B, d]
+            z = model.encoder(batch.x)  # [B, d]
             generic = model.classifier(z)
-            balanced = F.cross_entropy(generic + shift, batch.y)                # balanced softmax
+            balanced = F.cross_entropy(generic + shift, batch.y)  # balanced softmax
             return balanced + F.cross_entropy(generic.detach() + head(z.detach()), batch.y)
 
         return loss
@@ -62,6 +68,6 @@ class FedRoD(Method):
         return with_classifier(server.model, own["classifier.weight"], own["classifier.bias"])
 
     def client_model(self, client: Client) -> SplitModel:
-        own = client.model.state_dict()                         # two linear classifiers of the same features are one
+        own = client.model.state_dict()  # two linear classifiers of the same features are one
         weight, bias = (own[f"classifier.{name}"] + own[f"{HEAD}.{name}"] for name in ("weight", "bias"))
         return with_classifier(client.model, weight, bias)

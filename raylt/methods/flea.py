@@ -1,18 +1,20 @@
-"""FLea: clients share activations of a few samples, and train on mixtures with those (Xia et al., KDD 2024).
+"""FLea: clients share activations of a few samples and train on mixtures with them (Xia et al., KDD 2024).
 
-SFD's reading of it, and the authors' code where both are silent. Decisions:
-[1] The activations are those behind `layer`, SFD's behind the fifth convolution of ResNet-18: its first stage.
+This follows SFD's reading of the paper, and the authors' code where both are silent. Decisions:
+[1] The activations are those after `layer`. SFD takes them after the fifth convolution of ResNet-18, its first stage.
 [2] The first round has no buffer: three times the epochs of cross-entropy, half the divergence from the received model
     on the client's own images, and the distance correlation.
-[3] Which samples a client shares is drawn once, when it joins; it shares them, not augmented, under the averaged
-    encoder after each round that it took part in, and the buffer holds those of the last round alone.
-[4] The weights of the divergence and of the distance correlation are constant; the code lowers the latter.
-[5] Beta(2, 2), of which the shares in a mixture are drawn, is the distribution of the median of three even draws.
-Activations of images leave the clients: a replay of the run sees them, and so does every client.
+[3] A client draws the samples that it shares once, when it joins. It shares their activations, not augmented, under the
+    averaged encoder after each round that it took part in. The buffer holds those of the last round only.
+[4] The weights of the divergence and of the distance correlation are constant; the code lowers the latter from 3 to 1.
+[5] The shares in a mixture follow Beta(2, 2), the distribution of the median of three uniform draws.
+[6] Each batch draws its shared samples with replacement; the code goes through the buffer in shuffled passes.
+Activations of images leave the clients: the server and every client see them.
 """
 
 import copy
 import math
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -22,22 +24,24 @@ from torch.nn import functional as F
 from raylt import tree
 from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
-from raylt.core.fleet import Fleet
-from raylt.core.method import Method
-from raylt.core.reductions import each, mean
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import each
+from raylt.core.method import Method, train_clients, train_model
 from raylt.core.server import Server
-from raylt.core.terms import Terms, asked_for, figure_of, reply_of
-from raylt.core.training import Objective, autocast, sgd
+from raylt.core.training.loss_terms import Terms
+from raylt.core.training.sgd import Objective, autocast
 from raylt.data.samples import Batch
 from raylt.data.task import Task
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.models.split import SplitModel
-from raylt.recordable import recordable
+from raylt.ops.moments import LONGEST_FEATURE
+from raylt.recording import not_recordable
+from raylt.tree import Tree
 
 
 class FLea(Method):
-    """Sections are the paper's."""
+    """FedAvg on mixtures of a client's activations with activations that others shared."""
 
     name: ClassVar[str] = "flea"
     paper: ClassVar[str] = "Xia et al., KDD 2024"
@@ -53,8 +57,14 @@ class FLea(Method):
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         stages = [name for name, _ in model.encoder.named_children()]
         if not isinstance(model.encoder, nn.Sequential) or self.layer not in stages[:-1]:
-            raise ConfigError(f"method.layer = {self.layer}: the encoder of model = {config.model} has no such layer "
-                              f"with another behind it; there are: {', '.join(stages[:-1]) or 'none'}")
+            raise ConfigError(
+                f"method.layer: the encoder of model = {config.model} has no layer {self.layer} before its last one. "
+                f"Give one of: {', '.join(stages[:-1]) or 'none'}.",
+                code="model.lacks-layer",
+                key="method.layer",
+                value=self.layer,
+                layers=stages,
+            )
 
     @property
     def sees_each(self) -> tuple[str, ...]:
@@ -63,8 +73,8 @@ class FLea(Method):
     # at a client
 
     def join(self, client: Client, message: Message) -> Reply:
-        size = math.ceil(self.share * len(client) - 1e-9)
-        client.state["shared"] = torch.randperm(len(client), generator=client.order)[:size].sort().values      # [3]
+        size = shared_samples(self.share, len(client))
+        client.state["shared"] = torch.randperm(len(client), generator=client.order)[:size].sort().values  # [3]
         return client.reply()
 
     @property
@@ -73,48 +83,57 @@ class FLea(Method):
 
     def train(self, client: Client, message: Message) -> Reply:
         client.receive(message["model"])
-        objective = self.objective(client, message)
         first = "buffer" not in message
-        loss = sgd(client, objective, epochs=client.config.local.epochs * (self.warm_up if first else 1))
-        return client.reply(model=self.shared(client.model), loss=loss, **reply_of(objective, self.terms))
+        epochs = client.epochs * (self.warm_up if first else 1)
+        parts = train_model(self, client, message, epochs)
+        return client.reply(model=self.shared(client.model), **parts)
 
     def objective(self, client: Client, message: Message) -> Objective:
-        model, received = client.model, copy.deepcopy(client.model).requires_grad_(False).eval()
-        (lower, upper), (_, frozen) = halves(model, self.layer), halves(received, self.layer)
+        """Return the loss of a batch: without a buffer that of the first round, else with mixtures."""
+        model = client.model
+        received = copy.deepcopy(model).requires_grad_(False).eval()
+        lower, upper = halves(model, self.layer)
+        _, frozen_upper = halves(received, self.layer)
 
-        @recordable
-        def first(batch: Batch) -> dict[str, Tensor]:                           # [2]
+        def first(batch: Batch) -> dict[str, Tensor]:  # [2]
             a = lower(batch.x)
             logits = model.classifier(upper(a))
-            return {"cross_entropy": F.cross_entropy(logits, batch.y),
-                    "divergence": self.warm_kd * divergence(received(batch.x), logits),
-                    "correlation": self.dcor * distance_correlation(batch.x, a)}
+            return {
+                "cross_entropy": F.cross_entropy(logits, batch.y),
+                "divergence": self.warm_kd * divergence(received(batch.x), logits),
+                "correlation": self.dcor * distance_correlation(batch.x, a),
+            }
 
         if "buffer" not in message:
             return Terms(client, first)
         shared, labels = message["buffer"]["a"], message["buffer"]["y"]
 
+        @not_recordable  # the mixtures are drawn on the host
         def terms(batch: Batch) -> dict[str, Tensor]:
-            a = lower(batch.x)                                                  # [B, ...]
+            a = lower(batch.x)  # [B, ...]
             rows = torch.randint(len(labels), (len(batch.y),), generator=client.order)
             rows = rows.to(client.device, non_blocking=True)
-            other, y = shared[rows], labels[rows]
-            lam = torch.rand(len(rows), 3, generator=client.order).median(1).values                     # [B] [5]
+            shared_a, shared_y = shared[rows], labels[rows]
+            lam = torch.rand(len(rows), 3, generator=client.order).median(1).values  # [B] [5]
             lam = lam.to(client.device, non_blocking=True)
             wide = lam.view(-1, *[1] * (a.ndim - 1))
-            logits = model.classifier(upper(wide * a + (1 - wide) * other))
+            logits = model.classifier(upper(wide * a + (1 - wide) * shared_a))
             mixed = lam * F.cross_entropy(logits, batch.y, reduction="none") + (1 - lam) * F.cross_entropy(
-                logits, y, reduction="none")
-            return {"cross_entropy": F.cross_entropy(model.classifier(upper(a)), batch.y), "mixed": mixed.mean(),
-                    "divergence": self.kd * divergence(received.classifier(frozen(other)),
-                                                       model.classifier(upper(other))),
-                    "correlation": self.dcor * distance_correlation(batch.x, a)}        # [4]
+                logits, shared_y, reduction="none"
+            )
+            return {
+                "cross_entropy": F.cross_entropy(model.classifier(upper(a)), batch.y),
+                "mixed": mixed.mean(),
+                "divergence": self.kd
+                * divergence(received.classifier(frozen_upper(shared_a)), model.classifier(upper(shared_a))),
+                "correlation": self.dcor * distance_correlation(batch.x, a),
+            }  # [4]
 
         return Terms(client, terms)
 
     @torch.no_grad()
     def upload(self, client: Client, message: Message) -> Reply:
-        """The activations of the samples that the client shares, and their labels, by number."""
+        """Report the activations of the samples that the client shares, and their labels, by number."""
         client.receive(message["encoder"])
         batch = client.samples.batch(client.state["shared"].to(client.device))
         with autocast(client):
@@ -127,57 +146,76 @@ class FLea(Method):
         return super().message(server) | ({"buffer": server.state["buffer"]} if "buffer" in server.state else {})
 
     def round(self, server: Server, fleet: Fleet) -> None:
-        message = self.message(server)
-        got = fleet.ask(self.train, self.sample(server, fleet), message, model=mean.like(message["model"]),
-                        loss=mean.like(0.0), **asked_for(self.terms))
-        server.step(got["model"])
-        server.log(loss=got["loss"], **figure_of(got))
-        ids = list(got.weights)
+        ids = list(train_clients(self, server, fleet).weights)
         like = {"a": torch.empty(self.activation_shape(server), device="meta"), "y": 0}
-        most = max(math.ceil(self.share * fleet.sizes[id] - 1e-9) for id in ids)
-        samples = fleet.ask(self.upload, ids, {"encoder": tree.snapshot(server.model.entries("encoder."))},
-                            samples=each.within(dict.fromkeys(range(most), like)))["samples"]
-        held = [sample for of_client in samples.values() for sample in of_client.values()]
-        server.state["buffer"] = {"a": torch.stack([sample["a"] for sample in held]),
-                                  "y": torch.tensor([sample["y"] for sample in held])}
-        server.log(buffer=len(held))
+        most = max(shared_samples(self.share, fleet.sizes[id]) for id in ids)
+        samples = fleet.ask(
+            self.upload,
+            ids,
+            {"encoder": tree.snapshot(server.model.entries("encoder."))},
+            samples=each.within(dict.fromkeys(range(most), like))
+            .up_to(LONGEST_FEATURE)
+            .over_samples(partial(shared_fault, share=self.share, classes=server.model.classes)),
+        )["samples"]
+        buffer = [sample for of_client in samples.values() for sample in of_client.values()]
+        server.state["buffer"] = {
+            "a": torch.stack([sample["a"] for sample in buffer]),
+            "y": torch.tensor([sample["y"] for sample in buffer]),
+        }
+        server.log(buffer=len(buffer))
 
     @torch.no_grad()
     def activation_shape(self, server: Server) -> torch.Size:
-        """Of one image's activations."""
-        height, width, channels = server.facts.shape
+        """Return the shape of one image's activations."""
+        height, width, channels = server.spec.shape
         x = torch.zeros(1, channels, height, width, device=server.device)
         return halves(server.model.eval(), self.layer)[0](x).shape[1:]
 
 
+def shared_samples(share: float, n: int) -> int:
+    """Return how many of its n samples a client shares."""
+    return math.ceil(share * n - 1e-9)
+
+
+def shared_fault(n: int, parts: Tree, share: float, classes: int) -> str | None:
+    """Return why these cannot be the samples that a client with n samples shares, or None."""
+    samples = parts["samples"]
+    if len(samples) != shared_samples(share, n):
+        return f"has {len(samples)} samples, and the client shares {shared_samples(share, n)}"
+    wrong = [sample["y"] for sample in samples.values() if sample["y"] >= classes]
+    return f"has the label {wrong[0]} of {classes} classes" if wrong else None
+
+
 def halves(model: SplitModel, layer: str) -> tuple[nn.Sequential, nn.Sequential]:
-    """The encoder up to a layer, and what is behind it."""
+    """Return the encoder up to and including a layer, and the rest of it."""
     assert isinstance(model.encoder, nn.Sequential)
     place = [name for name, _ in model.encoder.named_children()].index(layer) + 1
     return model.encoder[:place], model.encoder[place:]
 
 
 def divergence(received: Tensor, logits: Tensor) -> Tensor:
-    """KL(p || q), p the softmax of the received model's logits [B, C], q that of the client's; mean over the batch."""
+    """Return the mean KL(p || q) over a batch: p is of the received model's logits [B, C], q of the client's."""
     p, q = received.float().log_softmax(1), logits.float().log_softmax(1)
     return F.kl_div(q, p, reduction="batchmean", log_target=True)
 
 
 def distance_correlation(x: Tensor, a: Tensor) -> Tensor:
-    """Of two sets of B points, of any dimensions each; in [0, 1] (Szekely et al., 2007), a scalar in float32.
+    """Return the distance correlation of two sets of B points, a scalar in [0, 1], in float32 (Szekely et al., 2007).
 
     Args:
-        x, a: [B, ...].
+        x: [B, ...].
+        a: [B, ...], of any dimensions.
     """
     with torch.autocast(x.device.type, enabled=False):
         p, q = centred_distances(x.flatten(1).float()), centred_distances(a.flatten(1).float())
-        least = 1e-7                        # of a batch of equal points, and below the roots, as in the code
+        least = 1e-7  # for a batch of equal points, and below the roots, as in the code
         return ((p * q).mean().clamp(min=0) + least).sqrt() / (
-            ((p * p).mean() + least).sqrt() * ((q * q).mean() + least).sqrt()).sqrt()
+            ((p * p).mean() + least).sqrt() * ((q * q).mean() + least).sqrt()
+        ).sqrt()
 
 
 def centred_distances(x: Tensor) -> Tensor:
-    """Euclidean distances of B points [B, d], their means over rows and columns taken off, [B, B]."""
+    """Return the Euclidean distances [B, B] of B points [B, d], less their means over rows and columns."""
     squares = x.square().sum(1)
     # where the difference is rounded to nothing, as on the diagonal, the root has no gradient
     d = (squares[:, None] + squares[None] - 2 * x @ x.T).clamp(min=1e-12).sqrt()

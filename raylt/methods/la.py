@@ -1,11 +1,11 @@
-"""Logit adjustment: frequent classes have to win by a margin in training (Menon et al., ICLR 2021, Eq. 10).
+"""Logit adjustment: FedAvg with class margins that favour rare classes in training (Menon et al., ICLR 2021, Eq. 10).
 
-Departures from the text, which knows no clients:
-[1] pi is that of a client's own samples, as it sees no others'; `prior=global` has that of all, for which clients tell
-    the server their counts when they join.
-[2] A class without samples has pi = 0: it is left out of the softmax (0^tau, so with tau = 0 it is not).
-tau = 0 is FedAvg; with tau = 1 this is the balanced softmax of Ren et al., NeurIPS 2020. `posthoc` adjusts after
-training.
+Departures from the text, which has no clients:
+[1] pi is the distribution of a client's own samples, as the client sees no others. `prior=global` is the distribution
+    over all samples, for which clients send their counts when they join.
+[2] A class without samples has pi = 0: the softmax leaves it out (0^tau, so with tau = 0 it does not). `missing=one`
+    counts it as one sample, so that the margin acts without this mask.
+tau = 0 is FedAvg; tau = 1 is the balanced softmax of Ren et al., NeurIPS 2020. `posthoc` adjusts after training.
 """
 
 from typing import ClassVar, Literal
@@ -15,17 +15,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from raylt.core.client import Client, Message, Reply
-from raylt.core.fleet import Fleet
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import total
 from raylt.core.method import Method
-from raylt.core.reductions import total
 from raylt.core.server import Server
-from raylt.core.training import Objective
+from raylt.core.training.sgd import Objective
 from raylt.hyper import Choice, Uniform, hp
-from raylt.recordable import recordable
 
 
 class LogitAdjustment(Method):
-    """FedAvg with the adjusted softmax cross-entropy."""
+    """FedAvg with the logit-adjusted softmax cross-entropy."""
 
     name: ClassVar[str] = "la"
     paper: ClassVar[str] = "Menon et al., ICLR 2021"
@@ -33,16 +32,24 @@ class LogitAdjustment(Method):
 
     tau: float = hp(1.0, Uniform(0.0, 2.0), "strength of the adjustment, Eq. 10", ge=0, le=10)
     prior: Literal["local", "global"] = hp("local", Choice("local", "global"), "whose samples pi counts [1]")
+    missing: Literal["mask", "one"] = hp(
+        "mask", Choice("mask", "one"), "a class without samples: left out of the softmax, or counted as one sample [2]"
+    )
+
+    @property
+    def uploads_more(self) -> bool:
+        return self.prior == "global"
 
     def join(self, client: Client, message: Message) -> Reply:
         return client.reply(counts=client.counts) if self.prior == "global" else client.reply()
 
     def objective(self, client: Client, message: Message) -> Objective:
         shift = self.shift(message["counts"] if self.prior == "global" else client.counts)
-        return recordable(lambda batch: F.cross_entropy(client.model(batch.x) + shift, batch.y))
+        return lambda batch: F.cross_entropy(client.model(batch.x) + shift, batch.y)
 
     def shift(self, counts: Tensor) -> Tensor:
-        """tau log pi of each class up to a constant, float32 [C]; -inf for one that is left out [2]."""
+        """Return tau log pi of each class up to a constant, float32 [C]; -inf for a class that is left out [2]."""
+        counts = counts.clamp(min=1) if self.missing == "one" else counts
         return counts.double().pow(self.tau).log().float()
 
     def start(self, server: Server, fleet: Fleet) -> None:
@@ -50,7 +57,8 @@ class LogitAdjustment(Method):
             super().start(server, fleet)
             return
         like = torch.empty(server.model.classes, dtype=torch.int64, device="meta")
-        server.state["counts"] = fleet.ask(self.join, fleet.everyone, {}, counts=total.like(like))["counts"]
+        counts = total.like(like).counting()
+        server.state["counts"] = fleet.ask(self.join, fleet.everyone, {}, counts=counts)["counts"]
 
     def message(self, server: Server) -> Message:
         return super().message(server) | ({"counts": server.state["counts"]} if self.prior == "global" else {})

@@ -1,21 +1,22 @@
-"""Each client alone: SGD on its own samples, nothing is shared. What federation is worth is measured against it.
+"""Local training: each client trains alone on its own samples, without federation.
 
-A client that is not sampled in a round does not train in it. The global model stays what it was at the start.
+It is the baseline that shows the worth of federation. A client that is not sampled in a round does not train in it. The
+global model keeps its initial weights.
 """
 
 from typing import ClassVar
 
 from raylt.core.method import Method
-from raylt.data.sources import Kind
+from raylt.data.sources.sources import ProblemKind
 from raylt.models.split import Params, SplitModel
 
 
 class Local(Method):
-    """FedAvg in which no entry travels."""
+    """FedAvg that shares no entry of the model."""
 
     name: ClassVar[str] = "local"
     paper: ClassVar[str] = "no federation"
-    problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
+    problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
 
     def shared(self, model: SplitModel) -> Params:

@@ -1,9 +1,13 @@
-"""MOON: features near the global model's and away from the client's last ones (Li, He and Song, CVPR 2021).
+"""MOON: FedAvg that draws features to the global model's and away from the client's previous ones (Li, He and Song,
+CVPR 2021).
 
 Departures from the text:
-[1] The global and the last local model give features in evaluation mode: in training mode, as in the authors' code, a
-    batch would move their running statistics.
-[2] In a client's first round the last local model is the global one: the term is the constant mu log 2.
+[1] The global and the previous local model compute features in evaluation mode, as in the authors' code (QinbinLi/MOON
+    at 8fcba3c).
+[2] In a client's first round the previous local model is the global one: the term is the constant mu log 2.
+[3] By default the network is that of every other method. `projection` puts the paper's head of two layers before the
+    classifier, 256 wide in the paper. A small network becomes many times as large by it: compare with arms that have it
+    too, as `mu=0` does.
 mu = 0 is FedAvg of the same network.
 """
 
@@ -18,17 +22,16 @@ from torch.nn import functional as F
 from raylt import tree
 from raylt.core.client import Client, Message, Reply
 from raylt.core.method import Method
-from raylt.core.terms import Terms
-from raylt.core.training import Objective
+from raylt.core.training.loss_terms import Terms
+from raylt.core.training.sgd import Objective
 from raylt.data.samples import Batch
-from raylt.data.task import Facts
+from raylt.data.task import TaskSpec
 from raylt.hyper import Choice, LogUniform, hp
 from raylt.models.split import Params, SplitModel, load_entries
-from raylt.recordable import recordable
 
 
 class MOON(Method):
-    """A client keeps the encoder of its last local model."""
+    """Model-contrastive training; a client keeps the encoder of its previous local model."""
 
     name: ClassVar[str] = "moon"
     paper: ClassVar[str] = "Li et al., CVPR 2021"
@@ -36,9 +39,9 @@ class MOON(Method):
 
     mu: float = hp(5.0, Choice(0.1, 1.0, 5.0, 10.0), "weight of the contrastive term, Eq. 4; 5 for CIFAR-10", ge=0)
     tau: float = hp(0.5, LogUniform(0.1, 1.0), "temperature, Eq. 3", gt=0)
-    projection: int = hp(256, Choice(0, 128, 256), "width of the projection head; 0: none, features as they are", ge=0)
+    projection: int = hp(0, Choice(0, 128, 256), "width of the paper's projection head; 0: none [3]", ge=0)
 
-    def build(self, task: Facts, base: SplitModel) -> SplitModel:
+    def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
         if not self.projection:
             return base
         head = nn.Sequential(nn.Linear(base.dim, base.dim), nn.ReLU(inplace=True), nn.Linear(base.dim, self.projection))
@@ -56,27 +59,26 @@ class MOON(Method):
         return ("cross_entropy", "contrastive") if self.mu else ()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Eq. 4."""
+        """Return the cross-entropy plus mu times the contrastive term, Eq. 4."""
         if not self.mu:
             return super().objective(client, message)
         model = client.model
-        received = frozen(model.encoder, {})                    # the model was received just before
-        previous = frozen(model.encoder, client.state.get("previous", {}))      # [2]
+        received = frozen(model.encoder, {})  # the model was received just before
+        previous = frozen(model.encoder, client.state.get("previous", {}))  # [2]
 
-        @recordable
         def terms(batch: Batch) -> dict[str, Tensor]:
-            z = model.encoder(batch.x)                                          # [B, d]
+            z = model.encoder(batch.x)  # [B, d]
             with torch.no_grad():
-                alike = [received(batch.x), previous(batch.x)]
-            similarity = torch.stack([F.cosine_similarity(z, other, dim=1) for other in alike], 1) / self.tau   # [B, 2]
-            contrast = F.cross_entropy(similarity, torch.zeros_like(batch.y))   # Eq. 3
+                references = [received(batch.x), previous(batch.x)]
+            similarity = torch.stack([F.cosine_similarity(z, other, dim=1) for other in references], 1)  # [B, 2]
+            contrast = F.cross_entropy(similarity / self.tau, torch.zeros_like(batch.y))  # Eq. 3
             return {"cross_entropy": F.cross_entropy(model.classifier(z), batch.y), "contrastive": self.mu * contrast}
 
         return Terms(client, terms)
 
 
 def frozen(encoder: nn.Module, entries: Params) -> nn.Module:
-    """A copy with these entries, in evaluation mode [1]."""
+    """Return a copy of the encoder with these entries, in evaluation mode [1]."""
     other = copy.deepcopy(encoder).requires_grad_(False).eval()
     load_entries(other, entries)
     return other

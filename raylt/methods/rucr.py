@@ -1,18 +1,22 @@
-"""RUCR: features drawn to global prototypes, classifiers balanced on features mixed with them (Huang et al., IEEE
-Transactions on Mobile Computing 2024).
+"""RUCR: FedAvg with features drawn to global prototypes and a classifier balanced on features mixed with them (Huang et
+al., IEEE Transactions on Mobile Computing 2024).
 
-What the text leaves open follows the authors' code. Departures from both:
-[1] A prototype is the mean of the clients' class means brought to length 1, weighted by samples; the code does so for
-    re-training only, and has plain means, brought to length 1 afterwards, for training.
-[2] Prototypes are taken in evaluation mode; the code leaves the model in training mode.
-[3] In the last rounds all clients are asked for prototypes, and training uses these too; the code has those of the
-    round's clients for it.
-[4] A class that nobody who is asked holds has no prototype: nothing is drawn there and it gets no mixed features.
+Where the text is silent, the authors' code decides. Departures from both:
+[1] A prototype is the mean of the clients' class means, each scaled to length 1, weighted by samples. The code does so
+    only for re-training; for training it takes plain means, scaled to length 1 afterwards.
+[2] Prototypes are computed in evaluation mode; the code leaves the model in training mode.
+[3] In the last rounds all clients are asked for prototypes, and training uses these too; the code trains with those of
+    the round's clients.
+[4] A class that no asked client holds has no prototype: no feature is drawn to it and it gets no mixed features.
+[5] Classifiers are re-trained in the last `rounds` rounds; the code (liuyuxia211/RUCR at 73d965c) re-trains in one
+    round more than its number says.
+[6] A client's features are drawn with replacement for mixtures; the code draws without.
 Re-trained classifiers are averaged and judged, and never fed back: without the loss on prototypes (`weight=0`) this is
 FedAvg to the bit.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -21,30 +25,30 @@ from torch.nn import functional as F
 
 from raylt import tree
 from raylt.core.client import Client, Message, Reply
-from raylt.core.cohort import Cohort
-from raylt.core.features import features
-from raylt.core.fitting import fit_classifier
-from raylt.core.fleet import Fleet
-from raylt.core.method import Method
-from raylt.core.reductions import mean, total
+from raylt.core.fleet.cohort import Cohort
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import Reduction, mean, total
+from raylt.core.method import Method, train_clients, train_model
 from raylt.core.server import Server
-from raylt.core.terms import Terms, asked_for, figure_of, reply_of
-from raylt.core.training import Objective, sgd
+from raylt.core.training.features import features
+from raylt.core.training.fit_classifier import fit_classifier
+from raylt.core.training.loss_terms import Terms
+from raylt.core.training.sgd import Objective
 from raylt.data.samples import Batch
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.models.split import SplitModel, linear, with_classifier
-from raylt.ops.moments import class_means, pooled_means
-from raylt.recordable import recordable
+from raylt.ops.moments import class_means, pooled_means, sums_fault
 from raylt.seeds import seed_for
 
 
 class RUCR(Method):
-    """Numbers are those of the code's run."""
+    """FedAvg with prototypes; the defaults are those of the code's run."""
 
     name: ClassVar[str] = "rucr"
     paper: ClassVar[str] = "Huang et al., IEEE TMC 2024"
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "retraining": ("rounds", "size", "lam_low", "lam_high", "epochs", "batch", "lr")}
+        "retraining": ("rounds", "size", "lam_low", "lam_high", "epochs", "batch", "lr")
+    }
 
     weight: float = hp(0.15, LogUniform(0.01, 1.0), "of the loss on prototypes", ge=0)
     tau: float = hp(0.9, LogUniform(0.1, 2.0), "temperature of cosines to prototypes", gt=0)
@@ -62,7 +66,7 @@ class RUCR(Method):
     # at a client
 
     def prototypes(self, client: Client, message: Message) -> Reply:
-        """Of each class that the client holds its count, and so many times the direction of its mean [1] [2]."""
+        """Report, for each class of the client, its count and its count times the direction of its mean [1] [2]."""
         client.receive(message["encoder"])
         return client.reply(classes=class_means(*features(client), unit=True))
 
@@ -71,42 +75,51 @@ class RUCR(Method):
         return ("cross_entropy", "prototypes") if self.weight else ()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Cross-entropy, and that of cosines to the prototypes, to which log pi of the true class is added."""
+        """Return cross-entropy plus that of cosines to the prototypes, with log pi added for the true class."""
         if not self.weight:
             return super().objective(client, message)
         model, directions = client.model, F.normalize(message["means"], dim=1)
-        held = message["present"] & (client.counts > 0)                         # other classes have the cosine 0
-        log_pi = torch.where(held, message["pi"], 1.0).log()                    # [C]
+        usable = message["present"] & (client.counts > 0)  # the cosine to other classes is 0
+        log_pi = torch.where(usable, message["pi"], 1.0).log()  # [C]
 
-        @recordable
         def terms(batch: Batch) -> dict[str, Tensor]:
-            z = model.encoder(batch.x)                                          # [B, d]
-            cosines = F.normalize(z, dim=1) @ directions.T * held / self.tau    # [B, C]
+            z = model.encoder(batch.x)  # [B, d]
+            cosines = F.normalize(z, dim=1) @ directions.T * usable / self.tau  # [B, C]
             shifted = cosines + F.one_hot(batch.y, len(log_pi)) * log_pi
-            return {"cross_entropy": F.cross_entropy(model.classifier(z), batch.y),
-                    "prototypes": self.weight * F.cross_entropy(shifted, batch.y)}
+            return {
+                "cross_entropy": F.cross_entropy(model.classifier(z), batch.y),
+                "prototypes": self.weight * F.cross_entropy(shifted, batch.y),
+            }
 
         return Terms(client, terms)
 
     def train(self, client: Client, message: Message) -> Reply:
-        """Local training; in a last round a copy of the classifier then learns from features mixed with prototypes,
-        those of the encoder that was received."""
+        """Train the model; in one of the last rounds also re-train a copy of the classifier on mixed features.
+
+        The mixed features are those of the received encoder.
+        """
         client.receive(message["model"])
         z = features(client)[0] if message["retrain"] else None
-        objective = self.objective(client, message)
-        parts = {"loss": sgd(client, objective)} | reply_of(objective, self.terms)
+        parts = train_model(self, client, message)
         if z is not None:
             own = client.model.classifier.state_dict()
             classifier = linear(own["weight"].clone(), own["bias"].clone())
             parts["retrain_loss"] = fit_classifier(
-                classifier, *self.mixed(z, message, client.order), epochs=self.epochs, batch=self.batch, lr=self.lr,
-                momentum=0.0, weight_decay=0.0, schedule="constant",
-                seed=seed_for(client.config.seed, "retrain", client.round, client.id))
+                classifier,
+                *self.mixed(z, message, client.order),
+                epochs=self.epochs,
+                batch=self.batch,
+                lr=self.lr,
+                momentum=0.0,
+                weight_decay=0.0,
+                schedule="constant",
+                seed=seed_for(client.config.seed, "retrain", client.round, client.id),
+            )
             parts["classifier"] = classifier.state_dict()
         return client.reply(model=self.shared(client.model), **parts)
 
     def mixed(self, z: Tensor, message: Message, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """lam P_c + (1 - lam) z / |z| with z at random, `size` for each class with a prototype; and their classes."""
+        """Return `size` features lam P_c + (1 - lam) z / |z| of each class with a prototype, and their classes."""
         classes = message["present"].nonzero().flatten()
         y = classes.repeat_interleave(self.size)
         rows = torch.randint(len(z), (len(y),), generator=generator).to(z.device)
@@ -120,23 +133,23 @@ class RUCR(Method):
         retrain = server.round > server.rounds - self.rounds
         cohort = self.sample(server, fleet)
         message = self.message(server) | {"retrain": int(retrain)}
-        message |= self.global_prototypes(server, fleet, fleet.everyone if retrain else cohort)         # [3]
-        parts = {"model": mean.like(message["model"]), "loss": mean.like(0.0)} | asked_for(self.terms)
+        message |= self.global_prototypes(server, fleet, fleet.everyone if retrain else cohort)  # [3]
+        parts: dict[str, Reduction] = {}
         if retrain:
-            parts |= {"retrain_loss": mean.like(0.0), "classifier": mean.like(server.model.classifier.state_dict())}
-        got = fleet.ask(self.train, cohort, message, **parts)
-        server.step(got["model"])
-        server.log(loss=got["loss"], **figure_of(got))
+            parts["retrain_loss"] = mean.like(0.0)
+            parts["classifier"] = mean.like(server.model.classifier.state_dict())
+        got = train_clients(self, server, fleet, cohort, message, None, **parts)
         if retrain:
             server.state["classifier"] = got["classifier"]
             server.log(retrain_loss=got["retrain_loss"])
 
     def global_prototypes(self, server: Server, fleet: Fleet, cohort: Cohort | list[int]) -> Message:
-        """P float32 [C, d], which classes have one, bool [C], and pi [C], the classes' shares of the samples."""
+        """Return P float32 [C, d], `present` bool [C] and pi [C], the classes' shares of the samples."""
         of_class = {"n": 1, "z": torch.empty(server.model.dim, device="meta")}
         like = dict.fromkeys(range(server.model.classes), of_class)
         message = {"encoder": tree.snapshot(server.model.entries("encoder."))}
-        classes = fleet.ask(self.prototypes, cohort, message, classes=total.within(like))["classes"]
+        sums = total.within(like).counting("n").over_samples(partial(sums_fault, longest=1.0))
+        classes = fleet.ask(self.prototypes, cohort, message, classes=sums)["classes"]
         counts = torch.tensor([classes[c]["n"] if c in classes else 0 for c in like], dtype=torch.float64)
         return pooled_means(classes, server.model.classes) | {"pi": (counts / counts.sum()).float()}
 

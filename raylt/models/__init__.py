@@ -1,15 +1,16 @@
-"""Models by name. All are `SplitModel`s, take any number of input channels and start from torch's global generator."""
+"""Models by name: each a `SplitModel` for any number of input channels, drawn from torch's global generator."""
 
 from collections.abc import Callable
 
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, user_fault
 from raylt.models.cnn import cnn, cnn_proj, small
-from raylt.models.foreign import foreign
 from raylt.models.resnet import resnet8, resnet8_proj, resnet18, resnet32, resnet34, resnet50, resnet50_proj
 from raylt.models.segment import LRASPPEncoder, lraspp
 from raylt.models.split import SplitModel
+from raylt.models.torchvision_timm import library_model
+from raylt.models.trial import materialise, try_model
 
-__all__ = ["MODELS", "SEGMENTERS", "ModelFactory", "SplitModel", "build", "build_model"]
+__all__ = ["MODELS", "SEGMENTERS", "ModelFactory", "SplitModel", "build", "build_model", "try_model"]
 
 ModelFactory = Callable[[int, tuple[int, int, int]], SplitModel]
 
@@ -26,47 +27,113 @@ MODELS: dict[str, ModelFactory] = {
     "small": small,
     "lraspp": lraspp,
 }
-SEGMENTERS = frozenset({"lraspp"})          # give logits for each pixel; the others for each image
+SEGMENTERS = frozenset({"lraspp"})  # models that give logits for each pixel instead of each image
 
-# the side at which every stride still halves something
-_SMALLEST = {"resnet8": 4, "resnet8_proj": 4, "resnet18": 8, "resnet32": 4, "resnet34": 8, "resnet50": 32,
-             "resnet50_proj": 32, "cnn": 16, "cnn_proj": 16, "small": 2, "lraspp": 16}
+# the smallest side of an image at which every stride still halves something
+_SMALLEST = {
+    "resnet8": 4,
+    "resnet8_proj": 4,
+    "resnet18": 8,
+    "resnet32": 4,
+    "resnet34": 8,
+    "resnet50": 32,
+    "resnet50_proj": 32,
+    "cnn": 16,
+    "cnn_proj": 16,
+    "small": 2,
+    "lraspp": 16,
+}
 
 
 def build_model(name: str, classes: int, shape: tuple[int, int, int], weights: str | None = None) -> SplitModel:
-    """A new model by its name: a key of `MODELS`, `torchvision:NAME` or `timm:NAME`; see `build`."""
-    return build(classes, shape, name=name, factory=MODELS.get(name), weights=weights)
+    """Build a model by its name: a key of `MODELS`, `torchvision:NAME` or `timm:NAME`; see `build`."""
+    return build(classes, shape, name=name, factory=MODELS.get(name), weights=weights, side=None)
 
 
-def build(classes: int, shape: tuple[int, int, int], *, name: str, factory: ModelFactory | None,
-          weights: str | None) -> SplitModel:
-    """A new model with random weights, but those of the encoder that `weights` brings.
+def build(
+    classes: int,
+    shape: tuple[int, int, int],
+    *,
+    name: str,
+    factory: ModelFactory | None,
+    weights: str | None,
+    side: int | None,
+) -> SplitModel:
+    """Build a model with random weights, except for encoder weights that `weights` names.
 
     Args:
-        classes: C.
+        classes: the number of classes, C.
         shape: height, width and channels of an image.
-        name: what a configuration calls it.
-        factory: makes it; None for a model of another library, found by its name.
-        weights: "imagenet" or a file, see `LRASPPEncoder.load_imagenet` and `foreign`.
+        name: the model's name in a configuration.
+        factory: function that builds the model; None for a model of torchvision or timm, which is built by its name.
+        weights: "imagenet" or a file, see `LRASPPEncoder.load_imagenet` and `library_model`.
+        side: the side to which a model of torchvision or timm resizes images; None leaves them as they are.
 
     Raises:
-        ConfigError: the images are too small for this model, it is no `SplitModel`, or the weights cannot be had.
+        ConfigError: the images are too small for this model, the factory gives no `SplitModel`, or the weights are not
+            available.
     """
     if factory is None:
-        return foreign(name, classes, shape, weights)
-    height, width, _ = shape
-    if min(height, width) < _SMALLEST.get(name, 1):
-        fitting = [other for other, side in _SMALLEST.items() if min(height, width) >= side
-                   and (other in SEGMENTERS) == (name in SEGMENTERS)]
-        raise ConfigError(f"model = {name}: images are {height}x{width}, it needs at least "
-                          f"{_SMALLEST[name]}x{_SMALLEST[name]}; for these there are: {', '.join(fitting) or 'none'}")
+        return library_model(name, classes, shape, weights, side)
+    if side is not None:
+        raise ConfigError(
+            f"input: model = {name} takes images as they are ({side}). Leave input out, or set "
+            "model=torchvision:NAME or timm:NAME.",
+            code="config.conflict",
+            key="input",
+            value=side,
+            model=name,
+        )
+    _check_side(name, min(shape[:2]), shape)
     model = factory(classes, shape)
     if not isinstance(model, SplitModel):
-        raise ConfigError(f"model = {name}: gave a {type(model).__name__}; a raylt.SplitModel(encoder, dim, classes) "
-                          "is expected")
+        raise ConfigError(
+            f"model: {name} gave a {type(model).__name__}. Return a raylt.SplitModel(encoder, dim, classes).",
+            code="model.wrong-type",
+            key="model",
+            value=name,
+        )
+    _materialise(name, model, shape)
     if weights is not None:
         if not isinstance(model.encoder, LRASPPEncoder):
-            raise ConfigError(f"weights = {weights}: model = {name} starts from random weights; leave weights out, or "
-                              "set model=lraspp, torchvision:NAME or timm:NAME")
+            raise ConfigError(
+                f"weights: model = {name} starts from random weights ({weights}). Leave weights out, or set "
+                "model=lraspp, torchvision:NAME or timm:NAME.",
+                code="config.conflict",
+                key="weights",
+                value=weights,
+                model=name,
+            )
         model.encoder.load_imagenet(weights)
     return model
+
+
+def _materialise(name: str, model: SplitModel, shape: tuple[int, int, int]) -> None:
+    try:
+        materialise(model, shape)
+    except Exception as error:  # of the user's code
+        raise ConfigError(
+            f"model: the lazy layers of {name} get no shape from a pass over images ({user_fault(error)}). Correct its "
+            "layers.",
+            code="model.failed",
+            key="model",
+            value=name,
+        ) from error
+
+
+def _check_side(name: str, side: int, shape: tuple[int, int, int]) -> None:
+    needed = _SMALLEST.get(name, 1)
+    if side >= needed:
+        return
+    same_problem = [model for model in _SMALLEST if (model in SEGMENTERS) == (name in SEGMENTERS)]
+    fitting = [model for model in same_problem if side >= _SMALLEST[model]]
+    raise ConfigError(
+        f"model: {name} needs images of at least {needed}x{needed} ({shape[0]}x{shape[1]}). "
+        f"Give larger images (of image files: raise data.size), or take a model for this size: "
+        f"{', '.join(fitting) or 'none'}.",
+        code="model.images-too-small",
+        key="model",
+        value=name,
+        smallest=needed,
+        fitting=fitting,
+    )

@@ -1,12 +1,12 @@
 """Teachers by name: the two towers of an open_clip model, or a file of features.
 
-    MODEL/TAG           as open_clip calls them: ViT-B-32/openai; the weights are fetched into the user's cache
+    MODEL/TAG           open_clip's names, as ViT-B-32/openai; the weights are fetched into the user's cache
     MODEL/TAG:FILE      the weights of that tag, in a file
-    local-dir:FOLDER    a model of one's own: open_clip_config.json and the weights, as open_clip saves them
-    npz:FILE            features that were computed elsewhere: see `FeatureFile`
+    local-dir:FOLDER    the user's own model: open_clip_config.json and the weights, as open_clip saves them
+    npz:FILE            features that were computed elsewhere, see `FeatureFile`
 
-Preprocessing and activation are always those of the weights: open_clip itself only warns when OpenAI's weights meet
-another GELU. It is imported inside the functions: it takes seconds that nobody else pays.
+Preprocessing and activation always follow from the weights. open_clip itself only warns when OpenAI's weights meet
+another GELU. open_clip takes seconds to import, so only the functions that need it import it.
 """
 
 import os
@@ -22,32 +22,41 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from raylt import store
 from raylt.data.samples import Samples
 from raylt.data.task import Task
-from raylt.errors import ConfigError
-from raylt.models.teacher import FeatureFile, Teacher, Wording, describe, shorten
+from raylt.errors import ConfigError, RayltError
+from raylt.models.teacher import FeatureFile, Teacher, Wording, describe, shorten, teacher_error
 from raylt.seeds import seeded
 from raylt.store import Folder
 
-BATCH = 64              # always the same: it decides the last bits of a feature
+BATCH = 64  # fixed, because it decides the last bits of a feature
 
 
 def open_teacher(name: str) -> Teacher:
-    """The teacher of that name, with absolute paths in it: processes elsewhere open it too. Nothing is read yet.
+    """Return the teacher of a name without reading any file.
+
+    Paths in its name become absolute, so that processes with another working directory can open it too.
 
     Raises:
-        ConfigError: not of a form that the module's docstring lists.
+        ConfigError: the name has none of the forms in this module's docstring.
     """
-    kind, _, place = name.partition(":")
-    if kind == "npz" and place:
-        return FeatureFile(Path(place).expanduser().absolute())
-    if kind == "local-dir" and place:
-        return OpenClip(f"local-dir:{Path(place).expanduser().absolute()}", None, None)
-    found = re.fullmatch(r"([^/:]+)/([^/:]+)(?::(.+))?", name)
-    if found is None:
-        raise ConfigError(f"method.teacher = {name!r}: MODEL/TAG, MODEL/TAG:FILE, local-dir:FOLDER, npz:FILE or none "
-                          "is expected, as in ViT-B-32/openai")
-    model, tag, file = found.groups()
+    kind, _, address = name.partition(":")
+    path = Path(address).expanduser().absolute()
+    if kind == "npz" and address:
+        return FeatureFile(path)
+    if kind == "local-dir" and address:
+        return OpenClip(f"local-dir:{path}", None, None)
+    match = re.fullmatch(r"([^/:]+)/([^/:]+)(?::(.+))?", name)
+    if match is None:
+        raise ConfigError(
+            f"method.teacher: no such form of a name ({name!r}). Give MODEL/TAG as in ViT-B-32/openai, MODEL/TAG:FILE, "
+            "local-dir:FOLDER, npz:FILE or none.",
+            code="config.unknown-name",
+            key="method.teacher",
+            value=name,
+        )
+    model, tag, file = match.groups()
     return OpenClip(model, tag, Path(file).expanduser().absolute() if file else None)
 
 
@@ -55,14 +64,16 @@ class OpenClip(Teacher):
     """A model of open_clip.
 
     Args:
-        model: its architecture, or local-dir:FOLDER.
-        tag: of its weights; None for a folder.
-        file: the weights, where they are not to be fetched.
+        model: architecture, or local-dir:FOLDER.
+        tag: tag of the weights; None for a folder.
+        file: file of the weights; None to fetch them.
     """
 
     def __init__(self, model: str, tag: str | None, file: Path | None):
         super().__init__(model + (f"/{tag}" if tag else "") + (f":{file}" if file else ""))
-        self.model, self.tag, self.file = model, tag, file
+        self.model = model
+        self.tag = tag
+        self.file = file
 
     @property
     def dim(self) -> int:
@@ -71,9 +82,12 @@ class OpenClip(Teacher):
     def _check(self, task: Task, wordings: Set[Wording], trainable: bool) -> None:
         vision = self._config().get("vision_cfg", {})
         if trainable and ("timm_model_name" in vision or not isinstance(vision.get("layers", 12), int)):
-            raise ConfigError(f"method.teacher = {self.name}: its image tower has no projection matrix that could be "
-                              "trained; give a vision transformer of open_clip's own, as ViT-B-32/openai, or "
-                              "method.finetune=false")
+            raise teacher_error(
+                self.name,
+                "the image tower has no projection matrix that could be trained",
+                "Give a vision transformer of open_clip's own, as ViT-B-32/openai, or set method.finetune=false.",
+                code="model.teacher-mismatch",
+            )
         describe(task.class_names, "phrase")
         self._weights()
 
@@ -87,8 +101,11 @@ class OpenClip(Teacher):
 
     def images(self, samples: Samples) -> Tensor:
         encode, _, preprocess = _tower(self.name, samples.x.device)
-        return torch.cat([encode(torch.stack([preprocess(image) for image in part.cpu().numpy()]))
-                          for part in samples.x.split(BATCH)])
+        features = []
+        for part in samples.x.split(BATCH):
+            batch = torch.stack([preprocess(image) for image in part.cpu().numpy()])
+            features.append(encode(batch))
+        return torch.cat(features)
 
     def projection(self, device: torch.device) -> Tensor | None:
         return _tower(self.name, device)[1]
@@ -97,66 +114,99 @@ class OpenClip(Teacher):
         import open_clip
 
         try:
-            found = open_clip.get_model_config(self.model)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"method.teacher = {self.name}: {shorten(error)}; a folder with open_clip_config.json "
-                              "and weights is expected") from None
-        if found is None:
-            raise ConfigError(f"method.teacher = {self.name}: open_clip has no model {self.model}; there are: "
-                              f"{', '.join(open_clip.list_models())}")
-        return found
+            if self.tag is None:
+                store.plain(Path(self.model.removeprefix("local-dir:")) / "open_clip_config.json", store.MIB)
+            config = open_clip.get_model_config(self.model)
+        except (OSError, ValueError, TypeError, AttributeError, KeyError, RayltError) as error:
+            raise teacher_error(
+                self.name,
+                shorten(error),
+                "Give a folder with open_clip_config.json and weights.",
+                code="model.teacher-unavailable",
+            ) from None
+        if config is None:
+            raise teacher_error(
+                self.name,
+                f"open_clip has no model {self.model}",
+                f"There are: {', '.join(open_clip.list_models())}.",
+                code="config.unknown-name",
+            )
+        return config
 
     def _source(self) -> dict[str, Any]:
-        """What open_clip knows of the tag: where the weights lie, their preprocessing and activation."""
+        """Return open_clip's description of the tag: the address of the weights, their preprocessing and activation."""
         import open_clip
 
         assert self.tag is not None
-        found = open_clip.get_pretrained_cfg(self.model, self.tag)
-        if not found:
+        source = open_clip.get_pretrained_cfg(self.model, self.tag)
+        if not source:
             tags = open_clip.list_pretrained_tags_by_model(self.model)
-            raise ConfigError(f"method.teacher = {self.name}: {self.model} has no weights called {self.tag}; there "
-                              f"are: {', '.join(tags) or 'none'}")
-        return found
+            raise teacher_error(
+                self.name,
+                f"{self.model} has no weights called {self.tag}",
+                f"There are: {', '.join(tags) or 'none'}.",
+                code="config.unknown-name",
+            )
+        return source
 
     def _weights(self) -> Path:
-        """The file of the weights, fetched if it must be, by one process of a node at a time."""
+        """Return the file of the weights; one process of a node at a time fetches it if it is missing."""
         if self.tag is None:
             folder = Path(self.model.removeprefix("local-dir:"))
-            files = [file for file in sorted(folder.iterdir()) if file.suffix in (".safetensors", ".bin", ".pth")]
-            if not files:               # open_clip would go on with random weights
-                raise ConfigError(f"method.teacher = {self.name}: no weights in {folder}; put "
-                                  "open_clip_model.safetensors there")
+            endings = (".safetensors", ".bin", ".pth")
+            files = [file for file in sorted(folder.iterdir()) if file.suffix in endings and file.is_file()]
+            if not files:  # open_clip would use random weights
+                raise teacher_error(
+                    self.name,
+                    f"no weights in {folder}",
+                    "Put open_clip_model.safetensors there.",
+                    code="model.teacher-unavailable",
+                )
             return files[0]
         source = self._source()
-        if self.file is not None:
-            if not self.file.is_file():
-                raise ConfigError(f"method.teacher = {self.name}: no file {self.file}; give the weights of "
-                                  f"{self.model}/{self.tag}, or leave the file out to have them fetched")
-            return self.file
-        return _fetch(self.name, source)
+        if self.file is None:
+            return _fetch(self.name, source)
+        if not self.file.is_file():
+            raise teacher_error(
+                self.name,
+                f"no file {self.file}",
+                f"Give the weights of {self.model}/{self.tag}, or leave the file out to have them fetched.",
+                code="model.teacher-unavailable",
+            )
+        return self.file
 
     def load(self) -> Any:
-        """Both towers with their weights, on the CPU."""
+        """Load both towers with their weights, on the CPU."""
         import open_clip
 
         source: dict[str, Any] = {} if self.tag is None else self._source()
         file = self._weights()
         try:
-            # its initial weights are drawn before those of the file replace them: no call's own draws may notice
+            store.check_archive(store.plain(file))
+            # open_clip draws initial weights before it loads the file; the draws must not affect the caller's
             with seeded(0, "teacher"):
                 model = open_clip.create_model(
-                    self.model, None if self.tag is None else str(file), require_pretrained=True,
-                    force_quick_gelu=source.get("quick_gelu", False), force_preprocess_cfg=source)
-        except Exception as error:      # whatever a damaged or foreign file makes torch and open_clip trip over
-            raise ConfigError(f"method.teacher = {self.name}: {file} does not hold its weights ({shorten(error)}); "
-                              "fetch them again") from None
+                    self.model,
+                    None if self.tag is None else str(file),
+                    require_pretrained=True,
+                    force_quick_gelu=source.get("quick_gelu", False),
+                    force_preprocess_cfg=source,
+                )
+        except Exception as error:  # torch and open_clip raise many types for a damaged or wrong file
+            raise teacher_error(
+                self.name,
+                f"{file} does not hold its weights ({shorten(error)})",
+                "Fetch them again.",
+                code="model.teacher-mismatch",
+            ) from None
         return model.eval().requires_grad_(False)
 
 
 @lru_cache(maxsize=1)
-def _tower(name: str, device: torch.device) -> tuple[Callable[[Tensor], Tensor], Tensor | None,
-                                                     Callable[[np.ndarray], Tensor]]:
-    """Encoder, projection and preprocessing of an image tower: one for all clients of a process."""
+def _tower(
+    name: str, device: torch.device
+) -> tuple[Callable[[Tensor], Tensor], Tensor | None, Callable[[np.ndarray], Tensor]]:
+    """Return encoder, projection and preprocessing of an image tower; all clients of a process share one."""
     from open_clip.transform import PreprocessCfg, image_transform_v2
     from PIL import Image
 
@@ -165,13 +215,13 @@ def _tower(name: str, device: torch.device) -> tuple[Callable[[Tensor], Tensor],
     visual: Any = teacher.load().visual.to(device)
     matrix = getattr(visual, "proj", None)
     if isinstance(matrix, nn.Parameter):
-        visual.proj = None              # open_clip's own way to get what comes before it
+        visual.proj = None  # open_clip then returns the features before the projection
     transform: Any = image_transform_v2(PreprocessCfg(**visual.preprocess_cfg), is_train=False)
 
     @torch.no_grad()
     def encode(x: Tensor) -> Tensor:
-        found = visual(x.to(device))
-        return found[0] if isinstance(found, tuple) else found
+        features = visual(x.to(device))
+        return features[0] if isinstance(features, tuple) else features
 
     def preprocess(image: np.ndarray) -> Tensor:
         return transform(Image.fromarray(image.squeeze(2) if image.shape[2] == 1 else image))
@@ -180,6 +230,7 @@ def _tower(name: str, device: torch.device) -> tuple[Callable[[Tensor], Tensor],
 
 
 def _fetch(name: str, source: dict[str, Any]) -> Path:
+    """Return the file of a teacher's weights, from the cache or the network."""
     from huggingface_hub import constants, try_to_load_from_cache
     from open_clip import download_pretrained
     from open_clip.constants import HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME
@@ -188,22 +239,26 @@ def _fetch(name: str, source: dict[str, Any]) -> Path:
     files = [file] if file else [HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME]
     with _one_at_a_time():
         for candidate in files if hub else []:
-            if isinstance(found := try_to_load_from_cache(hub, candidate), str):
-                return Path(found)
+            cached = try_to_load_from_cache(hub, candidate)
+            if isinstance(cached, str):
+                return Path(cached)
         try:
             return Path(download_pretrained(source))
-        except Exception as error:      # of whatever library carries the download
-            what, where = (f"{files[0]} of {hub}", constants.HF_HUB_CACHE) if hub else (
-                os.path.basename(source["url"]), "~/.cache/clip")
-            raise ConfigError(
-                f"method.teacher = {name}: its weights, {what}, are not in {where} and cannot be fetched "
-                f"({shorten(error)}); bring them there, or give the file as method.teacher={name}:FILE, features "
-                "computed elsewhere as method.teacher=npz:FILE, or method.teacher=none") from None
+        except Exception as error:  # each download library has its own errors
+            weights = f"{files[0]} of {hub}" if hub else os.path.basename(source["url"])
+            cache = constants.HF_HUB_CACHE if hub else "~/.cache/clip"
+            raise teacher_error(
+                name,
+                f"the weights, {weights}, are not in {cache} and cannot be fetched ({shorten(error)})",
+                f"Put them there, or give the file as method.teacher={name}:FILE, features computed elsewhere as "
+                "method.teacher=npz:FILE, or method.teacher=none.",
+                code="model.teacher-unavailable",
+            ) from None
 
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Processes of one user on one node that want weights wait for the one that fetches them."""
+    """Hold a lock, so that one process of a user on a node fetches weights at a time."""
     with Folder.open(Path(tempfile.gettempdir())) as folder:
         lock = folder.lock(f"raylt-weights-{os.getuid()}.lock", wait=True)
     assert lock is not None

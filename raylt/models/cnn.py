@@ -1,6 +1,6 @@
 """Small convolutional networks: MuPFL's for Fashion-MNIST, and one for tests and the 8x8 digits.
 
-As in the residual networks, `stage1`, `stage2` end with an activation and `pool` makes the features.
+As in the residual networks, `stage1` and `stage2` end with an activation and `pool` makes the features.
 """
 
 from collections import OrderedDict
@@ -11,7 +11,7 @@ from raylt.models.split import SplitModel
 
 
 def cnn(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """Two 5x5 convolutions and a linear layer; d = 1024 for 28x28 images, where C = 10 gives 62,346 parameters.
+    """Build two 5x5 convolutions and a linear layer; d = 1024 for 28x28 images, where C = 10 gives 62,346 parameters.
 
     MuPFL does not state the widths: 32 and 64 are ours.
     """
@@ -19,33 +19,41 @@ def cnn(classes: int, shape: tuple[int, int, int]) -> SplitModel:
 
 
 def cnn_proj(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """The same with a linear layer without activation that brings the features to CLIP's d = 512, as `resnet8_proj`."""
+    """Build `cnn` with a linear layer that maps the features to CLIP's d = 512, as `resnet8_proj`."""
     encoder, dim = _convolutions(shape)
     encoder.add_module("add_mlp", nn.Linear(dim, 512))
     return SplitModel(encoder, 512, classes)
 
 
 def small(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """Two 3x3 convolutions with BatchNorm and global average pooling; d = 64."""
-    encoder = nn.Sequential(OrderedDict(
-        stage1=nn.Sequential(nn.Conv2d(shape[2], 32, 3, padding=1, bias=False), nn.BatchNorm2d(32),
-                             nn.ReLU(inplace=True)),
-        stage2=nn.Sequential(nn.Conv2d(32, 64, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(64),
-                             nn.ReLU(inplace=True)),
-        pool=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())))
+    """Build two 3x3 convolutions with BatchNorm and global average pooling; d = 64."""
+    encoder = nn.Sequential(
+        OrderedDict(
+            stage1=nn.Sequential(
+                nn.Conv2d(shape[2], 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True)
+            ),
+            stage2=nn.Sequential(
+                nn.Conv2d(32, 64, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)
+            ),
+            pool=nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+        )
+    )
     return SplitModel(encoder, 64, classes)
 
 
 def _convolutions(shape: tuple[int, int, int]) -> tuple[nn.Sequential, int]:
-    """`cnn`'s encoder and the length of its features."""
+    """Build the encoder of `cnn`, and return it with the length of its features."""
     height, width, channels = shape
-    encoder = nn.Sequential(OrderedDict(
-        stage1=nn.Sequential(nn.Conv2d(channels, 32, 5), nn.ReLU(inplace=True)),
-        stage2=nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(inplace=True)),
-        pool=nn.Sequential(nn.MaxPool2d(2), nn.Flatten())))
+    encoder = nn.Sequential(
+        OrderedDict(
+            stage1=nn.Sequential(nn.Conv2d(channels, 32, 5), nn.ReLU(inplace=True)),
+            stage2=nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(32, 64, 5), nn.ReLU(inplace=True)),
+            pool=nn.Sequential(nn.MaxPool2d(2), nn.Flatten()),
+        )
+    )
     return encoder, 64 * _side(height) * _side(width)
 
 
 def _side(side: int) -> int:
-    """What two times (5x5 convolution without padding, halving) leave of one side."""
+    """Return the length of a side after two rounds of a 5x5 convolution without padding and halving."""
     return ((side - 4) // 2 - 4) // 2

@@ -1,5 +1,6 @@
 """Weights that a model starts from: a state dict in a file, or torchvision's from ImageNet."""
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,69 +8,137 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raylt import store
+from raylt.disk import exists
 from raylt.errors import ConfigError
 
 
 def fetch(weights: Any) -> dict[str, Tensor]:
-    """The state dict of one of torchvision's enumerated weights, from its cache or the net.
+    """Return the state dict of one of torchvision's enumerated weights, from its cache or the network.
 
     Raises:
-        ConfigError: no net, or another content than its name says.
+        ConfigError: the file cannot be fetched, or its content does not match the hash in its name.
     """
     try:
         return dict(weights.get_state_dict(progress=False, check_hash=True))
     except (OSError, RuntimeError) as error:
-        raise ConfigError(f"weights = imagenet: {weights.url} could not be fetched ({' '.join(str(error).split())}); "
-                          "fetch it elsewhere and set weights=PATH to the file") from None
+        raise ConfigError(
+            f"weights: {weights.url} could not be fetched ({' '.join(str(error).split())}). "
+            "Fetch it elsewhere and set weights=PATH to the file.",
+            code="model.weights-unavailable",
+            key="weights",
+            value="imagenet",
+            url=weights.url,
+        ) from None
 
 
 def read(path: Path, model: str) -> dict[str, Tensor]:
-    """The state dict in a file, of torch or of safetensors.
+    """Read the state dict in a file of torch or safetensors.
 
     Args:
-        model: whose it should be, for the error.
+        model: name of the model in errors.
 
     Raises:
-        ConfigError: no such file, or nothing of the kind.
+        ConfigError: there is no such file, or it holds no weights.
     """
+    if not exists(path):
+        raise ConfigError(
+            f"weights: no such file ({path}). Give a state dict of {model}, or imagenet to fetch it.",
+            code="model.weights-unavailable",
+            key="weights",
+            value=str(path),
+        )
     try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-            return load_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise ConfigError(f"weights = {path}: no such file; give a state dict of {model}, or imagenet to fetch "
-                          "it") from None
-    except Exception as error:          # whatever torch's unpickler trips over
-        raise ConfigError(f"weights = {path}: not a file of weights that can be read "
-                          f"({' '.join(str(error).split())[:200]})") from None
-    return state if isinstance(state, dict) else {}
+        state = _load(store.plain(path))
+    except Exception as error:  # torch's unpickler raises many types for a damaged file
+        raise ConfigError(
+            f"weights: {path} is not a file of weights that can be read ({' '.join(str(error).split())[:200]}). "
+            f"Give a state dict of {model}.",
+            code="model.weights-mismatch",
+            key="weights",
+            value=str(path),
+        ) from None
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
+            raise ConfigError(
+                f"weights: {path} has values that are infinite or not a number ({name}). Give other weights.",
+                code="model.not-finite",
+                key="weights",
+                value=str(path),
+                entry=name,
+            )
+    return state
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    if file.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(file)
+    store.check_archive(file)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on formats of damaged files
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise ValueError("it holds no state dict")
+    return state
 
 
 def load_body(body: nn.Module, state: dict[str, Tensor], classifiers: Sequence[str], weights: str, model: str) -> None:
-    """Loads everything but the classifiers, which are for other classes.
+    """Load all entries of a state dict except the classifiers, which are for other classes.
 
     Args:
-        classifiers: the paths of the layers in `body` that stay as they are.
+        classifiers: paths of the layers in `body` that stay as they are.
 
     Raises:
-        ConfigError: names or shapes are not those of the model.
+        ConfigError: names or shapes do not match the model.
     """
-    theirs = tuple(f"{path}." for path in classifiers)
-    own = {name: value for name, value in body.state_dict().items() if name.startswith(theirs)}
-    kept = {name: value for name, value in state.items() if not name.startswith(theirs)}
+    prefixes = tuple(f"{path}." for path in classifiers)
+    kept = {name: value for name, value in body.state_dict().items() if name.startswith(prefixes)}
+    loaded = {name: value for name, value in state.items() if not name.startswith(prefixes)}
+    _check_entries(body.state_dict(), loaded | kept, weights, model)
     try:
-        body.load_state_dict(kept | own)
+        body.load_state_dict(loaded | kept)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"weights = {weights}: not a state dict of {model} "
-                          f"({' '.join(str(error).split())[:200]})") from None
+        raise mismatch(weights, model, error) from None
+
+
+def _check_entries(expected: dict[str, Tensor], given: dict[str, Any], weights: str, model: str) -> None:
+    """Raise an error that names the first entry, in the order of the model, that does not fit."""
+    for name in [*expected, *sorted(given)]:
+        if name not in expected:
+            fault = f"{name} is no entry of the model"
+        elif not isinstance(given.get(name), Tensor):
+            fault = f"the entry {name} is missing"
+        elif given[name].shape != expected[name].shape:
+            fault = f"{name} has the shape {list(given[name].shape)} instead of {list(expected[name].shape)}"
+        else:
+            continue
+        raise ConfigError(
+            f"weights: {weights} does not fit {model}: {fault}. Give a state dict of {model}.",
+            code="model.weights-mismatch",
+            key="weights",
+            value=weights,
+            entry=name,
+        )
+
+
+def mismatch(weights: str, model: str, error: Exception) -> ConfigError:
+    """Return the error for a state dict of another model."""
+    return ConfigError(
+        f"weights: {weights} is not a state dict of {model} ({' '.join(str(error).split())[:200]}). "
+        f"Give a state dict of {model}.",
+        code="model.weights-mismatch",
+        key="weights",
+        value=weights,
+    )
 
 
 def for_channels(weight: Tensor, channels: int) -> Tensor:
-    """A first convolution's weights [O, 3, k, k] for images of other channels, [O, channels, k, k].
+    """Convert a first convolution's weights [O, 3, k, k] to another number of channels, [O, channels, k, k].
 
-    A grey image is as if it stood in all three; of more channels each takes the colours' in turn, scaled so that the
-    activations keep their size. As timm does it.
+    A grey image counts as the same image in all three channels. With more channels each takes the weights of the three
+    colours in turn, scaled so that activations keep their size. timm does the same.
     """
     if channels == 1:
         return weight.sum(1, keepdim=True)

@@ -1,21 +1,23 @@
-"""Residual networks: the ResNet-8 of CReFF's code (widths 64, 128, 256), ResNet-18 and ResNet-34 with a CIFAR stem, the
-narrow ResNet-32, ResNet-50.
+"""Residual networks: ResNet-8 of CReFF's code, ResNet-18 and -34 with a CIFAR stem, the narrow ResNet-32, ResNet-50.
 
 The stages of every encoder are called `stage1`, `stage2`, ...; the average pooling before the features is `pool`.
 """
 
 from collections import OrderedDict
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylt.models.split import SplitModel
-from raylt.recordable import recordable
+from raylt.recording import recordable
 
 
 @recordable
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution where the shape changes."""
+    """A block of two 3x3 convolutions and a shortcut, which is a 1x1 convolution where the shape changes."""
+
+    ends_in_relu: ClassVar[bool] = True
 
     def __init__(self, before: int, width: int, stride: int):
         super().__init__()
@@ -23,8 +25,11 @@ class BasicBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
-        self.shortcut = nn.Identity() if before == width and stride == 1 else nn.Sequential(
-            nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+        self.shortcut = (
+            nn.Identity()
+            if before == width and stride == 1
+            else nn.Sequential(nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu_(self.bn1(self.conv1(x)))
@@ -32,53 +37,62 @@ class BasicBlock(nn.Module):
 
 
 def resnet8(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """CReFF's ResNet-8: three stages of one block, d = 256; 1,227,594 parameters with 10 classes."""
+    """Build CReFF's ResNet-8: three stages of one block (widths 64, 128, 256), d = 256.
+
+    It has 1,227,594 parameters with 10 classes.
+    """
     return SplitModel(_encoder(shape[2], (64, 128, 256), blocks=(1, 1, 1)), 256, classes)
 
 
 def resnet8_proj(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """ResNet-8 of CLIP2FL and FedSM: a linear layer without activation brings the features to CLIP's d = 512."""
+    """Build ResNet-8 of CLIP2FL and FedSM: a linear layer without activation maps the features to CLIP's d = 512."""
     encoder = _encoder(shape[2], (64, 128, 256), blocks=(1, 1, 1))
     encoder.add_module("add_mlp", nn.Linear(256, 512))
     return SplitModel(encoder, 512, classes)
 
 
 def resnet18(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """ResNet-18 of SFD: 3x3 stem without max-pooling, d = 512; 11,173,962 parameters with 10 classes."""
+    """Build ResNet-18 of SFD: 3x3 stem without max-pooling, d = 512; 11,173,962 parameters with 10 classes."""
     return SplitModel(_encoder(shape[2], (64, 128, 256, 512), blocks=(2, 2, 2, 2)), 512, classes)
 
 
 def resnet32(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """ResNet-32 of CIFAR's protocols: three stages of five blocks, widths 16, 32 and 64, d = 64.
+    """Build ResNet-32 of CIFAR's protocols: three stages of five blocks, widths 16, 32 and 64, d = 64.
 
-    Shortcuts are 1x1 convolutions where the shape changes, as in the other networks here; with padded ones, as He et
-    al. have them for CIFAR, it would have 2,752 of its 466,906 parameters (10 classes) fewer.
+    Shortcuts are 1x1 convolutions where the shape changes, as in the other networks of this module. He et al. pad them
+    for CIFAR, which saves 2,752 of the 466,906 parameters (10 classes).
     """
     return SplitModel(_encoder(shape[2], (16, 32, 64), blocks=(5, 5, 5)), 64, classes)
 
 
 def resnet34(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """ResNet-34 as `resnet18`: 3x3 stem without max-pooling, d = 512; 21,282,122 parameters with 10 classes."""
+    """Build ResNet-34 as `resnet18`: 3x3 stem without max-pooling, d = 512; 21,282,122 parameters with 10 classes."""
     return SplitModel(_encoder(shape[2], (64, 128, 256, 512), blocks=(3, 4, 6, 3)), 512, classes)
 
 
 def resnet50(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """torchvision's ResNet-50 (7x7 stem) with random weights, d = 2048."""
+    """Build torchvision's ResNet-50 (7x7 stem) with random weights, d = 2048."""
     from torchvision.models import resnet  # slow to import, and no other model needs it
 
     net = resnet.resnet50(weights=None)
     if shape[2] != 3:
         net.conv1 = nn.Conv2d(shape[2], 64, 7, stride=2, padding=3, bias=False)
         _draw_convolutions(net.conv1)
-    encoder = nn.Sequential(OrderedDict(
-        stem=nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool),
-        stage1=net.layer1, stage2=net.layer2, stage3=net.layer3, stage4=net.layer4,
-        pool=nn.Sequential(net.avgpool, nn.Flatten())))
+    encoder = nn.Sequential(
+        OrderedDict(
+            stem=nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool),
+            stage1=net.layer1,
+            stage2=net.layer2,
+            stage3=net.layer3,
+            stage4=net.layer4,
+            pool=nn.Sequential(net.avgpool, nn.Flatten()),
+        )
+    )
     return SplitModel(encoder, 2048, classes)
 
 
 def resnet50_proj(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """ResNet-50 of CLIP2FL and FedSM for ImageNet-LT: as `resnet50`, brought to CLIP's d = 512 by a linear layer."""
+    """Build `resnet50` with a linear layer that maps the features to CLIP's d = 512: CLIP2FL, FedSM on ImageNet-LT."""
     encoder = resnet50(classes, shape).encoder
     encoder.add_module("add_mlp", nn.Linear(2048, 512))
     return SplitModel(encoder, 512, classes)
@@ -87,8 +101,9 @@ def resnet50_proj(classes: int, shape: tuple[int, int, int]) -> SplitModel:
 def _encoder(channels: int, widths: tuple[int, ...], blocks: tuple[int, ...]) -> nn.Sequential:
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     before = widths[0]
-    layers["stem"] = nn.Sequential(nn.Conv2d(channels, before, 3, padding=1, bias=False), nn.BatchNorm2d(before),
-                                   nn.ReLU(inplace=True))
+    layers["stem"] = nn.Sequential(
+        nn.Conv2d(channels, before, 3, padding=1, bias=False), nn.BatchNorm2d(before), nn.ReLU(inplace=True)
+    )
     for number, (width, depth) in enumerate(zip(widths, blocks, strict=True), start=1):
         stage = nn.Sequential()
         for block in range(depth):
@@ -102,7 +117,7 @@ def _encoder(channels: int, widths: tuple[int, ...], blocks: tuple[int, ...]) ->
 
 
 def _draw_convolutions(net: nn.Module) -> None:
-    """Convolution weights from N(0, 2 / (k * k * out)), as CReFF's and SFD's code."""
+    """Draw convolution weights from N(0, 2 / (k * k * out)), as CReFF's and SFD's code does."""
     for module in net.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -1,7 +1,7 @@
 """MobileNetV3-small with an LR-ASPP head (Howard et al., ICCV 2019), the network of MuPFL's street scenes.
 
 torchvision's head ends in two 1x1 convolutions whose outputs are added: one of the low-level features at stride 8
-[24, H/8, W/8], one of the pooled and gated high-level features brought there [128, H/8, W/8]. Their sum is one 1x1
+[24, H/8, W/8], one of the pooled and gated high-level features resized to it [128, H/8, W/8]. Their sum is one 1x1
 convolution of both stacked, so the encoder ends with the stack, d = 152, and the classifier is that convolution (with
 one bias instead of two).
 
@@ -15,18 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raylt.errors import ConfigError
 from raylt.models import pretrained
 from raylt.models.split import PixelModel
-from raylt.recordable import recordable
+from raylt.recording import recordable
 
 LOW, WIDE, HIGH = 24, 576, 128
 
 
 @recordable
 class LRASPPEncoder(nn.Module):
-    """Images [B, channels, H, W] -> features [B, 152, H/8, W/8]. `stage1` ends at stride 8, `stage2` at 16 with 576
-    channels: dilation keeps it from 32."""
+    """Encoder of LR-ASPP: images [B, channels, H, W] -> features [B, 152, H/8, W/8].
+
+    `stage1` ends at stride 8. `stage2` ends at stride 16 with 576 channels; without dilation it would end at 32.
+    """
 
     def __init__(self, channels: int):
         super().__init__()
@@ -34,13 +35,15 @@ class LRASPPEncoder(nn.Module):
         from torchvision.models.segmentation.lraspp import LRASPPHead
 
         blocks = list(mobilenet_v3_small(weights=None, dilated=True).features)
-        self.stage1, self.stage2 = nn.Sequential(*blocks[:3]), nn.Sequential(*blocks[3:])
+        self.stage1 = nn.Sequential(*blocks[:3])
+        self.stage2 = nn.Sequential(*blocks[3:])
         if channels != 3:
             stem = nn.Conv2d(channels, 16, 3, stride=2, padding=1, bias=False)
             nn.init.kaiming_normal_(stem.weight, mode="fan_out")
             self.stage1.get_submodule("0").register_module("0", stem)
-        head = LRASPPHead(LOW, WIDE, num_classes=1, inter_channels=HIGH)        # its classifiers are not used
-        self.cbr, self.scale = head.cbr, head.scale
+        head = LRASPPHead(LOW, WIDE, num_classes=1, inter_channels=HIGH)  # its classifiers are not used
+        self.cbr = head.cbr
+        self.scale = head.scale
         for module in self.modules():
             if isinstance(module, nn.BatchNorm2d):
                 module.momentum = 0.1
@@ -52,27 +55,29 @@ class LRASPPEncoder(nn.Module):
         return torch.cat([low, F.interpolate(gated, low.shape[2:], mode="bilinear", align_corners=False)], dim=1)
 
     def load_imagenet(self, weights: str) -> None:
-        """The backbone from a state dict of torchvision's `mobilenet_v3_small`.
+        """Load the backbone from a state dict of torchvision's `mobilenet_v3_small`.
 
         Args:
-            weights: its file, or "imagenet" to fetch torchvision's.
+            weights: a file, or "imagenet" to fetch torchvision's weights.
 
         Raises:
-            ConfigError: no such file, another content, or no net.
+            ConfigError: the file is missing or holds other weights, or torchvision's cannot be fetched.
         """
         from torchvision.models import MobileNet_V3_Small_Weights
 
-        found = (pretrained.fetch(MobileNet_V3_Small_Weights.IMAGENET1K_V1) if weights == "imagenet"
-                 else pretrained.read(Path(weights).expanduser(), "torchvision's mobilenet_v3_small"))
-        blocks = nn.Sequential(*self.stage1, *self.stage2)
-        own = {name.removeprefix("features."): value for name, value in found.items() if name.startswith("features.")}
+        model = "torchvision's mobilenet_v3_small"
+        if weights == "imagenet":
+            state = pretrained.fetch(MobileNet_V3_Small_Weights.IMAGENET1K_V1)
+        else:
+            state = pretrained.read(Path(weights).expanduser(), model)
+        prefix = "features."
+        backbone = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         try:
-            blocks.load_state_dict(own)
+            nn.Sequential(*self.stage1, *self.stage2).load_state_dict(backbone)
         except RuntimeError as error:
-            raise ConfigError(f"weights = {weights}: not the state dict of torchvision's mobilenet_v3_small "
-                              f"({' '.join(str(error).split())[:200]})") from None
+            raise pretrained.mismatch(weights, model, error) from None
 
 
 def lraspp(classes: int, shape: tuple[int, int, int]) -> PixelModel:
-    """1,076,556 parameters with 12 classes."""
+    """Build MobileNetV3-small with an LR-ASPP head; 1,076,556 parameters with 12 classes."""
     return PixelModel(LRASPPEncoder(shape[2]), LOW + HIGH, classes)

@@ -1,4 +1,4 @@
-"""`SplitModel`: an encoder and a classifier, the two halves that every method here speaks of."""
+"""`SplitModel`: a model with an encoder and a classifier, the two halves that the methods train and exchange."""
 
 import copy
 from typing import ClassVar, Literal
@@ -8,18 +8,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from raylt.recordable import recordable
+from raylt.recording import recordable
 
+#: Parameters and buffers of a model by name.
 Params = dict[str, Tensor]
 
 
 @recordable
 class SplitModel(nn.Module):
-    """`classifier(encoder(x))`; further heads that a method needs become further attributes.
+    """A model that computes `classifier(encoder(x))`; a method may add further heads as attributes.
 
     Args:
         encoder: images [B, channels, H, W] -> features z [B, d].
-        dim: d.
+        dim: the width of a feature, d.
         classes: C; the classifier starts as `nn.Linear(d, C)` and may be replaced.
     """
 
@@ -30,29 +31,31 @@ class SplitModel(nn.Module):
         super().__init__()
         self.encoder: nn.Module = encoder
         self.classifier: nn.Module = self.head(dim, classes)
-        self.dim, self.classes = dim, classes
-        self.stays: frozenset[str] = frozenset()        # entries that never leave a client, whatever the method
+        self.dim = dim
+        self.classes = classes
+        self.local_buffers: frozenset[str] = frozenset()  # entries that never leave a client, whatever the method
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(self.encoder(x))
 
     def entries(self, prefix: str = "") -> Params:
-        """Parameters and buffers that may travel, by name; they share the model's memory.
+        """Return the parameters and buffers that may leave a client, by name; they share the model's memory.
 
         Args:
-            prefix: what their names start with: "encoder." for the encoder alone.
+            prefix: start of their names: "encoder." for the encoder alone.
         """
-        return {name: value for name, value in part(self.state_dict(), prefix).items() if name not in self.stays}
+        entries = part(self.state_dict(), prefix)
+        return {name: value for name, value in entries.items() if name not in self.local_buffers}
 
 
 def part(entries: Params, prefix: str | None) -> Params:
-    """The entries whose names start so; none for None."""
+    """Return the entries whose names start with a prefix; no entry for None."""
     return {} if prefix is None else {name: value for name, value in entries.items() if name.startswith(prefix)}
 
 
 @recordable
 class PixelLinear(nn.Linear):
-    """A 1x1 convolution with the weights of a linear layer [C, d]: of maps [B, d, h, w] and of pixels [n, d] alike."""
+    """A 1x1 convolution with the weights of a linear layer [C, d], for maps [B, d, h, w] and for pixels [n, d]."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.movedim(1, -1)).movedim(-1, 1)
@@ -60,10 +63,10 @@ class PixelLinear(nn.Linear):
 
 @recordable
 class PixelModel(SplitModel):
-    """A SplitModel whose features are maps [B, d, h, w]; logits are brought to the images' size, [B, C, H, W].
+    """A SplitModel whose features are maps [B, d, h, w]; logits are resized to the images' size, [B, C, H, W].
 
-    The classifier acts on one pixel's features at a time, so it may be trained on, or replaced by one trained on,
-    features [n, d] of single pixels, like that of any SplitModel.
+    The classifier acts on one pixel's features at a time. As in any SplitModel it may therefore be trained on features
+    [n, d], here of single pixels, or be replaced by a classifier that was trained on them.
     """
 
     head: ClassVar[type[nn.Linear]] = PixelLinear
@@ -75,7 +78,7 @@ class PixelModel(SplitModel):
 
 @recordable
 class CutLinear(nn.Linear):
-    """A linear layer that was fitted to features [n, d] cut to a length, and so cuts them; `longest` is a number."""
+    """A linear layer that cuts its input [n, d] to a length, the scalar `longest`, because it was fitted to such."""
 
     longest: Tensor
 
@@ -84,28 +87,30 @@ class CutLinear(nn.Linear):
 
 
 def clipped(z: Tensor, length: float | Tensor) -> Tensor:
-    """Features [n, d], each cut to a length."""
+    """Return features [n, d], each scaled down to at most a length."""
     return z * (length / z.norm(dim=1, keepdim=True).clamp(min=1e-12)).clamp(max=1)
 
 
-def with_classifier(model: SplitModel, weight: Tensor, bias: Tensor | None,
-                    longest: float | Tensor | None = None) -> SplitModel:
-    """The model with another linear classifier and without further heads; it shares the encoder.
+def with_classifier(
+    model: SplitModel, weight: Tensor, bias: Tensor | None, longest: float | Tensor | None = None
+) -> SplitModel:
+    """Return the model with another linear classifier and without further heads; it shares the encoder.
 
     Args:
-        weight: [C, d]; bias: [C], or None for a classifier without one. Used as they are, not copied.
-        longest: the length that features are cut to before it; None leaves them.
+        weight: [C, d]; used without a copy.
+        bias: [C], used without a copy; None for a classifier without bias.
+        longest: the length that features are cut to before the classifier; None leaves them as they are.
     """
     other = type(model)(model.encoder, model.dim, model.classes)
     other.classifier = linear(weight, bias, model.head if longest is None else CutLinear)
     if longest is not None:
         other.classifier.register_buffer("longest", torch.as_tensor(longest, device=weight.device))
-    other.stays = model.stays
+    other.local_buffers = model.local_buffers
     return other
 
 
 def linear(weight: Tensor, bias: Tensor | None, kind: type[nn.Linear] = nn.Linear) -> nn.Linear:
-    """A linear layer over the given tensors."""
+    """Return a linear layer over the given tensors, without a copy."""
     layer = kind(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight)
     layer.register_parameter("bias", None if bias is None else nn.Parameter(bias))
@@ -113,33 +118,78 @@ def linear(weight: Tensor, bias: Tensor | None, kind: type[nn.Linear] = nn.Linea
 
 
 def with_encoder(model: SplitModel, encoder: nn.Module) -> SplitModel:
-    """The model with another encoder; it shares everything else."""
+    """Return the model with another encoder; it shares everything else."""
     other = copy.copy(model)
     other._modules = {**model._modules, "encoder": encoder}
     return other
 
 
 def trained_names(model: nn.Module) -> frozenset[str]:
-    """Names of the entries that are trained: no buffers, nothing frozen."""
+    """Return the names of the entries that are trained: no buffers, no frozen parameters."""
     return frozenset(name for name, value in model.named_parameters() if value.requires_grad)
 
 
 def running_statistics(model: nn.Module) -> frozenset[str]:
-    """Names of the buffers of every BatchNorm layer."""
-    return frozenset(f"{prefix}.{name}" if prefix else name for prefix, module in model.named_modules()
-                     if isinstance(module, _BatchNorm) for name, _ in module.named_buffers(recurse=False))
+    """Return the names of the buffers of every BatchNorm layer."""
+    names = []
+    for prefix, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            names += [f"{prefix}.{name}" if prefix else name for name, _ in module.named_buffers(recurse=False)]
+    return frozenset(names)
+
+
+def has_no_negative_features(encoder: nn.Module) -> bool:
+    """Return whether the structure of an encoder shows that no feature can be negative, because it ends in a ReLU.
+
+    Layers behind it that pool, flatten or drop keep the sign. Other structures may have such features too.
+    """
+    return _sign(encoder) is True
+
+
+# A subclass may compute something else, so types must be equal. A block says so itself.
+_NONNEGATIVE = nn.ReLU, nn.ReLU6, nn.Sigmoid, nn.Hardsigmoid
+_KEEP_SIGNS = (
+    nn.Flatten,
+    nn.Identity,
+    nn.Dropout,
+    nn.AdaptiveAvgPool2d,
+    nn.AvgPool2d,
+    nn.AdaptiveMaxPool2d,
+    nn.MaxPool2d,
+)
+
+
+def _sign(module: nn.Module) -> bool | None:
+    """Return True where the outputs are not negative, None where they have the signs of the inputs, else False."""
+    if type(module) in _KEEP_SIGNS:
+        return None
+    if type(module) is nn.Sequential:
+        signs = (_sign(layer) for layer in reversed(list(module)))
+        return next((sign for sign in signs if sign is not None), None)
+    return type(module) in _NONNEGATIVE or getattr(type(module), "ends_in_relu", False)
+
+
+def set_training(model: nn.Module) -> None:
+    """Set a model to training mode.
+
+    Most calls find it there. Asking all layers is faster than setting them, and small clients train for milliseconds.
+    """
+    if not all(module.training for module in model.modules()):
+        model.train()
 
 
 @torch.no_grad()
 def load_entries(model: nn.Module, params: Params) -> None:
-    """Copies values into the entries of those names; entries that are not named stay.
+    """Copy values into the model's entries of the same names; other entries stay as they are.
 
     Raises:
         KeyError: the model has no such entry.
-        ValueError: another shape.
+        ValueError: an entry has another shape.
     """
-    own = model.state_dict() if params else {}      # most clients keep nothing of a model, and small ones are many
+    if not params:  # most clients keep no entries; state_dict would be slow for many of them
+        return
+    entries = model.state_dict()
     for name, value in params.items():
-        if own[name].shape != value.shape:
-            raise ValueError(f"{name}: shape {list(value.shape)}, the model has {list(own[name].shape)}")
-        own[name].copy_(value)
+        if entries[name].shape != value.shape:
+            raise ValueError(f"{name}: shape {list(value.shape)}, the model has {list(entries[name].shape)}")
+        entries[name].copy_(value)

@@ -1,5 +1,6 @@
-"""`Teacher`: a frozen image-text model; `FeatureFile`: one that has done its work elsewhere."""
+"""`Teacher`: a frozen image-text model; `FeatureFile`: a teacher whose features were computed elsewhere."""
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence, Set
@@ -10,21 +11,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raylt.data.images.decoding import ArrayHeaders, read_npz
 from raylt.data.samples import Samples
-from raylt.data.split import hash_labels
+from raylt.data.splits.split import hash_labels
 from raylt.data.task import Task
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, DataError, on_one_line
 
 Wording = Literal["phrase", "label"]
 TEXTS: dict[Wording, str] = {"phrase": "text", "label": "text_label"}
+# kinds of type and number of dimensions by array
+_LAYOUT = {
+    "image": ("f", 2),
+    "y": ("iu", 1),
+    "text": ("f", 2),
+    "text_label": ("f", 2),
+    "class_names": ("U", 1),
+    "about": ("U", 0),
+}
+LONGEST_TEXT = 4096  # bytes of a class name or of `about`, four a character
+ALWAYS = 2**28  # bytes that arrays may claim in any file
+DENSITY = 64  # times its size that a larger file may claim: features are noise, which hardly compresses
 WNID = re.compile(r"n\d{8}")
 
 
 class Teacher(ABC):
-    """One image-text model, frozen.
+    """A frozen image-text model.
 
     Args:
-        name: what a configuration calls it.
+        name: its name in a configuration.
     """
 
     def __init__(self, name: str):
@@ -32,60 +46,70 @@ class Teacher(ABC):
 
     @property
     def about(self) -> str:
-        """What a result must say of it."""
+        """Description of the teacher for results."""
         return self.name
 
     @property
     @abstractmethod
     def dim(self) -> int:
-        """d of the joint space."""
+        """d, the dimension of the joint space."""
 
     def check(self, task: Task, wordings: Set[Wording], student: int | None = None) -> None:
-        """Fetches what is missing, and raises what would end a run later.
+        """Fetch missing files, and check everything that would end a run later.
 
         Args:
-            wordings: of the texts that will be asked for.
-            student: length of a student's features that the teacher's are to be compared with, its projection
-                trained; None where neither happens.
+            wordings: wordings of the texts that the run needs.
+            student: length of the student's features, if the run compares them with the teacher's and trains the
+                teacher's projection; otherwise None.
 
         Raises:
-            ConfigError: names what is missing or does not fit, where it was looked for, and the alternatives.
+            ConfigError: a file is missing or does not fit; the message names its expected path and the alternatives.
         """
         self._check(task, wordings, student is not None)
         if student not in (None, self.dim):
-            raise ConfigError(f"model: its features have d = {student}, those of method.teacher = {self.name} "
-                              f"{self.dim}; method.finetune=true needs them alike, as in resnet8_proj, "
-                              "cnn_proj and resnet50_proj with CLIP's ViT-B-32")
+            raise ConfigError(
+                f"model: its features have d = {student}, the features of method.teacher = {self.name} have "
+                f"{self.dim}. Set method.finetune=false, or a model with as many: resnet8_proj, cnn_proj and "
+                "resnet50_proj have as many as CLIP's ViT-B-32.",
+                code="model.teacher-mismatch",
+                key="model",
+                value=student,
+                teacher=self.name,
+            )
 
     @abstractmethod
     def _check(self, task: Task, wordings: Set[Wording], trainable: bool) -> None:
-        """The same for one kind of teacher; `trainable`: whether its projection is to be trained."""
+        """Check as `check` does, for one kind of teacher.
+
+        Args:
+            trainable: the run trains the teacher's projection.
+        """
 
     @abstractmethod
     def text(self, names: Sequence[str], wording: Wording, device: torch.device) -> Tensor:
-        """Embeddings of class names, float32 [C, d], as the model gives them, on the CPU."""
+        """Return the model's embeddings of class names, float32 [C, d], on the CPU."""
 
     @abstractmethod
     def images(self, samples: Samples) -> Tensor:
-        """Features [n, w] of all samples, without augmentation, float32 on the samples' device.
+        """Return features [n, w] of all samples, without augmentation, float32 on the samples' device.
 
-        What `projection` brings to the joint space; not normalised.
+        `projection` maps them to the joint space. They are not normalised.
         """
 
     @abstractmethod
     def projection(self, device: torch.device) -> Tensor | None:
-        """The last, linear layer of the image tower, float32 [w, d]; None where `images` are behind it already."""
+        """Return the last, linear layer of the image tower, float32 [w, d]; None if `images` includes it already."""
 
 
 class FeatureFile(Teacher):
-    """Features that were computed elsewhere, an npz file of arrays:
+    """Features that were computed elsewhere, in an npz file of arrays.
 
-        image [N, d]        of every training sample of the source, in its order; float16 or float32
-        y [N]               their labels: they tell whether the file belongs to the source
-        text [C, d]         of the phrases "a photo of a {label}"
-        class_names [C]     in the order of the labels
-        text_label [C, d]   optional: of the labels alone
-        about               optional: what they come from
+    image [N, d]        of every training sample of the source, in its order; float16 or float32
+    y [N]               labels of the samples, which show that the file belongs to the source
+    text [C, d]         of the phrases "a photo of a {label}"
+    class_names [C]     in the order of the labels
+    text_label [C, d]   optional: of the labels alone
+    about               optional: the origin of the features
     """
 
     def __init__(self, path: Path):
@@ -98,26 +122,35 @@ class FeatureFile(Teacher):
 
     @property
     def about(self) -> str:
-        said = self._read(optional=("about",))
-        return f"{said['about']} ({self.name})" if said else self.name
+        entries = self._read(optional=("about",))
+        return f"{on_one_line(str(entries['about']))} ({self.name})" if entries else self.name
 
     def _check(self, task: Task, wordings: Set[Wording], trainable: bool) -> None:
         texts = [TEXTS[wording] for wording in sorted(wordings)]
         arrays = self._read("image", "y", "class_names", *texts)
         if arrays["class_names"].tolist() != list(task.class_names):
-            raise ConfigError(f"method.teacher = {self.name}: class_names are not those of {task.name} "
-                              f"({', '.join(task.class_names[:3])}, ...), in that order; compute the features of it")
+            raise self._mismatch(
+                f"class_names are not the classes of {task.name} ({', '.join(task.class_names[:3])}, ...) in order",
+                f"Compute the features of {task.name}.",
+            )
         labels = arrays["y"]
         if labels.dtype.kind not in "iu" or hash_labels(labels) != task.split.labels_sha256:
-            raise ConfigError(f"method.teacher = {self.name}: y are not the labels of {task.name}'s training samples, "
-                              "in their order; compute the features of it")
+            raise self._mismatch(
+                f"y are not the labels of {task.name}'s training samples in their order",
+                f"Compute the features of {task.name}.",
+            )
         dim = arrays["image"].shape[-1] if arrays["image"].ndim else 0
         shapes = {"image": (len(labels), dim)} | dict.fromkeys(texts, (task.classes, dim))
         for key, shape in shapes.items():
             array = arrays[key]
             if array.dtype not in (np.float16, np.float32) or array.shape != shape or not np.isfinite(array).all():
-                raise ConfigError(f"method.teacher = {self.name}: {key} is {array.dtype} {list(array.shape)}; finite "
-                                  f"float16 or float32 {list(shape)} is expected")
+                raise self._mismatch(
+                    f"{key} is {array.dtype} {list(array.shape)}",
+                    f"Give finite float16 or float32 {list(shape)}.",
+                )
+
+    def _mismatch(self, problem: str, remedy: str) -> ConfigError:
+        return teacher_error(self.name, problem, remedy, code="model.teacher-mismatch")
 
     def text(self, names: Sequence[str], wording: Wording, device: torch.device) -> Tensor:
         return torch.from_numpy(self._read(TEXTS[wording])[TEXTS[wording]]).float()
@@ -127,42 +160,71 @@ class FeatureFile(Teacher):
         return torch.from_numpy(self._read("image")["image"][samples.ids]).float().to(samples.x.device)
 
     def projection(self, device: torch.device) -> Tensor | None:
-        """The identity: the features are those of the joint space, and what is trained starts from there."""
+        """Return the identity: the features are in the joint space already, and a trained projection starts from it."""
         return torch.eye(self.dim, device=device)
 
     def _read(self, *keys: str, optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
         try:
-            with np.load(self.path, allow_pickle=False) as file:
-                found = {key: file[key] for key in (*keys, *(key for key in optional if key in file))}
-            if strange := [key for key, value in found.items() if not isinstance(value, np.ndarray)]:
-                raise ValueError(f"{strange[0]} is no array")
-            return found
-        except Exception as error:          # numpy and zipfile raise whatever a damaged file makes them stumble over
-            cause = "no such file" if isinstance(error, FileNotFoundError) else shorten(error)
-            raise ConfigError(f"method.teacher = {self.name}: cannot be read ({cause}); an npz "
-                              "file with image, y, text and class_names is expected, and text_label where "
-                              "method.wording=label asks for it") from None
+            entries = read_npz(self.path, (*keys, *optional), self._check_headers)
+            if lacking := [key for key in keys if key not in entries]:
+                raise DataError(f"it has no {', '.join(lacking)}", code="data.malformed")
+            return entries
+        except DataError as error:
+            missing = error.code == "data.not-found"
+            raise teacher_error(
+                self.name,
+                f"the file cannot be read ({'no such file' if missing else shorten(error)})",
+                "Give an npz file with image, y, text and class_names, and with text_label for method.wording=label.",
+                code="model.teacher-unavailable" if missing else "model.teacher-mismatch",
+            ) from None
+
+    def _check_headers(self, headers: ArrayHeaders) -> None:
+        """Check shapes and types before an array takes memory.
+
+        Raises:
+            ValueError: an array has another shape than a teacher's, or claims more than features can be compressed.
+        """
+        for key, (shape, dtype) in headers.items():
+            kinds, dimensions = _LAYOUT[key]
+            if dtype.kind not in kinds or len(shape) != dimensions or dtype.itemsize > LONGEST_TEXT:
+                raise ValueError(f"{key} is {dtype} {list(shape)}")
+        claimed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in headers.values())
+        most = max(ALWAYS, DENSITY * self.path.stat().st_size)
+        if claimed > most:
+            raise ValueError(f"its arrays claim {claimed:,} bytes, at most {most:,} can be right")
 
 
 def describe(names: Sequence[str], wording: Wording) -> list[str]:
-    """"a photo of a {label}", or the labels alone; underscores become spaces, ImageNet's 1000 ids the usual names.
+    """Return the texts of class names: "a photo of a {label}", or the labels alone.
+
+    Underscores become spaces, and ImageNet's 1000 ids the usual names.
 
     Raises:
-        ConfigError: ids of which nobody here knows the names.
+        ConfigError: the names are WordNet ids, but not all 1000 of ImageNet.
     """
     if any(WNID.fullmatch(name) for name in names):
         if len(names) != 1000:
-            raise ConfigError(f"method.teacher: class names such as {names[0]} tell a text encoder nothing, and names "
-                              "are known for all 1000 ids of ImageNet only; give the classes names that can be read")
+            raise ConfigError(
+                f"method.teacher: a text encoder needs readable class names, which only all 1000 ids of ImageNet have "
+                f"({names[0]}, ...). Give the classes readable names.",
+                code="model.teacher-mismatch",
+                key="method.teacher",
+                name=names[0],
+            )
         from open_clip import IMAGENET_CLASSNAMES  # in the order of the ids
 
-        rank = {wnid: place for place, wnid in enumerate(sorted(names))}
+        rank = {wnid: position for position, wnid in enumerate(sorted(names))}
         names = [IMAGENET_CLASSNAMES[rank[name]] for name in names]
     labels = [name.replace("_", " ") for name in names]
     return [f"a photo of a {label}" for label in labels] if wording == "phrase" else labels
 
 
 def shorten(error: Exception) -> str:
-    """What an exception says, in a line."""
-    said = " ".join(str(error).split()) or type(error).__name__
-    return said if len(said) <= 200 else f"{said[:197]}..."
+    """Return the text of an exception on one line of at most 200 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def teacher_error(name: str, problem: str, remedy: str, *, code: str) -> ConfigError:
+    """Return the error for a teacher that cannot be used."""
+    return ConfigError(f"method.teacher: {problem} ({name}). {remedy}", code=code, key="method.teacher", value=name)

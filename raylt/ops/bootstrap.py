@@ -1,4 +1,4 @@
-"""Features drawn with replacement from those of all clients, without their being in one place.
+"""Draws with replacement from the features of all clients, without collecting them in one place.
 
 A client draws as many as are wanted of each of its classes; the server takes each place from one of the clients.
 """
@@ -12,12 +12,13 @@ from raylt.tree import Tree
 
 
 def class_bootstrap(z: Tensor, y: Tensor, size: int, generator: torch.Generator) -> dict[int, Tree]:
-    """Of each class that occurs: its count `n`, and `z` float32 [size, d], so many of its features with replacement.
+    """Return, for each class that occurs, its count `n` and `size` of its features with replacement, `z` [size, d].
 
     Args:
-        z: features [n, d].
-        y: int64 [n].
-        generator: of the CPU.
+        z: Features, float32 [n, d].
+        y: Labels, int64 [n].
+        size: Number of draws per class.
+        generator: On the CPU.
     """
     drawn: dict[int, Tree] = {}
     for c in y.unique().tolist():
@@ -28,17 +29,17 @@ def class_bootstrap(z: Tensor, y: Tensor, size: int, generator: torch.Generator)
 
 
 def bootstrap_of_clients(drawn: Sequence[Tree], generator: torch.Generator) -> dict[int, Tensor]:
-    """Of each class that a client has, ascending, as many features [size, d] of all clients together.
+    """Return features [size, d] of all clients together for each class that a client has, ascending.
 
     Args:
-        drawn: what `class_bootstrap` gave each client, in a fixed order.
-        generator: of the CPU.
+        drawn: The result of `class_bootstrap` at each client, in a fixed order.
+        generator: On the CPU.
     """
     features: dict[int, Tensor] = {}
     for c in sorted({c for of_client in drawn for c in of_client}):
         holders = [of_client[c] for of_client in drawn if c in of_client]
-        z = torch.stack([holder["z"] for holder in holders])                    # [K, size, d]
+        z = torch.stack([holder["z"] for holder in holders])  # [K, size, d]
         weight = torch.tensor([holder["n"] for holder in holders], dtype=torch.float64)
-        whose = torch.multinomial(weight, z.shape[1], replacement=True, generator=generator)
-        features[c] = z[whose, torch.arange(z.shape[1])]
+        source = torch.multinomial(weight, z.shape[1], replacement=True, generator=generator)
+        features[c] = z[source, torch.arange(z.shape[1])]
     return features

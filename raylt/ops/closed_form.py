@@ -1,39 +1,69 @@
-"""Linear classifiers that are computed from statistics of features, not trained: {"weight": [C, d], "bias": [C]}."""
+"""Linear classifiers computed from statistics of features, without training: {"weight": [C, d], "bias": [C]}."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from raylt.models.split import Params
-from raylt.ops.moments import NEVER
+from raylt.ops.moments import LONGEST_FEATURE, NEVER, ROUNDING, is_covariance, unpack
+from raylt.tree import Tree
 
 
 def nearest_mean_classifier(means: Tensor, present: Tensor) -> Params:
-    """W_c = mu_c / ||mu_c||, b = 0, of FedNCM; a class without a mean is never predicted.
+    """Return W_c = mu_c / ||mu_c||, b = 0, of FedNCM; a class without a mean is never predicted.
 
     Args:
-        means: [C, d].
-        present: bool [C].
+        means: Means of the classes, [C, d].
+        present: True for classes that have a mean, bool [C].
     """
     return {"weight": F.normalize(means, dim=1), "bias": torch.where(present, 0.0, NEVER)}
 
 
 def ridge_classifier(a: Tensor, b: Tensor, ridge: float, normalise: bool = True) -> Params:
-    """Ridge regression of labels on features with a constant 1, of Fed3R; a class without samples is never predicted.
+    """Return the ridge regression of labels on features with a constant 1, of Fed3R.
+
+    A class without samples is never predicted.
 
     Args:
-        a: sum of [z; 1] [z; 1]^T, float64 [d + 1, d + 1].
-        b: sum of [z; 1] e_y^T, float64 [d + 1, C].
-        normalise: whether each class's weights are brought to length 1, its bias divided alike.
+        a: Sum of [z; 1] [z; 1]^T, float64 [d + 1, d + 1].
+        b: Sum of [z; 1] e_y^T, float64 [d + 1, C].
+        ridge: lambda.
+        normalise: Scale each class's weights to length 1 and divide its bias by the same number.
     """
     solution = ridge_regression(a, b, ridge)
     if normalise:
         solution = solution / solution[:-1].norm(dim=0).clamp(min=1e-12)
-    # the constant's row of B are the samples; with the noise of privacy that of a class without any is not quite 0
+    # the constant's row of B counts samples; with the noise of privacy an empty class is not exactly 0
     bias = solution[-1].masked_fill(b[-1] < 0.5, NEVER)
     return {"weight": solution[:-1].T.float().contiguous(), "bias": bias.float()}
 
 
+def ridge_sums_fault(n: int, parts: Tree, longest: float | None = None, negative: bool = True) -> str | None:
+    """Return why `a`, packed, and `b` of Fed3R cannot be sums over the same samples, or None.
+
+    Args:
+        n: Number of the client's samples.
+        parts: All parts of its reply.
+        longest: Length of the longest feature, without its 1; None: 1e4.
+        negative: Whether a feature may be negative; False behind a ReLU.
+    """
+    longest = LONGEST_FEATURE if longest is None else longest
+    b = parts["b"]
+    a = unpack(parts["a"], len(b))
+    counts = b[-1]
+    if (counts < 0).any() or (counts - counts.round()).abs().max() > 1e-9 or counts.sum().round() != n:
+        return "counts other samples than the client has"
+    if not negative and ((a < 0).any() or (b < 0).any()):
+        return "is of negative features, and the encoder ends in a ReLU"
+    if (b[:-1].norm(dim=0) > counts * longest * ROUNDING).any():
+        return f"has a mean feature longer than {longest:g}"
+    if (a[-1] - b.sum(1)).abs().max() > 1e-6 * n * longest:
+        return "does not agree with a on the sum of all features"
+    if a.trace() > n * (longest**2 + 1) * ROUNDING or not is_covariance(a):
+        return "belongs to an a that no features have"
+    return None
+
+
 def ridge_regression(a: Tensor, b: Tensor, ridge: float) -> Tensor:
-    """W [d, C] of (A + lambda I) W = B, A [d, d], B [d, C], float64, on the CPU, where a server keeps its sums."""
+    """Return W [d, C] of (A + lambda I) W = B, A [d, d], B [d, C], float64, on the server's CPU."""
     return torch.linalg.solve(a + ridge * torch.eye(len(a), dtype=a.dtype), b)

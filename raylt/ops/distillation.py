@@ -1,15 +1,18 @@
-"""What a student learns from a teacher's logits."""
+"""Distillation: the loss that a student learns from its teacher's logits."""
 
 from torch import Tensor
 from torch.nn import functional as F
 
 
 def distillation(logits: Tensor, log_teacher: Tensor, temperature: float) -> Tensor:
-    """T^2 KL(q || p), the mean over a batch, second term of Eq. 1 of FedSM; a scalar, in float32 also under autocast.
+    """Return T^2 KL(q || p), the mean over a batch, a scalar: the second term of Eq. 1 of FedSM.
+
+    It is computed in float32, also under autocast.
 
     Args:
-        logits: the student's, [B, C]; p is their softmax at the temperature.
+        logits: The student's, [B, C]; p is their softmax at the temperature.
         log_teacher: log q, [B, C].
+        temperature: the temperature T.
     """
     log_p = F.log_softmax(logits.float() / temperature, dim=1)
-    return temperature ** 2 * F.kl_div(log_p, log_teacher, reduction="batchmean", log_target=True)
+    return temperature**2 * F.kl_div(log_p, log_teacher, reduction="batchmean", log_target=True)

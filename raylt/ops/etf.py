@@ -1,4 +1,4 @@
-"""Fixed classifiers whose rows lie as far apart as they can: the simplex equiangular tight frame, and a sparse one."""
+"""Fixed classifiers with maximally separated rows: the simplex equiangular tight frame, and a sparse one."""
 
 import math
 
@@ -6,34 +6,56 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from raylt.errors import ConfigError
+
 
 def simplex_etf(classes: int, dim: int, generator: torch.Generator) -> Tensor:
-    """C unit vectors any two of which have the cosine -1 / (C - 1), turned at random; float32 [C, d].
+    """Return C unit vectors with pairwise cosines -1 / (C - 1), rotated at random; float32 [C, d].
 
     sqrt(C / (C - 1)) P (I - 1 1^T / C) with the columns of P orthonormal, Eq. 3 of FedETF, transposed.
 
     Args:
+        classes: The number of classes, C.
         dim: d, at least C.
-        generator: of the CPU.
+        generator: On the CPU.
+
+    Raises:
+        ConfigError: There are less than two classes.
     """
+    if classes < 2:
+        raise ConfigError(
+            f"method: a simplex frame separates classes, and there are less than two ({classes}). Take another method.",
+            code="data.too-few",
+            key="method",
+            value=classes,
+        )
     p = torch.linalg.qr(torch.randn(dim, classes, generator=generator, dtype=torch.float64)).Q
     m = p @ (torch.eye(classes, dtype=torch.float64) - 1 / classes)
     return (math.sqrt(classes / (classes - 1)) * m).T.float().contiguous()
 
 
-def sparse_etf(classes: int, dim: int, zeros: float, steps: int, generator: torch.Generator, *, length: float = 0.1,
-               lr: float = 1e-4) -> Tensor:
-    """The frame with a share of its entries at 0, and the others moved so that it is nearly one again; float32 [C, d].
+def sparse_etf(
+    classes: int,
+    dim: int,
+    zeros: float,
+    steps: int,
+    generator: torch.Generator,
+    *,
+    length: float = 0.1,
+    lr: float = 1e-4,
+) -> Tensor:
+    """Return a simplex frame with a share of its entries at 0, the others re-optimised; float32 [C, d].
 
-    By Adam, as FedLoGe's code: rows get the given length, and the angle of each to its nearest grows.
+    Adam moves the entries, as in FedLoGe's code: rows get the given length, and the angle between each row and its
+    nearest grows.
 
     Args:
-        zeros: the share of the entries, at random places.
-        steps: of Adam.
+        zeros: Share of the entries that are 0, at random places.
+        steps: Number of steps of Adam.
     """
     e = simplex_etf(classes, dim, generator)
-    gone = torch.randperm(e.numel(), generator=generator)[:int(zeros * e.numel())]
-    kept = torch.ones(e.numel()).index_fill(0, gone, 0.0).view_as(e)
+    zeroed = torch.randperm(e.numel(), generator=generator)[: int(zeros * e.numel())]
+    kept = torch.ones(e.numel()).index_fill(0, zeroed, 0.0).view_as(e)
     e = (e * kept).requires_grad_()
     optimiser = torch.optim.Adam([e], lr)
     itself = torch.eye(classes, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""What the entries of a model went through in one local training."""
+"""Quantities of one local training, derived from the entries of the model before and after it."""
 
 from torch import nn
 
@@ -8,19 +8,47 @@ from raylt.models.split import Params, trained_names
 
 
 def check_sgd(method: str, config: Config) -> None:
-    """Raises a ConfigError where clients do not train by SGD, of whose steps the method counts the gradients."""
+    """Refuse an optimiser other than SGD, for a method that counts the gradients in the steps of SGD.
+
+    Raises:
+        ConfigError: The optimiser is another one.
+    """
     if config.local.optimiser != "sgd":
-        raise ConfigError(f"local.optimiser = {config.local.optimiser}: method = {method} takes an update for a sum of "
-                          "gradients times local.lr, as SGD makes it; set local.optimiser=sgd, or take another method")
+        raise ConfigError(
+            f"local.optimiser: method = {method} needs updates that are sums of gradients times local.lr, as SGD makes "
+            f"them ({config.local.optimiser}). Set local.optimiser=sgd, or take another method.",
+            code="config.conflict",
+            key="local.optimiser",
+            value=config.local.optimiser,
+            method=method,
+        )
+
+
+def check_averaged_statistics(method: str, config: Config) -> None:
+    """Refuse running statistics that stay at the clients, for a method whose server evaluates networks.
+
+    Raises:
+        ConfigError: They stay there.
+    """
+    if config.federation.batchnorm == "local":
+        raise ConfigError(
+            f"federation.batchnorm: the server of method = {method} evaluates networks, which have no running "
+            "statistics there (local). Set federation.batchnorm=average.",
+            code="config.conflict",
+            key="federation.batchnorm",
+            value="local",
+            method=method,
+        )
 
 
 def gradient_mass(steps: int, momentum: float) -> float:
-    """How much the gradients of a local training count in it all together: |a|_1 of FedNova, section 4.
+    """Return the sum of the coefficients of the gradients in a local update: |a|_1 of FedNova, section 4.
 
     SGD moves the weights by -lr sum_j a_j g_j over its steps j = 1..tau, a_j = (1 - rho^(tau - j + 1)) / (1 - rho): tau
     in all without momentum rho, (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho) with it.
     """
-    mass = velocity = 0.0
+    mass = 0.0
+    velocity = 0.0
     for _ in range(steps):
         velocity = momentum * velocity + 1
         mass += velocity
@@ -28,7 +56,9 @@ def gradient_mass(steps: int, momentum: float) -> float:
 
 
 def trained_and_rest(model: nn.Module, entries: Params) -> tuple[Params, Params]:
-    """The entries that gradients move, and the others: BatchNorm's statistics and counters, what is frozen."""
+    """Return the entries that gradients move, and the others: BatchNorm's buffers and frozen entries."""
     trained = trained_names(model)
-    return ({name: value for name, value in entries.items() if name in trained},
-            {name: value for name, value in entries.items() if name not in trained})
+    return (
+        {name: value for name, value in entries.items() if name in trained},
+        {name: value for name, value in entries.items() if name not in trained},
+    )

@@ -1,8 +1,7 @@
-"""Features found by matching gradients: of a linear classifier, per class (CReFF; Eq. 16-20 of MuPFL).
+"""Features found by matching gradients: those of a linear classifier, per class (CReFF; Eq. 16-20 of MuPFL).
 
-The gradient of softmax cross-entropy with respect to W and b is (p - e_y) [h, 1]^T, so no autograd runs for it, and
-one pass of autograd, not two, for the features whose gradient is to match. Everything is over features [n, d]: those of
-images, or of pixels.
+The gradient of softmax cross-entropy with respect to W and b is (p - e_y) [h, 1]^T. So it needs no autograd, and
+matching it needs one pass of autograd, not two. All functions work on features [n, d], of images or of pixels.
 """
 
 from collections.abc import Callable
@@ -12,65 +11,112 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from raylt.ops.moments import LONGEST_FEATURE, ROUNDING
 from raylt.tree import Tree
 
 Distance = Literal["flat", "rows"]
 
 
 def class_gradients(z: Tensor, y: Tensor, classifier: nn.Module) -> dict[int, Tensor]:
-    """Of each class that occurs, by its number, the mean gradient of its samples' cross-entropy, Eq. 16.
+    """Return the mean gradient of the samples' cross-entropy for each class that occurs, Eq. 16.
 
     Args:
-        z: features [n, d].
-        y: int64 [n].
-        classifier: an `nn.Linear` with a bias.
+        z: Features [n, d].
+        y: Labels, int64 [n].
+        classifier: An `nn.Linear` with a bias.
 
     Returns:
-        float32 [C, d + 1] of each; the bias's gradient is the last column.
+        float32 [C, d + 1] by class; the last column is the bias's gradient.
     """
     weight, bias = (entry.double() for entry in _weights(classifier))
-    return {c: _gradient(z[y == c][None].double(), torch.tensor([c], device=z.device), weight, bias)[0].float()
-            for c in y.unique().tolist()}
+    return {
+        c: _gradient(z[y == c][None].double(), torch.tensor([c], device=z.device), weight, bias)[0].float()
+        for c in y.unique().tolist()
+    }
+
+
+def gradients_fault(n: int, parts: Tree, labels: int = 1) -> str | None:
+    """Return why `gradients` of `class_gradients` cannot be those of a client's samples, or None.
+
+    The bias's gradient is the mean of p - e_c, and no feature is longer than 1e4.
+
+    Args:
+        n: Number of the client's samples.
+        parts: All parts of its reply.
+        labels: Labels of a sample at most: its pixels, where labels are maps.
+    """
+    if not 1 <= len(parts["gradients"]) <= n * labels:
+        return f"has {len(parts['gradients'])} classes, and the client has {n} samples"
+    for c, gradient in parts["gradients"].items():
+        error = gradient[:, -1].double()  # [C], mean of p - e_c
+        others = error.clone()
+        others[c] = 0
+        if (others < 0).any() or others.sum() > ROUNDING or (others.sum() + error[c]).abs() > 1e-5:
+            return f"has no probabilities in class {c}"
+        if (gradient[:, :-1].double().norm(dim=1) > error.abs() * LONGEST_FEATURE * ROUNDING + 1e-20).any():
+            return f"has a feature longer than {LONGEST_FEATURE:g} in class {c}"
+    return None
 
 
 def mean_gradients(replies: list[Tree]) -> tuple[Tensor, Tensor]:
-    """The classes that some reply of `class_gradients` has, int64 [K] ascending, and of each the mean of the gradients
-    of those that have it, each counting the same, Eq. 17, [K, C, d + 1]."""
+    """Return the classes in the replies and the unweighted mean gradient of each class, Eq. 17.
+
+    Args:
+        replies: Results of `class_gradients`.
+
+    Returns:
+        Classes, int64 [K] ascending, and means over the replies that have the class, [K, C, d + 1].
+    """
     classes = sorted({c for reply in replies for c in reply})
     means = [torch.stack([reply[c] for reply in replies if c in reply]).mean(0) for c in classes]
     return torch.tensor(classes), torch.stack(means)
 
 
-def match_features(h: Tensor, classes: Tensor, targets: Tensor, classifier: nn.Module, *, steps: int, lr: float,
-                   distance: Distance = "flat",
-                   also: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """Features whose mean gradient points where each class's target does, Eq. 19 and 20, by gradient descent.
+def match_features(
+    h: Tensor,
+    classes: Tensor,
+    targets: Tensor,
+    classifier: nn.Module,
+    *,
+    steps: int,
+    lr: float,
+    distance: Distance = "flat",
+    penalty: Callable[[Tensor], Tensor] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return features whose mean gradient points where each class's target does, Eq. 19 and 20, by gradient descent.
 
     Args:
-        h: what they start from, [K, m, d]: m features of each of K classes.
+        h: Initial features, [K, m, d]: m features of each of K classes.
         classes: int64 [K].
-        targets: [K, C, d + 1], as `mean_gradients` gives them.
-        classifier: an `nn.Linear` with a bias; it stays as it is.
-        distance: 1 - cosine of a class's whole gradient; or the sum of that over its rows, the bias's column being
-            one more, as CReFF has it.
-        also: a scalar of the features [K, m, d] that is lowered with the distance.
+        targets: [K, C, d + 1], as `mean_gradients` returns them.
+        classifier: An `nn.Linear` with a bias; it is not changed.
+        steps: Number of descent steps.
+        lr: Step size.
+        distance: "flat": 1 - cosine of a class's whole gradient. "rows": the sum of that over its rows, with the bias's
+            column as one more row, as in CReFF.
+        penalty: Scalar of the features [K, m, d], minimised with the distance.
+        progress: Gets the number of steps that are done and of all, after each step.
 
     Returns:
         The features, and the cosine of each class's gradient and target after the last step, [K].
     """
     weight, bias = _weights(classifier)
-    # of length 1: those of clients that fit their samples well may be as small as 1e-10
+    # scaled to length 1: gradients of clients that fit their samples well may be as small as 1e-10
     targets = targets / targets.norm(dim=(1, 2), keepdim=True).clamp(min=torch.finfo(targets.dtype).tiny)
     h = h.clone().requires_grad_()
-    for _ in range(steps):
-        found = _gradient(h, classes, weight, bias)
+    for step in range(steps):
+        gradient = _gradient(h, classes, weight, bias)
         if distance == "flat":
-            loss = (1 - _cosine(found.flatten(1), targets.flatten(1))).sum()
+            loss = (1 - _cosine(gradient.flatten(1), targets.flatten(1))).sum()
         else:
-            loss = ((1 - _cosine(found[..., :-1], targets[..., :-1])).sum()
-                    + (1 - _cosine(found[..., -1], targets[..., -1])).sum())
-        loss = loss if also is None else loss + also(h)
+            rows = (1 - _cosine(gradient[..., :-1], targets[..., :-1])).sum()
+            bias_column = (1 - _cosine(gradient[..., -1], targets[..., -1])).sum()
+            loss = rows + bias_column
+        loss = loss if penalty is None else loss + penalty(h)
         h = (h - lr * torch.autograd.grad(loss, h)[0]).detach().requires_grad_()
+        if progress is not None:
+            progress(step + 1, steps)
     h = h.detach()
     return h, _cosine(_gradient(h, classes, weight, bias).flatten(1), targets.flatten(1))
 
@@ -81,15 +127,15 @@ def _weights(classifier: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def _gradient(h: Tensor, classes: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Mean gradient of the m features of each class, [K, C, d + 1] of h [K, m, d]."""
-    p = F.linear(h, weight, bias).softmax(-1)                                   # [K, m, C]
-    own = F.one_hot(classes, len(weight)).bool()[:, None]                       # [K, 1, C]
-    # p - 1 of the own class as minus the others' sum: near p = 1 it would be rounded to nothing
+    """Return the mean gradient of the m features of each class, [K, C, d + 1] for h [K, m, d]."""
+    p = F.linear(h, weight, bias).softmax(-1)  # [K, m, C]
+    own = F.one_hot(classes, len(weight)).bool()[:, None]  # [K, 1, C]
+    # p - 1 of the own class as minus the sum of the others: near p = 1 the difference would round to 0
     wrong = p.masked_fill(own, 0)
     error = torch.where(own, -wrong.sum(-1, keepdim=True), wrong)
     return error.mT @ F.pad(h, (0, 1), value=1.0) / h.shape[1]
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Along the last dimension; 0 for a zero vector."""
+    """Return the cosine along the last dimension; 0 for a zero vector."""
     return F.cosine_similarity(a, b, dim=-1, eps=1e-12)

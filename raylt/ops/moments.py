@@ -1,4 +1,4 @@
-"""Per-class first and second moments of features: sums at the clients, means and covariances where they meet."""
+"""First and second moments of features by class: sums at the clients, means and covariances at the server."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +10,11 @@ from torch.nn import functional as F
 from raylt.errors import ConfigError
 from raylt.tree import Tree
 
-NEVER = -1e9        # the bias of a class that is not to be predicted; finite, as whatever travels is
+# No feature of a network that trained is longer, and its square still has digits in float32. With privacy.epsilon
+# features are cut to privacy.clip.
+LONGEST_FEATURE = 1e4
+ROUNDING = 1 + 1e-3  # float32 sums may exceed their bounds by less
+NEVER = -1e9  # bias of a class that must not be predicted; finite, because all that travels must be
 
 
 class Moments(NamedTuple):
@@ -22,14 +26,14 @@ class Moments(NamedTuple):
 
 
 def class_sums(z: Tensor, y: Tensor) -> dict[int, Tree]:
-    """Of each class that occurs: its count `n` and the sums `z` [d] and `zz` [d (d + 1) / 2], packed, in float64.
+    """Return, for each class that occurs, its count `n` and the sums `z` [d] and `zz` [d (d + 1) / 2], packed.
 
-    Sums of these over clients are the sums of the pooled features; float64, because a covariance is the small
+    Sums of these over clients are the sums of the pooled features. They are float64, because a covariance is the small
     difference of large second moments.
 
     Args:
-        z: features [n, d].
-        y: int64 [n].
+        z: Features [n, d].
+        y: Labels, int64 [n].
     """
     sums: dict[int, Tree] = {}
     for c in y.unique().tolist():
@@ -39,12 +43,12 @@ def class_sums(z: Tensor, y: Tensor) -> dict[int, Tree]:
 
 
 def class_means(z: Tensor, y: Tensor, unit: bool = False) -> dict[int, Tree]:
-    """Of each class that occurs: its count `n`, and `n` times the mean of its features, `z` [d], float32.
+    """Return, for each class that occurs, its count `n` and `n` times the mean of its features, `z` [d], float32.
 
     Args:
-        z: features [n, d].
-        y: int64 [n].
-        unit: whether each mean is brought to length 1 before.
+        z: Features [n, d].
+        y: Labels, int64 [n].
+        unit: Scale each mean to length 1 first.
     """
     sums: dict[int, Tree] = {}
     for c in y.unique().tolist():
@@ -55,7 +59,7 @@ def class_means(z: Tensor, y: Tensor, unit: bool = False) -> dict[int, Tree]:
 
 
 def pooled_means(sums: Tree, classes: int) -> Tree:
-    """From sums of `class_means`: `means` float32 [C, d], Eq. 3 of FedSM, and `present` bool [C], who has one."""
+    """Return `means`, float32 [C, d], Eq. 3 of FedSM, and `present`, bool [C], from sums of `class_means`."""
     dim = len(next(iter(sums.values()))["z"])
     means, present = torch.zeros(classes, dim), torch.zeros(classes, dtype=torch.bool)
     for c, of_class in sums.items():
@@ -64,20 +68,22 @@ def pooled_means(sums: Tree, classes: int) -> Tree:
 
 
 def moments(sums: Tree) -> Moments:
-    """Count, mean and covariance from one class's sums, Eq. 10 of SFD."""
+    """Return count, mean and covariance from the sums of one class, Eq. 10 of SFD."""
     mean = sums["z"] / sums["n"]
     return Moments(sums["n"], mean, unpack(sums["zz"], len(mean)) / sums["n"] - torch.outer(mean, mean))
 
 
-def isotropic_deviation(held: Sequence[Moments]) -> float:
-    """The deviation of a feature from its class's mean: the root of its variance's mean over samples and directions."""
-    n = sum(of_class.n for of_class in held)
-    return (sum(of_class.n * of_class.cov.diagonal().mean().item() for of_class in held) / n) ** 0.5
+def isotropic_deviation(class_moments: Sequence[Moments]) -> float:
+    """Return the root of the features' variance around their class means, averaged over samples and directions."""
+    n = sum(of_class.n for of_class in class_moments)
+    return (sum(of_class.n * of_class.cov.diagonal().mean().item() for of_class in class_moments) / n) ** 0.5
 
 
 def moments_fault(sums: Tree) -> str | None:
-    """Why sums by class, of `class_sums`, cannot be those of any features: the variance of some direction would be
-    negative; or None."""
+    """Return why no features can have these sums of `class_sums`, or None.
+
+    Such sums would make the variance of some direction negative.
+    """
     for c, of_class in sums.items():
         cov = moments(of_class).cov
         rounding = 1e-9 * cov.diagonal().abs().max() + 1e-12 * of_class["zz"].abs().max() / of_class["n"] + 1e-30
@@ -86,18 +92,90 @@ def moments_fault(sums: Tree) -> str | None:
     return None
 
 
+def sums_fault(
+    n: int, parts: Tree, longest: float | None = None, part: str = "classes", negative: bool = True
+) -> str | None:
+    """Return why sums of `class_sums` or `class_means` cannot be those of features, or None.
+
+    Counts are checked where they are declared (`Reduction.counting`).
+
+    Args:
+        n: Number of the client's samples.
+        parts: All parts of its reply.
+        longest: Length of the longest feature, `privacy.clip` where it is cut; None: 1e4.
+        part: Name of the part with the sums.
+        negative: Whether a feature may be negative; False behind a ReLU.
+    """
+    longest = LONGEST_FEATURE if longest is None else longest
+    for c, of_class in parts[part].items():
+        count = of_class["n"]
+        if not 1 <= count <= n:
+            return f"counts {count} samples of class {c}"
+        if not negative and any((of_class[name] < 0).any() for name in ("z", "zz") if name in of_class):
+            return f"has negative features in class {c}, and the encoder ends in a ReLU"
+        if of_class["z"].double().norm() > count * longest * ROUNDING:
+            return f"has a mean feature longer than {longest:g} in class {c}"
+        if "zz" in of_class and packed_trace(of_class["zz"], len(of_class["z"])) > count * longest**2 * ROUNDING:
+            return f"has second moments of features longer than {longest:g} in class {c}"
+        if "phi" in of_class and of_class["phi"].norm() > count * ROUNDING:
+            return f"has a mean Fourier feature longer than 1 in class {c}"
+    return None
+
+
+def scatter_fault(n: int, parts: Tree, classes: int, weight: str, longest: float | None = None) -> str | None:
+    """Return why `scatter`, packed, and the weight `n` cannot come from `class_scatter`, or None.
+
+    Args:
+        n: Number of the client's samples.
+        parts: All parts of its reply.
+        classes: Number of classes, C.
+        weight: As of `class_scatter`.
+        longest: Length of the longest feature; None: 1e4.
+    """
+    least = n if weight == "n" else n - min(n, classes)
+    most = n if weight == "n" else n - 1
+    if not least <= parts["n"] <= most:
+        return f"weighs {parts['n']}, and the client has {n} samples"
+    longest = LONGEST_FEATURE if longest is None else longest
+    packed = parts["scatter"].double()
+    dim = round(((8 * len(packed) + 1) ** 0.5 - 1) / 2)
+    if packed_trace(packed, dim) > 2 * n * longest**2 * ROUNDING:  # n / (n - 1) is at most 2
+        return f"has second moments of features longer than {longest:g}"
+    return None if is_covariance(unpack(packed, dim), torch.float32) else "has negative variances"
+
+
+def packed_trace(triangle: Tensor, dim: int) -> float:
+    """Return the trace of a symmetric matrix [d, d] from `pack`."""
+    rows = torch.arange(dim)
+    return triangle[rows * dim - rows * (rows - 1) // 2].double().sum().item()
+
+
+def is_covariance(matrix: Tensor, precision: torch.dtype = torch.float64) -> bool:
+    """Return whether a symmetric matrix, float64 [d, d], has no negative eigenvalue beyond rounding.
+
+    Args:
+        precision: Type in which the matrix was sent.
+    """
+    slack = 4 * len(matrix) * torch.finfo(precision).eps * matrix.diagonal().abs().max() + 1e-30
+    return not torch.linalg.cholesky_ex(matrix + slack * torch.eye(len(matrix), dtype=matrix.dtype)).info
+
+
 def sample_lengths(clip: float) -> dict[str, float]:
-    """What one sample whose feature is no longer than `clip` can add to `class_sums` of its class, leaf by leaf. The
-    packed triangle of z z^T is no longer than |z|^2, and as long where z has one entry."""
+    """Return the largest length that one sample adds to each leaf of `class_sums`, where |z| is at most `clip`.
+
+    The packed triangle of z z^T is not longer than |z|^2, and as long where z has one non-zero entry.
+    """
     return {"n": 1.0, "z": clip, "zz": clip**2}
 
 
 def nearest_moments(sums: Tree) -> Tree:
-    """Sums by class with noise, as samples could have them: whole counts, covariances without negative directions. A
-    class whose count is not even one is left out.
+    """Return the nearest sums that samples could have to sums with noise.
+
+    Counts become whole numbers and covariances lose their negative directions. A class with a count below one is left
+    out.
 
     Raises:
-        ConfigError: that is so of all of them.
+        ConfigError: Every class is left out.
     """
     mended = {}
     for c, noisy in sums.items():
@@ -110,24 +188,28 @@ def nearest_moments(sums: Tree) -> Tree:
             cov = unpack(noisy["zz"], len(mean)) / n - torch.outer(mean, mean)
             mended[c]["zz"] = pack(n * (without_negative(cov) + torch.outer(mean, mean)))
     if not mended:
-        raise ConfigError("privacy.epsilon: no class has a sample left under so much noise; take a larger one")
+        raise ConfigError(
+            "privacy.epsilon: with this much noise no class has a sample left. Take a larger epsilon.",
+            code="privacy.too-noisy",
+            key="privacy.epsilon",
+        )
     return mended
 
 
 def without_negative(matrix: Tensor) -> Tensor:
-    """The nearest symmetric matrix without negative eigenvalues, float64 [d, d]."""
+    """Return the nearest symmetric matrix without negative eigenvalues, float64 [d, d]."""
     values, vectors = torch.linalg.eigh(matrix)
     return (vectors * values.clamp(min=0)) @ vectors.T
 
 
 def pack(matrix: Tensor) -> Tensor:
-    """The upper triangle of a symmetric [d, d] row by row, [d (d + 1) / 2]."""
+    """Return the upper triangle of a symmetric [d, d] row by row, [d (d + 1) / 2]."""
     rows, columns = torch.triu_indices(*matrix.shape, device=matrix.device)
     return matrix[rows, columns]
 
 
 def unpack(triangle: Tensor, dim: int) -> Tensor:
-    """The inverse of `pack`."""
+    """Return the symmetric matrix [d, d] of a triangle from `pack`."""
     rows, columns = torch.triu_indices(dim, dim, device=triangle.device)
     matrix = triangle.new_zeros(dim, dim)
     matrix[rows, columns] = triangle
@@ -136,14 +218,15 @@ def unpack(triangle: Tensor, dim: int) -> Tensor:
 
 
 def class_scatter(z: Tensor, y: Tensor, weight: str = "n") -> tuple[Tensor, int]:
-    """Sum over classes of weight_c M_c, Eq. 13-15 of BPFed, float64 [d, d], and the sum of the weights.
+    """Return the sum over classes of weight_c M_c, Eq. 13-15 of BPFed, float64 [d, d], and the sum of the weights.
 
     Args:
-        z: features [n, d].
-        y: int64 [n].
-        weight: "n" or "n-1", of a class with n samples. One sample has no covariance, and counts as zero.
+        z: Features [n, d].
+        y: Labels, int64 [n].
+        weight: "n" or "n-1", the weight of a class with n samples. One sample has no covariance and counts as zero.
     """
-    total, weights = z.new_zeros(z.shape[1], z.shape[1], dtype=torch.float64), 0
+    total = z.new_zeros(z.shape[1], z.shape[1], dtype=torch.float64)
+    weights = 0
     for c in y.unique():
         own = z[y == c].double()
         n = len(own) if weight == "n" else len(own) - 1
@@ -154,10 +237,12 @@ def class_scatter(z: Tensor, y: Tensor, weight: str = "n") -> tuple[Tensor, int]
 
 
 def perturb(covariance: Tensor, n: int, generator: torch.Generator) -> Tensor:
-    """n draws from N(0, M), float64 [n, d]; M [d, d] may lack rank, as a Cholesky factor would not let it.
+    """Draw n vectors from N(0, M), float64 [n, d].
+
+    M [d, d] may lack full rank, with which a Cholesky factor would fail.
 
     Args:
-        generator: of the CPU, so that every device gets the same numbers.
+        generator: On the CPU, so that every device gets the same numbers.
     """
     values, vectors = torch.linalg.eigh(covariance.double())
     xi = torch.randn(n, len(values), generator=generator, dtype=torch.float64).to(values.device)

@@ -1,4 +1,4 @@
-"""The squared distance of parameters to where they were, for proximal terms."""
+"""Terms of a loss over all parameters: the squared distance from an anchor, and one whose gradient is given."""
 # pyright: reportPrivateImportUsage=false
 
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def squared_distance(params: Sequence[Tensor], anchor: Sequence[Tensor]) -> Tensor:
-    """sum ||p - a||^2 over all of them, a scalar; its gradient with respect to p is 2 (p - a).
+    """Return the sum of ||p - a||^2 over all parameters, a scalar; its gradient with respect to p is 2 (p - a).
 
-    The bits are those of `torch.stack([(p - a).square().sum() ...]).sum()` and of its gradient, for a quarter of the
-    kernels: on a GPU a step is as long as what it launches.
+    The bits equal those of `torch.stack([(p - a).square().sum() ...]).sum()` and of its gradient, with a quarter of the
+    kernels: on a GPU the launches decide how long a step takes.
     """
-    return _SquaredDistance.apply(list(anchor), *params)        # pyright: ignore[reportReturnType]
+    return _SquaredDistance.apply(list(anchor), *params)  # pyright: ignore[reportReturnType]
 
 
 class _SquaredDistance(torch.autograd.Function):
@@ -26,6 +26,27 @@ class _SquaredDistance(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:      # pyright: ignore[reportIncompatibleMethodOverride]
-        gradient, = grad_outputs
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gradient,) = grad_outputs
         return None, *torch._foreach_mul(ctx.saved_tensors, 2 * gradient)
+
+
+def with_gradient(params: Sequence[Tensor], gradient: Sequence[Tensor]) -> Tensor:
+    """Return a zero, a scalar, whose gradient with respect to the parameters is given.
+
+    The bits equal those of `sum(((p - p.detach()) * g).sum() ...)` and of its gradient, with a tenth of the kernels.
+    """
+    return _WithGradient.apply(list(gradient), *params)  # pyright: ignore[reportReturnType]
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: list[Tensor], *params: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradient)
+        return params[0].new_zeros(())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gradient,) = grad_outputs
+        return None, *torch._foreach_mul(ctx.saved_tensors, gradient)  # copies, which autograd may add to

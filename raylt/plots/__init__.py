@@ -1,1 +1,1 @@
-"""Pictures of runs."""
+"""Pictures of runs, studies and splits."""

@@ -1,7 +1,8 @@
-"""`raylt plot confusion | classes RUN`: what is taken for what, and how each class fares, by the counts of a run."""
+"""`raylt plot confusion | classes RUN`: the confusion matrix of a run and the figures of each class."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich import box
@@ -9,25 +10,32 @@ from rich.table import Table
 from torch import Tensor
 
 from raylt import metrics
-from raylt.plots.style import COLOURS, new_figure, plain, plain_text, save
-from raylt.runs.about import choose
-from raylt.runs.exporting import clients_of, has_client_models
+from raylt.core.evaluation.counts import Matrices
+from raylt.data.task import Task
+from raylt.plots.style import COLOURS, new_figure, plain_text, save, style_axes
+from raylt.runs.export.artefact import choose_client
+from raylt.runs.export.export import clients_of, has_client_models
+from raylt.runs.folder.summary import percent
 from raylt.runs.run import Run
-from raylt.runs.summary import percent
 
-NUMBERED, NAMED = 12, 60            # classes up to which cells have numbers, and rows their names
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NUMBERED = 12  # most classes with numbers in the cells
+NAMED = 60  # most classes with names
 
 
 @dataclass(frozen=True)
 class Confusion:
-    """The counts of one evaluation, of everybody or of one client.
+    """The counts of one evaluation, of all clients or of one.
 
     Attributes:
-        title: of what and on which images.
-        matrix: counts of (true, predicted) classes, int64 [C, C].
-        names: of the classes, C of them.
-        groups: "many", "medium" or "few" for each.
+        title: the model and the images.
+        matrix: counts of (true, predicted) classes, int64 [C, C]; float64 where clients' counts are weighted.
+        names: C class names.
+        groups: "many", "medium" or "few" for each class.
         samples: training samples, or pixels, of each class, [C].
+        tested: test images, or pixels, behind the row of each class, [C]; by default the sums of the rows.
     """
 
     title: str
@@ -35,68 +43,126 @@ class Confusion:
     names: tuple[str, ...]
     groups: tuple[str, ...]
     samples: list[int]
+    tested: list[int] | None = None
 
     def figures(self) -> list[dict[str, float | int | str | None]]:
-        """Of each class: its name, group and numbers of training and test samples, recall, precision, F1 and IoU."""
+        """Return each class's name, group, numbers of training and test samples, recall, precision, F1 and IoU."""
         columns = metrics.class_figures(self.matrix)
-        tested = self.matrix.sum(1).tolist()
-        rows = zip(self.names, self.groups, self.samples, tested, *(values.tolist() for values in columns.values()),
-                   strict=True)
-        return [{key: None if value != value else value for key, value in zip(
-            ("class", "group", "samples", "tested", *columns), row, strict=True)} for row in rows]
+        tested = self.tested or self.matrix.sum(1).tolist()
+        rows = zip(
+            self.names,
+            self.groups,
+            self.samples,
+            tested,
+            *(values.tolist() for values in columns.values()),
+            strict=True,
+        )
+        return [
+            {
+                key: None if value != value else value
+                for key, value in zip(("class", "group", "samples", "tested", *columns), row, strict=True)
+            }
+            for row in rows
+        ]
 
     def table(self) -> Table:
-        """As a person reads it, in percent."""
-        table = Table("class", "group", "samples", "tested", "recall", "precision", "F1", "IoU", box=box.SIMPLE_HEAD,
-                      padding=(0, 1, 0, 0), show_edge=False)
+        """Return the figures as a table, in percent."""
+        table = Table(
+            "class",
+            "group",
+            "samples",
+            "tested",
+            "recall",
+            "precision",
+            "F1",
+            "IoU",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            show_edge=False,
+        )
         for column in table.columns[2:]:
             column.justify = "right"
         for row in self.figures():
-            table.add_row(*(str(row[key]) for key in ("class", "group", "samples", "tested")),
-                          *(percent(row[key]) for key in ("recall", "precision", "f1", "iou")))  # pyright: ignore
+            table.add_row(
+                *(str(row[key]) for key in ("class", "group", "samples", "tested")),
+                *(percent(row[key]) for key in ("recall", "precision", "f1", "iou")),  # pyright: ignore
+            )
         return table
 
 
 def confusion_of(run: Run, client: str | int | None = None, step: int | None = None) -> Confusion:
-    """The counts that a run kept of an evaluation.
+    """Return the counts that a run kept of an evaluation.
 
     Args:
-        client: whose alone, by name or id: on its own test images where it has any, else on the whole test set.
-        step: after which was judged; by default the last evaluation.
+        client: name or id of one client, judged on its own test images where it has any, else on the whole test set;
+            by default all clients: their own models on their own test images, or without such images on the whole
+            test set, each class weighted as among the client's training samples.
+        step: step of the evaluation; by default the last one.
 
     Raises:
-        ConfigError: no such client.
-        CheckpointError: nothing was judged then, or its file was changed.
+        ConfigError: there is no such client.
+        CheckpointError: there was no evaluation after that step, or its file was changed.
     """
-    task, kept = run.task, run.matrices(step)
+    task = run.task
+    matrices = run.matrices(step)
     of_clients = has_client_models(run)
     if client is not None:
-        id = choose(client, clients_of(run), str(run.folder))
-        everywhere = kept.clients.get(id) if of_clients else kept.shared
-        matrix, where = (kept.own[id], "own test images") if id in kept.own else (everywhere, "all test images")
-        samples, who = task.client_counts[id], f"client {task.client_names[id]}"
+        id = choose_client(client, clients_of(run), str(run.folder))
+        if id in matrices.own:
+            matrix = matrices.own[id]
+            images = "own test images"
+        else:
+            matrix = matrices.clients.get(id) if of_clients else matrices.shared
+            images = "all test images"
+        samples = task.client_counts[id]
+        model = f"client {task.client_names[id]}"
         seen = {} if matrix is None else metrics.seen_by_each({id: matrix}, torch.from_numpy(task.views), ())
+    elif of_clients:
+        return _of_own_models(run, task, matrices)
     else:
-        who, where = ("models of all clients" if of_clients else "global model"), "all test images"
-        everyone = kept.clients if of_clients else kept.shared
-        samples, seen = task.counts, {}
-        if everyone is not None:
+        model = "global model"
+        images = "all test images"
+        samples = task.counts
+        seen = {}
+        if matrices.shared is not None:
             ids = [id for id, _ in clients_of(run)]
-            seen = metrics.seen_by_each(everyone, torch.from_numpy(task.views), ids)
+            seen = metrics.seen_by_each(matrices.shared, torch.from_numpy(task.views), ids)
     total = sum(seen.values(), start=torch.zeros(task.classes, task.classes, dtype=torch.int64))
-    return Confusion(f"{run.name}: {who}, {where}", total, task.class_names, task.groups, samples.tolist())
+    return Confusion(f"{run.name}: {model}, {images}", total, task.class_names, task.groups, samples.tolist())
 
 
-def draw_confusion(confusion: Confusion, path: Path) -> Path:
-    """Writes a heat map: rows are the truth and sum to 1, columns the prediction.
+def _of_own_models(run: Run, task: Task, matrices: Matrices) -> Confusion:
+    """Return the counts of all clients' own models, each on the images that its client is judged by."""
+    views = torch.from_numpy(task.views)
+    zeros = torch.zeros(task.classes, task.classes, dtype=torch.int64)
+    if matrices.own:
+        seen = metrics.seen_by_each(matrices.own, views, ())
+        images = "own test images"
+        total = sum(seen.values(), start=zeros)
+        tested = total.sum(1).tolist()
+    else:
+        seen = metrics.seen_by_each(matrices.clients, views, ())
+        images = "own class mix"
+        total = zeros.double()
+        for id, matrix in seen.items():
+            rows = matrix.sum(1, keepdim=True).clamp(min=1)
+            total += matrix / rows * torch.from_numpy(task.client_counts[id])[:, None]
+        tested = next(iter(seen.values()), zeros).sum(1).tolist()
+    title = f"{run.name}: models of all clients, {images}"
+    return Confusion(title, total, task.class_names, task.groups, task.counts.tolist(), tested)
 
-    Returns:
-        The picture's path.
+
+def draw_confusion(confusion: Confusion, path: Path | str | None = None) -> "Figure":
+    """Draw a heat map: rows are true classes and sum to 1, columns are predictions.
+
+    Args:
+        path: file that the picture is written to as well.
 
     Raises:
-        ConfigError: it cannot be written there.
+        ConfigError: the picture cannot be written.
     """
-    matrix, names = confusion.matrix.double(), list(map(plain_text, confusion.names))
+    matrix = confusion.matrix.double()
+    names = list(map(plain_text, confusion.names))
     shares = matrix / matrix.sum(1, keepdim=True).clamp(min=1)
     side = min(24.0, 3.2 + 0.34 * max(len(names), 6))
     figure = new_figure(side + 1, side)
@@ -106,40 +172,58 @@ def draw_confusion(confusion: Confusion, path: Path) -> Path:
         for i, row in enumerate(shares.tolist()):
             for j, share in enumerate(row):
                 if share >= 0.005:
-                    ax.text(j, i, f"{100 * share:.0f}", ha="center", va="center", fontsize=8,
-                            color="white" if share > 0.6 else "black")
+                    ax.text(
+                        j,
+                        i,
+                        f"{100 * share:.0f}",
+                        ha="center",
+                        va="center",
+                        fontsize=8,
+                        color="white" if share > 0.6 else "black",
+                    )
     if len(names) <= NAMED:
         ax.set_xticks(range(len(names)), names, rotation=90)
         ax.set_yticks(range(len(names)), names)
     ax.set(xlabel="predicted", ylabel="true", title=plain_text(confusion.title))
     figure.colorbar(image, ax=ax, shrink=0.8, label="share of the true class")
-    return save(figure, path)
+    if path is not None:
+        save(figure, path)
+    return figure
 
 
-def draw_classes(confusion: Confusion, path: Path) -> Path:
-    """Writes recall and precision of each class as dots, largest class first, above its training samples.
+def draw_classes(confusion: Confusion, path: Path | str | None = None) -> "Figure":
+    """Draw recall and precision of each class as dots, largest class first, above its training samples.
 
-    Returns:
-        The picture's path.
+    Args:
+        path: file that the picture is written to as well.
 
     Raises:
-        ConfigError: it cannot be written there.
+        ConfigError: the picture cannot be written.
     """
     rows = sorted(confusion.figures(), key=lambda row: -int(row["samples"] or 0))
-    places = range(len(rows))
+    positions = range(len(rows))
     figure = new_figure(min(40.0, max(6.0, 1.5 + 0.3 * len(rows))), 5.5)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     for kind, marker, colour in (("recall", "o", COLOURS[0]), ("precision", "x", COLOURS[2])):
-        known = [(place, 100 * value) for place, row in zip(places, rows, strict=True)
-                 if isinstance(value := row[kind], float)]
-        upper.plot([place for place, _ in known], [value for _, value in known], marker, color=colour, label=kind,
-                   markersize=5, zorder=3)
+        values = {x: row[kind] for x, row in enumerate(rows)}
+        percents = {x: 100 * value for x, value in values.items() if isinstance(value, float)}
+        upper.plot(
+            list(percents.keys()),
+            list(percents.values()),
+            marker,
+            color=colour,
+            label=kind,
+            markersize=5,
+            zorder=3,
+        )
     upper.set(ylim=(-3, 103), ylabel="%", title=plain_text(confusion.title))
     figure.legend(frameon=False, ncols=2, loc="outside lower center")
-    lower.bar(places, [int(row["samples"] or 0) for row in rows], color=COLOURS[8], zorder=2)
+    lower.bar(positions, [int(row["samples"] or 0) for row in rows], color=COLOURS[8], zorder=2)
     lower.set(ylabel="samples", yscale="symlog")
     if len(rows) <= NAMED:
-        lower.set_xticks(places, [plain_text(str(row["class"])) for row in rows], rotation=90)
+        lower.set_xticks(positions, [plain_text(str(row["class"])) for row in rows], rotation=90)
     for ax in (upper, lower):
-        plain(ax)
-    return save(figure, path)
+        style_axes(ax)
+    if path is not None:
+        save(figure, path)
+    return figure

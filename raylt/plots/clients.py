@@ -1,35 +1,44 @@
-"""`raylt plot clients RUN [RUN ...]`: the accuracy of every client, of one run or of several over the same split."""
+"""`raylt plot clients RUN [RUN ...]`: the accuracy of every client in runs over the same split."""
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.table import Table
 
-from raylt.errors import CheckpointError
-from raylt.metrics import worst_decile
-from raylt.plots.style import COLOURS, new_figure, plain, plain_text, save
+from raylt.data.task import judged_images_of
+from raylt.errors import CheckpointError, spoken
+from raylt.metrics import FEW_SAMPLES, LOCAL, worst_decile
+from raylt.plots.style import COLOURS, new_figure, plain_text, save, style_axes
+from raylt.runs.folder.summary import interval_text, percent
 from raylt.runs.run import Run
-from raylt.runs.summary import percent
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Metric = Literal["local", "owned", "matched", "global", "miou"]
-WHAT = {"local": "Accuracy of each client on its own test images",
-        "owned": "Accuracy of each client over the classes it owns", "matched": "Accuracy of each client over its own "
-        "class mix", "global": "Accuracy of each client over all classes", "miou": "Mean IoU of each client over the "
-        "classes it owns"}
+TITLES = {
+    "local": "Accuracy of each client on its own test images",
+    "owned": "Accuracy of each client over the classes it owns",
+    "matched": "Accuracy of each client over its own class mix",
+    "global": "Accuracy of each client over all classes",
+    "miou": "Mean IoU of each client over the classes it owns",
+}
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Accuracy of each client at the end of some runs.
+class ClientComparison:
+    """The accuracy of each client at the end of some runs.
 
     Attributes:
         sizes: training samples of each client, [K].
-        runs: of each run by its name, one accuracy per client, [K]; None for a client that is not judged.
-        owned: classes that each client owns, [K].
-        names: of each client, [K]; by default their numbers.
+        runs: by the run's name, one accuracy per client, [K]; None for a client that is not judged.
+        owned: number of classes that each client owns, [K].
+        names: names of the clients, [K]; by default their ids.
+        tested: test images behind each client's figure, [K]; None where they are not recorded, or are pixels.
+        one_class: names of the clients that are judged by images of one class, so that their figures say nothing.
     """
 
     metric: Metric
@@ -38,6 +47,8 @@ class Comparison:
     runs: dict[str, list[float | None]]
     owned: list[int]
     names: tuple[str, ...] = ()
+    tested: list[int] | None = None
+    one_class: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.names:
@@ -45,78 +56,130 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        return WHAT[self.metric]
+        return TITLES[self.metric]
 
     def spread(self) -> dict[str, dict[str, float]]:
-        """Of each run: mean, standard deviation and worst decile over its clients; and, where there are some of at most
-        two classes, the mean over the others.
+        """Return mean, standard deviation and worst decile over the clients of each run.
 
-        With two classes some methods leave a client nothing to tell (BPFed's smoothing), and with one every answer may
-        be right: a few such clients can decide a comparison.
+        Where each client is judged by its own test images, the accuracy over all these images together is added.
+        Where some clients have at most two classes, the mean over the other clients is added. With two classes some
+        methods leave a client nothing to distinguish (BPFed's smoothing), and with one class every answer may be right:
+        a few such clients can decide a comparison.
         """
-        judged = {name: [(a, n) for a, n in zip(values, self.owned, strict=True) if a is not None]
-                  for name, values in self.runs.items()}
+        judged = {
+            name: [(accuracy, n) for accuracy, n in zip(values, self.owned, strict=True) if accuracy is not None]
+            for name, values in self.runs.items()
+        }
         spread = {}
         for name, values in judged.items():
-            figures = [a for a, _ in values]
-            spread[name] = {"mean": statistics.fmean(figures), "deviation": statistics.pstdev(figures),
-                            "worst_decile": worst_decile(figures)}
-            others = [a for a, n in values if n > 2]
-            if 0 < len(others) < len(values):
-                spread[name]["mean_of_more_than_two_classes"] = statistics.fmean(others)
+            figures = [accuracy for accuracy, _ in values]
+            spread[name] = {
+                "mean": statistics.fmean(figures),
+                "deviation": statistics.pstdev(figures),
+                "worst_decile": worst_decile(figures),
+            }
+            if self.metric == LOCAL and self.tested is not None:
+                pairs = [(a, n) for a, n in zip(self.runs[name], self.tested, strict=True) if a is not None]
+                spread[name]["all_images_together"] = sum(a * n for a, n in pairs) / sum(n for _, n in pairs)
+            of_more_classes = [accuracy for accuracy, n in values if n > 2]
+            if 0 < len(of_more_classes) < len(values):
+                spread[name]["mean_of_more_than_two_classes"] = statistics.fmean(of_more_classes)
         return spread
 
     def table(self) -> Table:
-        """As a person reads it, in percent."""
-        table = Table("client", "samples", *self.runs)
+        """Return the accuracies and their spread as a table, in percent."""
+        table = Table("client", "samples", *(["test images"] if self.tested else []), *self.runs)
         for k, n in enumerate(self.sizes):
-            table.add_row(self.names[k], str(n), *(percent(values[k]) for values in self.runs.values()))
+            images = [str(self.tested[k])] if self.tested else []
+            table.add_row(self.names[k], str(n), *images, *(self._cell(values[k], k) for values in self.runs.values()))
         table.add_section()
         spread = self.spread()
         for kind in dict.fromkeys(kind for of_run in spread.values() for kind in of_run):
-            table.add_row(kind.replace("_", " "), "", *(percent(spread[name].get(kind)) for name in self.runs))
+            sums = [str(sum(self.tested)) if kind == "all_images_together" else ""] if self.tested else []
+            table.add_row(kind.replace("_", " "), "", *sums, *(percent(spread[name].get(kind)) for name in self.runs))
         return table
 
+    def notes(self) -> list[str]:
+        """Return sentences on figures that say less than they seem to."""
+        alone = len(self.one_class)
+        if not alone:
+            return []
+        subject = "1 client is" if alone == 1 else f"{alone} clients are"
+        object = "its figure says" if alone == 1 else "their figures say"
+        names = ", ".join(self.one_class[:10]) + ", .." * (alone > 10)
+        return [f"{subject} judged by one class, so {object} nothing: {names}"]
 
-def draw_clients(comparison: Comparison, path: Path) -> Path:
-    """Writes a bar chart: a group of bars per client, a line at each run's mean (the paper of BPFed, Fig. 2).
+    def _cell(self, value: float | None, client: int) -> str:
+        """Return a client's figure, with its interval where it rests on few images of the client's own."""
+        images = self.tested[client] if self.tested else 0
+        if value is None or self.metric != LOCAL or not 0 < images < FEW_SAMPLES:
+            return percent(value)
+        return f"{percent(value)} ({interval_text(value, images)})"
+
+
+def draw_clients(comparison: ClientComparison, path: Path | str | None = None) -> "Figure":
+    """Draw a bar chart: a group of bars per client, a line at each run's mean (BPFed, Fig. 2).
+
+    Args:
+        path: file that the picture is written to as well.
 
     Returns:
-        The picture's path.
+        The figure, which a notebook shows.
 
     Raises:
-        ConfigError: it cannot be written there.
+        ConfigError: the picture cannot be written.
     """
-    runs, spread = comparison.runs, comparison.spread()
-    clients, width = range(len(comparison.sizes)), 0.84 / len(runs)
+    runs = comparison.runs
+    spread = comparison.spread()
+    clients = range(len(comparison.sizes))
+    width = 0.84 / len(runs)
     inches = min(40.0, max(7.0, 1.5 + len(clients) * (0.16 + 0.14 * len(runs))))
     figure = new_figure(inches, 4.8)
     ax = figure.subplots()
     for i, (name, values) in enumerate(runs.items()):
-        colour, mean = COLOURS[i % len(COLOURS)], 100 * spread[name]["mean"]
-        places = [k + (i - (len(runs) - 1) / 2) * width for k in clients]
-        ax.bar(places, [100 * (a or 0) for a in values], width, color=colour, label=f"{name}: mean {mean:.1f} %",
-               edgecolor="white", linewidth=0.3, zorder=2)
+        colour = COLOURS[i % len(COLOURS)]
+        mean = 100 * spread[name]["mean"]
+        positions = [k + (i - (len(runs) - 1) / 2) * width for k in clients]
+        ax.bar(
+            positions,
+            [100 * (a or 0) for a in values],
+            width,
+            color=colour,
+            label=f"{name}: mean {mean:.1f} %",
+            edgecolor="white",
+            linewidth=0.3,
+            zorder=2,
+        )
         ax.axhline(mean, color=colour, linestyle="--", linewidth=1, zorder=3)
     longest = max(map(len, comparison.names))
-    # long names would meet, so they stand
+    # long names would overlap, so they are drawn upright
     upright = len(clients) * max(0.42, 0.1 * longest) > inches and longest > 3
     every = -(-len(clients) // max(1, int(inches / (0.25 if upright else 0.42))))
-    labels = [f"{plain_text(comparison.names[k])}{', ' if upright else chr(10)}{comparison.sizes[k]}"
-              for k in clients[::every]]
+    labels = [
+        f"{plain_text(comparison.names[k])}{', ' if upright else chr(10)}{comparison.sizes[k]}"
+        + (f" / {comparison.tested[k]}" if comparison.tested else "")
+        for k in clients[::every]
+    ]
     ax.set_xticks(clients[::every], labels, fontsize=9, rotation=90 if upright else 0)
-    ax.set(xlim=(-0.6, len(clients) - 0.4), ylim=(0, 100), xlabel="client, and its training samples",
-           ylabel="mean IoU / %" if comparison.metric == "miou" else "accuracy / %", title=comparison.title)
-    plain(ax)
+    ax.set(
+        xlim=(-0.6, len(clients) - 0.4),
+        ylim=(0, 100),
+        xlabel="client, and its training samples" + (" / test images" if comparison.tested else ""),
+        ylabel="mean IoU / %" if comparison.metric == "miou" else "accuracy / %",
+        title=comparison.title,
+    )
+    style_axes(ax)
     figure.legend(loc="outside lower center", ncols=max(1, min(len(runs), int(inches / 3))), frameon=False)
-    return save(figure, path)
+    if path is not None:
+        save(figure, path)
+    return figure
 
 
-def compare(runs: Sequence[Run], metric: Metric | None = None) -> Comparison:
-    """The clients of finished runs side by side.
+def compare_clients(runs: Sequence[Run], metric: Metric | None = None) -> ClientComparison:
+    """Compare the clients of finished runs.
 
     Args:
-        metric: by default local where all clients were judged on test images of their own, else owned.
+        metric: by default "local" where all clients were judged on their own test images, else "owned".
 
     Raises:
         CheckpointError: a run is not finished, was changed, or has another split than the first.
@@ -127,17 +190,41 @@ def compare(runs: Sequence[Run], metric: Metric | None = None) -> Comparison:
     first = runs[0].split
     for run in runs:
         if run.split.sha256 != first.sha256:
-            raise CheckpointError(f"{run.folder}: its clients hold other samples (split {run.split.sha256[:16]}) than "
-                                  f"those of {runs[0].folder} ({first.sha256[:16]}); give runs over the same split")
-    judged = {name: _last_figures(run) for name, run in zip(names, runs, strict=True)}
+            raise other_split(run, runs[0])
+    judged = {name: run.reports[-1]["by_client"] for name, run in zip(names, runs, strict=True)}
     metric = metric or ("local" if all("local" in figures for figures in judged.values()) else "owned")
     if lacking := [name for name, figures in judged.items() if metric not in figures]:
-        raise CheckpointError(f"{lacking[0]}: its clients have no test images of their own; give --metric owned")
+        raise CheckpointError(
+            f"{spoken('--metric', 'metric')}: the clients of {lacking[0]} were not judged by it ({metric}). Give "
+            f"{spoken('--metric owned', 'metric=' + repr('owned'))}.",
+            code="study.no-figure",
+            key="--metric",
+            value=metric,
+            run=lacking[0],
+        )
     figures = {name: of_run[metric] for name, of_run in judged.items()}
-    owned = (runs[0].task.client_counts > 0).sum(1).tolist()
-    return Comparison(metric, first.sha256, [len(rows) for rows in first.clients], figures, owned,
-                      first.client_names or ())
+    task = runs[0].task
+    owned = (task.client_counts > 0).sum(1).tolist()
+    judged_images = judged_images_of(task)
+    tested = judged_images["own"] if metric == LOCAL else [judged_images["images"]] * task.clients
+    return ClientComparison(
+        metric,
+        first.sha256,
+        [len(rows) for rows in first.clients],
+        figures,
+        owned,
+        first.client_names or (),
+        tested if task.kind == "classification" else None,
+        tuple(judged_images["one_class"]),
+    )
 
 
-def _last_figures(run: Run) -> dict[str, list[float | None]]:
-    return run.reports[-1]["by_client"]
+def other_split(run: Run, first: Run) -> CheckpointError:
+    """Return the error for a run over another split than the first."""
+    return CheckpointError(
+        f"{run.folder}: its split is not that of {first.folder} ({run.split.sha256[:16]}, {first.split.sha256[:16]}). "
+        "Give runs over the same split.",
+        code="run.other-split",
+        path=str(run.folder),
+        first=str(first.folder),
+    )

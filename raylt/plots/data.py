@@ -1,71 +1,115 @@
-"""`raylt plot data`: who holds what, clients by classes, with the long tail above, the clients' sizes beside, and how
-unlike each other they are."""
+"""`raylt plot data`: the samples of each client and class, with the sums of both and the heterogeneity.
+
+Classes are in the order of their sizes, so that the long tail is seen whatever the order of their names.
+"""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from raylt.data.heterogeneity import heterogeneity
 from raylt.data.task import Task
-from raylt.plots.style import COLOURS, INK, new_figure, plain, plain_text, save
+from raylt.plots.style import COLOURS, INK, new_figure, plain_text, save, style_axes
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 GROUPS = {"many": COLOURS[0], "medium": COLOURS[1], "few": COLOURS[2], "-": INK}
-LABELLED = 40           # classes or clients that are named one by one at most
+LABELLED = 40  # most classes or clients with names of their own
 
 
-def draw_data(task: Task, path: Path) -> Path:
-    """Writes a picture of the training samples (pixels, of label maps) of every client and class.
+def draw_data(task: Task, path: Path | str | None = None) -> "Figure":
+    """Draw the training samples (for label maps: pixels) of every client and class.
+
+    Args:
+        path: file that the picture is written to as well.
 
     Returns:
-        The picture's path.
+        The figure, which a notebook shows.
 
     Raises:
-        ConfigError: it cannot be written there.
+        ConfigError: the picture cannot be written.
+    """
+    clients, classes = task.client_counts.shape
+    unit = "samples" if task.kind == "classification" else "pixels"
+    width = min(18.0, max(5.0, 0.34 * classes))
+    height = min(11.0, max(3.2, 0.26 * clients))
+    figure = new_figure(width + 3.6, height + 2.6)
+    axes = figure.subplot_mosaic(
+        [["tail", "."], ["map", "sizes"]], width_ratios=[width, 1.7], height_ratios=[1.5, height]
+    )
+    tail, counts, sizes = axes["tail"], axes["map"], axes["sizes"]
+
+    order = np.argsort(-task.counts, kind="stable")
+    colours = [GROUPS[task.groups[c]] for c in order]
+    tail.bar(range(classes), task.counts[order], color=colours, width=0.85, zorder=2)
+    tail.set(xlim=(-0.5, classes - 0.5), xticks=[], ylabel=unit, yscale="linear" if unit == "samples" else "log")
+    style_axes(tail)
+    image = _draw_counts(counts, task, order)
+    figure.colorbar(image, ax=sizes, label=f"{unit} of a class, white: none", fraction=0.3, pad=0.25, format="{x:,.0f}")
+    sizes.barh(range(clients), task.sizes, color=INK, height=0.85, zorder=2)
+    sizes.set(ylim=counts.get_ylim(), yticks=[], xlabel="images" if unit == "pixels" else unit)
+    style_axes(sizes, "x")
+    _draw_legend(figure, task)
+    figures = heterogeneity(task.client_counts)
+    figure.suptitle(
+        f"{task.name}: {clients} clients, {int(task.sizes.sum())} images, split {task.split.sha256[:12]}\n"
+        f"IF {figures.imbalance:.3g}, clients 1 : {figures.sizes:.3g}, {figures.classes:.3g} classes each, "
+        f"class mix {figures.distance:.2f} from that of all",
+        fontsize=11,
+    )
+    if path is not None:
+        save(figure, path)
+    return figure
+
+
+def _draw_counts(ax: "Axes", task: Task, order: "npt.NDArray[np.int64]") -> "AxesImage":
+    """Draw the samples of each client and class as shades of blue, as numbers too where there is room.
+
+    Args:
+        order: of the classes.
     """
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap, LogNorm
-    from matplotlib.patches import Patch
 
     clients, classes = task.client_counts.shape
-    unit = "samples" if task.kind == "classification" else "pixels"
-    wide, high = min(18.0, max(5.0, 0.34 * classes)), min(11.0, max(3.2, 0.26 * clients))
-    figure = new_figure(wide + 3.6, high + 2.6)
-    axes = figure.subplot_mosaic([["tail", "."], ["map", "sizes"]], width_ratios=[wide, 1.7],
-                                 height_ratios=[1.5, high])
-    tail, ax, sizes = axes["tail"], axes["map"], axes["sizes"]
-
-    tail.bar(range(classes), task.counts, color=[GROUPS[group] for group in task.groups], width=0.85, zorder=2)
-    tail.set(xlim=(-0.5, classes - 0.5), xticks=[], ylabel=unit, yscale="linear" if unit == "samples" else "log")
-    plain(tail)
-    counts = np.ma.masked_equal(task.client_counts, 0)
-    shades = ListedColormap(colormaps["Blues"](np.linspace(0.18, 1, 200)))      # one sample is not white
-    image = ax.imshow(counts, aspect="auto", cmap=shades, interpolation="nearest",
-                      norm=LogNorm(1, max(2, int(task.client_counts.max()))))
-    if counts.size <= 400 and task.client_counts.max() < 10_000:
-        middle = 0.5 * np.log(max(2, task.client_counts.max()))
-        for (k, c), n in np.ndenumerate(task.client_counts):
+    sorted_counts = task.client_counts[:, order]
+    most = int(sorted_counts.max())
+    counts = np.ma.masked_equal(sorted_counts, 0)
+    shades = ListedColormap(colormaps["Blues"](np.linspace(0.18, 1, 200)))  # one sample is not white
+    norm = LogNorm(1, max(2, most))
+    image = ax.imshow(counts, aspect="auto", cmap=shades, interpolation="nearest", norm=norm)
+    if counts.size <= 400 and most < 10_000:
+        middle = 0.5 * np.log(max(2, most))
+        for (k, c), n in np.ndenumerate(sorted_counts):
             if n:
-                ax.text(c, k, str(n), ha="center", va="center", fontsize=7,
-                        color="white" if np.log(n) > middle else "black")
+                colour = "white" if np.log(n) > middle else "black"
+                ax.text(c, k, str(n), ha="center", va="center", fontsize=7, color=colour)
     every = -(-clients // LABELLED)
-    class_names, client_names = (list(map(plain_text, names)) for names in (task.class_names, task.client_names))
+    client_names = [plain_text(name) for name in task.client_names]
     ax.set_yticks(range(0, clients, every), client_names[::every], fontsize=8)
     named = classes <= LABELLED
-    ax.set_xticks(range(classes) if named else [], class_names if named else [], fontsize=8,
-                  rotation=90 if max(map(len, task.class_names)) > 3 else 0)
-    ax.set(xlabel="class" if named else f"class, 0 to {classes - 1}", ylabel="client")
-    figure.colorbar(image, ax=sizes, label=f"{unit} of a class, white: none", fraction=0.3, pad=0.25,
-                    format="{x:,.0f}")
-    sizes.barh(range(clients), task.sizes, color=INK, height=0.85, zorder=2)
-    sizes.set(ylim=ax.get_ylim(), yticks=[], xlabel="images" if unit == "pixels" else unit)
-    plain(sizes, "x")
+    ax.set_xticks(
+        range(classes) if named else [],
+        [plain_text(task.class_names[c]) for c in order] if named else [],
+        fontsize=8,
+        rotation=90 if max(map(len, task.class_names)) > 3 else 0,
+    )
+    ax.set(xlabel="class, the largest first" if named else f"{classes} classes, the largest first", ylabel="client")
+    return image
 
-    present = [group for group in GROUPS if group in task.groups]
-    keys = [Patch(color=GROUPS[group], label="background" if group == "-" else f"{group}-shot: "
-                  f"{task.groups.count(group)} classes") for group in present]
+
+def _draw_legend(figure: "Figure", task: Task) -> None:
+    """Draw the colours of the groups of classes that the task has."""
+    from matplotlib.patches import Patch
+
+    keys = []
+    for group, colour in GROUPS.items():
+        if group in task.groups:
+            text = "background" if group == "-" else f"{group}-shot: {task.groups.count(group)} classes"
+            keys.append(Patch(color=colour, label=text))
     figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False, fontsize=9)
-    figures = heterogeneity(task.client_counts)
-    figure.suptitle(f"{task.name}: {clients} clients, {int(task.sizes.sum())} images, split {task.split.sha256[:12]}\n"
-                    f"IF {figures.imbalance:.3g}, clients 1 : {figures.sizes:.3g}, {figures.classes:.3g} classes each, "
-                    f"class mix {figures.distance:.2f} from that of all", fontsize=11)
-    return save(figure, path)

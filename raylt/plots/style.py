@@ -1,56 +1,87 @@
-"""What the pictures have in common."""
+"""Figures, colours and files that all pictures share."""
 
 import io
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from raylt import store
-from raylt.errors import CheckpointError, ConfigError
+from raylt.errors import CheckpointError, ConfigError, spoken
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# told apart by everyone, also in grey: Petroff's ten, a little changed
+# distinguishable by everyone, also in grey: Petroff's ten, slightly changed
 COLOURS = ("#3f90da", "#ffa90e", "#bd1f01", "#2e8b57", "#832db6", "#a96b59", "#f781bf", "#b9ac3a", "#1a1a40", "#5fd3d8")
+DASHES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)), (0, (7, 3)))  # of lines that grey must tell apart
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 ACCENT, INK, GRID = "#bd1f01", "#555555", "#e3e3e3"
 
 
-def new_figure(width: float, height: float, dpi: int = 150) -> "Figure":
-    """An empty figure of so many inches, without pyplot: no global state, no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+@cache
+def _figure_class() -> "type[Figure]":
+    """Return matplotlib's figure with a representation that notebooks show; matplotlib is imported only now."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    class NotebookFigure(Figure):
+        """A figure that a cell of a notebook shows, without pyplot and its list of open figures."""
+
+        def _repr_png_(self) -> bytes:
+            return _content(self, "png")
+
+    return NotebookFigure
+
+
+def new_figure(width: float, height: float, dpi: int = 150) -> "Figure":
+    """Return an empty figure, sized in inches, made without pyplot: no global state, no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = _figure_class()(figsize=(width, height), dpi=dpi, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
-def save(figure: "Figure", path: Path) -> Path:
-    """Writes a picture; its kind is that of the path's ending.
+def save(figure: "Figure", path: Path | str) -> Path:
+    """Write a picture, whose format is the path's ending, and return its path.
 
     Raises:
-        ConfigError: the file cannot be written, or nobody knows this kind of picture.
+        ConfigError: the file cannot be written, or the format is unknown.
     """
-    content = io.BytesIO()
+    path = Path(path)
     try:
-        figure.savefig(content, format=path.suffix.removeprefix(".") or "png")
-        store.write(path, content.getvalue())
-    except CheckpointError as error:
-        raise ConfigError(f"--picture {path}: {str(error).rpartition(': ')[2]}; give a .png that can be written"
-                          ) from None
-    except ValueError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"--picture {path}: {reason}; give a .png that can be written") from None
+        store.write(path, _content(figure, path.suffix.removeprefix(".").lower() or "png"))
+    except (CheckpointError, ValueError) as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(
+            f"{spoken('--picture', 'path')}: {path} cannot be written ({reason}). Give a .png, .pdf or .svg in a "
+            "folder that exists.",
+            code="file.unwritable",
+            key="--picture",
+            path=str(path),
+        ) from None
     return path
 
 
+def _content(figure: "Figure", format: str) -> bytes:
+    """Return the bytes of a picture, which have no date, so that equal pictures are equal files."""
+    import matplotlib
+
+    dates = {"pdf": "CreationDate", "svg": "Date"}
+    metadata = {dates[format]: None} if format in dates else {}
+    content = io.BytesIO()
+    # TrueType: journals refuse matplotlib's own Type 3 fonts
+    with matplotlib.rc_context({"pdf.fonttype": 42, "svg.hashsalt": "raylt"}):
+        figure.savefig(content, format=format, metadata=metadata)
+    return content.getvalue()
+
+
 def plain_text(text: str) -> str:
-    """A name as it is: matplotlib would take what stands between dollars for a formula."""
+    """Return a name with dollars escaped: matplotlib would set the text between two dollars as a formula."""
     return text.replace("$", r"\$")
 
 
-def plain(ax: "Axes", lines: str = "y") -> None:
-    """Axes without a box, with faint lines across one or both directions."""
-    ax.grid(axis="both" if lines == "both" else "y" if lines == "y" else "x", color=GRID, zorder=0)
+def style_axes(ax: "Axes", lines: Literal["x", "y", "both"] = "y") -> None:
+    """Remove the box of the axes and draw faint grid lines in one or both directions."""
+    ax.grid(axis=lines, color=GRID, zorder=0)
     ax.spines[["top", "right"]].set_visible(False)

@@ -1,1 +1,1 @@
-"""What somebody who sees an upload can make of it: attacks on what methods send, and figures of how far they get."""
+"""Attacks on the uploads of methods, and figures of how close their reconstructions are."""

@@ -1,6 +1,6 @@
-"""`attack`: what somebody who sees an upload of a finished run can make of it, in figures and a picture."""
+"""`attack`: reconstruct private images from the uploads of a finished run, and measure how close they come."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -11,12 +11,8 @@ from raylt.core.experiment import Experiment
 from raylt.errors import ConfigError
 from raylt.methods.fedyoyo import effective_samples
 from raylt.methods.flea import FLea, halves
-from raylt.models.split import linear
-from raylt.privacy.decoder import Inverter, mean_features, shuffled
-from raylt.privacy.finding import Finding
-from raylt.privacy.gradients import gradient_of, invert_gradient
-from raylt.privacy.measures import Nearness, check_measures, nearness
-from raylt.privacy.seen import (
+from raylt.models.split import linear, trained_names
+from raylt.privacy.attacker_view import (
     REFERENCE,
     Images,
     outside_images,
@@ -26,205 +22,291 @@ from raylt.privacy.seen import (
     uploaded_sums,
     uploads_of,
 )
+from raylt.privacy.feature_inversion import Inverter, mean_features, shuffled
+from raylt.privacy.gradient_inversion import gradient_of, invert_gradient
+from raylt.privacy.reconstruction import AttackFinding, Nearness, check_measures, nearness
 from raylt.runs.run import Run
 from raylt.seeds import seed_for
 from raylt.tree import Tree
 
-MOST = 200              # reconstructions that are measured; of updates, which take seconds each, FEW
-FEW = 4
+MOST = 200  # reconstructions that are measured
+FEW = 4  # reconstructions of updates, which take seconds each
+SHOWN = 12  # columns of a picture
 
 
-def attack(run: Run, upload: str | None = None, outside: str | None = None, epochs: int = 60) -> list[Finding]:
-    """Attacks the uploads of a finished run with what the server knows: the model, and images of nobody in it.
+def attack(run: Run, upload: str | None = None, outside: str | None = None, epochs: int = 60) -> list[AttackFinding]:
+    """Attack the uploads of a finished run with the server's knowledge: the model, and images of no client.
 
     Args:
-        upload: one of `uploads_of` its method, or "features", the reference; None for all of them.
-        outside: source of the images that decoders are trained on; by default the test set, which is drawn as the
-            clients' images are, the most that an attacker can hope for.
-        epochs: of the decoders.
+        upload: one of `uploads_of` its method, or "features", the reference; by default all of them.
+        outside: source of the images that decoders are trained on; by default the test set. It has the distribution of
+            the clients' images, so it is the best case for an attacker.
+        epochs: epochs of the decoders' training.
 
     Raises:
-        ConfigError: no such upload, torchmetrics is missing, or the outside images have another shape.
+        ConfigError: there is no such upload, torchmetrics is not installed, or the outside images have another shape.
     """
     check_measures()
-    known = (REFERENCE, *uploads_of(run.method))
-    if upload is not None and upload not in known:
-        raise ConfigError(f"--upload {upload}: {run.method.name} uploads nothing of this name that can be attacked; "
-                          f"there are: {', '.join(known)}")
+    uploads = (REFERENCE, *uploads_of(run.method))
+    if upload is not None and upload not in uploads:
+        raise ConfigError(
+            f"--upload: {run.method.name} uploads nothing of this name that can be attacked ({upload}). Give one of "
+            f"{', '.join(uploads)}.",
+            code="config.unknown-name",
+            key="--upload",
+            value=upload,
+            choices=uploads,
+        )
     experiment = run.finished().experiment()
     if experiment.task.kind != "classification":
-        raise ConfigError(f"{run.folder}: attacks are for classification, the run's labels are maps")
+        raise ConfigError(
+            f"{run.folder}: attacks are for classification, and the run's labels are maps ({experiment.task.name}). "
+            "Give another run.",
+            code="run.wrong-kind",
+            path=str(run.folder),
+            task=experiment.task.kind,
+        )
     attacker = _Attacker(experiment, outside, epochs)
-    return [finding for name in known if upload in (None, name) for finding in getattr(attacker, name)()]
+    findings: list[AttackFinding] = []
+    for name in uploads:
+        if upload in (None, name):
+            findings += getattr(attacker, name)()
+    return findings
 
 
 class _Attacker:
-    """One function for each upload."""
+    """The attacks, with one function for each upload."""
 
     def __init__(self, experiment: Experiment, outside: str | None, epochs: int):
-        self.experiment, self.config = experiment, experiment.config
-        self.private, self.outside = private_images(experiment), outside_images(experiment, outside)
-        self._epochs, self._pair = epochs, dict[tuple[str, bool], Inverter]()
-        self.unseen = None if outside is None else outside_images(experiment, None)     # decoders saw none of these
+        self.experiment = experiment
+        self.config = experiment.config
+        self.private = private_images(experiment)
+        self.outside = outside_images(experiment, outside)
+        self.unseen = None if outside is None else outside_images(experiment, None)  # in no decoder's training
+        self._epochs = epochs
+        self._decoders: dict[tuple[str, bool], Inverter] = {}
         x, y = self.outside.x, self.outside.y
-        whole, shown = x.mean(0), y.unique().tolist() if outside is None else []    # others' labels are other classes
-        self.averages = torch.stack([x[y == c].mean(0) if c in shown else whole
-                                     for c in range(experiment.task.classes)])
+        whole = x.mean(0)
+        shown = y.unique().tolist() if outside is None else []  # another source's labels are other classes
+        self.averages = torch.stack(
+            [x[y == c].mean(0) if c in shown else whole for c in range(experiment.task.classes)]
+        )
 
-    def features(self) -> list[Finding]:
-        """Of single images, as methods that share features send them (of those here `oracle`)."""
+    def features(self) -> list[AttackFinding]:
+        """Attack features of single images, as methods that share features upload them (here `oracle`)."""
         return [self._inverted(REFERENCE, "features of single images, by a decoder", self.private.z, self.private)]
 
-    def means(self) -> list[Finding]:
-        rows, z, alone, unit = [], [], [], sends_unit_means(self.config)
-        mine, outside = self.private.z, None
-        if unit:            # decoders for these learn from features at that length, too
-            mine, outside = F.normalize(mine, dim=1), F.normalize(self.outside.z, dim=1)
+    def means(self) -> list[AttackFinding]:
+        """Attack class means of features, with the nearest image of the class as the truth."""
+        rows: list[Tensor] = []
+        means: list[Tensor] = []
+        of_one_image: list[bool] = []
+        private = self.private.z
+        outside = None
+        if sends_unit_means(self.config):  # decoders for these learn from features of that length, too
+            private = F.normalize(self.private.z, dim=1)
+            outside = F.normalize(self.outside.z, dim=1)
         for client, sums in uploaded_sums(self.config, self.private, self.experiment.task.classes):
-            for c, of_class in sums.items():
-                theirs = (self.private.client == client) | (client == -1)
-                held = torch.nonzero(theirs & (self.private.y == c)).flatten()
-                if of_class["n"] < 0.5 or not len(held):
+            for c, sums_of_class in sums.items():
+                images = self._rows_of(client, c)
+                if sums_of_class["n"] < 0.5 or not len(images):
                     continue
-                mean = (of_class["z"] / of_class["n"]).float()
-                rows.append(held[(mine[held] - mean).norm(dim=1).argmin()])
-                z.append(mean)
-                alone.append(len(held) == 1)
-        kinds = {"means of several images, against the one nearest to each": [not one for one in alone],
-                 "means of a single image": alone}
-        return [self._inverted("means", f"{what}, by a decoder", torch.stack(z)[torch.tensor(kind)],
-                               self.private.at(torch.stack(rows)[torch.tensor(kind)]), outside)
-                for what, kind in kinds.items() if any(kind)]
+                mean = (sums_of_class["z"] / sums_of_class["n"]).float()
+                rows.append(images[(private[images] - mean).norm(dim=1).argmin()])
+                means.append(mean)
+                of_one_image.append(len(images) == 1)
+        kinds = {
+            "means of several images, against the one nearest to each": [not one for one in of_one_image],
+            "means of a single image": of_one_image,
+        }
+        findings = []
+        for what, chosen in kinds.items():
+            if any(chosen):
+                z = torch.stack(means)[torch.tensor(chosen)]
+                true = self.private.at(torch.stack(rows)[torch.tensor(chosen)])
+                findings.append(self._inverted("means", f"{what}, by a decoder", z, true, outside))
+        return findings
 
-    def activations(self) -> list[Finding]:
-        """FLea's: what stands behind a layer, of single images."""
-        model, method = self.experiment.server.model.eval(), self.experiment.method
+    def activations(self) -> list[AttackFinding]:
+        """Attack FLea's uploads: the activations of single images behind a layer."""
+        method = self.experiment.method
         assert isinstance(method, FLea)
-        lower, true = halves(model, method.layer)[0], self.private.at(self._some(len(self.private)))
-        outside = self._behind(lower, self.outside.x)
-        return [self._inverted("activations", f"activations behind {method.layer}, of single images, by a decoder",
-                               self._behind(lower, true.x), true, outside)]
+        lower = halves(self.experiment.server.model.eval(), method.layer)[0]
+        true = self.private.at(self._some(len(self.private)))
+        what = f"activations behind {method.layer}, of single images, by a decoder"
+        outside = self._activations_of(lower, self.outside.x)
+        return [self._inverted("activations", what, self._activations_of(lower, true.x), true, outside)]
 
     @torch.no_grad()
-    def _behind(self, lower: nn.Module, x: Tensor) -> Tensor:
-        """What a part of the encoder makes of images in [0, 1], [n, ...] flattened."""
-        facts = self.experiment.task.facts
-        mean, std = (torch.tensor(values, device=x.device)[:, None, None] for values in (facts.mean, facts.std))
+    def _activations_of(self, lower: nn.Module, x: Tensor) -> Tensor:
+        """Return the output of a part of the encoder for images in [0, 1], [n, ...] flattened."""
+        mean, std = self._normalisation(x.device)
         return torch.cat([lower((part - mean) / std).flatten(1) for part in x.split(self.config.evaluation.batch)])
 
-    def gradients(self) -> list[Finding]:
-        """Of classes, under the global classifier: the feature mean stands in the row of the class."""
+    def gradients(self) -> list[AttackFinding]:
+        """Attack class gradients under the global classifier: the row of the class holds the feature mean."""
         entries = self.experiment.server.model.classifier.state_dict()
         classifier = linear(entries["weight"], entries.get("bias"))
         if entries.get("bias") is None:
-            raise ConfigError("--upload gradients: the run's classifier has no bias, by which means are read off")
-        rows, z = [], []
+            raise ConfigError(
+                "--upload: means are read off the classifier's bias, and this classifier has none (gradients). Give "
+                "another upload.",
+                code="privacy.nothing-to-attack",
+                key="--upload",
+                value="gradients",
+            )
+        rows: list[Tensor] = []
+        means: list[Tensor] = []
         for client, gradients in uploaded_gradients(self.config, self.private, classifier).items():
             for c, gradient in gradients.items():
-                theirs = (self.private.client == client) | (client == -1)
-                own = torch.nonzero(theirs & (self.private.y == c)).flatten()
-                z.append(mean_features(gradient))
-                rows.append(own[(self.private.z[own] - z[-1]).norm(dim=1).argmin()])
-        return [self._inverted("gradients", "class gradients, read for their mean feature, by a decoder",
-                               torch.stack(z), self.private.at(torch.stack(rows)))]
+                images = self._rows_of(client, c)
+                mean = mean_features(gradient)
+                means.append(mean)
+                rows.append(images[(self.private.z[images] - mean).norm(dim=1).argmin()])
+        what = "class gradients, read for their mean feature, by a decoder"
+        return [self._inverted("gradients", what, torch.stack(means), self.private.at(torch.stack(rows)))]
 
-    def synthetic(self) -> list[Finding]:
-        """SFD's features, of which no single image is the truth: the nearest of the class stands for it. What features
-        of images that took no part in training come to in the same way tells nearness from chance."""
+    def synthetic(self) -> list[AttackFinding]:
+        """Attack SFD's synthetic features, with the nearest private image of the class as the truth.
+
+        A synthetic feature is of no single image. Features of images that took no part in training, judged in the same
+        way, distinguish nearness from chance.
+        """
         bank = self.experiment.server.state.get("synthetic")
         if bank is None:
             return []
-        places = self._some(len(bank["y"]))
+        chosen = self._some(len(bank["y"]))
         device = self.private.z.device
-        made = [self._beside("synthetic features", bank["z"].float()[places].to(device),
-                             bank["y"][places].to(device))]
+        z = bank["z"].float()[chosen].to(device)
+        y = bank["y"][chosen].to(device)
+        findings = [self._against_nearest("synthetic features", z, y)]
         if self.unseen is not None:
-            others = self.unseen.at(self._some(len(self.unseen)))
-            made.append(self._beside("for comparison: features of test images", others.z, others.y))
-        return made
+            unseen = self.unseen.at(self._some(len(self.unseen)))
+            findings.append(self._against_nearest("for comparison: features of test images", unseen.z, unseen.y))
+        return findings
 
-    def _beside(self, what: str, z: Tensor, y: Tensor) -> Finding:
-        """Of features that are of no private image, held against the nearest of their class."""
+    def _against_nearest(self, what: str, z: Tensor, y: Tensor) -> AttackFinding:
+        """Attack features of no private image, with the nearest private image of their class as the truth."""
         distances = torch.cdist(z, self.private.z).masked_fill(y[:, None] != self.private.y[None], torch.inf)
-        return self._inverted("synthetic", f"{what}, against the nearest image of their class, by a decoder", z,
-                              self.private.at(distances.argmin(1)))
+        what = f"{what}, against the nearest image of their class, by a decoder"
+        return self._inverted("synthetic", what, z, self.private.at(distances.argmin(1)))
 
-    def update(self) -> list[Finding]:
-        """Of one step on one image, the classic reference: far from a round of several epochs over many."""
-        model, chosen = self.experiment.server.model.eval(), self.private.at(self._some(len(self.private))[:FEW])
-        sent = self.experiment.method.shared(model)
-        if self.config.federation.secure or not any(name.startswith("classifier.") for name in sent):
-            return []                           # nobody sees one, or none that the label could be read off
-        facts = self.experiment.task.facts
-        mean, std = (torch.tensor(values, device=chosen.x.device) for values in (facts.mean, facts.std))
-        gradients = [gradient_of(model, (x[None] - mean[:, None, None]) / std[:, None, None], y[None])
-                     for x, y in zip(chosen.x, chosen.y, strict=True)]
+    def update(self) -> list[AttackFinding]:
+        """Attack the update of one step on one image, the classic reference.
 
-        def inverted(sent: list[list[Tensor]]) -> Tensor:
-            return torch.cat([invert_gradient(model, gradient, facts.shape, mean, std) for gradient in sent])
+        It is far from a round of several epochs over many images.
+        """
+        model = self.experiment.server.model.eval()
+        chosen = self.private.at(self._some(len(self.private))[:FEW])
+        learned = self.experiment.method.shared(model).keys() & trained_names(model)
+        if self.config.federation.secure or not any(name.startswith("classifier.") for name in learned):
+            return []  # the server sees no single update, or none with the label's row
+        mean, std = self._normalisation(chosen.x.device)
+        gradients = [
+            gradient_of(model, (x[None] - mean) / std, y[None]) for x, y in zip(chosen.x, chosen.y, strict=True)
+        ]
 
-        made = inverted(gradients)
-        return [self._finding("update", "one step on one image, by its gradient's direction", made, chosen,
-                              inverted([*gradients[1:], gradients[0]]))]
+        def reconstruct(uploads: list[list[Tensor]]) -> Tensor:
+            shape = self.experiment.task.spec.shape
+            return torch.cat(
+                [invert_gradient(model, upload, shape, mean.flatten(), std.flatten()) for upload in uploads]
+            )
 
-    def counts(self) -> list[Finding]:
-        """Whether a client holds a class of the smallest third, guessed from what it says that it holds."""
+        made = reconstruct(gradients)
+        control = reconstruct([*gradients[1:], gradients[0]])
+        return [self._finding("update", "one step on one image, by its gradient's direction", made, chosen, control)]
+
+    def counts(self) -> list[AttackFinding]:
+        """Guess from a client's uploaded counts whether it holds a class of the smallest third."""
         return self._holders("counts", dict(uploaded_sums(self.config, self.private, self.experiment.task.classes)))
 
-    def effective(self) -> list[Finding]:
-        """The same from FedYoYo's effective samples of each class, all of a client's in one batch."""
-        seen, c, clients = {}, self.experiment.task.classes, self.private.client
-        for client in clients.unique().tolist():
-            own = self.private.at(clients == client)
-            held = F.one_hot(own.y, c).float()
-            means = held.T @ own.z / held.sum(0).clamp(min=1)[:, None]
-            told = effective_samples(own.z - means[own.y], own.y, c).tolist()
-            seen[client] = {k: {"n": n} for k, n in enumerate(told)}
-        if self.config.federation.secure:
-            seen = {-1: {k: {"n": sum(told[k]["n"] for told in seen.values())} for k in range(c)}}
-        return self._holders("effective", seen)
-
-    def _holders(self, upload: str, seen: Mapping[int, Tree]) -> list[Finding]:
-        """Guesses from the numbers `n` of each class, by client; of a sum as those of client -1."""
-        task = self.experiment.task
-        rare = np.argsort(task.counts, kind="stable")[:max(1, task.classes // 3)].tolist()
-        truth, guesses = [], []
+    def effective(self) -> list[AttackFinding]:
+        """Guess the same from FedYoYo's effective samples of each class, with all of a client's in one batch."""
+        classes = self.experiment.task.classes
+        uploads: dict[int, Tree] = {}
         for client in self.private.client.unique().tolist():
-            told = seen.get(client, seen.get(-1, {}))
-            share = 1 if client in seen else len(self.private.client.unique())      # of a sum, each an equal part
+            own = self.private.at(self.private.client == client)
+            one_hot = F.one_hot(own.y, classes).float()
+            means = one_hot.T @ own.z / one_hot.sum(0).clamp(min=1)[:, None]
+            effective = effective_samples(own.z - means[own.y], own.y, classes).tolist()
+            uploads[client] = {c: {"n": n} for c, n in enumerate(effective)}
+        if self.config.federation.secure:
+            uploads = {-1: {c: {"n": sum(upload[c]["n"] for upload in uploads.values())} for c in range(classes)}}
+        return self._holders("effective", uploads)
+
+    def _holders(self, upload: str, uploads: Mapping[int, Tree]) -> list[AttackFinding]:
+        """Guess from the numbers `n` of each class, by client; a secure sum is the upload of client -1."""
+        task = self.experiment.task
+        rare = np.argsort(task.counts, kind="stable")[: max(1, task.classes // 3)].tolist()
+        clients = self.private.client.unique().tolist()
+        truth: list[bool] = []
+        guesses: list[bool] = []
+        for client in clients:
+            numbers = uploads.get(client, uploads.get(-1, {}))
+            share = 1 if client in uploads else len(clients)  # of a sum, each client has an equal part
             for c in rare:
                 truth.append(bool(task.client_counts[client, c]))
-                guesses.append(told.get(c, {"n": 0})["n"] / share >= 0.5)
-        right = [np.mean([guess == kind for guess, true in zip(guesses, truth, strict=True) if true == kind])
-                 for kind in (True, False) if kind in truth]
-        return [Finding(upload, f"whether a client holds a class of the rarest {len(rare)}, guessed from its {upload}",
-                        len(truth), guessed=float(np.mean(right)))]
+                guesses.append(numbers.get(c, {"n": 0})["n"] / share >= 0.5)
+        right = []
+        for answer in (True, False):
+            if answer in truth:
+                right.append(
+                    np.mean([guess == answer for guess, true in zip(guesses, truth, strict=True) if true == answer])
+                )
+        what = f"whether a client holds a class of the rarest {len(rare)}, guessed from its {upload}"
+        return [AttackFinding(upload, what, len(truth), guessed=float(np.mean(right)))]
 
-    def _inverted(self, upload: str, what: str, z: Tensor, true: Images, outside: Tensor | None = None) -> Finding:
-        """By decoders that learnt from features of outside images, or from what else is uploaded of these."""
+    def _inverted(
+        self, upload: str, what: str, z: Tensor, true: Images, outside: Tensor | None = None
+    ) -> AttackFinding:
+        """Attack by decoders that learn from features of outside images.
+
+        Args:
+            outside: what these images would upload, where that is not their features.
+        """
         chosen = self._some(len(z))
-        z, true = z[chosen], true.at(chosen)
-        of, learnt = (REFERENCE, self.outside.z) if outside is None else (upload, outside)
-        made, control = (self._decoder(of, learnt, honest)(z) for honest in (True, False))
+        z = z[chosen]
+        true = true.at(chosen)
+        name, learnt = (REFERENCE, self.outside.z) if outside is None else (upload, outside)
+        made = self._decoder(name, learnt, paired=True)(z)
+        control = self._decoder(name, learnt, paired=False)(z)
         return self._finding(upload, what, made, true, control)
 
-    def _finding(self, upload: str, what: str, made: Tensor, true: Images, control: Tensor) -> Finding:
-        measure: Callable[[Tensor], Nearness] = lambda images: nearness(  # noqa: E731 - of the same truth, three times
-            images, true.x, self.private.x, true.y, self.private.y)
-        columns = min(12, len(made))
+    def _finding(self, upload: str, what: str, made: Tensor, true: Images, control: Tensor) -> AttackFinding:
         nearest = self.private.x[torch.cdist(made.flatten(1), self.private.x.flatten(1)).argmin(1)]
-        shown = torch.stack([part[:columns].cpu() for part in (true.x, made, nearest)])
-        return Finding(upload, what, len(made), measure(made), measure(control), measure(self.averages[true.y]),
-                       shown=shown)
+        return AttackFinding(
+            upload,
+            what,
+            len(made),
+            reached=self._nearness(made, true),
+            control=self._nearness(control, true),
+            average=self._nearness(self.averages[true.y], true),
+            shown=torch.stack([images[:SHOWN].cpu() for images in (true.x, made, nearest)]),
+        )
 
-    def _decoder(self, of: str, z: Tensor, honest: bool) -> Inverter:
-        if (of, honest) not in self._pair:
+    def _nearness(self, images: Tensor, true: Images) -> Nearness:
+        return nearness(images, true.x, self.private.x, true.y, self.private.y)
+
+    def _decoder(self, name: str, z: Tensor, paired: bool) -> Inverter:
+        """Return the decoder of an upload; without `paired`, a control that learnt from shuffled pairs."""
+        if (name, paired) not in self._decoders:
             seed = seed_for(self.config.seed, "attack")
-            x = self.outside.x if honest else shuffled(self.outside.x, seed)
-            self._pair[of, honest] = Inverter(z, x, self._epochs, seed)
-        return self._pair[of, honest]
+            x = self.outside.x if paired else shuffled(self.outside.x, seed)
+            self._decoders[name, paired] = Inverter(z, x, self._epochs, seed)
+        return self._decoders[name, paired]
+
+    def _rows_of(self, client: int, c: int) -> Tensor:
+        """Return the rows of a client's private images of class c; client -1 has the images of all clients."""
+        owned = (self.private.client == client) | (client == -1)
+        return torch.nonzero(owned & (self.private.y == c)).flatten()
+
+    def _normalisation(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return mean and deviation of the channels, [channels, 1, 1]."""
+        facts = self.experiment.task.spec
+        mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (facts.mean, facts.std))
+        return mean, std
 
     def _some(self, count: int) -> Tensor:
-        """At most `MOST` places, the same for the same run."""
+        """Return at most `MOST` of `count` indices, the same for the same run."""
         generator = torch.Generator().manual_seed(seed_for(self.config.seed, "attacked"))
         return torch.randperm(count, generator=generator)[:MOST]

@@ -1,16 +1,16 @@
-"""The picture of an attack: true images, what was made of the upload, and the training image nearest to that."""
+"""The picture of an attack: true images, reconstructions and the training images nearest to these."""
 
 from pathlib import Path
 
 from raylt.plots.style import INK, new_figure, save
-from raylt.privacy.finding import Finding
+from raylt.privacy.reconstruction import AttackFinding
 
 
-def draw(finding: Finding, path: Path) -> Path:
-    """Writes the grid of one finding.
+def draw(finding: AttackFinding, path: Path) -> Path:
+    """Write the grid of one finding, and return its path.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the picture cannot be written.
     """
     assert finding.shown is not None, "guesses have no picture"
     rows, columns = finding.shown.shape[:2]
@@ -18,7 +18,8 @@ def draw(finding: Finding, path: Path) -> Path:
     axes = figure.subplots(rows, columns, squeeze=False)
     for row, name in enumerate(("true", "made", "nearest\ntraining\nimage")):
         for column in range(columns):
-            ax, image = axes[row][column], finding.shown[row, column].movedim(0, 2).numpy()
+            ax = axes[row][column]
+            image = finding.shown[row, column].movedim(0, 2).numpy()
             ax.imshow(image.squeeze(2) if image.shape[2] == 1 else image, cmap="gray", vmin=0, vmax=1)
             ax.set(xticks=[], yticks=[])
         axes[row][0].set_ylabel(name, rotation=0, ha="right", va="center", color=INK, fontsize=7)

@@ -1,42 +1,53 @@
-"""`Run`: a run folder as an object. Whoever reads a run folder does it through this."""
+"""`Run`: a run folder as an object. All other code reads run folders through this class."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from raylt.config import Config, differences, load, settled
-from raylt.core.checkpoint import Checkpoint
-from raylt.core.confusions import Matrices
+from raylt.config import Config, differences, load, located, settled
+from raylt.core.checkpoint import checkpoint
+from raylt.core.checkpoint.checkpoint import Checkpoint
+from raylt.core.evaluation.counts import Matrices
 from raylt.core.experiment import Experiment
 from raylt.core.method import Method
+from raylt.core.report import SHARES, shown_figure
 from raylt.core.setup import Setup
-from raylt.data.outline import task_from
-from raylt.data.task import Split, Task, build_task
-from raylt.errors import CheckpointError
+from raylt.data.task import Split, Task, build_task, task_from
+from raylt.errors import CheckpointError, ConfigError, resume_call, spoken
+from raylt.notebook import html_of, html_table, later
 from raylt.registry import check_origins, resolve, seek
-from raylt.runs import export, frames
-from raylt.runs.callbacks import Callback, Callbacks
-from raylt.runs.files import Files, State
-from raylt.runs.here import anywhere, open_here
-from raylt.runs.identity import Guest
-from raylt.runs.journal import Journal
+from raylt.runs.callbacks.base import Callback, Callbacks
+from raylt.runs.callbacks.notebook_progress import progress_display
+from raylt.runs.export import trained_model
+from raylt.runs.export.artefact import choose_client
+from raylt.runs.folder import provenance
+from raylt.runs.folder.identity import PluginRecord
+from raylt.runs.folder.reader import Files, RunState
+from raylt.runs.folder.summary import percent, table_of
+from raylt.runs.folder.writer import Journal
+from raylt.runs.in_process import on_any_device, open_in_process
 from raylt.runs.runner import FleetKind, carry_out
-from raylt.runs.screen import Screen
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from pandas import DataFrame
+
+PictureKind = Literal["curves", "data", "clients", "classes", "confusion"]
+MetricsLine = dict[str, Any]
+WHOLE = "all"  # the group of a figure that covers everything
 
 
 class Run:
-    """A run folder: what was asked for, what came of it, and what can be done with it.
+    """A run folder: its settings, its results, and the operations on it.
 
-    What can change while a run goes on (`state`, `reports`, `summary`, `metrics`, `clients`) is read whenever it is
-    asked for; the rest is read once. Files that are not of one run, or were changed, are refused wherever they are
-    read: a CheckpointError says which and how.
+    `state`, `reports`, `summary`, `metrics` and `clients` can change while a run is in progress and are read on every
+    access; everything else is read once. Every read refuses files that were changed or that belong to another run: a
+    CheckpointError names the file and the difference.
 
     Args:
-        folder: of a run; `Run.open` refuses one that is none, and here only `state` can be asked of it.
+        folder: of a run. `Run.open` refuses a folder that is no run; with this constructor only `state` may be read
+            of one.
     """
 
     def __init__(self, folder: Path | str):
@@ -45,30 +56,66 @@ class Run:
 
     @classmethod
     def open(cls, folder: Path | str) -> "Run":
-        """The run in a folder.
+        """Open the run in a folder.
 
         Raises:
             CheckpointError: it is not a run folder.
         """
         run = cls(folder)
         if run.state == "missing":
-            raise CheckpointError(f"{folder}: not a run folder (it has no config.yaml); give one that raylt run made")
+            raise CheckpointError(
+                f"{folder}: not a run folder (it has no config.yaml). Give one that raylt run made.",
+                code="run.not-found",
+                path=str(folder),
+            )
         return run
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r}, {self.state})"
 
+    def _repr_html_(self) -> str:
+        """Return the summary as a table; of an unfinished run its state and the figures of the last step."""
+        if self.state == "done":
+            return html_of(table_of(self.summary, str(self.folder)))
+        rows = [("run folder", str(self.folder)), ("state", self.state)]
+        if self.state != "missing":
+            reports = self.reports
+            rows += [
+                ("method", self.config.method["name"]),
+                ("data", str(self.config.data.source)),
+                ("steps", f"{len(reports)} of {self.config.federation.rounds} rounds"),
+                ("accuracy, last", percent(shown_figure(reports[-1])[1] if reports else None)),
+            ]
+        return html_table((), rows)
+
+    def plot(self, kind: PictureKind = "curves", path: Path | str | None = None) -> "Figure":
+        """Draw the run, and return a figure that a notebook shows.
+
+        Args:
+            kind: "curves" (accuracy and groups over rounds), "data" (the split), "clients" (the accuracy of each),
+                "classes" (recall, precision and F1 of each) or "confusion".
+            path: file that the picture is written to as well, .png, .pdf or .svg.
+
+        Raises:
+            CheckpointError: the run is not finished, or was changed.
+            ConfigError: nothing was judged that could be drawn, or the file cannot be written.
+        """
+        return later("raylt.plots.objects", "draw_run")(self, kind, path)
+
     @property
     def name(self) -> str:
-        """Of the folder."""
+        """The folder's name."""
         return self.folder.resolve().name
 
     @property
-    def state(self) -> State:
-        """missing: there is no such run; running: a process is at it; stopped: it can be resumed; done."""
+    def state(self) -> RunState:
+        """The state of the run.
+
+        "missing": there is no such run; "running": a process works at it; "stopped": it can be resumed; "done".
+        """
         return self._files.state
 
-    # what was asked for
+    # settings
 
     @cached_property
     def config(self) -> Config:
@@ -77,22 +124,22 @@ class Run:
 
     @property
     def sha256(self) -> str:
-        """Of everything that its result follows from, see raylt/runs/identity.py."""
+        """The SHA-256 of everything that the result follows from, see raylt/runs/folder/identity.py."""
         return self._files.identity["sha256"]
 
     @property
-    def origins(self) -> list[Guest]:
-        """Records of the guests that the run was made with, see raylt/registry.py."""
-        return self._files.guests()
+    def origins(self) -> list[PluginRecord]:
+        """Records of the plugins that the run was made with, see raylt/registry.py."""
+        return self._files.plugins()
 
     @cached_property
     def setup(self) -> Setup:
-        """What the configuration names: method, model and augmentation, as values.
+        """The method, model and augmentation that the configuration names, as values.
 
         Raises:
-            ConfigError: what was not raylt's own is not here, or has changed since.
+            ConfigError: a plugin is missing, or has changed since.
         """
-        return self._resolve(self.config)
+        return self.resolve(self.config)
 
     @property
     def method(self) -> Method:
@@ -101,25 +148,31 @@ class Run:
 
     @cached_property
     def split(self) -> Split:
-        """Who holds which training sample."""
+        """The training samples of each client."""
         return self._files.split()
 
     @cached_property
     def task(self) -> Task:
-        """The data, split as they were; they must be where they were."""
-        self._welcome(self.config)
-        task = build_task(self.config.data, self.split)
+        """The data with the run's split; the data must be where they were.
+
+        Raises:
+            CheckpointError: the data are not those of the run.
+        """
+        self._check_plugins(self.config)
+        task = build_task(self.config.data, self.split, self._start)
         self._files.check_data(task)
         return task
 
     @cached_property
     def outline(self) -> Task:
-        """The task without its data, to open models with; whole where an older raylt made the run, or the method is
-        one's own and may look at images."""
-        known = None if any(guest["kind"] == "method" for guest in self.origins) else self._files.outline()
-        return self.task if known is None else task_from(known, self.split)
+        """The task without its data, which suffices to open models.
 
-    # what came of it
+        With a plugin's method, which may look at images, it is the whole task.
+        """
+        outline = None if any(plugin["kind"] == "method" for plugin in self.origins) else self._files.outline()
+        return self.task if outline is None else task_from(outline, self.split)
+
+    # results
 
     @property
     def reports(self) -> list[dict[str, Any]]:
@@ -134,31 +187,70 @@ class Run:
             CheckpointError: the run is not finished.
         """
         if not self._files.ended:
-            raise CheckpointError(f"{self.folder}: this run is not finished; continue it with raylt resume "
-                                  f"{self.folder}")
-        _ = self.config
+            raise CheckpointError(
+                f"{self.folder}: the run is not finished. Continue it with {resume_call(self.folder)}.",
+                code="run.not-finished",
+                path=str(self.folder),
+            )
+        _ = self.config  # checks it
         return self._files.summary()
 
     @property
     def metrics(self) -> "DataFrame":
-        """The figures of every step, see `frames.metrics`: columns step, phase, metric, group, value."""
-        return frames.metrics(self.reports)
+        """The figures of every step, one value a row.
+
+        Columns step, phase ("round" or "finish"), metric, group, value (float). A step has rows only for what was
+        judged in it. By metric, the groups are
+
+        - accuracy: all, many, medium, few; global_accuracy, macro, miou, global_macro, global_miou: all. In [0, 1]
+        - owned, matched, global, client_miou, and local where clients have test images: mean and worst_decile over
+          the clients
+        - bytes_up, bytes_down: the client function of the messages and replies
+        - seconds: training, evaluation; stage_seconds: the stage
+        - participants, lost, retried, rejected: all. A number of clients
+        - each number that the method reports: method; for several numbers with names, the names ("shares", "mmd")
+        - new_clients: count, and owned, matched, global, miou and worst_decile of those that join after training
+        - validation: accuracy, many, medium, few, owned, matched and miou on the validation part, where there is one
+        """
+        from pandas import DataFrame
+
+        rows = [
+            (report["step"], report["phase"], metric, group, float(value))
+            for report in self.reports
+            for metric, group, value in _figures(report)
+            if value is not None
+        ]
+        return DataFrame(rows, columns=["step", "phase", "metric", "group", "value"])
 
     @property
     def clients(self) -> "DataFrame":
-        """The figures of every judged client, see `frames.clients`: columns step, phase, metric, client, value."""
-        return frames.clients(self.reports)
+        """The figures of every client in every step in which clients were judged; the last step always is such.
+
+        Columns step, phase, metric, client, value (float, in [0, 1]). The metrics are owned (accuracy over the owned
+        classes), matched (over the client's own class mix), global (over all classes), miou, and local (on the client's
+        own test images, where it has any). Clients that are not judged have no rows.
+        """
+        from pandas import DataFrame
+
+        rows = [
+            (report["step"], report["phase"], metric, client, float(value))
+            for report in self.reports
+            for metric, values in (report["by_client"] or {}).items()
+            for client, value in enumerate(values)
+            if value is not None
+        ]
+        return DataFrame(rows, columns=["step", "phase", "metric", "client", "value"])
 
     def matrices(self, step: int | None = None) -> Matrices:
-        """The confusion matrices of the evaluation after a step; by default of the last.
+        """Return the confusion matrices of the evaluation after a step; by default of the last.
 
         Raises:
-            CheckpointError: nothing was judged then, or they were changed.
+            CheckpointError: nothing was judged after this step, or the matrices were changed.
         """
         return self._files.matrices(step)
 
     def finished(self) -> "Run":
-        """This run.
+        """Return this run after a check that it is finished.
 
         Raises:
             CheckpointError: it is not finished, or its files were changed since.
@@ -167,83 +259,209 @@ class Run:
         return self
 
     def checkpoint(self) -> Checkpoint | None:
-        """The last one that is undamaged; None where none was committed, or none was kept."""
+        """Return the newest undamaged checkpoint; None where none was committed, or none was kept."""
         return self._files.checkpoint()
 
     def checkpoint_after(self, step: int) -> Checkpoint:
-        """The one after a step; a CheckpointError where it is damaged."""
-        return self._files.checkpoint_after(step)
-
-    def experiment(self, task: Task | None = None) -> Experiment:
-        """The experiment in this process, where the last checkpoint left it.
-
-        Args:
-            task: instead of the run's own, as with other test images.
+        """Return the checkpoint after a step.
 
         Raises:
-            CheckpointError: no step was committed, no checkpoint was kept, or that of a finished run's end is damaged.
+            CheckpointError: it is damaged.
         """
+        return self._files.checkpoint_after(step)
+
+    def best_step(self) -> int:
+        """Return the step with the highest accuracy on validation images, of those with a checkpoint.
+
+        The first counts where several have it.
+
+        Raises:
+            ConfigError: the run has no validation images, or none was judged.
+        """
+        kept = checkpoint.steps(self.folder / "checkpoints")
+        judged = [
+            (report["figures"]["validation"]["accuracy"], -report["step"])
+            for report in self.reports
+            if report["step"] in kept and report["figures"].get("validation", {}).get("accuracy") is not None
+        ]
+        if not judged:
+            raise ConfigError(
+                f"{spoken('--round', 'step')}: {self.folder} judged nothing on validation images, so no round is "
+                f"the best ({self.config.data.validation:g}). Train with data.validation=0.1, or give the "
+                "number of a round.",
+                code="run.not-judged",
+                key="data.validation",
+                value=self.config.data.validation,
+            )
+        return -max(judged)[1]
+
+    def _saved_after(self, step: int) -> Checkpoint:
+        """Return the checkpoint after a step, of those that the run kept."""
+        kept = checkpoint.steps(self.folder / "checkpoints")
+        if step not in kept:
+            raise CheckpointError(
+                f"{self.folder}: no checkpoint of this step was kept ({step}). Take one of "
+                f"{', '.join(map(str, kept))}; output.keep sets how many are kept.",
+                code="checkpoint.not-found",
+                path=str(self.folder),
+                step=step,
+            )
+        return self.checkpoint_after(step)
+
+    def experiment(self, task: Task | None = None, step: int | None = None) -> Experiment:
+        """Return the experiment in this process, as a checkpoint left it.
+
+        Args:
+            task: replaces the run's own task, as with other test images.
+            step: after which the checkpoint was written; by default the last.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, or the last checkpoint of a finished run is damaged.
+        """
+        if step is not None:
+            return open_in_process(on_any_device(self.setup), task or self.task, self.folder, self._saved_after(step))
         saved = self.checkpoint()
         if saved is None:
-            raise CheckpointError(f"{self.folder}: has no checkpoint that can be read; run it again")
-        if self.state == "done" and (step := saved.facts["step"]) != (last := len(self.reports)):
-            raise CheckpointError(f"{self.folder}: the checkpoint after its last step, {last}, is damaged; the newest "
-                                  f"that can be read is of step {step}; raylt verify says what is whole")
-        return open_here(anywhere(self.setup), task or self.task, self.folder, saved)
+            raise CheckpointError(
+                f"{self.folder}: the run has no checkpoint that can be read. Run it again.",
+                code="checkpoint.not-found",
+                path=str(self.folder),
+            )
+        step, last = saved.facts["step"], len(self.reports)
+        if self.state == "done" and step != last:
+            raise CheckpointError(
+                f"{self.folder}: the checkpoint after the last step ({last}) is damaged; the newest that can be read "
+                f"is that of step {step}. Run raylt verify to see which files are whole.",
+                code="checkpoint.damaged",
+                path=str(self.folder),
+                step=last,
+                newest=step,
+            )
+        return open_in_process(on_any_device(self.setup), task or self.task, self.folder, saved)
 
-    # what can be done with it
+    # operations
 
-    def resume(self, overrides: Sequence[str] = (), *, fleet: FleetKind = "ray", address: str | None = None,
-               quiet: bool = False, callbacks: Sequence[Callback] = ()) -> "Run":
-        """Continues after the last committed step, to the end; the result is that of an undisturbed run.
+    def resume(
+        self,
+        overrides: Sequence[str] = (),
+        *,
+        fleet: FleetKind = "ray",
+        address: str | None = None,
+        quiet: bool = False,
+        callbacks: Sequence[Callback] = (),
+    ) -> "Run":
+        """Continue after the last committed step to the end; the result is that of an undisturbed run.
 
         Args:
             overrides: `key=value`, of `resources` and `output` only.
-            fleet, address, quiet, callbacks: as `raylt.run` has them.
+            fleet: as for `raylt.run`.
+            address: as for `raylt.run`.
+            quiet: as for `raylt.run`.
+            callbacks: as for `raylt.run`.
 
         Raises:
-            CheckpointError: other settings, another process is at it, or no usable checkpoint.
+            CheckpointError: other settings, another process runs it, or no usable checkpoint.
         """
         before, config = self.config, load(self.folder / "config.yaml", overrides)
-        if other := [f"{key}: {then!r} -> {now!r}" for key, then, now in differences(settled(before), settled(config))]:
-            raise CheckpointError(f"{self.folder}: a resumed run keeps its settings ({'; '.join(other)}); only "
-                                  "resources.* and output.* may change; start a new run for others")
-        setup = self._resolve(config)
-        if self.state == "done":            # there is nothing left to do, nor to write again
+        changed = list(differences(settled(before), settled(config)))
+        if changed:
+            settings = "; ".join(f"{key}: {old!r} -> {new!r}" for key, old, new in changed)
+            raise CheckpointError(
+                f"{self.folder}: a resumed run keeps its settings ({settings}). Change only resources.* and output.*, "
+                "or start a new run.",
+                code="run.changed",
+                path=str(self.folder),
+                keys=[key for key, *_ in changed],
+            )
+        setup = self.resolve(config)
+        if self.state == "done":  # nothing is left to do or to write
             _ = self.summary
             return self
         self._files.check_version()
-        screen = [] if quiet else [Screen()]
+        screen = [] if quiet else [progress_display()]
         carry_out(setup, self.task, Journal(self.folder), fleet, address, Callbacks([*screen, *callbacks]))
         return self
 
-    def model(self) -> export.TrainedModel:
-        """The global model as the run left it, ready to predict; of a run that goes on, as of its last checkpoint.
+    def model(self, step: int | None = None) -> trained_model.TrainedModel:
+        """Return the global model, ready to predict; of a run in progress, that of its last checkpoint.
+
+        Args:
+            step: whose model it is, as `best_step()` gives it; by default the last.
 
         Raises:
-            CheckpointError: nothing was committed yet.
+            CheckpointError: nothing was committed yet, or no checkpoint of the step was kept.
             ConfigError: with federation.batchnorm=local there are only clients' models.
         """
-        return export.global_model(self.experiment(self.outline), self._files.model() if self._files.ended else None)
+        tensors = self._files.model() if step is None and self._files.ended else None
+        return trained_model.global_model(self.experiment(self.outline, step), tensors)
 
-    def client_model(self, id: int) -> export.TrainedModel:
-        """A client's own model, ready to predict; of a method without such, the global one.
+    def client_model(self, client: int | str, step: int | None = None) -> trained_model.TrainedModel:
+        """Return a client's own model, ready to predict; the global model where clients have none of their own.
+
+        Args:
+            client: id or name.
+            step: see `model`.
 
         Raises:
-            CheckpointError: nothing was committed yet.
+            CheckpointError: nothing was committed yet, or no checkpoint of the step was kept.
             ConfigError: no such client, or it holds no samples.
         """
-        return next(self.client_models([id]))[1]
+        if isinstance(client, str):
+            names = [(id, name) for id, name in enumerate(self.outline.client_names) if self.outline.sizes[id]]
+            client = choose_client(client, names, str(self.folder))
+        return next(self.client_models([client], step))[1]
 
-    def client_models(self, ids: Iterable[int] | None = None) -> Iterator[tuple[int, export.TrainedModel]]:
-        """Those of several clients, by id, one after the other; by default of all that hold samples."""
-        return export.client_models(self.experiment(self.outline), self.setup, self.checkpoint(), ids)
+    def client_models(
+        self, ids: Iterable[int] | None = None, step: int | None = None
+    ) -> Iterator[tuple[int, trained_model.TrainedModel]]:
+        """Yield the models of several clients with their ids; by default of all clients that hold samples.
 
-    def _resolve(self, config: Config) -> Setup:
-        self._welcome(config)
-        return resolve(config)
+        Args:
+            step: see `model`.
+        """
+        saved = self.checkpoint() if step is None else self._saved_after(step)
+        return trained_model.client_models(self.experiment(self.outline, step), self.setup, saved, ids)
 
-    def _welcome(self, config: Config) -> None:
-        """What is not raylt's own must be here, as it was."""
+    def resolve(self, config: Config) -> Setup:
+        """Return the values that a configuration names, with relative paths as in the run's own.
+
+        Raises:
+            ConfigError: a plugin is missing, or has changed since the run was made.
+        """
+        self._check_plugins(config)
+        return resolve(located(config, self._start))
+
+    @cached_property
+    def _start(self) -> Path | None:
+        return provenance.start_of(self.folder)
+
+    def _check_plugins(self, config: Config) -> None:
+        """Load the run's plugins and check that they are unchanged."""
         seek(config)
-        check_origins([{**guest} for guest in self.origins], self.folder)
+        check_origins([{**plugin} for plugin in self.origins], self.folder)
+
+
+def _figures(report: MetricsLine) -> Iterator[tuple[str, str, Any]]:
+    """Yield metric, group and value of each figure of a step."""
+    yield "accuracy", WHOLE, report["accuracy"]
+    for group, value in (report["groups"] or {}).items():
+        yield "accuracy", group, value
+    for name in SHARES:
+        if name != "accuracy":
+            yield name, WHOLE, report[name]
+    for name, spread in (report["clients"] or {}).items():
+        for kind, value in spread.items():
+            yield "client_miou" if name == "miou" else name, kind, value
+    for call, traffic in report["traffic"].items():
+        yield "bytes_up", call, traffic["up"]
+        yield "bytes_down", call, traffic["down"]
+    yield "seconds", "training", report["seconds"]
+    yield "seconds", "evaluation", report["evaluation_seconds"]
+    for stage, seconds in report["stages"].items():
+        yield "stage_seconds", stage, seconds
+    for name in ("participants", "lost", "retried", "rejected"):
+        yield name, WHOLE, len(report[name])
+    for name, value in report["figures"].items():
+        for group, number in value.items() if isinstance(value, dict) else [("method", value)]:
+            if isinstance(number, int | float):
+                yield name, group, number

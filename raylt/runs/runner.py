@@ -1,40 +1,45 @@
-"""A run from its first step to its summary: step, record, tell; in this process or on Ray."""
+"""A run from its first step to its summary, in this process or on Ray."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from raylt.core import checkpoint
-from raylt.core.checkpoint import Seal
-from raylt.core.report import Report
+from raylt.core.checkpoint import checkpoint
+from raylt.core.checkpoint.checkpoint import Seal
+from raylt.core.encoding import encode
+from raylt.core.experiment import ENDED_EARLY
+from raylt.core.report import RoundReport
 from raylt.core.setup import Setup
-from raylt.data.task import Task
-from raylt.errors import ConfigError, RayltError, ServerLost, one_line
-from raylt.runs import provenance
-from raylt.runs.callbacks import Callback
-from raylt.runs.grid import draw_predictions
-from raylt.runs.here import one_thread, open_here
-from raylt.runs.journal import Journal
-from raylt.runs.summary import summarise
+from raylt.data.task import Task, judged_images_of
+from raylt.errors import ConfigError, ServerLost, describe_error
+from raylt.own_code.top_level_names import claim
+from raylt.runs import stopping
+from raylt.runs.callbacks.base import Callback
+from raylt.runs.callbacks.prediction_grid import draw_prediction_grid
+from raylt.runs.folder import provenance
+from raylt.runs.folder.summary import SERVER_DEATHS, summarise
+from raylt.runs.folder.writer import Journal
+from raylt.runs.in_process import one_thread, open_in_process
 
 FleetKind = Literal["ray", "local"]
-SERVER_LIVES = 3        # times that the server's process may die in the same step
+SERVER_LIVES = 3  # times that the server's process may die in the same step
 
 
 class Steps(Protocol):
-    """An experiment, here or in a server actor."""
+    """An experiment in this process or in a server actor."""
 
     @property
     def done(self) -> bool: ...
     def describe(self) -> dict[str, str | None]: ...
-    def advance(self, seal: Seal | None = None) -> Report: ...
-    def conclude(self) -> dict[str, str]: ...
+    def advance(self, seal: Seal | None = None) -> RoundReport: ...
+    def export_model(self) -> dict[str, str]: ...
 
 
-def carry_out(setup: Setup, task: Task, journal: Journal, fleet: FleetKind, address: str | None,
-              callback: Callback) -> None:
-    """Takes a run from its last committed step to its end, and lets go of its folder.
+def carry_out(
+    setup: Setup, task: Task, journal: Journal, fleet: FleetKind, address: str | None, callback: Callback
+) -> None:
+    """Take a run from its last committed step to its end, and release its folder.
 
     Args:
         fleet: "ray" for client actors, "local" for all clients in this process.
@@ -42,55 +47,75 @@ def carry_out(setup: Setup, task: Task, journal: Journal, fleet: FleetKind, addr
 
     Raises:
         CheckpointError: steps were committed and no checkpoint is usable.
-        ConfigError: an unknown fleet, no such cluster, it is too small, or its device is not to be used.
+        ConfigError: the fleet is unknown, the cluster does not answer or is too small, or its device cannot be used.
+        StopAsked: `raylt stop` asked the run to stop; it did so after a checkpoint.
     """
-    deaths, committed, summary = 0, -1, None
+    summary = None
     try:
         with journal:
             if fleet not in ("ray", "local"):
-                raise ConfigError(f"fleet = {fleet!r}: must be ray or local")
-            while summary is None:
-                saved, faults = journal.rewind()
-                for fault in faults:
-                    callback.on_message(f"{fault}; continuing after step {saved.facts['step'] if saved else 0}")
-                if deaths == 0:
-                    callback.on_start(journal.folder, setup.config, journal.reports())
-                    for note in task.notes:
-                        callback.on_message(note)
-                try:
-                    summary = _take_steps(setup, task, journal, fleet, address, callback)
-                except ServerLost as error:
-                    before, committed = committed, len(journal.reports())
-                    deaths = deaths + 1 if committed == before else 1
-                    if deaths == SERVER_LIVES:
-                        raise
-                    callback.on_message(f"{error.cause}; starting it again from the last checkpoint")
+                raise ConfigError(
+                    f"fleet: must be ray or local ({fleet!r}). Give one of these.",
+                    code="config.unknown-name",
+                    key="fleet",
+                    value=fleet,
+                )
+            summary = _take_all_steps(setup, task, journal, fleet, address, callback)
             summary |= provenance.of_summary(journal.folder)
-            summary = journal.conclude(summary)
+            summary = journal.write_summary(summary)
+            stopping.withdraw(journal.folder)  # one that came too late
             _show_predictions(setup, task, journal, callback)
     except BaseException:
         try:
             callback.on_end(summary)
-        except Exception as error:          # what ended the run is what its user must hear of
+        except Exception as error:  # the user must see the error that ended the run
             with suppress(Exception):
-                callback.on_message(f"at its end: {error if isinstance(error, RayltError) else one_line(error)}")
+                callback.on_message(f"on_end failed: {describe_error(error)}")
         raise
     callback.on_end(summary)
 
 
-def _show_predictions(setup: Setup, task: Task, journal: Journal, callback: Callback) -> None:
-    """The run is done: what is amiss with a picture of it is told and changes nothing."""
-    try:
-        picture = draw_predictions(setup, task, journal.folder)
-        journal.show(picture)
-        callback.on_picture(picture)
-    except Exception as error:
-        callback.on_message(f"no picture of predictions: {error if isinstance(error, RayltError) else one_line(error)}")
+def _take_all_steps(
+    setup: Setup, task: Task, journal: Journal, fleet: FleetKind, address: str | None, callback: Callback
+) -> dict[str, Any]:
+    """Take the remaining steps, from the last checkpoint again when the server's process dies, and summarise them."""
+    started = False
+    deaths = 0
+    committed = -1
+    while True:
+        saved, faults = journal.rewind()
+        for fault in faults:
+            callback.on_message(f"{fault}; continuing after step {saved.facts['step'] if saved else 0}")
+        if not started:
+            stopping.withdraw(journal.folder)
+            callback.on_start(journal.folder, setup.config, journal.reports())
+            for note in task.notes:
+                callback.on_message(note)
+            started = True
+        try:
+            return _take_steps(setup, task, journal, fleet, address, callback)
+        except ServerLost as error:
+            before = committed
+            committed = len(journal.reports())
+            deaths = deaths + 1 if committed == before else 1
+            remedy = "the run ends" if deaths == SERVER_LIVES else "starting it again from the last checkpoint"
+            journal.note(f"{error.cause}; {remedy}")
+            if deaths == SERVER_LIVES:
+                raise
+            callback.on_message(f"{error.cause}; {remedy}")
 
 
-def _take_steps(setup: Setup, task: Task, journal: Journal, fleet: FleetKind, address: str | None,
-                callback: Callback) -> dict[str, Any]:
-    setup.method.prepare(task, setup.config, setup.check(task.facts))
+def _take_steps(
+    setup: Setup, task: Task, journal: Journal, fleet: FleetKind, address: str | None, callback: Callback
+) -> dict[str, Any]:
+    model = setup.new_model(task.spec)
+    setup.check(task.spec, model)
+    height, width, _ = task.shape
+    if setup.config.input is not None and (height, width) != (setup.config.input, setup.config.input):
+        side = setup.config.input
+        callback.on_message(f"images of {height}x{width} are resized to {side}x{side} for {setup.config.model}")
+    setup, task = encode(setup, task, callback.on_message)
+    setup.method.prepare(task, setup.config, model)
     with _experiment(setup, task, journal.folder, fleet, address, callback) as experiment:
         facts = experiment.describe()
         provenance.check_device(journal.folder, setup.config, facts)
@@ -99,14 +124,25 @@ def _take_steps(setup: Setup, task: Task, journal: Journal, fleet: FleetKind, ad
             report = experiment.advance(journal.seal)
             journal.append(report)
             callback.on_step(report)
-        return summarise(journal.reports(), setup.method.name, task.split.sha256, experiment.conclude())
+            if report.phase == "round" and ENDED_EARLY in report.figures:
+                callback.on_message(f"rounds ended {report.figures[ENDED_EARLY]}")
+            if "checkpoint" in report.timings and not experiment.done and stopping.is_asked(journal.folder):
+                raise stopping.StopAsked
+        tests = judged_images_of(task)
+        model = experiment.export_model()
+        summary = summarise(journal.reports(), setup.method.name, task.split.sha256, tests, model)
+        summary["troubles"][SERVER_DEATHS] = journal.server_deaths()
+        return summary
 
 
-def _experiment(setup: Setup, task: Task, folder: Path, fleet: FleetKind, address: str | None,
-                callback: Callback) -> AbstractContextManager[Steps]:
+def _experiment(
+    setup: Setup, task: Task, folder: Path, fleet: FleetKind, address: str | None, callback: Callback
+) -> AbstractContextManager[Steps]:
     if fleet == "local":
         return _in_this_process(setup, task, folder, callback)
-    from actors.launch import open_experiment  # the only way from here to Ray
+    claim()
+    from actors.launch import open_experiment  # the only import of Ray's side
+
     return open_experiment(setup, task, folder, address, callback.on_message, callback.on_progress)
 
 
@@ -114,6 +150,16 @@ def _experiment(setup: Setup, task: Task, folder: Path, fleet: FleetKind, addres
 def _in_this_process(setup: Setup, task: Task, folder: Path, callback: Callback) -> Iterator[Steps]:
     saved, _ = checkpoint.latest(folder / "checkpoints")
     with one_thread():
-        experiment = open_here(setup, task, folder, saved)
-        experiment.fleet.watch = callback.on_progress
+        experiment = open_in_process(setup, task, folder, saved)
+        experiment.fleet.on_progress = callback.on_progress
         yield experiment
+
+
+def _show_predictions(setup: Setup, task: Task, journal: Journal, callback: Callback) -> None:
+    """Draw test images with predictions; a failure becomes a message, since the run is done."""
+    try:
+        picture = draw_prediction_grid(setup, task, journal.folder)
+        journal.show(picture)
+        callback.on_picture(picture)
+    except Exception as error:
+        callback.on_message(f"no picture of predictions: {describe_error(error)}")

@@ -7,92 +7,158 @@ from typing import Any
 
 from raylt.config import Config, apply, assign, check, overlay, override, read
 from raylt.core.method import Method
-from raylt.data.drawing import check_judged
-from raylt.data.hashes import hash_data
-from raylt.data.outline import outline_of
-from raylt.data.split_source import complete
-from raylt.data.task import build_task
-from raylt.errors import ConfigError
+from raylt.core.protection.protection import check_delta
+from raylt.core.setup import Setup
+from raylt.data.fingerprint import hash_data
+from raylt.data.sources.sources import check_size
+from raylt.data.splits.check import complete
+from raylt.data.splits.draw import check_judged
+from raylt.data.task import Task, TaskSpec, build_task, outline_of
+from raylt.disk import check_name
+from raylt.errors import ConfigError, no_exit
 from raylt.methods import METHODS
-from raylt.registry import GuestKind, origins, register, resolve
-from raylt.runs import extension
-from raylt.runs.callbacks import Callback, Callbacks
-from raylt.runs.journal import Journal
+from raylt.models import try_model
+from raylt.registry import PluginKind, is_plugin, origins, register, resolve
+from raylt.runs import continuation
+from raylt.runs.callbacks.base import Callback, Callbacks
+from raylt.runs.callbacks.notebook_progress import progress_display
+from raylt.runs.folder.writer import Journal
 from raylt.runs.run import Run
 from raylt.runs.runner import FleetKind, carry_out
-from raylt.runs.screen import Screen
+from raylt.seeds import seeded
 
-VALUES: dict[str, GuestKind] = {"model": "model", "data": "source", "augment": "augmentation"}
+# keywords of `run` that also take a function, by the kind of plugin that it becomes
+PLUGIN_KEYWORDS: dict[str, PluginKind] = {
+    "model": "model",
+    "data": "source",
+    "augment": "augmentation",
+    "partition": "partition",
+    "schedule": "schedule",
+}
 
 
-def run(what: "str | Path | Config | Method", /, out: Path | str = "runs", name: str | None = None,
-        fleet: FleetKind = "ray", address: str | None = None, quiet: bool = False, callbacks: Sequence[Callback] = (),
-        overrides: Sequence[str] | Mapping[str, Any] = (), **settings: Any) -> Run:
-    """Runs a configuration to its end in a new run folder.
+def run(
+    what: "str | Path | Config | Method",
+    /,
+    out: Path | str = "runs",
+    name: str | None = None,
+    fleet: FleetKind = "ray",
+    address: str | None = None,
+    quiet: bool = False,
+    callbacks: Sequence[Callback] = (),
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    **settings: Any,
+) -> Run:
+    """Run a configuration to its end in a new run folder.
 
         raylt.run("fedprox", data="cifar10", clients=20, rounds=200, local={"lr": 0.1}, mu=0.01)
 
     Args:
         what: a method's name or a Method; or the path of a YAML file, recipe:NAME, or a Config.
-        out, name: the run folder is `out/name`; by default the name says method, data and time.
-        fleet: "ray" for client actors on Ray; "local" for all clients in this process, to the same end.
+        out: folder of run folders.
+        name: name of the run folder in `out`; by default made of method, data and time.
+        fleet: "ray" for client actors on Ray; "local" for all clients in this process, with the same result.
         address: a running Ray cluster, HOST:PORT or auto; by default a new local one.
-        quiet: whether nothing is shown of how it goes.
-        callbacks: who is told of it.
+        quiet: whether the terminal shows nothing.
+        callbacks: observers of the run.
         overrides: settings by their full keys, as ["local.lr=0.1"], {"local.lr": 0.1} or {"local": {"lr": 0.1}}.
-        settings: a section with what is to change in it (`local={"lr": 0.1}`), `data="digits"` for the source, and any
-            other setting or field of the method by the last part of its key (`rounds=30`). `model`, `data` and
-            `augment` also take functions of one's own, see `raylt.register`.
+        settings: a section with its changes (`local={"lr": 0.1}`), `data="digits"` for the source, and any other
+            setting or field of the method by the last part of its key (`rounds=30`). `model`, `data`, `augment`,
+            `partition` and `schedule` also take functions, see `raylt.register`.
 
     Raises:
-        ConfigError, DataError: a setting that cannot be used, or data that are not there.
-        CheckpointError: the run folder exists already.
-        RayltError: the run failed; `Run.resume` goes on after what broke it is mended.
+        ConfigError: a setting cannot be used.
+        DataError: the data is missing or cannot be split as asked.
+        CheckpointError: the run folder exists.
+        RayltError: the run failed; `Run.resume` continues it once the cause is removed.
     """
-    if name is not None and (Path(name).name != name or name in ("", ".", "..")):
-        raise ConfigError(f"name {name}: must be the name of one folder; the folder that it is made in is out")
-    config = configure(what, overrides, settings)
-    method = resolve(config).method
-    config = config.model_copy(update={"method": {"name": method.name, **method.model_dump()}})
-    task = build_task(config.data)
-    config = config.model_copy(update={"data": complete(config.data, task.split)})
-    setup = resolve(config)
-    setup.check(task.facts)
-    check_judged(task.name, task.test.y, task.classes)
-    source = Path(task.name.partition(":")[2] or task.name).stem        # of folder:PATH and npz:PATH, the last name
+    if name is not None:
+        check_name(name, "name")
+    setup, task = plan_run(configure(what, overrides, settings))
+    config = setup.config
+    method = setup.method
+    source = Path(task.name.partition(":")[2] or task.name).stem  # of folder:PATH and npz:PATH, the last name
+    source = "".join(letter if letter.isprintable() else "_" for letter in source)[:80]
     name = name or f"{method.name}-{source}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
-    journal = Journal.create(Path(out) / name, config, task.split, hash_data(task), origins(config),
-                             outline=outline_of(task))
-    screen = [] if quiet else [Screen()]
+    journal = Journal.create(
+        Path(out) / name, config, task.split, hash_data(task), origins(config), outline=outline_of(task)
+    )
+    screen = [] if quiet else [progress_display()]
     try:
         carry_out(setup, task, journal, fleet, address, Callbacks([*screen, *callbacks]))
-    except ConfigError:             # the cluster is not there or too small, or a setting does not fit the data
+    except ConfigError:  # no such cluster, one that is too small, or a setting that does not fit the data
         journal.discard()
         raise
     return Run(journal.folder)
 
 
-def resume(folder: Path | str, overrides: Sequence[str] = (), fleet: FleetKind = "ray", address: str | None = None,
-           quiet: bool = False, callbacks: Sequence[Callback] = ()) -> Run:
-    """Continues the run in a folder after its last committed step, see `Run.resume`; with `federation.rounds=R` among
-    the overrides, beyond its last round, in a folder of its own (`raylt.runs.extension`)."""
-    return extension.resume(folder, overrides, fleet=fleet, address=address, quiet=quiet, callbacks=callbacks)
+@no_exit()
+def plan_run(config: Config) -> tuple[Setup, Task]:
+    """Resolve a configuration, build its task, and refuse settings that exclude each other; start nothing.
+
+    Raises:
+        ConfigError: a setting cannot be used.
+        DataError: the data is missing or cannot be split as asked.
+    """
+    check_size(config.data)
+    method = resolve(config).method
+    config = config.model_copy(update={"method": {"name": method.name, **method.model_dump()}})
+    task = build_task(config.data)
+    config = config.model_copy(update={"data": complete(config.data, task.split)})
+    setup = resolve(config)
+    check_setup(setup, task.spec)
+    check_delta(config, [size for k, size in enumerate(task.sizes) if k not in task.new_clients])
+    check_judged(task.name, task.test.y, task.classes)
+    return setup, task
 
 
-def configure(what: "str | Path | Config | Method", overrides: Sequence[str] | Mapping[str, Any] = (),
-              settings: Mapping[str, Any] | None = None) -> Config:
-    """The configuration that `run` runs; its arguments.
+def check_setup(setup: Setup, spec: TaskSpec) -> None:
+    """Refuse settings that exclude each other, and a user's own model that cannot be trained, before anything starts.
+
+    Raises:
+        ConfigError: method, model, data and settings do not fit together.
+    """
+    setup.check(spec, setup.new_model(spec))
+    name = setup.config.model
+    if is_plugin("model", name):
+        with seeded(setup.config.seed, "trial of the model"):
+            try_model(name, setup.model(spec.classes, spec.shape), spec.shape)
+
+
+def resume(
+    folder: Path | str,
+    overrides: Sequence[str] = (),
+    fleet: FleetKind = "ray",
+    address: str | None = None,
+    quiet: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """Continue the run in a folder after its last committed step, see `Run.resume`.
+
+    With a larger `federation.rounds` among the overrides, continue beyond the last round in a new folder, see
+    `raylt.runs.continuation`.
+    """
+    return continuation.resume(folder, overrides, fleet=fleet, address=address, quiet=quiet, callbacks=callbacks)
+
+
+def configure(
+    what: "str | Path | Config | Method",
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> Config:
+    """Return the configuration that `run` runs with these arguments.
 
     Raises:
         ConfigError: a setting is unknown, ambiguous, of the wrong type or out of range.
     """
     keywords = dict(settings or {})
-    tree = _tree(what)
-    if isinstance(named := keywords.pop("method", None), Mapping) and "name" not in named:
+    tree = _tree_of(what)
+    named = keywords.pop("method", None)
+    if isinstance(named, Mapping) and "name" not in named:
         keywords["method"] = named
     elif named is not None:
         assign(tree, "method", dict(named) if isinstance(named, Mapping) else named)
-    for key, kind in VALUES.items():
+    for key, kind in PLUGIN_KEYWORDS.items():
         if callable(keywords.get(key)):
             keywords[key] = register(keywords[key], kind=kind)
     chosen = tree.get("method")
@@ -105,14 +171,21 @@ def configure(what: "str | Path | Config | Method", overrides: Sequence[str] | M
     return check(Config, tree)
 
 
-def _tree(what: "str | Path | Config | Method") -> dict[str, Any]:
+def _tree_of(what: "str | Path | Config | Method") -> dict[str, Any]:
+    """Return the settings that the first argument of `run` names."""
     if isinstance(what, Config):
         return what.model_dump()
     if isinstance(what, Method):
         register(type(what))
         return {"method": {"name": what.name, **what.model_dump(mode="json")}}
     if not isinstance(what, str | Path):
-        raise ConfigError(f"{what!r}: must be a method's name, a Method, a Config, a YAML file or recipe:NAME")
+        raise ConfigError(
+            f"run: cannot run a {type(what).__name__} ({what!r}). Give a method's name, a Method, a Config, a YAML "
+            "file or recipe:NAME.",
+            code="config.wrong-type",
+            key="run",
+            value=repr(what),
+        )
     if isinstance(what, Path) or what.startswith("recipe:") or what.endswith((".yaml", ".yml")) or "/" in what:
         return read(what)
     return {"method": {"name": what}}

@@ -1,4 +1,8 @@
-"""`raylt verify`: what of a run folder is whole, and what can be mended without making anything up."""
+"""`raylt verify`: check the files of a run folder, and repair damage that loses no committed step.
+
+Every file is compared with the files that it must agree with. A repair only removes: what a killed process left, and
+what is damaged where an undamaged checkpoint comes before it.
+"""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -6,14 +10,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from raylt.core import checkpoint, confusions
-from raylt.core.checkpoint import Checkpoint
+from raylt.core.checkpoint import checkpoint
+from raylt.core.checkpoint.checkpoint import Checkpoint
+from raylt.core.evaluation import counts
 from raylt.errors import CheckpointError, RayltError
-from raylt.runs import lines, provenance, sealed
-from raylt.runs.files import Files
-from raylt.runs.identity import FILE as IDENTITY
-from raylt.runs.identity import ORIGINS
-from raylt.runs.journal import LOCK, OUTLINE, Journal
+from raylt.runs.folder import metrics_log, provenance, summary
+from raylt.runs.folder.identity import FILE as IDENTITY
+from raylt.runs.folder.identity import ORIGINS
+from raylt.runs.folder.reader import LOCK, OUTLINE, Files
+from raylt.runs.folder.writer import Journal
 from raylt.runs.run import Run
 from raylt.store import Folder
 
@@ -22,11 +27,13 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class Finding:
-    """What is known of one file of a run.
+    """The state of one file of a run.
 
     Attributes:
-        detail: what it is, or what is the matter with it.
-        mendable: what `repair` would do about it; None where it is whole, or nothing can be done.
+        what: name of the file.
+        whole: whether it is undamaged.
+        detail: its content, or its damage.
+        mendable: what `repair` would do about it; None where it is undamaged or cannot be repaired.
     """
 
     what: str
@@ -36,193 +43,218 @@ class Finding:
 
 
 def verify(folder: Path) -> list[Finding]:
-    """Every file of a run, each held against those that it must agree with; nothing is changed."""
+    """Check every file of a run; nothing is changed."""
     return list(_findings(Run.open(folder)))
 
 
 def repair(folder: Path) -> list[str]:
-    """Removes what a kill left and what is damaged where something whole stands behind it.
+    """Remove files that killed processes left, and damaged files after the last undamaged checkpoint.
 
     Returns:
-        What was done, a line for each.
+        A line for each repair.
 
     Raises:
-        FolderHeld: a process is at the run.
-        CheckpointError: it is no run folder; nothing is touched.
+        FolderHeld: a process works on the run.
+        CheckpointError: it is not a run folder; nothing is changed.
     """
     files = Files(Run.open(folder).folder)
-    with Journal(folder), Folder.open(folder) as here:
-        done = [f"removed {name}, which a process left that was killed" for name in _sweep(here)]
-        goal = _goal(files)
-        if goal is None:
+    with Journal(folder), Folder.open(folder) as run_folder:
+        done = [f"removed {name}, which a killed process left" for name in _sweep(run_folder)]
+        target = _repair_target(files)
+        if target is None:
             return done
-        for step in goal.needless:
-            with here.inner(CHECKPOINTS) as inner:
-                inner.remove(f"{step:06d}")
+        for step in target.unusable:
+            with run_folder.inner(CHECKPOINTS) as checkpoints:
+                checkpoints.remove(f"{step:06d}")
             done.append(f"removed checkpoint {step:06d}")
-        if goal.cut:
-            here.write(lines.FILE, "".join(text + "\n" for text in goal.lines.texts))
-            done.append(f"cut {lines.FILE} after line {len(goal.lines.texts)}")
+        if target.cut:
+            run_folder.write(metrics_log.FILE, "".join(text + "\n" for text in target.lines.texts))
+            done.append(f"cut {metrics_log.FILE} after line {len(target.lines.texts)}")
     return done
 
 
 @dataclass(frozen=True)
-class _Goal:
-    """What a run can be brought back to.
+class _RepairTarget:
+    """The state that a run can be brought back to.
 
     Attributes:
-        lines: those that are whole.
+        lines: the undamaged lines.
         cut: whether metrics.jsonl has more.
-        needless: steps of checkpoints that are damaged, or follow lines that are.
+        unusable: steps of checkpoints that are damaged, or come after damaged lines.
     """
 
-    lines: lines.Lines
+    lines: metrics_log.Lines
     cut: bool
-    needless: list[int]
+    unusable: list[int]
 
 
-def _goal(files: Files) -> _Goal | None:
-    """None where nothing can be mended."""
-    root, steps = files.identity["sha256"], checkpoint.steps(files.path / CHECKPOINTS)
+def _repair_target(files: Files) -> _RepairTarget | None:
+    """Return the state that a run can be brought back to; None where it cannot be repaired."""
+    root = files.identity["sha256"]
+    steps = checkpoint.steps(files.path / CHECKPOINTS)
     with Folder.open(files.path) as folder:
         with suppress(CheckpointError):
-            whole = lines.read_lines(folder, root)
-            damaged = [step for step in steps if isinstance(_at(files, step, whole), str)]
-            return _Goal(whole, whole.torn, damaged if len(damaged) < len(steps) else [])
-        if sealed.FILE in folder.names():
-            return None             # the run ended with lines that nobody has any more
-        known = _whole_lines(folder, root)
+            lines = metrics_log.read_lines(folder, root)
+            damaged = [step for step in steps if isinstance(_checkpoint_at(files, step, lines), str)]
+            return _RepairTarget(lines, lines.torn, damaged if len(damaged) < len(steps) else [])
+        if summary.FILE in folder.names():
+            return None  # the run has ended, and its last lines are lost
+        lines = _undamaged_lines(folder, root)
     for step in reversed(steps):
-        if isinstance(_at(files, step, known), Checkpoint):
-            return _Goal(known, True, [other for other in steps if other > step])
+        if isinstance(_checkpoint_at(files, step, lines), Checkpoint):
+            return _RepairTarget(lines, True, [other for other in steps if other > step])
     return None
 
 
-def _whole_lines(folder: Folder, root: str) -> lines.Lines:
-    """The lines before the first that cannot be read or does not follow."""
-    def fails(most: int) -> bool:
-        with suppress(CheckpointError):
-            lines.read_lines(folder, root, most)
-            return False
-        return True
+def _undamaged_lines(folder: Folder, root: str) -> metrics_log.Lines:
+    """Return the lines before the first that cannot be read or does not follow."""
 
-    count = folder.read(lines.FILE, lines.LIMIT).count(b"\n")
-    return lines.read_lines(folder, root, bisect_left(range(count + 1), True, key=fails) - 1)
+    def is_damaged(most: int) -> bool:
+        try:
+            metrics_log.read_lines(folder, root, most)
+        except CheckpointError:
+            return True
+        return False
+
+    count = folder.read(metrics_log.FILE, metrics_log.LIMIT).count(b"\n")
+    first_damaged = bisect_left(range(count + 1), True, key=is_damaged)
+    return metrics_log.read_lines(folder, root, first_damaged - 1)
 
 
 def _findings(run: Run) -> Iterator[Finding]:
     files = Files(run.folder)
-    yield _look(IDENTITY, lambda: f"run {files.identity['sha256'][:16]}")
-    yield _look("config.yaml", lambda: f"{files.config().method['name']}, as the run was made")
+    yield finding_of(IDENTITY, lambda: f"run {files.identity['sha256'][:16]}")
+    yield finding_of("config.yaml", lambda: f"{files.config().method['name']}, as the run was made")
     if (run.folder / ORIGINS).is_symlink() or (run.folder / ORIGINS).exists():
-        yield _look(ORIGINS, lambda: ", ".join(guest["name"] for guest in files.guests()))
-    yield _look("split.json", lambda: f"split {files.split().sha256[:16]}, {len(files.split().clients)} clients")
-    yield _look(OUTLINE, lambda: "not kept" if files.outline() is None else "what models need to know of the data")
-    yield _look("data", lambda: f"{run.task.name}, as the run saw them")
-    yield _lines(files)
-    if (checkpoints := _look(CHECKPOINTS, lambda: str(len(checkpoint.steps(run.folder / CHECKPOINTS))))).whole:
-        yield from _checkpoints(files)
+        yield finding_of(ORIGINS, lambda: ", ".join(plugin["name"] for plugin in files.plugins()))
+    yield finding_of("split.json", lambda: f"split {files.split().sha256[:16]}, {len(files.split().clients)} clients")
+    yield finding_of(OUTLINE, lambda: "not kept" if files.outline() is None else "the task without its data")
+    yield finding_of("data", lambda: f"{run.task.name}, as the run read it")
+    yield _check_lines(files)
+    checkpoints = finding_of(CHECKPOINTS, lambda: str(len(checkpoint.steps(run.folder / CHECKPOINTS))))
+    if checkpoints.whole:
+        yield from _check_checkpoints(files)
     else:
         yield checkpoints
-    yield from _matrices(files)
-    for name in (provenance.FILE, LOCK):
-        if not (other := _look(name, lambda name=name: _plain(run.folder, name))).whole:
-            yield other
+    yield from _check_matrices(files)
+    yield finding_of(provenance.FILE, lambda: _describe_provenance(files))
+    lock = finding_of(LOCK, lambda: _check_plain_file(run.folder, LOCK))
+    if not lock.whole:
+        yield lock
     if files.ended:
-        yield _look(sealed.FILE, lambda: f"accuracy {files.summary()['accuracy']['last']:.4f}")
-        yield _look(sealed.MODEL, lambda: f"{len(files.model())} entries, as {sealed.FILE} tells of them")
-    with Folder.open(run.folder) as here:
-        for name in _left(here):
+        yield finding_of(summary.FILE, lambda: f"accuracy {files.summary()['accuracy']['last']:.4f}")
+        yield finding_of(summary.MODEL, lambda: f"{len(files.model())} entries, as recorded in {summary.FILE}")
+    with Folder.open(run.folder) as run_folder:
+        for name in _unfinished(run_folder):
             yield Finding(name, False, "left by a process that was killed while it wrote", "remove it")
 
 
-def _plain(folder: Path, name: str) -> str:
-    """Raises a CheckpointError where something else than a plain file has this name."""
-    with Folder.open(folder) as here:
-        if name in here.names():
-            here.place(name)
-    return name
-
-
-def _look(what: str, read: Callable[[], str]) -> Finding:
+def finding_of(what: str, read: Callable[[], str]) -> Finding:
+    """Return the finding on a file from a function that reads it and describes its content."""
     try:
         return Finding(what, True, read())
     except RayltError as error:
         return Finding(what, False, str(error))
 
 
-def _lines(files: Files) -> Finding:
+def _describe_provenance(files: Files) -> str:
+    lines = files.provenance()
+    unbound = [line for line in lines if not provenance.LINKS & line.keys()]
+    return f"{len(lines)} processes" + (", unsealed: of an early version" if unbound else ", in order")
+
+
+def _check_plain_file(folder: Path, name: str) -> str:
+    """Raise a CheckpointError unless this name belongs to a plain file."""
+    with Folder.open(folder) as run_folder:
+        if name in run_folder.names():
+            run_folder.place(name)
+    return name
+
+
+def _check_lines(files: Files) -> Finding:
     try:
-        known = files.lines()
+        lines = files.lines()
     except CheckpointError as error:
-        goal = None
+        target = None
         with suppress(CheckpointError):
-            goal = _goal(files)
-        return Finding(lines.FILE, False, str(error), None if goal is None else
-                       f"cut it after line {len(goal.lines.texts)}, which the run goes on from")
-    if known.torn:
-        return Finding(lines.FILE, False, f"what follows line {len(known.texts)} was cut off by a kill", "cut it there")
-    return Finding(lines.FILE, True, f"{len(known.texts)} steps, one after the other")
+            target = _repair_target(files)
+        remedy = None if target is None else f"cut it after line {len(target.lines.texts)} and continue from there"
+        return Finding(metrics_log.FILE, False, str(error), remedy)
+    if lines.torn:
+        detail = f"a kill cut off the line after line {len(lines.texts)}"
+        return Finding(metrics_log.FILE, False, detail, "cut it there")
+    return Finding(metrics_log.FILE, True, f"{len(lines.texts)} steps in order")
 
 
-def _checkpoints(files: Files) -> Iterator[Finding]:
+def _check_checkpoints(files: Files) -> Iterator[Finding]:
     try:
-        known = files.lines()
+        lines = files.lines()
     except CheckpointError:
-        known = None
-    states = {step: _at(files, step, known) for step in checkpoint.steps(files.path / CHECKPOINTS)}
-    some = any(isinstance(state, Checkpoint) for state in states.values())
+        lines = None
+    states = {step: _checkpoint_at(files, step, lines) for step in checkpoint.steps(files.path / CHECKPOINTS)}
+    any_usable = any(isinstance(state, Checkpoint) for state in states.values())
     for step, state in states.items():
         what = f"{CHECKPOINTS}/{step:06d}"
         if isinstance(state, Checkpoint):
             yield Finding(what, True, f"{len(state.parts)} parts")
         else:
-            yield Finding(what, False, str(state), "remove it" if some and isinstance(state, str) else None)
-    if not states and not files.ended and known is not None and sealed.was_saved(known):
-        yield Finding(CHECKPOINTS, False, "gone: the run cannot go on")
+            yield Finding(what, False, str(state), "remove it" if any_usable and isinstance(state, str) else None)
+    if not states and not files.ended and lines is not None and metrics_log.was_saved(lines):
+        yield Finding(CHECKPOINTS, False, "missing: the run cannot continue")
 
 
-def _matrices(files: Files) -> Iterator[Finding]:
-    """One finding where they are all whole, else one for each that is not."""
-    kept: list[int] = []
+def _check_matrices(files: Files) -> Iterator[Finding]:
+    """Yield one finding where all are undamaged, else one for each damaged file.
+
+    A long run drops its oldest counts, those of a checkpoint apart. So after `KEPT` evaluations the first files may be
+    missing, but none in between.
+    """
+    steps: list[int] = []
     with suppress(CheckpointError):
-        kept = [report["step"] for report in files.lines().reports if report.get("confusion")]
-    looks = [_look(f"{confusions.FOLDER}/{step:06d}.npz", lambda step=step: files.matrices(step).sha256)
-             for step in kept]
-    damaged = [look for look in looks if not look.whole]
-    if kept and not damaged:
-        yield Finding(confusions.FOLDER, True, f"of {len(kept)} evaluations, as {lines.FILE} tells of them")
+        steps = [report["step"] for report in files.lines().reports if report.get("confusion")]
+    if len(steps) > counts.KEPT:
+        absent, spared = counts.missing(files.path, steps), checkpoint.steps(files.path / CHECKPOINTS)
+        first = next((step for step in steps if step not in absent and step not in spared), steps[-1])
+        steps = [step for step in steps if step >= first or step in spared]
+    findings = [
+        finding_of(f"{counts.FOLDER}/{step:06d}.npz", lambda step=step: files.matrices(step).sha256) for step in steps
+    ]
+    damaged = [finding for finding in findings if not finding.whole]
+    if steps and not damaged:
+        yield Finding(counts.FOLDER, True, f"of {len(steps)} evaluations, as recorded in {metrics_log.FILE}")
     yield from damaged
 
 
-def _at(files: Files, step: int, known: lines.Lines | None) -> Checkpoint | str | CheckpointError:
-    """A checkpoint; what is damaged of it; or why it is not this run's.
+def _checkpoint_at(files: Files, step: int, lines: metrics_log.Lines | None) -> Checkpoint | str | CheckpointError:
+    """Return a checkpoint; its damage as text; or the error that says why it is of another run.
 
     Args:
-        known: the lines that it must fit; None where they cannot be told.
+        lines: the lines that it must fit; None where they cannot be read.
     """
     try:
         saved = checkpoint.at(files.path / CHECKPOINTS, step)
     except CheckpointError as error:
         return f"damaged ({error})"
     try:
-        if known is not None:
-            known.check(saved)
+        if lines is not None:
+            lines.check(saved)
     except CheckpointError as error:
         return error
     return saved
 
 
-def _left(here: Folder) -> list[str]:
-    left = here.unfinished()
-    with suppress(CheckpointError), here.inner(CHECKPOINTS) as inner:
-        left += [f"{CHECKPOINTS}/{name}" for name in inner.unfinished()]
-    return left
+def _unfinished(run_folder: Folder) -> list[str]:
+    """Return the files that killed processes left."""
+    names = run_folder.unfinished()
+    with suppress(CheckpointError), run_folder.inner(CHECKPOINTS) as checkpoints:
+        names += [f"{CHECKPOINTS}/{name}" for name in checkpoints.unfinished()]
+    return names
 
 
-def _sweep(here: Folder) -> list[str]:
-    swept = checkpoint.sweep(here)
-    if CHECKPOINTS in here.names():
-        with here.inner(CHECKPOINTS) as inner:
-            swept += [f"{CHECKPOINTS}/{name}" for name in checkpoint.sweep(inner)]
+def _sweep(run_folder: Folder) -> list[str]:
+    """Remove the files that killed processes left, and return their names."""
+    swept = checkpoint.sweep(run_folder)
+    if CHECKPOINTS in run_folder.names():
+        with run_folder.inner(CHECKPOINTS) as checkpoints:
+            swept += [f"{CHECKPOINTS}/{name}" for name in checkpoint.sweep(checkpoints)]
     return swept

@@ -1,1 +1,1 @@
-"""Studies: arms, cells and paired seeds; what ran, what it shows, and whether a paper's figure came out."""
+"""Studies: arms over cells and paired seeds, their runs, comparisons, claims and reports."""

@@ -1,4 +1,4 @@
-"""`Definition`: what a study compares, read from YAML and checked before anything runs.
+"""`Definition`: the arms, cells and seeds of a study, read from YAML and checked before any run starts.
 
     name: aligner
     recipe: sfd/cifar10_if100_alpha0.05_k10      # or base: {...}, or both
@@ -10,13 +10,14 @@
     seeds: 6
     claims: [full > fedavg on few, full > without aligner]
 
-A run is one arm in one cell with one seed, which is `seed` and `data.seed` alike: arms of one cell and seed train on
-the same split, so their differences are paired.
+A run is one arm in one cell with one seed. The seed sets both `seed` and `data.seed`. Arms of one cell and seed
+therefore train on the same split, and their differences are paired.
 """
 
 import itertools
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,12 +26,16 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from raylt.config import Config, Section, check
+from raylt.config.sections import LAST_SEED
+from raylt.disk import LONGEST_NAME
 from raylt.errors import ConfigError
-from raylt.studies.claims import Claim, read_claim
-from raylt.studies.measures import At, measure_of
+from raylt.studies.analysis.claims import Claim, read_claim
+from raylt.studies.analysis.measures import At, measure_of
+from raylt.studies.running.tuning import Outcomes, Tuning
 from raylt.studies.settings import label, merge, read_recipe, read_yaml, resolved, slug
-from raylt.studies.tuning import Outcomes, Tuning
 
+MOST_SEEDS = 10_000
+MOST_CELLS = 10_000
 _ARM = re.compile(r"[\w(][\w .,+()=/-]*")
 
 
@@ -39,7 +44,7 @@ class Planned:
     """One run of a study.
 
     Attributes:
-        folder: relative to the study's.
+        folder: path of the run, relative to the study's folder.
     """
 
     cell: str
@@ -52,26 +57,26 @@ class Planned:
 class Definition(Section):
     """A study as its author wrote it."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*$", max_length=LONGEST_NAME)
     about: str = ""
     recipe: str | None = None
     base: dict[str, Any] = Field(default={})
     arms: dict[str, dict[str, Any]] = Field(min_length=1)
     cells: dict[str, list[Any]] | list[dict[str, Any]] | dict[str, dict[str, Any]] = Field(default={})
-    only: dict[str, list[str]] = Field(default={})      # arms of a cell, by its label, where it has not all
+    only: dict[str, list[str]] = Field(default={})  # the arms of a cell, by its label, where it has fewer than all
     seeds: int | list[int] = 3
     measure: str = "accuracy"
     at: At = "last"
     reference: str | None = None
-    claims: list[str | dict[str, float]] = Field(default=[])     # {CLAIM: how far a paper has it, in points}
+    claims: list[str | dict[str, float]] = Field(default=[])  # {CLAIM: difference that a paper prints, in points}
     tune: Tuning | None = None
-    paper: str | None = None            # set by raylt reproduce: whose figures the runs are held against
+    paper: str | None = None  # the paper that the runs are compared with; set by raylt reproduce
     scale: float = Field(default=1.0, gt=0, le=1)
 
     @field_validator("arms", mode="before")
     @classmethod
     def _arms(cls, value: Any) -> Any:
-        """`arm: fedprox` is short for `arm: {method: fedprox}`."""
+        """Read `arm: fedprox` as `arm: {method: fedprox}`."""
         if not isinstance(value, dict):
             return value
         return {name: {"method": arm} if isinstance(arm, str) else arm for name, arm in value.items()}
@@ -79,108 +84,83 @@ class Definition(Section):
     @field_validator("seeds")
     @classmethod
     def _seeds(cls, value: int | list[int]) -> int | list[int]:
-        if isinstance(value, int) and value < 1:
-            raise ValueError("must be at least 1")
+        if isinstance(value, int) and not 1 <= value <= MOST_SEEDS:
+            raise ValueError(f"must be from 1 to {MOST_SEEDS:,}")
         if isinstance(value, list) and (not value or len(set(value)) < len(value) or min(value) < 0):
             raise ValueError("must be different seeds, each at least 0")
+        if isinstance(value, list) and (len(value) > MOST_SEEDS or max(value) > LAST_SEED):
+            raise ValueError(f"must be at most {MOST_SEEDS:,} seeds, each at most {LAST_SEED}")
         return value
 
-    def check_names(self) -> None:
-        """Raises a ConfigError where a name is no folder, or a claim, measure or reference names what is not there."""
-        for arm in self.arms:
-            if not _ARM.fullmatch(arm) or " on " in arm or slug(arm) in ("", ".", ".."):
-                raise ConfigError(f"study.arms: {arm!r}: a name has letters, digits, spaces and .,+()=/- and no ' on '")
-        if len({slug(arm) for arm in self.arms}) < len(self.arms):
-            raise ConfigError("study.arms: two arms would share a folder; give names that differ in letters or digits")
-        self._check_cells()
-        if self.reference is not None and self.reference not in self.arms:
-            raise ConfigError(f"study.reference = {self.reference!r}: no such arm; there are: {', '.join(self.arms)}")
-        for cell, arms in self.only.items():
-            if cell not in self.all_cells or not set(arms) <= set(self.arms):
-                raise ConfigError(f"study.only: {cell!r}: {arms}; there are the cells {', '.join(self.all_cells)} and "
-                                  f"the arms {', '.join(self.arms)}")
-            if not arms or len(set(arms)) < len(arms):
-                raise ConfigError(f"study.only: {cell!r}: {arms}; give at least one arm, and each once")
-        for arm in self.tune.fields if self.tune else ():
-            if arm not in self.arms:
-                raise ConfigError(f"study.tune.fields: {arm!r} is no arm; there are: {', '.join(self.arms)}")
-        for cell in self.all_cells if self.tune else ():
-            if self.compared_to not in self.only.get(cell, self.arms):
-                raise ConfigError(f"study.tune: the budget is counted in runs of {self.compared_to!r}, which cell "
-                                  f"{cell!r} has not; set reference to an arm that every cell has")
-        for measure in (self.measure, *(name for claim in self.parsed_claims for name in claim.measures)):
-            try:
-                measure_of(measure)
-            except ConfigError as error:
-                raise ConfigError(f"study: {error}") from None
-        if self.at != "last" and measure_of(self.measure).every_round is None:
-            raise ConfigError(f"study.at = {self.at}: {self.measure} is known after the last round only; leave it out, "
-                              "or give a measure that every round has, as accuracy")
+    @property
+    def compared_to(self) -> str:
+        """The reference arm: the first, unless `reference` names another."""
+        return self.reference or next(iter(self.arms))
 
-    def _check_cells(self) -> None:
-        """Raises a ConfigError where cells would share a folder, or one would not have its own in the study's."""
-        folders: dict[str, str] = {}
-        if not self.all_cells:
-            raise ConfigError(f"study.cells: {self.cells}: no cell; give each setting at least one value")
-        for cell in self.all_cells:
-            folder = slug(cell)
-            if folder in (".", "..") or (not folder and len(self.all_cells) > 1):
-                raise ConfigError(f"study.cells: {cell!r}: cannot be a folder; give a name with letters or digits, "
-                                  "as in cells: {NAME: {SETTING: VALUE}}")
-            if folder in folders:
-                raise ConfigError(f"study.cells: {folders[folder]!r} and {cell!r} would share the folder {folder}; "
-                                  "give names that differ in letters or digits, as in cells: {NAME: {SETTING: VALUE}}")
-            folders[folder] = cell
+    @property
+    def all_seeds(self) -> list[int]:
+        """The seeds of every arm and cell."""
+        return list(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds
+
+    @cached_property
+    def all_cells(self) -> dict[str, dict[str, Any]]:
+        """Settings of each cell by its label, in the order of the file; without `cells` one cell with the label "".
+
+        Raises:
+            ConfigError: two cells would have the same label, or there are too many.
+        """
+        if isinstance(self.cells, list):
+            return _labelled(self.cells or [{}])
+        named = {name: settings for name, settings in self.cells.items() if isinstance(settings, dict)}
+        if named:
+            return named
+        lists = {key: values for key, values in self.cells.items() if isinstance(values, list)}
+        count = math.prod(map(len, lists.values()))
+        if count > MOST_CELLS:
+            raise ConfigError(
+                f"study.cells: the lists make {count:,} cells. Give lists of at most {MOST_CELLS:,} combinations.",
+                code="config.out-of-range",
+                key="study.cells",
+                value=count,
+            )
+        return _labelled([dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())])
 
     @property
     def parsed_claims(self) -> list[Claim]:
         """The claims, as `read_claim` reads them.
 
         Raises:
-            ConfigError: one cannot be read or names an arm that is not there.
+            ConfigError: a claim cannot be read or names an unknown arm.
         """
-        claims = [{claim: None} if isinstance(claim, str) else claim for claim in self.claims]
-        return [read_claim(text, list(self.arms), self.measure, printed)
-                for claim in claims for text, printed in claim.items()]
+        parsed = []
+        for claim in self.claims:
+            printed_by_text = {claim: None} if isinstance(claim, str) else claim
+            for text, printed in printed_by_text.items():
+                parsed.append(read_claim(text, list(self.arms), self.measure, printed))
+        return parsed
 
-    @property
-    def compared_to(self) -> str:
-        """The arm that all others are compared to: the first, unless one is named."""
-        return self.reference or next(iter(self.arms))
-
-    @property
-    def all_seeds(self) -> list[int]:
-        return list(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds
-
-    @cached_property
-    def all_cells(self) -> dict[str, dict[str, Any]]:
-        """Settings of each cell by its label, in the order of the file; one cell without a name where none is asked.
-
-        Raises:
-            ConfigError: two would have the same label.
-        """
-        if isinstance(self.cells, list):
-            return _labelled(self.cells or [{}])
-        named = {name: each for name, each in self.cells.items() if isinstance(each, dict)}
-        if named:
-            return named
-        lists = {key: each for key, each in self.cells.items() if isinstance(each, list)}
-        return _labelled([dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())])
+    def arms_of(self, cell: str) -> Sequence[str]:
+        """Return the arms that run in a cell."""
+        return self.only.get(cell, list(self.arms))
 
     def runs(self, tuned: Outcomes | None = None) -> list[Planned]:
-        """Every run, cell by cell, seed by seed, arm by arm.
+        """List every run, by cell, then seed, then arm.
 
         Args:
-            tuned: what came of tuning; without it arms have the settings that the study gives.
+            tuned: outcomes of tuning; without them arms have the settings that the study gives.
 
         Raises:
-            ConfigError: a setting does not exist or does not fit.
+            ConfigError: a setting does not exist or has a wrong value.
         """
-        return [self.run(cell, arm, seed, tuned) for cell in self.all_cells for seed in self.all_seeds
-                for arm in self.only.get(cell, self.arms)]
+        return [
+            self.run(cell, arm, seed, tuned)
+            for cell in self.all_cells
+            for seed in self.all_seeds
+            for arm in self.arms_of(cell)
+        ]
 
     def run(self, cell: str, arm: str, seed: int, tuned: Outcomes | None = None) -> Planned:
-        """One run of an arm in a cell, also with a seed that the study has not; see `runs`."""
+        """Return one run of an arm in a cell; the seed need not be one of the study's."""
         outcome = (tuned or {}).get(cell, {}).get(arm)
         tree = self._settings(cell, arm, seed)
         config = resolved(merge(tree, outcome["values"]) if outcome else tree, f"arm {arm!r}")
@@ -188,48 +168,189 @@ class Definition(Section):
         return Planned(cell, arm, seed, config, folder)
 
     def bases(self) -> dict[tuple[str, str], Config]:
-        """Of each cell and arm the settings that it is tuned from: those of the first seed, with only those fields of
-        the method that the study gives."""
-        return {(cell, arm): self.base_of(cell, arm) for cell in self.all_cells
-                for arm in self.only.get(cell, self.arms)}
+        """Return the settings that each arm is tuned from, by cell and arm; see `base_of`."""
+        return {(cell, arm): self.base_of(cell, arm) for cell in self.all_cells for arm in self.arms_of(cell)}
 
     def base_of(self, cell: str, arm: str) -> Config:
+        """Return the settings that an arm is tuned from in a cell.
+
+        They have the first seed, and only those fields of the method that the study gives.
+        """
         return check(Config, self._settings(cell, arm, self.all_seeds[0]))
+
+    def check_names(self) -> None:
+        """Check that names can be folders, and that claims and references name existing arms, cells and measures.
+
+        Raises:
+            ConfigError: a name is wrong.
+        """
+        self._check_arms()
+        self._check_cells()
+        self._check_only()
+        self._check_tuning()
+        self._check_measures()
+
+    def _check_arms(self) -> None:
+        for arm in self.arms:
+            if not _ARM.fullmatch(arm) or " on " in arm or slug(arm) in ("", ".", ".."):
+                raise ConfigError(
+                    f"study.arms: not a name for an arm ({arm!r}). Use letters, digits, spaces and .,+()=/- without "
+                    "' on '.",
+                    code="study.bad-name",
+                    key="study.arms",
+                    name=arm,
+                )
+        folders: dict[str, str] = {}
+        for arm in self.arms:
+            first = folders.setdefault(slug(arm), arm)
+            if first != arm:
+                raise _shared_folder("study.arms", [first, arm], slug(arm))
+        if self.reference is not None and self.reference not in self.arms:
+            raise _unknown("study.reference", "arm", self.reference, self.arms)
+
+    def _check_cells(self) -> None:
+        if not self.all_cells:
+            raise ConfigError(
+                f"study.cells: no cell ({self.cells}). Give each setting at least one value.",
+                code="config.out-of-range",
+                key="study.cells",
+                value=self.cells,
+            )
+        folders: dict[str, str] = {}
+        for cell in self.all_cells:
+            folder = slug(cell)
+            if folder in (".", "..") or (not folder and len(self.all_cells) > 1):
+                raise ConfigError(
+                    f"study.cells: cannot be the name of a folder ({cell!r}). Give the cell a name with letters or "
+                    "digits, as in cells: {NAME: {SETTING: VALUE}}.",
+                    code="study.bad-name",
+                    key="study.cells",
+                    name=cell,
+                )
+            if folder in folders:
+                raise _shared_folder("study.cells", [folders[folder], cell], folder)
+            folders[folder] = cell
+
+    def _check_only(self) -> None:
+        for cell, arms in self.only.items():
+            if cell not in self.all_cells:
+                raise _unknown("study.only", "cell", cell, self.all_cells)
+            for arm in arms:
+                if arm not in self.arms:
+                    raise _unknown("study.only", "arm", arm, self.arms)
+            if not arms or len(set(arms)) < len(arms):
+                raise ConfigError(
+                    f"study.only: {cell!r} has no arm or one arm twice ({arms}). Name at least one arm, each once.",
+                    code="config.out-of-range",
+                    key="study.only",
+                    cell=cell,
+                    value=arms,
+                )
+
+    def _check_tuning(self) -> None:
+        if self.tune is None:
+            return
+        for arm in self.tune.fields:
+            if arm not in self.arms:
+                raise _unknown("study.tune.fields", "arm", arm, self.arms)
+        for cell in self.all_cells:
+            if self.compared_to not in self.arms_of(cell):
+                raise ConfigError(
+                    f"study.tune: the budget is counted in runs of the reference arm, which cell {cell!r} does not "
+                    f"have ({self.compared_to}). Set reference to an arm that every cell has.",
+                    code="config.conflict",
+                    key="study.tune",
+                    cell=cell,
+                    arm=self.compared_to,
+                )
+
+    def _check_measures(self) -> None:
+        for measure in (self.measure, *(name for claim in self.parsed_claims for name in claim.measures)):
+            try:
+                measure_of(measure)
+            except ConfigError as error:
+                raise ConfigError(f"study: {error}", code=error.code, **error.details) from None
+        if self.at != "last" and measure_of(self.measure).every_round is None:
+            raise ConfigError(
+                f"study.at: {self.measure} is known after the last round only ({self.at}). Leave at out, or give a "
+                "measure that every round has, such as accuracy.",
+                code="config.conflict",
+                key="study.at",
+                value=self.at,
+                measure=self.measure,
+            )
 
     def _settings(self, cell: str, arm: str, seed: int) -> dict[str, Any]:
         settings = self.all_cells[cell]
-        here = {key: value for key, value in settings.items() if key != "recipe"}
+        without_recipe = {key: value for key, value in settings.items() if key != "recipe"}
         recipe = settings.get("recipe", self.recipe)
-        ground = merge({} if recipe is None else read_recipe(recipe), self.base)
-        return merge(merge(merge(ground, here), self.arms[arm]), {"seed": seed, "data.seed": seed})
+        tree = merge({} if recipe is None else read_recipe(recipe), self.base)
+        tree = merge(tree, without_recipe)
+        tree = merge(tree, self.arms[arm])
+        return merge(tree, {"seed": seed, "data.seed": seed})
+
+
+def read_definition(path: Path) -> Definition:
+    """Return the study in a YAML file; without a name it has that of the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or something in it is wrong.
+    """
+    tree = read_yaml(path)
+    defaults = {"name": path.stem}
+    recipe = tree.get("recipe")
+    files = [folder / recipe for folder in (path.parent, Path()) if isinstance(recipe, str)]
+    existing = [file for file in files if file.is_file()]
+    if existing:
+        # the study's folder keeps this path, and is read from any current folder
+        tree = tree | {"recipe": str(existing[0].absolute())}
+    return define(defaults | tree)
+
+
+def define(tree: Mapping[str, Any]) -> Definition:
+    """Return a study from a mapping, with the settings of every run checked.
+
+    Raises:
+        ConfigError: something in it is wrong.
+    """
+    definition: Definition = check(Definition, dict(tree), prefix="study.")
+    definition.check_names()
+    definition.runs()
+    return definition
 
 
 def _labelled(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     named: dict[str, dict[str, Any]] = {}
     for cell in cells:
-        other = named.setdefault(label(cell), cell)
-        if other is not cell:
-            raise ConfigError(f"study.cells: {other} and {cell} would both be called {label(cell)!r}; give each a "
-                              "name, as in cells: {NAME: {SETTING: VALUE}}, or leave one out")
+        name = label(cell)
+        if name in named:
+            raise ConfigError(
+                f"study.cells: {named[name]} and {cell} would have the same name ({name!r}). Name each cell, as in "
+                "cells: {NAME: {SETTING: VALUE}}, or leave one out.",
+                code="study.duplicate-name",
+                key="study.cells",
+                name=name,
+            )
+        named[name] = cell
     return named
 
 
-def read_definition(path: Path) -> Definition:
-    """The study in a YAML file; its name is the file's where it gives none.
+def _shared_folder(key: str, names: Sequence[str], folder: str) -> ConfigError:
+    first, second = names
+    return ConfigError(
+        f"{key}: {first!r} and {second!r} would share a folder ({folder}). Give names that differ in letters or "
+        "digits.",
+        code="study.duplicate-name",
+        key=key,
+        names=list(names),
+        folder=folder,
+    )
 
-    Raises:
-        ConfigError: unreadable, or something in it is wrong; names the value and the remedy.
-    """
-    tree = read_yaml(path)
-    named = tree.get("recipe")
-    files = [file for place in (path.parent, Path()) if isinstance(named, str) and (file := place / named).is_file()]
-    # by its whole name: the study's folder will name it too, and is read from anywhere
-    return define({"name": path.stem} | tree | ({"recipe": str(files[0].absolute())} if files else {}))
 
-
-def define(tree: Mapping[str, Any]) -> Definition:
-    """A study from a mapping, checked to the settings of its last run."""
-    definition: Definition = check(Definition, dict(tree), prefix="study.")
-    definition.check_names()
-    definition.runs()
-    return definition
+def _unknown(key: str, kind: str, name: str, names: Iterable[str]) -> ConfigError:
+    return ConfigError(
+        f"{key}: no such {kind} ({name!r}). Choose from {', '.join(names)}.",
+        code="config.unknown-name",
+        key=key,
+        name=name,
+    )

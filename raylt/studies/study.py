@@ -1,77 +1,264 @@
-"""`Study`: a folder of runs that belong together, from its definition to its tables."""
+"""`Study`: a folder of runs that belong together, from its definition to its tables.
 
-from collections.abc import Mapping
+`of_runs` makes a study of run folders that no study made.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
+from pydantic import TypeAdapter
 
 from raylt import store
-from raylt.errors import CheckpointError, ConfigError
-from raylt.runs import provenance
-from raylt.studies import recorded, results, schedule
-from raylt.studies.comparison import Comparison, compare
+from raylt.config import Config, settled
+from raylt.config import differences as setting_differences
+from raylt.data.task import build_task, judged_images_of
+from raylt.disk import exists, is_file
+from raylt.errors import CheckpointError, ConfigError, DataError, quoted, spoken
+from raylt.notebook import html_table, in_notebook, later
+from raylt.runs.callbacks.base import Callback
+from raylt.runs.callbacks.notebook_progress import NotebookProgress
+from raylt.runs.folder import provenance
+from raylt.studies.analysis.comparison import Comparison, compare
+from raylt.studies.analysis.measures import At, value_of
 from raylt.studies.definition import Definition, Planned, define, read_definition
-from raylt.studies.estimate import Pace
-from raylt.studies.measures import At
-from raylt.studies.recorded import Recorded
-from raylt.studies.records import Record, read_run
-from raylt.studies.settings import differences, flat
-from raylt.studies.tuning import Outcomes, describe, joined, read_tuned, search_arms, searched, write_tuned
+from raylt.studies.records import recorded_runs
+from raylt.studies.records.record import GROUPS, RunRecord, read_run
+from raylt.studies.records.recorded_runs import Holdings, Recorded
+from raylt.studies.report.comparison_tables import shown, unit
+from raylt.studies.running import scheduler
+from raylt.studies.running.time_left import Pace
+from raylt.studies.running.tuning import Outcomes, describe, joined, read_tuned, search_arms, searched, write_tuned
+from raylt.studies.settings import differences, flat, label
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FILE = "study.yaml"
+SEAL = "seal.json"  # the hash of study.yaml, as raylt wrote it
+_SEAL = TypeAdapter(dict[str, str])
+_NOT_A_CELL = ("data.seed", "data.root", "data.download", "data.split")  # settings of data that no cell is named after
 
 
-class Silent:
-    """A watcher that shows nothing."""
+def study(
+    definition: "Mapping[str, Any] | Path | str | Definition", out: Path | str = "runs", **options: Any
+) -> "Study":
+    """Run a study to its end.
 
-    def says(self, text: str) -> None:
-        pass
+    Args:
+        definition: the study, as a YAML file, a mapping with the same content or a `Definition`.
+        out: folder in which the study's folder is made.
+        options: arguments of `Study.run`.
 
-    def progress(self, done: int, total: int, running: Any, share: float, left_s: float | None) -> None:
-        pass
+    Returns:
+        The study with all its runs finished.
+
+    Raises:
+        ConfigError: runs failed. The error names them; the other runs are finished.
+    """
+    record_file = None
+    if isinstance(definition, str | Path):
+        file = Path(definition)
+        definition = read_definition(file)
+        record_file = recorded_runs.record_path(file, definition)
+    elif not isinstance(definition, Definition):
+        definition = define(definition)
+    made = Study.create(definition, Path(out), record_file, options.get("mix_versions", False))
+    failed = made.run(**options)
+    if failed:
+        raise ConfigError(
+            f"{made.folder}: {len(failed)} runs failed ({', '.join(failed)}). See the .failed files in that folder.",
+            code="study.runs-failed",
+            path=str(made.folder),
+            runs=failed,
+        )
+    return made
+
+
+def of_runs(folders: Sequence[Path]) -> "Study":
+    """Return a study of single runs.
+
+    Arms differ in the method or the model, cells in the data, and seeds in both seeds.
+
+    Raises:
+        CheckpointError: a folder cannot be read, or two runs have the same arm, cell and seed.
+    """
+    records = [_readable(read_run(folder)) for folder in folders]
+    trees = [flat(record.config) for record in records]
+    arms = _arm_names(trees)
+    cells = _labels([_cell_settings(tree) for tree in trees])
+    records = [
+        replace(record, arm=arm, cell=cell, seed=tree["seed"])
+        for record, tree, arm, cell in zip(records, trees, arms, cells, strict=True)
+    ]
+    first_by_key: dict[tuple[str, str, int], RunRecord] = {}
+    for record in records:
+        first = first_by_key.setdefault((record.arm, record.cell, record.seed), record)
+        if first.folder != record.folder:
+            raise _duplicate_run(first, record)
+    names = list(dict.fromkeys(record.arm for record in records))
+    definition = Definition(
+        name="runs", arms={name: {} for name in names}, seeds=sorted({record.seed for record in records})
+    )
+    return Study(definition, None, records)
+
+
+def check_claimed_groups(definition: Definition, plans: Sequence[Planned]) -> None:
+    """Check that the groups of classes that claims are about have test images in some cell.
+
+    Args:
+        definition: the study.
+        plans: the runs that are not done. Without the data of one of them nothing is checked.
+
+    Raises:
+        ConfigError: a group has none, so that the claim could never be judged.
+    """
+    claimed = {
+        group: claim
+        for claim in definition.parsed_claims
+        for group in GROUPS
+        if group in [measure.partition("@")[0] for measure in claim.measures]
+    }
+    if not claimed or not plans:
+        return
+    judged: set[str] = set()
+    low, high = 0, 0
+    for config in {plan.cell: plan.config.data for plan in plans}.values():
+        try:
+            tests = judged_images_of(build_task(config))
+        except DataError:
+            return
+        judged.update(group for group, images in tests["groups"].items() if images)
+        low, high = tests["thresholds"]
+    for group, claim in claimed.items():
+        if group not in judged:
+            raise ConfigError(
+                f"study.claims: no test image is of a {group}-shot class ({claim}). Set data.groups, which is "
+                f"[{low}, {high}] here, or claim something else.",
+                code="study.empty-group",
+                key="study.claims",
+                value=str(claim),
+                group=group,
+                groups=[low, high],
+            )
 
 
 class Study:
-    """Arms over cells and seeds, and what has become of each run.
+    """Arms over cells and seeds, with the state of each run.
 
     Attributes:
-        definition: what is compared.
-        folder: that holds the runs; None for results that were read from a file.
-        records: of every planned run, as they were when they were last read.
-        tuned: what came of tuning, by cell and arm, see raylt/studies/tuning.py.
-        recorded: runs that are on record and need no folder, see raylt/studies/recorded.py.
+        definition: arms, cells, seeds and claims.
+        folder: folder of the runs; None for results that were read from a file.
+        records: every planned run, as of the last reading.
+        tuned: outcomes of tuning, by cell and arm, see raylt/studies/running/tuning.py.
+        recorded: runs that are on record and need no folder, see raylt/studies/records/recorded_runs.py.
     """
 
-    def __init__(self, definition: Definition, folder: Path | None, records: list[Record],
-                 holdings: dict[str, dict[str, Any]] | None = None, tuned: Outcomes | None = None):
-        self.definition, self.folder, self.records = definition, folder, records
+    def __init__(
+        self,
+        definition: Definition,
+        folder: Path | None,
+        records: list[RunRecord],
+        holdings: Holdings | None = None,
+        tuned: Outcomes | None = None,
+    ):
+        self.definition = definition
+        self.folder = folder
+        self.records = records
         self.tuned: Outcomes = tuned or {}
         if folder is not None and definition.tune is not None:
             self.tuned = read_tuned(folder)
-        self.recorded = Recorded() if folder is None else recorded.read(folder, definition, self.tuned)
+        self.recorded = Recorded() if folder is None else recorded_runs.load_stored(folder, definition, self.tuned)
         self._holdings = holdings
 
-    @classmethod
-    def preview(cls, definition: Definition, out: Path, record_file: Path | None = None,
-                mix_versions: bool = False) -> "Study":
-        """What `create` would take up; makes nothing."""
-        study = cls(definition, out / definition.name, [])
-        if record_file is not None:
-            study.tuned = joined(recorded.tuned_in(record_file, definition, mix_versions), study.tuned)
-            study.recorded = recorded.take(record_file, study.planned, mix_versions)
-        study.read()
-        return study
+    def __repr__(self) -> str:
+        done = sum(record.state == "done" for record in self.records)
+        return f"Study({str(self.folder or self.definition.name)!r}, {done} of {len(self.records)} runs done)"
 
-    @classmethod
-    def create(cls, definition: Definition, out: Path, record_file: Path | None = None,
-               mix_versions: bool = False) -> "Study":
-        """The study's folder, made or taken up. What was run before stays, arms, cells and seeds may have been added.
+    def _repr_html_(self) -> str:
+        """Return the states of the runs as a table, with the mean of the study's measure over the finished ones."""
+        groups: dict[tuple[str, str], list[RunRecord]] = {}
+        for record in self.records:
+            groups.setdefault((record.cell, record.arm), []).append(record)
+        measure, at = self.definition.measure, self.definition.at
+        rows = []
+        for (cell, arm), records in groups.items():
+            states = Counter(record.state for record in records)
+            done = [value_of(record, measure, at) for record in records if record.state == "done"]
+            values = [value for value in done if value is not None]
+            rows.append(
+                [
+                    cell,
+                    arm,
+                    ", ".join(f"{count} {state}" for state, count in states.items()),
+                    shown(measure)(fmean(values)) if values else "-",
+                ]
+            )
+        return html_table(["cell", "arm", "runs", f"{measure}, mean, {unit(measure)}"], rows, repr(self), right=[3])
+
+    def plot(
+        self,
+        measures: Sequence[str] = (),
+        over: Literal["rounds", "bytes", "seconds"] = "rounds",
+        spread: Literal["interval", "sd"] = "interval",
+        path: Path | str | None = None,
+    ) -> "Figure":
+        """Draw the curves of the arms, and return a figure that a notebook shows.
 
         Args:
-            record_file: results of the study that were kept, whose runs count as done; it need not exist.
-            mix_versions: also those that were made by code that computes something else.
+            measures: accuracy, many, medium or few, a panel each; by default the accuracy and the groups.
+            over: what the horizontal axis counts.
+            spread: what the bands show: the t interval of the mean, or one standard deviation of the seeds.
+            path: file that the picture is written to as well, .png, .pdf or .svg.
+
+        Raises:
+            ConfigError: there is nothing to draw, or the file cannot be written.
+            CheckpointError: the runs cannot be compared.
+        """
+        return later("raylt.plots.objects", "draw_study")(self, measures, over, spread, path)
+
+    @classmethod
+    def preview(
+        cls, definition: Definition, out: Path, record_file: Path | None = None, mix_versions: bool = False
+    ) -> "Study":
+        """Return the study that `create` would return, and write nothing.
+
+        Raises:
+            ConfigError: a claim is about a group of classes that no cell has.
+        """
+        previewed = cls(definition, out / definition.name, [])
+        if record_file is not None:
+            outcomes = recorded_runs.load_tuned(record_file, definition, mix_versions)
+            previewed.tuned = joined(outcomes, previewed.tuned)
+            previewed.recorded = recorded_runs.load_planned(record_file, previewed.planned, mix_versions)
+        previewed.read()
+        still_open = [
+            plan
+            for plan, record in zip(previewed.planned, previewed.records, strict=True)
+            if record.state != "done" and not previewed.is_on_record(record)
+        ]
+        check_claimed_groups(definition, still_open)
+        return previewed
+
+    @classmethod
+    def create(
+        cls, definition: Definition, out: Path, record_file: Path | None = None, mix_versions: bool = False
+    ) -> "Study":
+        """Create the study's folder, or open it with its earlier runs.
+
+        The definition may have gained arms, cells and seeds since those runs.
+
+        Args:
+            definition: the study.
+            out: folder in which the study's folder is made.
+            record_file: results of the study that are kept; their runs count as done. The file need not exist.
+            mix_versions: whether recorded runs count although other code made them.
 
         Raises:
             CheckpointError: the folder is something else, a run in it was made with other settings, or the record
@@ -79,103 +266,170 @@ class Study:
         """
         folder = out / definition.name
         if folder.exists() and not (folder / FILE).is_file() and any(folder.iterdir()):
-            raise CheckpointError(f"{folder}: exists and is no study; give the study another name, or another --out")
-        study = cls.preview(definition, out, record_file, mix_versions)
-        for plan, made in zip(study.planned, study.records, strict=True):
-            if not study.is_on_record(made) and made.config and (changed := differences(made.config, plan.config)):
-                raise CheckpointError(f"{folder / plan.folder}: was made with other settings ({'; '.join(changed)}); "
-                                      "give the study another name, or remove that run")
+            raise CheckpointError(
+                f"{folder}: exists and is not a study. Give the study another name, or another --out.",
+                code="study.not-a-study",
+                path=str(folder),
+            )
+        created = cls.preview(definition, out, record_file, mix_versions)
+        created.check_settings(folder)
+        content = definition.model_dump(mode="json", exclude_defaults=True)
+        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         with store.folder_for(folder) as opened:
-            opened.write(FILE, yaml.safe_dump(definition.model_dump(mode="json", exclude_defaults=True),
-                                              sort_keys=False, allow_unicode=True))
+            opened.write(SEAL, json.dumps({FILE: hashlib.sha256(text.encode()).hexdigest()}) + "\n")
+            opened.write(FILE, text)
         if record_file is not None:
-            recorded.keep(folder, definition, study.recorded)
-            if study.tuned:
-                write_tuned(folder, study.tuned)
-        return study
+            recorded_runs.store_taken(folder, definition, created.recorded)
+            if created.tuned:
+                write_tuned(folder, created.tuned)
+        return created
 
     @classmethod
-    def open(cls, path: Path) -> "Study":
-        """A study's folder, its results.json, or a run folder by itself.
+    def open(cls, path: Path | str) -> "Study":
+        """Open a study's folder or its results.json.
 
         Raises:
-            CheckpointError: it is none of these.
+            CheckpointError: the path is neither.
         """
-        if path.is_file() and path.suffix == ".json":
-            definition, records, holdings, tuned = results.read_results(path)
+        path = Path(path)
+        if is_file(path) and path.suffix == ".json":
+            definition, records, holdings, tuned = recorded_runs.read_results(path)
             return cls(definition, None, records, holdings, tuned)
-        if (path / FILE).is_file():
-            study = cls(read_definition(path / FILE), path, [])
-            study.read()
-            return study
-        problem = f"no study (it has no {FILE})" if path.exists() else "no such file or folder"
-        raise CheckpointError(f"{path}: {problem}; give a folder that raylt study made, or its {results.FILE}")
+        if is_file(path / FILE):
+            check_definition_seal(path)
+            opened = cls.open_unchecked(path)
+            opened.check_settings(path)
+            opened.check_whole()
+            return opened
+        remedy = f"Give a folder that raylt study made, or its {recorded_runs.FILE}."
+        if not exists(path):
+            raise CheckpointError(f"{path}: no such file or folder. {remedy}", code="file.not-found", path=str(path))
+        raise CheckpointError(
+            f"{path}: is not a study (it has no {FILE}). {remedy}", code="study.not-a-study", path=str(path)
+        )
+
+    @classmethod
+    def open_unchecked(cls, folder: Path) -> "Study":
+        """Open a study's folder although its runs may be damaged or have other settings than it plans."""
+        opened = cls(read_definition(folder / FILE), folder, [])
+        opened.read()
+        return opened
 
     @property
     def planned(self) -> list[Planned]:
-        """Every run, with what its arm was tuned to."""
+        """Every run, with the settings that its arm was tuned to."""
         return self.definition.runs(self.tuned)
 
-    def read(self) -> list[Record]:
-        """Reads the state of every run off its folder; one that has none is done if it is on record."""
+    def read(self) -> list[RunRecord]:
+        """Read the state of every run from its folder; a run on record needs none.
+
+        Returns:
+            The records, in the order of `planned`.
+        """
         assert self.folder is not None
         self._holdings = None
         self.records = []
         for plan in self.planned:
-            found = read_run(self.folder / plan.folder, plan.cell, plan.arm, plan.seed, plan.folder)
+            record = read_run(self.folder / plan.folder, plan.cell, plan.arm, plan.seed, plan.folder)
             on_record = self.recorded.records.get((plan.cell, plan.arm, plan.seed))
-            self.records.append(on_record if found.state == "missing" and on_record else
-                                replace(found, planned_steps=plan.config.federation.rounds))
+            if record.state == "missing" and on_record:
+                self.records.append(on_record)
+            else:
+                self.records.append(replace(record, planned_steps=plan.config.federation.rounds))
         return self.records
 
-    def run(self, watcher: schedule.Watcher | None = None, parallel: int | None = None,
-            fleet: Literal["local", "ray"] = "local", address: str | None = None,
-            mix_versions: bool = False, record_file: Path | None = None) -> list[str]:
-        """Tunes arms where the study says so, runs what is missing, goes on with what stopped, writes results.json.
+    def run(
+        self,
+        callback: Callback | None = None,
+        parallel: int | None = None,
+        fleet: Literal["local", "ray"] = "local",
+        address: str | None = None,
+        mix_versions: bool = False,
+        record_file: Path | None = None,
+    ) -> list[str]:
+        """Tune arms where the study asks for it, do the runs that are not finished, and write results.json.
 
         Args:
-            parallel: runs at once; by default one per core.
-            mix_versions: go on although runs were made by code that computes something else.
-            record_file: results of the study that are kept: finished runs are put there, also when this is interrupted.
+            callback: receives messages and the progress; by default a bar in a notebook, and nothing elsewhere.
+            parallel: runs at once; by default one per core, or per GPU.
+            fleet: "local" for one process per run, or "ray" for client actors.
+            address: of a running Ray cluster.
+            mix_versions: whether to continue although other code made some of the runs.
+            record_file: results of the study that are kept. Finished runs are added, also after an interruption.
 
         Returns:
-            The folders, relative to the study's, of runs that failed.
+            Folders, relative to the study's, of the runs that failed.
 
         Raises:
-            CheckpointError: a run is damaged, or runs were made by another version of the code.
+            CheckpointError: a run is damaged, or other code made a run.
         """
         assert self.folder is not None
+        callback = callback or (NotebookProgress() if in_notebook() else Callback())
         self._check_runs(self.folder, mix_versions)
         if self.definition.tune is not None:
-            self.tuned = search_arms(self.definition.bases(), self.definition.tune, self.definition.compared_to,
-                                     self.folder, watcher or Silent(), parallel, fleet, address)
+            self.tuned = search_arms(
+                self.definition.bases(),
+                self.definition.tune,
+                self.definition.compared_to,
+                self.folder,
+                callback,
+                parallel,
+                fleet,
+                address,
+            )
             self.read()
-        # a run without a folder is nothing that another could go on from
-        here = [(plan, found) for plan, found in zip(self.planned, self.records, strict=True)
-                if not self.is_on_record(found)]
+        # another run cannot continue from a run on record, which has no folder
+        with_folder = [
+            (plan, record)
+            for plan, record in zip(self.planned, self.records, strict=True)
+            if not self.is_on_record(record)
+        ]
+        plans = [plan for plan, _ in with_folder]
+        records = [record for _, record in with_folder]
         try:
-            return schedule.run_all([plan for plan, _ in here], [found for _, found in here], self.folder,
-                                    watcher or Silent(), parallel, fleet, address, Pace(self.records))
+            pace = Pace(self.records)
+            return scheduler.run_all(plans, records, self.folder, callback, parallel, fleet, address, pace)
         finally:
             self.read()
             for line in self.save_results(record_file):
-                (watcher or Silent()).says(line)
+                callback.on_message(line)
 
-    def compare(self, measure: str | None = None, at: At | None = None, reference: str | None = None,
-                level: float = 0.95, mix_versions: bool = False) -> Comparison:
-        """What the finished runs show, see `raylt.studies.comparison.compare`."""
-        chosen = self.definition
-        own = {arm: {key: value for key, value in flat(changes).items() if not key.startswith("method")}
-               for arm, changes in chosen.arms.items()}
+    def compare(
+        self,
+        measure: str | None = None,
+        at: At | None = None,
+        reference: str | None = None,
+        level: float = 0.95,
+        mix_versions: bool = False,
+        may_lack: bool = False,
+    ) -> Comparison:
+        """Compare the finished runs, see `raylt.studies.analysis.comparison.compare`."""
+        definition = self.definition
+        own = {
+            arm: {key: value for key, value in flat(changes).items() if not key.startswith("method")}
+            for arm, changes in definition.arms.items()
+        }
         lines = [describe(cell, arm, outcome) for cell, arms in self.tuned.items() for arm, outcome in arms.items()]
-        return compare(self.records, reference or chosen.compared_to, chosen.parsed_claims, measure or chosen.measure,
-                       at or chosen.at, level, own, searched(self.tuned), lines, mix_versions)
+        return compare(
+            self.records,
+            reference or definition.compared_to,
+            definition.parsed_claims,
+            measure or definition.measure,
+            at or definition.at,
+            level,
+            own,
+            searched(self.tuned),
+            lines,
+            mix_versions,
+            may_lack,
+        )
 
     @property
-    def holdings(self) -> dict[str, dict[str, Any]]:
-        """Of each cell, for its first finished run: "names" and "groups" of the classes, "counts" by client and class.
+    def holdings(self) -> Holdings:
+        """The clients' class counts in the first finished run of each cell.
 
-        Cells whose data are not on this machine are left out.
+        Each cell has "names" and "groups" of the classes, and "counts" by client and class. A cell is left out where
+        its data are not on this machine.
         """
         if self._holdings is None:
             self._holdings = {}
@@ -183,65 +437,177 @@ class Study:
                 if record.state != "done" or record.cell in self._holdings:
                     continue
                 if self.is_on_record(record):
-                    held = self.recorded.holdings.get(record.cell)
+                    class_counts = self.recorded.holdings.get(record.cell)
                 else:
-                    held = results.held_in(record.config, (self.folder or Path()) / record.folder)
-                if held is not None:
-                    self._holdings[record.cell] = held
+                    folder = (self.folder or Path()) / record.folder
+                    class_counts = recorded_runs.read_holdings(record.config, folder)
+                if class_counts is not None:
+                    self._holdings[record.cell] = class_counts
         return self._holdings
 
     def save_results(self, record_file: Path | None = None) -> list[str]:
-        """Writes results.json: the definition and every record, all that tables and reports are made from.
+        """Write results.json: the definition and every record, from which tables and reports are made.
 
         Args:
             record_file: results that are kept, to which finished runs are added.
 
         Returns:
-            What was taken off those, see `raylt.studies.recorded.record`.
+            Lines that name the removed records, see `raylt.studies.records.recorded_runs.update`.
         """
         assert self.folder is not None
-        results.write_results(self.folder / results.FILE, self.definition, self.records, self.holdings, self.tuned)
-        done = [each for each in self.records if each.state == "done"]
+        recorded_runs.write_results(
+            self.folder / recorded_runs.FILE, self.definition, self.records, self.holdings, self.tuned
+        )
+        done = [record for record in self.records if record.state == "done"]
         if record_file is None or not done:
             return []
-        return recorded.record(record_file, self.definition, done, self.holdings, self.tuned)
+        return recorded_runs.update(record_file, self.definition, done, self.holdings, self.tuned)
 
-    def is_on_record(self, record: Record) -> bool:
-        """Whether a run is done because it is on record, and has no folder."""
+    def is_on_record(self, record: RunRecord) -> bool:
+        """Return whether a run is done because it is on record, without a folder."""
         return self.recorded.records.get((record.cell, record.arm, record.seed)) is record
 
-    def _check_runs(self, folder: Path, mix_versions: bool) -> None:
-        """Raises a CheckpointError where a run is damaged, or was made by other code and versions may not be mixed."""
-        current = provenance.code_sha256()
-        for record in self.read():
+    def check_whole(self) -> None:
+        """Check that no run is damaged.
+
+        Raises:
+            CheckpointError: files of a run contradict each other, were changed or cannot be read.
+        """
+        folder = self.folder or Path()
+        for record in self.records:
             if record.state == "damaged":
-                raise CheckpointError(f"{record.problem}; raylt verify {folder / record.folder} says what is whole; "
-                                      "remove that run to do it again")
+                raise CheckpointError(
+                    f"{_problem(record)}. Check it with raylt verify {quoted(folder / record.folder)}, or remove that "
+                    "run to repeat it.",
+                    code="study.damaged-run",
+                    path=str(folder / record.folder),
+                )
+
+    def check_settings(self, folder: Path) -> None:
+        """Check that the runs in the folder have the settings that the study plans."""
+        for plan, record in zip(self.planned, self.records, strict=True):
+            if self.is_on_record(record) or not record.config:
+                continue
+            changed = differences(record.config, plan.config)
+            if changed:
+                raise CheckpointError(
+                    f"{folder / plan.folder}: was made with other settings ({'; '.join(changed)}). Give the study "
+                    "another name, or remove that run.",
+                    code="study.changed",
+                    path=str(folder / plan.folder),
+                    differences=changed,
+                )
+
+    def _check_runs(self, folder: Path, mix_versions: bool) -> None:
+        """Check that no run is damaged, and that all are of one version of the code unless versions may be mixed."""
+        current = provenance.code_sha256()
+        self.read()
+        self.check_whole()
+        for record in self.records:
             codes = record.made.get("codes", []) if record.state != "missing" else []
             if not mix_versions and any(code != current for code in codes):
-                raise CheckpointError(f"{record.folder}: was made by another version of the code ({codes[0][:12]}, "
-                                      f"now {current[:12]}); --mix-versions goes on, another name starts anew")
+                raise CheckpointError(
+                    f"{record.folder}: was made by another version of the code ({codes[0][:12]}, now {current[:12]}). "
+                    f"Continue with {spoken('--mix-versions', 'mix_versions=True')}, or give the study another name to "
+                    "start again.",
+                    code="study.other-code",
+                    path=record.folder,
+                    codes=list(codes),
+                )
 
 
-def study(definition: "Mapping[str, Any] | Path | str | Definition", out: Path | str = "runs", **how: Any) -> Study:
-    """Runs a study to its end: `raylt.study("study.yaml")`, or with the same content as a mapping.
-
-    Args:
-        out: folder that the study's folder is made in.
-        how: see `Study.run`.
+def check_definition_seal(folder: Path) -> None:
+    """Check that study.yaml is the file that raylt wrote into a study's folder.
 
     Raises:
-        ConfigError: runs failed; they are named, and the others are there.
+        CheckpointError: it was changed, or the folder has no seal.
     """
-    record_file = None
-    if isinstance(definition, str | Path):
-        file, definition = Path(definition), read_definition(Path(definition))
-        record_file = recorded.place_of(file, definition)
-    elif not isinstance(definition, Definition):
-        definition = define(definition)
-    made = Study.create(definition, Path(out), record_file, how.get("mix_versions", False))
-    failed = made.run(**how)
-    if failed:
-        raise ConfigError(f"{made.folder}: {len(failed)} runs failed ({', '.join(failed)}); see the .failed "
-                          "files there")
-    return made
+    with store.Folder.open(folder) as opened:
+        if SEAL not in opened.names():
+            raise CheckpointError(
+                f"{folder / SEAL}: is missing. Put it back, or run the study's file again with raylt study.",
+                code="record.changed",
+                path=str(folder / SEAL),
+            )
+        if opened.read_json(SEAL, _SEAL) != {FILE: opened.hash(FILE)}:
+            raise CheckpointError(
+                f"{folder / FILE}: was changed after raylt wrote it. Put the original back, or run the study's file "
+                "again with raylt study.",
+                code="record.changed",
+                path=str(folder / FILE),
+            )
+
+
+def _readable(record: RunRecord) -> RunRecord:
+    """Return a record that has a configuration and no contradictions.
+
+    Raises:
+        CheckpointError: the run is damaged or has no configuration.
+    """
+    if record.state == "damaged":
+        raise CheckpointError(
+            f"{_problem(record)}. Check it with raylt verify {quoted(record.folder)}.",
+            code="study.damaged-run",
+            path=record.folder,
+        )
+    if not record.config:
+        raise CheckpointError(
+            f"{record.folder}: is not a run folder that can be read ({record.problem or 'it has no config.yaml'}). "
+            "Give folders that raylt run made.",
+            code="study.not-a-study",
+            path=record.folder,
+        )
+    return record
+
+
+def _problem(record: RunRecord) -> str:
+    return (record.problem or "").rstrip(".")
+
+
+def _cell_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in tree.items() if key.startswith("data.") and key not in _NOT_A_CELL}
+
+
+def _duplicate_run(first: RunRecord, second: RunRecord) -> CheckpointError:
+    differing = [
+        f"{key} {before!r}, {after!r}" for key, before, after in setting_differences(_settled(first), _settled(second))
+    ]
+    if differing:
+        problem = f"have one method, one kind of data and seed {second.seed}, but differ in {'; '.join(differing)}"
+        remedy = "Give one of them, or make them arms of a study."
+    else:
+        problem = "have the same settings and seed"
+        remedy = "Give one of them."
+    return CheckpointError(
+        f"{first.folder} and {second.folder}: {problem}. {remedy}",
+        code="study.duplicate-run",
+        paths=[first.folder, second.folder],
+        differences=differing,
+    )
+
+
+def _settled(record: RunRecord) -> dict[str, Any]:
+    return settled(Config(**record.config))
+
+
+def _arm_names(trees: list[dict[str, Any]]) -> list[str]:
+    """Name each run by its method, the fields that differ among the runs of that method, and its model if models do."""
+    methods = [tree["method.name"] for tree in trees]
+    models = _labels([{"model": tree["model"]} for tree in trees])
+    names = [""] * len(trees)
+    for method in dict.fromkeys(methods):
+        positions = [position for position, name in enumerate(methods) if name == method]
+        fields = [
+            {key: value for key, value in trees[p].items() if key.startswith("method.") and key != "method.name"}
+            for p in positions
+        ]
+        for position, text in zip(positions, _labels(fields), strict=True):
+            names[position] = ", ".join(part for part in (method, text, models[position]) if part)
+    return names
+
+
+def _labels(parts: list[dict[str, Any]]) -> list[str]:
+    """Return a label for each mapping that says in which of its values it differs from the other mappings."""
+    keys = list(dict.fromkeys(key for part in parts for key in part))
+    differing = [key for key in keys if len({str(part.get(key)) for part in parts}) > 1]
+    return [label({key: part[key] for key in differing if key in part}) for part in parts]

@@ -23,8 +23,14 @@ def make_fleet(ray_session, tiny_task) -> Iterator[Callable[..., RayFleet]]:
 
     def make(config: Config, actors: int, method: Method | None = None, **placed: Any) -> RayFleet:
         shards, test = Shards.put(tiny_task.shards), ray.put(tiny_task.test)
-        fleet = RayFleet(make_setup(config, method), tiny_task, shards, test,
-                         Placement(**{"actors": actors, "cpus": 0.25, "gpus": 0.0} | placed), f"run{next(_names)}")
+        fleet = RayFleet(
+            make_setup(config, method),
+            tiny_task,
+            shards,
+            test,
+            Placement(**{"actors": actors, "cpus": 0.25, "gpus": 0.0} | placed),
+            f"run{next(_names)}",
+        )
         made.append(fleet)
         return fleet
 

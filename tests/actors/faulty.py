@@ -1,6 +1,6 @@
 """`raylt` with one more method, which stops once at each stage of a run and waits there for what the test does to it.
 
-    python faulty.py run method=faulty ...        in a process; Ray's workers learn the method by Ray's own hooks
+python faulty.py run method=faulty ...        in a process; Ray's workers learn the method by Ray's own hooks
 """
 
 import gc
@@ -12,13 +12,13 @@ from typing import ClassVar
 
 import torch
 
-from raylt.core import checkpoint
+from raylt.core.checkpoint import checkpoint
 from raylt.core.client import Client, Message, Reply
-from raylt.core.fleet import Fleet
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import mean
 from raylt.core.method import Method
-from raylt.core.reductions import mean
 from raylt.core.server import Server
-from raylt.data.task import Facts
+from raylt.data.task import TaskSpec
 from raylt.methods import METHODS
 from raylt.models.split import Params, SplitModel
 from raylt.tree import Tree
@@ -34,8 +34,8 @@ class Faulty(Method):
     """FedAvg whose models depend on private state: a state that is lost or used twice shows in the weights."""
 
     name: ClassVar[str] = "faulty"
-    folder: str = ""            # markers: <stage>-reached holds a pid, <stage>-go ends the wait
-    ill: bool = False           # client 1 raises in round 2, sends NaN in 3 and a wrong shape in 4; 0 hangs in 5
+    folder: str = ""  # markers: <stage>-reached holds a pid, <stage>-go ends the wait
+    ill: bool = False  # client 1 raises in round 2, sends NaN in 3 and a wrong shape in 4; 0 hangs in 5
 
     def train(self, client: Client, message: Message) -> Reply:
         if client.id == 0 and self.folder:
@@ -116,7 +116,7 @@ class Crowded(Method):
     folder: str
     fit: int
 
-    def build(self, task: Facts, base: SplitModel) -> SplitModel:
+    def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
         crowd(Path(self.folder), self.fit)
         return base
 
@@ -187,6 +187,8 @@ class Holds:
 
 if __name__ == "__main__":
     import faulty  # under the name by which others can import its classes
+
     faulty.register()
     from raylt.cli.main import main
+
     sys.exit(main())

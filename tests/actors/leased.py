@@ -18,11 +18,11 @@ from actors.placement import nodes_of, plan, reserve
 from raylt.config import Config, load
 from raylt.core import device
 from raylt.core.client import Client, Message, Reply
-from raylt.core.fleet import Fleet
+from raylt.core.fleet.fleet import Fleet
 from raylt.core.method import Method
 from raylt.core.server import Server
 from raylt.errors import RayltError
-from raylt.runs import provenance
+from raylt.runs.folder import provenance
 
 SETTINGS = ["method=fedavg", "federation.rounds=1", "local.epochs=1", "data.clients=4", "resources.cpus_per_client=0.5"]
 
@@ -46,7 +46,7 @@ def carry_out(name: str, *settings: str) -> dict[str, object]:
         raylt.run(config_of(*settings), out=folder.parent, name=name, quiet=True)
     except RayltError as error:
         return {"refused": str(error), "exit_code": error.exit_code, "left": folder.exists()}
-    line, = provenance.read(folder)
+    (line,) = provenance.read(folder)
     return {"device": line["device"], "server_device": line["server_device"], "gpus": free_gpus()}
 
 
@@ -62,8 +62,14 @@ def places() -> dict[str, object]:
     group = reserve(chosen.placement, 4)
     assert group.wait(60)
     server = Place.options(num_cpus=0, num_gpus=chosen.server_gpus).remote()
-    actors = [Place.options(num_cpus=chosen.placement.cpus, num_gpus=chosen.placement.gpus,
-                            scheduling_strategy=PlacementGroupSchedulingStrategy(group, i)).remote() for i in range(4)]
+    actors = [
+        Place.options(
+            num_cpus=chosen.placement.cpus,
+            num_gpus=chosen.placement.gpus,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, i),
+        ).remote()
+        for i in range(4)
+    ]
     leases = ray.get([actor.leased.remote() for actor in [*actors, server]], timeout=60)
     for actor in [*actors, server]:
         ray.kill(actor)
@@ -103,14 +109,23 @@ def lost() -> dict[str, object]:
     raylt.register(Breaks)
     marks = Path(sys.argv[1]) / "marks"
     marks.mkdir()
-    config = config_of(f"method={Breaks.name}", f"method.folder={marks}", "federation.rounds=3", "data.clients=2",
-                       "resources.gpus_per_client=1")
+    config = config_of(
+        f"method={Breaks.name}",
+        f"method.folder={marks}",
+        "federation.rounds=3",
+        "data.clients=2",
+        "resources.gpus_per_client=1",
+    )
     there = raylt.run(config, out=marks.parent, name="lost", quiet=True)
     leases = {who: [json.loads(mark.read_text()) for mark in marks.glob(f"{who}-*")] for who in ("client", "server")}
     here = raylt.run(config, out=marks.parent, name="undisturbed", fleet="local", quiet=True)
     retried = [int(id) for report in there.reports for id in report["retried"]]
-    return {"leases": leases, "same": there.summary["model_sha256"] == here.summary["model_sha256"],
-            "retried": retried, "gpus": free_gpus()}
+    return {
+        "leases": leases,
+        "same": there.summary["model_sha256"] == here.summary["model_sha256"],
+        "retried": retried,
+        "gpus": free_gpus(),
+    }
 
 
 def tell(name: str, result: dict[str, object]) -> None:
@@ -127,13 +142,24 @@ def compute_there() -> None:
     device._on_gpu = lambda config, leased=None: not FREE.exists() and decide(config, leased)
 
 
-ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False,
-         object_store_memory=100 * 2**20, runtime_env={"worker_process_setup_hook": compute_there})
+ray.init(
+    address="local",
+    num_cpus=4,
+    num_gpus=2,
+    include_dashboard=False,
+    log_to_driver=False,
+    configure_logging=False,
+    object_store_memory=100 * 2**20,
+    runtime_env={"worker_process_setup_hook": compute_there},
+)
 assert not torch.cuda.is_available(), "this test is for machines without a GPU"
-for name, result in (("places", places()), ("leased", carry_out("leased")),
-                     ("clients", carry_out("clients", "resources.device=cuda")),
-                     ("none", carry_out("none", "resources.gpus_per_client=0")),
-                     ("cpu", carry_out("cpu", "resources.device=cpu", "resources.gpus_per_client=0.25"))):
+for name, result in (
+    ("places", places()),
+    ("leased", carry_out("leased")),
+    ("clients", carry_out("clients", "resources.device=cuda")),
+    ("none", carry_out("none", "resources.gpus_per_client=0")),
+    ("cpu", carry_out("cpu", "resources.device=cpu", "resources.gpus_per_client=0.25")),
+):
     tell(name, result)
 FREE.touch()
 tell("lost", lost())

@@ -10,10 +10,10 @@ from actors.fleet import RayFleet
 from actors.placement import Placement
 from actors.shards import Shards
 from raylt.config import Config
-from raylt.data.split import Split
+from raylt.data.splits.split import Split
 from raylt.data.task import Shard, Task
 
-LARGE, NOBODY = 7, 11           # a client that has a call of its own, and one without samples
+LARGE, NOBODY = 7, 11  # a client that has a call of its own, and one without samples
 _names = itertools.count()
 
 
@@ -23,8 +23,10 @@ def make_many(clients: int) -> Task:
     sizes = [40 if k == LARGE else 0 if k == NOBODY else 2 + k % 3 for k in range(clients)]
     ends = np.cumsum(sizes)
     rows = tuple(np.arange(end - n, end) for n, end in zip(sizes, ends, strict=True))
-    shards = tuple(Shard(rng.integers(0, 256, (n, 4, 4, 1), dtype=np.uint8), rng.integers(0, 4, n), held)
-                   for n, held in zip(sizes, rows, strict=True))
+    shards = tuple(
+        Shard(rng.integers(0, 256, (n, 4, 4, 1), dtype=np.uint8), rng.integers(0, 4, n), held)
+        for n, held in zip(sizes, rows, strict=True)
+    )
     test = Shard(rng.integers(0, 256, (20, 4, 4, 1), dtype=np.uint8), rng.integers(0, 4, 20))
     counts = np.stack([np.bincount(shard.labels(), minlength=4) for shard in shards])
     split = Split(rows, "", "random", 1.0, "iid", 1.0, 0)
@@ -32,11 +34,24 @@ def make_many(clients: int) -> Task:
 
 
 def configure(clients: int, **federation) -> Config:
-    return Config.model_validate({"method": "fedavg", "data": {"clients": clients}, "local": {"batch": 8},
-                                  "federation": {"rounds": 2} | federation})
+    return Config.model_validate(
+        {
+            "method": "fedavg",
+            "data": {"clients": clients},
+            "local": {"batch": 8},
+            "federation": {"rounds": 2} | federation,
+        }
+    )
 
 
 def make_fleet(config: Config, task: Task, actors: int, method, folder=None) -> RayFleet:
     """With actors of a quarter of a CPU."""
-    return RayFleet(make_setup(config, method), task, Shards.put(task.shards), ray.put(task.test),
-                    Placement(actors, 0.25, 0.0), f"many{next(_names)}", folder)
+    return RayFleet(
+        make_setup(config, method),
+        task,
+        Shards.put(task.shards),
+        ray.put(task.test),
+        Placement(actors, 0.25, 0.0),
+        f"many{next(_names)}",
+        folder,
+    )

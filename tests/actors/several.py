@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 
 os.chdir(Path(sys.argv[1]))
-from actors.cluster import session  # noqa: E402  (Ray reads where it is started)
+from actors.cluster.session import session  # noqa: E402  (Ray reads where it is started)
 
 
 def remote_answer() -> int:
     import ray
+
     return ray.get(ray.remote(lambda: 42).remote(), timeout=60)
 
 
@@ -20,7 +21,7 @@ for mode in (None, "disabled", None):
     with session(None) as cluster:
         assert cluster.started
         print(f"new:{cluster.token}", flush=True)
-        with session(None) as within:               # what is in a session works in it, and stays
+        with session(None) as within:  # what is in a session works in it, and stays
             print(f"here:{within.token}", flush=True)
         assert remote_answer() == 42
 print(f"RAY_AUTH_MODE={os.environ.get('RAY_AUTH_MODE')}")

@@ -49,9 +49,23 @@ def nodes(folder: Path, env: dict[str, str], *options: list[str]) -> Iterator[st
             where = [f"--address={address}"] if started else ["--head", f"--port={port}", f"--temp-dir={folder}"]
             log = folder.parent / f"{folder.name}-{len(started)}.txt"
             with log.open("w") as out:
-                started.append(subprocess.Popen(
-                    [BIN / "ray", "start", "--block", "--object-store-memory=100000000", "--metrics-export-port=0",
-                     f"--dashboard-agent-listen-port={free_port()}", *where, *more], env=env, stdout=out, stderr=out))
+                started.append(
+                    subprocess.Popen(
+                        [
+                            BIN / "ray",
+                            "start",
+                            "--block",
+                            "--object-store-memory=100000000",
+                            "--metrics-export-port=0",
+                            f"--dashboard-agent-listen-port={free_port()}",
+                            *where,
+                            *more,
+                        ],
+                        env=env,
+                        stdout=out,
+                        stderr=out,
+                    )
+                )
             try:
                 wait_for(lambda log=log: "Ray runtime started" in log.read_text(), started[-1])
             except AssertionError as error:

@@ -23,12 +23,19 @@ from raylt.runs.verify import verify
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 VICTIMS = {"driver": 5, "ServerActor": 5, "ClientActor": 10}
 AT_ONCE = 2
-LIMIT_S = 840             # on a machine where others are at work; about two minutes where nobody is
+LIMIT_S = 840  # on a machine where others are at work; about two minutes where nobody is
 # private states, control variates, statistics and a last phase at the server
 METHODS = ("scaffold", "fedper", "ccvr", "fedavg")
 # a call is made again however often its process dies, so that nobody is left out
-SETTINGS = ["federation.rounds=8", "local.epochs=1", "data.clients=4", "federation.participation=0.75",
-            "federation.retries=50", "resources.actors=2", "resources.cpus_per_client=0.5"]
+SETTINGS = [
+    "federation.rounds=8",
+    "local.epochs=1",
+    "data.clients=4",
+    "federation.participation=0.75",
+    "federation.retries=50",
+    "resources.actors=2",
+    "resources.cpus_per_client=0.5",
+]
 
 
 class Runs:
@@ -56,13 +63,17 @@ class Runs:
             self.drivers[name] = self.run(name)
 
     def run(self, name):
-        return self.start(name, "run", f"method={name.partition('-')[0]}", *SETTINGS, "--out", self.folder, "--name",
-                          name)
+        return self.start(
+            name, "run", f"method={name.partition('-')[0]}", *SETTINGS, "--out", self.folder, "--name", name
+        )
 
     def start(self, name, *arguments):
         with (self.folder / f"{name}.txt").open("a") as out:
-            return subprocess.Popen([sys.executable, "-m", "raylt", *map(str, arguments), "--address", self.address,
-                                     "--format", "json"], stdout=out, stderr=out)
+            return subprocess.Popen(
+                [sys.executable, "-m", "raylt", *map(str, arguments), "--address", self.address, "--format", "json"],
+                stdout=out,
+                stderr=out,
+            )
 
     def said(self, name):
         return (self.folder / f"{name}.txt").read_text()
@@ -116,8 +127,10 @@ def cluster():
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-        made = Cluster(initialize_head=True, head_node_args={
-            "num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 * 2**20})
+        made = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 * 2**20},
+        )
         made.add_node(num_cpus=2, object_store_memory=100 * 2**20)
         yield made
         made.shutdown()
@@ -131,7 +144,7 @@ def test_twenty_kills_change_no_model(cluster, tmp_path, capsys):
     try:
         while doomed or runs.drivers or runs.begun < len(METHODS):
             runs.look(more=doomed or runs.begun < len(METHODS))
-            if goal and runs.steps() >= goal:           # something came of the last one; most kills wait for that
+            if goal and runs.steps() >= goal:  # something came of the last one; most kills wait for that
                 goal, pause = 0, max(pause, time.monotonic() + chance.uniform(0.0, 0.5))
             if doomed and not goal and time.monotonic() >= pause and kill(doomed[-1], chance, runs, cluster):
                 doomed.pop()

@@ -19,9 +19,13 @@ from ray.cluster_utils import Cluster
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 HERE = Path(__file__).parent
 SETTINGS = ["method=faulty", f"federation.rounds={ROUNDS}", "local.epochs=1", "resources.actors=2"]
-LIMIT_S = 90.0          # from any fault to the next committed round
-FAST = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_timeout_ms": 1000,
-        "health_check_failure_threshold": 3}
+LIMIT_S = 90.0  # from any fault to the next committed round
+FAST = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +45,16 @@ class Machines:
     """A head for the server, and two nodes of one client actor each."""
 
     def __init__(self):
-        self.cluster = Cluster(initialize_head=True, head_node_args={
-            "num_cpus": 1, "include_dashboard": False, "object_store_memory": 100 * 2**20, "labels": {"role": "server"},
-            "_system_config": FAST})
+        self.cluster = Cluster(
+            initialize_head=True,
+            head_node_args={
+                "num_cpus": 1,
+                "include_dashboard": False,
+                "object_store_memory": 100 * 2**20,
+                "labels": {"role": "server"},
+                "_system_config": FAST,
+            },
+        )
         self.workers = [self.add(), self.add()]
 
     def add(self):
@@ -52,8 +63,7 @@ class Machines:
     def lose(self, pid):
         """Kills the node that a process belongs to, and starts another."""
         raylet = next(p for p in psutil.Process(pid).parents() if "raylet" in p.name())
-        lost = next(node for node in self.workers
-                    if node.all_processes["raylet"][0].process.pid == raylet.pid)
+        lost = next(node for node in self.workers if node.all_processes["raylet"][0].process.pid == raylet.pid)
         self.workers.remove(lost)
         self.cluster.remove_node(lost, allow_graceful=False)
         self.workers.append(self.add())
@@ -68,8 +78,12 @@ def machines(settings_of_ray):
 
 def start(folder, *arguments, **variables):
     with (folder / "out.txt").open("a") as out, (folder / "err.txt").open("a") as err:
-        return subprocess.Popen([sys.executable, HERE / "faulty.py", *arguments, "--format", "json"], stdout=out,
-                                stderr=err, env=os.environ | variables)
+        return subprocess.Popen(
+            [sys.executable, HERE / "faulty.py", *arguments, "--format", "json"],
+            stdout=out,
+            stderr=err,
+            env=os.environ | variables,
+        )
 
 
 def wait_for(claim, process, folder, seconds=LIMIT_S):
@@ -103,13 +117,20 @@ def undisturbed(settings_of_ray, tmp_path_factory):
 def matrix(request):
     found = {}
     yield found
-    lines = ["", "seconds from SIGKILL until it is noticed / to the next committed round / rounds run again",
-             "".join(f"{name:>18}" for name in ("", *STAGES))]
+    lines = [
+        "",
+        "seconds from SIGKILL until it is noticed / to the next committed round / rounds run again",
+        "".join(f"{name:>18}" for name in ("", *STAGES)),
+    ]
     for victim in dict.fromkeys(victim for victim, _ in found):
         cells = [found.get((victim, stage)) for stage in STAGES]
-        lines.append(f"{victim:>18}" + "".join(
-            f"{'-' if cell[0] is None else f'{cell[0]:.1f}':>9} / {cell[1]:.1f} / {cell[2]}" if cell else " " * 18
-            for cell in cells))
+        lines.append(
+            f"{victim:>18}"
+            + "".join(
+                f"{'-' if cell[0] is None else f'{cell[0]:.1f}':>9} / {cell[1]:.1f} / {cell[2]}" if cell else " " * 18
+                for cell in cells
+            )
+        )
     with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         print("\n".join(lines))
 
@@ -118,8 +139,18 @@ def matrix(request):
 def test_a_run_survives_a_kill_at_every_stage(machines, undisturbed, matrix, tmp_path, victim):
     address = machines.cluster.address
     go_on = ["resume", str(tmp_path / "r"), "--address", address]
-    process = start(tmp_path, "run", *SETTINGS, f"method.folder={tmp_path}", "--address", address, "--out",
-                    str(tmp_path), "--name", "r")
+    process = start(
+        tmp_path,
+        "run",
+        *SETTINGS,
+        f"method.folder={tmp_path}",
+        "--address",
+        address,
+        "--out",
+        str(tmp_path),
+        "--name",
+        "r",
+    )
     moments = {}
     for stage, round in STAGES.items():
         wait_for((tmp_path / f"{stage}-reached").exists, process, tmp_path)
@@ -139,7 +170,7 @@ def test_a_run_survives_a_kill_at_every_stage(machines, undisturbed, matrix, tmp
         (tmp_path / f"{stage}-go").touch()
         # a fault while the server is at work on its own is met with the next call to clients
         meets = round if stage in ("train", "upload") or victim in ("server", "driver") else round + 1
-        noticed = None      # a driver is missed by its user
+        noticed = None  # a driver is missed by its user
         if victim != "driver":
             wait_for(lambda said=said: told(tmp_path, victim) > said, process, tmp_path)
             noticed = time.monotonic() - killed
@@ -164,7 +195,7 @@ def kill_server(driver):
     """The server actor of a run on a cluster that the driver did not start."""
     servers = [p for p in psutil.process_iter(["cmdline"]) if "ray::ServerActor" in " ".join(p.info["cmdline"] or [])]
     reached = [p for p in servers if p.environ().get("RAY_RUNTIME_ENV_HOOK") == "faulty.hook"]
-    server, = reached
+    (server,) = reached
     server.kill()
 
 
@@ -172,8 +203,18 @@ def test_clients_that_misbehave_are_left_out_and_named(machines, tmp_path):
     ill = [*SETTINGS, "method.ill=true", f"method.folder={tmp_path}"]
     for stage in STAGES:
         (tmp_path / f"{stage}-reached").touch()
-    process = start(tmp_path, "run", *ill, "federation.deadline_s=5", "--address", machines.cluster.address, "--out",
-                    str(tmp_path), "--name", "r")
+    process = start(
+        tmp_path,
+        "run",
+        *ill,
+        "federation.deadline_s=5",
+        "--address",
+        machines.cluster.address,
+        "--out",
+        str(tmp_path),
+        "--name",
+        "r",
+    )
     wait_for((tmp_path / "hangs").exists, process, tmp_path)
     os.kill(int((tmp_path / "hangs").read_text()), signal.SIGSTOP)
     stopped = time.monotonic()
@@ -182,7 +223,7 @@ def test_clients_that_misbehave_are_left_out_and_named(machines, tmp_path):
     lines = committed(tmp_path)
     assert [line["lost"] for line in lines] == [[], [1], [], [], [0], *[[]] * 6]
     assert [line["retried"] for line in lines][1] == [1, 1]
-    first, = lines[2]["rejected"].items()
+    (first,) = lines[2]["rejected"].items()
     assert first[0] == "1"
     assert first[1].endswith("is not finite")
     assert ", most replies have " in lines[3]["rejected"]["1"]
@@ -194,7 +235,19 @@ def test_clients_that_misbehave_are_left_out_and_named(machines, tmp_path):
     other.mkdir()
     for stage in STAGES:
         (other / f"{stage}-reached").touch()
-    local = start(other, "run", *SETTINGS, "method.ill=true", f"method.folder={other}", "--fleet", "local", "--out",
-                  str(other), "--name", "r", FAULTY_LOCAL="1")
+    local = start(
+        other,
+        "run",
+        *SETTINGS,
+        "method.ill=true",
+        f"method.folder={other}",
+        "--fleet",
+        "local",
+        "--out",
+        str(other),
+        "--name",
+        "r",
+        FAULTY_LOCAL="1",
+    )
     assert local.wait(60) == 0, (other / "err.txt").read_text()
     assert summary(other)["model_sha256"] == summary(tmp_path)["model_sha256"]

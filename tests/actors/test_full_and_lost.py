@@ -1,5 +1,7 @@
-"""A device that is full, in its many ways, and one that a process has lost: what is told from the texts of errors, and
-what fleets of processes do about it. The errors are raised on purpose; no GPU is there."""
+"""Full devices and devices that a process has lost: their errors, and the reaction of a fleet of processes.
+
+The errors are raised on purpose; no GPU is needed.
+"""
 
 import os
 
@@ -7,66 +9,80 @@ import faulty
 import pytest
 import ray
 import torch
+from refusals import refused
 from tiny import make_setup
 from trouble import IDS, configure
 
-from actors.client import room_here
-from actors.faults import ENDED, FULL, is_lost, told
-from actors.fleet import NOTES, RayFleet
+from actors.client import LOST_DEVICE_EXIT, data_room, fault_of, is_lost
+from actors.fleet import RayFleet
 from actors.placement import Placement
 from actors.shards import Shards
-from raylt.core.full import is_full
-from raylt.core.reductions import each
+from raylt.core.device import is_full
+from raylt.core.fleet.reductions import each
+from raylt.core.fleet.wire import Fault
 from raylt.errors import ConfigError
 from raylt.methods.fedavg import FedAvg
+from raylt.runs.folder.writer import NOTES
 
 CPU = torch.device("cpu")
-SOME_FULL = ["CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
-             "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-             "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
-             "cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
-             "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"]
-SOME_LOST = ["CUDA error: an illegal memory access was encountered", "CUDA error: device-side assert triggered",
-             "CUDA error: unspecified launch failure", "CUDA error: misaligned address",
-             "CUDA error: uncorrectable ECC error encountered",
-             "CUDA error: the remote procedural call between the MPS server and the MPS client failed"]
-NEITHER = ["CUDA error: no kernel image is available for execution on the device", "CUDA error: invalid argument",
-           "mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)"]
+SOME_FULL = [
+    "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+    "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+]
+SOME_LOST = [
+    "CUDA error: an illegal memory access was encountered",
+    "CUDA error: device-side assert triggered",
+    "CUDA error: unspecified launch failure",
+    "CUDA error: misaligned address",
+    "CUDA error: uncorrectable ECC error encountered",
+    "CUDA error: the remote procedural call between the MPS server and the MPS client failed",
+]
+NEITHER = [
+    "CUDA error: no kernel image is available for execution on the device",
+    "CUDA error: invalid argument",
+    "mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)",
+]
 
 
 @pytest.mark.parametrize("text", SOME_FULL)
-def test_every_form_of_a_full_device_is_told_alike_and_costs_no_process(text):
+def test_every_form_of_a_full_device_is_recognised_and_costs_no_process(text):
     error = RuntimeError(text)
     assert is_full(error)
     assert not is_lost(error, CPU)
-    assert told(error, CPU).startswith(f"{FULL}: RuntimeError: {text[:10]}")
-    refused = ConfigError("resources.device = auto: a GPU is there, and torch cannot use it")
-    refused.__cause__ = error
-    assert is_full(refused)
+    fault = fault_of(error, CPU)
+    assert fault.code == "device.full"
+    assert fault.text.startswith(f"RuntimeError: {text[:10]}")
+    unusable = ConfigError("resources.device: torch cannot use the GPU (auto).", code="device.unusable")
+    unusable.__cause__ = error
+    assert is_full(unusable)
 
 
 def test_what_torch_calls_out_of_memory_keeps_its_line():
-    line = told(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), CPU)
-    assert line == "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
+    fault = fault_of(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), CPU)
+    assert fault == Fault("device.full", "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.")
 
 
 @pytest.mark.parametrize("text", SOME_LOST)
 def test_a_sticky_error_ends_the_process(text, monkeypatch, capfd):
     ends = []
     monkeypatch.setattr(os, "_exit", ends.append)
-    told(RuntimeError(text), CPU)
-    assert ends == [ENDED]
+    fault_of(RuntimeError(text), CPU)
+    assert ends == [LOST_DEVICE_EXIT]
     assert text in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("text", NEITHER)
-def test_other_errors_are_told_as_they_are(text, monkeypatch):
+def test_other_errors_are_reported_as_they_are(text, monkeypatch):
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("it ended"))
-    assert told(RuntimeError(text), CPU) == f"RuntimeError: {text}"
+    assert fault_of(RuntimeError(text), CPU) == Fault("client.failed", f"RuntimeError: {text}")
     assert not is_full(RuntimeError(text))
 
 
-def test_a_gpu_that_no_longer_answers_is_lost_whatever_the_error_said(monkeypatch):
+def test_a_gpu_that_no_longer_answers_is_lost_whatever_the_text_of_the_error(monkeypatch):
     def dead(device):
         raise RuntimeError("CUDA error: something new")
 
@@ -88,11 +104,12 @@ def test_half_of_a_share_is_for_data_and_a_cpu_has_no_bound(monkeypatch):
 
     monkeypatch.setattr(ray, "get_runtime_context", Context)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    assert room_here(torch.device("cuda")) == 10                # 0.5 of 0.25 of 80
-    assert room_here(CPU) == float("inf")
+    assert data_room(torch.device("cuda")) == 10  # 0.5 of 0.25 of 80
+    assert data_room(CPU) == float("inf")
 
 
 # on Ray
+
 
 @pytest.fixture
 def fleet_of(ray_session, tiny_task, tmp_path):
@@ -117,7 +134,7 @@ def test_a_process_whose_device_is_lost_is_replaced_and_the_call_made_again(flee
     before = {slot.process for slot in fleet.slots}
     replies = fleet.ask(faulty.break_device, IDS, {"folder": str(tmp_path), "victim": 2}, id=each)["id"]
     assert list(replies.values()) == IDS
-    assert (fleet.ledger.retried, fleet.ledger.lost) == ([2], [])
+    assert (fleet.round_stats.retried, fleet.round_stats.lost) == ([2], [])
     assert len(fleet.slots) == 2
     assert len({slot.process for slot in fleet.slots} - before) == 1
 
@@ -130,25 +147,28 @@ def test_an_item_of_map_that_finds_the_device_full_halves_the_actors(fleet_of, t
     results = fleet.map(faulty.fill_item, items)
     assert [result["x"].item() for result in results] == [0, 1, 2, 3, 4]
     assert len(fleet.slots) == 2
-    assert (tmp_path / NOTES).read_text().rstrip().endswith("device out of memory; going on with 2 of 4 client actors")
+    assert (
+        (tmp_path / NOTES).read_text().rstrip().endswith("device out of memory; continuing with 2 of 4 client actors")
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_device_that_is_full_as_actors_start_halves_them(fleet_of, tmp_path):
     fleet = fleet_of(4, faulty.Crowded(folder=str(tmp_path), fit=2))
-    assert 1 <= len(fleet.slots) <= 2               # one where those that were given up were not gone yet
-    said = (tmp_path / NOTES).read_text().splitlines()[0]
-    assert said.startswith("device out of memory as client actors start (RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC")
-    assert said.endswith("going on with 2 of 4")
+    assert 1 <= len(fleet.slots) <= 2  # one where those that were given up were not gone yet
+    note = (tmp_path / NOTES).read_text().splitlines()[0]
+    assert note.startswith("device out of memory as client actors start (RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC")
+    assert note.endswith("continuing with 2 of 4")
     assert list(fleet.ask(faulty.sleep, IDS, {"seconds": {}}, id=each)["id"].values()) == IDS
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_no_room_for_a_single_actor_is_one_line(fleet_of, tmp_path):
-    with pytest.raises(ConfigError, match=r"the device has no room for a single .*cublasCreate"):
+    with refused("device.full", ConfigError) as caught:
         fleet_of(1, faulty.Crowded(folder=str(tmp_path), fit=0))
+    assert "cublasCreate" in caught.value.details["cause"]
 
 
 @pytest.mark.slow
@@ -159,4 +179,4 @@ def test_clients_that_wait_in_a_process_give_way_before_processes_do(fleet_of, t
         replies = fleet.ask(faulty.need_room, IDS, message, id=each)["id"]
         assert list(replies.values()) == IDS
     assert not (tmp_path / NOTES).exists()
-    assert fleet.ledger.retried == []
+    assert fleet.round_stats.retried == []

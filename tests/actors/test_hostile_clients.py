@@ -7,7 +7,7 @@ from ray import cloudpickle
 from tiny import CPU, make_setup
 from tiny import configure as tiny_configure
 
-from raylt.core.checkpoint import hash_tensors
+from raylt.core.checkpoint.checkpoint import hash_tensors
 from raylt.core.experiment import Experiment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

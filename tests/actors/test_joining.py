@@ -18,14 +18,17 @@ RUN = ["run", "method=fedavg", "data.clients=2", "federation.rounds=1", "local.e
 
 @pytest.fixture(scope="module", params=["token", "none"])
 def cluster(request, tmp_path_factory):
-    """Address, dashboard, and the home folder of its user."""
+    """Yield address, dashboard, and the home folder of its user."""
     folder = tmp_path_factory.mktemp(request.param)
     home, board = folder / "home", free_port()
     home.mkdir()
     if request.param == "token":
-        save_token(home)                # `ray start` asks for a token where there is one
-    with nodes(folder.parent / request.param[0], bare(home), [
-            "--num-cpus=3", "--num-gpus=0", "--dashboard-host=127.0.0.1", f"--dashboard-port={board}"]) as address:
+        save_token(home)  # `ray start` asks for a token where there is one
+    with nodes(
+        folder.parent / request.param[0],
+        bare(home),
+        ["--num-cpus=3", "--num-gpus=0", "--dashboard-host=127.0.0.1", f"--dashboard-port={board}"],
+    ) as address:
         yield address, f"http://127.0.0.1:{board}", home
 
 
@@ -52,8 +55,19 @@ def test_a_job_joins_the_cluster_that_it_was_submitted_to(cluster, tmp_path):
     _, board, home = cluster
     # Ray's own command sends the token only when told to; the job itself is told nothing
     submit = {"RAY_AUTH_MODE": "token"} if (home / ".ray/auth_token").exists() else {}
-    done = call(BIN / "ray", "job", "submit", "--address", board, "--", *RAYLT, *RUN, "--out", tmp_path,
-                env=bare(home, **submit))
+    done = call(
+        BIN / "ray",
+        "job",
+        "submit",
+        "--address",
+        board,
+        "--",
+        *RAYLT,
+        *RUN,
+        "--out",
+        tmp_path,
+        env=bare(home, **submit),
+    )
     finished(done, tmp_path, "(this is a Ray job)")
 
 
@@ -61,19 +75,31 @@ def test_a_job_joins_the_cluster_that_it_was_submitted_to(cluster, tmp_path):
 def test_a_plain_run_has_a_cluster_of_its_own(mode, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
-    done = call(*RAYLT, *RUN, "--out", tmp_path, env=bare(
-        home, RAY_ADDRESS="127.0.0.1:1", **({} if mode == "token" else {"RAY_AUTH_MODE": mode})))
+    done = call(
+        *RAYLT,
+        *RUN,
+        "--out",
+        tmp_path,
+        env=bare(home, RAY_ADDRESS="127.0.0.1:1", **({} if mode == "token" else {"RAY_AUTH_MODE": mode})),
+    )
     finished(done, tmp_path, "fedavg on digits")
     assert (home / ".ray/auth_token").exists() == (mode == "token")
 
 
 def test_one_process_joins_one_cluster_after_the_other(tmp_path):
-    """Ray has read the mode of the first cluster when the second one has the other."""
+    """The second cluster has another authentication mode than the first, whose mode Ray has read."""
     program = Path(__file__).with_name("several.py")
     done = call(sys.executable, program, tmp_path, env=bare(tmp_path), timeout=180)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [
-        "new:True", "here:True", "new:False", "here:False", "new:True", "here:True", "RAY_AUTH_MODE=None"]
+        "new:True",
+        "here:True",
+        "new:False",
+        "here:False",
+        "new:True",
+        "here:True",
+        "RAY_AUTH_MODE=None",
+    ]
 
 
 def test_a_cluster_with_tls_is_joined_with_rays_own_settings(tmp_path, tmp_path_factory):
@@ -81,18 +107,42 @@ def test_a_cluster_with_tls_is_joined_with_rays_own_settings(tmp_path, tmp_path_
         pytest.skip("openssl is not installed")
     home = tmp_path / "home"
     save_token(home)
-    made = call("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=raylt",
-                "-addext", f"subjectAltName=IP:127.0.0.1,IP:{get_node_ip_address()},DNS:localhost",
-                "-keyout", tmp_path / "key", "-out", tmp_path / "crt", env=bare(home))
+    made = call(
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=raylt",
+        "-addext",
+        f"subjectAltName=IP:127.0.0.1,IP:{get_node_ip_address()},DNS:localhost",
+        "-keyout",
+        tmp_path / "key",
+        "-out",
+        tmp_path / "crt",
+        env=bare(home),
+    )
     assert made.returncode == 0, made.stderr
-    tls = {"RAY_USE_TLS": "1", "RAY_TLS_CA_CERT": str(tmp_path / "crt"), "RAY_TLS_SERVER_CERT": str(tmp_path / "crt"),
-           "RAY_TLS_SERVER_KEY": str(tmp_path / "key")}
+    tls = {
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_CA_CERT": str(tmp_path / "crt"),
+        "RAY_TLS_SERVER_CERT": str(tmp_path / "crt"),
+        "RAY_TLS_SERVER_KEY": str(tmp_path / "key"),
+    }
     plan = [*RAYLT, "plan", "--format", "json", "--address"]
-    with nodes(tmp_path_factory.getbasetemp() / "s", bare(home, **tls), [
-            "--num-cpus=3", "--num-gpus=0", "--include-dashboard=false"]) as address:
+    with nodes(
+        tmp_path_factory.getbasetemp() / "s",
+        bare(home, **tls),
+        ["--num-cpus=3", "--num-gpus=0", "--include-dashboard=false"],
+    ) as address:
         done = call(*plan, address, env=bare(home, **tls))
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["reasons"]["nodes"] == "1: 3 CPUs and 0 GPUs"
         refused = call(*plan, address, env=bare(home))
         assert refused.returncode == 2
-        assert "is no Ray cluster (or one with TLS; then set RAY_USE_TLS as on its nodes)" in refused.stderr
+        assert "[cluster.not-ray]" in refused.stderr
+        assert "RAY_USE_TLS" in refused.stderr

@@ -4,18 +4,25 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+from refusals import refused
+from tiny import configure
 
-from actors.cluster import Cluster, environment, session
+from actors.cluster.session import Cluster, environment, session
 from actors.launch import open_experiment
-from actors.placement import SERVER_GPUS, Placement, place
+from actors.placement import SERVER_GPUS, Node, Placement, place, plan
 from raylt.config import Config
 from raylt.errors import ConfigError
 from raylt.registry import resolve
 
 
 def placed(clients, cpus, gpus=0, participation=1.0, over_select=0.0, **resources):
-    config = Config.model_validate({"method": "fedavg", "resources": resources, "federation": {
-        "participation": participation, "over_select": over_select}})
+    config = Config.model_validate(
+        {
+            "method": "fedavg",
+            "resources": resources,
+            "federation": {"participation": participation, "over_select": over_select},
+        }
+    )
     return place(config, clients, {"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {}))
 
 
@@ -40,13 +47,26 @@ def test_with_fewer_slots_than_clients_there_are_as_many_actors_as_can_be_at_wor
     assert placed(20, cpus=8, over_select=0.5).actors == 8
 
 
-@pytest.mark.parametrize(("clients", "cpus", "gpus", "actors", "each"), [
-    (20, 96, 8, 20, 3),         # ceil(20 / 8) actors on a GPU
-    (100, 192, 16, 100, 7),     # 4 machines of 4
-    (50, 64, 2, 50, 25),
-    (50, 8, 2, 8, 4),
-    (4, 64, 8, 4, 1),
-])
+def test_reasons_of_a_plan_do_not_contradict_each_other():
+    config = configure(data={"clients": 20}, federation={"participation": 0.3})
+    few, enough = (plan(config, 20, [Node(cpus, 0.0)]).reasons for cpus in (2.0, 8.0))
+    assert few["client actors"].startswith(
+        "2 on all nodes; 20 clients are more than slots, and a round asks 6, of which 2 work at a time; 2 slots"
+    )
+    assert "and a round asks 6; 8 slots" in enough["client actors"]
+    assert few["each actor"] == "1 CPU and 0 GPUs"
+
+
+@pytest.mark.parametrize(
+    ("clients", "cpus", "gpus", "actors", "each"),
+    [
+        (20, 96, 8, 20, 3),  # ceil(20 / 8) actors on a GPU
+        (100, 192, 16, 100, 7),  # 4 machines of 4
+        (50, 64, 2, 50, 25),
+        (50, 8, 2, 8, 4),
+        (4, 64, 8, 4, 1),
+    ],
+)
 def test_gpus_are_shared_by_the_actors_and_the_server(clients, cpus, gpus, actors, each):
     got = placed(clients, cpus, gpus)
     assert got.actors == actors
@@ -59,7 +79,7 @@ def test_a_given_share_of_a_gpu_leaves_room_for_the_server(share, slots):
     assert got.actors == slots
     each = 1 // got.gpus
     assert each * got.gpus + SERVER_GPUS <= 1 if share <= 1 else slots * got.gpus + SERVER_GPUS <= 8
-    assert got.gpus > 1 / (each + 1)                    # no more of them on a GPU than were asked for
+    assert got.gpus > 1 / (each + 1)  # no more of them on a GPU than were asked for
 
 
 def test_no_gpu_can_be_asked_for():
@@ -76,20 +96,26 @@ def test_more_actors_than_clients_are_as_many_as_clients():
     assert placed(3, cpus=8, actors=8).actors == 3
 
 
-@pytest.mark.parametrize(("clients", "have", "resources", "said"), [
-    (20, (2, 0), {"actors": 9}, r"resources.actors = 9: 9 client actors of 1 CPUs .* the cluster has 2 CPUs and 0 "
-     r"GPUs, enough for 2; set resources.actors=2"),
-    (20, (2, 0), {"clients_per_actor": 5}, r"resources.clients_per_actor = 5: 4 client actors .* enough for 2; set "
-     r"resources.clients_per_actor=10"),
-    (20, (2, 0), {"cpus_per_client": 4}, r"takes 4 CPUs .* has 2 CPUs .* lower resources.cpus_per_client"),
-    (20, (8, 0), {"gpus_per_client": 0.5}, r"takes 1 CPUs and 0.5 GPUs, .* 0 GPUs, .* resources.gpus_per_client"),
-    (20, (8, 1), {"gpus_per_client": 2}, r"takes 1 CPUs and 2.0 GPUs, the cluster has 8 CPUs and 1 GPUs"),
-    (20, (64, 8), {"gpus_per_client": 1.5}, r"resources.gpus_per_client = 1.5: must be a whole number when above 1"),
-    (20, (64, 2), {"gpus_per_client": 0.25, "actors": 9}, r"9 client actors of 1 CPUs and 0.25 GPUs, .* enough for 8"),
-])
-def test_what_does_not_fit_is_said_with_what_there_is_and_the_setting(clients, have, resources, said):
-    with pytest.raises(ConfigError, match=said):
-        placed(clients, *have, **resources)
+@pytest.mark.parametrize(
+    ("have", "resources", "details", "remedy"),
+    [
+        ((2, 0), {"actors": 9}, {"actors": 9, "slots": 2}, "Set resources.actors=2"),
+        ((2, 0), {"clients_per_actor": 5}, {"actors": 4, "slots": 2}, "Set resources.clients_per_actor=10"),
+        ((2, 0), {"cpus_per_client": 4}, {"slots": 0}, "Lower resources.cpus_per_client"),
+        ((8, 0), {"gpus_per_client": 0.5}, {"slots": 0}, "resources.gpus_per_client"),
+        ((8, 1), {"gpus_per_client": 2}, {"slots": 0}, "2 GPUs, and the cluster has 8 CPUs and 1 GPU,"),
+        ((64, 2), {"gpus_per_client": 0.25, "actors": 9}, {"actors": 9, "slots": 8}, "Set resources.actors=8"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_with_a_remedy(have, resources, details, remedy):
+    with refused("cluster.too-small", ConfigError, **details) as caught:
+        placed(20, *have, **resources)
+    assert remedy in str(caught.value)
+
+
+def test_a_share_above_one_gpu_must_be_whole():
+    with refused("config.out-of-range", ConfigError, key="resources.gpus_per_client", value=1.5):
+        placed(20, 64, 8, gpus_per_client=1.5)
 
 
 def test_settings_that_do_not_fit_are_refused_before_anything_starts(monkeypatch, tiny_task, tmp_path):
@@ -105,7 +131,8 @@ def test_settings_that_do_not_fit_are_refused_before_anything_starts(monkeypatch
     monkeypatch.setattr("actors.launch.session", here)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0})
     config = Config.model_validate({"method": "fedavg", "resources": {"actors": 5}})
-    with pytest.raises(ConfigError, match="enough for 2"), open_experiment(resolve(config), tiny_task, tmp_path, None):
+    experiment = open_experiment(resolve(config), tiny_task, tmp_path, None)
+    with refused("cluster.too-small", actors=5, slots=2), experiment:
         pass
     assert left == [None]
 
@@ -113,9 +140,9 @@ def test_settings_that_do_not_fit_are_refused_before_anything_starts(monkeypatch
 def test_a_process_in_a_session_is_not_taken_elsewhere(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="10.0.0.1:6379"))
-    for address, asked in (("10.0.0.2:6379", "--address 10.0.0.2:6379"), ("local", "--address local")):
-        refused = pytest.raises(ConfigError, match=f"{asked}: this process is in the Ray cluster at 10.0.0.1:6379 al")
-        with refused, session(address):
+    for address in ("10.0.0.2:6379", "local"):
+        elsewhere = refused("cluster.already-joined", ConfigError, address=address, current="10.0.0.1:6379")
+        with elsewhere, session(address):
             pass
     for address in (None, "auto", "10.0.0.1:6379"):
         with session(address) as cluster:

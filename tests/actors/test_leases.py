@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(290),
-              pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(290),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +23,14 @@ def told(tmp_path_factory):
     """What leased.py wrote."""
     program = Path(__file__).with_name("leased.py")
     folder = tmp_path_factory.mktemp("leased")
-    done = subprocess.run([sys.executable, str(program), str(folder)], capture_output=True, text=True, cwd=folder,
-                          timeout=280, check=False)
+    done = subprocess.run(
+        [sys.executable, str(program), str(folder)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=280,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     results = {}
     for line in (folder / "told.jsonl").read_text().splitlines():
@@ -57,7 +66,7 @@ def test_processes_that_lose_their_gpu_are_replaced_on_it_and_the_run_comes_to_t
     assert lost["same"]
     assert lost["retried"] == [1]
     clients, servers = lost["leases"]["client"], lost["leases"]["server"]
-    assert len(servers) == 2                            # the first took two rounds and a half
+    assert len(servers) == 2  # the first took two rounds and a half
     assert all(len(lease) == 1 for lease in [*clients, *servers])
     # two, another for the one that ended, and two with the other server: each time one on a GPU
     assert sorted(gpu for lease in clients for gpu in lease) in ([0, 0, 1, 1, 1], [0, 0, 0, 1, 1])

@@ -4,21 +4,23 @@ import pytest
 from tiny import CPU, configure, make_setup
 from trouble import Private
 
-from raylt.core.checkpoint import hash_tensors
+from raylt.core.checkpoint.checkpoint import hash_tensors
 from raylt.core.experiment import Experiment
-from raylt.core.host import Host
-from raylt.masking import protocol, shamir
+from raylt.core.fleet.client_host import ClientHost
+from raylt.core.protection import masking
 from raylt.methods.classifiers.fedncm import FedNCM
 from raylt.methods.fedavg import FedAvg
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 NOISE = {"epsilon": 5.0, "delta": 1e-4, "clip": 3.0}
-CASES = {"secure": (FedAvg(), {"federation": {"secure": True}}),
-         "secure statistics": (FedNCM(), {"federation": {"secure": True}}),
-         "median": (FedAvg(), {"federation": {"robust": "median"}}),
-         "clipped mean": (FedAvg(), {"federation": {"robust": "norm_clipped_mean"}}),
-         "noise": (FedNCM(), {"privacy": NOISE}),
-         "noise in a secure sum": (FedNCM(), {"privacy": NOISE, "federation": {"secure": True}})}
+CASES = {
+    "secure": (FedAvg(), {"federation": {"secure": True}}),
+    "secure statistics": (FedNCM(), {"federation": {"secure": True}}),
+    "median": (FedAvg(), {"federation": {"robust": "median"}}),
+    "clipped mean": (FedAvg(), {"federation": {"robust": "norm_clipped_mean"}}),
+    "noise": (FedNCM(), {"privacy": NOISE}),
+    "noise in a secure sum": (FedNCM(), {"privacy": NOISE, "federation": {"secure": True}}),
+}
 
 
 def finish(experiment):
@@ -32,6 +34,7 @@ def finish(experiment):
 @pytest.fixture
 def on_ray(make_fleet, tiny_task, tmp_path):
     """`on_ray(config, method)`: how an experiment ends on two actors."""
+
     def run(config, method):
         fleet = make_fleet(config, 2, method)
         end = finish(Experiment(make_setup(config, method), tiny_task, fleet, CPU, tmp_path))
@@ -42,13 +45,15 @@ def on_ray(make_fleet, tiny_task, tmp_path):
 
 
 def test_protected_runs_have_the_bits_of_one_process(on_ray, make_experiment, tiny_task, tmp_path, monkeypatch):
-    monkeypatch.setattr("raylt.core.noise.secrets.randbits", lambda bits: 7)        # noise that can be drawn again
+    monkeypatch.setattr(
+        "raylt.core.protection.sample_dp.secrets.randbits", lambda bits: 7
+    )  # noise that can be drawn again
     ends = {}
     for name, (method, parts) in CASES.items():
         config = configure(**parts)
         ends[name] = finish(make_experiment(config, tiny_task, tmp_path, method))
         assert on_ray(config, method) == ends[name], name
-    assert len({end for end, _ in ends.values()}) == len(CASES)                     # each protection acts
+    assert len({end for end, _ in ends.values()}) == len(CASES)  # each protection acts
 
 
 def test_an_actor_killed_in_a_round_of_secure_sums_leaves_no_mark(on_ray, make_experiment, tiny_task, tmp_path):
@@ -59,7 +64,7 @@ def test_an_actor_killed_in_a_round_of_secure_sums_leaves_no_mark(on_ray, make_e
     assert troubles == [([0, 5], []), ([], [])]
 
 
-class Gone(Host):
+class Gone(ClientHost):
     """Client 2 is lost in every training; what `Private` does to processes, without a process."""
 
     def run(self, fn, message, round, id, shard, private):
@@ -68,10 +73,17 @@ class Gone(Host):
         return super().run(fn, message, round, id, shard, private)
 
 
-def test_a_secure_round_goes_on_without_a_client_whose_process_dies_more_often_than_is_retried(
-        make_fleet, make_experiment, tiny_task, tmp_path, monkeypatch):
+def test_a_secure_round_continues_without_a_client_that_dies_more_often_than_retries_allow(
+    make_fleet, make_experiment, tiny_task, tmp_path, monkeypatch
+):
     shares_used = []
-    monkeypatch.setattr(protocol, "join", lambda shares: shares_used.append(len(shares)) or shamir.join(shares))
+    join = masking.join
+
+    def counting_join(shares):
+        shares_used.append(len(shares))
+        return join(shares)
+
+    monkeypatch.setattr(masking, "join", counting_join)
     config = configure(federation={"secure": True, "retries": 1, "rounds": 1})
     method = Private(victims=(2,), times=2, folder=str(tmp_path))
     fleet = make_fleet(config, 2, method)
@@ -80,8 +92,12 @@ def test_a_secure_round_goes_on_without_a_client_whose_process_dies_more_often_t
     assert (report.lost, report.participants) == ([2], [0, 1, 3, 5])
     # of each of the four who are left the seed, of the fifth the mask key: from the four shares that are needed
     assert shares_used == [4] * 5
-    masked, plain = (make_experiment(configure(federation={"retries": 0, "rounds": 1} | more), tiny_task, tmp_path,
-                                     Private(), host=Gone) for more in ({"secure": True}, {}))
+    masked, plain = (
+        make_experiment(
+            configure(federation={"retries": 0, "rounds": 1} | more), tiny_task, tmp_path, Private(), host=Gone
+        )
+        for more in ({"secure": True}, {})
+    )
     assert [other.step().lost for other in (masked, plain)] == [[2], [2]]
     ends = [dict(each.server.model.state_dict()) for each in (on_ray, masked, plain)]
     assert hash_tensors(ends[0]) == hash_tensors(ends[1])

@@ -45,37 +45,64 @@ class Lab:
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
         (folder / "sshd.conf").write_text(
             f"Port 22\nHostKey {folder}/host\nAuthorizedKeysFile {folder}/key.pub\nStrictModes no\nUsePAM no\n"
-            "PasswordAuthentication no\nPidFile none\n")
+            "PasswordAuthentication no\nPidFile none\n"
+        )
         for number in (1, 2, 3, 4):
             home = folder / f"home-{number}"
             home.mkdir()
             (home / ".bash_profile").write_text(". ~/.bashrc\n")
-            (home / ".bashrc").write_text("export PYTHONPATH=~/raylt\n")        # what `ray up` has copied there
-            (home / ".venv-raylt").symlink_to(sys.prefix)                       # no network to install from
+            (home / ".bashrc").write_text("export PYTHONPATH=~/raylt\n")  # what `ray up` has copied there
+            (home / ".venv-raylt").symlink_to(sys.prefix)  # no network to install from
         save_token(folder / "home-1")
         config = (ROOT / "cluster-local.yaml").read_text()
-        for set_here, here in {"head_ip: 192.168.1.10 ": "head_ip: 10.77.0.2 ", "ssh_user: you": "ssh_user: root",
-                               "192.168.1.11, 192.168.1.12": "10.77.0.3, 10.77.0.4",
-                               "~/.ssh/id_ed25519": f"{folder}/key"}.items():
+        for set_here, here in {
+            "head_ip: 192.168.1.10 ": "head_ip: 10.77.0.2 ",
+            "ssh_user: you": "ssh_user: root",
+            "192.168.1.11, 192.168.1.12": "10.77.0.3, 10.77.0.4",
+            "~/.ssh/id_ed25519": f"{folder}/key",
+        }.items():
             assert config.count(set_here) == 1
             config = config.replace(set_here, here)
         (folder / "cluster.yaml").write_text(config)
         # in a session of its own, and killed: it would not end on SIGTERM, and with it ends all that is within
         self.process = subprocess.Popen(
             [*OWN, "bash", Path(__file__).with_name("lab.sh"), folder, "3", ROOT, sys.prefix, sys.base_prefix],
-            start_new_session=True)
+            start_new_session=True,
+        )
         wait_for((folder / "ready").exists, self.process)
-        self.inside, = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        (self.inside,) = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, *command, **variables):
         """A command on the computer that the machines are reached from, in a checkout, as a fresh shell has it."""
-        environment = {"HOME": pwd.getpwuid(os.geteuid()).pw_dir, "PATH": f"{BIN}:{os.environ['PATH']}",
-                       "PYTHONPATH": str(ROOT)} | variables
-        self.started.append(subprocess.Popen(
-            ["nsenter", "--target", self.inside, "--net", "--mount", "--pid", "--", "env", "-i", "-C", ROOT,
-             *(f"{key}={value}" for key, value in environment.items()), *command],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        environment = {
+            "HOME": pwd.getpwuid(os.geteuid()).pw_dir,
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+        } | variables
+        self.started.append(
+            subprocess.Popen(
+                [
+                    "nsenter",
+                    "--target",
+                    self.inside,
+                    "--net",
+                    "--mount",
+                    "--pid",
+                    "--",
+                    "env",
+                    "-i",
+                    "-C",
+                    ROOT,
+                    *(f"{key}={value}" for key, value in environment.items()),
+                    *command,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
         return self.started[-1]
 
     def call(self, *command, timeout=150.0, **variables):
@@ -98,8 +125,12 @@ class Lab:
 
     def raylets(self):
         """The raylets of all machines, seen from outside."""
-        listed = subprocess.run(["nsenter", "--target", self.inside, "--mount", "--pid", "--", "ps", "-eo", "args"],
-                                capture_output=True, text=True, check=True).stdout
+        listed = subprocess.run(
+            ["nsenter", "--target", self.inside, "--mount", "--pid", "--", "ps", "-eo", "args"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
         return [line for line in listed.splitlines() if "/raylet/raylet " in line]
 
     def close(self):
@@ -131,7 +162,7 @@ def test_a_cluster_of_ones_own_machines(lab):
         assert token.read_text() == (lab.folder / "home-1/.ray/auth_token").read_text()
         assert (token.stat().st_mode & 0o777, token.parent.stat().st_mode & 0o777) == (0o600, 0o700)
         assert (lab.folder / f"home-{number}/raylt/raylt/data/task.py").is_file()
-    said = lab.exec("raylt doctor")                     # exit code 1 where there is a problem
+    said = lab.exec("raylt doctor")  # exit code 1 where there is a problem
     assert "joined the Ray cluster at auto (RAYLT_ADDRESS)" in said
 
     # a job through the tunnel of `ray dashboard`
@@ -155,7 +186,7 @@ def test_a_cluster_of_ones_own_machines(lab):
     wait_for(lambda: lab.nodes() == 2)
 
     lab.call("ray", "down", "--yes", yaml)
-    end = time.monotonic() + 45                         # the other machine misses its head after 15 s
+    end = time.monotonic() + 45  # the other machine misses its head after 15 s
     while lab.raylets() and time.monotonic() < end:
         time.sleep(1)
     assert lab.raylets() == []

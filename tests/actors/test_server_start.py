@@ -24,8 +24,13 @@ def run_doomed(folder, times):
     known = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     known["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parents[1])])
     known |= {"RAY_RUNTIME_ENV_HOOK": "doomed.hook", "DOOMED_FOLDER": str(deaths), "DOOMED_TIMES": str(times)}
-    done = subprocess.run([sys.executable, "-m", "raylt", "run", *SETTINGS, "--out", folder, "--name", "doomed"],
-                          env=known, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-m", "raylt", "run", *SETTINGS, "--out", folder, "--name", "doomed"],
+        env=known,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert len(list(deaths.iterdir())) == min(times, SERVER_LIVES)
     return done.returncode, done.stderr.splitlines()
 
@@ -41,7 +46,7 @@ def test_a_server_that_dies_as_it_starts_is_started_again_to_the_same_model(tmp_
 def test_one_that_always_does_is_given_up_in_one_line(tmp_path):
     code, said = run_doomed(tmp_path, 99)
     assert code == 1
-    assert said[-1] == f"error: {DIED}continue with raylt resume"
+    assert said[-1] == f"error [server.lost]: {DIED}continue with raylt resume"
     assert [line.startswith(DIED) for line in said].count(True) == SERVER_LIVES - 1
     assert not any("Traceback" in line for line in said)
     assert not (tmp_path / "doomed/summary.json").exists()

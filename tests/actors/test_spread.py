@@ -15,13 +15,13 @@ from many import make_many
 from ray.cluster_utils import Cluster
 from tiny import make_experiment
 
-from actors import dispatch
-from raylt.core.blocks import BLOCK
+from actors import jobs
+from raylt.core.fleet.block_sums import BLOCK
 from raylt.methods.fedper import FedPer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 HERE = Path(__file__).parent
-CLIENTS = 1100          # a call's block is whole for 1,024 asked: of four actors; of 16 where each gets one call
+CLIENTS = 1100  # a call's block is whole for 1,024 asked: of four actors; of 16 where each gets one call
 
 
 @pytest.fixture(scope="module")
@@ -31,16 +31,16 @@ def undisturbed(tmp_path_factory):
     return spread.step(make_experiment(spread.config_of(CLIENTS), make_many(CLIENTS), folder, FedPer()))
 
 
-def check(found, undisturbed, actors, nodes):
-    assert (found.pop("actors"), found.pop("nodes")) == (actors, nodes)
+def check(result, undisturbed, actors, nodes):
+    assert (result.pop("actors"), result.pop("nodes")) == (actors, nodes)
     # of all clients but one, which has no samples, and the block that has a large one
-    assert found.pop("summed") == 2 * (CLIENTS - 1 - BLOCK)        # in both calls
-    assert found == undisturbed
+    assert result.pop("summed") == 2 * (CLIENTS - 1 - BLOCK)  # in both calls
+    assert result == undisturbed
 
 
 def test_sixteen_actors(ray_session, undisturbed, monkeypatch, tmp_path):
     # by itself it takes 256 asked clients for an actor, so that there are four calls for each
-    monkeypatch.setattr(dispatch, "SPREAD", 1)
+    monkeypatch.setattr(jobs, "SPREAD", 1)
     check(spread.run(CLIENTS, 16, tmp_path), undisturbed, 16, 1)
 
 
@@ -62,7 +62,11 @@ def four_nodes(monkeypatch):
 
 def test_four_nodes(four_nodes, undisturbed, tmp_path):
     # a program of its own: this one may be in another session
-    done = subprocess.run([sys.executable, HERE / "spread.py", four_nodes, str(CLIENTS), "4", tmp_path],
-                          capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, HERE / "spread.py", four_nodes, str(CLIENTS), "4", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr
     check(json.loads(done.stdout.splitlines()[-1]), json.loads(json.dumps(undisturbed)), 4, 4)

@@ -1,6 +1,9 @@
-"""What a fleet says of itself: a client that is stuck, a device that is full; and what a client needs."""
+"""Notes of a fleet about a stuck client and a full device, and the measurement of what a client needs."""
 
+import os
 import re
+import signal
+import threading
 import time
 from typing import ClassVar
 
@@ -10,12 +13,13 @@ import ray
 from tiny import make_setup
 from trouble import IDS, configure
 
-from actors.fleet import NOTES, STACKS, RayFleet
+from actors.fleet import PATIENCE_S, STACKS, RayFleet
 from actors.placement import Placement
 from actors.probe import probe
 from actors.shards import Shards
-from raylt.core.reductions import each
+from raylt.core.fleet.reductions import each
 from raylt.methods.fedavg import FedAvg
+from raylt.runs.folder.writer import NOTES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -30,28 +34,56 @@ def fleet(ray_session, tiny_task, tmp_path):
     made.close()
 
 
-def test_a_full_device_halves_the_actors_and_the_call_goes_on(fleet, tmp_path):
+def test_a_full_device_halves_the_actors_and_the_call_continues(fleet, tmp_path):
     replies = fleet.ask(faulty.fill, IDS, {"folder": str(tmp_path), "fit": 1}, id=each)["id"]
     assert list(replies.values()) == IDS
-    assert (len(fleet.slots), fleet.ledger.retried, fleet.ledger.lost) == (1, [], [])
-    said = (tmp_path / NOTES).read_text().splitlines()
-    assert len(said) == 2
-    assert re.fullmatch(r"client \d, round 3, fill: device out of memory; going on with 2 of 4 client actors", said[0])
-    assert said[1].endswith("going on with 1 of 2 client actors")
+    assert (len(fleet.slots), fleet.round_stats.retried, fleet.round_stats.lost) == (1, [], [])
+    notes = (tmp_path / NOTES).read_text().splitlines()
+    assert len(notes) == 2
+    assert re.fullmatch(
+        r"client \d, round 3, fill: device out of memory; continuing with 2 of 4 client actors", notes[0]
+    )
+    assert notes[1].endswith("continuing with 1 of 2 client actors")
 
 
 def test_a_stuck_client_is_named_with_its_stack(fleet, tmp_path, monkeypatch):
     monkeypatch.setattr("actors.fleet.PATIENCE_S", 1.0)
-    fleet.ask(faulty.sleep, IDS, {"seconds": {}}, id=each)              # what others take
+    fleet.ask(faulty.sleep, IDS, {"seconds": {}}, id=each)  # what others take
     fleet.ask(faulty.sleep, IDS, {"seconds": {"2": 3.0}}, id=each)
-    said, = (tmp_path / NOTES).read_text().splitlines()
-    match = re.fullmatch(r"client 2, round 3, sleep: at work for 1 s, others took at most 0 s; set "
-                         r"federation.deadline_s to go on without it; (stacks/client\S+txt) says where it is", said)
+    (note,) = (tmp_path / NOTES).read_text().splitlines()
+    match = re.fullmatch(
+        r"client 2, round 3, sleep: at work for [1-3] s, other clients took at most 0 s; set "
+        r"federation.deadline_s to continue without it; (stacks/client\S+txt) has its stacks",
+        note,
+    )
     assert match
     stack = (tmp_path / match[1]).read_text()
     assert "faulty.py" in stack
     assert " in sleep" in stack
-    assert len(list((tmp_path / STACKS).iterdir())) == 1        # nothing is left of those that were not
+    assert len(list((tmp_path / STACKS).iterdir())) == 1  # nothing is left of those that were not
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["later", "first"])
+def test_a_stopped_client_is_named_with_the_reason_why_it_has_no_stack(fleet, tmp_path, monkeypatch, known):
+    monkeypatch.setattr("actors.fleet.PATIENCE_S", 1.0)
+    monkeypatch.setattr("actors.fleet.STACK_S", 0.5)
+    if known:
+        fleet.ask(faulty.sleep, IDS, {"seconds": {}}, id=each)
+    slot = next(slot for slot in fleet.slots if 2 in slot.own)
+    pid = slot.process[1]
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(4.0, os.kill, (pid, signal.SIGCONT)).start()
+    fleet.ask(faulty.sleep, [2], {"seconds": {}}, id=each)
+    (note,) = (tmp_path / NOTES).read_text().splitlines()
+    assert note.startswith("client 2, round 3, sleep: at work for 1 s, ")
+    assert ("no client has finished yet" in note) != known
+    assert note.endswith(f"it wrote no stacks: its process {pid} is stopped; kill -CONT {pid} continues it")
+
+
+def test_a_call_of_many_clients_may_take_longer_once_one_is_known(fleet):
+    assert fleet.patience("train", 64) == PATIENCE_S
+    fleet.record_seconds("train", 1, 30.0)
+    assert (fleet.patience("train", 1), fleet.patience("train", 2)) == (150.0, 300.0)
 
 
 def test_what_a_client_needs_is_measured(ray_session, tiny_task):
@@ -74,7 +106,7 @@ def test_a_probe_that_fails_leaves_the_driver_alive(ray_session, tiny_task, monk
     cancelled = []
     monkeypatch.setattr(ray, "cancel", lambda *run, **how: cancelled.append(run))
     assert probe(make_setup(configure(), Unable()), tiny_task, 0) is None
-    assert cancelled == []          # a task that has ended: cancelling it makes Ray abort the process, sooner or later
+    assert cancelled == []  # a task that has ended: cancelling it makes Ray abort the process, sooner or later
 
 
 def test_a_probe_that_finds_no_room_takes_none_later(ray_session, tiny_task, monkeypatch):
@@ -87,5 +119,5 @@ def test_a_probe_that_finds_no_room_takes_none_later(ray_session, tiny_task, mon
     while time.monotonic() < end:
         seen.add(ray.available_resources().get("CPU", 0.0))
         time.sleep(0.05)
-    assert seen <= {0.0, 4.0}       # a probe would hold one
+    assert seen <= {0.0, 4.0}  # a probe would hold one
     assert 4.0 in seen

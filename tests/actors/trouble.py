@@ -14,12 +14,13 @@ from raylt.core.method import Method
 from raylt.methods.fedprox import FedProx
 from raylt.models.split import Params, SplitModel
 
-IDS = [0, 1, 2, 3, 5]           # of tiny_task's clients, those that hold samples
+IDS = [0, 1, 2, 3, 5]  # of tiny_task's clients, those that hold samples
 
 
 def configure(**federation: Any) -> Config:
-    return Config.model_validate({"method": "fedavg", "data": {"clients": 6}, "local": {"batch": 8},
-                                  "federation": {"rounds": 2} | federation})
+    return Config.model_validate(
+        {"method": "fedavg", "data": {"clients": 6}, "local": {"batch": 8}, "federation": {"rounds": 2} | federation}
+    )
 
 
 class Private(FedProx):
@@ -36,7 +37,7 @@ class Private(FedProx):
 
     def train(self, client: Client, message: Message) -> Reply:
         if client.id in self.victims and first(self.folder, client.id, self.times):
-            client.state["calls"] = torch.tensor([-1.0])            # must be lost with the process
+            client.state["calls"] = torch.tensor([-1.0])  # must be lost with the process
             os.kill(os.getpid(), signal.SIGKILL)
         client.state["calls"] = client.state.get("calls", torch.zeros(1)) + 1
         return super().train(client, message)

@@ -1,6 +1,7 @@
 """What tests of the command line share. Most commands run in the test's process; real ones where the exit code or the
 terminal matters."""
 
+import re
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +29,7 @@ def refused(outcome: Outcome, *named: str) -> None:
     """Exit code 2, one line on stderr that names what is wrong, nothing on stdout."""
     assert outcome.code == 2, outcome
     assert outcome.out == ""
-    assert outcome.err.startswith("error: ")
+    assert re.match(r"error( \[[a-z]+\.[a-z-]+\])?: ", outcome.err), outcome.err
     assert outcome.err.count("\n") == 1, outcome.err
     assert outcome.err.endswith("\n")
     assert all(part in outcome.err for part in named), outcome.err

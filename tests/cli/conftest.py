@@ -18,7 +18,7 @@ def raylt(monkeypatch, capsys, tmp_path):
     """Runs a command in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    for console in (options.out, options.err):      # which took their width from the environment they were made in
+    for console in (options.out, options.err):  # which took their width from the environment they were made in
         monkeypatch.setattr(console, "_width", 200)
     threads = torch.get_num_threads()
 
@@ -30,29 +30,54 @@ def raylt(monkeypatch, capsys, tmp_path):
         code = ended.value.code
         assert isinstance(code, int)
         return Outcome(code, *capsys.readouterr())
+
     yield call
-    torch.set_num_threads(threads)          # a run sets them to 1
+    torch.set_num_threads(threads)  # a run sets them to 1
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> tuple[Path, Outcome]:
     """A run of two rounds, from a process of its own: its folder and what it printed."""
     out = tmp_path_factory.mktemp("runs")
-    done = subprocess.run([sys.executable, "-m", "raylt", "run", *SMALL, "method=fedprox", "method.mu=1e-2",
-                           "--fleet", "local", "--format", "json", "--out", str(out), "--name", "one"],
-                          capture_output=True, text=True, cwd=out)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "raylt",
+            "run",
+            *SMALL,
+            "method=fedprox",
+            "method.mu=1e-2",
+            "--fleet",
+            "local",
+            "--format",
+            "json",
+            "--out",
+            str(out),
+            "--name",
+            "one",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=out,
+    )
     return out / "one", Outcome(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.fixture
 def npz(tmp_path):
     rng = np.random.default_rng(0)
-    arrays = {"x_train": rng.integers(0, 256, (40, 8, 8), dtype=np.uint8), "y_train": np.arange(40) % 2,
-              "x_test": rng.integers(0, 256, (6, 8, 8), dtype=np.uint8), "y_test": np.arange(6) % 2,
-              "class_names": np.array(["a", "b"])}
+    arrays = {
+        "x_train": rng.integers(0, 256, (40, 8, 8), dtype=np.uint8),
+        "y_train": np.arange(40) % 2,
+        "x_test": rng.integers(0, 256, (6, 8, 8), dtype=np.uint8),
+        "y_test": np.arange(6) % 2,
+        "class_names": np.array(["a", "b"]),
+    }
 
     def write(*without: str) -> Path:
         path = tmp_path / "arrays.npz"
         np.savez(path, **{key: value for key, value in arrays.items() if key not in without})
         return path
+
     return write

@@ -1,17 +1,24 @@
 """The commands that list: data, methods, settings, recipes."""
 
+import io
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import SMALL
+from commands import SMALL, refused
+from rich.console import Console
 
-from raylt.cli.method_page import GROUPS
+from raylt.cli import options
+from raylt.cli.method_page import GROUPS, reflowed
 from raylt.config import settings
 from raylt.data.augment import AUGMENTATIONS
-from raylt.data.sources import NAMES
+from raylt.data.sources.sources import NAMES
+from raylt.methods import METHODS
 from raylt.models import MODELS
 
 
@@ -53,8 +60,11 @@ def test_methods_are_listed_with_default_range_and_source(raylt):
     listing = json.loads(out)
     assert code == 0
     assert listing["fedprox"]["fields"]["mu"] == {
-        "default": 0.01, "range": "[0.0001, 1] log", "source": "weight of the proximal term, Eq. 2",
-        "stage": None}
+        "default": 0.01,
+        "range": "[0.0001, 1] log",
+        "source": "weight of the proximal term, Eq. 2",
+        "stage": None,
+    }
     assert listing["sfd"]["fields"]["aligner"]["stage"] == "finish"
     assert listing["fedavg"]["paper"] == "McMahan et al., AISTATS 2017"
     table = raylt("methods").out
@@ -75,12 +85,17 @@ def test_one_method_is_shown_with_its_fields_what_it_sends_and_what_it_costs(ray
     assert "finish on" in raylt("methods", "ccvr", "--model", "small").out
     code, _, err = raylt("methods", "fedncmm")
     assert code == 2
-    assert "did you mean fedncm?" in err
+    assert "Did you mean fedncm?" in err
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
-    (["--model", "small", "--image", "8x8"], "--image 8x8: is written HEIGHTxWIDTHxCHANNELS"),
-    (["--model", "resnet9"], "model = resnet9"), (["--model", "cnn"], "images are 8x8, it needs at least 16x16")])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "small", "--image", "8x8"], "--image: is not HEIGHTxWIDTHxCHANNELS (8x8)"),
+        (["--model", "resnet9"], "(resnet9)"),
+        (["--model", "cnn"], "16x16 (8x8)"),
+    ],
+)
 def test_what_methods_cannot_be_measured_with_is_refused(raylt, arguments, said):
     code, _, err = raylt("methods", "fedavg", *arguments)
     assert code == 2
@@ -103,14 +118,14 @@ def test_settings_say_which_values_they_take(raylt):
     listing = json.loads(raylt("settings", "--format", "json").out)
     assert listing["federation.batchnorm"]["allowed"] == "average, local"
     assert listing["local.momentum"]["allowed"] == "a number >= 0 and < 1"
-    assert listing["data.min_size"]["allowed"] == "a whole number >= 0 and <= 1e+07 or null"
-    assert listing["resources.actors"]["allowed"] == "a whole number or auto"
+    assert listing["data.min_size"]["allowed"] == "a whole number >= 0 or null"
+    assert listing["resources.actors"]["allowed"] == "a whole number >= 1 or auto"
     assert listing["method"]["default"] is None
     assert all(name in listing["model"]["allowed"] for name in MODELS)
     assert all(name in listing["data.source"]["allowed"] for name in NAMES)
     assert all(name in listing["augment"]["allowed"] for name in AUGMENTATIONS)
     table = raylt("settings").out
-    assert "must be named" in table
+    assert "= none" in table
     assert "[number, number] or null" in " ".join(table.split())
 
 
@@ -123,6 +138,7 @@ def test_recipes_are_listed_with_what_they_are(raylt):
 
 def test_version_is_said(raylt):
     from importlib.metadata import version
+
     assert raylt("--version") == (0, f"raylt {version('raylt')}\n", "")
 
 
@@ -130,7 +146,7 @@ def test_page_of_methods_has_all_of_them_and_is_measured_for_one_model(raylt, tm
     for more in (["sfd"], ["--model", "cnn"], ["--classes", "100"], ["--format", "json"]):
         code, _, err = raylt("methods", *more, "--page", tmp_path / "methods.md")
         assert code == 2
-        assert "has all methods, measured for resnet8; leave out NAME" in " ".join(err.split())
+        assert "[config.conflict]: --page: " in err
         assert not (tmp_path / "methods.md").exists()
 
 
@@ -147,3 +163,98 @@ def test_a_file_whose_path_holds_an_equals_sign_is_a_file(raylt, tmp_path):
     code, out, _ = raylt("data", folder / "best.yaml", "--format", "json")
     assert code == 0
     assert len(json.loads(out)["clients"]) == 7
+
+
+def test_every_command_is_in_one_panel_of_the_help(raylt):
+    from raylt.cli.main import PANELS, app
+
+    out = raylt("--help").out
+    listed = [line.split()[1] for line in out.splitlines() if re.match(r"│ [a-z]", line)]
+    names = [command.name or command.callback.__name__ for command in app.registered_commands]
+    names += [group.name for group in app.registered_groups]
+    assert sorted(listed) == sorted(names)
+    assert [panel for panel in PANELS if f" {panel} " in out] == list(PANELS)
+
+
+def test_departures_of_a_method_fill_the_terminals_width():
+    console = Console(width=80, record=True, file=io.StringIO())
+    notes = (
+        "A method.\n\n[1] A departure whose first line is as long as the project's, which is wider than a terminal\n"
+        "    and goes on.\n[2] Another.\nA paragraph\nof two lines."
+    )
+    for part in reflowed(notes):
+        console.print(part)
+    lines = [line.rstrip() for line in console.export_text().splitlines()]
+    assert lines == [
+        "A method.",
+        "",
+        "[1] A departure whose first line is as long as the project's, which is wider",
+        "    than a terminal and goes on.",
+        "[2] Another.",
+        "A paragraph of two lines.",
+    ]
+
+
+def test_settings_of_the_method_name_every_method(raylt):
+    code, out, _ = raylt("settings", "method")
+    assert code == 0
+    assert set(METHODS) <= set(re.findall(r"\w+", out))
+    assert "raylt methods NAME" in out
+    assert list(json.loads(raylt("settings", "method", "--format", "json").out)) == ["method"]
+
+
+def test_a_section_of_settings_is_readable_at_80_columns(raylt, monkeypatch):
+    for console in (options.out, options.err):
+        monkeypatch.setattr(console, "_width", 80)
+    code, out, _ = raylt("settings", "local")
+    listed = [key for key, _ in settings() if key.startswith("local.")]
+    assert code == 0
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    starts = [line.split()[0] for line in lines if line.startswith("local.")]
+    assert starts == listed
+    assert "data.alpha" not in out
+    meanings = [line[31:] for line in lines[2:] if len(line) > 31]
+    assert max(map(len, meanings)) > 40  # the second column takes the rest of the line
+
+
+def test_every_default_is_shown_whole_where_it_fits(raylt):
+    out = raylt("settings", "local.lr").out
+    assert "= 0.05" in out
+    assert list(json.loads(raylt("settings", "local.lr", "--format", "json").out)) == ["local.lr"]
+
+
+def test_a_section_that_is_none_is_refused_with_the_nearest(raylt):
+    refused(raylt("settings", "locl"), "[config.unknown-name]", "Did you mean local?")
+
+
+@pytest.mark.parametrize(("words", "expected"), [("raylt re", "resume"), ("raylt run --fl", "--fleet")])
+def test_a_shell_completes_commands_and_options(words, expected):
+    environment = {
+        **os.environ,
+        "_RAYLT_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    script = "import sys; sys.argv = ['raylt']; from raylt.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert expected in done.stdout.split(), done.stderr
+
+
+def test_the_completion_of_a_shell_can_be_shown():
+    script = "import sys; sys.argv = ['raylt', '--show-completion', 'bash']; from raylt.cli.main import main; main()"
+    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert "_RAYLT_COMPLETE=complete_bash" in done.stdout, done.stderr
+
+
+def test_a_list_of_runs_does_not_wait_for_torch(finished):
+    script = (
+        f"import sys; sys.argv = ['raylt', 'ls', {str(finished[0].parent)!r}]\n"
+        "from raylt.cli.main import main\n"
+        "try: main()\nfinally: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "one" in done.stdout
+    assert done.stdout.endswith("False\n")

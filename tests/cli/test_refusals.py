@@ -9,43 +9,52 @@ from commands import SMALL, Outcome, copied, damage, refused
 SCENES = "data.source=shapes", "data.partition=iid", "data.imbalance=1"
 
 
-@pytest.mark.parametrize(("arguments", "named"), [
-    (["federation.round=2"], ["federation.round", "did you mean federation.rounds?"]),
-    (["method=fedprix"], ["'fedprix'", "did you mean fedprox?"]),
-    (["method=fedavg", "method.mu=1"], ["method.mu"]),
-    (["data.source=npz:missing.npz"], ["missing.npz", "no such file"]),
-    (["data.source=digit"], ["'digit'", "did you mean digits?"]),
-    (["data.source=cifar10"], ["cifar10", "data.download=true"]),
-    (["data.imbalance=0.5"], ["data.imbalance = 0.5", "greater than or equal to 1"]),
-    (["data.alpha=0"], ["data.alpha = 0", "greater than 0"]),
-    (["method=sfd", *SCENES, "model=lraspp"], ["method = sfd: is for classification", "raylt methods"]),
-    (["method=bpfed", *SCENES, "model=lraspp"], ["method = bpfed: is for classification"]),
-    (["method=fedavg", *SCENES], ["model = small: does not do segmentation", "raylt settings"]),
-    (["method=fedavg", "model=lraspp"], ["model = lraspp: "]),
-    (["method=fedavg", "model=lraspp", "data.source=shapes"], ["data.partition = dirichlet", "data.partition=classes"]),
-    (["model=resnet9"], ["model = 'resnet9': no such model", "resnet8"]),
-    (["augment=crop"], ["augment = 'crop': no such augmentation", "crop_flip"]),
-    (["data.clients=5000"], ["data.clients = 5000", "training samples", "lower"]),
-    (["data.partition=creff", "data.clients=5"], ["data.clients = 5", "at least 10"]),
-    (["absent.yaml"], ["absent.yaml", "exists"]),
-    (["seed"], ["seed", "exists"]),
-    (["seed=0", "rounds"], ["'rounds'", "key=value"]),
-    (["--name", "a/b"], ["name a/b", "out"]),
-    (["--name", ".."], ["name ..", "out"]),
-    (["recipe:sdf/x"], ["recipe:sdf/x: no such recipe", "raylt recipes"])])
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["federation.round=2"], ["[config.unknown-key]: federation.round: ", "federation.rounds"]),
+        (["method=fedprix"], ["'fedprix'", "id you mean fedprox?"]),
+        (["method=fedavg", "method.mu=1"], ["method.mu"]),
+        (["data.source=npz:missing.npz"], ["missing.npz", "no such file"]),
+        (["data.source=digit"], ["'digit'", "Did you mean digits?"]),
+        (["data.source=cifar10"], ["cifar10", "data.download=true"]),
+        (["data.imbalance=0.5"], ["[config.out-of-range]: data.imbalance: ", "(0.5)", ">= 1"]),
+        (["data.alpha=0"], ["[config.out-of-range]: data.alpha: ", "(0)", "> 0"]),
+        (["method=sfd", *SCENES, "model=lraspp"], ["method = sfd: ", "classification", "raylt methods"]),
+        (["method=bpfed", *SCENES, "model=lraspp"], ["method = bpfed: ", "classification"]),
+        (["method=fedavg", *SCENES], ["model = small: ", "segmentation", "raylt settings"]),
+        (["method=fedavg", "model=lraspp"], ["model: lraspp"]),
+        (
+            ["method=fedavg", "model=lraspp", "data.source=shapes"],
+            ["data.partition", "(dirichlet)", "data.partition=classes"],
+        ),
+        (["model=resnet9"], ["[config.unknown-name]: model: ", "'resnet9'", "resnet8"]),
+        (["augment=crop"], ["[config.unknown-name]: augment: ", "'crop'", "crop_flip"]),
+        (["data.clients=5000"], ["data.clients", "training samples (5000)", "Lower"]),
+        (["data.partition=creff", "data.clients=5"], ["data.clients", "(5)", "at least 10"]),
+        (["absent.yaml"], ["[file.not-found]: absent.yaml: "]),
+        (["seed"], ["[file.not-found]: seed: "]),
+        (["seed=0", "rounds"], ["'rounds'", "key=value"]),
+        (["--name", "a/b"], ["name: ", "a/b", "out"]),
+        (["--name", ".."], ["name: ", "'..'"]),
+        (["recipe:sdf/x"], ["[config.unknown-name]: recipe:sdf/x: ", "raylt recipes"]),
+    ],
+)
 def test_run_refuses(raylt, tmp_path, arguments, named):
     method = [] if any("method" in text for text in arguments) else ["method=fedavg"]
     refused(raylt("run", *arguments, *method, "--fleet", "local"), *named)
-    assert list(tmp_path.iterdir()) == []               # no run folder is left behind
+    assert list(tmp_path.iterdir()) == []  # no run folder is left behind
 
 
 @pytest.mark.parametrize("command", ["run", "plan", "tune"])
 def test_a_method_must_be_named_as_soon_as_anything_is(raylt, command):
-    refused(raylt(command, "federation.rounds=3"), "method: name one, as in method=sfd", "raylt methods")
+    refused(raylt(command, "federation.rounds=3"), "[config.missing]: method: ", "method=sfd", "raylt methods")
 
 
-@pytest.mark.parametrize(("without", "named"), [
-    (["y_train"], ["has no y_train;"]), (["x_test", "class_names"], ["has no x_test, class_names;"])])
+@pytest.mark.parametrize(
+    ("without", "named"),
+    [(["y_train"], ["has no y_train."]), (["x_test", "class_names"], ["has no x_test, class_names."])],
+)
 def test_npz_without_some_arrays_is_refused(raylt, npz, without, named):
     refused(raylt("run", "method=fedavg", f"data.source=npz:{npz(*without)}", "--fleet", "local"), "arrays.npz", *named)
 
@@ -53,15 +62,23 @@ def test_npz_without_some_arrays_is_refused(raylt, npz, without, named):
 def test_existing_run_folder_is_refused_and_left_alone(raylt, finished):
     folder, _ = finished
     before = sorted(folder.rglob("*"))
-    refused(raylt("run", *SMALL, "--fleet", "local", "--out", folder.parent, "--name", "one"), "exists already",
-            f"raylt resume {folder}")
+    refused(
+        raylt("run", *SMALL, "--fleet", "local", "--out", folder.parent, "--name", "one"),
+        "exists already",
+        f"raylt resume {folder}",
+    )
     assert sorted(folder.rglob("*")) == before
 
 
 def test_resume_with_other_settings_shows_each_difference(raylt, finished):
     folder, _ = finished
-    refused(raylt("resume", folder, "local.lr=0.1", "seed=3", "method.mu=2", "--fleet", "local"),
-            "local.lr: 0.05 -> 0.1", "seed: 0 -> 3", "method.mu: 0.01 -> 2", "resources.*")
+    refused(
+        raylt("resume", folder, "local.lr=0.1", "seed=3", "method.mu=2", "--fleet", "local"),
+        "local.lr: 0.05 -> 0.1",
+        "seed: 0 -> 3",
+        "method.mu: 0.01 -> 2",
+        "resources.*",
+    )
 
 
 def test_resume_of_what_is_no_run_is_refused(raylt, tmp_path):
@@ -71,10 +88,10 @@ def test_resume_of_what_is_no_run_is_refused(raylt, tmp_path):
 
 def test_resume_is_refused_when_all_checkpoints_are_damaged(raylt, finished, tmp_path):
     folder = copied(finished[0], tmp_path / "run")
-    (folder / "summary.json").unlink()                      # it was killed before its end
+    (folder / "summary.json").unlink()  # it was killed before its end
     for step in ("000001", "000002"):
         damage(folder / "checkpoints" / step)
-    refused(raylt("resume", folder, "--fleet", "local"), "000002 is damaged", "000001 is damaged", "start a new run")
+    refused(raylt("resume", folder, "--fleet", "local"), "000002 is damaged", "000001 is damaged", "Start a new run")
 
 
 def test_option_or_command_that_does_not_exist_is_refused(raylt):
@@ -94,23 +111,51 @@ def test_split_that_cannot_be_written_or_read_is_refused(raylt, tmp_path):
 
 @pytest.mark.slow
 def test_address_where_no_cluster_answers_is_refused(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "raylt", "run", "--address", "127.0.0.1:1", "--name", "one"],
-                          capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "raylt", "run", "--address", "127.0.0.1:1", "--name", "one"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert (done.returncode, done.stdout) == (2, "")
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: --address 127.0.0.1:1: nothing answers there (Connection refused)")
+    assert "--address 127.0.0.1:1" in last
+    assert "(Connection refused)" in last
     assert "Traceback" not in done.stderr
 
 
 def test_error_of_a_real_process_is_one_line_and_exit_code_2(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "raylt", "run", "data.alpha=0"], capture_output=True, text=True,
-                          cwd=tmp_path)
-    refused(Outcome(done.returncode, done.stdout, done.stderr), "data.alpha = 0")
+    done = subprocess.run(
+        [sys.executable, "-m", "raylt", "run", "data.alpha=0"], capture_output=True, text=True, cwd=tmp_path
+    )
+    refused(Outcome(done.returncode, done.stdout, done.stderr), "[config.out-of-range]: data.alpha: ")
 
 
 def test_debug_shows_the_traceback_anywhere_on_the_line(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "raylt", "--debug", "run", "data.alpha=0"], capture_output=True,
-                          text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "raylt", "--debug", "run", "data.alpha=0"], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode != 0
     assert "Traceback (most recent call last)" in done.stderr
-    assert done.stderr.splitlines()[-1] == "raylt.errors.ConfigError: data.alpha = 0: input should be greater than 0"
+    assert done.stderr.splitlines()[-1].startswith("raylt.errors.ConfigError: data.alpha: ")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["method=rucr", "privacy.epsilon=1"],
+        ["method=scaffold", "privacy.update_epsilon=5", "federation.participation=1"],
+        ["method=la", "method.prior=global", "privacy.update_epsilon=5", "federation.participation=1"],
+        ["method=fedavg", "federation.secure=true", "federation.robust=median"],
+        ["method=mupfl", "federation.secure=true"],
+        ["method=local", "federation.robust=median"],
+        ["method=fedavg", "federation.sampling=poisson", "federation.over_select=0.5"],
+        ["method=fednova", "local.optimiser=adam"],
+        ["method=ratioloss", "federation.rounds=2"],
+    ],
+)
+def test_plan_refuses_what_run_refuses(raylt, settings):
+    planned = raylt("plan", *settings)
+    refused(planned)
+    done = raylt("run", *settings, "--fleet", "local")
+    assert (done.code, done.err.splitlines()[-1]) == (2, planned.err.strip())

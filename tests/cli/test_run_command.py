@@ -3,40 +3,67 @@
 import json
 from pathlib import Path
 
+import typer
 import yaml
 from commands import SMALL, Outcome, copied, damage
 from safetensors.torch import load_file
 
 from raylt.config import load
-from raylt.core.checkpoint import hash_tensors
+from raylt.core.checkpoint.checkpoint import hash_tensors
 from raylt.errors import RayltError
 
 # what else can end a run
 
+
 def test_failure_that_raylt_foresees_ends_with_its_own_exit_code(raylt, monkeypatch):
     def fail(*_, **__):
-        raise RayltError("the [bold]server[/bold] is gone")
+        raise RayltError("the [bold]server[/bold] is gone", code="server.lost")
+
     monkeypatch.setattr("raylt.runs.start.run", fail)
-    assert raylt("run", "method=fedavg") == Outcome(1, "", "error: the [bold]server[/bold] is gone\n")
+    assert raylt("run", "method=fedavg") == Outcome(1, "", "error [server.lost]: the [bold]server[/bold] is gone\n")
 
 
-def test_failure_that_nobody_foresaw_is_one_line_with_its_place(raylt, monkeypatch):
+def test_unforeseen_exception_is_one_line_with_a_code_and_its_place(raylt, monkeypatch):
     def fail(*_, **__):
         raise ZeroDivisionError("division\nby zero")
+
     monkeypatch.setattr("raylt.runs.start.run", fail)
     code, out, err = raylt("run", "method=fedavg")
     assert (code, out) == (1, "")
-    assert err.startswith("error: ZeroDivisionError: division by zero (test_run_command.py:")
-    assert err.endswith("--debug shows the traceback\n")
+    assert err.startswith("error [command.failed]: ZeroDivisionError: division by zero (test_run_command.py:")
     assert err.count("\n") == 1
 
 
 def test_interrupted_run_says_how_to_go_on(raylt, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
+
     monkeypatch.setattr("raylt.runs.start.run", interrupt)
     assert raylt("run", "method=fedavg") == Outcome(
-        130, "", "stopped; to go on: raylt resume RUN, raylt tune --resume SEARCH, or the same raylt study\n")
+        130, "", "stopped; continue with raylt resume RUN, raylt tune --resume SEARCH, or the same raylt study\n"
+    )
+
+
+def test_interrupted_run_or_search_is_named(raylt, monkeypatch, tmp_path):
+    def interrupt_run(*_, callbacks=(), **__):
+        for callback in callbacks:
+            callback.on_start(tmp_path / "my run", None, [])
+        raise KeyboardInterrupt
+
+    def interrupt_search(*_, callback, **__):
+        callback.on_search_start(tmp_path / "search", ["fedprox"], 2, 1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("raylt.runs.start.run", interrupt_run)
+    monkeypatch.setattr("raylt.runs.continuation.branch", interrupt_run)
+    monkeypatch.setattr("tune.resume", interrupt_search)
+    for arguments in (["run", "method=fedavg"], ["branch", tmp_path, "method.x=1"]):
+        code, _, said = raylt(*arguments)
+        assert code == 130
+        assert said == f"stopped; continue with raylt resume '{tmp_path / 'my run'}'\n"
+    code, _, said = raylt("tune", "--resume", tmp_path / "search")
+    assert code == 130
+    assert said.endswith(f"stopped; continue with raylt tune --resume {tmp_path / 'search'}\n")
 
 
 def test_without_a_command_help_is_shown_and_no_error(raylt):
@@ -55,12 +82,22 @@ def test_help_ends_with_exit_code_0(raylt):
 
 # a run
 
+
 def test_json_of_a_run_has_the_figures_of_summary_json(finished):
     folder, (code, out, _) = finished
     assert code == 0
     printed = json.loads(out)
-    assert {"method", "split_sha256", "rounds", "accuracy", "groups", "clients", "bytes", "seconds",
-            "model_sha256"} <= set(printed)
+    assert {
+        "method",
+        "split_sha256",
+        "rounds",
+        "accuracy",
+        "groups",
+        "clients",
+        "bytes",
+        "seconds",
+        "model_sha256",
+    } <= set(printed)
     assert set(printed["accuracy"]) == {"last", "last10", "last10_values", "best"}
     assert list(printed["groups"]) == ["many", "medium", "few"]
     assert {"mean", "worst_decile"} <= set(printed["clients"])
@@ -74,8 +111,19 @@ def test_run_folder_is_complete(finished):
     folder, (_, out, _) = finished
     names = {"events" if entry.name.startswith("events.") else entry.name for entry in folder.iterdir()}
     assert names == {
-        "identity.json", "config.yaml", "split.json", "outline.json", "metrics.jsonl", "checkpoints", "confusions",
-        "events", "summary.json", "model.safetensors", ".lock", "provenance.jsonl"}
+        "identity.json",
+        "config.yaml",
+        "split.json",
+        "outline.json",
+        "metrics.jsonl",
+        "checkpoints",
+        "confusions",
+        "events",
+        "summary.json",
+        "model.safetensors",
+        ".lock",
+        "provenance.jsonl",
+    }
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2]
     assert sorted(entry.name for entry in (folder / "checkpoints").iterdir()) == ["000001", "000002"]
     assert all(file.stat().st_size > 0 for file in folder.glob("events.*"))
@@ -122,7 +170,7 @@ def test_run_from_a_file_equals_the_run_from_overrides(raylt, finished):
 def test_resume_after_damage_says_so_and_ends_with_the_same_model(raylt, finished, tmp_path):
     folder = copied(finished[0], tmp_path / "run")
     damage(folder / "checkpoints/000002")
-    (folder / "summary.json").unlink()                      # it was killed before its end
+    (folder / "summary.json").unlink()  # it was killed before its end
     code, out, err = raylt("resume", folder, "--fleet", "local", "--format", "json", "output.keep=3")
     assert code == 0
     assert "checkpoint 000002 is damaged" in err.splitlines()[0]
@@ -139,31 +187,45 @@ def test_resume_of_a_finished_run_shows_its_summary_again(raylt, finished, tmp_p
 
 
 def test_folder_of_a_run_without_a_name_is_one_folder_below_out(raylt, npz):
-    code, out, err = raylt("run", f"data.source=npz:{npz()}", "data.clients=2", "federation.rounds=1", "local.epochs=1",
-                           "method=fedavg",
-                           "--fleet", "local", "--format", "json")
+    code, out, err = raylt(
+        "run",
+        f"data.source=npz:{npz()}",
+        "data.clients=2",
+        "federation.rounds=1",
+        "local.epochs=1",
+        "method=fedavg",
+        "--fleet",
+        "local",
+        "--format",
+        "json",
+    )
     assert code == 0, err
     assert Path(json.loads(out)["folder"]).parent == Path("runs")
 
 
+def end_with(code):
+    raise typer.Exit(code)
+
+
 def test_without_any_settings_the_demonstration_is_run_and_said_to_be(raylt, monkeypatch):
     asked = []
-    monkeypatch.setattr("raylt.runs.start.run", lambda config, *_, **__: asked.append(config) or exit(3))
+    monkeypatch.setattr("raylt.runs.start.run", lambda config, *_, **__: asked.append(config) or end_with(3))
     code, out, err = raylt("run")
     assert (code, out) == (3, "")
-    assert err == "nothing was named, so this is the demonstration, recipe:demo; raylt recipes lists others\n"
+    assert err == "no settings were given, so this is the demonstration recipe:demo; raylt recipes lists others\n"
     assert asked == [load("recipe:demo")]
 
 
 def test_a_recipe_runs_by_its_name_with_settings_that_change_it(raylt, monkeypatch):
     asked = []
-    monkeypatch.setattr("raylt.runs.start.run", lambda config, *_, **__: asked.append(config) or exit(3))
+    monkeypatch.setattr("raylt.runs.start.run", lambda config, *_, **__: asked.append(config) or end_with(3))
     assert raylt("run", "recipe:mupfl/segmentation/shapes", "federation.rounds=2") == Outcome(3, "", "")
     assert (asked[0].data.source, asked[0].federation.rounds) == ("shapes", 2)
 
 
 def test_help_shows_commands_that_can_be_copied(raylt):
     from raylt.cli.main import EXAMPLES
+
     code, out, _ = raylt("run", "--help")
     assert code == 0
     lines = [line.strip() for line in EXAMPLES.splitlines() if line.startswith("raylt")]

@@ -7,11 +7,11 @@ from tiny import COUNTS, CPU, Recorder, configure, fingerprint, make_experiment,
 from torch import tensor
 
 from raylt.config import load
-from raylt.core import checkpoint
+from raylt.core.checkpoint import checkpoint
+from raylt.core.checkpoint.client_states import SavedStates, part_of_client
 from raylt.core.experiment import Experiment
 from raylt.core.method import Method
 from raylt.core.setup import private_entries
-from raylt.core.states import SavedStates, places
 from raylt.data.samples import Samples
 from raylt.data.task import build_task
 from raylt.methods.fedavg import FedAvg
@@ -55,7 +55,7 @@ class Slow(Finishing):
 
     def finish(self, server, fleet):
         for _ in range(2):
-            with server.stages.time("synthesis"):
+            with server.timings.time("synthesis"):
                 time.sleep(0.05)
 
 
@@ -78,7 +78,7 @@ def run(experiment: Experiment) -> list:
 
 def judge_by_loop(model, task) -> torch.Tensor:
     """Counts of (true, predicted), one test image at a time, by a model in evaluation mode."""
-    samples, matrix = Samples(task.test, task.facts, CPU), torch.zeros(4, 4, dtype=torch.int64)
+    samples, matrix = Samples(task.test, task.spec, CPU), torch.zeros(4, 4, dtype=torch.int64)
     model.eval()
     with torch.no_grad():
         for i in range(len(samples)):
@@ -87,19 +87,20 @@ def judge_by_loop(model, task) -> torch.Tensor:
 
 
 def personal_models(experiment: Experiment):
-    """Of every client: the server's shared entries and the client's own private ones."""
+    """Collect every client's entries: the shared ones of the server and its private ones."""
     method, server = experiment.method, experiment.server
     for id, private in private_states(experiment).items():
-        model = make_setup(experiment.config, method).new_model(experiment.task.facts)
+        model = make_setup(experiment.config, method).new_model(experiment.task.spec)
         model.load_state_dict(dict(snapshot(method.shared(server.model))) | private["model"], strict=True)
         yield id, model
 
 
 def class_accuracies(matrix) -> list[float]:
-    return [matrix[c, c].item() / 10 for c in range(4)]     # ten test images of each class
+    return [matrix[c, c].item() / 10 for c in range(4)]  # ten test images of each class
 
 
 # steps and figures
+
 
 def test_steps_are_the_rounds_and_then_the_finish(build):
     experiment = build(Finishing(), federation={"rounds": 3})
@@ -114,12 +115,12 @@ def test_steps_are_the_rounds_and_then_the_finish(build):
 
 def test_a_report_says_what_the_time_of_its_step_went_to(build):
     first, last = run(build(Slow(), federation={"rounds": 1}))
-    assert set(first.stages) == {"train", "aggregation", "evaluation", "checkpoint"}
-    assert set(last.stages) == {"synthesis", "evaluation", "checkpoint"}
-    assert 0.1 <= last.stages["synthesis"] <= last.seconds
+    assert set(first.timings) == {"train", "aggregation", "evaluation", "checkpoint"}
+    assert set(last.timings) == {"synthesis", "evaluation", "checkpoint"}
+    assert 0.1 <= last.timings["synthesis"] <= last.seconds
     for report in (first, last):
-        assert report.stages["evaluation"] == report.evaluation_seconds
-        own = sum(s for stage, s in report.stages.items() if stage not in ("evaluation", "checkpoint"))
+        assert report.timings["evaluation"] == report.evaluation_seconds
+        own = sum(s for stage, s in report.timings.items() if stage not in ("evaluation", "checkpoint"))
         assert 0 < own <= report.seconds
 
 
@@ -143,10 +144,13 @@ def test_clients_join_once_before_the_first_round(build):
 
 def test_a_join_that_does_nothing_is_not_sent(build):
     experiment = build(OwnClassifier(), federation={"participation": 0.3, "rounds": 1})
-    report, = run(experiment)
+    (report,) = run(experiment)
     assert sorted(report.traffic) == ["train"]
-    assert {id for function, _, id, _ in experiment.fleet._host.replies if function == "train"} == set(
-        report.participants) == set(experiment.fleet._private)
+    assert (
+        {id for function, _, id, _ in experiment.fleet._host.replies if function == "train"}
+        == set(report.participants)
+        == set(experiment.fleet._private)
+    )
 
 
 @pytest.mark.parametrize(("every", "judged"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (4, [4, 5]), (9, [5])])
@@ -163,7 +167,7 @@ def test_figures_of_a_report_equal_a_loop_over_the_test_set(build, tiny_task):
     report = run(experiment)[-1]
     matrix = judge_by_loop(experiment.server.model, tiny_task)
     each = class_accuracies(matrix)
-    assert 0.25 < report.accuracy < 1                       # or the comparisons below compare little
+    assert 0.25 < report.accuracy < 1  # or the comparisons below compare little
     assert report.accuracy == report.global_accuracy == pytest.approx(sum(each) / 4)
     assert report.global_macro == pytest.approx(sum(each) / 4)
     union = [sum(matrix[c]) + sum(row[c] for row in matrix) - matrix[c][c] for c in range(4)]
@@ -182,7 +186,7 @@ def test_evaluation_changes_no_weight(build, tmp_path):
     often = build(folder=tmp_path, federation={"rounds": 3}, evaluation={"every": 1, "batch": 7})
     run(seldom)
     run(often)
-    assert seldom.conclude() == often.conclude()
+    assert seldom.export_model() == often.export_model()
 
 
 def test_training_makes_the_model_better_than_chance(build):
@@ -191,6 +195,7 @@ def test_training_makes_the_model_better_than_chance(build):
 
 
 # what is private
+
 
 def test_personal_figures_pool_the_clients_own_models(build, tiny_task):
     experiment = build(OwnClassifier(), federation={"rounds": 3, "participation": 0.3})
@@ -201,8 +206,9 @@ def test_personal_figures_pool_the_clients_own_models(build, tiny_task):
     each = {id: class_accuracies(m) for id, m in matrices.items()}
     report = reports[-1]
     assert report.accuracy == pytest.approx(sum(sum(a) for a in each.values()) / 20)
-    assert report.global_accuracy == pytest.approx(sum(class_accuracies(
-        judge_by_loop(experiment.server.model, tiny_task))) / 4)
+    assert report.global_accuracy == pytest.approx(
+        sum(class_accuracies(judge_by_loop(experiment.server.model, tiny_task))) / 4
+    )
     owned = [sum(a for a, n in zip(each[k], COUNTS[k], strict=True) if n) / (COUNTS[k] > 0).sum() for k in IDS]
     assert report.clients["owned"] == pytest.approx({"mean": sum(owned) / 5, "worst_decile": min(owned)})
     worst = min(sum(a) / 4 for a in each.values())
@@ -222,7 +228,7 @@ def test_private_classifier_appears_in_no_message_and_no_reply(build):
     host = experiment.fleet._host
     sent = [*host.messages, *(reply for *_, reply in host.replies)]
     models = [part["model"] for part in sent if "model" in part]
-    assert len(models) >= 2 * 2 * len(IDS)                  # down and up, in two rounds
+    assert len(models) >= 2 * 2 * len(IDS)  # down and up, in two rounds
     assert not any("classifier" in name for model in models for name in model)
     assert any("encoder" in name for name in models[0])
     assert "classifier.weight" in experiment.server.model.state_dict()
@@ -250,17 +256,19 @@ def test_clients_that_were_never_sampled_keep_their_initial_private_state(build,
     experiment = build(OwnClassifier(), federation={"participation": 0.3})
     run(experiment)
     trained = {id for function, _, id, _ in experiment.fleet._host.replies if function == "train"}
-    initial = private_entries(experiment.method, make_setup(experiment.config, experiment.method).new_model(
-        tiny_task.facts))
+    initial = private_entries(
+        experiment.method, make_setup(experiment.config, experiment.method).new_model(tiny_task.spec)
+    )
     assert initial.keys() == {"classifier.weight", "classifier.bias"}
     states = private_states(experiment)
     assert set(IDS) - trained
     for id in IDS:
         same = fingerprint(states[id]["model"]) == fingerprint(initial)
-        assert same == (id not in trained or id == 3)       # client 3 has one sample, which cannot be trained on
+        assert same == (id not in trained or id == 3)  # client 3 has one sample, which cannot be trained on
 
 
 # BatchNorm
+
 
 def test_averaged_statistics_weight_float_buffers_and_take_the_largest_counter(build):
     experiment = build(federation={"rounds": 1})
@@ -286,11 +294,11 @@ def test_local_statistics_stay_with_their_client(build):
     models = [part["model"] for part in [*host.messages, *(reply for *_, reply in host.replies)] if "model" in part]
     assert models
     assert not any("running" in name or "tracked" in name for model in models for name in model)
-    assert any(name == "encoder.stage1.1.weight" for name in models[0])     # BatchNorm's scale does travel
+    assert any(name == "encoder.stage1.1.weight" for name in models[0])  # BatchNorm's scale does travel
     means = {id: state["model"]["encoder.stage1.1.running_mean"] for id, state in private_states(experiment).items()}
     trained = [0, 1, 2, 5]
     assert all(not torch.equal(means[a], means[b]) for a in trained for b in trained if a < b)
-    assert torch.equal(means[3], torch.zeros(32))           # client 3 has no batch
+    assert torch.equal(means[3], torch.zeros(32))  # client 3 has no batch
     assert all(r.global_accuracy is None for r in reports)
     assert [r.accuracy is None for r in reports] == [True, True, False]
 
@@ -306,10 +314,11 @@ def test_with_local_statistics_clients_are_judged_with_their_own(build, tiny_tas
 
 # checkpoints
 
+
 def test_every_step_leaves_a_checkpoint_that_can_be_continued(build, tmp_path):
     whole = build(Finishing(), tmp_path / "whole", federation={"rounds": 3})
     (tmp_path / "whole").mkdir()
-    expected = [run(whole), whole.conclude()]
+    expected = [run(whole), whole.export_model()]
     reports = []
     for step in range(1, 5):
         experiment = build(Finishing(), federation={"rounds": 3})
@@ -323,7 +332,7 @@ def test_every_step_leaves_a_checkpoint_that_can_be_continued(build, tmp_path):
         assert newest.facts["report"]["accuracy"] == reports[-1].accuracy
     assert experiment.done
     assert [r.accuracy for r in reports] == [r.accuracy for r in expected[0]]
-    assert experiment.conclude() == expected[1]
+    assert experiment.export_model() == expected[1]
     assert experiment.server.state == whole.server.state == {"rounds": {"seen": 3}}
 
 
@@ -341,18 +350,26 @@ def test_newest_checkpoints_alone_are_kept(build, tmp_path):
 
 
 def test_files_of_clients_that_did_not_train_are_carried_on_and_not_written_again(build, tmp_path, monkeypatch):
-    monkeypatch.setattr("raylt.core.states.PACK", 1)            # a file for each client, as of large states
-    monkeypatch.setattr("raylt.core.states.LITTLE", 1)
+    monkeypatch.setattr("raylt.core.checkpoint.client_states.PACK", 1)  # a file for each client, as of large states
+    monkeypatch.setattr("raylt.core.checkpoint.client_states.LITTLE", 1)
     # personal models are judged after the last round only, and that is round 4
     experiment = build(OwnClassifier(), federation={"participation": 0.3, "rounds": 4}, output={"keep": 3}, seed=2)
     for _ in range(3):
         experiment.advance()
-    trained = {id for function, round, id, _ in experiment.fleet._host.replies if (function, round) in (
-        ("train", 2), ("train", 3))}
+    trained = {
+        id
+        for function, round, id, _ in experiment.fleet._host.replies
+        if (function, round) in (("train", 2), ("train", 3))
+    }
     folder = tmp_path / "checkpoints"
     early = {id for function, round, id, _ in experiment.fleet._host.replies if (function, round) == ("train", 1)}
-    first, third = ({id: folder / f"{step:06d}/{name}.safetensors" for id, name in places(
-        checkpoint.at(folder, step).parts).items()} for step in (1, 3))
+    first, third = (
+        {
+            id: folder / f"{step:06d}/{name}.safetensors"
+            for id, name in part_of_client(checkpoint.at(folder, step).parts).items()
+        }
+        for step in (1, 3)
+    )
     same = {id for id in early if first[id].name == third[id].name and first[id].samefile(third[id])}
     assert early - trained
     assert early & trained
@@ -370,26 +387,38 @@ def test_linked_private_states_survive_the_removal_of_older_checkpoints(build, t
 
 
 def test_checkpoint_after_a_gap_holds_the_clients_of_all_rounds_since_the_last(build, tmp_path):
-    experiment = build(OwnClassifier(), federation={"participation": 0.3, "rounds": 5},
-                       output={"checkpoint_every": 2, "keep": 9})
+    experiment = build(
+        OwnClassifier(), federation={"participation": 0.3, "rounds": 5}, output={"checkpoint_every": 2, "keep": 9}
+    )
     for _ in range(4):
         experiment.advance()
     saved, _ = checkpoint.latest(tmp_path / "checkpoints")
     assert {id: fingerprint(SavedStates(saved).read(id)) for id in experiment.fleet._private} == {
-        id: fingerprint(state) for id, state in experiment.fleet.private_states(experiment.fleet._private)}
+        id: fingerprint(state) for id, state in experiment.fleet.private_states(experiment.fleet._private)
+    }
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedper"])
 def test_a_run_that_holds_a_validation_part_is_judged_on_it_and_trains_the_same(method, tmp_path):
     ended = []
     for every in (1, 2):
-        config = load(None, ["data.source=digits", "data.clients=3", "data.validation=0.2", f"method={method}",
-                             f"evaluation.every={every}", "federation.rounds=2", "evaluation.personal=0"])
+        config = load(
+            None,
+            [
+                "data.source=digits",
+                "data.clients=3",
+                "data.validation=0.2",
+                f"method={method}",
+                f"evaluation.every={every}",
+                "federation.rounds=2",
+                "evaluation.personal=0",
+            ],
+        )
         experiment = make_experiment(config, build_task(config.data), tmp_path / str(every))
         first, last = experiment.step(), experiment.step()
-        assert ("validation" in first.figures) == (every == 1 and method == "fedavg")   # only where it is judged anyway
+        assert ("validation" in first.figures) == (every == 1 and method == "fedavg")  # only where it is judged anyway
         assert 0 < last.figures["validation"]["accuracy"] <= 1
         assert last.figures["validation"]["accuracy"] != last.accuracy
-        assert "judge" not in last.traffic                          # no client would send it
+        assert "judge" not in last.traffic  # no client would send it
         ended.append((fingerprint(experiment.server.model.state_dict()), last.figures, last.accuracy))
     assert ended[0] == ended[1]

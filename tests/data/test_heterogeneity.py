@@ -15,4 +15,4 @@ def test_figures_by_hand():
 
 def test_the_bounds_of_the_distance():
     assert heterogeneity(np.full((3, 4), 5)).distance == 0
-    assert heterogeneity(np.eye(4, dtype=int)).distance == 0.75         # 1 - 1 / 4: a client is a part of all
+    assert heterogeneity(np.eye(4, dtype=int)).distance == 0.75  # 1 - 1 / 4: a client is a part of all

@@ -1,6 +1,7 @@
 import hashlib
 import json
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,15 +9,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from PIL import Image
+from refusals import refused
 from tiny import configure, make_setup
 
 import raylt
 from raylt.config import DataConfig, differences, followed, settled
-from raylt.data.cache import load
-from raylt.data.sources import open_source
-from raylt.data.split import Split
-from raylt.data.split_source import complete
-from raylt.data.task import build_task
+from raylt.data.images.cache import load
+from raylt.data.sources.sources import open_source
+from raylt.data.splits.check import complete
+from raylt.data.splits.split import Split
+from raylt.data.task import build_task, judged_images_of
 from raylt.errors import ConfigError, DataError
 
 CONFIG = DataConfig(clients=10, alpha=0.3)
@@ -52,11 +54,11 @@ def test_properties_agree_with_the_arrays(task):
     assert task.test.x.shape == (300, 8, 8, 1)
 
 
-def test_facts_are_the_task_without_who_holds_what(task):
-    facts = task.facts
-    assert (facts.name, facts.class_names, facts.shape) == ("digits", tuple("0123456789"), (8, 8, 1))
-    assert (facts.mean, facts.std, facts.classes) == (task.mean, task.std, 10)
-    assert len(pickle.dumps(facts)) < 1000
+def test_the_spec_holds_no_samples_of_clients(task):
+    spec = task.spec
+    assert (spec.name, spec.class_names, spec.shape) == ("digits", tuple("0123456789"), (8, 8, 1))
+    assert (spec.mean, spec.std, spec.classes) == (task.mean, task.std, 10)
+    assert len(pickle.dumps(spec)) < 1000
 
 
 def test_shards_hold_the_samples_that_the_split_lists(task):
@@ -92,8 +94,15 @@ def test_a_client_without_samples_is_legal():
 
 def test_clients_by_recorded_id_keep_their_samples(tmp_path):
     x = np.arange(6, dtype=np.uint8)[:, None, None] * np.ones((1, 2, 2), np.uint8)
-    np.savez(tmp_path / "it.npz", x_train=x, y_train=[0, 1, 0, 1, 0, 1], x_test=x[:2], y_test=[0, 1],
-             class_names=["a", "b"], id_train=[7, 5, 5, 7, 9, 7])
+    np.savez(
+        tmp_path / "it.npz",
+        x_train=x,
+        y_train=[0, 1, 0, 1, 0, 1],
+        x_test=x[:2],
+        y_test=[0, 1],
+        class_names=["a", "b"],
+        id_train=[7, 5, 5, 7, 9, 7],
+    )
     task = build_task(DataConfig(source=f"npz:{tmp_path / 'it.npz'}", imbalance=1, partition="by_id", clients=3))
     assert [load(shard.x)[:, 0, 0, 0].tolist() for shard in task.shards] == [[1, 2], [0, 3, 5], [4]]
 
@@ -107,7 +116,16 @@ def test_a_split_survives_its_file(task, split_file):
     loaded = Split.load(split_file)
     assert loaded.as_text() == task.split.as_text()
     assert set(json.loads(split_file.read_text())) == {
-        "sha256", "labels_sha256", "source", "imbalance", "partition", "alpha", "seed", "clients", "seal"}
+        "sha256",
+        "labels_sha256",
+        "source",
+        "imbalance",
+        "partition",
+        "alpha",
+        "seed",
+        "clients",
+        "seal",
+    }
 
 
 def test_labels_are_hashed_as_little_endian_int64(task):
@@ -120,13 +138,18 @@ def test_an_imported_split_is_used_whatever_the_other_settings(task, split_file)
     imported = build_task(config)
     assert imported.split.as_text() == task.split.as_text()
     assert imported.client_counts.tolist() == task.client_counts.tolist()
-    drawn, there = task.split, complete(config, task.split)
-    assert (there.alpha, there.imbalance, there.partition) == (drawn.alpha, drawn.imbalance, drawn.partition)
-    assert (there.clients, there.tail, there.seed, there.per_client) == (10, "global", 5, config.per_client)
-    told, = (note for note in imported.notes if "was drawn with" in note)
-    assert told == (f"{split_file} was drawn with data.imbalance = {drawn.imbalance} (not 2.0), data.alpha = "
-                    f"{drawn.alpha} (not 9.0), and is recorded so")
-    assert not any("was drawn with" in note for note in build_task(there).notes)
+    drawn = task.split
+    completed = complete(config, drawn)
+    for setting in ("alpha", "imbalance", "partition"):
+        assert getattr(completed, setting) == getattr(drawn, setting)
+    assert (completed.clients, completed.tail, completed.seed) == (10, "global", 5)
+    assert completed.per_client == config.per_client
+    (note,) = (note for note in imported.notes if "was drawn with" in note)
+    assert note == (
+        f"{split_file} was drawn with data.imbalance = {drawn.imbalance} (not 2.0), data.alpha = "
+        f"{drawn.alpha} (not 9.0), and is recorded so"
+    )
+    assert not any("was drawn with" in note for note in build_task(completed).notes)
 
 
 def test_a_run_on_a_split_from_a_file_is_the_one_that_its_study_planned(task, split_file):
@@ -136,83 +159,112 @@ def test_a_run_on_a_split_from_a_file_is_the_one_that_its_study_planned(task, sp
     assert list(differences(settled(made), settled(followed(planned, made)))) == []
     drawn_anew = planned.model_copy(update={"data": planned.data.model_copy(update={"split": None})})
     assert [key for key, *_ in differences(settled(made), settled(followed(drawn_anew, made)))] == [
-        "data.alpha", "data.split"]
+        "data.alpha",
+        "data.split",
+    ]
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda tree: tree["clients"][0].pop(), "were changed after the split was saved"),
-    (lambda tree: tree["clients"][0].append("7"), r"clients\.0\.\d+: input should be a valid integer"),
-    (lambda tree: tree["clients"][0].append(1.5), r"clients\.0\.\d+: input should be a valid integer"),
-    (lambda tree: tree["clients"][0].append(2**70), r"clients\.0\.\d+: input should be less than"),
-    (lambda tree: tree.update(clients=3), "clients: input should be a valid list"),
-    (lambda tree: tree.pop("seed"), "seed: field required"),
-    (lambda tree: tree.pop("seal"), "seal: field required"),
-    (lambda tree: tree.update(more=1), "more: extra inputs are not permitted"),
-    (lambda tree: tree.update(beta=0), "beta: input should be greater than or equal to 1"),
-    (lambda tree: tree.update(beta=2), "a field was changed after the split was saved"),
-    (lambda tree: tree.update(imbalance=2.0), "a field was changed after the split was saved"),
-    (lambda tree: tree.update(seed="1"), "seed: input should be a valid integer"),
-    (lambda tree: tree.update(alpha=float("inf")), "alpha: input should be a finite number"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tree: tree["clients"][0].pop(), None),
+        (lambda tree: tree["clients"][0].append("7"), r"clients\.0\.\d+: input should be a valid integer"),
+        (lambda tree: tree["clients"][0].append(1.5), r"clients\.0\.\d+: input should be a valid integer"),
+        (lambda tree: tree["clients"][0].append(2**70), r"clients\.0\.\d+: input should be less than"),
+        (lambda tree: tree.update(clients=3), "clients: input should be a valid list"),
+        (lambda tree: tree.pop("seed"), "seed: field required"),
+        (lambda tree: tree.pop("seal"), "seal: field required"),
+        (lambda tree: tree.update(more=1), "more: extra inputs are not permitted"),
+        (lambda tree: tree.update(beta=0), "beta: input should be greater than or equal to 1"),
+        (lambda tree: tree.update(beta=2), None),
+        (lambda tree: tree.update(imbalance=2.0), None),
+        (lambda tree: tree.update(seed="1"), "seed: input should be a valid integer"),
+        (lambda tree: tree.update(alpha=float("inf")), "alpha: input should be a finite number"),
+    ],
+)
 def test_a_changed_split_is_refused(split_file, change, message):
     tree = json.loads(split_file.read_text())
     change(tree)
     split_file.write_text(json.dumps(tree))
-    with pytest.raises(DataError, match=rf"split\.json: .*{message}"):
+    code = "data.split-changed" if message is None else "file.malformed"
+    with refused(code, DataError, path=str(split_file)) as caught:
         Split.load(split_file)
+    assert re.search(message or "Draw the split again", str(caught.value))
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"3", b"{", b"\xff\xfe"])
 def test_a_file_that_is_no_split_is_refused(tmp_path, content):
     (tmp_path / "it.json").write_bytes(content)
-    with pytest.raises(DataError, match=r"it\.json: not a split"):
+    with refused("file.malformed", DataError):
         Split.load(tmp_path / "it.json")
 
 
 def test_a_split_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"gone\.json: No such file"):
+    with refused("data.not-found", DataError, path=str(tmp_path / "gone.json")):
         build_task(DataConfig(split=str(tmp_path / "gone.json")))
 
 
-@pytest.mark.parametrize(("lists", "message"), [
-    ([[0, 1], [1]], "more than once"),
-    ([[0], [1497]], "from 0 to 1496"),      # 1797 digits less 300 for the test
-    ([[-1], [0]], "from 0 to 1496"),
-    ([[], []], "at least one"),
-    ([[0], [1], [2]], r"has 3 clients, data\.clients = 2; set data\.clients=3"),
-])
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        ([[0, 1], [1]], "more than once"),
+        ([[0], [1497]], "from 0 to 1496"),  # 1797 digits less 300 for the test
+        ([[-1], [0]], "from 0 to 1496"),
+        ([[], []], "at least one"),
+        ([[0], [1], [2]], "Set data.clients=3"),
+    ],
+)
 def test_an_imported_split_must_fit_the_source_and_the_clients(task, tmp_path, lists, message):
     clients = tuple(np.array(rows, dtype=np.int64) for rows in lists)
     Split(clients, task.split.labels_sha256, "digits", 1.0, "iid", 0.5, 0).save(tmp_path / "it.json")
-    with pytest.raises(DataError, match=message):
+    with refused("data.split-mismatch", DataError, split=str(tmp_path / "it.json")) as caught:
         build_task(DataConfig(clients=2, split=str(tmp_path / "it.json")))
+    assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(("partition", "beta", "message"), [
-    ("iid", 2, "beta belongs to partition classes alone"),
-    ("classes", None, "beta belongs to partition classes alone"),
-    ("classes", 2, "classes of label maps only, and digits is a problem of classification"),
-])
+@pytest.mark.parametrize(
+    ("partition", "beta", "message"),
+    [
+        ("iid", 2, "beta belongs to partition classes alone"),
+        ("classes", None, "beta belongs to partition classes alone"),
+        ("classes", 2, "beta needs label maps"),
+    ],
+)
 def test_an_imported_split_names_classes_only_of_label_maps(task, tmp_path, partition, beta, message):
     clients = np.array([0, 1]), np.array([2])
     Split(clients, task.split.labels_sha256, "digits", 1.0, partition, 0.5, 0, beta).save(tmp_path / "it.json")
-    with pytest.raises(DataError, match=message):
+    with refused("data.split-mismatch", DataError, split=str(tmp_path / "it.json")) as caught:
         build_task(DataConfig(clients=2, split=str(tmp_path / "it.json")))
+    assert message in str(caught.value)
 
 
 def test_a_split_of_another_source_is_refused(split_file, tmp_path):
-    np.savez(tmp_path / "it.npz", x_train=np.zeros((2, 2, 2), np.uint8), y_train=[0, 1],
-             x_test=np.zeros((2, 2, 2), np.uint8), y_test=[0, 1], class_names=["a", "b"])
-    with pytest.raises(DataError, match="drawn from digits, whose training labels are not those"):
+    np.savez(
+        tmp_path / "it.npz",
+        x_train=np.zeros((2, 2, 2), np.uint8),
+        y_train=[0, 1],
+        x_test=np.zeros((2, 2, 2), np.uint8),
+        y_test=[0, 1],
+        class_names=["a", "b"],
+    )
+    with refused("data.split-mismatch", DataError, split=str(split_file)):
         build_task(DataConfig(source=f"npz:{tmp_path / 'it.npz'}", split=str(split_file)))
 
 
 def test_building_an_npz_task_imports_no_torch(tmp_path):
-    np.savez(tmp_path / "it.npz", x_train=np.zeros((4, 2, 2), np.uint8), y_train=[0, 1, 0, 1],
-             x_test=np.zeros((2, 2, 2), np.uint8), y_test=[0, 1], class_names=["a", "b"])
-    code = ("import sys\nfrom raylt.config import DataConfig\nfrom raylt.data.task import build_task\n"
-            f"build_task(DataConfig(source='npz:{tmp_path / 'it.npz'}', imbalance=1, clients=2))\n"
-            "sys.exit(str({'torch', 'torchvision', 'sklearn', 'PIL'} & set(sys.modules) or ''))")
+    np.savez(
+        tmp_path / "it.npz",
+        x_train=np.zeros((4, 2, 2), np.uint8),
+        y_train=[0, 1, 0, 1],
+        x_test=np.zeros((2, 2, 2), np.uint8),
+        y_test=[0, 1],
+        class_names=["a", "b"],
+    )
+    code = (
+        "import sys\nfrom raylt.config import DataConfig\nfrom raylt.data.task import build_task\n"
+        f"build_task(DataConfig(source='npz:{tmp_path / 'it.npz'}', imbalance=1, clients=2))\n"
+        "sys.exit(str({'torch', 'torchvision', 'sklearn', 'PIL'} & set(sys.modules) or ''))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).stderr.strip() == b""
 
 
@@ -228,13 +280,58 @@ def test_a_run_that_nothing_could_be_judged_by_does_not_begin(tmp_path):
     for name in ("a", "b"):
         (tmp_path / "single" / "shop" / name).mkdir(parents=True)
         Image.new("L", (8, 8), 50).save(tmp_path / "single" / "shop" / name / "0.png")
-    with pytest.raises(DataError, match="no test image has a label, so nothing could be judged"):
-        raylt.run("fedavg", out=tmp_path / "out", fleet="local", quiet=True,
-                  data={"source": f"folder:{tmp_path / 'single'}", "root": str(tmp_path), "size": 8})
+    with refused("data.no-test-images", DataError):
+        raylt.run(
+            "fedavg",
+            out=tmp_path / "out",
+            fleet="local",
+            quiet=True,
+            data={"source": f"folder:{tmp_path / 'single'}", "root": str(tmp_path), "size": 8},
+        )
     assert not (tmp_path / "out").exists()
 
 
 def test_torchvisions_transforms_are_refused_for_channels_that_they_do_not_take():
-    facts = replace(build_task(DataConfig(clients=2)).facts, shape=(8, 8, 4))
-    with pytest.raises(ConfigError, match="augment = color_jitter: is for images of one channel or three"):
-        make_setup(configure(augment="color_jitter")).check(facts)
+    spec = replace(build_task(DataConfig(clients=2)).spec, shape=(8, 8, 4))
+    setup = make_setup(configure(augment="color_jitter"))
+    with refused("config.conflict", ConfigError, key="augment", excludes="channels"):
+        setup.check(spec, setup.new_model(spec))
+
+
+def test_the_same_images_have_the_same_groups_however_they_were_loaded(tmp_path):
+    config = DataConfig(source="digits", imbalance=20, clients=3)
+    source = open_source(config)
+    parts = {key: getattr(source, key) for key in ("x_train", "y_train", "x_test", "y_test")}
+    np.savez(tmp_path / "digits.npz", **parts, class_names=np.array(source.class_names))
+    built_in = build_task(config)
+    loaded = build_task(config.model_copy(update={"source": f"npz:{tmp_path / 'digits.npz'}"}))
+    assert loaded.thresholds == built_in.thresholds == (20, 60)
+    assert sorted(loaded.groups) == sorted(built_in.groups)
+    assert set(built_in.groups) == {"many", "medium", "few"}
+
+
+def test_judged_images_are_counted_by_group_and_client(tmp_path):
+    make_pictures(tmp_path / "it.npz")
+    config = DataConfig(source=f"npz:{tmp_path / 'it.npz'}", partition="by_id", imbalance=1, groups=(4, 6))
+    judged = judged_images_of(build_task(config))
+    assert judged["images"] == 5
+    assert judged["thresholds"] == [4, 6]
+    assert judged["groups"] == {"many": 3, "medium": 0, "few": 2}  # 7 training images of a, 3 of b
+    assert judged["own"] == [4, 1]
+    assert judged["one_class"] == ["Bern"]
+
+
+def make_pictures(path):
+    """Two clients: Wien with test images of both classes, Bern with a single one."""
+    rng = np.random.default_rng(0)
+    np.savez(
+        path,
+        x_train=rng.integers(0, 256, (10, 8, 8), dtype=np.uint8),
+        y_train=[0] * 7 + [1] * 3,
+        id_train=[0, 0, 0, 0, 1, 1, 1, 0, 1, 1],
+        x_test=rng.integers(0, 256, (5, 8, 8), dtype=np.uint8),
+        y_test=[0, 0, 1, 1, 0],
+        id_test=[0, 0, 0, 0, 1],
+        class_names=np.array(["a", "b"]),
+        client_names=np.array(["Wien", "Bern"]),
+    )

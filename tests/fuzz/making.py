@@ -1,7 +1,10 @@
 """Hypothesis strategies of what users and others could give to raylt: mostly right, in one place wrong."""
 
+import copy
 import io
 import json
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,20 +14,107 @@ from PIL import Image
 from raylt.config import settings
 
 WORDS = [
-    "on", "off", "yes", "no", "true", "True", "null", "~", "010", "0x10", "0o7", "1:30", "1_000", "1e5", "1e-5",
-    "1e400", ".inf", "-.inf", ".nan", "nan", "+1", "-1", "0", "1", "2", "3.5", "''", "'1'", "[]", "{}", "[1, 2]",
-    "[2, 1]", "{a: 1, a: 2}", "&a [1]", "*a", "!!int '010'", "!!python/name:os.system x", "<<: {a: 1}", "2020-01-01",
-    "|", ">", "-", "?", ":", "#", "auto", "digits", "fedavg", "/dev/zero", "\x00", "\ud7ff", "é", "9" * 400,
-    "1" + "0" * 5000, "[" * 60, "a: b: c", "\t1", "dirichlet", "iid", "classes", "average", "local", "npz:",
-    "folder:", "npz:/dev/null", "../x", "-0", "1e30"]
-KEYS = [*(key for key, _ in settings()), "method.mu", "method.name", "local", "data", "federation.round", "", ".",
-        "a.b.c", "method"]
-scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12),
-                    st.sampled_from([2**63, -1, 0, 1, 2**31, 1e308, -0.0, "010", "1", "", "x" * 5000, True]))
-anything = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-    st.text(max_size=6), inner, max_size=3), max_leaves=6)
-values = st.one_of(st.sampled_from(WORDS), st.integers().map(str), st.floats().map(repr), st.text(max_size=10),
-                   anything.map(lambda value: json.dumps(value, default=str)))
+    "on",
+    "off",
+    "yes",
+    "no",
+    "true",
+    "True",
+    "null",
+    "~",
+    "010",
+    "0x10",
+    "0o7",
+    "1:30",
+    "1_000",
+    "1e5",
+    "1e-5",
+    "1e400",
+    ".inf",
+    "-.inf",
+    ".nan",
+    "nan",
+    "+1",
+    "-1",
+    "0",
+    "1",
+    "2",
+    "3.5",
+    "''",
+    "'1'",
+    "[]",
+    "{}",
+    "[1, 2]",
+    "[2, 1]",
+    "{a: 1, a: 2}",
+    "&a [1]",
+    "*a",
+    "!!int '010'",
+    "!!python/name:os.system x",
+    "<<: {a: 1}",
+    "2020-01-01",
+    "|",
+    ">",
+    "-",
+    "?",
+    ":",
+    "#",
+    "auto",
+    "digits",
+    "fedavg",
+    "/dev/zero",
+    "\x00",
+    "\ud7ff",
+    "é",
+    "9" * 400,
+    "1" + "0" * 5000,
+    "[" * 60,
+    "a: b: c",
+    "\t1",
+    "dirichlet",
+    "iid",
+    "classes",
+    "average",
+    "local",
+    "npz:",
+    "folder:",
+    "npz:/dev/null",
+    "../x",
+    "-0",
+    "1e30",
+]
+KEYS = [
+    *(key for key, _ in settings()),
+    "method.mu",
+    "method.name",
+    "local",
+    "data",
+    "federation.round",
+    "",
+    ".",
+    "a.b.c",
+    "method",
+]
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=12),
+    st.sampled_from([2**63, -1, 0, 1, 2**31, 1e308, -0.0, "010", "1", "", "x" * 5000, True]),
+)
+anything = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+values = st.one_of(
+    st.sampled_from(WORDS),
+    st.integers().map(str),
+    st.floats().map(repr),
+    st.text(max_size=10),
+    anything.map(lambda value: json.dumps(value, default=str)),
+)
 overrides = st.tuples(st.sampled_from(KEYS), values)
 
 
@@ -40,13 +130,13 @@ def bytes_changed(draw: Any, content: bytes) -> bytes:
             case "cut":
                 del data[at:]
             case "drop":
-                del data[at:at + draw(st.integers(1, 20))]
+                del data[at : at + draw(st.integers(1, 20))]
             case "insert":
                 data[at:at] = draw(st.binary(min_size=1, max_size=8))
             case "double":
-                data[at:at] = data[at:at + 40]
+                data[at:at] = data[at : at + 40]
             case "zero":
-                data[at:at + 8] = bytes(len(data[at:at + 8]))
+                data[at : at + 8] = bytes(len(data[at : at + 8]))
     return bytes(data)
 
 
@@ -62,6 +152,7 @@ def json_changed(draw: Any, tree: Any) -> Any:
             places.append((node, key))
             if len(places) < 400:
                 walk(value)
+
     walk(tree)
     node, key = draw(st.sampled_from(places))
     match draw(st.sampled_from(["replace", "replace", "replace", "remove", "add", "nudge", "exchange"])):
@@ -93,20 +184,38 @@ def claims(width: int, height: int) -> bytes:
     """A PNG whose header claims a size that its content has not."""
     import struct
     import zlib
+
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head))
-            + picture()[33:])
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head)) + picture()[33:]
 
 
-ARRAYS = {"x_train": np.arange(40 * 64, dtype=np.uint8).reshape(40, 8, 8), "y_train": np.arange(40) % 2,
-          "x_test": np.arange(6 * 64, dtype=np.uint8).reshape(6, 8, 8), "y_test": np.arange(6) % 2,
-          "class_names": np.array(["a", "b"])}
+ARRAYS = {
+    "x_train": np.arange(40 * 64, dtype=np.uint8).reshape(40, 8, 8),
+    "y_train": np.arange(40) % 2,
+    "x_test": np.arange(6 * 64, dtype=np.uint8).reshape(6, 8, 8),
+    "y_test": np.arange(6) % 2,
+    "class_names": np.array(["a", "b"]),
+}
 arrays_of_any_kind = st.one_of(
     st.sampled_from(["?", "i1", "u1", "<i8", ">i8", "f4", "f8", "c8", "U3", "S3", "M8[s]", "V4", "f2", "u8"]).flatmap(
-        lambda kind: st.lists(st.integers(0, 9), max_size=3).map(lambda shape: np.zeros(shape, kind))),
-    st.sampled_from([np.full(40, -1), np.full(40, 2), np.full(40, 2**40), np.zeros(40, dtype=object),
-                     np.array(["a", "a"]), np.array(["", "\n"]), np.array([]), np.zeros((40, 0, 8), np.uint8),
-                     np.zeros((40, 8, 8, 5), np.uint8), np.zeros((0, 8, 8), np.uint8), np.zeros((41, 8, 8), np.uint8)]))
+        lambda kind: st.lists(st.integers(0, 9), max_size=3).map(lambda shape: np.zeros(shape, kind))
+    ),
+    st.sampled_from(
+        [
+            np.full(40, -1),
+            np.full(40, 2),
+            np.full(40, 2**40),
+            np.zeros(40, dtype=object),
+            np.array(["a", "a"]),
+            np.array(["", "\n"]),
+            np.array([]),
+            np.zeros((40, 0, 8), np.uint8),
+            np.zeros((40, 8, 8, 5), np.uint8),
+            np.zeros((0, 8, 8), np.uint8),
+            np.zeros((41, 8, 8), np.uint8),
+        ]
+    ),
+)
 
 
 @st.composite
@@ -125,8 +234,15 @@ def npz_changed(draw: Any) -> bytes:
         return draw(bytes_changed(stream.getvalue()))
     if how == "header":
         import zipfile
-        key, shape = draw(st.sampled_from(list(ARRAYS))), draw(st.sampled_from(
-            ["(1099511627776,)", "(40, 1000000000, 8)", "(-1,)", "(40,8", "(2**40,)", "(True,)", "()"]))
+
+        key, shape = (
+            draw(st.sampled_from(list(ARRAYS))),
+            draw(
+                st.sampled_from(
+                    ["(1099511627776,)", "(40, 1000000000, 8)", "(-1,)", "(40,8", "(2**40,)", "(True,)", "()"]
+                )
+            ),
+        )
         out = io.BytesIO()
         with zipfile.ZipFile(io.BytesIO(stream.getvalue())) as old, zipfile.ZipFile(out, "w") as new:
             for name in old.namelist():
@@ -137,3 +253,51 @@ def npz_changed(draw: Any) -> bytes:
                 new.writestr(name, content)
         return out.getvalue()
     return stream.getvalue()
+
+
+def places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place of a tree, as the keys that lead to it; of a list's entries that are alike only the first."""
+    seen = set()
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        if isinstance(tree, list):
+            kind = type(value).__name__, frozenset(value) if isinstance(value, dict) else None
+            if kind in seen:
+                continue
+            seen.add(kind)
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+def replaced(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """A copy of a tree with another value at one place."""
+    tree = copy.deepcopy(tree)
+    node = tree
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    return tree
+
+
+ODD = [
+    math.inf,
+    math.nan,
+    -1,
+    0,
+    1e308,
+    10**20,
+    10**400,
+    "x",
+    "",
+    "\x1b[2J",
+    "a\nb",
+    "../x",
+    "x" * 300,
+    True,
+    None,
+    [],
+    {},
+    [[]],
+    [1, 1],
+    {"": 1},
+    list(range(300)),
+]

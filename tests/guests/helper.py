@@ -1,5 +1,5 @@
 """Beside shops.py."""
 
-from raylt.hyper import Uniform
+from raylt import Uniform
 
 RANGE, WIDTH = Uniform(0, 0.3), 16

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import raylt
-from raylt.data.sources import Source
 
 
 class Smoothed(raylt.Method):
@@ -42,7 +41,7 @@ def stripes(config):
         return x.astype(np.uint8), y.astype(np.int64)
 
     (x_train, y_train), (x_test, y_test) = draw(120), draw(40)
-    return Source("stripes", x_train, y_train, x_test, y_test, ("left", "right"), (0.5,), (0.25,))
+    return raylt.Source("stripes", x_train, y_train, x_test, y_test, ("left", "right"), (0.5,), (0.25,))
 
 
 def dim(x, y, generator):

@@ -6,8 +6,8 @@ from tiny import configure, fingerprint, open_client
 from torch import tensor
 from torch.nn import functional as F
 
-from raylt.core.features import features
-from raylt.core.training import balanced
+from raylt.core.training.features import features
+from raylt.core.training.sgd import balanced
 from raylt.methods.balancefl import POOL, BalanceFL, mean_entropy
 from raylt.methods.fedavg import FedAvg
 
@@ -30,7 +30,7 @@ def test_all_off_and_all_classes_owned_is_fedavg(tiny_task, tmp_path, monkeypatc
 
 
 def test_own_loss_is_cross_entropy_over_the_owned_classes(tiny_task):
-    client = open_client(tiny_task, BalanceFL(), 1)             # 8, 3, 3, 0
+    client = open_client(tiny_task, BalanceFL(), 1)  # 8, 3, 3, 0
     client.model.eval()
     batch = client.samples.batch(torch.arange(14))
     expected = F.cross_entropy(client.model(batch.x)[:, :3], batch.y)
@@ -38,7 +38,7 @@ def test_own_loss_is_cross_entropy_over_the_owned_classes(tiny_task):
 
 
 def test_missing_classes_are_distilled_from_the_received_model(tiny_task):
-    client = open_client(tiny_task, BalanceFL(), 2)             # class 1 alone: 0, 2, 3 are missing
+    client = open_client(tiny_task, BalanceFL(), 2)  # class 1 alone: 0, 2, 3 are missing
     fields = OFF | {"kd": 3.0, "temperature": 4.0}
     objective = BalanceFL(**fields).objective(client, {})
     batch = client.samples.batch(torch.arange(9))
@@ -47,7 +47,7 @@ def test_missing_classes_are_distilled_from_the_received_model(tiny_task):
         client.model.classifier.weight += torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
         logits = client.model(batch.x)[:, [0, 2, 3]] / 4
         expected = 3 * -(told * logits.log_softmax(1)).sum(1).mean()
-    assert objective(batch).item() == pytest.approx(expected.item(), rel=1e-5)      # one owned class costs nothing
+    assert objective(batch).item() == pytest.approx(expected.item(), rel=1e-5)  # one owned class costs nothing
 
 
 def test_distillation_holds_the_received_model_where_nothing_is_owned(tiny_task):
@@ -90,14 +90,14 @@ def test_batches_hold_every_owned_class_alike(tiny_task):
     for rows in balanced(client):
         sizes.append(len(rows))
         labels.append(client.samples.y[rows])
-    assert sizes == [8, 6] * 300                                # as many and as large as without
+    assert sizes == [8, 6] * 300  # as many and as large as without
     shares = torch.cat(labels).bincount(minlength=4) / sum(sizes)
     # 4200 draws: a share of 1/3 has a deviation of 0.007
     assert torch.allclose(shares, tensor([1 / 3, 1 / 3, 1 / 3, 0]), atol=0.03)
 
 
 def test_features_are_perturbed_as_often_as_their_class_is_rare_with_the_pooled_covariance(tiny_task):
-    client = open_client(tiny_task, BalanceFL(), 0)             # 12, 6, 4, 2
+    client = open_client(tiny_task, BalanceFL(), 0)  # 12, 6, 4, 2
     z, y = features(client)
     augment = BalanceFL().augmentation(client)
     n, zero = 4000, torch.zeros(4000, z.shape[1])
@@ -120,13 +120,16 @@ def test_perturbation_is_of_the_loss_alone_that_tells_classes(tiny_task, monkeyp
     monkeypatch.setattr(BalanceFL, "augmentation", lambda self, client: lambda z, y: z + 1000)
     client.model.eval()
     batch = client.samples.batch(torch.arange(9))
-    losses = [BalanceFL(**OFF | {"kd": 1.0, "entropy": 0.1, "fa": fa}).objective(client, {})(batch).item()
-              for fa in (False, True)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)      # one owned class: its own loss is 0 either way
+    losses = [
+        BalanceFL(**OFF | {"kd": 1.0, "entropy": 0.1, "fa": fa}).objective(client, {})(batch).item()
+        for fa in (False, True)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # one owned class: its own loss is 0 either way
 
 
-@pytest.mark.parametrize("fields", [{"resample": False}, {"fa": False}, {"kd": 0.1}, {"temperature": 1.0},
-                                    {"entropy": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"resample": False}, {"fa": False}, {"kd": 0.1}, {"temperature": 1.0}, {"entropy": 0.0}], ids=str
+)
 def test_every_field_changes_the_model(tiny_task, tmp_path, fields):
     assert not torch.equal(*(flat(run(tiny_task, tmp_path, BalanceFL(**given), rounds=1)) for given in ({}, fields)))
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from raylt import tree
-from raylt.core.reductions import Reduction
+from raylt.core.fleet.reductions import Reduction
 from raylt.methods.creff.method import CReFF, new_classifier
 from raylt.methods.fedavg import FedAvg
 from raylt.models.split import linear
@@ -58,7 +58,7 @@ def test_round_is_that_of_naive_code_on_pooled_gradients(tiny_task, tmp_path, mo
     h, classifier = server.state["features"].clone(), linear(**tree.snapshot(server.state["classifier"]))
     method.round(server, experiment.fleet)
 
-    for _ in range(6):                                          # CReFF's own loop: double backward, row by row
+    for _ in range(6):  # CReFF's own loop: double backward, row by row
         h.requires_grad_()
         distance = torch.zeros(())
         for c, target in targets.items():
@@ -94,13 +94,14 @@ def test_gradients_are_of_the_classifier_that_was_re_trained_last(tiny_task, tmp
 
 def test_features_of_absent_classes_stay_and_take_no_part_in_re_training(tiny_task, tmp_path, monkeypatch):
     method = CReFF(**QUICK)
-    ask_only(monkeypatch, method, [1, 2])                       # neither owns class 3
+    ask_only(monkeypatch, method, [1, 2])  # neither owns class 3
     assert not COUNTS[[1, 2], 3].any()
     experiment = start(tiny_task, tmp_path, method)
     server, before = experiment.server, experiment.server.state["features"].clone()
     seen = []
-    monkeypatch.setattr("raylt.methods.creff.method.fit_classifier",
-                        lambda classifier, z, y, **_: seen.append(y) or 0.0)
+    monkeypatch.setattr(
+        "raylt.methods.creff.method.fit_classifier", lambda classifier, z, y, **_: seen.append(y) or 0.0
+    )
     method.round(server, experiment.fleet)
     after = server.state["features"]
     assert torch.equal(after[3], before[3])
@@ -134,7 +135,8 @@ def test_server_never_holds_more_than_one_clients_gradients(tiny_task, tmp_path,
     monkeypatch.setattr(experiment.fleet, "ask", lambda *args, **parts: asked.append(parts) or ask(*args, **parts))
     experiment.method.round(experiment.server, experiment.fleet)
     assert [{name: part.kind for name, part in parts.items()} for parts in asked] == [
-        {"model": "mean", "loss": "mean", "gradients": "total"}]
+        {"model": "mean", "loss": "mean", "gradients": "total"}
+    ]
 
 
 def test_each_re_training_starts_from_new_weights(tiny_task, tmp_path):
@@ -146,11 +148,16 @@ def test_each_re_training_starts_from_new_weights(tiny_task, tmp_path):
     assert not torch.equal(starts[0], start(tiny_task, tmp_path, CReFF()).server.state["classifier"]["weight"])
 
 
-@pytest.mark.parametrize("field", [{"matching_lr": 5.0}, {"matching_steps": 9}, {"per_class": 7}, {"epochs": 5},
-                                   {"batch": 2}, {"lr": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "field",
+    [{"matching_lr": 5.0}, {"matching_steps": 9}, {"per_class": 7}, {"epochs": 5}, {"batch": 2}, {"lr": 0.1}],
+    ids=str,
+)
 def test_every_field_changes_the_re_trained_classifier(tiny_task, tmp_path, field):
-    plain, other = (run(tiny_task, tmp_path, CReFF(**QUICK | fields), rounds=1).server.state["classifier"]["weight"]
-                    for fields in ({}, field))
+    plain, other = (
+        run(tiny_task, tmp_path, CReFF(**QUICK | fields), rounds=1).server.state["classifier"]["weight"]
+        for fields in ({}, field)
+    )
     assert not torch.equal(plain, other)
 
 

@@ -1,19 +1,22 @@
 import pytest
 import torch
-from rounds import flat, replies, run, start
+from rounds import ask_only, flat, replies, run, start
 from tiny import configure, fingerprint, open_client, private_states
 from torch import Tensor
 from torch.nn import functional as F
 
-from raylt.core.optimisers import SGD
+from raylt.core.training.optimisers import SGD
 from raylt.methods.ditto import Ditto
 from raylt.methods.fedavg import FedAvg
 from raylt.tree import Tree
 
 
 def personal(experiment) -> dict[int, Tree]:
-    return {id: state["state"]["personal"] for id, state in private_states(experiment).items()
-            if "personal" in state["state"]}
+    return {
+        id: state["state"]["personal"]
+        for id, state in private_states(experiment).items()
+        if "personal" in state["state"]
+    }
 
 
 @pytest.mark.parametrize("batchnorm", ["average", "local"])
@@ -29,7 +32,7 @@ def test_global_stream_is_fedavg_to_the_bit(tiny_task, tmp_path, batchnorm):
 def test_personal_step_adds_lambda_times_the_distance_to_the_gradient(tiny_task):
     client = open_client(tiny_task, Ditto())
     batch, params = client.samples.batch(torch.arange(8)), list(client.model.parameters())
-    objective = Ditto(lam=0.3).near(client)
+    objective = Ditto(lam=0.3).near_global(client)
     anchor = [p.detach().clone() for p in params]
     client.model.eval()
     with torch.no_grad():
@@ -39,12 +42,13 @@ def test_personal_step_adds_lambda_times_the_distance_to_the_gradient(tiny_task)
     plain = F.cross_entropy(client.model(batch.x), batch.y)
     # lambda / 2 times 0.1^2 for each weight
     assert loss.item() == pytest.approx(plain.item() + 0.3 / 2 * 0.01 * sum(p.numel() for p in params), rel=1e-5)
-    for whole, g, p, w in zip(torch.autograd.grad(loss, params), torch.autograd.grad(plain, params), params, anchor,
-                              strict=True):
+    for whole, g, p, w in zip(
+        torch.autograd.grad(loss, params), torch.autograd.grad(plain, params), params, anchor, strict=True
+    ):
         assert torch.allclose(whole - g, 0.3 * (p - w).detach(), atol=1e-6)
 
 
-def test_second_round_goes_on_from_v_k_and_holds_it_near_the_new_global_model(tiny_task, tmp_path):
+def test_second_round_starts_from_v_k_and_holds_it_near_the_new_global_model(tiny_task, tmp_path):
     """Algorithm 1 by naive code: v of round 1 and 2 from the batches that the client draws."""
     lam, local = 0.5, {"epochs": 1, "lr": 0.1, "momentum": 0.0}
     experiment = start(tiny_task, tmp_path, Ditto(lam=lam), local=local, federation={"rounds": 2})
@@ -57,7 +61,7 @@ def test_second_round_goes_on_from_v_k_and_holds_it_near_the_new_global_model(ti
         method.round(server, fleet)
         client = open_client(tiny_task, method, 0, experiment.config)
         client.begin("train", round)
-        list(client.batches(1, 8))                              # what w_k was trained on
+        list(client.batches(1, 8))  # what w_k was trained on
         client.receive(w if v is None else v)
         params = dict(client.model.named_parameters())
         client.model.train()
@@ -132,3 +136,15 @@ def test_larger_lambda_keeps_v_k_nearer_to_the_global_model(tiny_task, tmp_path)
     assert distances == sorted(distances, reverse=True)
     assert distances[-1] < 0.8 * distances[0]
     assert torch.isfinite(flat(experiment)).all()
+
+
+def test_global_model_is_the_mean_of_w_k_weighted_by_samples(tiny_task, tmp_path, monkeypatch):
+    sizes = {0: 24, 1: 14, 2: 9}
+    experiment = start(tiny_task, tmp_path, Ditto())
+    own = replies(experiment, list(sizes), "model", "loss")
+    other = start(tiny_task, tmp_path, Ditto())
+    ask_only(monkeypatch, Ditto(), list(sizes))
+    other.method.round(other.server, other.fleet)
+    name = "classifier.weight"
+    expected = sum(n / 47 * own[id]["model"][name].double() for id, n in sizes.items())
+    assert torch.allclose(other.server.model.state_dict()[name].double(), expected, atol=1e-6)

@@ -1,6 +1,7 @@
 import naive
 import pytest
 import torch
+from refusals import refused
 from rounds import flat, run
 from tiny import Recorder, configure, fingerprint, make_experiment, make_setup, open_client, private_states
 from torch import nn, tensor
@@ -14,8 +15,11 @@ QUICK = {"steps": 3, "epochs": 2, "batch": 8}
 
 
 def own(experiment) -> dict:
-    return {id: state["state"]["personal"] for id, state in private_states(experiment).items()
-            if "personal" in state["state"]}
+    return {
+        id: state["state"]["personal"]
+        for id, state in private_states(experiment).items()
+        if "personal" in state["state"]
+    }
 
 
 def test_rounds_are_fedavgs_to_the_bit(tiny_task, tmp_path):
@@ -52,8 +56,14 @@ def naive_stage_2(task, w, id, fields, round):
             chosen = [i for i in range(len(rows)) if uniform[i] >= counts[labels[i]] / counts.max()]
             mixed = a.clone()
             if chosen:
-                fit = torch.stack([torch.stack([1 - max(counts[labels[j]] - counts[labels[g]], 0) / counts.max()
-                                                for j in range(len(rows))]) for g in chosen])
+                fit = torch.stack(
+                    [
+                        torch.stack(
+                            [1 - max(counts[labels[j]] - counts[labels[g]], 0) / counts.max() for j in range(len(rows))]
+                        )
+                        for g in chosen
+                    ]
+                )
                 seeds = torch.multinomial(fit, 1, generator=order).flatten()
                 z, target = a[seeds].clone(), labels[chosen]
                 top = z.max().item()
@@ -63,8 +73,12 @@ def naive_stage_2(task, w, id, fields, round):
                 z = (z + noise).clamp(0, top)
                 for _ in range(fields["steps"]):
                     z.requires_grad_()
-                    gradient = torch.stack([torch.autograd.grad(
-                        F.cross_entropy(upper(glob, z)[i:i + 1], target[i:i + 1]), z)[0][i] for i in range(len(z))])
+                    gradient = torch.stack(
+                        [
+                            torch.autograd.grad(F.cross_entropy(upper(glob, z)[i : i + 1], target[i : i + 1]), z)[0][i]
+                            for i in range(len(z))
+                        ]
+                    )
                     z = z.detach()
                     for i in range(len(z)):
                         z[i] -= fields["step"] * gradient[i] / gradient[i].norm()
@@ -77,16 +91,18 @@ def naive_stage_2(task, w, id, fields, round):
                         made += 1
             seen += len(rows)
             # where nothing is generated both terms are the same
-            loss = (fields["c"] * F.cross_entropy(upper(model, mixed), labels)
-                    + (1 - fields["c"]) * F.cross_entropy(upper(model, a), labels))
+            loss = fields["c"] * F.cross_entropy(upper(model, mixed), labels) + (1 - fields["c"]) * F.cross_entropy(
+                upper(model, a), labels
+            )
             for p, v, g in zip(params, velocity, torch.autograd.grad(loss, params), strict=True):
                 v.mul_(fields["momentum"]).add_(g + fields["weight_decay"] * p.detach())
                 p.data.sub_(fields["lr"] * v)
     return naive.entries(model), made / max(seen, 1)
 
 
-@pytest.mark.parametrize("fields", [{"accept": 0.3, "lr": 0.05},
-                                    {"accept": 0.0, "c": 0.9, "lr": 0.1, "step": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"accept": 0.3, "lr": 0.05}, {"accept": 0.0, "c": 0.9, "lr": 0.1, "step": 2.0}], ids=str
+)
 def test_stage_2_by_naive_code(tiny_task, tmp_path, fields):
     method = FedAFA(**QUICK | fields)
     experiment = run(tiny_task, tmp_path, method, rounds=2)
@@ -107,16 +123,17 @@ def test_stage_2_by_naive_code(tiny_task, tmp_path, fields):
 def test_features_descend_on_the_loss_of_their_class_in_steps_of_one_length():
     upper = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     a, target = torch.full((2, 1, 2, 2), 2.0), tensor([0, 2])
-    a[0, 0, 0, 0] = 9.0                                         # room above
-    still = torch.full_like(a, 5.5)                             # the middle of [2, 9]: noise of zero
+    a[0, 0, 0, 0] = 9.0  # room above
+    still = torch.full_like(a, 5.5)  # the middle of [2, 9]: noise of zero
     start, before = adversarial(upper, a + 0.0, target, still - 1.0, 0, 0.1)
     noise = start - a
     assert noise.norm().item() == pytest.approx(1.0, rel=1e-5)  # one channel: length 1 over the batch
     made, after = adversarial(upper, a, target, still - 1.0, 1, 0.1)
     for i in range(2):
         assert (made[i] - start[i]).norm().item() == pytest.approx(0.1, rel=1e-4)
-        gradient, = torch.autograd.grad(F.cross_entropy(upper(leaf := start[i:i + 1].clone().requires_grad_()),
-                                                        target[i:i + 1]), leaf)
+        (gradient,) = torch.autograd.grad(
+            F.cross_entropy(upper(leaf := start[i : i + 1].clone().requires_grad_()), target[i : i + 1]), leaf
+        )
         assert torch.allclose(made[i] - start[i], -0.1 * gradient[0] / gradient.norm(), atol=1e-5)
     assert (after > before).all()
     far, _ = adversarial(upper, a, target, still, 200, 1.0)
@@ -125,7 +142,7 @@ def test_features_descend_on_the_loss_of_their_class_in_steps_of_one_length():
 
 
 def test_the_head_class_is_never_stood_in_for_and_rarer_ones_are_the_more_often(tiny_task):
-    client = open_client(tiny_task, FedAFA(), 0)                # 12, 6, 4, 2
+    client = open_client(tiny_task, FedAFA(), 0)  # 12, 6, 4, 2
     method, y = FedAFA(accept=0.0, steps=0), torch.arange(4).repeat_interleave(500)
     _, upper = halves(client.model.eval(), "stage2")
     rows, made = method.generate(client, upper, torch.rand(2000, 64, 2, 2), y)
@@ -144,8 +161,11 @@ def test_layers_below_the_cut_stay_and_those_above_are_each_clients_own(tiny_tas
         client.receive(w)
         client.state["personal"] = states[id]
         judged = experiment.method.client_model(client).state_dict()
-        moved = {name.split(".")[0] if name.startswith("cl") else name.split(".")[1] for name in w
-                 if not torch.equal(w[name], judged[name])}
+        moved = {
+            name.split(".")[0] if name.startswith("cl") else name.split(".")[1]
+            for name in w
+            if not torch.equal(w[name], judged[name])
+        }
         assert moved == {"stage2", "classifier"}
     assert fingerprint(states[0]) != fingerprint(states[5])
 
@@ -166,9 +186,22 @@ def test_client_of_one_class_is_tuned_on_its_samples_as_they_are(tiny_task, tmp_
     assert fingerprint(own(experiment)[0]) != fingerprint(own(plain)[0])
 
 
-@pytest.mark.parametrize("fields", [
-    {"c": 0.3}, {"accept": 0.99}, {"steps": 6}, {"step": 3.0}, {"epochs": 1}, {"batch": 4}, {"lr": 0.01},
-    {"momentum": 0.5}, {"weight_decay": 0.1}, {"cut": "stage1"}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"c": 0.3},
+        {"accept": 0.99},
+        {"steps": 6},
+        {"step": 3.0},
+        {"epochs": 1},
+        {"batch": 4},
+        {"lr": 0.01},
+        {"momentum": 0.5},
+        {"weight_decay": 0.1},
+        {"cut": "stage1"},
+    ],
+    ids=str,
+)
 def test_every_field_changes_the_personal_models_and_not_the_global_one(tiny_task, tmp_path, fields):
     base = QUICK | {"accept": 0.2, "lr": 0.05}
     ends = [run(tiny_task, tmp_path, FedAFA(**base | given), rounds=1) for given in ({}, fields)]
@@ -178,9 +211,9 @@ def test_every_field_changes_the_personal_models_and_not_the_global_one(tiny_tas
 
 def test_a_network_without_such_a_layer_is_refused(tiny_task):
     config = configure()
-    model = make_setup(config).new_model(tiny_task.facts)
+    model = make_setup(config).new_model(tiny_task.spec)
     FedAFA(cut="stage1").prepare(tiny_task, config, model)
     for cut in ("stage3", "pool"):
-        with pytest.raises(ConfigError, match=rf"method.cut = {cut}: the encoder of model = small has no such layer "
-                                              r"before its last; it has: stage1, stage2, pool"):
+        layers = ["stage1", "stage2", "pool"]
+        with refused("model.lacks-layer", ConfigError, key="method.cut", value=cut, layers=layers):
             FedAFA(cut=cut).prepare(tiny_task, config, model)

@@ -1,7 +1,7 @@
 import torch
 from tiny import CPU, configure, make_experiment, make_setup
 
-from raylt.core.host import Host
+from raylt.core.fleet.client_host import ClientHost
 from raylt.methods.fedavg import FedAvg
 
 
@@ -11,7 +11,7 @@ def test_round_gives_the_weighted_mean_of_separately_trained_models(tiny_task, t
     method, message = experiment.method, experiment.method.message(experiment.server)
     trained = {}
     for id in (0, 5):
-        host = Host(make_setup(experiment.config, method), tiny_task.facts, tiny_task.test, CPU)
+        host = ClientHost(make_setup(experiment.config, method), tiny_task.spec, tiny_task.test, CPU)
         trained[id] = host.run(method.train, message, 1, id, tiny_task.shards[id], None)[0].tree
     report = experiment.step()
     # clients 0 and 5 hold 24 and 12 samples
@@ -30,7 +30,7 @@ def test_weights_follow_samples_not_batches(tiny_task, tmp_path, monkeypatch):
     monkeypatch.setattr(FedAvg, "sample", lambda self, server, fleet: [0, 3])
     experiment = make_experiment(configure(federation={"rounds": 1}), tiny_task, tmp_path)
     method, message = experiment.method, experiment.method.message(experiment.server)
-    host = Host(make_setup(experiment.config, method), tiny_task.facts, tiny_task.test, CPU)
+    host = ClientHost(make_setup(experiment.config, method), tiny_task.spec, tiny_task.test, CPU)
     trained = host.run(method.train, message, 1, 0, tiny_task.shards[0], None)[0].tree["model"]
     experiment.step()
     name = "classifier.weight"

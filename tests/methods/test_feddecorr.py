@@ -45,7 +45,7 @@ def test_it_does_not_depend_on_shift_and_scale_of_a_dimension():
 @pytest.mark.parametrize("scale", ["code", "paper"])
 def test_gradient_by_finite_differences(scale):
     z = features().requires_grad_()
-    gradient, = torch.autograd.grad(decorrelation(z, scale), z)
+    (gradient,) = torch.autograd.grad(decorrelation(z, scale), z)
     for i, j in ((0, 0), (3, 2), (7, 4), (11, 1), (5, 3)):
         step = torch.zeros_like(z)
         step[i, j] = 1e-2

@@ -31,7 +31,7 @@ def test_frame_neither_moves_nor_travels_and_the_temperature_does_both(tiny_task
 @pytest.mark.parametrize("gamma", [0.0, 0.7])
 def test_objective_written_out(tiny_task, gamma):
     method = FedETF(gamma=gamma, temperature=3.0)
-    client = open_client(tiny_task, method, 1)                  # 8, 3, 3, 0
+    client = open_client(tiny_task, method, 1)  # 8, 3, 3, 0
     client.model.eval()
     batch = client.samples.batch(torch.arange(14))
     parts = client.model.encoder
@@ -65,8 +65,10 @@ def test_round_is_that_of_naive_code(tiny_task, tmp_path):
 
 
 def test_fields_change_the_model(tiny_task, tmp_path):
-    ends = {fingerprint(run(tiny_task, tmp_path, method, rounds=1).server.model.state_dict())
-            for method in (FedETF(turns=0), FedETF(turns=0, gamma=0.5), FedETF(turns=0, temperature=4.0))}
+    ends = {
+        fingerprint(run(tiny_task, tmp_path, method, rounds=1).server.model.state_dict())
+        for method in (FedETF(turns=0), FedETF(turns=0, gamma=0.5), FedETF(turns=0, temperature=4.0))
+    }
     assert len(ends) == 3
 
 
@@ -80,14 +82,22 @@ def tuned_by_hand(task, id, model, t, method):
         h = model.encoder.projection(model.encoder.base(x[rows]))
         return model.classifier.temperature * (h / h.norm(dim=1, keepdim=True)) @ frame.T
 
-    naive.train(model, naive.epochs_of(len(y), order),
-                lambda rows: F.cross_entropy(logits(rows, frame) + log_n, y[rows]))
+    naive.train(
+        model, naive.epochs_of(len(y), order), lambda rows: F.cross_entropy(logits(rows, frame) + log_n, y[rows])
+    )
     frame.requires_grad_()
     projection = list(model.encoder.projection.parameters())
     for _ in range(method.turns):
         for params, lr, momentum in (([frame], method.frame_lr, 0.0), (projection, method.projection_lr, 0.9)):
-            naive.descend(params, ((lambda rows=rows: F.cross_entropy(logits(rows, frame), y[rows]))
-                                   for rows in naive.epochs_of(len(y), order, method.turn_epochs)), lr, momentum)
+            naive.descend(
+                params,
+                (
+                    (lambda rows=rows: F.cross_entropy(logits(rows, frame), y[rows]))
+                    for rows in naive.epochs_of(len(y), order, method.turn_epochs)
+                ),
+                lr,
+                momentum,
+            )
     return naive.entries(model) | {FRAME: frame.detach()}
 
 
@@ -97,7 +107,7 @@ def test_clients_own_models_are_those_of_naive_code(tiny_task, tmp_path):
     before = naive.entries(experiment.server.model)
     for id, state in private_states(experiment).items():
         model = open_client(tiny_task, method, id).model
-        assert torch.equal(before[FRAME], state["model"][FRAME])      # its own is apart
+        assert torch.equal(before[FRAME], state["model"][FRAME])  # its own is apart
         model.load_state_dict(before)
         expected = tuned_by_hand(tiny_task, id, model, 2, method)
         assert naive.differences(state["state"]["tuned"], expected, atol=1e-4) == {}, id
@@ -111,12 +121,17 @@ def test_without_turns_clients_have_the_global_model_and_nothing_follows_the_rou
     assert not any(state["state"] for state in private_states(experiment).values())
     client = open_client(tiny_task, FedETF(turns=0))
     client.receive(experiment.method.message(experiment.server)["model"])
-    assert naive.differences(naive.entries(experiment.method.client_model(client)),
-                             naive.entries(experiment.server.model), atol=1e-9) == {}
+    assert (
+        naive.differences(
+            naive.entries(experiment.method.client_model(client)), naive.entries(experiment.server.model), atol=1e-9
+        )
+        == {}
+    )
 
 
-@pytest.mark.parametrize("field", [{"turns": 2}, {"turn_epochs": 2}, {"frame_lr": 0.3}, {"projection_lr": 0.2}],
-                         ids=str)
+@pytest.mark.parametrize(
+    "field", [{"turns": 2}, {"turn_epochs": 2}, {"frame_lr": 0.3}, {"projection_lr": 0.2}], ids=str
+)
 def test_fields_of_the_tuning_change_clients_models_and_not_the_global_one(tiny_task, tmp_path, field):
     base = {"turns": 1, "turn_epochs": 1}
     plain, other = (run(tiny_task, tmp_path, FedETF(**base | fields), rounds=1) for fields in ({}, field))
@@ -126,8 +141,13 @@ def test_fields_of_the_tuning_change_clients_models_and_not_the_global_one(tiny_
 
 @pytest.mark.slow
 def test_killed_in_the_tuning_and_resumed_it_ends_the_same(tmp_path):
-    run_and_kill_in(tmp_path, ["method=fedetf", "method.turns=2", "federation.rounds=1", "local.epochs=1",
-                               "data.clients=3"], "raylt.methods.fedetf", "tune", 6)
+    run_and_kill_in(
+        tmp_path,
+        ["method=fedetf", "method.turns=2", "federation.rounds=1", "local.epochs=1", "data.clients=3"],
+        "raylt.methods.fedetf",
+        "tune",
+        6,
+    )
     assert len((tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()) == 1
     straight, killed = resume(tmp_path)
     assert straight["model_sha256"] == killed["model_sha256"]

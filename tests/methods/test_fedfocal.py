@@ -40,7 +40,7 @@ def test_finite_where_predictions_are_certain(gamma, scale):
         assert torch.isfinite(torch.autograd.grad(loss, logits)[0]).all()
 
 
-def test_samples_that_are_told_rightly_weigh_less_than_in_cross_entropy():
+def test_correctly_classified_samples_weigh_less_than_in_cross_entropy():
     logits = tensor([[3.0, 0.0], [0.0, 3.0]])
     easy, hard = (logits[:1], tensor([0])), (logits[1:], tensor([0]))
     share = focal_loss(*easy, 2.0) / focal_loss(*hard, 2.0)

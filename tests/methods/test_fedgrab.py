@@ -8,13 +8,23 @@ from rounds import run
 from tiny import configure, fingerprint, make_experiment, open_client, private_states
 from torch.nn import functional as F
 
-from raylt.methods.fedgrab import Balancer, FedGraB, boost, most_frequent, shares_of
+from raylt.methods.fedgrab import Balancer, FedGraB, boost, estimated_shares, exempt_classes, most_frequent
 
 
 def test_weight_of_a_controllers_output():
-    # (10 / 9) / (1 / 9 + 1) = 1; 10 where exp(-0.05 x) is nothing
+    # (10 / 9) / (1 / 9 + 1) = 1; 10 where exp(-0.5 x) is nothing
     assert boost(torch.tensor([0.0, 1e4, -1e4])).tolist() == pytest.approx([1, 10, 0], abs=1e-5)
-    assert boost(torch.tensor(20.0)).item() == pytest.approx((10 / 9) / (1 / 9 + math.exp(-1)))
+    assert boost(torch.tensor(2.0)).item() == pytest.approx((10 / 9) / (1 / 9 + math.exp(-1)))
+
+
+def test_classes_are_exempt_from_frequent_to_rare():
+    drawn = torch.stack([exempt_classes(4, torch.Generator().manual_seed(seed)) for seed in range(4000)]).double()
+    # the first always; the second with 0.1^(1/3); the third with 0.1^(2/3) if the second was, else 0.1^(1/3)
+    p, q = 0.1 ** (1 / 3), 0.1 ** (2 / 3)
+    third = p * q + (1 - p) * p
+    fourth = p * q * 0.1 + (p * (1 - q) + (1 - p) * p) * q + (1 - p) ** 2 * p
+    assert drawn.mean(0).tolist() == pytest.approx([1, p, third, fourth], abs=0.03)
+    assert exempt_classes(1, torch.Generator().manual_seed(0)).tolist() == [True]
 
 
 def test_controller_by_hand(tiny_task):
@@ -39,21 +49,29 @@ def test_round_is_that_of_naive_code_and_controllers_go_on_in_the_next(tiny_task
             if model is not None:
                 local.load_state_dict(model)
             difference, errors, output = states[id]
+            order = naive.generator("order", "train", t, id)
 
-            def loss(rows, local=local, x=x, y=y, difference=difference, errors=errors, output=output):
+            def loss(rows, local=local, x=x, y=y, difference=difference, errors=errors, output=output, order=order):
                 logits, value, n = local(x[rows]), 0.0, len(rows)
+                uniform = torch.rand(4, generator=order)
+                left_out = 0
                 for c in range(4):
                     e = -difference[c]
                     output[c] += 10 * (e - errors[0][c]) + 0.01 * e + 0.1 * (e - 2 * errors[0][c] + errors[1][c])
                     errors[1][c], errors[0][c] = errors[0][c], e
-                    w = (10 / 9) / (1 / 9 + math.exp(-0.05 * output[c]))
+                    w, v = ((10 / 9) / (1 / 9 + math.exp(-0.5 * o)) for o in (output[c], -output[c]))
                     own = y[rows] == c
-                    value = value - (w * F.logsigmoid(logits[own, c]).sum() + F.logsigmoid(-logits[~own, c]).sum()) / n
                     s = logits[:, c].detach().sigmoid()
-                    difference[c] += (w * (1 - s[own]).sum() - s[~own].sum()).item() / n
+                    if uniform[c] < 0.1 ** (left_out / 3):
+                        left_out += 1
+                        w = v = 1.0
+                    else:
+                        difference[c] += (w * (1 - s[own]).sum() - v * s[~own].sum()).item() / n
+                    positive, negative = F.logsigmoid(logits[own, c]).sum(), F.logsigmoid(-logits[~own, c]).sum()
+                    value = value - (w * positive + v * negative) / n
                 return value
 
-            naive.train(local, naive.epochs_of(len(y), naive.generator("order", "train", t, id)), loss)
+            naive.train(local, naive.epochs_of(len(y), order), loss)
             ends.append(naive.entries(local))
             weights.append(len(y))
         model = naive.average(ends, weights)
@@ -75,20 +93,23 @@ def test_without_gains_every_weight_is_one(tiny_task):
 
 @pytest.mark.parametrize("field", [{"kp": 1.0}, {"ki": 1.0}, {"kd": 5.0}], ids=str)
 def test_every_gain_changes_the_model(tiny_task, tmp_path, field):
-    plain, other = (fingerprint(run(tiny_task, tmp_path, FedGraB(**fields), rounds=1).server.model.state_dict())
-                    for fields in ({}, field))
+    plain, other = (
+        fingerprint(run(tiny_task, tmp_path, FedGraB(**fields), rounds=1).server.model.state_dict())
+        for fields in ({}, field)
+    )
     assert plain != other
 
 
 def test_prior_of_the_classes_from_a_classifier_by_hand():
     # lengths 5, 3, 1: mean 3, deviation sqrt(8 / 3); above the least: 4, 2, 0 of these deviations; shares 2/3, 1/3, 0
     weight = torch.tensor([[3.0, 4.0], [0.0, 3.0], [1.0, 0.0]])
-    assert shares_of(weight).tolist() == pytest.approx([2 / 3, 1 / 3, 0])
-    assert shares_of(torch.eye(4)).tolist() == [0.25] * 4
+    assert estimated_shares(weight).tolist() == pytest.approx([2 / 3, 1 / 3, 0])
+    assert estimated_shares(torch.eye(4)).tolist() == [0.25] * 4
 
 
-@pytest.mark.parametrize(("share", "expected"), [(0.0, []), (0.3, [2]), (0.5, [2]), (0.51, [0, 2]), (0.95, [0, 2, 3]),
-                                                 (1.0, [0, 1, 2, 3])])
+@pytest.mark.parametrize(
+    ("share", "expected"), [(0.0, []), (0.3, [2]), (0.5, [2]), (0.51, [0, 2]), (0.95, [0, 2, 3]), (1.0, [0, 1, 2, 3])]
+)
 def test_most_frequent_classes_that_hold_a_share(share, expected):
     chosen = most_frequent(torch.tensor([0.3, 0.04, 0.5, 0.16], dtype=torch.float64), share)
     assert chosen.nonzero().flatten().tolist() == expected
@@ -114,7 +135,7 @@ def test_analyser_shuts_by_the_mean_of_the_rounds_before(tiny_task, tmp_path):
     for t in (1, 2, 3):
         assert ("shut" in method.message(experiment.server)) == (t > 1)
         experiment.step()
-        seen.append(shares_of(experiment.server.model.classifier.weight.detach()))
+        seen.append(estimated_shares(experiment.server.model.classifier.weight.detach()))
         mean = sum(seen) / len(seen)
         shut = method.message(experiment.server)["shut"]
         assert experiment.server.state["shares"].tolist() == pytest.approx(mean.tolist())
@@ -122,23 +143,36 @@ def test_analyser_shuts_by_the_mean_of_the_rounds_before(tiny_task, tmp_path):
         assert 0 < shut.sum() < 4
     ends = private_states(experiment)
     message = method.message(experiment.server)
-    assert all(set((state["state"]["balancer"]["output"] == 0).nonzero().flatten().tolist())
-               >= set(most_frequent(sum(seen[:2]) / 2, 0.75).nonzero().flatten().tolist()) for state in ends.values())
+    assert all(
+        set((state["state"]["balancer"]["output"] == 0).nonzero().flatten().tolist())
+        >= set(most_frequent(sum(seen[:2]) / 2, 0.75).nonzero().flatten().tolist())
+        for state in ends.values()
+    )
     assert "shut" in message
 
 
 def test_without_the_analyser_nothing_is_sent_and_with_it_the_second_round_is_another(tiny_task, tmp_path):
     assert "shut" not in FedGraB().message(run(tiny_task, tmp_path, FedGraB(), rounds=1).server)
-    first, second = ([fingerprint(run(tiny_task, tmp_path, method, rounds=rounds).server.model.state_dict())
-                      for method in (FedGraB(), FedGraB(shut=0.75))] for rounds in (1, 2))
+    first, second = (
+        [
+            fingerprint(run(tiny_task, tmp_path, method, rounds=rounds).server.model.state_dict())
+            for method in (FedGraB(), FedGraB(shut=0.75))
+        ]
+        for rounds in (1, 2)
+    )
     assert first[0] == first[1]
     assert second[0] != second[1]
 
 
 @pytest.mark.slow
 def test_killed_in_the_analyser_and_resumed_it_ends_the_same(tmp_path):
-    run_and_kill_in(tmp_path, ["method=fedgrab", "method.shut=0.75", "federation.rounds=3", "local.epochs=1",
-                               "data.clients=3"], "raylt.methods.fedgrab", "shares_of", 2)
+    run_and_kill_in(
+        tmp_path,
+        ["method=fedgrab", "method.shut=0.75", "federation.rounds=3", "local.epochs=1", "data.clients=3"],
+        "raylt.methods.fedgrab",
+        "estimated_shares",
+        2,
+    )
     assert len((tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()) == 1
     straight, killed = resume(tmp_path)
     assert straight["model_sha256"] == killed["model_sha256"]

@@ -27,7 +27,7 @@ def loss_by_hand(logits, y, counts, tau):
 
 
 def test_objective_is_the_calibrated_cross_entropy_over_the_owned_classes(tiny_task):
-    client = open_client(tiny_task, FedLC(), 1)                 # 8, 3, 3, 0
+    client = open_client(tiny_task, FedLC(), 1)  # 8, 3, 3, 0
     client.model.eval()
     batch = client.samples.batch(torch.arange(14))
     expected = loss_by_hand(client.model(batch.x).detach(), batch.y, client.counts, 0.7)
@@ -48,10 +48,10 @@ def test_classes_that_are_missing_get_no_gradient_and_rare_ones_a_larger_one(tin
     client = open_client(tiny_task, FedLC(), 1)
     batch = client.samples.batch(torch.arange(14))
     weight = client.model.classifier.weight
-    masked, = torch.autograd.grad(FedLC().objective(client, {})(batch), weight, retain_graph=True)
+    (masked,) = torch.autograd.grad(FedLC().objective(client, {})(batch), weight, retain_graph=True)
     assert not masked[3].any()
     assert torch.isfinite(masked).all()
-    eps, = torch.autograd.grad(FedLC(missing="one").objective(client, {})(batch), weight)
+    (eps,) = torch.autograd.grad(FedLC(missing="one").objective(client, {})(batch), weight)
     assert eps[3].any()
 
 
@@ -74,6 +74,8 @@ def test_loss_does_not_change_when_a_constant_is_added_to_the_logits(scale):
 
 def test_every_field_changes_the_model(tiny_task, tmp_path):
     # at tau = 1 a class of 1e-8 samples has a weight of exp(-100), which float32 takes for none
-    ends = [flat(run(tiny_task, tmp_path, method, rounds=1)) for method in (
-        FedAvg(), FedLC(), *(FedLC(tau=0.1, missing=missing) for missing in ("mask", "eps", "one")))]
+    ends = [
+        flat(run(tiny_task, tmp_path, method, rounds=1))
+        for method in (FedAvg(), FedLC(), *(FedLC(tau=0.1, missing=missing) for missing in ("mask", "eps", "one")))
+    ]
     assert all(not torch.equal(a, b) for i, a in enumerate(ends) for b in ends[:i])

@@ -1,6 +1,7 @@
 import naive
 import pytest
 import torch
+from refusals import refused
 from rounds import run, start
 from tiny import configure, fingerprint, make_setup, open_client, private_states
 from torch.nn import functional as F
@@ -36,9 +37,11 @@ def test_each_loss_moves_its_own_part(tiny_task):
     client.model.eval()
     batch = client.samples.batch(torch.arange(14))
     z = client.model.encoder(batch.x)
-    losses = {"encoder.": F.cross_entropy(z @ client.model.frame.weight.T, batch.y),
-              "classifier.": F.cross_entropy(client.model.classifier(z.detach()), batch.y),
-              "personal.": F.cross_entropy(client.model.personal(z.detach()), batch.y)}
+    losses = {
+        "encoder.": F.cross_entropy(z @ client.model.frame.weight.T, batch.y),
+        "classifier.": F.cross_entropy(client.model.classifier(z.detach()), batch.y),
+        "personal.": F.cross_entropy(client.model.personal(z.detach()), batch.y),
+    }
     loss = FedLoGe().objective(client, {})(batch)
     assert loss.item() == pytest.approx(sum(losses.values()).item(), rel=1e-6)
     params = dict(client.model.named_parameters())
@@ -84,14 +87,14 @@ def test_global_classifier_has_rows_of_one_length(tiny_task, tmp_path):
     assert torch.allclose(F.cosine_similarity(judged.classifier.weight, server.model.classifier.weight), torch.ones(4))
 
 
-def test_client_uses_global_directions_with_the_lengths_of_its_own_rows_and_never_a_class_it_lacks(tiny_task):
-    client = open_client(tiny_task, FedLoGe(), 1)               # lacks class 3
+def test_client_uses_its_own_classifier_plus_the_realigned_global_one_and_never_a_class_it_lacks(tiny_task):
+    client = open_client(tiny_task, FedLoGe(), 1)  # lacks class 3
     scramble(client)
     used = FedLoGe().client_model(client).classifier
     for c in range(4):
         g, own = client.model.classifier.weight[c], client.model.personal.weight[c]
-        assert torch.allclose(used.weight[c], g / g.norm() * own.norm(), atol=1e-6)
-    assert torch.equal(used.bias[:3], client.model.classifier.bias[:3])
+        assert torch.allclose(used.weight[c], g * own.norm() + own, atol=1e-6)
+    assert torch.equal(used.bias[:3], client.model.classifier.bias[:3] + client.model.personal.bias[:3])
     assert used.bias[3].item() == pytest.approx(NEVER)
 
 
@@ -122,12 +125,13 @@ def test_client_without_a_frame_says_so(tiny_task):
 
 def test_model_too_narrow_for_its_classes_is_refused(tiny_task):
     narrow = SplitModel(torch.nn.Identity(), 3, 4)
-    with pytest.raises(ConfigError, match=r"d = 3, .* 4 classes; take a wider model"):
+    with refused("model.too-narrow", ConfigError, key="model", dim=3, needed=4):
         FedLoGe().prepare(tiny_task, make_setup(configure()).config, narrow)
 
 
 def test_fields_change_the_model(tiny_task, tmp_path):
-    ends = {fingerprint(method.global_model(run(tiny_task, tmp_path, method, rounds=1).server).state_dict())
-            for method in (FedLoGe(**QUICK), FedLoGe(beta=0.4, **QUICK), FedLoGe(steps=10),
-                           FedLoGe(length=1.0, **QUICK))}
+    ends = {
+        fingerprint(method.global_model(run(tiny_task, tmp_path, method, rounds=1).server).state_dict())
+        for method in (FedLoGe(**QUICK), FedLoGe(beta=0.4, **QUICK), FedLoGe(steps=10), FedLoGe(length=1.0, **QUICK))
+    }
     assert len(ends) == 4

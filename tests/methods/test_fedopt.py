@@ -15,8 +15,12 @@ def deltas(task, folder, method, rounds=3):
     experiment = start(task, folder, method)
     server, means = experiment.server, []
     take = server.step
-    server.step = lambda mean: (means.append(({n: v.double() for n, v in server.model.state_dict().items()},
-                                              {n: v.double() for n, v in mean.items()})), take(mean))
+    server.step = lambda mean: (
+        means.append(
+            ({n: v.double() for n, v in server.model.state_dict().items()}, {n: v.double() for n, v in mean.items()})
+        ),
+        take(mean),
+    )
     for round in range(1, rounds + 1):
         server.round = round
         experiment.fleet.begin(round)
@@ -53,11 +57,11 @@ def test_fedadam_and_fedyogi_by_algorithm_2(tiny_task, tmp_path, kind):
     method = kind(server_lr=0.02, beta1=0.8, beta2=0.95, tau=0.01)
     before, delta, model = deltas(tiny_task, tmp_path, method)
     for name, p in parameters(model).items():
-        w, m, v = before[0][name], torch.zeros_like(delta[0][name]), torch.full_like(delta[0][name], 0.01 ** 2)
+        w, m, v = before[0][name], torch.zeros_like(delta[0][name]), torch.full_like(delta[0][name], 0.01**2)
         for round in range(3):
             d = delta[round][name]
             m = 0.8 * m + 0.2 * d
-            v = 0.95 * v + 0.05 * d ** 2 if kind is FedAdam else v - 0.05 * d ** 2 * torch.sign(v - d ** 2)
+            v = 0.95 * v + 0.05 * d**2 if kind is FedAdam else v - 0.05 * d**2 * torch.sign(v - d**2)
             w = w + 0.02 * m / (v.sqrt() + 0.01)
         assert torch.allclose(p.double(), w, atol=1e-5), name
 

@@ -3,9 +3,9 @@ import torch
 from tiny import COUNTS, CPU, Recorder, configure, fingerprint, make_experiment, make_setup, private_states
 
 from raylt import tree
-from raylt.core.evaluation import EvaluationSet
-from raylt.core.judging import Judge, judged_entries
-from raylt.core.reductions import each
+from raylt.core.evaluation.client_models import Judge, judged_entries
+from raylt.core.evaluation.counts import EvaluationSet
+from raylt.core.fleet.reductions import each
 from raylt.methods import make_method
 from raylt.methods.bpfed.method import BPFed
 from raylt.methods.fedavg import FedAvg
@@ -46,7 +46,7 @@ def test_encoders_are_averaged_by_samples_and_classifiers_are_not(tiny_task, tmp
     for name, value in experiment.server.model.state_dict().items():
         if not name.startswith("encoder."):
             continue
-        if value.is_floating_point():               # BatchNorm's running statistics are among them
+        if value.is_floating_point():  # BatchNorm's running statistics are among them
             mean = sum(weights[id] * reply[name].double() for id, reply in replies.items()) / weights.sum()
             assert torch.allclose(value.double(), mean, atol=1e-6), name
         assert torch.equal(value, reference.server.model.state_dict()[name]), name
@@ -59,15 +59,16 @@ def test_classifiers_never_travel_and_differ_between_clients(tiny_task, tmp_path
     assert any("running_mean" in name for name in names)
     assert not any("classifier" in name for name in names)
     own = {fingerprint(state["model"]) for id, state in private_states(experiment).items() if id != 3}
-    assert len(own) == 4                            # client 3 has one sample, which cannot be trained on
-    start = make_setup(experiment.config, FedPer()).new_model(tiny_task.facts)
+    assert len(own) == 4  # client 3 has one sample, which cannot be trained on
+    start = make_setup(experiment.config, FedPer()).new_model(tiny_task.spec)
     assert fingerprint(private_states(experiment)[3]["model"]) == fingerprint(start.entries("classifier."))
 
 
 def test_private_state_of_clients_that_are_not_sampled_stays(tiny_task, tmp_path):
     method = make_method({"name": "fedper"})
-    experiment = make_experiment(configure(federation={"participation": 0.3}), tiny_task, tmp_path, method,
-                                 host=Recorder)
+    experiment = make_experiment(
+        configure(federation={"participation": 0.3}), tiny_task, tmp_path, method, host=Recorder
+    )
     experiment.step()
     before = {id: fingerprint(state) for id, state in private_states(experiment).items()}
     experiment.step()
@@ -78,8 +79,11 @@ def test_private_state_of_clients_that_are_not_sampled_stays(tiny_task, tmp_path
     assert experiment.server.device == CPU
 
 
-@pytest.mark.parametrize("method", [FedPer(), BPFed(alpha=0, epochs=1), BPFed(alpha=0, epochs=1, argmax="owned")],
-                         ids=["fedper", "bpfed", "bpfed-owned"])
+@pytest.mark.parametrize(
+    "method",
+    [FedPer(), BPFed(alpha=0, epochs=1), BPFed(alpha=0, epochs=1, argmax="owned")],
+    ids=["fedper", "bpfed", "bpfed-owned"],
+)
 def test_clients_are_judged_as_if_each_had_encoded_the_test_set_itself(tiny_task, tmp_path, method, monkeypatch):
     experiment, _ = run(tiny_task, tmp_path, method, federation={"rounds": 2})
     fleet, encodings = experiment.fleet, []
@@ -88,13 +92,13 @@ def test_clients_are_judged_as_if_each_had_encoded_the_test_set_itself(tiny_task
     def judged():
         encodings.clear()
         message = {"model": judged_entries(experiment.server, method)}
-        got = fleet.ask(Judge(method).judge, fleet.everyone, message, confusion=each)
+        got = fleet.ask(Judge(method).judge, fleet.everyone, message, confusion=each, not_numbers=each)
         return {id: counts.tolist() for id, counts in got["confusion"].items()}, len(encodings)
 
     found, passes = judged()
-    assert passes == 0                                  # the last step's evaluation has encoded it, in one batch
+    assert passes == 0  # the last step's evaluation has encoded it, in one batch
     with monkeypatch.context() as patch:
-        patch.setattr(EvaluationSet, "_knows", lambda *_: False)
+        patch.setattr(EvaluationSet, "_has_features_of", lambda *_: False)
         assert judged() == (found, len(fleet.ids))
     with torch.no_grad():
         experiment.server.model.get_parameter("encoder.stage2.0.weight").mul_(-1)
@@ -107,7 +111,7 @@ def test_judging_that_broke_off_is_taken_up_again(tiny_task, tmp_path):
     """As after a full device, when the data of other clients have given way."""
     experiment, _ = run(tiny_task, tmp_path, FedPer(), federation={"rounds": 1})
     model = experiment.fleet._host.model
-    tests, fresh = (EvaluationSet(tiny_task.test, tiny_task.facts, torch.device("cpu")) for _ in range(2))
+    tests, fresh = (EvaluationSet(tiny_task.test, tiny_task.spec, torch.device("cpu")) for _ in range(2))
     whole = tests.counts(model, FedPer().predict, 5).all
     with torch.no_grad():
         model.get_parameter("encoder.stage2.0.weight").mul_(-1)

@@ -4,7 +4,7 @@ from tiny import configure, fingerprint, make_experiment, open_client
 from torch.nn import functional as F
 
 from raylt.core.client import Client
-from raylt.core.reductions import each
+from raylt.core.fleet.reductions import each
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedprox import FedProx
 
@@ -51,7 +51,7 @@ def test_objective_adds_half_mu_times_the_squared_distance_eq_2(client):
     client.model.eval()
     with torch.no_grad():
         plain = F.cross_entropy(client.model(batch.x), batch.y)
-        assert objective(batch) == plain                    # at w_t the term is zero
+        assert objective(batch) == plain  # at w_t the term is zero
         client.model.classifier.bias += torch.tensor([1.0, 2.0, 0.0, -2.0])
         shifted = F.cross_entropy(client.model(batch.x), batch.y)
         # 0.5 / 2 * (1 + 4 + 0 + 4) = 2.25
@@ -74,9 +74,12 @@ def test_larger_mu_keeps_a_client_nearer_to_the_global_model(tiny_task, tmp_path
     for mu in (0.0, 0.1, 1.0, 10.0):
         experiment = make_experiment(configure(local={"momentum": 0.0}), tiny_task, tmp_path, FedProx(mu=mu))
         message = experiment.method.message(experiment.server)
-        got = experiment.fleet.ask(experiment.method.train, [0], message, model=each, loss=each,
-                                   shares=each)
-        distances.append(sum((got["model"][0][name] - p.detach()).square().sum().item()
-                             for name, p in experiment.server.model.named_parameters()))
+        got = experiment.fleet.ask(experiment.method.train, [0], message, model=each, loss=each, shares=each)
+        distances.append(
+            sum(
+                (got["model"][0][name] - p.detach()).square().sum().item()
+                for name, p in experiment.server.model.named_parameters()
+            )
+        )
     assert distances == sorted(distances, reverse=True)
     assert distances[-1] < 0.8 * distances[0]

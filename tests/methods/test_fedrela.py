@@ -14,8 +14,13 @@ from raylt.methods.fedrela import FedReLa, relabel
 def by_hand(p, y, counts, share, generator):
     """Sample by sample and class by class."""
     n, c = p.shape
-    s = [[(p[i, j].item() - p[y == y[i], j].mean().item()) / max(p[y == y[i], j].std(correction=0).item(), 1e-6)
-          for j in range(c)] for i in range(n)]
+    s = [
+        [
+            (p[i, j].item() - p[y == y[i], j].mean().item()) / max(p[y == y[i], j].std(correction=0).item(), 1e-6)
+            for j in range(c)
+        ]
+        for i in range(n)
+    ]
     thresholds = [sorted((row[j] for row in s), reverse=True)[int(share * n)] for j in range(c)]
     least, most = min(counts), max(counts)
     rarity = [1 - (k - least) / (most - least) for k in counts]
@@ -35,7 +40,7 @@ def test_labels_are_those_of_the_formula_written_out():
     assert made.tolist() == by_hand(p, y, [30, 20, 8, 2], 0.3, torch.Generator().manual_seed(5))
     moved = made != y
     assert 1 <= moved.sum() < 20
-    assert (made[moved] > y[moved]).all()                       # classes are sorted by size: to rarer ones alone
+    assert (made[moved] > y[moved]).all()  # classes are sorted by size: to rarer ones alone
 
 
 def test_clients_whose_classes_are_alike_change_nothing():
@@ -63,8 +68,12 @@ def test_first_late_round_is_that_of_naive_code(tiny_task, tmp_path):
         labels = torch.tensor(by_hand(p, y, torch.bincount(y, minlength=4).tolist(), 0.3, call))
         assert own[id]["state"]["labels"].tolist() == labels.tolist()
         changed += int((labels != y).sum())
-        naive.train(model, naive.epochs_of(len(y), call),
-                    lambda rows, model=model, x=x, y=labels: F.cross_entropy(model(x[rows]), y[rows]))
+        naive.train(
+            model,
+            naive.epochs_of(len(y), call),
+            lambda rows, model=model, x=x, y=labels: F.cross_entropy(model(x[rows]), y[rows]),
+            0.1 * naive.LR,
+        )
         ends.append(naive.entries(model))
         weights.append(len(y))
     assert changed > 3
@@ -72,8 +81,9 @@ def test_first_late_round_is_that_of_naive_code(tiny_task, tmp_path):
 
 
 def test_labels_are_drawn_once(tiny_task, tmp_path):
-    early, late = (private_states(run(tiny_task, tmp_path, FedReLa(after=0.0, share=0.3), rounds=rounds))
-                   for rounds in (1, 3))
+    early, late = (
+        private_states(run(tiny_task, tmp_path, FedReLa(after=0.0, share=0.3), rounds=rounds)) for rounds in (1, 3)
+    )
     for id in early:
         assert torch.equal(early[id]["state"]["labels"], late[id]["state"]["labels"])
 
@@ -81,6 +91,8 @@ def test_labels_are_drawn_once(tiny_task, tmp_path):
 @pytest.mark.parametrize("field", [{"share": 0.1}, {"after": 0.9}], ids=str)
 def test_every_field_changes_the_model(tiny_task, tmp_path, field):
     base = {"after": 0.3, "share": 0.5}
-    plain, other = (fingerprint(run(tiny_task, tmp_path, FedReLa(**base | fields), rounds=3).server.model.state_dict())
-                    for fields in ({}, field))
+    plain, other = (
+        fingerprint(run(tiny_task, tmp_path, FedReLa(**base | fields), rounds=3).server.model.state_dict())
+        for fields in ({}, field)
+    )
     assert plain != other

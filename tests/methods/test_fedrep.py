@@ -1,10 +1,10 @@
 import pytest
 import torch
 from rounds import flat, replies, run, start
-from tiny import fingerprint, open_client, private_states
+from tiny import configure, fingerprint, make_experiment, open_client, private_states
 from torch.nn import functional as F
 
-from raylt.core.optimisers import SGD
+from raylt.core.training.optimisers import SGD
 from raylt.methods.fedper import FedPer
 from raylt.methods.fedrep import FedRep
 
@@ -51,7 +51,7 @@ def test_classifiers_never_leave_their_clients(tiny_task, tmp_path):
     assert all(name.startswith("encoder.") for name in [*message["model"], *reply[0]["model"]])
     own = {id: fingerprint(classifier(state)) for id, state in private_states(experiment).items()}
     assert own[0] != own[1]
-    assert own[2] == own[5]                                     # neither has trained: the common start
+    assert own[2] == own[5]  # neither has trained: the common start
 
 
 def test_clients_go_on_from_their_own_classifier_and_those_not_sampled_keep_it(tiny_task, tmp_path, monkeypatch):
@@ -76,3 +76,30 @@ def test_head_epochs_change_the_model(tiny_task, tmp_path, epochs):
     ends = [flat(run(tiny_task, tmp_path, m, rounds=1)) for m in (method, *others)]
     assert not torch.equal(ends[0], ends[1])
     assert not torch.equal(ends[0], ends[2])
+
+
+def test_every_client_trains_its_classifier_on_the_final_encoder(tiny_task, tmp_path):
+    """Also those that were not asked in the last round; by naive code."""
+    method = FedRep(head_epochs=2)
+    before, after = (
+        make_experiment(configure(federation={"rounds": 1, "participation": 0.3}), tiny_task, tmp_path, method)
+        for _ in range(2)
+    )
+    for experiment, steps in ((before, 1), (after, 2)):
+        for _ in range(steps):
+            experiment.step()
+    encoder = after.server.model.state_dict()
+    assert all(torch.equal(encoder[name], value) for name, value in before.server.model.state_dict().items())
+    own = private_states(before)
+    for id, state in private_states(after).items():
+        client = open_client(tiny_task, method, id, after.config)
+        client.begin("train_classifier", 2)
+        client.receive(encoder)
+        client.receive(classifier(own[id]))
+        model, local = client.model.train(), after.config.local
+        optimiser = SGD(model.classifier.parameters(), local.lr, local.momentum)
+        for batch in client.batches(2, local.batch):
+            optimiser.step(F.cross_entropy(model(batch.x), batch.y))
+        for name, value in classifier(state).items():
+            assert torch.allclose(value, model.state_dict()[name], atol=1e-5), (id, name)
+    assert not FedRep(head_epochs=0).finishes

@@ -8,8 +8,7 @@ from rounds import run
 from tiny import fingerprint, open_client
 from torch.nn import functional as F
 
-from raylt.data.augment import cutout
-from raylt.data.transforms import auto_augment
+from raylt.data.augment import auto_augment, cutout
 from raylt.methods.fedyoyo import FedYoYo, distillation, effective_samples, steadied
 
 
@@ -24,7 +23,7 @@ def test_effective_samples_of_batches_worked_out_by_hand():
 
 def test_estimates_are_steadied_from_round_to_round():
     first = steadied(torch.tensor([4.0, 2e4, 8.0]), None)
-    assert first.tolist() == [4, 6, 8]                          # the mean of the others
+    assert first.tolist() == [4, 6, 8]  # the mean of the others
     # 0.9 * 4 + 0.1 * 14 = 5; 6 to 0.9 * 6 + 1e5 is too much; 8 to 7.2 + 0.1
     assert steadied(torch.tensor([14.0, 1e6, 1.0]), first).tolist() == pytest.approx([5, 6, 7.3])
     assert steadied(torch.tensor([2e4, 3e4]), None).tolist() == [1, 1]
@@ -33,7 +32,7 @@ def test_estimates_are_steadied_from_round_to_round():
 def test_only_what_the_weak_view_gets_right_teaches_and_nothing_moves_it():
     weak = torch.tensor([[2.0, 0.0], [0.0, 3.0], [1.0, 0.0]], requires_grad=True)
     strong = torch.tensor([[0.0, 1.0], [5.0, 0.0], [0.5, 0.5]], requires_grad=True)
-    y = torch.tensor([0, 0, 0])                                 # the second is wrong
+    y = torch.tensor([0, 0, 0])  # the second is wrong
     expected = 0.0
     for i in (0, 2):
         p, q = (torch.tensor([math.exp(v / 2) for v in view[i].tolist()]) for view in (weak, strong))
@@ -54,10 +53,12 @@ def effective_by_hand(model, x, y, order):
     for rows in torch.randperm(len(y), generator=order).split(naive.BATCH):
         for c in range(4):
             own = [z[i] - z[y == c].mean(0) for i in rows.tolist() if y[i] == c]
-            cosines = [[(a @ b / (a.norm() * b.norm())).item() if a.norm() > 1e-6 < b.norm() else 0.0 for b in own]
-                       for a in own]
+            cosines = [
+                [(a @ b / (a.norm() * b.norm())).item() if a.norm() > 1e-6 < b.norm() else 0.0 for b in own]
+                for a in own
+            ]
             if own:
-                n[c] += 1 if len(own) == 1 else 1 / max(sum(map(sum, cosines)) / len(own)**2, 1e-6)
+                n[c] += 1 if len(own) == 1 else 1 / max(sum(map(sum, cosines)) / len(own) ** 2, 1e-6)
     return n
 
 
@@ -70,8 +71,9 @@ def test_rounds_are_those_of_naive_code(tiny_task, tmp_path, mixed):
     for t in (1, 2):
         now, ends, weights = [1.0] * 4, [], []
         for id in naive.clients_of(tiny_task):
-            counted = effective_by_hand(model, *naive.client_data(tiny_task, id),
-                                        naive.generator("order", "count", t, id))
+            counted = effective_by_hand(
+                model, *naive.client_data(tiny_task, id), naive.generator("order", "count", t, id)
+            )
             now = [a + b for a, b in zip(now, counted, strict=True)]
         if effective is None:
             fair = [value for value in now if value <= 1e4]
@@ -92,7 +94,7 @@ def test_rounds_are_those_of_naive_code(tiny_task, tmp_path, mixed):
                 logits = local(torch.cat([x[rows], naive.pixels(strong)])) + (prior[-1] ** 0.8 + 1e-9).log()
                 if mixed == "each_step":
                     prior.append(0.7 * prior[-1] + 0.3 * own)
-                weak, other = logits[:len(rows)].detach(), logits[len(rows):]
+                weak, other = logits[: len(rows)].detach(), logits[len(rows) :]
                 right = [i for i in range(len(rows)) if weak[i].argmax() == y[rows[i]]]
                 value = F.cross_entropy(logits, torch.cat([y[rows], y[rows]]))
                 for i in right:
@@ -126,8 +128,9 @@ def test_without_both_parts_it_is_plain_training_on_two_views(tiny_task):
     client = open_client(tiny_task, method)
     client.model.eval()
     batch = client.samples.batch(torch.arange(8))
-    strong, _ = cutout(*auto_augment(client.samples.x[:8], batch.y, noise := naive.generator("noise", "train", 1, 0)),
-                       noise)
+    strong, _ = cutout(
+        *auto_augment(client.samples.x[:8], batch.y, noise := naive.generator("noise", "train", 1, 0)), noise
+    )
     x = torch.cat([batch.x, naive.pixels(strong)])
     expected = F.cross_entropy(client.model(x), batch.y.repeat(2)).item()
     assert method.objective(client, {"prior": torch.rand(4)})(batch).item() == pytest.approx(expected, rel=1e-5)
@@ -135,17 +138,27 @@ def test_without_both_parts_it_is_plain_training_on_two_views(tiny_task):
 
 @pytest.mark.slow
 def test_killed_between_its_two_questions_and_resumed_it_ends_the_same(tmp_path):
-    run_and_kill_in(tmp_path, ["method=fedyoyo", "federation.rounds=2", "local.epochs=1", "data.clients=3"],
-                    "raylt.methods.fedyoyo", "steadied", 2)
+    run_and_kill_in(
+        tmp_path,
+        ["method=fedyoyo", "federation.rounds=2", "local.epochs=1", "data.clients=3"],
+        "raylt.methods.fedyoyo",
+        "steadied",
+        2,
+    )
     assert len((tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()) == 1
     straight, killed = resume(tmp_path)
     assert straight["model_sha256"] == killed["model_sha256"]
 
 
-@pytest.mark.parametrize("field", [{"kd": 1.0}, {"warm_up": 5}, {"temperature": 3.0}, {"tau": 0.5}, {"gamma": 0.8},
-                                   {"mixed": "each_step"}], ids=str)
+@pytest.mark.parametrize(
+    "field",
+    [{"kd": 1.0}, {"warm_up": 5}, {"temperature": 3.0}, {"tau": 0.5}, {"gamma": 0.8}, {"mixed": "each_step"}],
+    ids=str,
+)
 def test_every_field_changes_the_model(tiny_task, tmp_path, field):
     base = {"warm_up": 1, "gamma": 0.3}
-    plain, other = (fingerprint(run(tiny_task, tmp_path, FedYoYo(**base | fields), rounds=1).server.model.state_dict())
-                    for fields in ({}, field))
+    plain, other = (
+        fingerprint(run(tiny_task, tmp_path, FedYoYo(**base | fields), rounds=1).server.model.state_dict())
+        for fields in ({}, field)
+    )
     assert plain != other

@@ -14,13 +14,13 @@ class Averaged(FedAvg):
     """FedAvg of MOON's network."""
 
     def build(self, task, base):
-        return MOON().build(task, base)
+        return MOON(projection=256).build(task, base)
 
 
 def test_mu_of_zero_is_fedavg_of_the_same_network_to_the_bit(tiny_task, tmp_path):
-    ends = [run(tiny_task, tmp_path, method) for method in (Averaged(), MOON(mu=0))]
+    ends = [run(tiny_task, tmp_path, method) for method in (Averaged(), MOON(mu=0, projection=256))]
     assert fingerprint(ends[0].server.model.state_dict()) == fingerprint(ends[1].server.model.state_dict())
-    plain = [run(tiny_task, tmp_path, method) for method in (FedAvg(), MOON(mu=0, projection=0))]
+    plain = [run(tiny_task, tmp_path, method) for method in (FedAvg(), MOON(mu=0))]
     assert fingerprint(plain[0].server.model.state_dict()) == fingerprint(plain[1].server.model.state_dict())
 
 
@@ -31,10 +31,11 @@ def test_first_round_of_a_client_adds_a_constant(tiny_task, tmp_path):
     loss = MOON(mu=2).objective(client, {})(batch)
     plain = F.cross_entropy(client.model(batch.x), batch.y)
     assert loss.item() == pytest.approx(plain.item() + 2 * torch.tensor(2.0).log().item(), rel=1e-5)
-    ends = [flat(run(tiny_task, tmp_path, method, rounds=1)) for method in (Averaged(), MOON())]
+    ends = [flat(run(tiny_task, tmp_path, method, rounds=1)) for method in (Averaged(), MOON(projection=256))]
     assert torch.allclose(*ends, atol=1e-5)
-    assert not torch.allclose(*(flat(run(tiny_task, tmp_path, method, rounds=2)) for method in (Averaged(), MOON())),
-                              atol=1e-4)
+    assert not torch.allclose(
+        *(flat(run(tiny_task, tmp_path, method, rounds=2)) for method in (Averaged(), MOON(projection=256))), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("tau", [0.5, 1.0])
@@ -89,8 +90,9 @@ def test_client_keeps_the_encoder_of_its_last_local_model(tiny_task, tmp_path):
     experiment = start(tiny_task, tmp_path, MOON())
     reply = replies(experiment, [0], "model", "loss", "shares")[0]
     kept = private_states(experiment)[0]["state"]["previous"]
-    sent = {name.removeprefix("encoder."): value for name, value in reply["model"].items()
-            if name.startswith("encoder.")}
+    sent = {
+        name.removeprefix("encoder."): value for name, value in reply["model"].items() if name.startswith("encoder.")
+    }
     assert fingerprint(kept) == fingerprint(sent)
 
 
@@ -98,7 +100,7 @@ def test_network_has_a_projection_head_before_the_classifier(tiny_task, tmp_path
     model = start(tiny_task, tmp_path, MOON(projection=128)).server.model
     assert model.dim == model.classifier.in_features == 128
     assert [type(layer).__name__ for layer in model.encoder.projection] == ["Linear", "ReLU", "Linear"]
-    assert start(tiny_task, tmp_path, MOON(projection=0)).server.model.dim == 64
+    assert start(tiny_task, tmp_path, MOON()).server.model.dim == 64  # the network of every other method
 
 
 def test_frozen_encoders_are_left_alone(tiny_task):

@@ -7,7 +7,7 @@ from tiny import open_client
 from torch import Tensor
 
 from raylt import tree
-from raylt.core.training import autocast
+from raylt.core.training.sgd import autocast
 from raylt.methods.balancefl import BalanceFL
 from raylt.methods.ditto import Ditto
 from raylt.methods.fedavg import FedAvg
@@ -19,8 +19,19 @@ from raylt.methods.fedrod import FedRoD
 from raylt.methods.moon import MOON
 from raylt.methods.ratioloss import RatioLoss
 
-METHODS = (FedAvg(), FedProx(mu=0.3), FedLC(), FedLC(missing="eps"), FedFocal(), RatioLoss(), FedDecorr(), MOON(),
-           FedRoD(), BalanceFL(), Ditto())
+METHODS = (
+    FedAvg(),
+    FedProx(mu=0.3),
+    FedLC(),
+    FedLC(missing="eps"),
+    FedFocal(),
+    RatioLoss(),
+    FedDecorr(),
+    MOON(),
+    FedRoD(),
+    BalanceFL(),
+    Ditto(),
+)
 
 
 def opened(task, folder, method, id: int, **local):
@@ -34,7 +45,7 @@ def opened(task, folder, method, id: int, **local):
 
 
 def loss_of(client, method, message):
-    return method.near(client) if isinstance(method, Ditto) else method.objective(client, message)
+    return method.near_global(client) if isinstance(method, Ditto) else method.objective(client, message)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: f"{m.name}-{getattr(m, 'missing', '')}".rstrip("-"))
@@ -47,22 +58,26 @@ def test_loss_and_gradient_are_finite_for_odd_clients_batches_and_logits(tiny_ta
         y = client.samples.y
         alike = (y == y[0]).nonzero().flatten()[:4]
         for batch in (client.samples.batch(torch.arange(rows)), client.samples.batch(alike)):
-            for scale in (1.0, 0.0, 1e4):           # logits as they are, all equal, and huge
+            for scale in (1.0, 0.0, 1e4):  # logits as they are, all equal, and huge
                 with torch.no_grad():
                     client.receive(message["model"])
                     client.model.classifier.weight.mul_(scale)
                 client.model.train()
                 with autocast(client):
                     loss = objective(batch)
-                gradients = torch.autograd.grad(loss, [p for p in client.model.parameters() if p.requires_grad],
-                                                allow_unused=True)
+                gradients = torch.autograd.grad(
+                    loss, [p for p in client.model.parameters() if p.requires_grad], allow_unused=True
+                )
                 assert torch.isfinite(loss), (id, scale)
                 assert all(torch.isfinite(g).all() for g in gradients if g is not None), (id, scale)
 
 
 # FedRoD stops gradients on purpose, FedDecorr works in float32: both have tests of their own
-@pytest.mark.parametrize("method", [FedProx(mu=0.3), FedLC(), FedFocal(), RatioLoss(), MOON(mu=2.0),
-                                    BalanceFL(fa=False, entropy=0.0), Ditto(lam=0.5)], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "method",
+    [FedProx(mu=0.3), FedLC(), FedFocal(), RatioLoss(), MOON(mu=2.0), BalanceFL(fa=False, entropy=0.0), Ditto(lam=0.5)],
+    ids=lambda m: m.name,
+)
 def test_gradient_is_that_of_finite_differences(tiny_task, tmp_path, method):
     client, message = opened(tiny_task, tmp_path, method, 1)
     client.model.double()
@@ -70,7 +85,7 @@ def test_gradient_is_that_of_finite_differences(tiny_task, tmp_path, method):
     batch = client.samples.batch(torch.arange(14))
     batch = batch._replace(x=batch.x.double())
     client.model.eval()
-    with torch.no_grad():                           # away from what was received, where proximal terms are flat
+    with torch.no_grad():  # away from what was received, where proximal terms are flat
         for p in client.model.parameters():
             p += 0.05 * torch.randn(p.shape, generator=drawn, dtype=torch.float64)
     params = [p for p in client.model.parameters() if p.requires_grad]

@@ -22,8 +22,10 @@ def risk(task, id, model, method=None) -> float:
 
 
 def test_without_momentum_both_constants_are_one(tiny_task, tmp_path):
-    ends = [flat(run(tiny_task, tmp_path, QFedAvg(q=1, lipschitz=lipschitz), rounds=1, local={"momentum": 0.0}))
-            for lipschitz in ("rate", "step")]
+    ends = [
+        flat(run(tiny_task, tmp_path, QFedAvg(q=1, lipschitz=lipschitz), rounds=1, local={"momentum": 0.0}))
+        for lipschitz in ("rate", "step")
+    ]
     assert torch.equal(*ends)
 
 
@@ -34,8 +36,10 @@ def test_q_of_zero_is_fedavg(tiny_task, tmp_path, lipschitz):
     assert torch.allclose(*ends, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(("q", "lipschitz", "constant"), [(0.5, "rate", 50), (1.0, "rate", 50), (2.0, "rate", 50),
-                                                   (0.5, "step", 5), (2.0, "step", 5)])
+@pytest.mark.parametrize(
+    ("q", "lipschitz", "constant"),
+    [(0.5, "rate", 50), (1.0, "rate", 50), (2.0, "rate", 50), (0.5, "step", 5), (2.0, "step", 5)],
+)
 def test_upload_is_delta_k_and_h_k_of_lines_4_and_5(tiny_task, tmp_path, q, lipschitz, constant):
     """L is 1 / 0.02, or with the momentum 0.9 counted (1 - 0.9) / 0.02."""
     plain = start(tiny_task, tmp_path, FedAvg(), local={"lr": 0.02})
@@ -49,8 +53,8 @@ def test_upload_is_delta_k_and_h_k_of_lines_4_and_5(tiny_task, tmp_path, q, lips
         for name, delta in uploads[id]["delta"].items():
             dw = constant * (before[name].double() - trained[id]["model"][name].double())
             square += dw.square().sum().item()
-            assert torch.allclose(delta.double(), f ** q * dw, rtol=1e-4, atol=1e-5), name
-        assert uploads[id]["h"] == pytest.approx(q * f ** (q - 1) * square + constant * f ** q, rel=1e-4)
+            assert torch.allclose(delta.double(), f**q * dw, rtol=1e-4, atol=1e-5), name
+        assert uploads[id]["h"] == pytest.approx(q * f ** (q - 1) * square + constant * f**q, rel=1e-4)
         assert uploads[id]["loss"] == trained[id]["loss"]
 
 
@@ -82,7 +86,7 @@ def test_client_that_already_fits_its_samples_has_finite_figures(tiny_task, tmp_
     experiment = start(tiny_task, tmp_path, QFedAvg(q=0.001))
     message = experiment.method.message(experiment.server)
     message["model"]["classifier.bias"] = torch.tensor([0.0, 1e4, 0.0, 0.0])
-    reply = replies(experiment, [2], "delta", "h", "rest", "loss", message=message)[2]      # class 1 alone
+    reply = replies(experiment, [2], "delta", "h", "rest", "loss", message=message)[2]  # class 1 alone
     assert math.isfinite(reply["h"])
     assert reply["h"] > 0
     assert all(torch.isfinite(value).all() for value in reply["delta"].values())
@@ -97,8 +101,10 @@ def test_larger_q_turns_the_step_towards_the_client_with_the_larger_loss(tiny_ta
         with torch.no_grad():
             experiment.server.model.classifier.bias[1] += 2
         uploads = replies(experiment, [0, 2], "delta", "h", "rest", "loss")
-        norms = {id: SIZES[id] * math.sqrt(sum(d.square().sum().item() for d in uploads[id]["delta"].values()))
-                 for id in (0, 2)}
+        norms = {
+            id: SIZES[id] * math.sqrt(sum(d.square().sum().item() for d in uploads[id]["delta"].values()))
+            for id in (0, 2)
+        }
         shares.append(norms[0] / (norms[0] + norms[2]))
     assert shares == sorted(shares)
     assert shares[-1] > shares[0]
@@ -106,8 +112,9 @@ def test_larger_q_turns_the_step_towards_the_client_with_the_larger_loss(tiny_ta
 
 def test_loss_of_several_batches_is_weighted_by_their_samples(tiny_task):
     client = open_client(tiny_task, QFedAvg(), 0)
-    client.config = client.config.model_copy(update={
-        "evaluation": client.config.evaluation.model_copy(update={"batch": 10})})
+    client.config = client.config.model_copy(
+        update={"evaluation": client.config.evaluation.model_copy(update={"batch": 10})}
+    )
     batch = client.samples.batch(torch.arange(24))
     with torch.no_grad():
         expected = F.cross_entropy(client.model.eval()(batch.x), batch.y).item()

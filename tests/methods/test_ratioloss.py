@@ -3,6 +3,7 @@ from dataclasses import replace
 import naive
 import pytest
 import torch
+from refusals import refused
 from rounds import flat, run, start
 from tiny import configure, open_client
 from torch import tensor
@@ -16,11 +17,11 @@ from raylt.methods.ratioloss import RatioLoss, ratios
 
 def test_ratios_by_hand():
     pulls = torch.zeros(3, 3, 2)
-    pulls[:, 0, 0] = tensor([4.0, -1.0, -2.0])      # class 0 alone: 4 over -1.5
-    pulls[:, 1, 0] = tensor([-1.0, 5.0, 4.1])       # class 2 is within 0.8 of class 1: nobody is alone
-    pulls[:, 1, 1] = tensor([-4.5, 5.0, -1.0])      # nor where class 0 pulls down as hard
-    pulls[:, 2, 0] = tensor([2.0, 0.5, -0.5])       # class 0 alone, at the output of class 2: 2 over 0
-    pulls[:, 2, 1] = tensor([-0.1, -0.3, 0.5])      # class 2 alone: 0.5 over -0.2
+    pulls[:, 0, 0] = tensor([4.0, -1.0, -2.0])  # class 0 alone: 4 over -1.5
+    pulls[:, 1, 0] = tensor([-1.0, 5.0, 4.1])  # class 2 is within 0.8 of class 1: nobody is alone
+    pulls[:, 1, 1] = tensor([-4.5, 5.0, -1.0])  # nor where class 0 pulls down as hard
+    pulls[:, 2, 0] = tensor([2.0, 0.5, -0.5])  # class 0 alone, at the output of class 2: 2 over 0
+    pulls[:, 2, 1] = tensor([-0.1, -0.3, 0.5])  # class 2 alone: 0.5 over -0.2
     # class 0: (4 + 2) / |-1.5 + 0|; class 1 is never alone: 10
     assert ratios(pulls, 0.8).tolist() == pytest.approx([4.0, 10.0, 2.5])
     # where more than 0.85 of it is near, class 2's 4.1 is not and class 0's 4.5 still is: 5 / |-1 + 4.1| * 2
@@ -31,19 +32,19 @@ def test_a_class_that_the_server_has_no_image_of_is_refused_by_name(tiny_task):
     auxiliary = tiny_task.auxiliary
     kept = auxiliary.y != 2
     few = replace(tiny_task, auxiliary=replace(auxiliary, x=auxiliary.x[kept], y=auxiliary.y[kept]))
-    with pytest.raises(ConfigError, match=f"no labelled image of {tiny_task.class_names[2]}, whose images"):
+    with refused("data.too-few", ConfigError, key="data.auxiliary", classes=[tiny_task.class_names[2]]):
         RatioLoss().prepare(few, configure(), None)
 
 
 def test_running_statistics_that_stay_at_clients_are_refused(tiny_task):
-    with pytest.raises(ConfigError, match=r"set federation\.batchnorm=average$"):
+    with refused("config.conflict", ConfigError, key="federation.batchnorm", value="local"):
         RatioLoss().prepare(tiny_task, configure(federation={"batchnorm": "local"}), None)
 
 
-def test_a_weight_at_which_nobody_pulls_counts_for_nobody():
+def test_a_weight_at_which_no_class_pulls_counts_for_none():
     pulls = torch.zeros(2, 2, 1)
     assert ratios(pulls, 0.8).tolist() == [10.0, 10.0]
-    pulls[1, 0, 0] = -3.0                           # class 0 does not pull, the other one down: alone, with 0 over 3
+    pulls[1, 0, 0] = -3.0  # class 0 does not pull, the other one down: alone, with 0 over 3
     assert ratios(pulls, 0.8).tolist() == [0.0, 10.0]
 
 
@@ -51,8 +52,10 @@ def naive_weights(task, model, alpha=1.0, beta=0.1, clip=5000.0):
     """Of the classes: an update of the classifier by autograd for each, then every weight one by one."""
     x, y = naive.pixels(torch.from_numpy(task.auxiliary.x)), torch.from_numpy(task.auxiliary.y)
     model.eval()
-    pulls = [-torch.autograd.grad(F.cross_entropy(model(x[y == c]), y[y == c]), model.classifier.weight)[0]
-             for c in range(task.classes)]
+    pulls = [
+        -torch.autograd.grad(F.cross_entropy(model(x[y == c]), y[y == c]), model.classifier.weight)[0]
+        for c in range(task.classes)
+    ]
     own, others = [0.0] * task.classes, [0.0] * task.classes
     for i in range(pulls[0].shape[0]):
         for j in range(pulls[0].shape[1]):
@@ -77,8 +80,13 @@ def test_three_rounds_by_naive_code(tiny_task, tmp_path):
             x, y = naive.client_data(tiny_task, id)
             model.load_state_dict(w)
             order = naive.generator("order", "train", round, id)
-            naive.train(model, naive.epochs_of(len(y), order), lambda rows, x=x, y=y, r=weights: (
-                r[y[rows]] * F.cross_entropy(model(x[rows]), y[rows], reduction="none")).mean())
+            naive.train(
+                model,
+                naive.epochs_of(len(y), order),
+                lambda rows, x=x, y=y, r=weights: (
+                    r[y[rows]] * F.cross_entropy(model(x[rows]), y[rows], reduction="none")
+                ).mean(),
+            )
             ends.append(naive.entries(model))
             sizes.append(float(len(y)))
         w = naive.average(ends, sizes)
@@ -93,8 +101,9 @@ def test_weights_multiply_the_loss_of_each_sample(tiny_task):
     batch, weights = client.samples.batch(torch.arange(14)), tensor([1.0, 2.0, 3.0, 4.0])
     loss = RatioLoss().objective(client, {"weights": weights})(batch)
     nll = -client.model(batch.x).log_softmax(1)[torch.arange(14), batch.y]
-    assert loss.item() == pytest.approx(sum((w + 1) * n.item() for w, n in zip(
-        batch.y.tolist(), nll, strict=True)) / 14, rel=1e-5)
+    assert loss.item() == pytest.approx(
+        sum((w + 1) * n.item() for w, n in zip(batch.y.tolist(), nll, strict=True)) / 14, rel=1e-5
+    )
 
 
 def test_without_beta_it_is_fedavg(tiny_task, tmp_path):
@@ -124,10 +133,11 @@ def test_it_is_refused_without_images_at_the_server_before_anything_starts(tiny_
     import raylt
 
     config = load(None, ["method=ratioloss", "federation.rounds=2", "local.epochs=1", "data.clients=3"])
-    with pytest.raises(ConfigError, match=r"method = ratioloss: .*data.auxiliary = 0; set data.auxiliary=63"):
+    with refused("config.conflict", ConfigError, key="data.auxiliary", value=0):
         raylt.run(config, out=tmp_path, name="none", fleet="local", quiet=True)
-    config = load(None, ["method=ratioloss", "federation.rounds=2", "local.epochs=1", "data.clients=3",
-                         "data.auxiliary=5"])
+    config = load(
+        None, ["method=ratioloss", "federation.rounds=2", "local.epochs=1", "data.clients=3", "data.auxiliary=5"]
+    )
     run = raylt.run(config, out=tmp_path, name="some", fleet="local", quiet=True)
     assert run.summary["figures"]["largest_weight"] > 1
     assert len(run.task.auxiliary) == 50

@@ -27,21 +27,25 @@ def prototypes(task, model, ids):
 
 def objective(model, p, counts, own, weight, tau):
     """Cross-entropy and the cross-entropy of cosines, for one batch, written out."""
+
     def loss(x, y):
         z, value = model.encoder(x), 0.0
         for feature, c in zip(z, y.tolist(), strict=True):
-            s = torch.stack([F.cosine_similarity(feature, p[j], dim=0) / tau if own[j] else torch.zeros(())
-                             for j in range(4)])
+            s = torch.stack(
+                [F.cosine_similarity(feature, p[j], dim=0) / tau if own[j] else torch.zeros(()) for j in range(4)]
+            )
             s = s + torch.eye(4)[c] * (counts[c] / counts.sum()).log()
             value = value - s.log_softmax(0)[c] / len(y)
         return F.cross_entropy(model.classifier(z), y) + weight * value
+
     return loss
 
 
 def test_without_the_loss_on_prototypes_the_federated_model_is_fedavg_to_the_bit(tiny_task, tmp_path):
     parts = {"federation": {"participation": 0.5}}
-    averaged, ours = (run(tiny_task, tmp_path, method, **parts) for method in (
-        FedAvg(), RUCR(weight=0, rounds=1, **QUICK)))
+    averaged, ours = (
+        run(tiny_task, tmp_path, method, **parts) for method in (FedAvg(), RUCR(weight=0, rounds=1, **QUICK))
+    )
     assert fingerprint(ours.server.model.state_dict()) == fingerprint(averaged.server.model.state_dict())
     judged = ours.method.global_model(ours.server)
     assert fingerprint(judged.encoder.state_dict()) == fingerprint(averaged.server.model.encoder.state_dict())
@@ -91,9 +95,11 @@ def test_round_is_that_of_naive_code(tiny_task, tmp_path, monkeypatch, last):
             head.load_state_dict({name: value.clone() for name, value in model.classifier.state_dict().items()})
             order = naive.generator("retrain", 1, id)
             steps = [rows for _ in range(2) for rows in torch.randperm(16, generator=order).split(8)]
-            naive.descend(list(head.parameters()),
-                          ((lambda x=r[rows], c=labels[rows], head=head: F.cross_entropy(head(x), c))
-                           for rows in steps), 0.01)
+            naive.descend(
+                list(head.parameters()),
+                ((lambda x=r[rows], c=labels[rows], head=head: F.cross_entropy(head(x), c)) for rows in steps),
+                0.01,
+            )
             heads.append(naive.entries(head))
     assert naive.differences(naive.entries(server.model), naive.average(ends, weights), atol=2e-5) == {}
     assert ("classifier" in server.state) == last
@@ -118,18 +124,33 @@ def test_in_the_last_rounds_all_clients_are_asked_for_prototypes(tiny_task, tmp_
     ask_only(monkeypatch, method, [0, 2])
     experiment = start(tiny_task, tmp_path, method, federation={"rounds": 2})
     method.round(experiment.server, experiment.fleet)
-    traffic = experiment.fleet.ledger.traffic
+    traffic = experiment.fleet.round_stats.traffic
     assert (traffic["prototypes"].replies, traffic["train"].replies) == (2, 2)
     experiment.server.round = 2
     experiment.fleet.begin(2)
     method.round(experiment.server, experiment.fleet)
-    traffic = experiment.fleet.ledger.traffic
+    traffic = experiment.fleet.round_stats.traffic
     assert (traffic["prototypes"].replies, traffic["train"].replies) == (5, 2)
 
 
-@pytest.mark.parametrize("field", [{"weight": 0.5}, {"tau": 0.2}, {"size": 6}, {"lam_low": 0.7}, {"lam_high": 0.8},
-                                   {"epochs": 4}, {"batch": 3}, {"lr": 0.1}, {"rounds": 0}], ids=str)
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"weight": 0.5},
+        {"tau": 0.2},
+        {"size": 6},
+        {"lam_low": 0.7},
+        {"lam_high": 0.8},
+        {"epochs": 4},
+        {"batch": 3},
+        {"lr": 0.1},
+        {"rounds": 0},
+    ],
+    ids=str,
+)
 def test_every_field_changes_the_judged_model(tiny_task, tmp_path, field):
-    plain, other = (fingerprint(method.global_model(run(tiny_task, tmp_path, method, rounds=1).server).state_dict())
-                    for method in (RUCR(**QUICK), RUCR(**QUICK | field)))
+    plain, other = (
+        fingerprint(method.global_model(run(tiny_task, tmp_path, method, rounds=1).server).state_dict())
+        for method in (RUCR(**QUICK), RUCR(**QUICK | field))
+    )
     assert plain != other

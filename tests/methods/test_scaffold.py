@@ -4,8 +4,8 @@ from rounds import ask_only, flat, replies, run, start
 from tiny import fingerprint, open_client, private_states
 from torch.nn import functional as F
 
-from raylt.core.optimisers import SGD
-from raylt.core.server_optimisers import Momentum
+from raylt.core.server import ServerMomentum
+from raylt.core.training.optimisers import SGD
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.scaffold import Scaffold
 from raylt.tree import Tree
@@ -14,8 +14,9 @@ SIZES = {0: 24, 1: 14, 2: 9, 3: 1, 5: 12}
 
 
 def controls(experiment) -> dict[int, Tree]:
-    return {id: state["state"]["control"] for id, state in private_states(experiment).items()
-            if "control" in state["state"]}
+    return {
+        id: state["state"]["control"] for id, state in private_states(experiment).items() if "control" in state["state"]
+    }
 
 
 def test_first_round_is_fedavg_to_the_bit(tiny_task, tmp_path):
@@ -60,7 +61,7 @@ def test_one_step_makes_c_i_the_gradient_at_the_global_model_eq_4(tiny_task, tmp
     gradients = torch.autograd.grad(F.cross_entropy(client.model(batch.x), batch.y), list(params.values()))
     for name, g in zip(params, gradients, strict=True):
         assert torch.allclose(own[name], g, atol=1e-5), name
-        assert torch.allclose(reply["control"][name], own[name], atol=1e-6), name       # c_i was 0
+        assert torch.allclose(reply["control"][name], own[name], atol=1e-6), name  # c_i was 0
         step = message["model"][name] - 0.5 * (g + 0.25)
         assert torch.allclose(reply["model"][name], step, atol=1e-5), name
 
@@ -77,7 +78,7 @@ def test_c_i_is_the_weighted_mean_of_the_gradients_of_all_steps_with_momentum(ti
         gradients.append(torch.autograd.grad(loss, list(params.values()), retain_graph=True))
         optimiser.step(loss)
     # of 6 steps, the first gradient is applied 6 times: 1 + 0.9 + ... + 0.9^5
-    a = [sum(0.9 ** i for i in range(6 - j)) for j in range(6)]
+    a = [sum(0.9**i for i in range(6 - j)) for j in range(6)]
     for place, (name, own) in enumerate(controls(experiment)[0].items()):
         expected = sum(weight * g[place] for weight, g in zip(a, gradients, strict=True)) / sum(a)
         assert torch.allclose(own, expected, atol=1e-5), name
@@ -109,7 +110,7 @@ def test_server_lr_scales_the_step_of_what_is_trained_line_16(tiny_task, tmp_pat
 
 def test_server_has_no_momentum():
     assert Scaffold().server_optimiser() is None
-    assert Scaffold(server_lr=0.5).server_optimiser() == Momentum(beta=0, lr=0.5)
+    assert Scaffold(server_lr=0.5).server_optimiser() == ServerMomentum(beta=0, lr=0.5)
 
 
 def test_uploads_are_twice_the_trained_entries(tiny_task, tmp_path):

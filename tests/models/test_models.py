@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+from refusals import refused
 from torch import nn
 
 from raylt.errors import ConfigError
@@ -20,21 +21,32 @@ def parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-@pytest.mark.parametrize(("name", "classes", "shape", "encoder", "total"), [
-    ("resnet8", 10, CIFAR, 1_225_024, 1_227_594),
-    ("resnet8", 100, CIFAR, 1_225_024, 1_250_724),
-    ("resnet8_proj", 10, CIFAR, 1_356_608, 1_361_738),
-    ("resnet8_proj", 100, CIFAR, 1_356_608, 1_407_908),
-    ("resnet18", 10, CIFAR, 11_168_832, 11_173_962),
-    ("resnet18", 100, CIFAR, 11_168_832, 11_220_132),
-    # 3x3 of 3 -> 16, ten of 16 -> 16, 16 -> 32 and nine of 32 -> 32, 32 -> 64 and nine of 64 -> 64; 1x1 of 16 -> 32 and
-    # 32 -> 64; two numbers for each channel of a norm
-    ("resnet32", 10, CIFAR, 9 * (48 + 10 * 256 + 512 + 9 * 1024 + 2048 + 9 * 4096) + 512 + 2048
-     + 2 * (16 + 10 * 16 + 10 * 32 + 10 * 64 + 32 + 64), 466_906),
-    ("resnet34", 10, CIFAR, 21_282_122 - 5130, 21_282_122),
-    ("cnn", 10, FASHION, 52_096, 62_346),
-    ("small", 10, (8, 8, 1), 288 + 64 + 18_432 + 128, 288 + 64 + 18_432 + 128 + 650),
-])
+@pytest.mark.parametrize(
+    ("name", "classes", "shape", "encoder", "total"),
+    [
+        ("resnet8", 10, CIFAR, 1_225_024, 1_227_594),
+        ("resnet8", 100, CIFAR, 1_225_024, 1_250_724),
+        ("resnet8_proj", 10, CIFAR, 1_356_608, 1_361_738),
+        ("resnet8_proj", 100, CIFAR, 1_356_608, 1_407_908),
+        ("resnet18", 10, CIFAR, 11_168_832, 11_173_962),
+        ("resnet18", 100, CIFAR, 11_168_832, 11_220_132),
+        # 3x3 of 3 -> 16, ten of 16 -> 16, 16 -> 32 and nine of 32 -> 32, 32 -> 64 and nine of 64 -> 64; 1x1 of 16
+        # -> 32, 32 -> 64; two numbers for each channel of a norm
+        (
+            "resnet32",
+            10,
+            CIFAR,
+            9 * (48 + 10 * 256 + 512 + 9 * 1024 + 2048 + 9 * 4096)
+            + 512
+            + 2048
+            + 2 * (16 + 10 * 16 + 10 * 32 + 10 * 64 + 32 + 64),
+            466_906,
+        ),
+        ("resnet34", 10, CIFAR, 21_282_122 - 5130, 21_282_122),
+        ("cnn", 10, FASHION, 52_096, 62_346),
+        ("small", 10, (8, 8, 1), 288 + 64 + 18_432 + 128, 288 + 64 + 18_432 + 128 + 650),
+    ],
+)
 def test_models_have_the_published_number_of_parameters(name, classes, shape, encoder, total):
     model = build_model(name, classes, shape)
     assert parameters(model.encoder) == encoder
@@ -69,8 +81,9 @@ def test_cnn_proj_is_the_cnn_with_a_linear_layer_to_512():
     assert z.min() < 0
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("resnet50") and
-                                  name not in SEGMENTERS])
+@pytest.mark.parametrize(
+    "name", [name for name in MODELS if not name.startswith("resnet50") and name not in SEGMENTERS]
+)
 @pytest.mark.parametrize("shape", [(16, 16, 1), (20, 24, 3)])
 def test_forward_is_the_classifier_on_features_of_the_stated_size(name, shape):
     model = build_model(name, 7, shape).eval()
@@ -93,10 +106,13 @@ def test_resnet8_has_1344_batchnorm_channels_in_9_layers():
     assert sum(m.num_features for m in norms) == 1344
 
 
-@pytest.mark.parametrize(("name", "maps"), [
-    ("resnet8", {"stem": (64, 32, 32), "stage1": (64, 32, 32), "stage2": (128, 16, 16), "stage3": (256, 8, 8)}),
-    ("resnet18", {"stage1": (64, 32, 32), "stage2": (128, 16, 16), "stage3": (256, 8, 8), "stage4": (512, 4, 4)}),
-])
+@pytest.mark.parametrize(
+    ("name", "maps"),
+    [
+        ("resnet8", {"stem": (64, 32, 32), "stage1": (64, 32, 32), "stage2": (128, 16, 16), "stage3": (256, 8, 8)}),
+        ("resnet18", {"stage1": (64, 32, 32), "stage2": (128, 16, 16), "stage3": (256, 8, 8), "stage4": (512, 4, 4)}),
+    ],
+)
 def test_residual_stages_have_the_published_feature_maps(name, maps):
     encoder = build_model(name, 10, CIFAR).eval().encoder
     x, seen = torch.randn(1, 3, 32, 32), {}
@@ -143,10 +159,11 @@ def test_same_seed_gives_the_same_weights():
 def test_smallest_image_works_and_one_pixel_less_is_refused(name, side):
     model = build_model(name, 3, (side, side, 3))
     assert model(torch.randn(2, 3, side, side)).isfinite().all()
-    with pytest.raises(ConfigError, match=f"{side - 1}x{side}, it needs at least {side}x{side}"):
+    with refused("model.images-too-small", ConfigError, value=name, smallest=side):
         build_model(name, 3, (side - 1, side, 3))
 
 
 def test_refusal_names_the_models_that_fit():
-    with pytest.raises(ConfigError, match="there are: resnet8, resnet8_proj, resnet18, resnet32, resnet34, small"):
+    fitting = ["resnet8", "resnet8_proj", "resnet18", "resnet32", "resnet34", "small"]
+    with refused("model.images-too-small", ConfigError, value="cnn", fitting=fitting):
         build_model("cnn", 10, (8, 8, 1))

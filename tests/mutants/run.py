@@ -1,15 +1,23 @@
-"""Plausible mistakes, each of which the fast tests must notice: `make mutants`, or python tests/mutants/run.py [WORD].
+"""Plausible mistakes, each of which the fast tests must notice.
 
-Each table of tests/mutants/*.toml names a file, a text that occurs in it once, what the mistake makes of it, why that
-matters and the tests that must fail. It is made in a copy of the project, one after the other. With a word only those
-whose name holds it are run. A mutant that survives, or whose line is gone, ends this with code 1.
+    python tests/mutants/run.py [--check] [WORD]        `make mutants` runs all
+
+Each table of tests/mutants/*.toml names a file, a function in it, code that occurs once in that function, the code
+that replaces it, why that matters and the tests that must fail. Code is compared on the syntax tree, so layout does
+not matter. A function that has moved to another file is found there. Recipes have no functions: their text is
+compared as it is.
+
+The mistakes are made one after the other in a copy of the project. A word selects those whose name contains it.
+`--check` only tests that all can be made. A mutant that survives or cannot be made ends this with code 1.
 """
 
+import ast
 import os
 import shutil
 import sys
 import tempfile
 import tomllib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +25,11 @@ from typing import NoReturn
 
 import pytest
 import torch
+from rewrite import NotFoundOnce, definitions, parse, replace
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("raylt", "actors", "tune", "tests", "pyproject.toml")
+PACKAGES = ("raylt", "actors", "tune")
+COPIED = (*PACKAGES, "tests", "pyproject.toml")
 
 
 @dataclass(frozen=True)
@@ -27,60 +37,115 @@ class Mutant:
     """One mistake.
 
     Attributes:
-        name: file of the table and name in it, as "sfd.labels".
-        file: where it is made, from the root of the project.
-        line: a text that occurs there once; `becomes`: what stands there instead.
-        why: what it would do to results.
-        tests: arguments of pytest.
+        name: File of the table and name in it, as "sfd.labels".
+        file: Where the function is, from the root of the project.
+        function: Qualified name as "SFD.finish", the name of a class, or "" for the module.
+        old: Code that occurs once in the function.
+        new: The code that replaces it.
+        why: What the mistake would do to results.
+        tests: Arguments of pytest.
     """
 
     name: str
     file: str
-    line: str
-    becomes: str
+    function: str
+    old: str
+    new: str
     why: str
     tests: tuple[str, ...]
 
     def fault(self) -> str | None:
-        """Why it cannot be made, or None."""
-        times = (ROOT / self.file).read_text().count(self.line)
-        if self.line == self.becomes:
-            return "changes nothing"
-        return None if times == 1 else f"its line occurs {times} times in {self.file}"
+        """Return why the mutant cannot be made or tested, or None."""
+        files = [test.partition("::")[0] for test in self.tests if test.startswith("tests/")]
+        missing = [file for file in files if not (ROOT / file).is_file()]
+        if missing or not files:
+            return f"its test file {missing[0]} does not exist" if missing else "it names no test file"
+        try:
+            file, mutated = self.made(ROOT)
+            if file.suffix == ".py":
+                compile(mutated, file, "exec")
+                same = ast.dump(parse(self.old)) == ast.dump(parse(self.new))
+            else:
+                same = self.old == self.new
+        except (NotFoundOnce, SyntaxError) as error:
+            return str(error)
+        return "it changes nothing" if same else None
+
+    def made(self, root: Path) -> tuple[Path, str]:
+        """Return the file of a project that holds the function, and its text with the mistake."""
+        if not self.file.endswith(".py"):
+            return root / self.file, _replace_text((root / self.file).read_text(), self.old, self.new)
+        files = self._files(root)
+        made, fault = [], NotFoundOnce(f"no source defines {self.function}")
+        for file in files:
+            try:
+                made.append((file, replace(file.read_text(), self.function, self.old, self.new)))
+            except NotFoundOnce as error:
+                fault = error
+        if len(made) > 1:
+            raise NotFoundOnce(f"{self.file} is gone, and {len(made)} other sources hold the old code")
+        if not made:
+            raise fault
+        return made[0]
+
+    def _files(self, root: Path) -> list[Path]:
+        """Return the named file, or all sources that define the function if that file no longer does."""
+        file = root / self.file
+        if file.is_file() and definitions(file.read_text(), self.function):
+            return [file]
+        sources = [source for package in PACKAGES for source in sorted((root / package).rglob("*.py"))]
+        return [source for source in sources if definitions(source.read_text(), self.function)]
+
+
+def _replace_text(text: str, old: str, new: str) -> str:
+    if text.count(old) != 1:
+        raise NotFoundOnce(f"the old text occurs {text.count(old)} times")
+    return text.replace(old, new)
 
 
 def mutants() -> list[Mutant]:
-    """All of them; a table [name] may leave out `file` and `tests`, which then are those at the top of its file."""
-    return [Mutant(f"{path.stem}.{name}", table.get("file", tables.get("file")), table["line"], table["becomes"],
-                   table["why"], tuple(table.get("tests", tables.get("tests", []))))
-            for path in sorted(Path(__file__).parent.glob("*.toml")) for tables in [tomllib.loads(path.read_text())]
-            for name, table in tables.items() if isinstance(table, dict)]
+    """Return all mutants. A table may omit `file` and `tests`, which then are those at the top of its file."""
+    return [
+        Mutant(
+            f"{path.stem}.{name}",
+            table.get("file", tables.get("file")),
+            table.get("function", ""),
+            table["old"],
+            table["new"],
+            table["why"],
+            tuple(table.get("tests", tables.get("tests", []))),
+        )
+        for path in sorted(Path(__file__).parent.glob("*.toml"))
+        for tables in [tomllib.loads(path.read_text())]
+        for name, table in tables.items()
+        if isinstance(table, dict)
+    ]
 
 
 def survives(mutant: Mutant, copy: Path) -> str | None:
-    """What is wrong with a mutant, made in a copy of the project, that does not fail its tests; or None."""
-    file = copy / mutant.file
+    """Return what is wrong with a mutant in a copy of the project that does not fail its tests, or None."""
+    file, mutated = mutant.made(copy)
     source = file.read_text()
-    file.write_text(source.replace(mutant.line, mutant.becomes))
+    file.write_text(mutated)
     try:
         code = outcome(copy, mutant.tests)
     finally:
         file.write_text(source)
-    if code == 1:                               # tests were run, and one failed
+    if code == 1:  # tests were run, and one failed
         return None
     return "survives" if code == 0 else f"pytest ended with code {code}: {(copy / 'out').read_text()[-300:]}"
 
 
 def outcome(copy: Path, tests: Iterable[str]) -> int:
-    """The exit code of pytest for tests of a copy."""
-    child = os.fork()                           # of a process that has torch in memory: loading it takes seconds
+    """Return the exit code of pytest for tests of a copy."""
+    child = os.fork()  # of a process that has torch in memory: loading it takes seconds
     if child == 0:
         _run_tests(copy, list(tests))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _run_tests(copy: Path, tests: list[str]) -> NoReturn:
-    """In a process of its own: runs tests of the copy with the copy's code, and ends with pytest's exit code."""
+    """Run tests of the copy in this process, with the copy's code, and exit with pytest's code."""
     code = 2
     try:
         os.chdir(copy)
@@ -94,6 +159,7 @@ def _run_tests(copy: Path, tests: list[str]) -> NoReturn:
 
 
 def copy_to(folder: Path) -> Path:
+    """Copy what tests need of the project to a folder, and return the folder."""
     for name in COPIED:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -102,24 +168,48 @@ def copy_to(folder: Path) -> Path:
     return folder
 
 
-def main(word: str = "") -> int:
-    bad = 0
+def check(chosen: Iterable[Mutant]) -> bool:
+    """Print which mutants cannot be made or tested, and return whether there are none."""
+    faults = {mutant.name: fault for mutant in chosen if (fault := mutant.fault())}
+    for name, fault in faults.items():
+        print(f"{name}: {fault}")
+    return not faults
+
+
+def show_table(chosen: Iterable[Mutant], noticed: Iterable[Mutant]) -> None:
+    """Print how many mutants of each table file there are and were noticed."""
+    asked, got = (Counter(mutant.name.partition(".")[0] for mutant in each) for each in (chosen, noticed))
+    print(f"{'file':12} mutants noticed")
+    for name, count in asked.items():
+        print(f"{name:12} {count:7} {got[name]:7}")
+    print(f"{'all':12} {asked.total():7} {got.total():7}")
+
+
+def main(*arguments: str) -> int:
+    word = "".join(argument for argument in arguments if argument != "--check")
     chosen = [mutant for mutant in mutants() if word in mutant.name]
+    if not check(chosen):
+        return 1
+    if "--check" in arguments:
+        print(f"all {len(chosen)} mutants can be made")
+        return 0
+    noticed = []
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_to(Path(folder))
         files = {test for mutant in chosen for test in mutant.tests if test.startswith("tests/")}
-        if outcome(copy, sorted(files)):        # who fails anyway notices nothing
+        if outcome(copy, sorted(files)):  # tests that fail without a mutant notice nothing
             print(f"without any mutant: {(copy / 'out').read_text()[-300:]}")
             return 1
         for mutant in chosen:
-            fault = mutant.fault() or survives(mutant, copy)
-            bad += fault is not None
-            print(f"{mutant.name}: {fault or 'noticed'}" + (f" ({mutant.why})" if fault else ""), flush=True)
-    print(f"{len(chosen) - bad} of {len(chosen)} mutants are noticed")
-    return int(bad > 0)
+            fault = survives(mutant, copy)
+            if fault is None:
+                noticed.append(mutant)
+            print(f"{mutant.name}: {f'{fault} ({mutant.why})' if fault else 'noticed'}", flush=True)
+    show_table(chosen, noticed)
+    return int(len(noticed) < len(chosen))
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)                    # threads do not survive a fork
-    sys.dont_write_bytecode = True              # a mutant of the same second and size must not be taken for the last
+    torch.set_num_threads(1)  # threads do not survive a fork
+    sys.dont_write_bytecode = True  # a mutant of the same second and size must not be taken for the last
     sys.exit(main(*sys.argv[1:]))

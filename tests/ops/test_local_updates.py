@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from raylt.core.optimisers import SGD
+from raylt.core.training.optimisers import SGD
 from raylt.ops.local_updates import gradient_mass, trained_and_rest
 
 
@@ -16,7 +16,7 @@ def test_gradient_mass_by_hand():
 @pytest.mark.parametrize("rho", [0.1, 0.5, 0.9, 0.99])
 @pytest.mark.parametrize("tau", [1, 2, 30])
 def test_gradient_mass_is_fednovas_closed_form(tau, rho):
-    assert gradient_mass(tau, rho) == pytest.approx((tau - rho * (1 - rho ** tau) / (1 - rho)) / (1 - rho))
+    assert gradient_mass(tau, rho) == pytest.approx((tau - rho * (1 - rho**tau) / (1 - rho)) / (1 - rho))
 
 
 def test_gradient_mass_is_how_far_sgd_goes_along_a_constant_gradient():

@@ -5,7 +5,7 @@ import torch
 from torch import nn, tensor
 from torch.nn import functional as F
 
-from raylt.ops.matching import class_gradients, match_features, mean_gradients
+from raylt.ops.matching import class_gradients, gradients_fault, match_features, mean_gradients
 
 C, D = 4, 6
 
@@ -45,7 +45,7 @@ def cosine_loss(head, h, classes, targets, rows) -> torch.Tensor:
     return total
 
 
-def test_gradients_in_closed_form_are_those_of_autograd():                                           # T-MUP-10
+def test_gradients_in_closed_form_are_those_of_autograd():  # T-MUP-10
     head, y = classifier(), tensor([0, 0, 2, 3, 2, 0, 3, 3])
     z = features(y)
     found = class_gradients(z, y, head)
@@ -61,7 +61,7 @@ def test_gradients_in_closed_form_are_those_of_autograd():                      
 def test_gradient_of_samples_that_are_nearly_sure_keeps_its_direction():
     head, y = classifier(), tensor([1, 1])
     with torch.no_grad():
-        head.bias += tensor([0.0, 15.0, 0.0, 0.0])      # p = 1 - 4e-7: float32 knows p - 1 to 15 % only
+        head.bias += tensor([0.0, 15.0, 0.0, 0.0])  # p = 1 - 4e-7: float32 knows p - 1 to 15 % only
     z = features(y)
     (gradient,) = class_gradients(z, y, head).values()
     head = head.double()
@@ -75,7 +75,7 @@ def test_mean_counts_each_client_that_owns_a_class_the_same():
     assert means[:, 0, 0].tolist() == [1.0, 6.0]
     assert means.shape == (2, C, D + 1)
     many = {c: torch.full((C, D + 1), float(c)) for c in (10, 9, 2)}
-    assert mean_gradients([many])[0].tolist() == [2, 9, 10]         # as numbers, not as words
+    assert mean_gradients([many])[0].tolist() == [2, 9, 10]  # as numbers, not as words
 
 
 @pytest.mark.parametrize("distance", ["flat", "rows"])
@@ -89,7 +89,7 @@ def test_one_step_is_that_of_double_backpropagation(distance):
     assert torch.allclose(found, h - 0.7 * gradient, atol=1e-5)
 
 
-def test_real_features_match_themselves():                                                           # T-MUP-11
+def test_real_features_match_themselves():  # T-MUP-11
     head, y = classifier(), tensor([0] * 5 + [2] * 5)
     z = features(y)
     classes, targets = mean_gradients([class_gradients(z, y, head)])
@@ -102,7 +102,7 @@ def test_real_features_match_themselves():                                      
 
 
 @pytest.mark.parametrize("distance", ["flat", "rows"])
-def test_distance_falls_at_every_small_step(distance):                                               # T-MUP-11
+def test_distance_falls_at_every_small_step(distance):  # T-MUP-11
     head, y = classifier(), torch.arange(C).repeat(4)
     classes, targets = mean_gradients([class_gradients(features(y), y, head)])
     h, losses = torch.randn(C, 8, D, generator=torch.Generator().manual_seed(5)), []
@@ -137,7 +137,25 @@ def test_target_without_a_direction_leaves_its_features_where_they_are():
 def test_small_targets_count_as_much_as_large_ones():
     targets = torch.randn(2, C, D + 1, generator=torch.Generator().manual_seed(8))
     h = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(7))
-    ends = [match_features(h, tensor([0, 1]), targets * scale, classifier(), steps=5, lr=1.0)[0]
-            for scale in (1.0, 1e-11)]
+    ends = [
+        match_features(h, tensor([0, 1]), targets * scale, classifier(), steps=5, lr=1.0)[0] for scale in (1.0, 1e-11)
+    ]
     assert torch.allclose(*ends, atol=1e-4)
     assert not torch.allclose(ends[0], h, atol=1e-2)
+
+
+def test_gradients_are_those_of_probabilities_and_bounded_features():
+    y = torch.tensor([0, 0, 2, 2, 2])
+    honest = class_gradients(features(y), y, classifier())
+    assert gradients_fault(5, {"gradients": honest}) is None
+    lies = (
+        {},
+        {2: -honest[2]},
+        {2: 2 * honest[2] + 1},
+        {2: torch.full_like(honest[2], 1e17)},
+        {2: torch.cat([1e5 * honest[2][:, :-1], honest[2][:, -1:]], 1)},
+    )
+    for lie in lies:
+        assert gradients_fault(5, {"gradients": lie and honest | lie}), lie
+    assert gradients_fault(1, {"gradients": honest})
+    assert gradients_fault(1, {"gradients": honest}, labels=4) is None

@@ -2,16 +2,29 @@ import numpy as np
 import pytest
 import torch
 
-from raylt.ops.moments import class_means, class_sums, moments, moments_fault, pack, pooled_means, unpack
-from raylt.tree import Fold
+from raylt.ops.moments import (
+    class_means,
+    class_scatter,
+    class_sums,
+    is_covariance,
+    moments,
+    moments_fault,
+    pack,
+    packed_trace,
+    pooled_means,
+    scatter_fault,
+    sums_fault,
+    unpack,
+)
+from raylt.tree import RunningSum
 
 
 @pytest.mark.parametrize("cuts", [[], [0, 0, 40], [1, 2, 60], [25, 25, 99]])
-def test_moments_of_summed_parts_are_those_of_the_pooled_features(cuts):              # T-SFD-7
+def test_moments_of_summed_parts_are_those_of_the_pooled_features(cuts):  # T-SFD-7
     rng = np.random.default_rng(0)
     z, y = rng.normal(3, 2, (100, 6)), rng.integers(0, 3, 100)
-    fold = Fold()
-    for part in np.split(np.arange(100), cuts):         # parts may be empty
+    fold = RunningSum()
+    for part in np.split(np.arange(100), cuts):  # parts may be empty
         fold.add(class_sums(torch.from_numpy(z[part]), torch.from_numpy(y[part])))
     total = fold.sum()
     assert sorted(total) == [0, 1, 2]
@@ -45,10 +58,10 @@ def test_unpack_undoes_pack():
 
 
 @pytest.mark.parametrize("cuts", [[], [0, 0, 40], [1, 2, 60], [25, 25, 99]])
-def test_prototypes_of_any_partition_are_the_pooled_class_means(cuts):                                # T-FSM-4
+def test_prototypes_of_any_partition_are_the_pooled_class_means(cuts):  # T-FSM-4
     rng = np.random.default_rng(0)
     z, y = rng.normal(3, 2, (100, 6)).astype(np.float32), rng.integers(0, 3, 100)
-    fold = Fold()
+    fold = RunningSum()
     for part in np.split(np.arange(100), cuts):
         fold.add(class_means(torch.from_numpy(z[part]), torch.from_numpy(y[part])))
     pooled = pooled_means(fold.sum(), 5)
@@ -62,15 +75,61 @@ def test_unit_prototypes_are_the_weighted_mean_of_directions():
     # one client has 3 samples of mean (0, 2), another 1 of (4, 0): (3 (0, 1) + (1, 0)) / 4
     first = class_means(torch.tensor([[0.0, 1], [0, 2], [0, 3]]), torch.zeros(3, dtype=torch.int64), unit=True)
     second = class_means(torch.tensor([[4.0, 0]]), torch.zeros(1, dtype=torch.int64), unit=True)
-    fold = Fold()
+    fold = RunningSum()
     for part in (first, second):
         fold.add(part)
     assert torch.allclose(pooled_means(fold.sum(), 1)["means"], torch.tensor([[0.25, 0.75]]))
 
 
 def test_sums_are_those_of_features_where_no_direction_has_a_negative_variance():
-    z = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))      # fewer samples than directions
+    z = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))  # fewer samples than directions
     honest = class_sums(torch.cat([z, 1e3 + 1e-3 * z]), torch.tensor([0, 0, 0, 1, 1, 1]))
     assert moments_fault(honest) is None
     for name, wrong in (("zz", -honest[1]["zz"]), ("z", 10 * honest[1]["z"])):
         assert moments_fault(honest | {1: honest[1] | {name: wrong}}) == "has no covariance in class 1"
+
+
+def test_sums_belong_to_as_many_features_of_no_more_than_the_bound():
+    z = 3 * torch.nn.functional.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)))
+    honest = class_sums(z, torch.tensor([0, 0, 0, 0, 1, 1]))
+    of_one = honest[1]
+    assert sums_fault(6, {"classes": honest}, 3.0) is None
+    assert sums_fault(6, {"classes": honest}, 2.0)
+    lies = (
+        {"n": 0},
+        {"n": 7},
+        {"n": 2**53},
+        {"z": 3 * of_one["z"]},
+        {"zz": 3 * of_one["zz"]},
+        {"phi": torch.full((8,), 1.0)},
+    )
+    for lie in lies:
+        assert sums_fault(6, {"classes": honest | {1: of_one | lie}}, 3.0), lie
+    assert packed_trace(of_one["zz"], 4) == pytest.approx(2 * 9)
+
+
+@pytest.mark.parametrize("lie", ["z", "zz"])
+def test_behind_a_relu_no_sum_is_negative(lie):
+    z = torch.rand(6, 4, generator=torch.Generator().manual_seed(0))
+    honest = class_sums(z, torch.tensor([0, 0, 0, 0, 1, 1]))
+    wrong = honest | {1: honest[1] | {lie: -1e-3 * honest[1][lie]}}
+    assert sums_fault(6, {"classes": honest}, 3.0, negative=False) is None
+    assert sums_fault(6, {"classes": wrong}, 3.0, negative=False)
+
+
+@pytest.mark.parametrize("weight", ["n", "n-1"])
+def test_scatter_belongs_to_as_many_samples(weight):
+    z = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    scatter, n = class_scatter(z, torch.tensor([0, 0, 0, 0, 1, 2]), weight)
+    honest = {"scatter": pack(scatter).float(), "n": n}
+    assert scatter_fault(6, honest, 5, weight, 4.0) is None
+    lies = ({"n": 7}, {"n": -1}, {"n": 2**53}, {"scatter": -honest["scatter"]}, {"scatter": 1e4 * honest["scatter"]})
+    for lie in lies:
+        assert scatter_fault(6, honest | lie, 5, weight, 4.0), lie
+
+
+def test_rounding_to_float32_does_not_make_a_covariance_impossible():
+    z = 1e3 + 1e-3 * torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    matrix = unpack(pack(z.double().T @ z.double()).float().double(), 32)
+    assert is_covariance(matrix, torch.float32)
+    assert not is_covariance(matrix - 2 * torch.diag(matrix.diagonal()), torch.float32)

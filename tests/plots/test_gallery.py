@@ -1,5 +1,6 @@
 import pytest
 from PIL import Image
+from refusals import refused
 from small_runs import make_run
 from tiny import pixels
 
@@ -7,8 +8,15 @@ from raylt.errors import CheckpointError, ConfigError
 from raylt.models import MODELS
 from raylt.plots.predictions import draw_predictions
 
-SHAPES = ("data.source=shapes", "data.clients=3", "data.imbalance=1", "model=lraspp", "local.batch=32",
-          "federation.participation=0.3", "evaluation.batch=40")
+SHAPES = (
+    "data.source=shapes",
+    "data.clients=3",
+    "data.imbalance=1",
+    "model=lraspp",
+    "local.batch=32",
+    "federation.participation=0.3",
+    "evaluation.batch=40",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,7 +41,7 @@ def test_picture_shows_chosen_images_in_the_colours_of_their_classes(finished):
     assert path == finished.folder / "predictions.png"
     with Image.open(path) as image:
         assert image.size == (1560, round(120 * (1.5 + 2 * 4.2)))
-    assert {(48, 18, 59), (255, 255, 255)} < colours(path)          # the first of turbo is sky; void is white
+    assert {(48, 18, 59), (255, 255, 255)} < colours(path)  # the first of turbo is sky; void is white
 
 
 def test_a_client_of_a_personal_method_sees_its_classes_and_background(tmp_path):
@@ -45,19 +53,23 @@ def test_a_client_of_a_personal_method_sees_its_classes_and_background(tmp_path)
     assert sky not in seen
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"images": [3, 80]}, r"--image 80: shapes has the test images 0 to 79"),
-    ({"client": 7}, r"client 7"), ({"client": "nobody"}, r"client nobody"),
-])
-def test_images_and_clients_that_there_are_not_are_refused(finished, arguments, message):
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize(
+    ("arguments", "code", "details"),
+    [
+        ({"images": [3, 80]}, "config.out-of-range", {"key": "--image", "value": 80}),
+        ({"client": 7}, "client.unknown", {"client": 7}),
+        ({"client": "nobody"}, "client.unknown", {"client": "nobody"}),
+    ],
+)
+def test_images_and_clients_that_there_are_not_are_refused(finished, arguments, code, details):
+    with refused(code, ConfigError, **details):
         draw_predictions(finished, **arguments)
 
 
 def test_unfinished_runs_and_other_tasks_are_refused(tmp_path):
     digits = make_run(tmp_path, "digits", "method=fedavg")
-    with pytest.raises(CheckpointError, match="digits is a task of classification, it has no label maps"):
+    with refused("run.wrong-kind", CheckpointError, task="classification"):
         draw_predictions(digits)
     (digits.folder / "summary.json").unlink()
-    with pytest.raises(CheckpointError, match="not finished; continue it with raylt resume"):
+    with pytest.raises(CheckpointError, match=r"raylt\.resume"):
         draw_predictions(digits)

@@ -6,14 +6,20 @@ from small_runs import make_run
 
 from raylt import Run
 from raylt.plots.classes import confusion_of, draw_classes, draw_confusion
-from raylt.plots.clusters import draw_clusters
+from raylt.plots.client_groups import draw_clusters
 from raylt.plots.data import draw_data
 from raylt.plots.features import draw_encoders, draw_features
 from raylt.plots.predictions import draw_predictions
 
-NAMES = [r"$\nothing$", r"from $\frac$ to $\nothing$", "5$", "ten"]   # no formulas: matplotlib would refuse
-SFD = ("method=sfd", "method.rf_dim=60", "method.m_min=80", "method.m_max=90", "method.synthesis_steps=2",
-       "method.epochs=2")
+NAMES = [r"$\nothing$", r"from $\frac$ to $\nothing$", "5$", "ten"]  # no formulas: matplotlib would refuse
+SFD = (
+    "method=sfd",
+    "method.rf_dim=60",
+    "method.m_min=80",
+    "method.m_max=90",
+    "method.synthesis_steps=2",
+    "method.epochs=2",
+)
 MUPFL = ("method=mupfl", "method.m=5", "method.tau=2", "method.matching_steps=2", "federation.rounds=3")
 MAPS = ("method=fedavg", "model=lraspp", "data.partition=iid")
 
@@ -39,9 +45,11 @@ def test_pictures_of_features_and_data(tmp_path, sources):
     run = run_of(tmp_path, sources["images"], "model=small", *SFD)
     assert draw_features(run).is_file()
     assert draw_encoders([run], tmp_path / "encoders.png").is_file()
-    assert draw_data(run.task, tmp_path / "data.png").is_file()
-    assert draw_confusion(confusion_of(run), tmp_path / "confusion.png").is_file()
-    assert draw_classes(confusion_of(run), tmp_path / "classes.png").is_file()
+    draw_data(run.task, str(tmp_path / "data.png"))
+    assert (tmp_path / "data.png").is_file()
+    draw_confusion(confusion_of(run), tmp_path / "confusion.png")
+    draw_classes(confusion_of(run), tmp_path / "classes.png")
+    assert all((tmp_path / name).is_file() for name in ("confusion.png", "classes.png"))
 
 
 def test_picture_of_clusters(tmp_path, sources):

@@ -1,13 +1,20 @@
 import pytest
 import torch
 from PIL import Image
+from refusals import refused
 from small_runs import make_run
 
 from raylt.errors import CheckpointError, ConfigError
 from raylt.plots.features import draw_encoders, draw_features, spread
 
-QUICK = ("method=sfd", "method.rf_dim=60", "method.m_min=80", "method.m_max=90", "method.synthesis_steps=2",
-         "method.epochs=2")
+QUICK = (
+    "method=sfd",
+    "method.rf_dim=60",
+    "method.m_min=80",
+    "method.m_max=90",
+    "method.synthesis_steps=2",
+    "method.epochs=2",
+)
 
 
 @pytest.mark.slow
@@ -20,16 +27,16 @@ def test_picture_of_a_finished_run_is_written_into_its_folder_or_elsewhere(tmp_p
         assert len(image.convert("RGB").getcolors(1800 * 960) or []) > 50
     assert draw_features(run, tmp_path / "it.png").is_file()
     for place in ("absent/it.png", "it.abc"):
-        with pytest.raises(ConfigError, match=r"--picture .*; give a \.png that can be written"):
+        with refused("file.unwritable", ConfigError, key="--picture", path=str(tmp_path / place)):
             draw_features(run, tmp_path / place)
 
 
 def test_runs_without_synthetic_features_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="fedavg left no synthetic features"):
+    with refused("run.wrong-kind", CheckpointError, method="fedavg"):
         draw_features(make_run(tmp_path, "other", "method=fedavg"))
     unfinished = make_run(tmp_path, "unfinished", *QUICK)
     (unfinished.folder / "summary.json").unlink()
-    with pytest.raises(CheckpointError, match="not finished; continue it with raylt resume"):
+    with pytest.raises(CheckpointError, match=r"raylt\.resume"):
         draw_features(unfinished)
 
 
@@ -43,13 +50,14 @@ def test_encoders_of_several_runs_are_drawn_in_one_map(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr("raylt.plots.features.SHOWN_CLASSES", 3)
     monkeypatch.setattr("raylt.plots.features.SHOWN_FEATURES", 12)
-    monkeypatch.setattr("raylt.plots.features._map",
-                        lambda parts: drawn.append(parts) or [part[:, :2].numpy() for part in parts])
+    monkeypatch.setattr(
+        "raylt.plots.features._map", lambda parts: drawn.append(parts) or [part[:, :2].numpy() for part in parts]
+    )
     runs = [make_run(tmp_path, name, f"method={name}") for name in ("fedavg", "fedprox")]
     path = draw_encoders(runs, tmp_path / "both.png")
     with Image.open(path) as image:
         assert image.size == (1800, 960)
-    (parts,) = drawn                                            # one fit for both
+    (parts,) = drawn  # one fit for both
     # from the most frequent to the rarest
     assert [len(part) for part in parts] == 2 * [12, 12, runs[0].task.counts[9]]
     for own in (parts[:3], parts[3:]):
@@ -59,8 +67,8 @@ def test_encoders_of_several_runs_are_drawn_in_one_map(tmp_path, monkeypatch):
 
 def test_encoders_of_other_splits_and_unfinished_runs_are_refused(tmp_path):
     run, other = (make_run(tmp_path, f"run{seed}", "method=fedavg", f"data.seed={seed}") for seed in (0, 1))
-    with pytest.raises(CheckpointError, match="its clients hold other samples than those of"):
+    with refused("run.other-split", CheckpointError, path=str(other.folder)):
         draw_encoders([run, other], tmp_path / "x.png")
     (other.folder / "summary.json").unlink()
-    with pytest.raises(CheckpointError, match="not finished; continue it with raylt resume"):
+    with pytest.raises(CheckpointError, match=r"raylt\.resume"):
         draw_encoders([run, other], tmp_path / "x.png")

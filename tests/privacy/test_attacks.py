@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 from small_runs import make_run, make_tiny_run
 from torch import tensor
 
 from raylt.config import load
-from raylt.core.schema import Schema
+from raylt.core.fleet.schema import Schema
 from raylt.data.samples import Samples
 from raylt.data.task import build_task
 from raylt.errors import ConfigError
@@ -22,20 +23,20 @@ from raylt.methods.mupfl.method import MuPFL
 from raylt.methods.sfd.method import SFD
 from raylt.ops.matching import class_gradients
 from raylt.privacy.attack import _Attacker, attack
-from raylt.privacy.decoder import Decoder, Inverter, mean_features, shuffled
-from raylt.privacy.gradients import gradient_of, invert_gradient, label_of
-from raylt.privacy.measures import check_measures, nearness
-from raylt.privacy.picture import draw
-from raylt.privacy.seen import (
+from raylt.privacy.attacker_view import (
     NOT_ATTACKED,
     Images,
-    look,
+    encode_images,
     not_attacked,
     outside_images,
     uploaded_gradients,
     uploaded_sums,
     uploads_of,
 )
+from raylt.privacy.feature_inversion import Decoder, Inverter, mean_features, shuffled
+from raylt.privacy.gradient_inversion import gradient_of, invert_gradient, label_of
+from raylt.privacy.picture import draw
+from raylt.privacy.reconstruction import check_measures, nearness
 from raylt.registry import resolve
 
 pytest.importorskip("torchmetrics")
@@ -47,11 +48,15 @@ def fresh():
     """An encoder with random weights, and what it makes of two halves of the digits."""
     setup = resolve(load(None, ["method=fedavg", "data.imbalance=1", "data.clients=2", "data.partition=iid"]))
     task = build_task(setup.config.data)
-    server = SimpleNamespace(model=setup.new_model(task.facts).eval(), device=CPU)
+    server = SimpleNamespace(model=setup.new_model(task.spec).eval(), device=CPU)
     experiment = SimpleNamespace(server=server, task=task, config=setup.config)
-    return SimpleNamespace(experiment=experiment, task=task, model=server.model,
-                           outside=look(experiment, task.shards[0], 0),
-                           private=look(experiment, task.shards[1], 1).at(torch.arange(200)))
+    return SimpleNamespace(
+        experiment=experiment,
+        task=task,
+        model=server.model,
+        outside=encode_images(experiment, task.shards[0], 0),
+        private=encode_images(experiment, task.shards[1], 1).at(torch.arange(200)),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +75,15 @@ def reached(fresh, images):
 def test_features_of_a_fresh_encoder_are_inverted_and_shuffled_pairs_are_not(fresh, inverters):
     good, control = (reached(fresh, inverter(fresh.private.z)) for inverter in inverters)
     assert good.ssim > 0.6
-    assert good.told > 0.3
+    assert good.identified > 0.3
     assert control.ssim < good.ssim - 0.2
-    assert control.told < 0.15
+    assert control.identified < 0.15
     assert control.psnr < good.psnr - 3
 
 
 def test_a_class_average_is_seen_to_be_none_of_its_images(fresh):
     averages = torch.stack([fresh.outside.x[fresh.outside.y == c].mean(0) for c in range(10)])
-    assert reached(fresh, averages[fresh.private.y]).told < 0.15
+    assert reached(fresh, averages[fresh.private.y]).identified < 0.15
 
 
 @pytest.fixture
@@ -86,8 +91,9 @@ def sorted_by_class(tmp_path):
     """A source of dark images of class 0, after which come light ones of class 1."""
     x = np.repeat(np.array([20, 200], dtype=np.uint8), 50)[:, None, None] * np.ones((8, 8), dtype=np.uint8)
     y = np.repeat([0, 1], 50)
-    np.savez(tmp_path / "sorted.npz", x_train=x, y_train=y, x_test=x[::10], y_test=y[::10],
-             class_names=["dark", "light"])
+    np.savez(
+        tmp_path / "sorted.npz", x_train=x, y_train=y, x_test=x[::10], y_test=y[::10], class_names=["dark", "light"]
+    )
     return f"npz:{tmp_path / 'sorted.npz'}"
 
 
@@ -98,9 +104,9 @@ def test_outside_images_are_of_all_classes_of_a_source(fresh, sorted_by_class):
     assert torch.equal(few.x, outside_images(fresh.experiment, sorted_by_class, most=20).x)
 
 
-def test_mean_image_of_a_class_that_nobody_outside_has_is_that_of_all(fresh, sorted_by_class):
-    held = fresh.task.test.y != 3
-    test = replace(fresh.task.test, x=fresh.task.test.x[held], y=fresh.task.test.y[held])
+def test_mean_image_of_a_class_without_outside_images_is_that_of_all(fresh, sorted_by_class):
+    without_class = fresh.task.test.y != 3
+    test = replace(fresh.task.test, x=fresh.task.test.x[without_class], y=fresh.task.test.y[without_class])
     task = replace(fresh.task, test=test)
     experiment = SimpleNamespace(server=fresh.experiment.server, task=task, config=fresh.experiment.config)
     averages, seen = _Attacker(experiment, None, 1).averages, outside_images(experiment, None)
@@ -113,24 +119,25 @@ def test_mean_image_of_a_class_that_nobody_outside_has_is_that_of_all(fresh, sor
 
 
 def test_a_one_sample_gradient_is_inverted_and_anothers_is_not(fresh):
-    samples = Samples(fresh.task.shards[1], fresh.task.facts, CPU)
+    samples = Samples(fresh.task.shards[1], fresh.task.spec, CPU)
     x, y, _ = samples.batch(tensor([3]))
     gradient = gradient_of(fresh.model, x, y)
     assert label_of(gradient).tolist() == y.tolist()
-    made = invert_gradient(fresh.model, gradient, fresh.task.shape, samples.mean, samples.std)
+    mean, std = tensor(fresh.task.mean), tensor(fresh.task.std)
+    made = invert_gradient(fresh.model, gradient, fresh.task.shape, mean, std)
     assert nearness(made, fresh.private.x[3:4]).ssim > 0.9
     assert nearness(made, fresh.private.x[40:41]).ssim < 0.6
 
 
 def test_heads_that_take_no_part_in_a_prediction_are_left_out_of_its_gradient(fresh):
     setup = resolve(load(None, ["method=sfd"]))
-    model = setup.new_model(fresh.task.facts).eval()
+    model = setup.new_model(fresh.task.spec).eval()
     assert hasattr(model, "projector")
-    x, y, _ = Samples(fresh.task.shards[1], fresh.task.facts, CPU).batch(tensor([3]))
+    x, y, _ = Samples(fresh.task.shards[1], fresh.task.spec, CPU).batch(tensor([3]))
     assert label_of(gradient_of(model, x, y)).tolist() == y.tolist()
 
 
-def test_the_feature_of_one_image_stands_in_its_class_gradient(fresh):
+def test_the_feature_of_one_image_can_be_read_from_its_class_gradient(fresh):
     z, y = fresh.private.z[:1], fresh.private.y[:1]
     gradient = class_gradients(z, y, fresh.model.classifier)[y.item()]
     assert torch.allclose(mean_features(gradient), z[0], atol=1e-4)
@@ -139,7 +146,7 @@ def test_the_feature_of_one_image_stands_in_its_class_gradient(fresh):
 def test_equal_images_are_as_near_as_can_be():
     x = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     same = nearness(x, x, x, tensor([0, 0, 1, 1]), tensor([0, 0, 1, 1]))
-    assert (round(same.ssim, 6), same.mae, same.told) == (1.0, 0.0, 1.0)
+    assert (round(same.ssim, 6), same.mae, same.identified) == (1.0, 0.0, 1.0)
     # an error of 0.1 everywhere: 10 log10(1 / 0.01) = 20 dB
     grey = torch.full_like(x, 0.5)
     far = nearness(grey + 0.1, grey)
@@ -158,7 +165,7 @@ def test_a_decoder_makes_images_of_the_shape(shape):
 
 def test_without_torchmetrics_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'raylt\[attack\]'"):
+    with refused("config.missing-package", ConfigError, name="torchmetrics"):
         check_measures()
 
 
@@ -175,28 +182,29 @@ def test_every_upload_of_a_run_is_attacked(ended, tmp_path, monkeypatch):
     assert [finding.upload for finding in findings][:2] == ["features", "update"]
     assert {finding.upload for finding in findings} == {"features", "update", "means", "counts"}
     by_name = {finding.upload: finding for finding in findings}
-    assert by_name["counts"].guessed == 1.0                     # counts say it outright
+    assert by_name["counts"].guessed == 1.0  # counts say it outright
     assert by_name["update"].reached.ssim > by_name["update"].control.ssim
     assert draw(by_name["features"], tmp_path / "grid.png").stat().st_size > 1000
 
 
 def test_what_a_method_does_not_send_is_refused_by_name(ended):
-    with pytest.raises(ConfigError, match=r"--upload gradients: fedncm uploads nothing of this name.*means, counts"):
+    with refused("config.unknown-name", ConfigError, key="--upload", value="gradients") as caught:
         attack(ended, "gradients")
-    with pytest.raises(ConfigError, match="--outside shapes: has images of the shape"):
+    assert {"means", "counts"} < set(caught.value.details["choices"])
+    with refused("data.wrong-shape", ConfigError, key="--outside", value="shapes"):
         attack(ended, "features", outside="shapes")
     assert uploads_of(CReFF()) == ("update", "gradients")
     assert uploads_of(SFD(safs=False)) == uploads_of(MuPFL(pkcf=False)) == ("update",)
 
 
 def test_statistics_that_only_clients_have_are_not_attacked(tmp_path):
-    with pytest.raises(ConfigError, match=r"federation\.batchnorm = local: clients upload what they make"):
+    with refused("privacy.nothing-to-attack", ConfigError, key="federation.batchnorm"):
         attack(make_run(tmp_path, "run", "method=fedncm", "federation.batchnorm=local"))
 
 
-def test_of_class_gradients_in_a_secure_sum_nobody_sees_a_client_s(ended):
+def test_class_gradients_in_a_secure_sum_hide_each_client_s(ended):
     experiment = ended.experiment()
-    images = [look(experiment, ended.task.shards[k], k) for k in (0, 1)]
+    images = [encode_images(experiment, ended.task.shards[k], k) for k in (0, 1)]
     both = Images(*(torch.cat([getattr(part, name) for part in images]) for name in ("x", "y", "z", "client")))
     classifier = experiment.server.model.classifier
     plain = uploaded_gradients(load(None, ["method=creff"]), both, classifier)
@@ -209,30 +217,32 @@ def test_of_class_gradients_in_a_secure_sum_nobody_sees_a_client_s(ended):
 
 def test_counts_of_a_secure_sum_or_under_noise_tell_less(ended):
     experiment = ended.experiment()
-    images = look(experiment, ended.task.shards[0], 0)
-    plain, secure, noisy = (dict(uploaded_sums(load(None, ["method=fedncm", *more]), images, 10)) for more in (
-        [], ["federation.secure=true"], ["privacy.epsilon=1"]))
+    images = encode_images(experiment, ended.task.shards[0], 0)
+    plain, secure, noisy = (
+        dict(uploaded_sums(load(None, ["method=fedncm", *more]), images, 10))
+        for more in ([], ["federation.secure=true"], ["privacy.epsilon=1"])
+    )
     counts = {c: s["n"] for c, s in plain[0].items()}
     assert counts == {c: n for c, n in enumerate(images.y.bincount(minlength=10).tolist()) if n}
     assert list(secure) == [-1]
-    assert len(noisy[0]) == 10                                  # also the classes that it does not hold
+    assert len(noisy[0]) == 10  # also the classes that it does not hold
     assert all(noisy[0][c]["n"] != n for c, n in counts.items())
 
 
 @pytest.mark.parametrize(("method", "unit"), [("rucr", True), ("fedsm", True), ("fedncm", False)])
 def test_means_are_attacked_as_they_are_sent(ended, method, unit):
     experiment, norm = ended.experiment(), ["method.norm=l2"] if method == "fedsm" else []
-    images = [look(experiment, ended.task.shards[k], k) for k in (0, 1)]
+    images = [encode_images(experiment, ended.task.shards[k], k) for k in (0, 1)]
     both = Images(*(torch.cat([getattr(part, name) for part in images]) for name in ("x", "y", "z", "client")))
-    told = dict(uploaded_sums(load(None, [f"method={method}", *norm]), both, 10))
+    uploads = dict(uploaded_sums(load(None, [f"method={method}", *norm]), both, 10))
     for client, own in enumerate(images):
-        for c, sums in told[client].items():
+        for c, sums in uploads[client].items():
             mean = own.z[own.y == c].double().mean(0)
             wanted = torch.nn.functional.normalize(mean, dim=0) if unit else mean
             torch.testing.assert_close(sums["z"].double() / sums["n"], wanted, rtol=1e-5, atol=1e-6)
-    (_, added), = uploaded_sums(load(None, [f"method={method}", *norm, "federation.secure=true"]), both, 10)
+    ((_, added),) = uploaded_sums(load(None, [f"method={method}", *norm, "federation.secure=true"]), both, 10)
     for c, sums in added.items():
-        parts = [told[k][c] for k in (0, 1) if c in told[k]]
+        parts = [uploads[k][c] for k in (0, 1) if c in uploads[k]]
         assert sums["n"] == sum(part["n"] for part in parts)
         torch.testing.assert_close(sums["z"].double(), sum(part["z"].double() for part in parts))
 
@@ -242,8 +252,14 @@ def test_update_is_not_attacked_where_the_classifier_stays_at_home(tmp_path):
 
 
 # parts of replies, by the upload in whose name they are attacked
-PARTS = {"update": ("model", "direction", "rest", "delta", "update"), "means": ("classes.z",), "counts": ("counts",),
-         "gradients": ("gradients",), "activations": ("samples",), "effective": ("effective",)}
+PARTS = {
+    "update": ("model", "direction", "rest", "delta", "update"),
+    "means": ("classes.z",),
+    "counts": ("counts",),
+    "gradients": ("gradients",),
+    "activations": ("samples",),
+    "effective": ("effective",),
+}
 
 
 def arrays(value, path=""):
@@ -251,16 +267,18 @@ def arrays(value, path=""):
     if not isinstance(value, dict):
         return {path} if torch.is_tensor(value) and value.ndim else set()
     names = {name: isinstance(name, str) and "." not in name for name in value}
-    return set().union(*(arrays(inner, f"{path}.{name}".strip(".") if names[name] else path)
-                         for name, inner in value.items()))
+    return set().union(
+        *(arrays(inner, f"{path}.{name}".strip(".") if names[name] else path) for name, inner in value.items())
+    )
 
 
 @pytest.fixture
 def sent(monkeypatch):
     """Names of the arrays that clients send from here on."""
     names, fault = set(), Schema.fault
-    monkeypatch.setattr(Schema, "fault", lambda schema, id, reply: names.update(arrays(reply.tree)) or fault(
-        schema, id, reply))
+    monkeypatch.setattr(
+        Schema, "fault", lambda schema, id, reply: names.update(arrays(reply.tree)) or fault(schema, id, reply)
+    )
     return names
 
 
@@ -269,9 +287,13 @@ def sent(monkeypatch):
 def test_what_is_not_attacked_of_a_method_is_named(tmp_path, sent, method):
     run = make_tiny_run(tmp_path, method)
     own = NOT_ATTACKED.get(method, ())
-    known = [*own, "confusion", *(part for upload in uploads_of(run.method) for part in PARTS.get(upload, ())),
-             *(PARTS["means"] if method == "oracle" else ())]                           # by the reference
-    assert [name for name in sent if not any(f"{name}.".startswith(f"{part}.") for part in known)] == []
+    covered = [
+        *own,
+        "confusion",
+        *(part for upload in uploads_of(run.method) for part in PARTS.get(upload, ())),
+        *(PARTS["means"] if method == "oracle" else ()),
+    ]  # by the reference
+    assert [name for name in sent if not any(f"{name}.".startswith(f"{part}.") for part in covered)] == []
     assert all(any(f"{name}.".startswith(f"{part}.") for name in sent) for part in own)
     assert set(own) <= set(not_attacked(method))
 
@@ -281,11 +303,11 @@ def test_of_a_method_that_raylt_does_not_have_a_model_alone_is_attacked():
         name = "ones_own"
 
     assert uploads_of(OnesOwn()) == ("update",)
-    assert not_attacked("ones_own")[0] == "whatever it uploads beside a model"
+    assert not_attacked("ones_own")[0] == "whatever it uploads besides a model"
 
 
 @pytest.mark.slow
-def test_synthetic_features_are_held_against_those_of_images_that_nobody_trained_on(tmp_path):
+def test_synthetic_features_are_compared_with_features_of_unseen_images(tmp_path):
     run = make_tiny_run(tmp_path, "sfd")
     (alone,) = attack(run, "synthetic", epochs=1)
     synthetic, unseen = attack(run, "synthetic", outside=f"npz:{tmp_path / 'pictures.npz'}", epochs=1)
@@ -304,7 +326,7 @@ def test_every_upload_of_every_method_is_attacked_or_refused_in_a_line(tmp_path,
             assert finding.upload == upload
             assert (finding.guessed is None) == (finding.reached is not None)
     for upload in {"means", "gradients", "activations", "effective"} - set(uploads_of(run.method)):
-        with pytest.raises(ConfigError, match=rf"--upload {upload}: {method} uploads nothing of this name"):
+        with refused("config.unknown-name", ConfigError, key="--upload", value=upload):
             attack(run, upload)
 
 
@@ -313,8 +335,8 @@ def test_activations_give_away_more_than_features(tmp_path):
     run = make_run(tmp_path, "run", "method=flea")
     (behind,), (features,) = (attack(run, upload, epochs=10) for upload in ("activations", "features"))
     assert behind.reached.ssim > features.reached.ssim + 0.1
-    assert behind.reached.told > features.reached.told + 0.1
-    assert behind.control.told < 0.2
+    assert behind.reached.identified > features.reached.identified + 0.1
+    assert behind.control.identified < 0.2
 
 
 @pytest.mark.slow

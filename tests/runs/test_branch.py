@@ -3,48 +3,70 @@
 import json
 
 import pytest
+from refusals import refused
 from small_runs import make_run
 
 import raylt
-from raylt.core import checkpoint
-from raylt.core.stages import fork
+from raylt.core.checkpoint import checkpoint
+from raylt.core.checkpoint.branch_points import fork
 from raylt.errors import CheckpointError, ConfigError
 from raylt.methods import METHODS
 from raylt.registry import resolve
-from raylt.runs import descent, provenance
+from raylt.runs import continuation
+from raylt.runs.folder import provenance
 
-SFD = ("method=sfd", "method.rf_dim=64", "method.m_min=160", "method.m_max=200", "method.synthesis_steps=2",
-       "method.epochs=2")
+SFD = (
+    "method=sfd",
+    "method.rf_dim=64",
+    "method.m_min=160",
+    "method.m_max=200",
+    "method.synthesis_steps=2",
+    "method.epochs=2",
+)
 BPFED = ("method=bpfed", "method.epochs=1", "federation.rounds=2")
-FEDSM = ("method=fedsm", "method.teacher=none", "method.kd=0", "method.rounds=3", "method.size=4", "method.epochs=1",
-         "federation.rounds=5")
+FEDSM = (
+    "method=fedsm",
+    "method.teacher=none",
+    "method.kd=0",
+    "method.rounds=3",
+    "method.size=4",
+    "method.epochs=1",
+    "federation.rounds=5",
+)
 MUPFL = ("method=mupfl", "method.m=4", "method.tau=1", "method.matching_steps=1", "federation.rounds=2")
 
 
 ALSO = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("settings", "overrides", "stage", "step"), [
-    (SFD, ["method.aligner=false"], "finish", 1),
-    pytest.param(SFD, ["method.safs=false"], "finish", 1, marks=ALSO),
-    pytest.param(SFD, ["method.lr=0.1", "method.rf_dim=32"], "finish", 1, marks=ALSO),
-    pytest.param(BPFED, ["method.loss=ce", "method.fa=false"], "finish", 2, marks=ALSO),
-    (BPFED, ["method.crt=false", "method.lws=false"], "finish", 2),
-    (FEDSM, ["method.size=6", "method.partner=random"], "retraining", 2),
-    pytest.param(FEDSM, ["method.rounds=1"], "retraining", 2, marks=ALSO),
-    pytest.param(FEDSM, ["method.rounds=0"], "retraining", 2, marks=ALSO),
-    (MUPFL, ["method.judged=global"], "judging", 2),
-    pytest.param(MUPFL, ["method.last_update=true"], "finish", 2, marks=ALSO),
-    (("method=fedavg",), ["method=ccvr", "method.epochs=2"], "finish", 1),
-    pytest.param(("method=fedavg",), ["method=fed3r"], "finish", 1, marks=ALSO),
-    (("method=fedavg",), ["method=posthoc"], "finish", 1),
-    pytest.param(("method=fedavg",), ["method=noisymeans", "method.epochs=2"], "finish", 1, marks=ALSO),
-    pytest.param(("method=fedavg",), ["method=oracle", "method.epochs=2", "method.batch=99"], "finish", 1, marks=ALSO),
-    pytest.param(("method=fedavg",), ["method=fednpc"], "finish", 1, marks=ALSO),
-    pytest.param(SFD, ["method.classifier=oracle"], "finish", 1, marks=ALSO),
-    pytest.param(SFD, ["method.classifier=ridge"], "finish", 1, marks=ALSO),
-    pytest.param(("method=ccvr", "method.epochs=2"), ["method=fedncm"], "finish", 1, marks=ALSO),
-    pytest.param(("method=ccvr", "method.epochs=2"), ["method=fedavg"], "finish", 1, marks=ALSO)], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "overrides", "stage", "step"),
+    [
+        (SFD, ["method.aligner=false"], "finish", 1),
+        pytest.param(SFD, ["method.safs=false"], "finish", 1, marks=ALSO),
+        pytest.param(SFD, ["method.lr=0.1", "method.rf_dim=32"], "finish", 1, marks=ALSO),
+        pytest.param(BPFED, ["method.loss=ce", "method.fa=false"], "finish", 2, marks=ALSO),
+        (BPFED, ["method.crt=false", "method.lws=false"], "finish", 2),
+        (FEDSM, ["method.size=6", "method.partner=random"], "retraining", 2),
+        pytest.param(FEDSM, ["method.rounds=1"], "retraining", 2, marks=ALSO),
+        pytest.param(FEDSM, ["method.rounds=0"], "retraining", 2, marks=ALSO),
+        (MUPFL, ["method.judged=global"], "judging", 2),
+        pytest.param(MUPFL, ["method.last_update=true"], "finish", 2, marks=ALSO),
+        (("method=fedavg",), ["method=ccvr", "method.epochs=2"], "finish", 1),
+        pytest.param(("method=fedavg",), ["method=fed3r"], "finish", 1, marks=ALSO),
+        (("method=fedavg",), ["method=posthoc"], "finish", 1),
+        pytest.param(("method=fedavg",), ["method=noisymeans", "method.epochs=2"], "finish", 1, marks=ALSO),
+        pytest.param(
+            ("method=fedavg",), ["method=oracle", "method.epochs=2", "method.batch=99"], "finish", 1, marks=ALSO
+        ),
+        pytest.param(("method=fedavg",), ["method=fednpc"], "finish", 1, marks=ALSO),
+        pytest.param(SFD, ["method.classifier=oracle"], "finish", 1, marks=ALSO),
+        pytest.param(SFD, ["method.classifier=ridge"], "finish", 1, marks=ALSO),
+        pytest.param(("method=ccvr", "method.epochs=2"), ["method=fedncm"], "finish", 1, marks=ALSO),
+        pytest.param(("method=ccvr", "method.epochs=2"), ["method=fedavg"], "finish", 1, marks=ALSO),
+    ],
+    ids=str,
+)
 def test_branch_is_what_the_whole_run_gives(tmp_path, settings, overrides, stage, step):
     parent = make_run(tmp_path, "parent", *settings)
     before = sorted((p.name, p.read_bytes()) for p in parent.folder.iterdir() if p.is_file())
@@ -53,18 +75,27 @@ def test_branch_is_what_the_whole_run_gives(tmp_path, settings, overrides, stage
     whole = make_run(tmp_path, "whole", *fields, *overrides)
     assert branched.config.method == whole.config.method
     assert branched.summary["model_sha256"] == whole.summary["model_sha256"]
-    ours, theirs = branched.reports, whole.reports
-    assert len(ours) == len(theirs)
-    for name in ("step", "phase", "accuracy", "global_accuracy", "groups", "clients", "traffic", "figures",
-                 "participants"):
-        assert [line[name] for line in ours] == [line[name] for line in theirs], name
-    assert ours[-1]["others"] == theirs[-1]["others"]
-    assert ours[-1]["by_client"] == theirs[-1]["by_client"]
+    branch_reports, whole_reports = branched.reports, whole.reports
+    assert len(branch_reports) == len(whole_reports)
+    for name in (
+        "step",
+        "phase",
+        "accuracy",
+        "global_accuracy",
+        "groups",
+        "clients",
+        "traffic",
+        "figures",
+        "participants",
+    ):
+        assert [line[name] for line in branch_reports] == [line[name] for line in whole_reports], name
+    assert branch_reports[-1]["others"] == whole_reports[-1]["others"]
+    assert branch_reports[-1]["by_client"] == whole_reports[-1]["by_client"]
     parts = json.loads((branched.folder / "identity.json").read_text())["parent"]
     assert parts == {"name": "parent", "run": parent.sha256, "stage": stage, "step": step}
     assert branched.sha256 != whole.sha256 != parent.sha256
     made = [line["after_step"] for line in provenance.read(branched.folder)]
-    assert made == [0, step]                # by whom the shared steps were taken, and the rest
+    assert made == [0, step]  # by whom the shared steps were taken, and the rest
     assert before == sorted((p.name, p.read_bytes()) for p in parent.folder.iterdir() if p.is_file())
 
 
@@ -72,8 +103,9 @@ def test_branch_can_be_resumed_and_branched_again(tmp_path):
     parent = make_run(tmp_path, "parent", *SFD)
     first = raylt.branch(parent, ["method.mmd=false"], tmp_path / "first", fleet="local", quiet=True)
     (first.folder / "summary.json").unlink()
-    (first.folder / "metrics.jsonl").write_text("".join(
-        line + "\n" for line in (first.folder / "metrics.jsonl").read_text().splitlines()[:1]))
+    (first.folder / "metrics.jsonl").write_text(
+        "".join(line + "\n" for line in (first.folder / "metrics.jsonl").read_text().splitlines()[:1])
+    )
     for folder in sorted((first.folder / "checkpoints").iterdir())[1:]:
         for file in folder.iterdir():
             file.unlink()
@@ -83,12 +115,17 @@ def test_branch_can_be_resumed_and_branched_again(tmp_path):
     assert second.summary["model_sha256"] == parent.summary["model_sha256"] != again.summary["model_sha256"]
 
 
-@pytest.mark.parametrize(("override", "match"), [
-    ("method.tau=0.2", r"method\.tau: 0\.07 -> 0\.2 acts from the first round on"),
-    ("local.lr=0.2", r"local\.lr: 0\.05 -> 0\.2: acts from the start"),
-    ("data.seed=3", r"data\.seed: 0 -> 3"), ("method.lr=0.01", "nothing differs from the run"),
-    ("method=fedprox", r"method = fedprox: does not train as sfd does"),
-    ("method.epochs=-1", "greater than or equal to 0")])
+@pytest.mark.parametrize(
+    ("override", "match"),
+    [
+        ("method.tau=0.2", r"method\.tau.*0\.07.*0\.2"),
+        ("local.lr=0.2", r"local\.lr.*0\.05.*0\.2"),
+        ("data.seed=3", r"data\.seed.*0.*3"),
+        ("method.lr=0.01", "later stage"),
+        ("method=fedprox", "fedprox.*sfd|sfd.*fedprox"),
+        ("method.epochs=-1", r"method\.epochs.*-1"),
+    ],
+)
 def test_what_acts_before_the_stage_is_refused_and_leaves_nothing(tmp_path, override, match):
     run = make_run(tmp_path, "run", *SFD)
     with pytest.raises(ConfigError, match=match):
@@ -99,14 +136,14 @@ def test_what_acts_before_the_stage_is_refused_and_leaves_nothing(tmp_path, over
 def test_checkpoint_before_a_stage_stays_and_without_it_there_is_no_branch(tmp_path):
     run = make_run(tmp_path, "run", *FEDSM, "output.keep=2")
     assert checkpoint.steps(run.folder / "checkpoints") == [2, 4, 5]
-    with pytest.raises(CheckpointError, match=r"after step 1, where retraining begins, is not kept; .* output\.keep=5"):
+    with refused("checkpoint.not-kept", CheckpointError, step=1):
         raylt.branch(run, ["method.rounds=4"], fleet="local", quiet=True)
 
 
 def test_stage_that_begins_with_the_first_round_is_no_branch(tmp_path):
     run = make_run(tmp_path, "run", *FEDSM)
     other = run.config.model_copy(update={"method": run.config.method | {"rounds": 5}})
-    with pytest.raises(ConfigError, match="begins with the first round"):
+    with pytest.raises(ConfigError, match="first round"):
         fork(run.config, run.method, other, resolve(other).method)
 
 
@@ -124,17 +161,17 @@ def test_later_stages_name_fields_and_begin_within_a_run(method):
 
 def test_a_branch_that_cannot_be_run_can_be_resumed_and_one_that_is_killed_is_no_run(tmp_path, monkeypatch):
     run = make_run(tmp_path, "parent", "method=fedavg")
-    monkeypatch.setattr(descent, "carry_out", refuse)
+    monkeypatch.setattr(continuation, "carry_out", refuse)
     with pytest.raises(ConfigError, match="no cluster"):
         raylt.branch(run, ["method=ccvr"], tmp_path / "refused", fleet="local", quiet=True)
-    with pytest.raises(CheckpointError, match="exists already; give another place, or continue it with raylt resume"):
+    with pytest.raises(CheckpointError, match=r"raylt\.resume"):
         raylt.branch(run, ["method=ccvr"], tmp_path / "refused", fleet="local", quiet=True)
     monkeypatch.setattr(checkpoint, "write", die)
     with pytest.raises(SystemExit):
         raylt.branch(run, ["method=ccvr"], tmp_path / "branch", fleet="local", quiet=True)
-    assert raylt.Run(tmp_path / "branch").state == "missing"        # a study does it again
+    assert raylt.Run(tmp_path / "branch").state == "missing"  # a study does it again
     (tmp_path / "half").mkdir()
-    with pytest.raises(CheckpointError, match="give another place, or remove it: it is no run"):
+    with pytest.raises(CheckpointError, match="half"):
         raylt.branch(run, ["method=ccvr"], tmp_path / "half", fleet="local", quiet=True)
 
 

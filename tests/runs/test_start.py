@@ -1,4 +1,4 @@
-"""`raylt.run`: what can be run, how settings are given, who is told."""
+"""`raylt.run`: its argument, settings and callbacks."""
 
 from pathlib import Path
 
@@ -15,8 +15,10 @@ SMALL = {"rounds": 2, "clients": 3, "epochs": 1}
 
 # what is run
 
-@pytest.mark.parametrize("what", [
-    "fedprox", FedProx(mu=0.01), Config(method="fedprox"), Config(method={"name": "fedprox"})])
+
+@pytest.mark.parametrize(
+    "what", ["fedprox", FedProx(mu=0.01), Config(method="fedprox"), Config(method={"name": "fedprox"})]
+)
 def test_a_method_by_name_or_value_and_a_configuration_are_the_same(what):
     assert configure(what, (), {"mu": 0.01}) == load(None, ["method=fedprox", "method.mu=0.01"])
 
@@ -30,10 +32,17 @@ def test_a_file_by_its_path_and_a_recipe_by_its_name(tmp_path):
     assert configure("recipe:demo") == load("recipe:demo")
 
 
-@pytest.mark.parametrize(("what", "error", "message"), [
-    ("fedprix", UnknownMethod, "did you mean fedprox"), ("absent.yaml", ConfigError, "exists"),
-    (Path("absent"), ConfigError, "exists"), ("configs/absent", ConfigError, "exists"),
-    ("recipe:dmo", ConfigError, "did you mean recipe:demo"), (3, ConfigError, "must be a method's name")])
+@pytest.mark.parametrize(
+    ("what", "error", "message"),
+    [
+        ("fedprix", UnknownMethod, "fedprox"),
+        ("absent.yaml", ConfigError, r"absent\.yaml"),
+        (Path("absent"), ConfigError, "absent"),
+        ("configs/absent", ConfigError, "configs/absent"),
+        ("recipe:dmo", ConfigError, "recipe:demo"),
+        (3, ConfigError, "recipe:NAME"),
+    ],
+)
 def test_what_cannot_be_run_is_refused(what, error, message, tmp_path):
     with pytest.raises(error, match=message):
         raylt.run(what, out=tmp_path, fleet="local")
@@ -42,20 +51,48 @@ def test_what_cannot_be_run_is_refused(what, error, message, tmp_path):
 
 # settings
 
+
 def test_settings_are_sections_short_names_and_fields_of_the_method():
-    config = configure("fedprox", ["evaluation.every=2"], {
-        "data": "cifar10", "rounds": 7, "seed": 3, "model": "resnet8", "local": {"lr": 0.1, "batch": 64}, "alpha": 0.2,
-        "mu": 0.5})
-    assert config == load(None, [
-        "method=fedprox", "method.mu=0.5", "data.source=cifar10", "data.alpha=0.2", "federation.rounds=7", "seed=3",
-        "model=resnet8", "local.lr=0.1", "local.batch=64", "evaluation.every=2"])
+    config = configure(
+        "fedprox",
+        ["evaluation.every=2"],
+        {
+            "data": "cifar10",
+            "rounds": 7,
+            "seed": 3,
+            "model": "resnet8",
+            "local": {"lr": 0.1, "batch": 64},
+            "alpha": 0.2,
+            "mu": 0.5,
+        },
+    )
+    assert config == load(
+        None,
+        [
+            "method=fedprox",
+            "method.mu=0.5",
+            "data.source=cifar10",
+            "data.alpha=0.2",
+            "federation.rounds=7",
+            "seed=3",
+            "model=resnet8",
+            "local.lr=0.1",
+            "local.batch=64",
+            "evaluation.every=2",
+        ],
+    )
 
 
 def test_sections_and_overrides_may_be_mappings():
-    config = configure("fedprox", {"local.lr": 0.1, "data.root": Path("there")}, {
-        "data": {"source": "cifar10", "seed": 4}, "method": {"mu": 0.5}})
-    assert config == load(None, ["method=fedprox", "method.mu=0.5", "data.source=cifar10", "data.seed=4",
-                                 "local.lr=0.1", "data.root=there"])
+    config = configure(
+        "fedprox",
+        {"local.lr": 0.1, "data.root": Path("there")},
+        {"data": {"source": "cifar10", "seed": 4}, "method": {"mu": 0.5}},
+    )
+    assert config == load(
+        None,
+        ["method=fedprox", "method.mu=0.5", "data.source=cifar10", "data.seed=4", "local.lr=0.1", "data.root=there"],
+    )
 
 
 def test_overrides_as_a_mapping_are_those_as_a_list(tmp_path):
@@ -81,23 +118,31 @@ def test_the_given_configuration_is_left_as_it_is():
     assert config.model_dump() == before
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"round": 3}, r"^round: no such setting; did you mean rounds\?"),
-    ({"zzzz": 3}, "^zzzz: no such setting; raylt settings and raylt methods list them"),
-    ({"batch": 3}, r"^batch: may be local\.batch or evaluation\.batch; write local=\{'batch': \.\.\.\} or"),
-    ({"local": {"epoch": 3}}, r"local\.epoch: no such setting; did you mean local\.epochs"),
-    ({"local": 3}, "^local = 3: "), ({"data": 3}, "^data = 3: "), ({"rounds": "many"}, r"federation\.rounds = 'many'"),
-    ({"method": "fedavg", "mu": 3}, "^mu: no such setting"), ({"overrides": ["rounds"]}, "key=value"),
-    ({"fleet": "slurm"}, "fleet = 'slurm': must be ray or local"), ({"name": "a/b"}, "name a/b: must be the name of"),
-    ({"data": "digit"}, "did you mean digits")])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"round": 3}, r"^round\b.*rounds"),
+        ({"zzzz": 3}, "^zzzz.*raylt settings"),
+        ({"batch": 3}, r"^batch\b.*local\.batch.*evaluation\.batch"),
+        ({"local": {"epoch": 3}}, r"local\.epoch\b.*local\.epochs"),
+        ({"local": 3}, "^local.*3"),
+        ({"data": 3}, "^data.*3"),
+        ({"rounds": "many"}, r"federation\.rounds.*many"),
+        ({"method": "fedavg", "mu": 3}, "^mu"),
+        ({"overrides": ["rounds"]}, "key=value"),
+        ({"fleet": "slurm"}, "^fleet.*slurm"),
+        ({"name": "a/b"}, "^name.*a/b"),
+        ({"data": "digit"}, "digits"),
+    ],
+)
 def test_settings_that_cannot_be_used_are_refused_and_leave_nothing(settings, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         raylt.run("fedprox", out=tmp_path, **({"fleet": "local", "quiet": True} | settings))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_setting_and_a_field_of_the_same_name_are_told_apart():
-    with pytest.raises(ConfigError, match=r"alpha: may be data\.alpha or method\.alpha; write data=\{'alpha'"):
+def test_a_setting_and_a_field_of_the_same_name_are_distinguished():
+    with pytest.raises(ConfigError, match=r"^alpha.*data\.alpha.*method\.alpha"):
         configure("bpfed", (), {"alpha": 0.3})
     config = configure("bpfed", (), {"data": {"alpha": 0.3}, "method": {"alpha": 0.4}})
     assert (config.data.alpha, config.method["alpha"]) == (0.3, 0.4)
@@ -105,28 +150,29 @@ def test_a_setting_and_a_field_of_the_same_name_are_told_apart():
 
 # who is told
 
+
 class Diary(raylt.Callback):
-    """Writes down what it is told."""
+    """Keeps the events of a run."""
 
     def __init__(self):
-        self.told = []
+        self.events = []
 
     def on_start(self, folder, config, reports):
-        self.told.append(("start", folder.name, config.federation.rounds, len(reports)))
+        self.events.append(("start", folder.name, config.federation.rounds, len(reports)))
 
     def on_step(self, report):
-        self.told.append(("step", report.step))
+        self.events.append(("step", report.step))
 
     def on_end(self, summary):
-        self.told.append(("end", None if summary is None else summary["rounds"]))
+        self.events.append(("end", None if summary is None else summary["rounds"]))
 
 
-def test_callbacks_are_told_in_order(tmp_path, capsys):
+def test_callbacks_are_called_in_order(tmp_path, capsys):
     first, second = Diary(), Diary()
     run = raylt.run("fedavg", out=tmp_path, name="one", fleet="local", quiet=True, callbacks=[first, second], **SMALL)
-    assert first.told == second.told == [("start", "one", 2, 0), ("step", 1), ("step", 2), ("end", 2)]
+    assert first.events == second.events == [("start", "one", 2, 0), ("step", 1), ("step", 2), ("end", 2)]
     assert capsys.readouterr() == ("", "")
-    with pytest.raises(CheckpointError, match=r"exists already; give another place, or continue it with raylt resume"):
+    with pytest.raises(CheckpointError, match=r"raylt\.resume"):
         raylt.run("fedavg", out=tmp_path, name="one", fleet="local")
     assert run.state == "done"
 
@@ -140,7 +186,7 @@ def test_a_callback_that_raises_stops_the_run_which_can_go_on(tmp_path):
     diary = Impatient()
     with pytest.raises(KeyboardInterrupt):
         raylt.run("fedavg", out=tmp_path, name="one", fleet="local", quiet=True, callbacks=[diary], **SMALL)
-    assert diary.told == [("start", "one", 2, 0), ("step", 1), ("end", None)]
+    assert diary.events == [("start", "one", 2, 0), ("step", 1), ("end", None)]
     run = raylt.Run.open(tmp_path / "one")
     assert run.state == "stopped"
     assert run.resume(fleet="local", quiet=True).summary["rounds"] == 2
@@ -156,12 +202,12 @@ def test_what_ended_a_run_is_heard_before_what_a_callback_says_of_its_end(tmp_pa
 
     class Reader(Diary):
         def on_message(self, text, minor=False):
-            self.told.append(("message", text))
+            self.events.append(("message", text))
 
     last = Reader()
     with pytest.raises(KeyboardInterrupt):
         raylt.run("fedavg", out=tmp_path, name="one", fleet="local", quiet=True, callbacks=[Down(), last], **SMALL)
-    assert last.told[-2:] == [("end", None), ("message", "at its end: tracker down")]
+    assert last.events[-2:] == [("end", None), ("message", "on_end failed: tracker down")]
 
     class Dead(Down):
         def on_message(self, text, minor=False):
@@ -176,11 +222,12 @@ def test_a_run_shows_how_it_goes_unless_it_is_quiet(tmp_path, capsys):
     run = raylt.run("fedavg", out=tmp_path, fleet="local", **SMALL)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == f"fedavg on digits, run folder {run.folder}"
-    assert lines[1].startswith("995 of 1,497 training images (66%) are left out: ")     # 1797 digits less 300 to test
+    assert lines[1].startswith("995 of 1,497 training images (66%) are left out: ")  # 1797 digits less 300 to test
     assert [line.split("  ")[0] for line in lines[2:]] == ["round 1/2", "round 2/2"]
 
 
 # one's own
+
 
 class Mine(FedProx):
     """A method of somebody's own."""

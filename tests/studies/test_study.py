@@ -1,4 +1,4 @@
-"""Studies that are really run, small ones: what is missing is run, what is done is left alone, a kill costs nothing."""
+"""Small studies that are run: missing runs are done, finished runs are left alone, and a kill loses nothing."""
 
 import json
 import os
@@ -6,68 +6,73 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jsonschema
 import pytest
 from made import write_run
+from refusals import refused
 
 import raylt
-from raylt.data.hashes import hash_data
+from raylt.data.fingerprint import hash_data
 from raylt.data.task import build_task
 from raylt.errors import CheckpointError, FolderHeld
-from raylt.runs import provenance
-from raylt.runs.callbacks import Callback
-from raylt.runs.journal import Journal
-from raylt.studies import schedule, tables
+from raylt.runs.callbacks.base import Callback
+from raylt.runs.folder import provenance
+from raylt.runs.folder.metrics_log import MetricsLine
+from raylt.runs.folder.summary import Summary
+from raylt.runs.folder.writer import Journal
 from raylt.studies.definition import define
-from raylt.studies.schedule import makespan
-from raylt.studies.single import of_runs
-from raylt.studies.study import Study
-from raylt.studies.worker import do
+from raylt.studies.report import comparison_tables
+from raylt.studies.running import scheduler
+from raylt.studies.running.scheduler import makespan
+from raylt.studies.running.worker import do
+from raylt.studies.study import Study, of_runs
 
-TINY = {"name": "tiny", "base": {"data": {"clients": 3}, "federation": {"rounds": 1}, "local": {"epochs": 1}},
-        "arms": {"fedavg": "fedavg", "prox": {"method": "fedprox"}}, "seeds": 1}
-SCHEMAS = Path(raylt.__path__[0]) / "runs" / "schemas"
+TINY = {
+    "name": "tiny",
+    "base": {"data": {"clients": 3}, "federation": {"rounds": 1}, "local": {"epochs": 1}},
+    "arms": {"fedavg": "fedavg", "prox": {"method": "fedprox"}},
+    "seeds": 1,
+}
 
 
-class Heard:
-    """A watcher that keeps what it is told."""
+class Recorder(raylt.Callback):
+    """A callback that keeps all lines and figures."""
 
     def __init__(self):
-        self.said, self.shares, self.left = [], [], []
+        self.lines, self.shares, self.left = [], [], []
 
-    def says(self, text):
-        self.said.append(text)
+    def on_message(self, text, minor=False):
+        self.lines.append(text)
 
-    def progress(self, done, total, running, share, left_s):
-        self.shares.append(share)
-        self.left.append(left_s)
+    def on_study_progress(self, status):
+        self.shares.append(status.share)
+        self.left.append(status.left_s)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A study of two runs in one process after the other, and what its watcher heard."""
-    study, heard = Study.create(define(TINY), tmp_path_factory.mktemp("out")), Heard()
-    assert study.run(heard, parallel=1) == []
-    return study, heard
+    """A study of two runs in one process after the other, and its recorder."""
+    study, recorder = Study.create(define(TINY), tmp_path_factory.mktemp("out")), Recorder()
+    assert study.run(recorder, parallel=1) == []
+    return study, recorder
 
 
 def test_all_runs_are_done_on_one_split_and_shown_as_they_end(made):
-    study, heard = made
+    study, recorder = made
     assert [record.state for record in study.records] == ["done", "done"]
     assert len({record.summary["split_sha256"] for record in study.records}) == 1
-    assert heard.said[-1].startswith("2/2  prox/seed-0")
-    assert sum("are left out" in line for line in heard.said) == 1      # once, though it is true of both
-    assert heard.shares == sorted(heard.shares)
-    assert heard.shares[-1] == 1.0
-    assert heard.left[0] is None                    # nothing was timed yet
-    assert heard.left[-1] == 0.0
+    assert recorder.lines[-1].startswith("2/2  prox/seed-0")
+    assert sum("are left out" in line for line in recorder.lines) == 1  # once, though it is true of both
+    assert recorder.shares == sorted(recorder.shares)
+    assert recorder.shares[-1] == 1.0
+    assert recorder.left[0] is None  # nothing was timed yet
+    assert recorder.left[-1] == 0.0
 
 
-def test_records_fit_the_schemas_that_ship(made):
+def test_records_fit_the_json_schemas(made):
     study, _ = made
-    summary, line = (json.loads((SCHEMAS / f"{name}.json").read_text()) for name in ("summary", "metrics"))
+    summary, line = Summary.model_json_schema(), MetricsLine.model_json_schema()
     for record in study.records:
         folder = study.folder / record.folder
         jsonschema.validate(json.loads((folder / "summary.json").read_text()), summary)
@@ -80,10 +85,10 @@ def test_records_fit_the_schemas_that_ship(made):
 def test_a_finished_study_runs_nothing_again(made):
     study, _ = made
     before = {path: path.stat().st_mtime_ns for path in study.folder.rglob("summary.json")}
-    heard = Heard()
-    assert Study.create(define(TINY), study.folder.parent).run(heard) == []
+    recorder = Recorder()
+    assert Study.create(define(TINY), study.folder.parent).run(recorder) == []
     assert {path: path.stat().st_mtime_ns for path in study.folder.rglob("summary.json")} == before
-    assert heard.said == []
+    assert recorder.lines == []
 
 
 def test_results_file_tells_the_same_as_the_folder(made):
@@ -97,8 +102,10 @@ def test_single_runs_make_the_same_comparison(made):
     study, _ = made
     alone = of_runs([study.folder / record.folder for record in study.records])
     assert [(row.arm, row.values) for row in alone.compare().rows] == [
-        ("fedavg", study.compare().rows[0].values), ("fedprox", study.compare().rows[1].values)]
-    with pytest.raises(CheckpointError, match="same settings and seed"):
+        ("fedavg", study.compare().rows[0].values),
+        ("fedprox", study.compare().rows[1].values),
+    ]
+    with refused("study.duplicate-run", CheckpointError, differences=[]):
         of_runs([study.folder / "fedavg/seed-0", study.folder / "." / "fedavg/seed-0/../seed-0"])
 
 
@@ -109,10 +116,11 @@ def test_single_runs_that_differ_in_more_than_their_names_say_are_refused_by_wha
         for plan in study.planned:
             write_run(study.folder / plan.folder, plan, [0.5])
             folders.append(study.folder / plan.folder)
-    with pytest.raises(CheckpointError, match=r"with seed 0 that differ in local.lr 0.05, 0.5; give one"):
+    with refused("study.duplicate-run", CheckpointError, differences=["local.lr 0.05, 0.5"]):
         of_runs([folders[0], folders[2]])
-    with pytest.raises(CheckpointError, match=r"optimiser differs \(local.lr 0.5; local.lr 0.05\)"):
+    with refused("study.not-comparable", CheckpointError, condition="optimiser") as caught:
         of_runs([folders[0], folders[3]]).compare()
+    assert "(local.lr 0.5; local.lr 0.05)" in str(caught.value)
 
 
 def test_arms_and_seeds_may_be_added_but_settings_not_changed(tmp_path):
@@ -122,54 +130,58 @@ def test_arms_and_seeds_may_be_added_but_settings_not_changed(tmp_path):
     more = define(TINY | {"arms": TINY["arms"] | {"per": "fedper"}, "seeds": 2})
     states = [record.state for record in Study.create(more, tmp_path).records]
     assert states == ["done", *["missing"] * 5]
-    with pytest.raises(CheckpointError, match=r"other settings \(local.epochs: 1 -> 2\)"):
+    with refused("study.changed", CheckpointError, differences=["local.epochs: 1 -> 2"]):
         Study.create(define(TINY | {"base": TINY["base"] | {"local": {"epochs": 2}}}), tmp_path)
 
 
 def test_a_folder_that_is_no_study_is_left_alone(tmp_path):
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "thesis.tex").write_text("")
-    with pytest.raises(CheckpointError, match="exists and is no study"):
+    with refused("study.not-a-study", CheckpointError, path=str(tmp_path / "tiny")):
         Study.create(define(TINY), tmp_path)
-    with pytest.raises(CheckpointError, match="no study"):
+    with refused("study.not-a-study", CheckpointError, path=str(tmp_path)):
         Study.open(tmp_path)
-    with pytest.raises(CheckpointError, match="elsewhere: no such file or folder; give a folder"):
+    with refused("file.not-found", CheckpointError, path=str(tmp_path / "elsewhere")):
         Study.open(tmp_path / "elsewhere")
 
 
-def test_runs_of_another_version_of_the_code_stop_a_study_unless_told(tmp_path):
+def test_runs_of_another_version_of_the_code_stop_a_study_unless_allowed(tmp_path):
     study = Study.create(define(TINY), tmp_path)
     for plan in study.definition.runs():
         write_run(study.folder / plan.folder, plan, [0.5], code="0" * 64)
-    with pytest.raises(CheckpointError, match="another version of the code"):
+    with refused("study.other-code", CheckpointError, codes=["0" * 64]):
         study.run()
-    assert study.run(mix_versions=True) == []       # all are done: nothing to run
+    assert study.run(mix_versions=True) == []  # all are done: nothing to run
 
 
 @pytest.mark.slow
 def test_a_run_that_cannot_be_done_fails_by_name_and_the_others_go_on(tmp_path):
     arms = {"bad": {"data.clients": 5000, "method": "fedavg"}, "fedavg": "fedavg"}
-    study, heard = Study.create(define(TINY | {"arms": arms}), tmp_path), Heard()
-    assert study.run(heard, parallel=1) == ["bad/seed-0"]
+    study, recorder = Study.create(define(TINY | {"arms": arms}), tmp_path), Recorder()
+    assert study.run(recorder, parallel=1) == ["bad/seed-0"]
     states = {record.arm: (record.state, record.problem) for record in study.records}
     assert states["fedavg"][0] == "done"
     assert states["bad"][0] == "failed"
-    assert "data.clients = 5000" in states["bad"][1]
-    assert any("bad/seed-0 failed" in text for text in heard.said)
-    assert "bad/seed-0: failed: data.clients = 5000" in study.compare(reference="fedavg").left_out[0]
+    assert "data.clients" in states["bad"][1]
+    assert any("bad/seed-0 failed" in text for text in recorder.lines)
+    assert study.compare(reference="fedavg").left_out[0].startswith("bad/seed-0: failed: ")
 
 
 def test_makespan_by_hand():
-    assert makespan([3, 1, 2], 2) == 3              # 3 | 2 + 1
-    assert makespan([5, 4, 3, 3], 2) == 8           # 5 + 3 | 4 + 3
+    assert makespan([3, 1, 2], 2) == 3  # 3 | 2 + 1
+    assert makespan([5, 4, 3, 3], 2) == 8  # 5 + 3 | 4 + 3
     assert makespan([], 2) == 0
 
 
 @pytest.mark.slow
 def test_a_study_that_is_killed_twice_ends_with_the_same_tables(tmp_path):
     sfd = {"name": "sfd", "rf_dim": 50, "epochs": 5, "synthesis_steps": 10}
-    tree = TINY | {"arms": {"fedavg": "fedavg", "sfd": {"method": sfd}}, "seeds": 3,
-                   "base": {"data": {"clients": 4}, "federation": {"rounds": 5}}, "claims": ["sfd > fedavg on few"]}
+    tree = TINY | {
+        "arms": {"fedavg": "fedavg", "sfd": {"method": sfd}},
+        "seeds": 3,
+        "base": {"data": {"clients": 4}, "federation": {"rounds": 5}},
+        "claims": ["sfd > fedavg on few"],
+    }
     straight = Study.create(define(tree), tmp_path / "straight")
     assert straight.run() == []
     file = tmp_path / "tiny.yaml"
@@ -180,14 +192,17 @@ def test_a_study_that_is_killed_twice_ends_with_the_same_tables(tmp_path):
         # not rglob: it would walk into checkpoints that the run at work deletes meanwhile
         while len(list((tmp_path / "killed").glob("tiny/*/*/summary.json"))) < enough and process.poll() is None:
             time.sleep(0.05)
-        time.sleep(0.3)                             # in the middle of the next run
+        time.sleep(0.3)  # in the middle of the next run
         os.kill(process.pid, how)
         process.wait()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     killed = Study.open(tmp_path / "killed" / "tiny")
     straight.read()
-    for write in (lambda made: tables.of_comparison(made).markdown(), lambda made: tables.of_comparison(made).latex(),
-                  lambda made: json.dumps(made.to_json())):
+    for write in (
+        lambda made: comparison_tables.comparison_table(made).markdown(),
+        lambda made: comparison_tables.comparison_table(made).latex(),
+        lambda made: json.dumps(made.to_json()),
+    ):
         assert write(killed.compare()) == write(straight.compare())
     models = [[record.summary["model_sha256"] for record in study.records] for study in (straight, killed)]
     assert models[0] == models[1]
@@ -200,13 +215,14 @@ def test_a_worker_that_dies_is_replaced_and_its_run_taken_up(tmp_path, monkeypat
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
         f"mark = {str(tmp_path / 'mark')!r}\n"
-        "if 'raylt.studies.worker' in ' '.join(sys.orig_argv) and not os.path.exists(mark):\n"
+        "if 'raylt.studies.running.worker' in ' '.join(sys.orig_argv) and not os.path.exists(mark):\n"
         "    open(mark, 'w').close()\n"
-        "    os.kill(os.getpid(), 9)\n")
+        "    os.kill(os.getpid(), 9)\n"
+    )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    study, heard = Study.create(define(TINY | {"arms": {"fedavg": "fedavg"}}), tmp_path / "out"), Heard()
-    assert study.run(heard, parallel=1) == []
-    assert any("signal 9" in text and "taken up again" in text for text in heard.said)
+    study, recorder = Study.create(define(TINY | {"arms": {"fedavg": "fedavg"}}), tmp_path / "out"), Recorder()
+    assert study.run(recorder, parallel=1) == []
+    assert any(text.startswith("fedavg/seed-0: ") and "signal 9" in text for text in recorder.lines)
 
 
 def test_a_study_from_python_is_taken_up_by_its_name(made):
@@ -220,23 +236,23 @@ def test_a_study_from_python_is_taken_up_by_its_name(made):
 def test_a_run_that_another_process_makes_is_left_to_it(tmp_path):
     folder, config = tmp_path / "run", define(TINY).runs()[0].config
     folder.mkdir()
-    with Journal(folder):                               # it has its lock, and no config.yaml yet
+    with Journal(folder):  # it has its lock, and no config.yaml yet
         (folder / "split.json").write_text("{}")
         with pytest.raises(FolderHeld):
             do(folder, config, "local", None, Callback())
         with pytest.raises(FolderHeld):
             raylt.run(config, out=tmp_path, name="run", fleet="local", quiet=True)
     assert (folder / "split.json").exists()
-    do(folder, config, "local", None, Callback())       # left by a process that died
+    do(folder, config, "local", None, Callback())  # left by a process that died
     assert raylt.Run.open(folder).state == "done"
 
 
 @pytest.mark.parametrize("others", [[], ["done"]])
 def test_a_run_that_another_process_has_begun_is_no_failure(tmp_path, monkeypatch, others):
-    arms = dict([*TINY["arms"].items()][:1 + len(others)])
-    study, heard = Study.create(define(TINY | {"arms": arms}), tmp_path), Heard()
+    arms = dict([*TINY["arms"].items()][: 1 + len(others)])
+    study, recorder = Study.create(define(TINY | {"arms": arms}), tmp_path), Recorder()
     plan = study.planned[0]
-    employ, held = schedule._Pool._employ, []
+    employ, held = scheduler._Pool._assign, []
 
     def begun_by_another_first(pool, number, log):
         if not held:
@@ -244,10 +260,10 @@ def test_a_run_that_another_process_has_begun_is_no_failure(tmp_path, monkeypatc
             held.append(Journal.create(study.folder / plan.folder, plan.config, task.split, hash_data(task)))
         employ(pool, number, log)
 
-    monkeypatch.setattr(schedule._Pool, "_employ", begun_by_another_first)
-    assert study.run(heard, parallel=1) == []
+    monkeypatch.setattr(scheduler._Pool, "_assign", begun_by_another_first)
+    assert study.run(recorder, parallel=1) == []
     with held[0]:
-        assert f"{plan.folder}: another process is at it" in heard.said
+        assert any(text.startswith(f"{plan.folder}: another process") for text in recorder.lines)
         assert [record.state for record in study.records] == ["running", *others]
-        assert heard.shares[-1] == len(others)          # of the runs that are this process's to do
+        assert recorder.shares[-1] == len(others)  # of the runs that are this process's to do
         assert not list(study.folder.rglob("*.failed"))

@@ -7,8 +7,8 @@ import pytest
 from raylt.config import Config
 from raylt.errors import CheckpointError
 from raylt.hyper import Choice, LogUniform, Uniform
-from tune.plan import OVER, WAIT, Plan, State, client_steps
-from tune.record import Point, Record
+from tune.plan import OVER, WAIT, SearchPlan, SearchState, client_steps
+from tune.records import Score, TrialRecord
 from tune.report import draw
 
 SPACE = {"method.mu": LogUniform(1e-4, 1.0), "local.lr": LogUniform(0.01, 0.3)}
@@ -20,7 +20,7 @@ def sizes(config):
 
 
 def plan(**changes):
-    return Plan(**{"base": BASE, "spaces": {"fedprox": SPACE}, "samples": 12, "lag": 2, **changes})
+    return SearchPlan(**{"base": BASE, "spaces": {"fedprox": SPACE}, "samples": 12, "lag": 2, **changes})
 
 
 def score(values, step):
@@ -33,17 +33,17 @@ def distance(lr):
 
 
 def run(state, rng, at_once):
-    """Trials side by side, each result coming at a random time."""
+    """Run trials side by side, with results at random times."""
     under_way = []
     while True:
-        while len(under_way) < at_once and isinstance(record := state.next(), Record):
+        while len(under_way) < at_once and isinstance(record := state.next(), TrialRecord):
             under_way.append((record, 0))
         if not under_way:
             return state
         record, step = under_way.pop(rng.randrange(len(under_way)))
         step += 1
         kind = "final" if step == 9 else "round"
-        record.points[step] = Point(step, kind, score(record.values, step), 0, {}, {})
+        record.scores[step] = Score(step, kind, score(record.values, step), 0, {}, {})
         state.update(record)
         if step < 9 and not (record.outcome and record.outcome.state == "stopped"):
             under_way.append((record, step))
@@ -56,25 +56,25 @@ def results(state):
 
 
 @pytest.mark.parametrize("searcher", ["tpe", "random", "grid"])
-def test_a_search_comes_to_the_same_whatever_the_timing(searcher):
-    straight = results(run(State(plan(searcher=searcher), sizes), random.Random(0), 1))
+def test_a_search_has_the_same_outcome_whatever_the_timing(searcher):
+    straight = results(run(SearchState(plan(searcher=searcher), sizes), random.Random(0), 1))
     assert len(straight) == (9 if searcher == "grid" else 12)
     assert "stopped" in {outcome.state for *_, outcome in straight}
     for seed in range(5):
-        assert results(run(State(plan(searcher=searcher), sizes), random.Random(seed), 2)) == straight
+        assert results(run(SearchState(plan(searcher=searcher), sizes), random.Random(seed), 2)) == straight
 
 
 def test_tpe_goes_where_scores_are_good():
     first, later = 0.0, 0.0
     for seed in range(4):
-        state = run(State(plan(samples=30, seed=seed), sizes), random.Random(0), 1)
+        state = run(SearchState(plan(samples=30, seed=seed), sizes), random.Random(0), 1)
         away = [distance(r.values["local.lr"]) for r in state.trials]
         first, later = first + sum(away[:10]) / 10, later + sum(away[10:]) / 20
     assert later < 0.75 * first
 
 
 def test_the_best_is_one_that_went_to_its_end():
-    state = run(State(plan(), sizes), random.Random(0), 2)
+    state = run(SearchState(plan(), sizes), random.Random(0), 2)
     best = state.best()
     assert best is not None
     assert best.outcome.score == max(r.outcome.score for r in state.trials if r.outcome.state == "done")
@@ -90,61 +90,67 @@ def test_client_steps_by_hand():
 def test_methods_share_nothing_but_the_budget_each_may_spend():
     spaces = {"fedavg": {"local.lr": SPACE["local.lr"]}, "fedprox": SPACE}
     budget = 10 * 72
-    state = run(State(plan(spaces=spaces, samples=None, budget=budget), sizes), random.Random(0), 2)
-    alone = run(State(plan(samples=None, budget=budget), sizes), random.Random(3), 2)
+    state = run(SearchState(plan(spaces=spaces, samples=None, budget=budget), sizes), random.Random(0), 2)
+    alone = run(SearchState(plan(samples=None, budget=budget), sizes), random.Random(3), 2)
     assert results(alone) == [r for r in results(state) if r[0].startswith("fedprox")]
     for method in spaces:
-        mine = [r for r in state.trials if r.method == method]
-        assert budget - 72 < sum(r.spent for r in mine) <= budget
-        assert len(mine) > 10                       # what stopped trials did not use goes to others
+        trials = [r for r in state.trials if r.method == method]
+        assert budget - 72 < sum(r.spent for r in trials) <= budget
+        assert len(trials) > 10  # what stopped trials did not use goes to others
 
 
 def test_a_method_without_fields_has_one_trial():
-    state = run(State(plan(spaces={"fedavg": {}, "fedprox": SPACE}), sizes), random.Random(0), 1)
+    state = run(SearchState(plan(spaces={"fedavg": {}, "fedprox": SPACE}), sizes), random.Random(0), 1)
     assert [r.method for r in state.trials].count("fedavg") == 1
 
 
 def test_tpe_waits_for_the_trials_it_learns_from():
-    state = State(plan(), sizes)
-    assert [isinstance(state.next(), Record) for _ in range(2)] == [True, True]
+    state = SearchState(plan(), sizes)
+    assert [isinstance(state.next(), TrialRecord) for _ in range(2)] == [True, True]
     assert state.next() == WAIT
-    state = State(plan(searcher="random", samples=2), sizes)
-    assert [isinstance(state.next(), Record) for _ in range(2)] == [True, True]
+    state = SearchState(plan(searcher="random", samples=2), sizes)
+    assert [isinstance(state.next(), TrialRecord) for _ in range(2)] == [True, True]
     assert state.next() == OVER
 
 
 def test_a_plan_survives_json():
-    its = plan(spaces={"fedprox": SPACE | {"x.y": Uniform(0.0, 1.0)}})
-    assert Plan.from_json(json.dumps(its.to_json()).encode(), "it") == its
+    original = plan(spaces={"fedprox": SPACE | {"x.y": Uniform(0.0, 1.0)}})
+    assert SearchPlan.from_json(json.dumps(original.to_json()).encode(), "search.json") == original
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"samples": 9}, "it: was changed after the search began"), ({"metric": "luck"}, "metric: input should be 'accu"),
-    ({"seed": "1"}, "seed: input should be a valid integer"), ({"spaces": 3}, "spaces: input should be a valid dict"),
-    ({"more": 1}, "more: extra inputs are not permitted")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"samples": 9}, "search.json: the file was changed after the search began"),
+        ({"metric": "luck"}, "metric: input should be 'accu"),
+        ({"seed": "1"}, "seed: input should be a valid integer"),
+        ({"spaces": 3}, "spaces: input should be a valid dict"),
+        ({"more": 1}, "more: extra inputs are not permitted"),
+    ],
+)
 def test_a_plan_that_was_changed_is_refused(change, message):
     with pytest.raises(CheckpointError, match=message):
-        Plan.from_json(json.dumps(plan(spaces={"fedprox": SPACE}).to_json() | change).encode(), "it")
+        SearchPlan.from_json(json.dumps(plan(spaces={"fedprox": SPACE}).to_json() | change).encode(), "search.json")
 
 
 def test_fields_of_one_name_with_other_ranges_have_a_slice_each():
     spaces = {"fedprox": {"method.mu": LogUniform(1e-4, 1.0)}, "moon": {"method.mu": Choice(0.1, 5)}}
     both = plan(spaces=spaces, searcher="random", scheduler="none", samples=2)
-    state = State(both, sizes)
-    while isinstance(record := state.next(), Record):
-        record.points = {9: Point(9, "final", 0.5, 9, {}, {})}
+    state = SearchState(both, sizes)
+    while isinstance(record := state.next(), TrialRecord):
+        record.scores = {9: Score(9, "final", 0.5, 9, {}, {})}
         state.update(record)
     assert {record.method for record in state.trials} == {"fedprox", "moon"}
-    assert draw(both, state).startswith(b"\x89PNG")
+    assert draw(both, state, {}).startswith(b"\x89PNG")
 
 
 def test_a_trial_that_was_stopped_before_an_interruption_has_an_outcome_after_it():
-    state = State(plan(searcher="random", samples=5), sizes)
+    state = SearchState(plan(searcher="random", samples=5), sizes)
     records = [state.next() for _ in range(5)]
-    scores = [(.05, .1, .1), (.5, .6, .5), (.6, .7, .6), (.55,), (.7, .8, .7)]      # the fourth was stopped
-    for record, its in zip(records, scores, strict=True):
-        kinds = zip((1, 3, 9), ("round", "round", "final"), its, strict=False)
-        record.points = {step: Point(step, kind, score, step, {}, {}) for step, kind, score in kinds}
+    scores = [(0.05, 0.1, 0.1), (0.5, 0.6, 0.5), (0.6, 0.7, 0.6), (0.55,), (0.7, 0.8, 0.7)]  # the fourth was stopped
+    for record, values in zip(records, scores, strict=True):
+        kinds = zip((1, 3, 9), ("round", "round", "final"), values, strict=False)
+        record.scores = {step: Score(step, kind, value, step, {}, {}) for step, kind, value in kinds}
         record.closed = True
     state.update(records[0])
     assert [record.outcome.state for record in records] == ["done", "done", "done", "stopped", "done"]

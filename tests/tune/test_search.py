@@ -14,15 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from refusals import refused
 
 import raylt
 from actors.placement import Need
 from raylt.config import load
 from raylt.errors import CheckpointError, ConfigError
 from tune import resume, search, space, spaces_of
-from tune.desk import Desk
+from tune.loop import SearchLoop
 from tune.placement import bundles_of, check_fit, fitting, most_on_gpu, place_trial
-from tune.plan import Plan
+from tune.plan import SearchPlan
 
 SETTINGS = ["method=fedprox", "data.clients=4", "data.imbalance=5", "federation.rounds=6", "local.epochs=1"]
 RANGES = {"local.lr": "loguniform(0.01, 0.3)"}
@@ -34,12 +35,13 @@ def config_of(*settings):
 
 def small_search(out, *settings, name="s", samples=8, **changes):
     config = config_of(*settings)
-    return search(config, space(config, RANGES), samples, out=out, name=name,
-                  **{"fleet": "local", "parallel": 2, **changes})
+    return search(
+        config, space(config, RANGES), samples, out=out, name=name, **{"fleet": "local", "parallel": 2, **changes}
+    )
 
 
-def results(found):
-    return [(r.id, r.values, r.outcome) for r in found.trials]
+def results(result):
+    return [(r.id, r.values, r.outcome) for r in result.trials]
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +50,14 @@ def undisturbed(tmp_path_factory):
 
 
 def figures(folder):
-    """What a run came to, but for its time and what made it, and, of a trial, what it was judged by."""
+    """Return the summary of a run without its times, its provenance and a trial's validation figures."""
     summary = json.loads((folder / "summary.json").read_text())
     summary["figures"].pop("validation", None)
-    return {key: value for key, value in summary.items() if "seconds" not in key and key not in (
-        "date", "made", "line", "sha256")}
+    return {
+        key: value
+        for key, value in summary.items()
+        if "seconds" not in key and key not in ("date", "made", "provenance", "line", "sha256")
+    }
 
 
 @pytest.mark.slow
@@ -61,7 +66,7 @@ def test_the_best_configuration_gives_the_trials_figures_to_the_bit(undisturbed,
     assert best == undisturbed.config
     folder = raylt.run(best, out=tmp_path, name="again", fleet="local", quiet=True).folder
     assert figures(folder) == figures(undisturbed.folder / "trials" / undisturbed.best.id)
-    assert undisturbed.best.judged.test["accuracy"] == figures(folder)["accuracy"]["last"]
+    assert undisturbed.best.deciding_score.test["accuracy"] == figures(folder)["accuracy"]["last"]
 
 
 @pytest.mark.slow
@@ -81,40 +86,45 @@ def test_a_search_leaves_its_tables_and_a_picture(undisturbed):
 @pytest.mark.slow
 def test_test_figures_decide_nothing(undisturbed, monkeypatch, tmp_path):
     from tune import trial
+
     monkeypatch.setattr(trial, "_test_figures", lambda report: {"accuracy": 0.0})
     assert results(small_search(tmp_path)) == results(undisturbed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 5, 14])
-def test_a_resumed_search_equals_an_undisturbed_one_and_runs_no_finished_trial_again(undisturbed, tmp_path, after,
-                                                                                     monkeypatch):
-    told, count = Desk.told, [0]
+def test_a_resumed_search_equals_an_undisturbed_one_and_runs_no_finished_trial_again(
+    undisturbed, tmp_path, after, monkeypatch
+):
+    add_scores = SearchLoop.add_scores
+    count = [0]
 
-    def interrupt(self, id, points):
+    def interrupt(self, id, scores):
         count[0] += 1
         if count[0] > after:
             raise KeyboardInterrupt
-        return told(self, id, points)
+        return add_scores(self, id, scores)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Desk, "told", interrupt)
+        patch.setattr(SearchLoop, "add_scores", interrupt)
         with pytest.raises(KeyboardInterrupt):
             small_search(tmp_path)
     with (tmp_path / "s/trials.jsonl").open("a") as stream:
-        stream.write('{"trial": "fedprox-00')                  # a line cut off by the kill
+        stream.write('{"trial": "fedprox-00')  # a line cut off by the kill
     ended = {json.loads(line)["trial"] for line in (tmp_path / "s/trials.jsonl").read_text().splitlines()[:-1]}
     before = {id: os.stat(tmp_path / "s/trials" / id / "metrics.jsonl").st_mtime_ns for id in ended}
-    found = resume(tmp_path / "s", fleet="local")
-    assert results(found) == results(undisturbed)
+    result = resume(tmp_path / "s", fleet="local")
+    assert results(result) == results(undisturbed)
     assert before == {id: os.stat(tmp_path / "s/trials" / id / "metrics.jsonl").st_mtime_ns for id in ended}
     assert (tmp_path / "s/best.yaml").read_text().splitlines()[4:] == (
-        undisturbed.folder / "best.yaml").read_text().splitlines()[4:]
+        undisturbed.folder / "best.yaml"
+    ).read_text().splitlines()[4:]
 
 
 @pytest.mark.slow
 def test_a_failed_trial_is_shown_and_run_again_on_resume(tmp_path, monkeypatch):
     from raylt.methods.fedprox import FedProx
+
     with monkeypatch.context() as patch:
         whole = FedProx.train
 
@@ -124,11 +134,11 @@ def test_a_failed_trial_is_shown_and_run_again_on_resume(tmp_path, monkeypatch):
             return whole(self, client, message)
 
         patch.setattr(FedProx, "train", train)
-        found = small_search(tmp_path, samples=6, retries=0)
-    failed = [r for r in found.trials if r.failed]
+        result = small_search(tmp_path, samples=6, retries=0)
+    failed = [r for r in result.trials if r.failed]
     assert failed
     assert all("too small" in r.failed for r in failed)
-    assert found.best not in failed
+    assert result.best not in failed
     again = resume(tmp_path / "s", fleet="local")
     assert not any(r.failed for r in again.trials)
 
@@ -137,31 +147,46 @@ def test_a_failed_trial_is_shown_and_run_again_on_resume(tmp_path, monkeypatch):
 def test_several_methods_spend_the_same_budget(tmp_path):
     config = config_of()
     spaces = spaces_of(["fedavg", "fedprox"], {"local.lr": space(config, RANGES)["local.lr"]}, config)
-    found = search(config, spaces, budget=700, searcher="random", out=tmp_path, name="s", fleet="local")
+    result = search(config, spaces, budget=700, searcher="random", out=tmp_path, name="s", fleet="local")
     for method in spaces:
-        mine = [r for r in found.trials if r.method == method]
-        assert 700 - mine[0].cost < sum(r.spent for r in mine) <= 700
+        trials = [r for r in result.trials if r.method == method]
+        assert 700 - trials[0].cost < sum(r.spent for r in trials) <= 700
 
 
 @pytest.mark.slow
 def test_a_search_folder_is_not_used_twice(undisturbed):
-    with pytest.raises(CheckpointError, match="--resume"):
+    with refused("search.exists", CheckpointError, path=str(undisturbed.folder)):
         small_search(undisturbed.folder.parent)
-    with pytest.raises(CheckpointError, match="not the folder of a search"):
+    with refused("search.not-found", CheckpointError, path=str(undisturbed.folder.parent)):
         resume(undisturbed.folder.parent)
 
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"budget": 3}, "one trial of fedprox takes"), ({"metric": "few"}, "no few-shot class"),
-    ({"track": ["elsewhere"]}, "mlflow or wandb"), ({"searcher": "TPE"}, "searcher = 'TPE'"),
-    ({"scheduler": "ASHA"}, "scheduler = 'ASHA'"), ({"metric": "acc"}, "metric = 'acc'"),
-    ({"samples": 0}, "samples = 0"), ({"parallel": -1}, "parallel = -1: must be at least 1"),
-    ({"fleet": "Local"}, "fleet = 'Local': must be ray or local"), ({"retries": -1}, "retries = -1")])
-def test_what_cannot_work_is_said_before_anything_starts(tmp_path, changes, says):
+@pytest.mark.parametrize(
+    ("changes", "code", "key"),
+    [
+        ({"budget": 3}, "search.budget-too-small", "--budget"),
+        ({"metric": "few"}, "search.no-class", "--metric"),
+        ({"searcher": "TPE"}, "config.wrong-type", "searcher"),
+        ({"scheduler": "ASHA"}, "config.wrong-type", "scheduler"),
+        ({"metric": "acc"}, "config.wrong-type", "metric"),
+        ({"samples": 0}, "config.wrong-type", "samples"),
+        ({"parallel": -1}, "config.out-of-range", "parallel"),
+        ({"fleet": "Local"}, "config.unknown-name", "fleet"),
+        ({"retries": -1}, "config.wrong-type", "retries"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_before_anything_starts(tmp_path, changes, code, key):
     config = load(None, [*SETTINGS, "data.groups=[0, 1]"])
-    with pytest.raises(ConfigError, match=says):
-        search(config, space(config, RANGES),
-               **{"samples": 8, "out": tmp_path, "name": "s", "fleet": "local", **changes})
+    arguments = {"samples": 8, "out": tmp_path, "name": "s", "fleet": "local", **changes}
+    with refused(code, ConfigError, key=key, value=changes.get(key.removeprefix("--"))):
+        search(config, space(config, RANGES), **arguments)
+    assert not (tmp_path / "s").exists()
+
+
+def test_an_unknown_tracker_is_refused_before_anything_starts(tmp_path):
+    config = config_of()
+    with pytest.raises(ConfigError, match="mlflow"):
+        search(config, space(config, RANGES), out=tmp_path, name="s", fleet="local", track=["elsewhere"])
     assert not (tmp_path / "s").exists()
 
 
@@ -171,7 +196,7 @@ def test_trials_share_a_cluster_evenly():
 
     assert placed({"CPU": 2}, 8).actors == 1
     assert placed({"CPU": 64}, 8).actors == 8
-    assert placed({"CPU": 64}, 2).actors == 20          # no more than clients
+    assert placed({"CPU": 64}, 2).actors == 20  # no more than clients
     assert placed({"CPU": 64}, 8, 20, "resources.actors=3").actors == 3
     for have, trials in (({"CPU": 16, "GPU": 1}, 20), ({"CPU": 64, "GPU": 8}, 20), ({"CPU": 64, "GPU": 8}, 3)):
         bundles = bundles_of(placed(have, trials))
@@ -179,7 +204,7 @@ def test_trials_share_a_cluster_evenly():
         assert fitting(bundles, nodes, 100) >= min(trials, 8 * have["GPU"])
 
 
-def test_so_many_trials_share_a_gpu_as_its_memory_holds():
+def test_as_many_trials_share_a_gpu_as_fit_its_memory():
     def placed(most, trials, gpus, *settings):
         have = {"CPU": 64.0, "GPU": float(gpus)}
         bundles = bundles_of(place_trial(config_of(*settings), 20, trials, have, most))
@@ -190,21 +215,21 @@ def test_so_many_trials_share_a_gpu_as_its_memory_holds():
     assert placed(6, 20, 1) == (1, 3)
     assert placed(7, 2, 1) == (2, 2)
     assert placed(3, 20, 4) == (2, 4)
-    assert placed(1, 20, 1) == (1, 1)           # what was measured is server and client in one
+    assert placed(1, 20, 1) == (1, 1)  # what was measured is server and client in one
     assert placed(6, 20, 1, "resources.actors=2") == (2, 2)
-    with pytest.raises(ConfigError, match=r"3 client actors of a trial and its server .* 1 GPUs, each .* holds 3 such"):
+    with refused("cluster.too-small", ConfigError, actors=3, gpus=1.0, per_gpu=3):
         placed(3, 20, 1, "resources.actors=3")
 
 
 def test_memory_of_gpus_and_of_their_machines_bounds_processes():
     nodes = [{"CPU": 8.0, "GPU": 2.0, "memory": 100.0}, {"CPU": 8.0, "memory": 1.0}]
-    assert most_on_gpu(nodes, Need(gpu_memory=0.2)) == 4                # 0.9 / 0.2
-    assert most_on_gpu(nodes, Need(memory=15, gpu_memory=0.2)) == 3     # 0.9 * 100 / 15, of two GPUs
+    assert most_on_gpu(nodes, Need(gpu_memory=0.2)) == 4  # 0.9 / 0.2
+    assert most_on_gpu(nodes, Need(memory=15, gpu_memory=0.2)) == 3  # 0.9 * 100 / 15, of two GPUs
     assert most_on_gpu(nodes, Need()) == math.inf
 
 
 def test_what_trials_need_is_measured_where_they_share_a_gpu_and_of_the_largest_that_are_tried(monkeypatch):
-    from tune import needs
+    from tune import placement as trial_placement
     from tune.search import _place
 
     seen = []
@@ -213,32 +238,31 @@ def test_what_trials_need_is_measured_where_they_share_a_gpu_and_of_the_largest_
         seen.append((setup.method.name, setup.config.model, setup.config.local.batch, gpus))
         return None if setup.config.model == "resnet8" else Need(1.0, 0.2 if setup.method.name == "fedavg" else 0.3)
 
-    monkeypatch.setattr(needs, "probe", probe)
+    monkeypatch.setattr(trial_placement, "probe", probe)
     config = config_of("resources.cpus_per_client=0.5")
     ranges = {"model": "choice(small, resnet8)", "local.batch": "grid(16, 64, 32)"}
-    plan = Plan(config, spaces_of(["fedavg", "fedprox"], space(config, ranges), config), searcher="random")
+    plan = SearchPlan(config, spaces_of(["fedavg", "fedprox"], space(config, ranges), config), searcher="random")
     nodes = [{"CPU": 16.0, "GPU": 2.0}]
-    placement, at_once = _place(plan, nodes, None)
+    placed, at_once = _place(plan, nodes, None)
     assert seen == [(name, model, 64, 1) for name in ("fedavg", "fedprox") for model in ("small", "resnet8")]
-    assert (placement.actors, at_once) == (2, 2)            # 0.9 / 0.3 processes on each, one a server
+    assert (placed.actors, at_once) == (2, 2)  # 0.9 / 0.3 processes on each, one a server
     seen.clear()
-    for settings in ("resources.gpus_per_client=0.25", "data.clients=2"):       # it is given; and each has its own
+    for settings in ("resources.gpus_per_client=0.25", "data.clients=2"):  # it is given; and each has its own
         _place(replace(plan, base=config_of(settings), spaces={"fedavg": {}}), nodes, None)
     _place(plan, [{"CPU": 16.0}], None)
     assert not seen
 
 
 def test_a_trial_that_does_not_fit_is_refused_with_what_is_missing():
-    bundles = bundles_of(place_trial(config_of("resources.actors=4", "resources.gpus_per_client=0.5"), 4, 8,
-                                     {"CPU": 2.0}))
-    with pytest.raises(ConfigError) as raised:
+    bundles = bundles_of(
+        place_trial(config_of("resources.actors=4", "resources.gpus_per_client=0.5"), 4, 8, {"CPU": 2.0})
+    )
+    with refused("cluster.too-small", ConfigError, cluster={"CPU": 2.0, "GPU": 0}) as caught:
         check_fit(bundles, [{"CPU": 2.0}], 8)
-    assert str(raised.value) == (
-        "resources: a trial takes 4 CPUs and 1.85 GPUs (4 client actors of 1 CPUs and 0.45 GPUs), the cluster has 2 "
-        "CPUs and 0 GPUs, its largest node 2 and 0: not enough for one; lower resources.actors, "
-        "resources.cpus_per_client or resources.gpus_per_client")
+    assert caught.value.details["trial"] == {"CPU": 4.0, "GPU": pytest.approx(1.85)}
+    assert "4 client actors of 1 CPU and 0.45 GPUs" in str(caught.value)
     # enough in all, but no node has room for one bundle
-    with pytest.raises(ConfigError, match="largest node 2 and 0"):
+    with refused("cluster.too-small", ConfigError, largest_node={"CPU": 2.0, "GPU": 0}):
         check_fit([{}, {"CPU": 3.0}], [{"CPU": 2.0}, {"CPU": 2.0}], 8)
 
 
@@ -253,14 +277,15 @@ def command(*arguments):
 
 @pytest.mark.slow
 def test_on_ray_two_at_a_time_with_a_killed_process_it_comes_to_the_same_and_leaves_no_actor(
-        undisturbed, ray_session, tmp_path, monkeypatch):
+    undisturbed, ray_session, tmp_path, monkeypatch
+):
     import ray
 
-    from tune import cluster
+    from tune import ray_backend
 
     actors, free = ray.util.list_named_actors(all_namespaces=True), ray.available_resources().get("CPU")
     killed, at_once = [], set()
-    decide, suggest = cluster._Stop.on_trial_result, cluster._Suggest.suggest
+    decide, suggest = ray_backend._TrialStopper.on_trial_result, ray_backend._TrialSuggester.suggest
 
     def watch(self, controller, trial, result):
         if trial.config["trial"] == "fedprox-000" and result["round"] == 3 and not killed:
@@ -269,20 +294,21 @@ def test_on_ray_two_at_a_time_with_a_killed_process_it_comes_to_the_same_and_lea
         return decide(self, controller, trial, result)
 
     def count(self, trial_id):
-        found = suggest(self, trial_id)
-        at_once.add(len(self._office.names))
-        return found
+        suggestion = suggest(self, trial_id)
+        at_once.add(len(self._adapter.running))
+        return suggestion
 
-    monkeypatch.setattr(cluster._Stop, "on_trial_result", watch)
-    monkeypatch.setattr(cluster._Suggest, "suggest", count)
-    found = small_search(tmp_path, "resources.actors=1", fleet="ray")
+    monkeypatch.setattr(ray_backend._TrialStopper, "on_trial_result", watch)
+    monkeypatch.setattr(ray_backend._TrialSuggester, "suggest", count)
+    result = small_search(tmp_path, "resources.actors=1", fleet="ray")
     assert killed
     assert max(at_once) == 2
-    assert results(found) == results(undisturbed)
-    assert figures(found.folder / "trials/fedprox-000") | {"troubles": None} == figures(
-        undisturbed.folder / "trials/fedprox-000") | {"troubles": None}
-    assert {r.outcome.state for r in found.trials} == {"done", "stopped"}
-    assert ray.is_initialized()                 # a search leaves the session that it was in
+    assert results(result) == results(undisturbed)
+    assert figures(result.folder / "trials/fedprox-000") | {"troubles": None} == figures(
+        undisturbed.folder / "trials/fedprox-000"
+    ) | {"troubles": None}
+    assert {r.outcome.state for r in result.trials} == {"done", "stopped"}
+    assert ray.is_initialized()  # a search leaves the session that it was in
     until = time.monotonic() + 20
     while ray.util.list_named_actors(all_namespaces=True) != actors and time.monotonic() < until:
         time.sleep(0.2)
@@ -296,8 +322,9 @@ def test_on_ray_two_at_a_time_with_a_killed_process_it_comes_to_the_same_and_lea
 def test_a_search_killed_on_ray_is_resumed_to_the_same_end(tmp_path):
     asked = [*SETTINGS, *(f"{key}={text}" for key, text in RANGES.items()), "--samples", "5", "--out", str(tmp_path)]
     with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command(*asked, "--name", "s", "--parallel", "2"), stdout=log, stderr=log,
-                                   env=ENVIRONMENT)
+        process = subprocess.Popen(
+            command(*asked, "--name", "s", "--parallel", "2"), stdout=log, stderr=log, env=ENVIRONMENT
+        )
         table = tmp_path / "s/trials.jsonl"
         until = time.monotonic() + 120
         while not (table.exists() and table.read_text().count("\n") >= 2):
@@ -308,8 +335,14 @@ def test_a_search_killed_on_ray_is_resumed_to_the_same_end(tmp_path):
         process.wait()
     ended = [json.loads(line)["trial"] for line in table.read_text().splitlines()]
     before = {id: os.stat(tmp_path / "s/trials" / id / "metrics.jsonl").st_mtime_ns for id in ended}
-    shown = subprocess.run(command("--resume", str(tmp_path / "s")), env=ENVIRONMENT, capture_output=True, text=True,
-                           timeout=200, check=True)
+    shown = subprocess.run(
+        command("--resume", str(tmp_path / "s")),
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
     assert before == {id: os.stat(tmp_path / "s/trials" / id / "metrics.jsonl").st_mtime_ns for id in ended}
     straight = small_search(tmp_path / "straight", samples=5)
     rows = json.loads((tmp_path / "s/trials.json").read_text())
@@ -321,10 +354,16 @@ def test_a_search_killed_on_ray_is_resumed_to_the_same_end(tmp_path):
 @pytest.mark.slow
 def test_a_trial_larger_than_the_cluster_ends_the_command_at_once(tmp_path):
     begun = time.monotonic()
-    done = subprocess.run(command(*SETTINGS, "resources.actors=4", "resources.cpus_per_client=100", "--out",
-                                  str(tmp_path)), env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command(*SETTINGS, "resources.actors=4", "resources.cpus_per_client=100", "--out", str(tmp_path)),
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 2
-    assert "a trial takes 400 CPUs" in done.stderr
+    assert "cluster.too-small" in done.stderr
+    assert "400 CPUs" in done.stderr
     assert done.stderr.count("\n") == 1
     assert time.monotonic() - begun < 60
     assert not list(Path(tmp_path).iterdir())
@@ -343,28 +382,70 @@ def shop_search(folder):
     """Over one's own data, of which the data themselves say who holds what."""
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 255, (90, 8, 8), dtype=np.uint8), np.arange(90) % 3
-    np.savez(folder / "shops.npz", x_train=images, y_train=labels, x_test=images[:9], y_test=labels[:9],
-             class_names=["a", "b", "c"], id_train=np.arange(90) // 30)
-    config = load(None, ["method=fedavg", f"data.source=npz:{folder / 'shops.npz'}", "federation.rounds=2",
-                         "local.epochs=1"])
+    np.savez(
+        folder / "shops.npz",
+        x_train=images,
+        y_train=labels,
+        x_test=images[:9],
+        y_test=labels[:9],
+        class_names=["a", "b", "c"],
+        id_train=np.arange(90) // 30,
+    )
+    config = load(
+        None, ["method=fedavg", f"data.source=npz:{folder / 'shops.npz'}", "federation.rounds=2", "local.epochs=1"]
+    )
     assert config.data.clients is None
-    return search(config, space(config, {"local.lr": "grid(0.01, 0.1)"}), out=folder, name="s", searcher="grid",
-                  scheduler="none", fleet="local")
+    return search(
+        config,
+        space(config, {"local.lr": "grid(0.01, 0.1)"}),
+        out=folder,
+        name="s",
+        searcher="grid",
+        scheduler="none",
+        fleet="local",
+    )
+
+
+def test_a_search_over_a_relative_path_is_resumed_from_any_folder(tmp_path, monkeypatch):
+    begun, elsewhere = tmp_path / "begun", tmp_path / "elsewhere"
+    begun.mkdir()
+    elsewhere.mkdir()
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 255, (60, 8, 8, 1)).astype(np.uint8), np.arange(60) % 3
+    np.savez(begun / "own.npz", x_train=x, y_train=y, x_test=x, y_test=y, class_names=np.array(list("abc")))
+    monkeypatch.chdir(begun)
+    settings = ("data.source=npz:own.npz", "data.imbalance=1", "data.doubles=keep", "federation.rounds=2")
+    first = small_search("out", *settings, samples=2, scheduler="none")
+    lines = (first.folder / "trials.jsonl").read_text().splitlines(keepends=True)
+    (first.folder / "trials.jsonl").write_text("".join(lines[:1]))
+    monkeypatch.chdir(elsewhere)
+    again = resume(first.folder, fleet="local")
+    assert results(again) == results(first)
+    assert Path.cwd() == elsewhere
 
 
 def test_a_search_over_one_s_own_data_is_resumed(tmp_path):
-    found = shop_search(tmp_path)
+    result = shop_search(tmp_path)
     ran = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
     again = resume(tmp_path / "s", fleet="local")
-    assert results(again) == results(found)
+    assert results(again) == results(result)
     assert ran == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
 
 
 def test_a_trial_that_cannot_be_opened_is_one_failed_trial(tmp_path):
     config = load(None, ["method=fedavg", "data.clients=3", "federation.rounds=1", "local.epochs=1"])
-    found = search(config, space(config, {"model": "choice(small,lraspp)"}), 8, out=tmp_path, name="s",
-                   searcher="random", scheduler="none", fleet="local", retries=0)
-    failed = {r.values["model"] for r in found.trials if r.failed}
+    result = search(
+        config,
+        space(config, {"model": "choice(small,lraspp)"}),
+        8,
+        out=tmp_path,
+        name="s",
+        searcher="random",
+        scheduler="none",
+        fleet="local",
+        retries=0,
+    )
+    failed = {r.values["model"] for r in result.trials if r.failed}
     assert failed == {"lraspp"}
-    assert found.best.values["model"] == "small"
-    assert all("lraspp" in r.failed for r in found.trials if r.failed)
+    assert result.best.values["model"] == "small"
+    assert all("lraspp" in r.failed for r in result.trials if r.failed)

@@ -4,31 +4,34 @@ import json
 import shutil
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
+from refusals import refused
 from tiny import make_experiment, pixels
 
 from raylt.config import load
+from raylt.core.evaluation.evaluator import balance, validate
+from raylt.core.fleet.reductions import total
 from raylt.core.method import Method
-from raylt.core.reductions import total
-from raylt.core.validation import balance, validate
+from raylt.data.samples import Samples
 from raylt.data.task import build_task
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, hp
 from raylt.methods import METHODS
 from raylt.methods.fedavg import FedAvg
 from raylt.models import MODELS
-from tune.desk import sizes
+from tune.loop import sizes
 from tune.plan import client_steps
-from tune.search import search
+from tune.search import search, usual_metric
 from tune.space import configure, space
-from tune.trial import Job, Trial, local_fleet
+from tune.trial import Trial, TrialJob, local_fleet
 
 SETTINGS = ["data.clients=4", "data.validation=0.2", "data.imbalance=5", "local.lr=0.1"]
 
 
 class Late(Method):
-    """Gains in its last phase, or loses there: before it, what is deployed says the opposite of what is learned."""
+    """Gains or loses in its last phase; before it, the deployed model shows the opposite of what was learned."""
 
     name: ClassVar[str] = "late"
     paper: ClassVar[str] = "none"
@@ -50,11 +53,11 @@ class Late(Method):
                     value.zero_()
 
     def global_model(self, server):
-        return server.model if server.state.get("finished") or not self.gains else _Constant(server.facts.classes)
+        return server.model if server.state.get("finished") or not self.gains else _Constant(server.spec.classes)
 
 
 class Personal(FedAvg):
-    """Judged by the clients' own models."""
+    """Is judged by the clients' own models."""
 
     name: ClassVar[str] = "personal"
     personal: ClassVar[bool] = True
@@ -81,17 +84,17 @@ def _registered(monkeypatch):
 def trial(folder, *settings, rungs=True):
     config = load(None, [*SETTINGS, *settings])
     config = configure(config, config.method["name"], {})
-    job = Job(folder, str(folder), "accuracy", rungs, None)
+    job = TrialJob(folder, str(folder), "accuracy", rungs, None)
     return Trial(job, "t", config, client_steps(config, sizes(config)), local_fleet)
 
 
-def finish(its):
-    points = []
+def finish(trial):
+    scores = []
     while True:
-        points += its.step()
-        if its.done:
-            its.close()
-            return points
+        scores += trial.step()
+        if trial.done:
+            trial.close()
+            return scores
 
 
 def model_sha256(folder):
@@ -99,14 +102,21 @@ def model_sha256(folder):
 
 
 def test_a_trial_rehearses_its_last_phase_at_the_rungs_and_is_judged_by_it(tmp_path):
-    points = finish(trial(tmp_path, "method=late", "federation.rounds=6"))
-    assert [(p.step, p.kind) for p in points] == [
-        (1, "proxy"), (2, "rehearsal"), (3, "proxy"), (4, "proxy"), (5, "proxy"), (6, "proxy"), (7, "final")]
-    proxies = [p.score for p in points if p.kind == "proxy"]
-    assert proxies == [pytest.approx(0.1)] * 5              # a constant prediction, ten classes
-    assert points[1].score > 0.15
-    assert points[-1].score > 0.3
-    assert points[-1].steps == points[-2].steps == 3 * points[1].steps
+    scores = finish(trial(tmp_path, "method=late", "federation.rounds=6"))
+    assert [(score.step, score.kind) for score in scores] == [
+        (1, "proxy"),
+        (2, "rehearsal"),
+        (3, "proxy"),
+        (4, "proxy"),
+        (5, "proxy"),
+        (6, "proxy"),
+        (7, "final"),
+    ]
+    proxies = [score.value for score in scores if score.kind == "proxy"]
+    assert proxies == [pytest.approx(0.1)] * 5  # a constant prediction, ten classes
+    assert scores[1].value > 0.15
+    assert scores[-1].value > 0.3
+    assert scores[-1].client_steps == scores[-2].client_steps == 3 * scores[1].client_steps
 
 
 def test_a_rehearsal_leaves_no_trace(tmp_path):
@@ -120,18 +130,26 @@ def test_halving_keeps_trials_that_gain_in_their_last_phase(tmp_path):
     """Proxies say the opposite of the truth: trials that gain show chance before the last phase."""
     config = load(None, [*SETTINGS, "method=late", "federation.rounds=6"])
     for order in ("false, true", "true, false"):
-        found = search(config, space(config, {"method.gains": f"grid({order})", "data.seed": "grid(0, 1, 2)"}),
-                       searcher="grid", out=tmp_path, name=order, fleet="local")
-        states = {gains: [r.outcome.state for r in found.trials if r.values["method.gains"] is gains]
-                  for gains in (True, False)}
-        assert found.best.values["method.gains"] is True
-        if order.startswith("false"):           # they come after those that lose, and are not stopped for it
+        result = search(
+            config,
+            space(config, {"method.gains": f"grid({order})", "data.seed": "grid(0, 1, 2)"}),
+            searcher="grid",
+            out=tmp_path,
+            name=order,
+            fleet="local",
+        )
+        states = {
+            gains: [r.outcome.state for r in result.trials if r.values["method.gains"] is gains]
+            for gains in (True, False)
+        }
+        assert result.best.values["method.gains"] is True
+        if order.startswith("false"):  # they come after those that lose, and are not stopped for it
             assert states[True].count("done") >= 2
         else:
             assert states[False] == ["stopped"] * 3
 
 
-def test_an_interrupted_trial_goes_on_to_the_same_bits(tmp_path):
+def test_an_interrupted_trial_continues_to_the_same_bits(tmp_path):
     straight = finish(trial(tmp_path / "straight", "method=late", "federation.rounds=6"))
     for steps in (1, 2, 6):
         folder = tmp_path / f"cut-{steps}"
@@ -139,7 +157,7 @@ def test_an_interrupted_trial_goes_on_to_the_same_bits(tmp_path):
         for _ in range(steps):
             first.step()
         first.close()
-        if steps == 2:      # killed between the checkpoint and the judgement
+        if steps == 2:  # killed between the checkpoint and the judgement
             lines = (folder / "trials/t/scores.jsonl").read_text().splitlines()
             (folder / "trials/t/scores.jsonl").write_text(lines[0] + "\n")
         assert finish(trial(folder, "method=late", "federation.rounds=6")) == straight
@@ -157,10 +175,10 @@ def test_a_trial_killed_before_it_began_begins_again(tmp_path):
 
 
 def test_personal_models_are_judged_at_rungs_and_the_end_on_validation_samples(tmp_path):
-    points = finish(trial(tmp_path, "method=personal", "federation.rounds=6"))
-    assert [(p.step, p.kind) for p in points] == [(2, "round"), (6, "final")]
-    assert points[-1].validation["accuracy"] != points[-1].test["accuracy"]
-    assert points[-1].validation["matched"] > points[-1].validation["accuracy"]     # they know their own classes best
+    scores = finish(trial(tmp_path, "method=personal", "federation.rounds=6"))
+    assert [(score.step, score.kind) for score in scores] == [(2, "round"), (6, "final")]
+    assert scores[-1].validation["accuracy"] != scores[-1].test["accuracy"]
+    assert scores[-1].validation["matched"] > scores[-1].validation["accuracy"]  # they know their own classes best
 
 
 def test_every_class_counts_the_same_on_validation():
@@ -179,19 +197,63 @@ def test_nothing_of_a_trial_is_left_but_its_record(tmp_path):
 @pytest.mark.parametrize("method", ["fedavg", "fedper"])
 def test_trials_of_segmentation_are_judged_on_held_out_images_as_each_client_sees_them(method, tmp_path, monkeypatch):
     monkeypatch.setitem(MODELS, "lraspp", pixels)
-    config = load(None, ["data.source=shapes", "data.partition=classes", "data.clients=6", "data.imbalance=2",
-                         "data.validation=0.2", "model=lraspp", f"method={method}", "local.batch=64",
-                         "federation.participation=0.2", "evaluation.batch=80"])
+    config = load(
+        None,
+        [
+            "data.source=shapes",
+            "data.partition=classes",
+            "data.clients=6",
+            "data.imbalance=2",
+            "data.validation=0.2",
+            "model=lraspp",
+            f"method={method}",
+            "local.batch=64",
+            "federation.participation=0.2",
+            "evaluation.batch=80",
+        ],
+    )
     experiment = make_experiment(config, build_task(config.data), tmp_path)
     experiment.step()
     figures = validate(experiment.method, experiment.server, experiment.fleet, experiment.task)
     assert len(experiment.task.validation) == 64
-    assert set(figures) == {"accuracy", "many", "medium", "few", "owned", "matched", "miou"}
+    assert set(figures) == {"accuracy", "many", "medium", "few", "owned", "matched", "miou", "local", "worst_decile"}
     assert all(0 <= value <= 1 for value in figures.values())
 
 
 def test_methods_that_cannot_do_the_task_are_refused_before_a_search_starts(tmp_path):
     config = load(None, ["data.source=shapes", "data.partition=iid", "data.imbalance=1", "model=lraspp", "method=sfd"])
-    with pytest.raises(ConfigError, match="method = sfd: is for classification"):
+    with refused("config.conflict", ConfigError, key="method", value="sfd"):
         search(config, {"gamma": Choice(0.1, 1.0)}, samples=1, out=tmp_path, fleet="local")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedper"])
+def test_local_validation_is_on_the_images_taken_from_each_client(method, tmp_path):
+    config = load(None, ["data.validation=0.3", "data.clients=3", f"method={method}", "local.epochs=1"])
+    task = build_task(config.data)
+    rows = task.validation.ids
+    for id in range(3):
+        taken = rows[task.validation_clients == id]
+        assert set(taken) <= set(task.split.clients[id].tolist())
+        assert not set(taken) & set(task.shards[id].ids.tolist())
+    experiment = make_experiment(config, task, tmp_path)
+    experiment.step()
+    figures = validate(experiment.method, experiment.server, experiment.fleet, task)
+    assert 0 < figures["local"] < 1
+    if method == "fedper":  # the counts of each client's own model passed the check of their totals
+        return
+    samples = Samples(task.validation, task.spec, torch.device("cpu"))
+    model = experiment.server.model.eval()
+    means = []
+    for id in range(3):
+        batch = samples.batch(torch.from_numpy(np.flatnonzero(task.validation_clients == id)))
+        means.append((model(batch.x).argmax(1) == batch.y).float().mean().item())
+    assert figures["local"] == pytest.approx(sum(means) / 3)
+
+
+def test_a_search_of_personal_methods_goes_by_the_clients_own_images():
+    config = load(None, ["method=fedper"])
+    local = config.model_copy(update={"federation": config.federation.model_copy(update={"batchnorm": "local"})})
+    assert usual_metric(config, ["fedper", "ditto"]) == "local"
+    assert usual_metric(config, ["fedper", "fedavg"]) == "accuracy"
+    assert usual_metric(local, ["fedavg"]) == "local"

@@ -1,24 +1,26 @@
-"""BPFed: an encoder learned together with private classifiers, which are then re-trained on balanced features.
+"""BPFed: an encoder trained together with private classifiers, which are then re-trained on balanced features (Balanced
+Personalized Federated Learning).
 
-Balanced Personalized Federated Learning; equation and algorithm numbers are the paper's. Departures from the text, each
-marked at its line:
+Equation and algorithm numbers are the paper's. Departures from the text, each marked at its line:
 [1] alpha = 0 trains on D_k itself: the paper equates it with no Mixup, while Beta(0, 0) would draw a bootstrap of D_k.
-[2] Clients upload sum_c n_c M_c and its weight, in float32, not M_k: sums of these are all that Eq. 16 needs.
+[2] Clients upload sum_c n_c M_c and its weight, in float32, not M_k: Eq. 16 needs only sums of these.
 [3] A class with one sample has no covariance of its own: it counts as zero (`cov_weight=n`), or not at all.
-[4] N(0, M_glo) is sampled by eigenvectors, which a covariance without full rank has too.
-[5] Perturbations go to copies of the samples, taken in turn, and originals stay as they are: Eq. 17 says how many.
+[4] N(0, M_glo) is sampled with eigenvectors, which exist for a covariance without full rank too.
+[5] Perturbations are added to copies of the samples, taken in turn, and originals stay unchanged: Eq. 17 gives the
+    number of copies.
 [6] g = 0 for a client with one class: Eq. 19 would divide by zero.
-[7] p is a softmax over all classes, as Eq. 3 has it; `softmax=owned` leaves the others out.
+[7] p is a softmax over all classes, as in Eq. 3; `softmax=owned` leaves the others out.
 [8] E epochs, not the E + 1 that Algorithm 2 counts; its batch size and rate schedule are not stated.
 [9] The features of Eq. 12 stay in the client's private state from one call to the next, so the encoder travels once.
-[10] Clients report the loss of re-training, and how many of their smoothed labels do not favour their own class: with
-    delta = 0.5 and two classes the larger one's label is (1/2, 1/2), whatever else is known of a sample
-    (`halved_clients`); with two of equal size both are, and Eq. 18 drives the client's classifier to tell nothing
-    (`blind_clients`). delta below 0.5 does not. `raylt plot clients` has every figure without the clients of at most
-    two classes, too.
+[10] Clients report the loss of re-training, and the number of their smoothed labels that do not favour their own class.
+    With delta = 0.5 and two classes the larger class's label is (1/2, 1/2), whatever else is known of a sample
+    (`halved_clients`). With two classes of equal size both labels are, and Eq. 18 trains the client's classifier to
+    predict nothing (`blind_clients`). delta below 0.5 avoids it. `raylt plot clients` also has every figure without the
+    clients of at most two classes.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -28,47 +30,75 @@ from torch.nn import functional as F
 
 from raylt import tree
 from raylt.core.client import Client, Message, Reply
-from raylt.core.features import features
-from raylt.core.fitting import fit_classifier
-from raylt.core.fleet import Fleet
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import total
 from raylt.core.method import Method
-from raylt.core.reductions import total
 from raylt.core.server import Server
-from raylt.core.training import sgd
+from raylt.core.training.features import features
+from raylt.core.training.fit_classifier import fit_classifier, fit_time
+from raylt.core.training.sgd import sgd
 from raylt.data.samples import Batch
+from raylt.data.task import TaskSpec
 from raylt.hyper import Choice, LogUniform, Uniform, hp
-from raylt.methods.bpfed.smoothing import smooth_labels, undecided
 from raylt.models.split import Params, SplitModel, with_classifier
-from raylt.ops.moments import class_scatter, pack, perturb, unpack
-from raylt.recordable import recordable
+from raylt.ops.moments import class_scatter, pack, perturb, scatter_fault, unpack
+from raylt.recording import not_recordable
 from raylt.seeds import seed_for
 
 
 class BPFed(Method):
-    """Table 4 from its first row on: `alpha=0 fa=false loss=ce`, `fa=false loss=ce`, `loss=ce`, `loss=ls_all`, nothing.
-    `alpha=0 crt=false lws=false initial=common` is FedPer."""
+    """Mixup training with private classifiers, then re-training on balanced, perturbed features.
+
+    Table 4 from its first row on: `alpha=0 fa=false loss=ce`, `fa=false loss=ce`, `loss=ce`, `loss=ls_all`, defaults.
+    `alpha=0 crt=false lws=false initial=common` is FedPer.
+    """
 
     name: ClassVar[str] = "bpfed"
     paper: ClassVar[str] = "Balanced Personalized Federated Learning"
     personal: ClassVar[bool] = True
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "finish": ("fa", "cov_weight", "loss", "delta", "gamma", "softmax", "crt", "lws", "restart", "epochs", "batch",
-                   "lr", "momentum", "weight_decay", "argmax")}
+        "finish": (
+            "fa",
+            "cov_weight",
+            "loss",
+            "delta",
+            "gamma",
+            "softmax",
+            "crt",
+            "lws",
+            "restart",
+            "epochs",
+            "batch",
+            "lr",
+            "momentum",
+            "weight_decay",
+            "argmax",
+        )
+    }
 
-    alpha: float = hp(1.0, Choice(0.0, 0.2, 0.5, 1.0, 2.0), "lambda ~ Beta(alpha, alpha), Eq. 7, Fig. 3; 0: no Mixup",
-                      ge=0)
-    mixup: Literal["round", "batch"] = hp("round", Choice("round", "batch"), "pairs and lambdas drawn once a round, "
-                                          "Algorithm 1; or a lambda per batch, mixed with itself permuted (MiSLAS)")
-    initial: Literal["own", "common"] = hp("own", Choice("own", "common"), "classifiers start from weights of their "
-                                           "own, 3.2.1, or all from the same")
+    alpha: float = hp(
+        1.0, Choice(0.0, 0.2, 0.5, 1.0, 2.0), "lambda ~ Beta(alpha, alpha), Eq. 7, Fig. 3; 0: no Mixup", ge=0
+    )
+    mixup: Literal["round", "batch"] = hp(
+        "round",
+        Choice("round", "batch"),
+        "pairs and lambdas drawn once a round, Algorithm 1; or a lambda per batch, mixed with itself permuted (MiSLAS)",
+    )
+    initial: Literal["own", "common"] = hp(
+        "own", Choice("own", "common"), "classifiers start from weights of their own, 3.2.1, or all from the same"
+    )
     fa: bool = hp(True, Choice(True, False), "feature augmentation, Eq. 12-17, Table 4")
     cov_weight: Literal["n", "n-1"] = hp("n", Choice("n", "n-1"), "of a class's covariance, Eq. 15; n-1: pooled")
-    loss: Literal["ls", "ls_all", "ce"] = hp("ls", Choice("ls", "ls_all", "ce"), "smoothing over owned classes, Eq. "
-                                             "18, over all classes, or cross-entropy, Table 4")
+    loss: Literal["ls", "ls_all", "ce"] = hp(
+        "ls",
+        Choice("ls", "ls_all", "ce"),
+        "smoothing over owned classes, Eq. 18, over all classes, or cross-entropy, Table 4",
+    )
     delta: float = hp(0.5, Uniform(0.0, 0.5), "smoothing of the largest class, Eq. 20, Fig. 4", ge=0, le=1)
     gamma: float = hp(0.4, Uniform(0.1, 2.0), "how fast smoothing falls with class size, Eq. 20, Fig. 4", ge=0)
-    softmax: Literal["all", "owned"] = hp("all", Choice("all", "owned"), "classes that p of Eq. 18 is over; "
-                                           "ls_all needs all")
+    softmax: Literal["all", "owned"] = hp(
+        "all", Choice("all", "owned"), "classes that p of Eq. 18 is over; ls_all needs all"
+    )
     crt: bool = hp(True, Choice(True, False), "classifiers are re-trained, 3.2.2")
     lws: bool = hp(True, Choice(True, False), "with a learnable scale per class, 3.2.2")
     restart: bool = hp(False, Choice(True, False), "re-training starts from new weights, not from those of stage 1")
@@ -86,32 +116,33 @@ class BPFed(Method):
 
     def join(self, client: Client, message: Message) -> Reply:
         if self.initial == "own":
-            _linear(client.model).reset_parameters()            # V_k^0; the call is seeded by the client
+            _linear(client.model).reset_parameters()  # V_k^0; the call is seeded by the client
         return client.reply()
 
     def train(self, client: Client, message: Message) -> Reply:
-        """Eq. 9 and 10; V_k stays at the client."""
+        """Train encoder and classifier, Eq. 9 and 10; V_k stays at the client."""
         client.receive(message["model"])
         mixed = self.mixed(client) if self.alpha > 0 else None  # [1]
         loss = sgd(client, self.objective(client, message), make=mixed)
         return client.reply(model=self.shared(client.model), loss=loss)
 
     def mixed(self, client: Client) -> Callable[[Tensor], Batch]:
-        """Gives the batches of the mixed set D~_k of Eq. 7 and 8.
+        """Return a function that makes batches of the mixed set D~_k of Eq. 7 and 8.
 
-        Images are mixed when their batch is made, each augmented by itself.
+        Images are mixed when their batch is made, after each was augmented on its own.
         """
         n, classes = len(client), client.model.classes
         rng = np.random.default_rng(seed_for(client.config.seed, "mixup", client.round, client.id))
-        i, j = torch.from_numpy(rng.integers(n, size=(2, n))).to(client.device)                  # [n] each
-        lam = torch.from_numpy(rng.beta(self.alpha, self.alpha, n)).float().to(client.device)    # [n]
+        i, j = torch.from_numpy(rng.integers(n, size=(2, n))).to(client.device)  # [n] each
+        lam = torch.from_numpy(rng.beta(self.alpha, self.alpha, n)).float().to(client.device)  # [n]
 
-        @recordable
         def pairs(rows: Tensor) -> Batch:
             return mix(client.batch(i[rows]), client.batch(j[rows]), lam[rows], classes)
 
-        def permuted(rows: Tensor) -> Batch:                    # it draws on the host
-            batch, order = client.batch(rows), torch.from_numpy(rng.permutation(len(rows))).to(client.device)
+        @not_recordable  # it draws on the host
+        def permuted(rows: Tensor) -> Batch:
+            batch = client.batch(rows)
+            order = torch.from_numpy(rng.permutation(len(rows))).to(client.device)
             one = torch.full_like(batch.y, rng.beta(self.alpha, self.alpha), dtype=torch.float32)
             return mix(batch, Batch(*(part[order] for part in batch)), one, classes)
 
@@ -128,26 +159,50 @@ class BPFed(Method):
         if self.fa:
             d = server.model.dim
             scatter = torch.empty(d * (d + 1) // 2, device="meta")
-            got = fleet.ask(self.covariance, fleet.everyone, message, scatter=total.like(scatter), n=total.like(0))
-            covariance = got["scatter"] / max(got["n"], 1)      # M_glo, Eq. 16
-            message = {"covariance": covariance.float()}        # [9]
-        got = fleet.ask(self.retrain, fleet.everyone, message, loss=total.like(0.0), undecided=total.like(0),
-                        halved=total.like(0), blind=total.like(0))
+            possible = partial(scatter_fault, classes=server.model.classes, weight=self.cov_weight)
+            got = fleet.ask(
+                self.covariance,
+                fleet.everyone,
+                message,
+                scatter=total.like(scatter).over_samples(partial(possible, longest=server.config.privacy.longest)),
+                n=total.like(0),
+            )
+            covariance = got["scatter"] / max(got["n"], 1)  # M_glo, Eq. 16
+            message = {"covariance": covariance.float()}  # [9]
+        got = fleet.ask(
+            self.retrain,
+            fleet.everyone,
+            message,
+            loss=total.like(0.0),
+            undecided=total.like(0).where(at_most(server.model.classes)),
+            halved=total.like(0).where(at_most(1)),
+            blind=total.like(0).where(at_most(1)),
+        )
         replies = len(got.weights)
-        server.log(retrain_loss=got["loss"] / replies, undecided=got["undecided"] / replies,    # [10]
-                   halved_clients=got["halved"], blind_clients=got["blind"])
+        server.log(
+            retrain_loss=got["loss"] / replies,
+            undecided=got["undecided"] / replies,  # [10]
+            halved_clients=got["halved"],
+            blind_clients=got["blind"],
+        )
+
+    def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
+        if not self.finishes:
+            return ""
+        duration = fit_time(model.dim, spec.classes, 1000, self.epochs, self.batch)
+        return f"stage 2 at every client in {self.epochs} epochs, {duration} for 1,000 balanced features"
 
     def covariance(self, client: Client, message: Message) -> Reply:
-        """n_k M_k, packed float32 [d (d + 1) / 2], and n_k, Eq. 12-15 [2]."""
+        """Report n_k M_k, packed float32 [d (d + 1) / 2], and n_k, Eq. 12-15 [2]."""
         client.receive(message["model"])
-        z, y = features(client)                                 # [n, d], [n]
-        client.state["z"] = z                                   # [9]
-        scatter, n = class_scatter(z, y, self.cov_weight)       # [3]
+        z, y = features(client)  # [n, d], [n]
+        client.state["z"] = z  # [9]
+        scatter, n = class_scatter(z, y, self.cov_weight)  # [3]
         return client.reply(scatter=pack(scatter).float(), n=n)
 
     def retrain(self, client: Client, message: Message) -> Reply:
-        """V_k trained on balanced features with smoothed labels, Eq. 17-20, and a scale that ends up in its weights."""
-        if "model" in message:                                  # no augmentation: nothing was computed before
+        """Train V_k on balanced features with smoothed labels, Eq. 17-20; fold its scale into its weights."""
+        if "model" in message:  # no feature augmentation: no features were computed before
             client.receive(message["model"])
             z = features(client)[0]
         elif "z" in client.state:
@@ -156,26 +211,34 @@ class BPFed(Method):
             raise RuntimeError("this client did not take part in BPFed.covariance, so it has no features to train on")
         y, owned = client.samples.y, client.counts > 0
         if self.fa:
-            z, y = balance(z, y, unpack(message["covariance"], z.shape[1]), client.order)          # [4]
+            z, y = balance(z, y, unpack(message["covariance"], z.shape[1]), client.order)  # [4]
         delta = 0.0 if self.loss == "ce" else self.delta
         labels = smooth_labels(client.counts, delta, self.gamma, self.loss == "ls_all")  # [C, C] [6]
         fewer = self.softmax == "owned" and self.loss != "ls_all"
-        # [7]: as places, since a mask would make each step wait for how many there are
+        # [7]: as indices, since with a mask each step would wait for the number of classes
         classes = (owned if fewer else torch.ones_like(owned)).nonzero().flatten()
         head = ScaledLinear(_linear(client.model), self.crt, self.lws, self.restart).to(client.device)
         loss = 0.0
-        if len(classes) > 1:                                    # a softmax over one class is 1, whatever the weights
+        if len(classes) > 1:  # a softmax over one class is 1, whatever the weights
             loss = fit_classifier(
-                head, z, labels[y], epochs=self.epochs, batch=self.batch, lr=self.lr, momentum=self.momentum,
-                weight_decay=self.weight_decay, schedule="constant",                                 # [8]
+                head,
+                z,
+                labels[y],
+                epochs=self.epochs,
+                batch=self.batch,
+                lr=self.lr,
+                momentum=self.momentum,
+                weight_decay=self.weight_decay,
+                schedule="constant",  # [8]
                 seed=seed_for(client.config.seed, "retrain", client.round, client.id),
-                loss=recordable(lambda logits, q: F.cross_entropy(logits[:, classes], q[:, classes])))     # Eq. 18
+                loss=lambda logits, q: F.cross_entropy(logits[:, classes], q[:, classes]),
+            )  # Eq. 18
         client.receive(head.folded())
         vague = undecided(labels, owned)
         return client.reply(loss=loss, undecided=vague, halved=int(vague > 0), blind=int(vague == owned.sum()))
 
     def settle(self, client: Client, message: Message) -> None:
-        """A classifier of its own on the final encoder, as in stage 1, then stage 2 with its own M_k for M_glo."""
+        """Train a classifier on the final encoder, as in stage 1, then run stage 2 with M_k in place of M_glo."""
         super().settle(client, message)
         if self.finishes and self.fa:
             moments = self.covariance(client, message).tree
@@ -189,22 +252,26 @@ class BPFed(Method):
         if self.argmax == "all":
             return client.model
         own = _linear(client.model)
-        return with_classifier(client.model, own.weight.detach(),
-                               own.bias.detach().masked_fill(client.counts == 0, -torch.inf))
+        return with_classifier(
+            client.model, own.weight.detach(), own.bias.detach().masked_fill(client.counts == 0, -torch.inf)
+        )
 
 
-@recordable
 class ScaledLinear(nn.Module):
-    """s * (W z + b), the scale after the bias as in MiSLAS; a copy, so that a failed call leaves nothing behind.
+    """Classifier s * (W z + b), the scale after the bias as in MiSLAS.
+
+    It copies the weights, so that a failed call leaves nothing behind.
 
     Args:
-        crt, lws: whether W and b, and whether s, are trained.
-        restart: whether W and b are drawn anew.
+        start: The classifier to start from.
+        crt: Train W and b.
+        lws: Train s.
+        restart: Start from new random W and b.
     """
 
     def __init__(self, start: nn.Linear, crt: bool, lws: bool, restart: bool):
         super().__init__()
-        self.linear = nn.Linear(start.in_features, start.out_features)      # new weights
+        self.linear = nn.Linear(start.in_features, start.out_features)  # new weights
         if not restart:
             self.linear.load_state_dict(start.state_dict())
         self.linear.requires_grad_(crt)
@@ -214,22 +281,60 @@ class ScaledLinear(nn.Module):
         return self.scale * self.linear(z)
 
     def folded(self) -> Params:
-        """The entries of the linear classifier that gives the same logits."""
-        return {"classifier.weight": self.scale[:, None] * self.linear.weight,
-                "classifier.bias": self.scale * self.linear.bias}
+        """Return the entries of the linear classifier with the same logits."""
+        return {
+            "classifier.weight": self.scale[:, None] * self.linear.weight,
+            "classifier.bias": self.scale * self.linear.bias,
+        }
+
+
+def smooth_labels(counts: Tensor, delta: float, gamma: float, everywhere: bool = False) -> Tensor:
+    """Return the soft label q of each owned class, Eq. 19 and 20 of BPFed, float32 [C, C]; zero rows for the others.
+
+    Args:
+        counts: Samples per class, int64 [C], before balancing.
+        delta: Smoothing of the largest class.
+        gamma: Exponent of the class size.
+        everywhere: Spread the removed share over all other classes, not over the owned ones only.
+    """
+    owned = counts > 0
+    g = delta * (counts / counts.max()).pow(gamma)  # [C]
+    receivers = torch.ones_like(owned) if everywhere else owned
+    n_others = int(receivers.sum()) - 1
+    g = g if n_others else torch.zeros_like(g)  # one class: there is no other to give to
+    q = receivers * (g / max(n_others, 1))[:, None]
+    q.diagonal().copy_(1 - g)
+    return q * owned[:, None]
+
+
+def undecided(labels: Tensor, owned: Tensor) -> int:
+    """Return the number of a client's classes whose smoothed label is not largest at the class itself.
+
+    Args:
+        labels: From `smooth_labels`, [C, C].
+        owned: True for the client's classes, bool [C].
+    """
+    own = labels.diagonal()
+    return int((own <= (labels - own.diag()).amax(1))[owned].sum())
+
+
+def at_most(most: int) -> Callable[[int], str | None]:
+    """Return a condition of a count."""
+    return lambda count: None if count <= most else f"counts {count}, more than {most}"
 
 
 def mix(a: Batch, b: Batch, lam: Tensor, classes: int) -> Batch:
-    """Eq. 7 and 8: lam [B] parts of the first batch, the rest of the second; labels float32 [B, C]."""
-    y, other = (F.one_hot(batch.y, classes).float() for batch in (a, b))
+    """Mix two batches with shares lam [B] of the first, Eq. 7 and 8; labels become float32 [B, C]."""
+    y_a = F.one_hot(a.y, classes).float()
+    y_b = F.one_hot(b.y, classes).float()
     weight = lam.view(-1, 1, 1, 1)
-    return Batch(weight * a.x + (1 - weight) * b.x, lam[:, None] * y + (1 - lam[:, None]) * other, a.rows)
+    return Batch(weight * a.x + (1 - weight) * b.x, lam[:, None] * y_a + (1 - lam[:, None]) * y_b, a.rows)
 
 
 def balance(z: Tensor, y: Tensor, covariance: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The features, then perturbed copies that bring every class that occurs to the size of the largest, Eq. 17 [5]."""
-    counts = torch.bincount(y)
-    most, rows = int(counts.max()), []
+    """Return the features and perturbed copies, so that each class has the size of the largest, Eq. 17 [5]."""
+    most = int(torch.bincount(y).max())
+    rows = []
     for c in y.unique():
         own = torch.nonzero(y == c).flatten()
         rows.append(own[torch.arange(most - len(own), device=y.device) % len(own)])

@@ -1,1 +1,1 @@
-"""Classifiers made after training, of one pass over all clients."""
+"""Methods that compute a classifier after training, with one pass over all clients."""

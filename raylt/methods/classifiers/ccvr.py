@@ -1,10 +1,10 @@
-"""CCVR: the classifier is calibrated on virtual features, one Gaussian for each class (Luo et al., NeurIPS 2021).
+"""CCVR: a classifier calibrated on virtual features, drawn from one Gaussian per class (Luo et al., NeurIPS 2021).
 
 Departures from the text:
-[1] Clients upload sums, not their means and covariances: the pooled mean and covariance of Eq. 3 to 5 follow exactly,
-    and nobody sees a client's.
-[2] Every class gets the same number of virtual features; one that nobody holds gets none.
-[3] Calibration is that of SFD's comparison: epochs, batch, momentum, decay and cosine rate; the text states none.
+[1] Clients upload sums, not their means and covariances. The pooled mean and covariance of Eq. 3 to 5 follow exactly,
+    and no party sees a client's.
+[2] Every class gets the same number of virtual features; a class that no client holds gets none.
+[3] Calibration is that of SFD's comparison: epochs, batch, momentum, decay and cosine rate. The text states none.
 """
 
 from typing import ClassVar
@@ -12,25 +12,32 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from raylt.core.fleet import Fleet
+from raylt.config import Config
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.uploads import check_class_sums
 from raylt.core.server import Server
+from raylt.data.task import Task
 from raylt.methods.classifiers.family import Calibrated
+from raylt.models.split import SplitModel
 from raylt.ops.moments import moments, perturb
 from raylt.tree import Tree
 
 
 class CCVR(Calibrated):
-    """FedAvg, then one pass over all clients."""
+    """FedAvg, then calibration on Gaussian features."""
 
     name: ClassVar[str] = "ccvr"
     paper: ClassVar[str] = "Luo et al., NeurIPS 2021"
     link: ClassVar[str | None] = "https://arxiv.org/abs/2106.05001"
     sums_samples: ClassVar[bool] = True
 
+    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        check_class_sums(task, model, self.sums_like(model.dim))
+
     def draw(self, server: Server, fleet: Fleet, generator: torch.Generator) -> dict[int, Tensor]:
-        return {c: self.gaussian(sums, generator) for c, sums in self.class_moments(server, fleet).items()}   # [1] [2]
+        return {c: self.gaussian(sums, generator) for c, sums in self.class_moments(server, fleet).items()}  # [1] [2]
 
     def gaussian(self, sums: Tree, generator: torch.Generator) -> Tensor:
-        """M_c draws from N(mu_c, Sigma_c), float32 [M_c, d]; Sigma_c is unbiased, as Eq. 5 has it."""
+        """Draw M_c features from N(mu_c, Sigma_c), float32 [M_c, d]; Sigma_c is unbiased, as in Eq. 5."""
         n, mean, covariance = moments(sums)
         return (mean + perturb(covariance * n / max(n - 1, 1), self.virtual, generator)).float()

@@ -1,9 +1,11 @@
-"""What they have in common: the rounds of FedAvg, then one pass over all clients for a classifier; the encoder stays.
+"""The base classes of methods that run FedAvg and then make a classifier from one pass over all clients.
 
-A finished run of FedAvg, or of any of them, can be given the classifier of another: `raylt branch RUN method=ccvr`.
+The encoder stays as it is. A finished run of FedAvg, or of any of these methods, can be given the classifier of
+another: `raylt branch RUN method=ccvr`.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -11,50 +13,49 @@ from torch import Tensor
 
 from raylt import tree
 from raylt.core.client import Client, Message, Reply
-from raylt.core.features import features
-from raylt.core.fitting import fit_classifier
-from raylt.core.fleet import Fleet
-from raylt.core.gathering import Replies
+from raylt.core.fleet.aggregation import Replies
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import Reduction, total
 from raylt.core.method import Group, Method
-from raylt.core.reductions import Reduction, total
 from raylt.core.server import Server
+from raylt.core.training.features import features
+from raylt.core.training.fit_classifier import fit_classifier, fit_time
+from raylt.data.task import TaskSpec
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.models.split import SplitModel, linear, with_classifier
-from raylt.ops.moments import class_sums, moments_fault, nearest_moments, sample_lengths
+from raylt.ops.moments import class_sums, moments_fault, nearest_moments, sample_lengths, sums_fault
 
 
 class AfterTraining(Method):
-    """FedAvg until the last round; a subclass says what `finish` puts into `server.state["classifier"]`."""
+    """FedAvg until the last round; a subclass puts a classifier into `server.state["classifier"]` in `finish`."""
 
     group: ClassVar[Group | None] = "statistics"
     trains_as: ClassVar[str | None] = "fedavg"
 
-    @property
-    def finishes(self) -> bool:
-        return True
-
     def statistics(self, client: Client, message: Message) -> Reply:
-        """Of each class that the client holds: count and sums of z and z z^T, float64."""
+        """Report, for each class of the client, its count and the sums of z and z z^T, float64."""
         client.receive(message["model"])
         return client.reply(classes=class_sums(*features(client)))
 
     def gather(self, server: Server, fleet: Fleet, **parts: Reduction) -> Replies:
-        """What all clients say of their features under the global encoder."""
+        """Ask all clients for statistics of their features under the global encoder."""
         message = {"model": tree.snapshot(server.model.entries("encoder."))}
         return fleet.ask(self.statistics, fleet.everyone, message, **parts)
 
     def global_model(self, server: Server) -> SplitModel:
         if "classifier" not in server.state:
             return server.model
-        return with_classifier(server.model, **tree.to(server.state["classifier"], server.device),
-                               longest=server.config.privacy.longest)
+        return with_classifier(
+            server.model, **tree.to(server.state["classifier"], server.device), longest=server.config.privacy.longest
+        )
 
 
 class Calibrated(AfterTraining):
-    """The classifier goes on learning, from equally many features of each class that `draw` gives."""
+    """Methods whose classifier learns further, from equal numbers of features of each class from `draw`."""
 
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "finish": ("virtual", "epochs", "batch", "lr", "momentum", "weight_decay")}
+        "finish": ("virtual", "epochs", "batch", "lr", "momentum", "weight_decay")
+    }
 
     virtual: int = hp(2000, Choice(100, 500, 1000, 2000), "M_c, features per class", ge=1)
     epochs: int = hp(100, Choice(10, 50, 100), "of calibration; as SFD's", ge=0)
@@ -64,19 +65,36 @@ class Calibrated(AfterTraining):
     weight_decay: float = hp(1e-5, LogUniform(1e-6, 1e-3), "of calibration; as SFD's", ge=0)
 
     def draw(self, server: Server, fleet: Fleet, generator: torch.Generator) -> dict[int, Tensor]:
-        """Features of each class that somebody holds, float32 [M_c, d]."""
+        """Return features of each class that some client holds, float32 [M_c, d]."""
         raise NotImplementedError
 
+    @staticmethod
+    def sums_like(d: int) -> tree.Tree:
+        """Return a template of one class's sums of features of length d."""
+        return {
+            "n": 1,
+            "z": torch.empty(d, dtype=torch.float64, device="meta"),
+            "zz": torch.empty(d * (d + 1) // 2, dtype=torch.float64, device="meta"),
+        }
+
     def class_moments(self, server: Server, fleet: Fleet) -> dict[int, tree.Tree]:
-        """The clients' sums of each class that somebody holds, in the order of the classes."""
-        d = server.model.dim
-        of_class = {"n": 1, **{name: torch.empty(size, dtype=torch.float64, device="meta")
-                               for name, size in (("z", d), ("zz", d * (d + 1) // 2))}}
-        like = dict.fromkeys(range(server.model.classes), of_class)
-        sums = total.within(like).where(moments_fault).bounded(sample_lengths(server.config.privacy.clip),
-                                                               nearest_moments)
+        """Return the clients' sums of each class that some client holds, in the order of the classes."""
+        like = dict.fromkeys(range(server.model.classes), self.sums_like(server.model.dim))
+        privacy = server.config.privacy
+        sums = (
+            total.within(like)
+            .counting("n")
+            .where(moments_fault)
+            .over_samples(partial(sums_fault, **server.feature_limits))
+            .bounded(sample_lengths(privacy.clip), nearest_moments)
+        )
         got = self.gather(server, fleet, classes=sums)
         return dict(sorted(got["classes"].items()))
+
+    def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
+        features = self.virtual * spec.classes
+        duration = fit_time(model.dim, spec.classes, features, self.epochs, self.batch)
+        return f"calibration of the classifier on {features} features in {self.epochs} epochs, {duration}"
 
     def finish(self, server: Server, fleet: Fleet) -> None:
         drawn = self.draw(server, fleet, torch.Generator().manual_seed(server.seed("virtual")))
@@ -84,9 +102,19 @@ class Calibrated(AfterTraining):
         y = torch.tensor(sorted(drawn), device=server.device).repeat_interleave(self.virtual)
         own = server.model.classifier.state_dict()
         classifier = linear(own["weight"].clone(), own["bias"].clone())
-        with server.stages.time("calibration"):
+        with server.timings.time("calibration") as progress:
             loss = fit_classifier(
-                classifier, z, y, epochs=self.epochs, batch=self.batch, lr=self.lr, momentum=self.momentum,
-                weight_decay=self.weight_decay, schedule="epoch", seed=server.seed("calibrate"))
+                classifier,
+                z,
+                y,
+                epochs=self.epochs,
+                batch=self.batch,
+                lr=self.lr,
+                momentum=self.momentum,
+                weight_decay=self.weight_decay,
+                schedule="epoch",
+                seed=server.seed("calibrate"),
+                progress=progress,
+            )
         server.state["classifier"] = tree.snapshot(classifier.state_dict())
         server.log(virtual=len(z), calibration_loss=loss)

@@ -1,32 +1,33 @@
-"""Fed3R: the classifier is the ridge regression of labels on features, exact from sums (Fani et al., ICML 2024).
+"""Fed3R: a classifier that is the ridge regression of labels on features, exact from sums (Fani et al., ICML 2024).
 
 Departures from the text:
 [1] The encoder is trained by FedAvg first; the paper's is pre-trained.
-[2] As in the authors' code, features have a constant 1 that is regularised as they are, and each class's weights are
-    brought to length 1, its bias divided alike; `normalise=false` leaves the regression as it is.
+[2] As in the authors' code, features have a constant 1 that is regularised like them, and each class's weights are
+    scaled to length 1, its bias divided by the same number. `normalise=false` leaves the regression as it is.
 [3] Sums travel in float64, A packed: the regression is that of the pooled features to ten digits.
-[4] A class that nobody holds is never predicted.
+[4] A class that no client holds is never predicted.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch.nn import functional as F
 
 from raylt.core.client import Client, Message, Reply
-from raylt.core.features import features
-from raylt.core.fleet import Fleet
-from raylt.core.reductions import total
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import total
 from raylt.core.server import Server
+from raylt.core.training.features import features
 from raylt.hyper import Choice, LogUniform, hp
 from raylt.methods.classifiers.family import AfterTraining
-from raylt.ops.closed_form import ridge_classifier
+from raylt.ops.closed_form import ridge_classifier, ridge_sums_fault
 from raylt.ops.moments import pack, unpack, without_negative
 
 
 class Fed3R(AfterTraining):
-    """One pass over all clients after the last round; nothing is trained in it."""
+    """FedAvg, then ridge regression; the pass over all clients trains nothing."""
 
     name: ClassVar[str] = "fed3r"
     paper: ClassVar[str] = "Fani et al., ICML 2024"
@@ -38,17 +39,27 @@ class Fed3R(AfterTraining):
     normalise: bool = hp(True, Choice(True, False), "each class's weights to length 1; from the code")
 
     def statistics(self, client: Client, message: Message) -> Reply:
-        """A = Z^T Z packed and B = Z^T Y [d + 1, C], float64, of features with a constant 1 [2] [3]."""
+        """Report A = Z^T Z packed and B = Z^T Y [d + 1, C], float64, of features with a constant 1 [2] [3]."""
         client.receive(message["model"])
         z, y = features(client)
-        z = F.pad(z.double(), (0, 1), value=1.0)                                # [n, d + 1]
+        z = F.pad(z.double(), (0, 1), value=1.0)  # [n, d + 1]
         return client.reply(a=pack(z.T @ z), b=z.T @ F.one_hot(y, client.model.classes).double())
 
     def finish(self, server: Server, fleet: Fleet) -> None:
         d, classes = server.model.dim + 1, server.model.classes
-        a, b = (torch.empty(shape, dtype=torch.float64, device="meta") for shape in ([d * (d + 1) // 2], [d, classes]))
-        longest = server.config.privacy.clip**2 + 1                             # of a feature with its 1, squared
-        got = self.gather(server, fleet, b=total.like(b).bounded(longest**0.5),                 # [1]
-                          a=total.like(a).bounded(longest, lambda a: pack(without_negative(unpack(a, d)))))
-        server.state["classifier"] = ridge_classifier(                          # [4]
-            unpack(got["a"], d), got["b"], self.ridge, self.normalise)
+        a = torch.empty(d * (d + 1) // 2, dtype=torch.float64, device="meta")
+        b = torch.empty(d, classes, dtype=torch.float64, device="meta")
+        privacy = server.config.privacy
+        longest = privacy.clip**2 + 1  # squared length of a feature with its 1
+        got = self.gather(
+            server,
+            fleet,
+            b=total.like(b)
+            .by_column()
+            .over_samples(partial(ridge_sums_fault, **server.feature_limits))
+            .bounded(longest**0.5),  # [1]
+            a=total.like(a).bounded(longest, lambda a: pack(without_negative(unpack(a, d)))),
+        )
+        server.state["classifier"] = ridge_classifier(  # [4]
+            unpack(got["a"], d), got["b"], self.ridge, self.normalise
+        )

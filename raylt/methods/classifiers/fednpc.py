@@ -1,9 +1,9 @@
-"""FedNPC: the classifier goes on learning from noise, until no class is ahead (Gao et al., CVPR Findings 2026).
+"""FedNPC: a classifier that learns further from noise until no class is preferred (Gao et al., CVPR Findings 2026).
 
-As in the authors' code, which is all that is public. Departures from it:
-[1] The classifier after the last step is taken; the code takes that of the step with the best test accuracy, and the
+This follows the authors' code, the only public source. Departures from it:
+[1] The classifier after the last step is taken. The code takes that of the step with the best test accuracy, and the
     trained one where none is better.
-[2] The rounds are FedAvg's, as in the code's `FedAvg-FedNPC`; there its first stage may be any method.
+[2] The rounds are FedAvg's, as in the code's `FedAvg-FedNPC`; in the code the first stage may be any method.
 The encoder never sees the noise, and clients are not asked.
 """
 
@@ -14,22 +14,22 @@ import torch
 from torch.nn import functional as F
 
 from raylt import tree
-from raylt.core.fleet import Fleet
-from raylt.core.optimisers import SGD
+from raylt.core.fleet.fleet import Fleet
 from raylt.core.server import Server
+from raylt.core.training.optimisers import SGD
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.methods.classifiers.family import AfterTraining
 from raylt.models.split import linear
 
 
 class FedNPC(AfterTraining):
-    """FedAvg [2], then cross-entropy on N(0, I) with labels drawn evenly, a few steps of it."""
+    """FedAvg [2], then a few steps of cross-entropy on N(0, I) with labels drawn uniformly."""
 
     name: ClassVar[str] = "fednpc"
     paper: ClassVar[str] = "Gao et al., CVPR Findings 2026"
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("samples", "steps", "lr", "momentum")}
 
-    samples: int = hp(10000, Choice(1000, 10000), "M, of a step, drawn anew for each; from the code", ge=1)
+    samples: int = hp(10000, Choice(1000, 10000), "M, samples of a step, drawn for each step; from the code", ge=1)
     steps: int = hp(27, Choice(10, 27, 50), "of all samples at once; E = 28 of the code counts from 1", ge=0)
     lr: float = hp(0.1, LogUniform(0.01, 1.0), "from the code", gt=0)
     momentum: float = hp(0.9, Uniform(0, 0.99), "from the code", ge=0, lt=1)
@@ -43,4 +43,4 @@ class FedNPC(AfterTraining):
             z = torch.randn(self.samples, model.dim, generator=generator).to(server.device)
             y = torch.randint(model.classes, (self.samples,), generator=generator).to(server.device)
             optimiser.step(F.cross_entropy(classifier(z), y))
-        server.state["classifier"] = tree.snapshot(classifier.state_dict())                     # [1]
+        server.state["classifier"] = tree.snapshot(classifier.state_dict())  # [1]

@@ -1,8 +1,9 @@
-"""A control of ours: calibration on class means with the same noise in every direction and for every class.
+"""Noisy means, a control of raylt: a classifier calibrated on class means with isotropic noise.
 
-What CCVR is above it is worth of the classes' covariances.
-[1] The noise has the mean variance of a feature about its class's mean, over all samples and all d directions.
-[2] A class that nobody holds gets no features.
+The noise is the same for each class, so the difference between CCVR and this control is the worth of the classes'
+covariances.
+[1] The noise has the mean variance of a feature around its class's mean, over all samples and all d directions.
+[2] A class that no client holds gets no features.
 """
 
 from collections.abc import Mapping
@@ -11,15 +12,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from raylt.core.fleet import Fleet
+from raylt.config import Config
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.uploads import check_class_sums
 from raylt.core.server import Server
+from raylt.data.task import Task
 from raylt.hyper import LogUniform, hp
 from raylt.methods.classifiers.family import Calibrated
+from raylt.models.split import SplitModel
 from raylt.ops.moments import isotropic_deviation, moments
 
 
 class NoisyMeans(Calibrated):
-    """FedAvg, then one pass over all clients."""
+    """FedAvg, then calibration on noisy class means."""
 
     name: ClassVar[str] = "noisymeans"
     paper: ClassVar[str] = "a control of raylt"
@@ -28,10 +33,15 @@ class NoisyMeans(Calibrated):
 
     noise: float = hp(1.0, LogUniform(0.1, 10), "deviation of the noise, as a share of the features' own [1]", ge=0)
 
+    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        check_class_sums(task, model, self.sums_like(model.dim))
+
     def draw(self, server: Server, fleet: Fleet, generator: torch.Generator) -> dict[int, Tensor]:
-        """mu_c + noise s xi."""
-        held = {c: moments(sums) for c, sums in self.class_moments(server, fleet).items()}              # [2]
-        deviation = self.noise * isotropic_deviation(list(held.values()))
+        """Return mu_c + noise s xi for each class c."""
+        class_moments = {c: moments(sums) for c, sums in self.class_moments(server, fleet).items()}  # [2]
+        deviation = self.noise * isotropic_deviation(list(class_moments.values()))
         shape = self.virtual, server.model.dim
-        return {c: (of_class.mean + deviation * torch.randn(shape, generator=generator, dtype=torch.float64)).float()
-                for c, of_class in held.items()}
+        return {
+            c: (of_class.mean + deviation * torch.randn(shape, generator=generator, dtype=torch.float64)).float()
+            for c, of_class in class_moments.items()
+        }

@@ -1,10 +1,10 @@
-"""An oracle, no method of federated learning: the classifier is calibrated on real features of all clients, balanced.
+"""Oracle, a control of raylt and no federated method: a classifier calibrated on balanced real features of all clients.
 
-It says how much of what is lost the encoder has lost: no classifier from statistics should be above it by more than
-chance. Clients hand over features of their images, which any method of the family avoids.
+It shows how much of a loss in accuracy is due to the encoder: no classifier from statistics should exceed it by more
+than chance. Clients hand over features of their images, which every other method of the family avoids.
 [1] Each class's features are drawn with replacement from those of all clients together. A client draws as many as are
-    wanted; of each place in the result one client's is taken, in proportion to how many samples of the class it holds.
-[2] A class that nobody holds gets no features.
+    wanted. Each place in the result takes one client's, in proportion to its number of samples of the class.
+[2] A class that no client holds gets no features.
 """
 
 from typing import ClassVar
@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from raylt.core.client import Client, Message, Reply
-from raylt.core.features import features
-from raylt.core.fleet import Fleet
-from raylt.core.reductions import each
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import each
 from raylt.core.server import Server
+from raylt.core.training.features import features
 from raylt.methods.classifiers.family import Calibrated
 from raylt.ops.bootstrap import bootstrap_of_clients, class_bootstrap
+from raylt.ops.moments import LONGEST_FEATURE
 
 
 class Oracle(Calibrated):
-    """FedAvg, then what a balanced re-training on everybody's features gives."""
+    """FedAvg, then balanced re-training on real features of all clients."""
 
     name: ClassVar[str] = "oracle"
     paper: ClassVar[str] = "a control of raylt"
@@ -33,12 +34,12 @@ class Oracle(Calibrated):
         return ("classes",)
 
     def statistics(self, client: Client, message: Message) -> Reply:
-        """Of each class that the client holds: its count, and M_c of its features with replacement [1]."""
+        """Report, for each class of the client, its count and M_c of its features with replacement [1]."""
         client.receive(message["model"])
         return client.reply(classes=class_bootstrap(*features(client), self.virtual, client.order))
 
     def draw(self, server: Server, fleet: Fleet, generator: torch.Generator) -> dict[int, Tensor]:
         of_class = {"n": 1, "z": torch.empty(self.virtual, server.model.dim, device="meta")}
         like = dict.fromkeys(range(server.model.classes), of_class)
-        replies = self.gather(server, fleet, classes=each.within(like))["classes"]
+        replies = self.gather(server, fleet, classes=each.within(like).counting("n").up_to(LONGEST_FEATURE))["classes"]
         return bootstrap_of_clients(list(replies.values()), generator)

@@ -1,9 +1,8 @@
-"""Post-hoc logit adjustment: what frequent classes have ahead is taken off the trained classifier (Menon et al., ICLR
-2021, section 4.1).
+"""Post-hoc logit adjustment: the trained classifier's logits less tau log pi (Menon et al., ICLR 2021, section 4.1).
 
 Departures from the text:
-[1] pi is that of all clients together, from their counts; `la` has margins in training instead.
-[2] A class that nobody holds would win everywhere; it is never predicted.
+[1] pi is that of all clients together, from their counts; `la` uses margins in training instead.
+[2] A class that no client holds would win everywhere; it is never predicted.
 """
 
 from collections.abc import Mapping
@@ -13,8 +12,8 @@ import torch
 
 from raylt import tree
 from raylt.core.client import Client, Message, Reply
-from raylt.core.fleet import Fleet
-from raylt.core.reductions import total
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import total
 from raylt.core.server import Server
 from raylt.hyper import Uniform, hp
 from raylt.methods.classifiers.family import AfterTraining
@@ -22,7 +21,7 @@ from raylt.ops.moments import NEVER
 
 
 class PostHoc(AfterTraining):
-    """FedAvg, then argmax f_y(x) - tau log pi_y; tau = 0 is FedAvg."""
+    """FedAvg, then argmax f_y(x) - tau log pi_y. tau = 0 is FedAvg."""
 
     name: ClassVar[str] = "posthoc"
     paper: ClassVar[str] = "Menon et al., ICLR 2021"
@@ -35,7 +34,7 @@ class PostHoc(AfterTraining):
 
     def finish(self, server: Server, fleet: Fleet) -> None:
         like = torch.empty(server.model.classes, dtype=torch.int64, device="meta")
-        counts = self.gather(server, fleet, counts=total.like(like))["counts"]                          # [1]
+        counts = self.gather(server, fleet, counts=total.like(like).counting())["counts"]  # [1]
         own = tree.snapshot(server.model.classifier.state_dict())
         shift = self.tau * (counts / counts.sum()).clamp(min=1e-12).log().float()
-        server.state["classifier"] = own | {"bias": torch.where(counts > 0, own["bias"] - shift, NEVER)}        # [2]
+        server.state["classifier"] = own | {"bias": torch.where(counts > 0, own["bias"] - shift, NEVER)}  # [2]

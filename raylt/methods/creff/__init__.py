@@ -1,1 +1,1 @@
-"""CReFF, and what builds on its federated features."""
+"""CReFF, and CLIP2FL, which builds on its federated features."""

@@ -1,30 +1,31 @@
-"""CLIP2FL: CReFF whose clients learn from an image-text model, and whose features are drawn to its texts (Shi et al.,
-AAAI 2024).
+"""CLIP2FL: CReFF with an image-text teacher for the clients and the federated features (Shi et al., AAAI 2024).
 
-Equation numbers are the paper's. Departures from the text, and from the authors' code where the text is silent, beside
-CReFF's:
-[1] The teacher's similarities are scaled by 100, CLIP's own, and the KL term has temperature 3 and the factor T^2, as
-    in the code; teacher features are encoded once, of images that are not augmented.
-[2] The prototype contrast, Eq. 8, is the cross-entropy of F T^T / 0.1 over the classes' unit texts, F as it is; the
+Equation numbers are the paper's. Departures from the text, and from the authors' code where the text is silent, in
+addition to CReFF's:
+[1] The teacher's similarities are scaled by 100, CLIP's own scale, and the KL term has temperature 3 and the factor
+    T^2, as in the code. Teacher features are encoded once, from images that are not augmented.
+[2] The prototype contrast, Eq. 8, is the cross-entropy of F T^T / 0.1 over the classes' unit texts, F unscaled. The
     code repeats each text as often as there are features and leaves a feature's own out, which is the same up to a
     share of 1 / 100.
-[3] Only features that are matched are drawn to their texts: those of classes that some client of the round owns.
+[3] Only matched features are attracted by their texts: those of classes that some client of the round owns. The
+    contrast is the mean over these; the code divides by the number of all classes.
 """
 
 from collections.abc import Callable
 from typing import ClassVar
 
+import torch
 from pydantic import field_validator
 from torch import Tensor
 from torch.nn import functional as F
 
 from raylt.config import Config
 from raylt.core.client import Client, Message
-from raylt.core.fleet import Fleet
+from raylt.core.fleet.fleet import Fleet
 from raylt.core.server import Server
-from raylt.core.teaching import encoded
-from raylt.core.terms import Terms
-from raylt.core.training import Objective
+from raylt.core.training.features import encoded
+from raylt.core.training.loss_terms import Terms
+from raylt.core.training.sgd import Objective
 from raylt.data.samples import Batch
 from raylt.data.task import Task
 from raylt.errors import ConfigError
@@ -33,18 +34,21 @@ from raylt.methods.creff.method import CReFF
 from raylt.models.clip import open_teacher
 from raylt.models.split import SplitModel
 from raylt.ops.distillation import distillation
-from raylt.recordable import recordable
+from raylt.tree import Tree
 
 
 class CLIP2FL(CReFF):
-    """kd = 0 and contrast = 0 is CReFF, and then no teacher is opened."""
+    """CReFF with distillation and a prototype contrast. kd = 0 and contrast = 0 is CReFF and opens no teacher."""
 
     name: ClassVar[str] = "clip2fl"
     paper: ClassVar[str] = "Shi et al., AAAI 2024"
     link: ClassVar[str | None] = "https://arxiv.org/abs/2312.08648"
 
-    teacher: str = hp("ViT-B-32/openai", Choice("ViT-B-32/openai", "ViT-B-32/metaclip_400m"), "open_clip's "
-                      "MODEL/TAG[:FILE], local-dir:FOLDER or npz:FILE")
+    teacher: str = hp(
+        "ViT-B-32/openai",
+        Choice("ViT-B-32/openai", "ViT-B-32/metaclip_400m"),
+        "open_clip's MODEL/TAG[:FILE], local-dir:FOLDER or npz:FILE",
+    )
     kd: float = hp(1.0, Uniform(0.0, 2.0), "weight of the KL term; from the code", ge=0)
     temperature: float = hp(3.0, LogUniform(0.5, 10), "T of the KL term; from the code", gt=0)
     scale: float = hp(100.0, LogUniform(10, 200), "of the teacher's similarities; CLIP's", gt=0)
@@ -58,8 +62,12 @@ class CLIP2FL(CReFF):
 
     @property
     def taught(self) -> bool:
-        """Whether a teacher is needed."""
+        """True if a teacher is needed."""
         return self.kd > 0 or self.contrast > 0
+
+    @property
+    def sees_images(self) -> bool:
+        return self.taught and not self.teacher.startswith("npz:")
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         if not self.taught:
@@ -67,27 +75,35 @@ class CLIP2FL(CReFF):
         teacher = open_teacher(self.teacher)
         teacher.check(task, {"phrase"})
         if self.contrast and model.dim != teacher.dim:
-            raise ConfigError(f"model = {config.model}: its features have d = {model.dim}, the texts of method.teacher "
-                              f"= {teacher.name} {teacher.dim}, and method.contrast compares them; set "
-                              "model=resnet8_proj, cnn_proj or resnet50_proj with CLIP's ViT-B-32, or "
-                              "method.contrast=0")
+            raise ConfigError(
+                f"model: method.contrast compares features of {config.model} (d = {model.dim}) with texts of "
+                f"method.teacher = {teacher.name} (d = {teacher.dim}). Set method.contrast=0, or with CLIP's ViT-B-32 "
+                "model=resnet8_proj, cnn_proj or resnet50_proj.",
+                code="model.wrong-width",
+                key="model",
+                value=config.model,
+                dim=model.dim,
+                needed=teacher.dim,
+            )
 
     @property
     def terms(self) -> tuple[str, ...]:
         return ("cross_entropy", "distillation") if self.kd else ()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Cross-entropy, and the divergence from what the teacher says of each image [1]."""
+        """Return cross-entropy plus the divergence from the teacher's prediction of each image [1]."""
         if not self.kd:
             return super().objective(client, message)
-        model, similarity = client.model, encoded(client, self.teacher).float() @ message["text"].T      # [n, C]
+        model = client.model
+        similarity = encoded(client, self.teacher).float() @ message["text"].T  # [n, C]
         log_q = (self.scale * similarity / self.temperature).log_softmax(1)
 
-        @recordable
         def terms(batch: Batch) -> dict[str, Tensor]:
             logits = model(batch.x)
-            return {"cross_entropy": F.cross_entropy(logits, batch.y),
-                    "distillation": self.kd * distillation(logits, log_q[batch.rows], self.temperature)}
+            return {
+                "cross_entropy": F.cross_entropy(logits, batch.y),
+                "distillation": self.kd * distillation(logits, log_q[batch.rows], self.temperature),
+            }
 
         return Terms(client, terms)
 
@@ -95,7 +111,7 @@ class CLIP2FL(CReFF):
         super().start(server, fleet)
         if self.taught:
             teacher = open_teacher(self.teacher)
-            text = teacher.text(server.facts.class_names, "phrase", server.device)
+            text = teacher.text(server.spec.class_names, "phrase", server.device)
             server.state |= {"text": F.normalize(text, dim=1), "teacher": teacher.about}
 
     def message(self, server: Server) -> Message:
@@ -106,10 +122,13 @@ class CLIP2FL(CReFF):
         if self.taught:
             server.log(teacher=server.state["teacher"])
 
-    def also(self, server: Server, classes: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """The prototype contrast of the features that are matched, Eq. 8 [2] [3]."""
-        if not self.contrast:
-            return None
+    def match(self, server: Server, gradients: Tree, penalty: Callable[[Tensor], Tensor] | None = None) -> float:
+        if self.contrast:
+            penalty = self.prototype_contrast(server, torch.tensor(sorted(gradients)))
+        return super().match(server, gradients, penalty)
+
+    def prototype_contrast(self, server: Server, classes: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return the prototype contrast of the matched features of these classes, Eq. 8 [2] [3]."""
         text = server.state["text"].to(server.device)
         y = classes.repeat_interleave(self.per_class).to(server.device)
         return lambda h: self.contrast * F.cross_entropy(h.flatten(0, 1) @ text.T / self.contrast_temperature, y)

@@ -1,12 +1,13 @@
-"""CReFF: classifiers re-trained on federated features, found by matching gradients (Shang et al., IJCAI 2022).
+"""CReFF: FedAvg with a classifier re-trained on federated features, which match the clients' gradients (Shang et al.,
+IJCAI 2022).
 
 Sections are the paper's. Departures from the text, and from the authors' code where the text is silent:
-[1] A class's gradient is of all of a client's samples of it, not augmented; the code takes ten draws of at most 32,
-    with an augmentation of their own. The gradients are of the classifier re-trained last, as in the code.
-[2] A class that nobody has owned so far takes no part in re-training: its features are still noise.
-[3] The sum of the clients' gradients of a class stands for their mean: features are matched by cosines, which the code
+[1] A class's gradient is over all of a client's samples of it, not augmented. The code takes ten draws of at most 32,
+    with an augmentation of its own. The gradients are of the classifier re-trained last, as in the code.
+[2] A class that no client has owned so far takes no part in re-training: its features are still noise.
+[3] The sum of the clients' gradients of a class replaces their mean. Features are matched by cosines, which the code
     damps by 1e-6 in the denominator.
-The federation goes on from the averaged classifier: apart from the model that is judged, this is FedAvg to the bit.
+Training continues from the averaged classifier: except for the judged model, this is FedAvg to the bit.
 """
 
 from collections.abc import Callable
@@ -17,22 +18,22 @@ from torch import Tensor, nn
 
 from raylt import tree
 from raylt.core.client import Client, Message, Reply
-from raylt.core.features import features
-from raylt.core.fitting import fit_classifier
-from raylt.core.fleet import Fleet
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import mean, total
 from raylt.core.method import Group, Method
-from raylt.core.reductions import mean, total
 from raylt.core.server import Server
-from raylt.core.terms import asked_for, figure_of
+from raylt.core.training.features import features
+from raylt.core.training.fit_classifier import fit_classifier
+from raylt.core.training.loss_terms import asked_for, figure_of
 from raylt.hyper import Choice, LogUniform, hp
 from raylt.models.split import SplitModel, linear, with_classifier
-from raylt.ops.matching import class_gradients, match_features
+from raylt.ops.matching import class_gradients, gradients_fault, match_features
 from raylt.seeds import seeded
 from raylt.tree import Tree
 
 
 class CReFF(Method):
-    """FedAvg, and at the server a classifier that every class had the same say in."""
+    """FedAvg; the server re-trains the classifier on equal numbers of features per class."""
 
     name: ClassVar[str] = "creff"
     paper: ClassVar[str] = "Shang et al., IJCAI 2022"
@@ -46,10 +47,14 @@ class CReFF(Method):
     batch: int = hp(32, Choice(32, 64, 128), "of re-training; from the code", ge=1)
     lr: float = hp(0.01, LogUniform(1e-3, 0.1), "of re-training; from the code", gt=0)
 
+    @property
+    def uploads_more(self) -> bool:
+        return True
+
     def train(self, client: Client, message: Message) -> Reply:
-        """The mean gradient of each class that the client owns, under the model it received; then FedAvg."""
+        """Report the mean gradient of each owned class under the received model; then train as in FedAvg."""
         client.receive(message["model"])
-        gradients = class_gradients(*features(client), linear(**message["classifier"]))          # [C, d + 1] each [1]
+        gradients = class_gradients(*features(client), linear(**message["classifier"]))  # [C, d + 1] each [1]
         reply = super().train(client, message)
         return client.reply(**reply.tree, gradients=gradients)
 
@@ -66,39 +71,65 @@ class CReFF(Method):
     def round(self, server: Server, fleet: Fleet) -> None:
         message, model = self.message(server), server.model
         of_class = torch.empty(model.classes, model.dim + 1, device="meta")
-        got = fleet.ask(self.train, self.sample(server, fleet), message, model=mean.like(message["model"]),
-                        loss=mean.like(0.0), gradients=total.within(dict.fromkeys(range(model.classes), of_class)),
-                        **asked_for(self.terms))
+        got = fleet.ask(
+            self.train,
+            self.sample(server, fleet),
+            message,
+            model=mean.like(message["model"]),
+            loss=mean.like(0.0),
+            gradients=total.within(dict.fromkeys(range(model.classes), of_class)).over_samples(gradients_fault),
+            **asked_for(self.terms),
+        )
         server.step(got["model"])
         server.log(**figure_of(got))
-        with server.stages.time("matching"):
+        with server.timings.time("matching"):
             server.log(loss=got["loss"], cosine=self.match(server, got["gradients"]))
-        with server.stages.time("re-training"):
+        with server.timings.time("re-training"):
             server.log(retrain_loss=self.retrain(server))
 
-    def match(self, server: Server, gradients: Tree) -> float:
-        """Features whose gradient points, row by row, where that of the clients does; returns the cosine [3]."""
-        h, device, classes = server.state["features"], server.device, torch.tensor(sorted(gradients))
-        targets = torch.stack([gradients[c].float() for c in classes.tolist()])            # [K, C, d + 1]
+    def match(self, server: Server, gradients: Tree, penalty: Callable[[Tensor], Tensor] | None = None) -> float:
+        """Move features until their gradient points, row by row, where the clients' does; return the cosine [3].
+
+        Args:
+            gradients: Sums of the clients' gradients by class, [C, d + 1] each.
+            penalty: Scalar of the matched features [K, m, d], minimised with the distance.
+        """
+        h = server.state["features"]
+        device = server.device
+        classes = torch.tensor(sorted(gradients))
+        targets = torch.stack([gradients[c].float() for c in classes.tolist()])  # [K, C, d + 1]
         matched, cosine = match_features(
-            h[classes].to(device), classes.to(device), targets.to(device), steps=self.matching_steps,
-            lr=self.matching_lr, classifier=linear(**tree.to(server.state["classifier"], device)), distance="rows",
-            also=self.also(server, classes))
+            h[classes].to(device),
+            classes.to(device),
+            targets.to(device),
+            steps=self.matching_steps,
+            lr=self.matching_lr,
+            classifier=linear(**tree.to(server.state["classifier"], device)),
+            distance="rows",
+            penalty=penalty,
+        )
         server.state["features"] = h.index_copy(0, classes, matched.cpu())
         server.state["known"] = server.state["known"].index_fill(0, classes, True)
         return cosine.mean().item()
 
-    def also(self, server: Server, classes: Tensor) -> Callable[[Tensor], Tensor] | None:
-        """What else the features of these classes are to lower, a scalar of [K, m, d]; None: nothing."""
-        return None
-
     def retrain(self, server: Server) -> float:
-        """A new classifier on the federated features, balanced as they are; returns the loss of the last epoch."""
-        z, known, classifier = server.state["features"], server.state["known"], new_classifier(server)      # [2]
-        y = torch.nonzero(known).repeat(1, self.per_class).flatten()
+        """Train a new classifier on the balanced federated features; return the loss of the last epoch."""
+        z = server.state["features"]
+        is_set = server.state["known"]  # [2]
+        classifier = new_classifier(server)
+        y = torch.nonzero(is_set).repeat(1, self.per_class).flatten()
         loss = fit_classifier(
-            classifier, z[known].flatten(0, 1).to(server.device), y.to(server.device), epochs=self.epochs, lr=self.lr,
-            batch=self.batch, momentum=0, weight_decay=0, seed=server.seed("retrain"), schedule="constant")
+            classifier,
+            z[is_set].flatten(0, 1).to(server.device),
+            y.to(server.device),
+            epochs=self.epochs,
+            lr=self.lr,
+            batch=self.batch,
+            momentum=0,
+            weight_decay=0,
+            seed=server.seed("retrain"),
+            schedule="constant",
+        )
         server.state["classifier"] = tree.snapshot(classifier.state_dict())
         return loss
 
@@ -107,6 +138,6 @@ class CReFF(Method):
 
 
 def new_classifier(server: Server) -> nn.Linear:
-    """With weights of its own for each round."""
+    """Return a classifier with new weights, seeded by the round."""
     with seeded(server.seed("classifier")):
         return nn.Linear(server.model.dim, server.model.classes).to(server.device)

@@ -1,1 +1,1 @@
-"""FedSM: the method, and the operations that it alone needs."""
+"""FedSM: the method, and the operations that only it uses."""

@@ -1,28 +1,85 @@
-"""What a student learns from its teacher, and a teacher from its texts."""
+"""Losses of FedSM: the loss of a student on its teacher's features, and of a teacher's projection on its texts.
 
+`Projection` is the trainable projection of a frozen image-text teacher.
+"""
+
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from raylt.core.client import Client
+from raylt.models.clip import open_teacher
+
 
 def hint(z: Tensor, u: Tensor) -> Tensor:
-    """1/2 ||z - u||^2, the mean over a batch, as FitNets has it (Romero et al., ICLR 2015, Eq. 3); a scalar.
+    """Return 1/2 ||z - u||^2, the mean over a batch, a scalar, as in FitNets (Romero et al., ICLR 2015, Eq. 3).
 
-    A mean over the dimensions would have 1/d of the gradient: nothing beside that of the cross-entropy.
+    A mean over the dimensions would have 1/d of the gradient, which is negligible next to the cross-entropy's.
 
     Args:
-        z: the student's features [B, d]; u: the teacher's [B, d].
+        z: The student's features, [B, d].
+        u: The teacher's features, [B, d].
     """
     return 0.5 * (z.float() - u).square().sum(1).mean()
 
 
 def margin_softmax(u: Tensor, y: Tensor, text: Tensor, margin: float, scale: float) -> Tensor:
-    """Margin Metric Softmax (CLIPood, ICML 2023): CE(s (u - m t_y) T^T, y), the mean over a batch, a scalar.
+    """Return the Margin Metric Softmax CE(s (u - m t_y) T^T, y), the mean over a batch (CLIPood, ICML 2023).
 
-    What it takes from the true class's logit exceeds what it takes from class j's by s m (1 - cos(t_y, t_j)).
+    It lowers the true class's logit by s m (1 - cos(t_y, t_j)) more than that of class j.
 
     Args:
-        u: unit image features [B, d].
-        y: int64 [B].
-        text: unit text features T [C, d].
+        u: Unit image features, [B, d].
+        y: Labels, int64 [B].
+        text: Unit text features T, [C, d].
+        margin: The margin m.
+        scale: The scale s.
     """
     return F.cross_entropy(scale * (u - margin * text[y]) @ text.T, y)
+
+
+def projection_of(client: Client, teacher: str) -> Tensor:
+    """Return the projection [w, d] of the teacher's image tower at this client, on its device.
+
+    It is the teacher's own projection where the client has trained none.
+    """
+    matrix = client.state.get("projection")
+    if matrix is None:
+        matrix = open_teacher(teacher).projection(client.device)
+        assert matrix is not None, "Teacher.check refuses those without one"
+    return matrix.to(client.device)
+
+
+class Projection:
+    """The projection [w, d] of an image tower, trained by Margin Metric Softmax and AdamW, one step per batch.
+
+    Weight decay is 0.1, as in CLIPood. It starts as the teacher's. Between rounds it is private to the client, in
+    `client.state["projection"]`.
+
+    Args:
+        client: The client that trains it.
+        teacher: Name of the teacher.
+        lr: Learning rate of AdamW.
+        unit: Return features of length 1.
+    """
+
+    def __init__(self, client: Client, teacher: str, lr: float, unit: bool):
+        self.matrix = projection_of(client, teacher).clone().requires_grad_()
+        self._client = client
+        self._unit = unit
+        self._optimiser = torch.optim.AdamW([self.matrix], lr, weight_decay=0.1)
+
+    def step(self, h: Tensor, y: Tensor, text: Tensor, margin: float, scale: float) -> Tensor:
+        """Take one step; return the features [B, d] before it.
+
+        Args:
+            h: Features of the image tower, [B, w]. The others are as for `margin_softmax`.
+        """
+        with torch.autocast(h.device.type, enabled=False):
+            raw = h.float() @ self.matrix
+            u = F.normalize(raw, dim=1)
+            self._optimiser.zero_grad()
+            margin_softmax(u, y, text, margin, scale).backward()
+            self._optimiser.step()
+        self._client.state["projection"] = self.matrix.detach()  # a value until the next step
+        return (u if self._unit else raw).detach()

@@ -1,4 +1,4 @@
-"""Features mixed with class prototypes, partners chosen by how related classes are: FedSM (semantic mixup), Eq. 4-6."""
+"""Semantic mixup of FedSM, Eq. 4-6: features mixed with class prototypes, with partners chosen by class relevance."""
 
 from typing import Literal
 
@@ -7,22 +7,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Similarity = Literal["cosine", "dot", "l1", "l2"]
-Partner = Literal["probabilistic", "deterministic", "random", "inverted"]
+Partner = Literal["probabilistic", "ranked", "deterministic", "random", "inverted"]
 Unit = Literal["class", "sample"]
 
 
-def relevance(text: Tensor, similarity: Similarity, temperature: float | None = None,
-              inverted: bool = False) -> Tensor:
-    """alpha of Eq. 5 of FedSM, float32 [C, C], not negative: how well features of class j serve class i.
+def relevance(text: Tensor, similarity: Similarity, temperature: float | None = None, inverted: bool = False) -> Tensor:
+    """Return alpha of Eq. 5 of FedSM, float32 [C, C], not negative: the relevance of features of class j for class i.
 
-    The similarity of a class with itself would outdo all others: the mean of its row stands in its place.
+    The similarity of a class with itself would dominate: it is replaced by the mean of its row, itself among them.
 
     Args:
-        text: [C, d], as the text encoder gives them.
-        similarity: cosine; or of the vectors as they are: dot product, or 1 / (1 + distance).
-        temperature: of the softmax over each row that is the optional non-linearity; None for none.
-        inverted: each row of similarities is mirrored between its smallest and its largest, so that what is least like
-            class i serves it best, with weights as unequal as they were: a control.
+        text: Text features, [C, d].
+        similarity: Cosine; or, of the vectors as they are, the dot product or 1 / (1 + distance).
+        temperature: Temperature of the softmax over each row, the optional non-linearity; None for none.
+        inverted: Mirror each row of similarities between its smallest and its largest, so that the class least similar
+            to class i becomes the most relevant, with equally unequal weights: a control.
     """
     if similarity == "cosine":
         unit = F.normalize(text, dim=1)
@@ -38,55 +37,79 @@ def relevance(text: Tensor, similarity: Similarity, temperature: float | None = 
 
 
 def total_variation(alpha: Tensor) -> float:
-    """How far relevance is from none: total variation between each row as a distribution and the uniform one, the mean
-    over the rows, in [0, 1 - 1/C]. Rows without any weight count as uniform.
+    """Return the mean total variation between the rows of alpha, as distributions, and the uniform distribution.
+
+    It lies in [0, 1 - 1/C]; rows without any weight count as uniform.
 
     Args:
-        alpha: from `relevance`, [C, C].
+        alpha: From `relevance`, [C, C].
     """
     total = alpha.sum(1, keepdim=True)
-    law = torch.where(total > 0, alpha / total, 1 / alpha.shape[1])
-    return (law - 1 / alpha.shape[1]).abs().sum(1).mean().item() / 2
+    distribution = torch.where(total > 0, alpha / total, 1 / alpha.shape[1])
+    return (distribution - 1 / alpha.shape[1]).abs().sum(1).mean().item() / 2
 
 
-def draw_partners(alpha: Tensor, classes: Tensor, y: Tensor, size: int, partner: Partner, unit: Unit,
-                  generator: torch.Generator) -> Tensor:
-    """The samples whose features are mixed with the prototypes of P classes: places in `y`, int64 [P, size].
+def ranks(weights: Tensor) -> Tensor:
+    """Return the rank of each weight in its row, [P, O], from 1 for the smallest.
+
+    Equal weights share the mean of their ranks.
+    """
+    ascending = weights.sort(1).values
+    below = torch.searchsorted(ascending, weights)
+    not_above = torch.searchsorted(ascending, weights, right=True)
+    return (below + 1 + not_above).to(weights) / 2
+
+
+def draw_partners(
+    alpha: Tensor, classes: Tensor, y: Tensor, size: int, partner: Partner, unit: Unit, generator: torch.Generator
+) -> Tensor:
+    """Draw the samples whose features are mixed with the prototypes of P classes: indices into `y`, int64 [P, size].
+
+    All tensors are on the CPU.
 
     Args:
-        alpha: from `relevance`, [C, C]. A row without weight on any class of `y` counts as uniform. All on the CPU.
-        classes: those that have a prototype, int64 [P].
-        y: labels of the samples, int64 [n].
-        partner: classes drawn with probability alpha (probabilistic, inverted), the most relevant one other than the
-            class itself, or any.
-        unit: a class is drawn, then one of its samples, with replacement; or a sample, weighted by its class, without
-            replacement where there are enough, as FedSM's code does.
+        alpha: From `relevance`, [C, C]. A row without weight on any class of `y` counts as uniform.
+        classes: Classes that have a prototype, int64 [P].
+        y: Labels of the samples, int64 [n].
+        size: Draws per class.
+        partner: Classes drawn with probability alpha (probabilistic, inverted), or in proportion to the rank of their
+            alpha among the classes of `y` (ranked), the most relevant class other than the class itself
+            (deterministic), or any class (random).
+        unit: "class": draw a class, then one of its samples, with replacement. "sample": draw a sample, weighted by its
+            class, without replacement where there are enough, as FedSM's code does.
     """
-    owned, of_sample, counts = y.unique(return_inverse=True, return_counts=True)    # [O], [n], [O]
-    weights = alpha[classes][:, owned].double()                                     # [P, O]
+    owned, of_sample, counts = y.unique(return_inverse=True, return_counts=True)  # [O], [n], [O]
+    weights = alpha[classes][:, owned].double()  # [P, O]
     if partner == "random":
         weights = torch.ones_like(weights)
     weights[weights.sum(1) == 0] = 1
+    if partner == "ranked":
+        weights = ranks(weights)
     if partner == "deterministic":
         itself = classes[:, None] == owned
-        best = weights.masked_fill(itself, -1).argmax(1)            # itself only where there is nothing else
+        best = weights.masked_fill(itself, -1).argmax(1)  # itself only where there is no other class
         weights = F.one_hot(best, len(owned)).double()
     if unit == "sample":
-        weights = weights[:, of_sample]                                             # [P, n]
-        return torch.stack([torch.multinomial(row, size, replacement=bool((row > 0).sum() < size), generator=generator)
-                            for row in weights])
-    drawn = torch.multinomial(weights, size, replacement=True, generator=generator)             # [P, size], of O
-    by_class, starts = of_sample.argsort(stable=True), counts.cumsum(0) - counts
-    place = (torch.rand(drawn.shape, generator=generator, dtype=torch.float64) * counts[drawn]).long()
-    return by_class[starts[drawn] + place]
+        weights = weights[:, of_sample]  # [P, n]
+        return torch.stack(
+            [
+                torch.multinomial(row, size, replacement=bool((row > 0).sum() < size), generator=generator)
+                for row in weights
+            ]
+        )
+    drawn = torch.multinomial(weights, size, replacement=True, generator=generator)  # [P, size], of O
+    by_class = of_sample.argsort(stable=True)
+    starts = counts.cumsum(0) - counts
+    offset = (torch.rand(drawn.shape, generator=generator, dtype=torch.float64) * counts[drawn]).long()
+    return by_class[starts[drawn] + offset]
 
 
 def mix_features(z: Tensor, prototypes: Tensor, lam: Tensor) -> Tensor:
-    """Eq. 4 of FedSM, (1 - lam) z + lam Z_c.
+    """Return (1 - lam) z + lam Z_c, Eq. 4 of FedSM.
 
     Args:
-        z: local features [P, S, d].
-        prototypes: [P, d].
-        lam: [P, S].
+        z: Local features, [P, S, d].
+        prototypes: Z_c, [P, d].
+        lam: Shares of the prototypes, [P, S].
     """
     return (1 - lam)[..., None] * z + lam[..., None] * prototypes[:, None]

@@ -1,44 +1,52 @@
-"""Figures that tell whether the parts of FedSM can work at all; none of them changes a training."""
+"""Figures that show whether the parts of FedSM can work at all; none of them changes a training."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from raylt.core.client import Client
-from raylt.core.training import autocast
-from raylt.data.longtail import group_of
+from raylt.core.training.sgd import autocast
+from raylt.data.splits.long_tail import group_of
 from raylt.metrics import GROUPS
 from raylt.tree import Tree
 
 
 def answers(client: Client, logits: Tensor) -> Tree:
-    """Of each class, how many of the client's images there are, `n`, and are answered rightly, `right`; int64 [C].
+    """Return the client's images per class, `n`, and those that the teacher classifies correctly, `right`, int64 [C].
 
     Args:
-        logits: of the teacher, [n, C].
+        client: The client.
+        logits: Logits of the teacher, [n, C].
     """
     y, classes = client.samples.y, client.model.classes
-    return {"n": torch.bincount(y, minlength=classes),
-            "right": torch.bincount(y[logits.argmax(1) == y], minlength=classes)}
+    return {
+        "n": torch.bincount(y, minlength=classes),
+        "right": torch.bincount(y[logits.argmax(1) == y], minlength=classes),
+    }
 
 
 def zero_shot(n: Tensor, right: Tensor, thresholds: tuple[int, int]) -> dict[str, float]:
-    """Accuracy over all classes and over those of each group, every class counting the same, as on a balanced test set.
+    """Return the unweighted mean accuracy over all classes and over the classes of each group.
+
+    Classes without a sample and groups without a class are left out.
 
     Args:
-        n, right: sums of `answers`, int64 [C]. Classes without a sample and groups without a class are left out.
-        thresholds: samples per class that divide the groups, as `group_of` takes them.
+        n: Sum of the `n` of `answers`, int64 [C].
+        right: Sum of the `right` of `answers`, int64 [C].
+        thresholds: Samples per class that divide the groups, as for `group_of`.
     """
-    held = n > 0
-    accuracy, groups = right[held] / n[held], group_of(n[held].numpy(), *thresholds)
+    present = n > 0
+    accuracy = right[present] / n[present]
+    groups = group_of(n[present].numpy(), *thresholds)
     members = {group: torch.tensor([of == group for of in groups]) for group in GROUPS}
     return {"all": accuracy.mean().item()} | {
-        group: accuracy[of].mean().item() for group, of in members.items() if of.any()}
+        group: accuracy[of].mean().item() for group, of in members.items() if of.any()
+    }
 
 
 @torch.no_grad()
 def some_features(client: Client) -> tuple[Tensor, Tensor]:
-    """What the client's encoder makes of one batch of its images, the first ones, unaugmented: [B, d]; labels [B]."""
+    """Return features [B, d] and labels [B] of the client's first images, one batch, not augmented."""
     rows = torch.arange(min(len(client), client.config.local.batch), device=client.device)
     batch = client.samples.batch(rows)
     with autocast(client):
@@ -46,24 +54,29 @@ def some_features(client: Client) -> tuple[Tensor, Tensor]:
 
 
 def towards(client: Client, teacher: Tensor) -> float:
-    """The mean cosine of the student's features of these images to the teacher's; 1: they point alike.
+    """Return the mean cosine between the student's and the teacher's features of some images.
 
     Args:
-        teacher: features of all of the client's images, [n, d].
+        client: The client.
+        teacher: Features of all of the client's images, [n, d].
     """
     z, _ = some_features(client)
-    return F.cosine_similarity(z, teacher[:len(z)], dim=1).mean().item()
+    return F.cosine_similarity(z, teacher[: len(z)], dim=1).mean().item()
 
 
 def drift(before: Tensor, after: Tensor, y: Tensor, prototypes: Tensor) -> float:
-    """How far an encoder has moved away from that of the prototypes that its features are mixed with: the mean way of
-    the classes' means, over the mean distance between two prototypes; 0 where there are not two.
+    """Return the mean distance that training moved the class means, over the mean distance of two prototypes.
+
+    It shows the distance of an encoder from that of the prototypes with which its features are mixed. It is 0 with
+    fewer than two prototypes.
 
     Args:
-        before: features under the encoder of the prototypes, [B, d]; after: under the one that has been trained.
+        before: Features under the encoder of the prototypes, [B, d].
+        after: Features under the trained encoder, [B, d].
+        y: Labels, int64 [B].
         prototypes: [P, d].
     """
     if len(prototypes) < 2:
         return 0.0
-    way = torch.stack([(after[y == c].mean(0) - before[y == c].mean(0)).norm() for c in y.unique()]).mean()
-    return (way / torch.pdist(prototypes).mean().clamp(min=1e-12).to(way)).item()
+    moved = torch.stack([(after[y == c].mean(0) - before[y == c].mean(0)).norm() for c in y.unique()]).mean()
+    return (moved / torch.pdist(prototypes).mean().clamp(min=1e-12).to(moved)).item()

@@ -1,1 +1,1 @@
-"""MuPFL: the method, and the operations that it alone needs."""
+"""MuPFL: the method, and the operations that only it uses."""

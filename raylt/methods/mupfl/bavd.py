@@ -1,4 +1,4 @@
-"""`BAVD`: biased activation value dropout of MuPFL (Eq. 6), a layer behind an activation of any model here."""
+"""`BAVD`: biased activation value dropout of MuPFL (Eq. 6), a layer after an activation of any model of raylt."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -11,44 +11,50 @@ from raylt.core.client import Client
 from raylt.data.samples import Batch
 from raylt.errors import ConfigError
 from raylt.models.split import SplitModel
-from raylt.recordable import recordable
 from raylt.tree import Tree
 
 Map = Literal["chw", "hw", "bchw"]
 Threshold = Literal["channel", "whole"]
+Stages = Sequence[str] | Literal["last", "all"]
 
 
-@recordable
 class BAVD(nn.Module):
-    """Zeroes the activations whose place in the map M lies below M's mean; in evaluation mode, as a rule, nothing.
+    """Layer that zeroes activations at the places where the map M lies below its mean, in training mode.
 
-    M follows the activations and how the loss moved: after each training step `learn` takes that step's loss. It stays
-    on the activations' device and nothing here waits for it. M is no entry of the model: it belongs to one client's
-    training, which calls `reset` before it starts.
+    M follows the activations and the change of the loss: after each training step `learn` takes that step's loss. It
+    stays on the activations' device and no code waits for it. M is not an entry of the model: it belongs to one
+    client's training, which calls `reset` before it starts.
 
     Args:
         shape: C, H and W of the activations.
-        kind: what M is over. chw: the mean over the batch, mask [1, C, H, W]; hw: the mean over batch and channels,
-            mask [1, 1, H, W]; bchw: each place of the batch by itself, and a batch of another size than the first
-            passes as it is.
-        sign: of psi: +1 is l(t) - l(t - 1) as Eq. 6 has it, -1 makes it positive where a step lowered the loss.
-        threshold: the mean that M is compared with: of each channel by itself, or over the whole of it.
-        keeps: whether what `keep` found is zeroed in evaluation mode. The mask is then an entry of the model,
+        kind: Dimensions of M. chw: the mean over the batch, mask [1, C, H, W]. hw: the mean over batch and channels,
+            mask [1, 1, H, W]. bchw: each place of the batch by itself; a batch of another size than the first passes
+            unchanged.
+        sign: Sign of psi: +1 is l(t) - l(t - 1) as in Eq. 6, -1 makes it positive where a step lowered the loss.
+        threshold: The mean that M is compared with: of each channel by itself, or over the whole map.
+        keeps: Also zero, in evaluation mode, the places that `keep` fixed. The mask is then an entry of the model,
             "mask", bool [1, C or 1, H, W].
     """
 
     mask: Tensor
 
-    def __init__(self, shape: Sequence[int], kind: Map = "chw", sign: int = -1, threshold: Threshold = "channel",
-                 keeps: bool = False):
+    def __init__(
+        self,
+        shape: Sequence[int],
+        kind: Map = "chw",
+        sign: int = -1,
+        threshold: Threshold = "channel",
+        keeps: bool = False,
+    ):
         super().__init__()
         channels, height, width = shape
         self.size = height * width * (1 if kind == "hw" else channels)
         self.kind, self.sign, self.threshold, self.keeps = kind, sign, threshold, keeps
         if keeps:
-            of = (1, 1 if kind == "hw" else channels, height, width)
-            self.register_buffer("mask", torch.ones(of, dtype=torch.bool))
-        self._map, self._loss = torch.empty(0), torch.empty(())         # what they hold counts once it is not fresh
+            mask_shape = (1, 1 if kind == "hw" else channels, height, width)
+            self.register_buffer("mask", torch.ones(mask_shape, dtype=torch.bool))
+        self._map = torch.empty(0)  # valid once the layer is not fresh
+        self._loss = torch.empty(())
         self.reset()
 
     @property
@@ -58,55 +64,57 @@ class BAVD(nn.Module):
 
     @property
     def loss(self) -> Tensor | None:
-        """That of the batch before; None before a batch has passed."""
+        """The loss of the previous batch; None before a batch has passed."""
         return None if self._fresh else self._loss
 
     def reset(self, map: Tensor | None = None, loss: Tensor | None = None) -> None:
-        """Forgets everything, or goes on from what `map` and `loss` were when another training ended."""
-        self._fresh = map is None or loss is None       # the tensors stay: a recorded step goes on with the same ones
+        """Forget everything, or continue from the `map` and `loss` at the end of another training."""
+        self._fresh = map is None or loss is None  # the tensors stay: a recorded step uses the same ones
         if map is not None and loss is not None:
-            self._map, self._loss = map.clone(), loss.clone()
-        self._seen: Tensor | None = None
+            self._map = map.clone()
+            self._loss = loss.clone()
+        self._batch_map: Tensor | None = None
 
     def forward(self, h: Tensor) -> Tensor:
         if not self.training:
             return h * self.mask if self.keeps else h
-        own = h.detach().float()
+        batch_map = h.detach().float()
         if self.kind != "bchw":
-            own = own.mean((0, 1) if self.kind == "hw" else 0).view(1, -1, *h.shape[2:])
-        self._seen = own
-        if self._fresh or self._map.shape != own.shape:
+            batch_map = batch_map.mean((0, 1) if self.kind == "hw" else 0).view(1, -1, *h.shape[2:])
+        self._batch_map = batch_map
+        if self._fresh or self._map.shape != batch_map.shape:
             return h
         return h * self._above(self._map)
 
     def learn(self, loss: Tensor) -> None:
-        """Eq. 6, with the loss (a scalar) of the batch that passed just before."""
-        assert self._seen is not None, "no batch has passed"
+        """Update M by Eq. 6, with the loss (a scalar) of the batch that has just passed."""
+        assert self._batch_map is not None, "no batch has passed"
         loss = loss.detach().float()
-        alike = self._map.shape == self._seen.shape and self._map.device == loss.device
+        alike = self._map.shape == self._batch_map.shape and self._map.device == loss.device
         # in place: the steps between two resets are recorded
         if self._fresh and alike:
-            self._map.copy_(self._seen)
+            self._map.copy_(self._batch_map)
             self._loss.copy_(loss)
         elif self._fresh:
-            self._map, self._loss = self._seen.clone(), loss.clone()
+            self._map = self._batch_map.clone()
+            self._loss = loss.clone()
         elif alike:
-            self._map.add_(self.sign * (loss - self._loss) * self._seen)
+            self._map.add_(self.sign * (loss - self._loss) * self._batch_map)
             self._loss.copy_(loss)
         self._fresh = False
 
     def keep(self) -> None:
-        """Makes what M zeroes now what is zeroed in evaluation mode; all is let through where there is no M yet."""
+        """Fix the places that M zeroes now for evaluation mode; none where there is no M yet."""
         if self.map is None:
             self.mask.fill_(True)
-        else:                                       # the mean over the places of the batch, where M has any
+        else:  # the mean over the places of the batch, where M has any
             self.mask.copy_(self._above(self.map.mean(0, keepdim=True)))
 
     def normalised(self) -> Tensor:
-        """M brought to [0, 1] by its smallest and largest value, float32 [size]; zeros where all values are one."""
+        """Return M scaled to [0, 1] by its extremes, float32 [size]; zeros if all values are equal."""
         if self.map is None:
             return torch.zeros(self.size)
-        flat = self.map.mean(0).flatten()           # over the places of the batch, where M has any
+        flat = self.map.mean(0).flatten()  # over the places of the batch, where M has any
         low, high = flat.aminmax()
         return (flat - low) / (high - low).clamp(min=torch.finfo(flat.dtype).tiny)
 
@@ -116,17 +124,16 @@ class BAVD(nn.Module):
 
 
 class WithMaps:
-    """The loss of a batch, which moves the maps of the layers.
+    """Objective that moves the maps of the layers by the loss of each batch.
 
     Args:
-        anew: whether the maps start anew in each epoch.
+        reset_each_epoch: Reset the maps at the start of each epoch.
     """
 
-    recordable = True
-
-    def __init__(self, client: Client, layers: Sequence[BAVD], anew: bool):
-        self._client, self._layers = client, layers
-        self._period = client.steps(epochs=1) if anew else 0
+    def __init__(self, client: Client, layers: Sequence[BAVD], reset_each_epoch: bool):
+        self._client = client
+        self._layers = layers
+        self._period = client.steps(epochs=1) if reset_each_epoch else 0
 
     def __call__(self, batch: Batch) -> Tensor:
         value = self._client.cross_entropy(self._client.model(batch.x), batch.y)
@@ -135,38 +142,39 @@ class WithMaps:
         return value
 
     def unlike(self, number: int) -> bool:
-        """The first step of an epoch sees no map."""
+        """Reset the maps before the first step of an epoch; return whether this is one."""
         begins = self._period > 0 and (number - 1) % self._period == 0
         for layer in self._layers if begins else []:
             layer.reset()
         return begins
 
 
-def add_bavd(model: SplitModel, shape: tuple[int, int, int], stages: Sequence[str] | Literal["last", "all"],
-             kind: Map, sign: int, threshold: Threshold, keeps: bool) -> None:
-    """Puts a BAVD layer behind stages of the encoder, each of which ends with an activation.
+def add_bavd(
+    model: SplitModel,
+    shape: tuple[int, int, int],
+    stages: Stages,
+    kind: Map,
+    sign: int,
+    threshold: Threshold,
+    keeps: bool,
+) -> None:
+    """Append a BAVD layer to stages of the encoder, each of which ends with an activation.
 
     Args:
-        shape: height, width and channels of an image.
-        stages: their names.
-        kind, sign, threshold, keeps: as `BAVD` has them.
+        shape: Height, width and channels of an image.
+        stages: Names of the stages.
+        kind: As for `BAVD`, like the arguments after it.
 
     Raises:
-        ConfigError: there is no such stage.
+        ConfigError: The encoder has no such stage.
     """
-    found = {name: child for name, child in model.encoder.named_children()
-             if name.startswith("stage") and isinstance(child, nn.Sequential)}
-    names = list(found)[-1:] if stages == "last" else list(found) if stages == "all" else stages
-    unknown = [name for name in names if name not in found]
-    if unknown or not names:
-        raise ConfigError(f"method.bavd_layers = {stages!r}: the model's stages are {', '.join(found) or 'none'}; "
-                          "give some of them, last or all")
+    named = stages_of(model, stages)
     shapes: dict[str, torch.Size] = {}
 
     def watch(name: str) -> RemovableHandle:
-        return found[name].register_forward_hook(lambda _, __, h: shapes.update({name: h.shape[1:]}))
+        return named[name].register_forward_hook(lambda _, __, h: shapes.update({name: h.shape[1:]}))
 
-    hooks = [watch(name) for name in names]
+    hooks = [watch(name) for name in named]
     height, width, channels = shape
     training = model.training
     with torch.no_grad():
@@ -174,22 +182,63 @@ def add_bavd(model: SplitModel, shape: tuple[int, int, int], stages: Sequence[st
     model.train(training)
     for hook in hooks:
         hook.remove()
-    for name in names:
-        found[name].append(BAVD(shapes[name], kind, sign, threshold, keeps))
+    for name, stage in named.items():
+        stage.append(BAVD(shapes[name], kind, sign, threshold, keeps))
+
+
+def add_dropout(model: SplitModel, stages: Stages, rate: float) -> None:
+    """Append the dropout that BAVD takes the place of, 3.3, to stages of the encoder.
+
+    Arguments and errors are those of `add_bavd`.
+    """
+    for stage in stages_of(model, stages).values():
+        stage.append(nn.Dropout(rate))
+
+
+def stages_of(model: SplitModel, stages: Stages) -> dict[str, nn.Sequential]:
+    """Return stages of the encoder by name.
+
+    Raises:
+        ConfigError: The encoder has no such stage.
+    """
+    all_stages = {
+        name: child
+        for name, child in model.encoder.named_children()
+        if name.startswith("stage") and isinstance(child, nn.Sequential)
+    }
+    if stages in ("last", "all"):
+        names = list(all_stages)[-1:] if stages == "last" else list(all_stages)
+    else:
+        names = list(stages)
+    unknown = [name for name in names if name not in all_stages]
+    if unknown or not names:
+        raise ConfigError(
+            f"method.bavd_layers: the model has no stage {', '.join(unknown) or 'at all'} ({stages!r}). "
+            f"Give last, all, or some of its stages: {', '.join(all_stages) or 'none'}.",
+            code="model.lacks-layer",
+            key="method.bavd_layers",
+            value=stages,
+            layers=list(all_stages),
+        )
+    return {name: all_stages[name] for name in names}
 
 
 def layers_of(model: nn.Module) -> list[BAVD]:
-    """The BAVD layers of a model, from its input on."""
+    """Return the BAVD layers of a model, from input to output."""
     return [module for module in model.modules() if isinstance(module, BAVD)]
 
 
 def memory(layers: Sequence[BAVD]) -> Tree:
-    """What the layers know, for `recall`."""
-    return {str(i): {name: None if value is None else value.clone() for name, value in (("map", layer.map), (
-        "loss", layer.loss))} for i, layer in enumerate(layers)}
+    """Return the maps and losses of the layers, for `recall`."""
+    return {str(i): {"map": copy_of(layer.map), "loss": copy_of(layer.loss)} for i, layer in enumerate(layers)}
 
 
-def recall(layers: Sequence[BAVD], known: Tree) -> None:
-    """Sets the layers to what they knew at `memory`, or, from an empty tree, to their beginning."""
+def copy_of(value: Tensor | None) -> Tensor | None:
+    """Return a copy of a tensor, or None."""
+    return None if value is None else value.clone()
+
+
+def recall(layers: Sequence[BAVD], remembered: Tree) -> None:
+    """Restore the layers from a result of `memory`, or reset them if the tree is empty."""
     for i, layer in enumerate(layers):
-        layer.reset(**known.get(str(i), {}))
+        layer.reset(**remembered.get(str(i), {}))

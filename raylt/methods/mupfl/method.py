@@ -1,78 +1,156 @@
-"""MuPFL: activation dropout at clients, clusters of their updates, classifiers tuned on shared knowledge.
+"""MuPFL: activation dropout at clients, clusters of their updates, classifiers tuned on shared knowledge (Zhang et al.,
+Multi-level Personalized Federated Learning on Heterogeneous and Long-Tailed Data).
 
-Multi-level Personalized Federated Learning on Heterogeneous and Long-Tailed Data (Zhang et al.); equation, section and
-algorithm numbers are the paper's. u is the encoder and v the classifier, as in 3.2; Eq. 21 swaps them. Departures from
-the text, each marked at its line:
-[1] BAVD's mask needs the loss of a step that it is part of: the map of the step before decides, the loss comes after.
-[2] psi is positive where a step lowered the loss, as the text has it; `bavd_psi=equation` is Eq. 6 to the letter, which
+Equation, section and algorithm numbers are the paper's. u is the encoder and v the classifier, as in 3.2; Eq. 21 swaps
+them. Departures from the text, each marked at its line:
+[1] BAVD's mask needs the loss of a step that it is part of: the map of the step before decides, the loss follows.
+[2] psi is positive where a step lowered the loss, as the text has it. `bavd_psi=equation` is Eq. 6 to the letter, which
     keeps the lowest activations once the loss has fallen by more than 1.
 [3] M is over channels and places, its mean over the batch: a map over samples, as Eq. 6 indexes it, mixes samples.
-[4] Eq. 8 is a similarity; 1 - Eq. 8 is the dissimilarity of Eq. 9-11, and k-means runs on points with these distances.
+[4] Eq. 8 is a similarity. 1 - Eq. 8 is the dissimilarity of Eq. 9-11, and k-means runs on points with these distances.
     Without BAVD there are no maps and Eq. 8 is over updates alone.
 [5] Two participants, or updates that are all equal, form one cluster; kappa is at most their number.
-[6] The text does not say whether an update holds Eq. 21's tuning too: it starts from the model that a client received,
-    before it is tuned, or, with `updates=tuned`, after it.
-[7] Eq. 20 is maximised, as its text says. A class that nobody owned keeps its features, and one that nobody ever owned
-    tunes no classifier; "h = f(u)" needs data that a server lacks, so features start from N(0, 1) and go on from there.
+[6] The text does not say whether an update includes Eq. 21's tuning. Here it starts from the model that a client
+    received, before tuning, or, with `updates=tuned`, after it.
+[7] Eq. 20 is maximised, as its text says. A class that no participant owned keeps its features, and one that no client
+    has owned so far tunes no classifier. "h = f(u)" needs data that a server lacks, so features start from N(0, 1) and
+    are continued from round to round.
 [8] The gradients of Eq. 16 are of all samples of a client, not augmented.
 [9] The next round starts from (u_glo, v_i), 3.5, where v_i is tuned at all: without PKCF from w_glo ("at m = 0 MuPFL
     defaults to FedAvg", 4.5). A client that never took part starts from, and is judged by, the global model.
-[10] The paper does not say whose accuracy it reports. Eq. 15 undoes Eq. 14 where clients have equally many samples, so
-    clusters can only act on personal models: a client is judged by the encoder of its cluster with its own classifier,
-    and after the last step by each of MODELS as well. Of one that is sampled rarely all but w_glo are rounds old;
-    `last_update` trains everybody once more, which leaves the global model as it is.
+[10] The paper does not say whose accuracy it reports. Eq. 15 undoes Eq. 14 where clients have equal numbers of samples,
+    so clusters can only act on personal models. A client is judged by the encoder of its cluster with its own
+    classifier, and after the last step by each of MODELS as well. For a client that is rarely sampled all but w_glo are
+    rounds old. `last_update` trains all clients once more, which leaves the global model as it is.
 [11] The step size for Eq. 20 is not stated. 100 steps of CReFF's 0.1 leave its cosine at 0.02 (d = 1024) to 0.08 (256),
     since CReFF sums over the rows of gradients; 100 steps of 100 bring it to 0.98.
 [12] Where clients keep some classes of label maps and call the others background, a client is tuned on the features of
-    a class as what that class is to it: Eq. 21 to the letter teaches a classifier what its client's maps contradict.
-[13] 3.3 counts the iterations "for each batch within a given local epoch", so M starts anew in each; 3.6 compares it
-    "per slice" H x W, so with its mean over each channel. Whether what is dropped stays dropped when a client is judged
-    is not stated: not as a rule, since dropout is not either.
+    a class as what that class is to it. Eq. 21 to the letter teaches a classifier what its client's maps contradict.
+[13] 3.3 counts the iterations "for each batch within a given local epoch", so M is reset in each epoch. The first step
+    of an epoch then drops nothing, and BAVD does nothing at a client of one batch; `bavd_reset=round` masks it from its
+    second epoch on. 3.6 compares M "per slice" H x W, so with its mean over each channel. The paper does not say
+    whether dropped activations stay dropped when a client is judged; by default they do not, as with dropout. BAVD
+    "substitutes the standard dropout layer", 3.3, whose rate the paper does not state: none is used where BAVD is off,
+    unless `dropout` gives one.
 [14] Table 5 has six clusters of four participants: with `clustered=all` the last updates of all clients form them.
-All three modules off is FedAvg to the bit, and with `judged=global` in every figure.
+With all three modules off this is FedAvg to the bit, and with `judged=global` in every figure.
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
+from functools import partial
+from typing import ClassVar, Literal
 
 import torch
 
 from raylt import tree
 from raylt.core.client import Client, Message, Reply
-from raylt.core.cohort import Cohort
-from raylt.core.features import features
-from raylt.core.fleet import Fleet
-from raylt.core.gathering import Replies
-from raylt.core.reductions import Reduction, each, mean
+from raylt.core.fleet.aggregation import Replies
+from raylt.core.fleet.cohort import Cohort
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import Reduction, each, mean
+from raylt.core.method import Method
 from raylt.core.server import Server
-from raylt.core.training import Objective, sgd
-from raylt.data.sources import Kind
-from raylt.data.task import Facts
+from raylt.core.training.features import features
+from raylt.core.training.sgd import Objective, sgd
+from raylt.data.sources.sources import ProblemKind
+from raylt.data.task import TaskSpec
 from raylt.errors import ClientLost, TooFewReplies
-from raylt.methods.mupfl.acmu import form_clusters, last_of_all
-from raylt.methods.mupfl.bavd import WithMaps, add_bavd, layers_of, memory, recall
-from raylt.methods.mupfl.clustering import mean_update
-from raylt.methods.mupfl.fields import MODELS, Fields, Model
-from raylt.methods.mupfl.pkcf import first_features, match, tune
+from raylt.hyper import Choice, LogUniform, Uniform, hp
+from raylt.methods.mupfl.bavd import WithMaps, add_bavd, add_dropout, layers_of, memory, recall
+from raylt.methods.mupfl.clustering import form_clusters, last_of_all, mean_update
+from raylt.methods.mupfl.pkcf import first_features, match, pkcf_work, tune
 from raylt.models.split import Params, SplitModel, part
-from raylt.ops.matching import class_gradients
-from raylt.tree import Fold, Tree
+from raylt.ops.matching import class_gradients, gradients_fault
+from raylt.tree import RunningSum, Tree
+
+# a client's models: u of w~_i with own v_i; w_i after local training; Eq. 14's w~_i; u_glo with own v_i, 3.5; own u_i
+# with v_glo, 3.5 by the letters of Eq. 21; w_glo
+Model = Literal["cluster", "post_local", "whole", "deploy", "swapped", "global"]
+MODELS: tuple[Model, ...] = ("cluster", "post_local", "whole", "deploy", "swapped", "global")
 
 
-class MuPFL(Fields):
-    """Table 6: any of `bavd=false`, `acmu=false`, `pkcf=false`; Table 5: `kappa=2` to `kappa=6`; m = 0 in Fig. 7:
-    `pkcf=false`."""
+Own = Literal["nothing", "classifier", "encoder", "model"]  # the part of the model that a client keeps as its own
+
+
+class MuPFL(Method):
+    """Activation dropout at clients (BAVD), client clusters (ACMU) and tuned classifiers (PKCF).
+
+    Table 6: any of `bavd=false`, `acmu=false`, `pkcf=false`. Table 5: `kappa=2` to `kappa=6`. m = 0 in Fig. 7:
+    `pkcf=false`.
+    """
 
     name: ClassVar[str] = "mupfl"
     paper: ClassVar[str] = "Zhang et al., Multi-level Personalized FL"
-    problems: ClassVar[tuple[Kind, ...]] = ("classification", "segmentation")
+    link: ClassVar[str | None] = "https://arxiv.org/abs/2405.06413"
+    problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("last_update",), "judging": ("judged",)}
+    other_models: ClassVar[tuple[str, ...]] = MODELS
 
-    def build(self, task: Facts, base: SplitModel) -> SplitModel:
+    bavd: bool = hp(True, Choice(True, False), "biased activation value dropout, 3.3, Table 6")
+    bavd_layers: Literal["last", "all"] | tuple[str, ...] = hp("last", Choice("last", "all"), "stages it is behind")
+    bavd_map: Literal["chw", "hw", "bchw"] = hp("chw", Choice("chw", "hw", "bchw"), "what M is over, Eq. 6")
+    bavd_psi: Literal["intended", "equation"] = hp("intended", Choice("intended", "equation"), "sign of psi, Eq. 6")
+    bavd_threshold: Literal["channel", "whole"] = hp(
+        "channel", Choice("channel", "whole"), "the mean of M that its values are compared with, 3.6"
+    )
+    bavd_reset: Literal["epoch", "round", "never"] = hp(
+        "epoch", Choice("epoch", "round", "never"), "times at which M is reset, 3.3"
+    )
+    bavd_judged: bool = hp(False, Choice(False, True), "what is dropped stays dropped when judged; not stated")
+    dropout: float = hp(
+        0.0, Uniform(0.0, 0.5), "rate of the dropout behind bavd_layers where BAVD is off, 3.3; not stated", ge=0, lt=1
+    )
+    acmu: bool = hp(True, Choice(True, False), "clusters, 3.4, Table 6")
+    alpha: float = hp(0.5, Uniform(0.0, 1.0), "share of updates, not maps, in Eq. 8; not stated", ge=0, le=1)
+    kappa: int | None = hp(None, Choice(None, 2, 3, 4, 5, 6), "fixed number of clusters, Table 5; None: Eq. 13", ge=1)
+    kappa_max: int = hp(6, Choice(4, 6, 8), "most clusters, Eq. 13, Table 5", ge=2)
+    clustered: Literal["participants", "all"] = hp(
+        "participants", Choice("participants", "all"), "whose last updates form clusters, Table 5"
+    )
+    updates: Literal["received", "tuned"] = hp(
+        "received",
+        Choice("received", "tuned"),
+        "an update starts from the model that came, or from it with the tuned classifier, Eq. 7",
+    )
+    pkcf: bool = hp(True, Choice(True, False), "classifiers tuned on federated features, 3.5, Table 6")
+    m: int = hp(100, Choice(10, 50, 100, 150, 200), "federated features per class, Eq. 19, 4.1", ge=1)
+    tau: int = hp(50, Choice(10, 50, 100), "epochs of tuning, Eq. 21, 4.1", ge=0)
+    gradients: Literal["local", "global"] = hp(
+        "local",
+        Choice("local", "global"),
+        "model of Eq. 16: the client's after training, or the one received, before it (CReFF)",
+    )
+    distance: Literal["flat", "rows"] = hp("flat", Choice("flat", "rows"), "Eq. 20; or row by row (CReFF)")
+    matching_steps: int = hp(100, Choice(50, 100, 300), "of SGD on Eq. 20; from CReFF's code", ge=0)
+    matching_lr: float = hp(100.0, LogUniform(0.1, 1000), "of SGD on Eq. 20; not stated", gt=0)
+    next_init: Literal["classifier", "encoder", "cluster", "own", "global"] = hp(
+        "classifier",
+        Choice("classifier", "encoder", "cluster", "own", "global"),
+        "what the next round starts from: u_glo and own v_i, 3.5; own u_i and v_glo, 3.5 by the letters of Eq. 21; "
+        "w~_i, Eq. 14; w_i, Algorithm 1; w_glo",
+    )
+    last_update: bool = hp(False, Choice(False, True), "all clients train once more before they are judged in the end")
+    judged: Model = hp(
+        "cluster",
+        Choice(*MODELS),
+        "a client's model: u of w~_i with own v_i; w_i after local "
+        "training; Eq. 14's w~_i; u_glo with own v_i, 3.5; own u_i with v_glo; w_glo",
+    )
+
+    def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
         if self.bavd:
-            add_bavd(base, task.shape, self.bavd_layers, self.bavd_map, -1 if self.bavd_psi == "intended" else 1,  # [2]
-                     self.bavd_threshold, self.bavd_judged)                                         # [13]
+            add_bavd(
+                base,
+                task.shape,
+                self.bavd_layers,
+                self.bavd_map,
+                -1 if self.bavd_psi == "intended" else 1,  # [2]
+                self.bavd_threshold,
+                self.bavd_judged,
+            )  # [13]
+        elif self.dropout > 0:
+            add_dropout(base, self.bavd_layers, self.dropout)
         return base
 
     @property
@@ -81,30 +159,35 @@ class MuPFL(Fields):
         return tuple(name for name, seen in parts.items() if seen)
 
     def shared(self, model: SplitModel) -> Params:
-        """All but the masks of BAVD."""
+        """Return all entries but the masks of BAVD."""
         return {name: value for name, value in model.entries().items() if not name.endswith(".mask")}
 
     @property
-    def own_start(self) -> str | None:
-        """Prefix of the entries in which a client's start differs from the global model [9]."""
+    def own_start(self) -> Own:
+        """The part of the model in which a client's start differs from the global model [9]."""
         if self.next_init in ("cluster", "own"):
-            return ""
-        return "classifier." if self.next_init == "classifier" and self.pkcf else None
+            return "model"
+        if self.next_init == "encoder":
+            return "encoder"
+        return "classifier" if self.next_init == "classifier" and self.pkcf else "nothing"
 
     @property
-    def own_update_start(self) -> str | None:
-        """Prefix of the entries in which what an update starts from differs from the global model [6]."""
-        return "classifier." if self.own_start is None and self.pkcf and self.updates == "tuned" else self.own_start
+    def own_update_start(self) -> Own:
+        """The part of the model in which the start of an update differs from the global model [6]."""
+        if not (self.pkcf and self.updates == "tuned"):
+            return self.own_start
+        return "classifier" if self.own_start in ("nothing", "classifier") else "model"
 
     def remembered(self, client: Client) -> Params:
-        """The entries of a client's next start that are its own; none of one that never took part [9]."""
+        """Return the entries of a client's next start that are its own; none before it took part [9]."""
         own: Params = client.state.get("own", {})
-        return part(client.state.get("cluster", own) if self.next_init == "cluster" else own, self.own_start)
+        entries: Params = client.state.get("cluster", own) if self.next_init == "cluster" else own
+        return own_entries(entries, self.own_start)
 
     # at a client
 
     def train(self, client: Client, message: Message) -> Reply:
-        start: Params = message["model"] | tree.to(self.remembered(client), client.device)         # w_i^(t-1) [6]
+        start: Params = message["model"] | tree.to(self.remembered(client), client.device)  # w_i^(t-1) [6]
         parts: Tree = {}
         if self.pkcf and self.gradients == "global":
             client.receive(message["model"])
@@ -124,23 +207,23 @@ class MuPFL(Fields):
             client.state["bavd"] = memory(layers)
         if self.pkcf and self.gradients == "local":
             parts["gradients"] = class_gradients(*features(client), client.model.classifier)
-        client.state["own"] = tree.snapshot(end)                # w_i
+        client.state["own"] = tree.snapshot(end)  # w_i
         if self.acmu:
-            parts["update"] = {name: end[name] - start[name] for name in end}                       # Eq. 7
-            parts["start"] = tree.snapshot(part(start, self.own_update_start))
+            parts["update"] = {name: end[name] - start[name] for name in end}  # Eq. 7
+            parts["start"] = tree.snapshot(own_entries(start, self.own_update_start))
             client.state["start"] = tree.snapshot(start)
             if layers:
                 parts["map"] = torch.cat([layer.normalised() for layer in layers])
         else:
-            parts["model"] = end                                # w~_i = w_i
+            parts["model"] = end  # w~_i = w_i
         return client.reply(**parts)
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Eq. 2; each loss moves the maps of BAVD, Eq. 6 [1] [3]."""
-        return WithMaps(client, layers_of(client.model), self.bavd_reset == "epoch")                # [13]
+        """Return the loss of Eq. 2, which also moves the maps of BAVD, Eq. 6 [1] [3]."""
+        return WithMaps(client, layers_of(client.model), reset_each_epoch=self.bavd_reset == "epoch")  # [13]
 
     def keep(self, client: Client, message: Message) -> Reply:
-        """w~_i, Eq. 14: where the client's last update started, and the mean update of its cluster."""
+        """Keep w~_i, Eq. 14: the start of the client's last update plus the mean update of its cluster."""
         start: Params = client.state["start"] if self.clustered == "all" else client.state.pop("start")
         updates = tree.to(message["update"], torch.device("cpu"))
         client.state["cluster"] = {name: start[name] + update for name, update in updates.items()}
@@ -161,28 +244,39 @@ class MuPFL(Fields):
         model, got = self.train_all(server, fleet, self.sample(server, fleet))
         server.step(model)
         if self.pkcf:
-            with server.stages.time("matching"):
-                match(server, list(got["gradients"].values()), self.matching_steps, self.matching_lr, self.distance)
+            with server.timings.time("matching") as progress:
+                gradients = list(got["gradients"].values())
+                match(server, gradients, self.matching_steps, self.matching_lr, self.distance, progress)
 
     @property
     def finishes(self) -> bool:
         return self.last_update
 
     def finish(self, server: Server, fleet: Fleet) -> None:
-        """Everybody's last local update, with its clusters; the global model and h_glo stay [10]."""
+        """Run a last local update of all clients, with its clusters; the global model and h_glo stay [10]."""
         self.train_all(server, fleet, fleet.everyone)
 
+    def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
+        return pkcf_work(spec, model, self.m, self.matching_steps, self.distance) if self.pkcf else ""
+
     def train_all(self, server: Server, fleet: Fleet, cohort: Cohort | list[int]) -> tuple[Params, Replies]:
-        """Local training of a cohort: the mean of where it leads to, by clusters with ACMU, and the replies."""
-        message, wanted = self.message(server), dict[str, Reduction](loss=mean.like(0.0))
-        whole, layers = message["model"], layers_of(server.model)
+        """Train a cohort; return the mean of the trained models, by clusters with ACMU, and the replies."""
+        message = self.message(server)
+        wanted: dict[str, Reduction] = {"loss": mean.like(0.0)}
+        whole = message["model"]
+        layers = layers_of(server.model)
         if self.pkcf:
             gradient = torch.empty(server.model.classes, server.model.dim + 1, device="meta")
-            wanted["gradients"] = each.within(dict.fromkeys(range(server.model.classes), gradient))
+            height, width, _ = server.spec.shape
+            labels = height * width if server.spec.kind == "segmentation" else 1
+            of_classes = dict.fromkeys(range(server.model.classes), gradient)
+            wanted["gradients"] = each.within(of_classes).over_samples(partial(gradients_fault, labels=labels))
         if self.acmu:
-            # believed as far as a model is, since both become parts of one
-            wanted |= {"update": each.like(whole).up_to(1e6),
-                       "start": each.like(part(whole, self.own_update_start)).up_to(1e6)}
+            # the same limit as for a model, since both become parts of one
+            wanted |= {
+                "update": each.like(whole).up_to(1e6),
+                "start": each.like(own_entries(whole, self.own_update_start)).up_to(1e6),
+            }
             if layers:
                 wanted["map"] = each.like(torch.empty(sum(layer.size for layer in layers), device="meta"))
         else:
@@ -192,45 +286,56 @@ class MuPFL(Fields):
         return (self.by_clusters(server, fleet, whole, got) if self.acmu else got["model"]), got
 
     def by_clusters(self, server: Server, fleet: Fleet, whole: Params, got: Replies) -> Params:
-        """ACMU: w~_i for the members of each cluster, and the mean of those of this round, Eq. 15."""
-        updates, maps = got["update"], got.get("map", {})
+        """Run ACMU: send w~_i to the members of each cluster; return the mean over this round's members, Eq. 15."""
+        updates = got["update"]
+        maps = got.get("map", {})
         if self.clustered == "all":
-            updates, maps = last_of_all(server, updates, maps)                                      # [14]
-        with server.stages.time("clustering"):
+            updates, maps = last_of_all(server, updates, maps)  # [14]
+        with server.timings.time("clustering"):
             clusters = form_clusters(server, updates, maps, self.alpha, self.kappa, self.kappa_max)
-        average = Fold()
+        average = RunningSum()
         for members in clusters:
-            update = mean_update(updates[id] for id in members)                                     # Eq. 14
+            update = mean_update(updates[id] for id in members)  # Eq. 14
             for id in (id for id in members if id in got.weights):
                 start: Params = whole | got["start"][id]
                 average.add({name: start[name] + update[name] for name in update}, got.weights[id])
             try:
-                # whoever it reaches: nobody takes part in a round by being told
+                # whoever can be reached: a client does not take part in a round by receiving this
                 fleet.ask(self.keep, Cohort(members, everyone=True), {"update": update})
             except TooFewReplies as error:
                 if not isinstance(error.__cause__, ClientLost):
                     raise
-                # who is lost keeps what it has; the report names it
+                # a lost client keeps the model that it has; the report names it
         return average.mean()
 
     def settle(self, client: Client, message: Message) -> None:
-        self.train(client, message)             # from the global model; it is of no cluster
+        self.train(client, message)  # from the global model; it is of no cluster
 
     # what is judged
-
-    @property
-    def other_models(self) -> tuple[Model, ...]:
-        return MODELS
 
     def client_model(self, client: Client) -> SplitModel:
         return self.other_model(client, self.judged)
 
     def other_model(self, client: Client, name: str) -> SplitModel:
-        """One of MODELS; w_glo of a client that never took part [10]."""
+        """Return one of MODELS; w_glo for a client that never took part [10]."""
         own: Params = client.state.get("own", {})
-        cluster: Params = client.state.get("cluster", own)      # w~_i = w_i without ACMU
-        client.receive({"cluster": cluster | part(own, "classifier."), "post_local": own, "whole": cluster,
-                        "deploy": part(own, "classifier."), "global": {}}[name])
+        cluster: Params = client.state.get("cluster", own)  # w~_i = w_i without ACMU
+        entries: dict[str, Params] = {
+            "cluster": cluster | part(own, "classifier."),
+            "post_local": own,
+            "whole": cluster,
+            "deploy": part(own, "classifier."),
+            "swapped": part(own, "encoder."),
+            "global": {},
+        }
+        client.receive(entries[name])
         for layer in layers_of(client.model) if self.bavd_judged and name == "global" else []:
             layer.mask.fill_(True)
         return client.model
+
+
+def own_entries(entries: Params, own: Own) -> Params:
+    """Return the entries of the part of a model that a client keeps as its own."""
+    if own == "nothing":
+        return {}
+    return entries if own == "model" else part(entries, f"{own}.")

@@ -1,1 +1,1 @@
-"""SFD: the method, and the operations that it alone needs."""
+"""SFD: the method, and the operations that only it uses."""

@@ -1,8 +1,7 @@
-"""Other classifiers for SFD's encoder, made where SAFS makes its own: controls, none of them in the paper.
+"""Other classifiers for SFD's encoder, made in place of SAFS: controls of ours that are not in the paper.
 
-They are those of the other methods (CCVR, FedNCM, Fed3R), from SFD's own sums. Where features are drawn, there are as
-many of each class as SAFS makes, and the classifier learns from them as it does from SAFS's; so what differs is how
-they came about.
+They are the classifiers of CCVR, FedNCM and Fed3R, computed from SFD's own sums. Drawn features are as many of each
+class as SAFS makes, and the classifier learns from them as it does from SAFS's. So only the features differ.
 """
 
 from collections.abc import Mapping
@@ -19,15 +18,18 @@ from raylt.seeds import seed_for
 from raylt.tree import Tree
 
 Classifier = Literal["safs", "gaussian", "means", "ncm", "ridge", "oracle"]
-RIDGE = 0.01                # Fed3R's
+RIDGE = 0.01  # Fed3R's
 
 
 def draws(kind: Classifier, sums: Mapping[int, Tree], sizes: list[int], seed: int) -> list[Tensor]:
-    """Features of each class, float32 [M_c, d], in the order of `sums`: from N(mu_c, Sigma_c), or about mu_c with the
-    same deviation in every direction and for every class."""
-    held = [moments(of_class) for of_class in sums.values()]
-    deviation, made = isotropic_deviation(held), []
-    for c, of_class, size in zip(sums, held, sizes, strict=True):
+    """Draw features of each class, float32 [M_c, d], in the order of `sums`.
+
+    They follow N(mu_c, Sigma_c), or have mean mu_c and the same deviation in every direction and for every class.
+    """
+    class_moments = [moments(of_class) for of_class in sums.values()]
+    deviation = isotropic_deviation(class_moments)
+    made = []
+    for c, of_class, size in zip(sums, class_moments, sizes, strict=True):
         generator = torch.Generator().manual_seed(seed_for(seed, c))
         if kind == "gaussian":
             noise = perturb(of_class.cov, size, generator)
@@ -38,14 +40,16 @@ def draws(kind: Classifier, sums: Mapping[int, Tree], sizes: list[int], seed: in
 
 
 def closed_form(kind: Classifier, sums: Mapping[int, Tree], classes: int) -> Params:
-    """FedNCM's classifier or, of "ridge", Fed3R's."""
+    """Return FedNCM's classifier, or Fed3R's for "ridge"."""
     dim = len(next(iter(sums.values()))["z"])
-    z, n = torch.zeros(classes, dim, dtype=torch.float64), torch.zeros(classes, dtype=torch.float64)
+    z = torch.zeros(classes, dim, dtype=torch.float64)
+    n = torch.zeros(classes, dtype=torch.float64)
     for c, of_class in sums.items():
-        z[c], n[c] = of_class["z"], of_class["n"]
+        z[c] = of_class["z"]
+        n[c] = of_class["n"]
     if kind == "ncm":
         return nearest_mean_classifier((z / n.clamp(min=1)[:, None]).float(), n > 0)
     second = sum((unpack(of_class["zz"], dim) for of_class in sums.values()), start=torch.zeros(dim, dim).double())
-    constant = torch.cat([z.sum(0), n.sum()[None]])                             # [d + 1]
+    constant = torch.cat([z.sum(0), n.sum()[None]])  # [d + 1]
     a = torch.cat([F.pad(second, (0, 1)) + F.pad(z.sum(0)[:, None], (dim, 0)), constant[None]])
     return ridge_classifier(a, torch.cat([z, n[:, None]], 1).T, RIDGE)

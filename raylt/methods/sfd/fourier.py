@@ -7,70 +7,75 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Kind = Literal["orf", "iid"]
+FourierKind = Literal["orf", "iid"]
 
 
-@lru_cache(maxsize=1)       # clients of one process ask for the same; nobody writes to it
-def draw_frequencies(dim: int, features: int, gamma: float, kind: Kind, seed: int) -> Tensor:
-    """Frequencies Omega, a function of the arguments alone: every party draws the same from a seed.
+@lru_cache(maxsize=1)  # clients of one process ask for the same tensor; no code writes to it
+def draw_frequencies(dim: int, features: int, gamma: float, kind: FourierKind, seed: int) -> Tensor:
+    """Draw frequencies Omega, a function of the arguments alone: every party draws the same from a seed.
 
     Args:
-        dim: d.
+        dim: The width of a feature, d.
         features: D, even.
-        gamma: of the kernel.
-        kind: "iid", rows from N(0, 2 gamma I); "orf", rows of random orthogonal matrices with the lengths of such
-            rows, which approximates the kernel better.
+        gamma: Parameter of the kernel.
+        kind: "iid": rows from N(0, 2 gamma I). "orf": rows of random orthogonal matrices with the lengths of "iid"
+            rows, which approximate the kernel better.
+        seed: Seed of the draw.
 
     Returns:
         float32 [D/2, d], on the CPU.
     """
-    generator = torch.Generator().manual_seed(seed)     # the CPU's: GPUs draw other numbers
+    generator = torch.Generator().manual_seed(seed)  # on the CPU: GPUs draw other numbers
     rows = features // 2
     if kind == "iid":
         return math.sqrt(2 * gamma) * torch.randn(rows, dim, generator=generator)
     blocks = []
     for _ in range(-(-rows // dim)):
         gaussian = torch.randn(dim, dim, generator=generator, dtype=torch.float64)
-        q, r = torch.linalg.qr(gaussian)                # in float64: rounded, it is the same on every make of CPU
-        q = q * r.diagonal().sign()                     # uniform over the orthogonal matrices
-        lengths = torch.randn(dim, dim, generator=generator, dtype=torch.float64).norm(dim=1)       # chi with d degrees
+        q, r = torch.linalg.qr(gaussian)  # in float64: rounded, it is the same on every make of CPU
+        q = q * r.diagonal().sign()  # uniform over the orthogonal matrices
+        lengths = torch.randn(dim, dim, generator=generator, dtype=torch.float64).norm(dim=1)  # chi with d degrees
         blocks.append(lengths[:, None] * q)
     return (math.sqrt(2 * gamma) * torch.cat(blocks)[:rows]).float()
 
 
 def fourier(z: Tensor, omega: Tensor) -> Tensor:
-    """phi(z) = sqrt(2/D) [cos(z Omega^T), sin(z Omega^T)], of length 1, Eq. 3 of SFD.
+    """Return phi(z) = sqrt(2/D) [cos(z Omega^T), sin(z Omega^T)], of length 1, Eq. 3 of SFD.
 
     Args:
-        z: [n, d].
-        omega: [D/2, d].
+        z: Features, [n, d].
+        omega: Frequencies, [D/2, d].
 
     Returns:
         [n, D], all cosines first.
     """
-    angles = z @ omega.T                                # [n, D/2]
+    angles = z @ omega.T  # [n, D/2]
     return torch.cat([angles.cos(), angles.sin()], dim=1) / math.sqrt(len(omega))
 
 
 def fourier_sum(z: Tensor, omega: Tensor, chunk: int = 256) -> Tensor:
-    """Sum of phi over the rows of z, float64 [D]."""
+    """Return the sum of phi over the rows of z, float64 [D]."""
     return torch.stack([fourier(part, omega).double().sum(0) for part in z.split(chunk)]).sum(0)
 
 
 def bootstrap_floor(phi: Tensor, omega: Tensor, mean: Tensor, cov: Tensor, size: int) -> float:
-    """What L_MMD (Eq. 15) of `size` real features of a class, drawn with replacement, is on average; from their sums.
+    """Return the expected L_MMD (Eq. 15) of `size` real features of a class, drawn with replacement, from their sums.
 
-    The mean distance of a mean of M draws from its expectation is sqrt(2 / pi) s / sqrt(M). Of cos^2 + sin^2 = 1
-    follows what the variances of a frequency's two features add up to; their difference is that of normal angles.
+    The mean distance of a mean of M draws from its expectation is sqrt(2 / pi) s / sqrt(M). The sum of the variances of
+    a frequency's two features follows from cos^2 + sin^2 = 1; their difference is that of normal angles.
 
     Args:
-        phi: mean of the real features' random Fourier features, float64 [D]; omega: their frequencies [D/2, d].
-        mean, cov: of the real features, float64 [d] and [d, d].
+        phi: Mean of the real features' random Fourier features, float64 [D].
+        omega: Frequencies of these features, [D/2, d].
+        mean: Mean of the real features, float64 [d].
+        cov: Covariance of the real features, float64 [d, d].
+        size: The number of features, M.
     """
-    omega, scale = omega.double(), math.sqrt(len(omega))        # phi is (cos, sin) / sqrt(D/2)
-    cosine, sine = (scale * phi.double()).chunk(2)              # [D/2]
-    both = (1 - cosine.square() - sine.square()).clamp(min=0)   # Var cos + Var sin
-    twice = (2 * omega @ mean).cos() * (-2 * ((omega @ cov) * omega).sum(1)).exp()          # E cos(2 angle)
-    less = (twice - cosine.square() + sine.square()).clamp(-both, both)                     # Var cos - Var sin
+    omega = omega.double()
+    scale = math.sqrt(len(omega))  # phi is (cos, sin) / sqrt(D/2)
+    cosine, sine = (scale * phi.double()).chunk(2)  # [D/2]
+    both = (1 - cosine.square() - sine.square()).clamp(min=0)  # Var cos + Var sin
+    twice = (2 * omega @ mean).cos() * (-2 * ((omega @ cov) * omega).sum(1)).exp()  # E cos(2 angle)
+    less = (twice - cosine.square() + sine.square()).clamp(-both, both)  # Var cos - Var sin
     deviations = ((both + less) / 2).sqrt() + ((both - less) / 2).sqrt()
     return (math.sqrt(2 / math.pi / size) * deviations.sum() / scale).item()

@@ -9,11 +9,11 @@ Delta = Literal["all", "negatives", "none"]
 
 
 def adjusted_prior(counts: Tensor, beta: float) -> Tensor:
-    """Class counts with missing classes filled in, Eq. 6.
+    """Return class counts with missing classes filled in, Eq. 6.
 
     Args:
-        counts: samples per class on this client, int64 [C], at least one positive.
-        beta: share of the smallest present count given to a missing class, in [0, 1].
+        counts: Samples per class at this client, int64 [C], at least one positive.
+        beta: Share of the smallest present count given to a missing class, in [0, 1].
 
     Returns:
         float32 [C]. With beta = 0 a missing class stays 0.
@@ -24,43 +24,46 @@ def adjusted_prior(counts: Tensor, beta: float) -> Tensor:
 
 
 def logit_shift(prior: Tensor, gamma: float) -> Tensor:
-    """What is added to the logits: gamma * log(prior), Eq. 5; -inf for a class of prior 0, which so gets no gradient.
+    """Return the shift of the logits, gamma * log(prior), Eq. 5.
 
-    gamma = 0 is no adjustment at all, so plain cross-entropy, whatever the prior.
+    It is -inf for a class of prior 0, which gets no gradient then. gamma = 0 gives no shift at all, so plain
+    cross-entropy, whatever the prior.
 
     Args:
         prior: float32 [C], not negative.
+        gamma: Strength of the adjustment.
     """
     return torch.zeros_like(prior) if gamma == 0 else gamma * prior.log()
 
 
-def adaptive_supcon(h: Tensor, y: Tensor, log_counts: Tensor, tau: float, delta: Delta = "all",
-                    with_self: bool = True) -> Tensor:
-    """Supervised contrastive loss whose repulsion grows with the counts of the classes repelled, Eq. 7.
+def adaptive_supcon(
+    h: Tensor, y: Tensor, log_counts: Tensor, tau: float, delta: Delta = "all", with_self: bool = True
+) -> Tensor:
+    """Return a supervised contrastive loss whose repulsion grows with the counts of the repelled classes, Eq. 7.
 
     Args:
-        h: projected features of unit length, [B, h], B >= 2.
-        y: int64 [B].
-        log_counts: log n of each class on this client, [C]; what missing classes have does not matter.
-        tau: temperature.
-        delta: which samples' similarity is raised by log n in the denominator: all others, those of other classes,
-            or none (plain SupCon).
-        with_self: whether A(i) holds i, as the paper defines it. Without, an anchor alone in its class is left out.
+        h: Projected features of unit length, [B, h], B >= 2.
+        y: Labels, int64 [B].
+        log_counts: log n of each class at this client, [C]; the values of missing classes do not matter.
+        tau: Temperature.
+        delta: Samples whose similarity is raised by log n in the denominator: all others, those of other classes, or
+            none (plain SupCon).
+        with_self: A(i) holds i, as the paper defines it. Without, an anchor alone in its class is left out.
 
     Returns:
         The mean over anchors, a scalar, in float32 also under autocast.
     """
-    with torch.autocast(h.device.type, enabled=False):      # s is as large as 1 / tau: bfloat16 would round it to 1/16
+    with torch.autocast(h.device.type, enabled=False):  # s is as large as 1 / tau: bfloat16 would round it to 1/16
         h = h.float()
-        s = h @ h.T / tau                                   # [B, B]
+        s = h @ h.T / tau  # [B, B]
         itself = torch.eye(len(y), dtype=torch.bool, device=y.device)
-        same = y[:, None] == y                              # [B, B]
+        same = y[:, None] == y  # [B, B]
         raised = torch.zeros_like(s) if delta == "none" else log_counts.float()[y].expand_as(s)
         if delta == "negatives":
             raised = raised.masked_fill(same, 0.0)
-        repulsion = (s + raised).masked_fill(itself, -torch.inf).logsumexp(1)      # [B], over b != i
+        repulsion = (s + raised).masked_fill(itself, -torch.inf).logsumexp(1)  # [B], over b != i
         positive = same if with_self else same & ~itself
-        size = positive.sum(1)                              # [B], |A(i)|
+        size = positive.sum(1)  # [B], |A(i)|
         attraction = (s * positive).sum(1) / size.clamp(min=1)
         anchors = size > 0
         return torch.where(anchors, repulsion - attraction, 0.0).sum() / anchors.sum().clamp(min=1)

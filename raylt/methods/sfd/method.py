@@ -1,79 +1,249 @@
 """SFD: bi-branch local training, then a classifier re-trained on synthetic features (Zhu et al., KDD 2025).
 
 Equation numbers are the paper's. Departures from the text, each marked at its line:
-[1] Clients upload sums of z, z z^T and phi(z) per class that they own, in float64, not means of every class: sums of
-    these are what Eq. 10 computes, an absent class costs nothing, and float32 would lose more than the jitter of 1e-5.
+[1] Clients upload sums of z, z z^T and phi(z) per class that they own, in float64, not means of every class. Eq. 10
+    computes sums of these, an absent class costs nothing, and float32 would lose more than the jitter of 1e-5.
 [2] Eq. 10's S_g is the covariance that Eq. 11 calls Sigma_g.
-[3] The classifier has no bias while clients train; one that starts at 0 is added when it is re-trained (the paper is
-    silent; its code does the first and draws the second at random).
+[3] The classifier has no bias while clients train; a bias that starts at 0 is added when it is re-trained. The paper is
+    silent; its code does the first and draws the second at random.
 [4] r of Eq. 28 counts from 0, so beta is beta1 in the first round and never reaches 0.
-[5] The bank, 100 steps of SGD at 1.0 with momentum 0.9 and a cosine rate, whole bank at a time, and the epochs, batch
-    and weight decay of re-training stand in the authors' code only.
+[5] These come from the authors' code only: 100 steps of SGD on the whole bank at 1.0 with momentum 0.9 and a cosine
+    rate; epochs, batch and weight decay of re-training.
 [6] M_c >= d + 1 is enforced: with fewer rows Eq. 12 is singular. Features wider than 512 get larger banks.
-[7] A class that nobody holds gets no synthetic features.
-[8] L_MMD and L_ARR are reported before the first step and after the last, means over the classes, and beside L_MMD its
-    floor, below which it tells noise: what as many real features, drawn with replacement, would have. That of L_ARR is
-    0 behind a ReLU. At the rate of [5] the bank hardly moves, as a sample has 1/M_c of the gradient of a mean;
-    `synthesis_per=sample` takes that back.
-[9] `classifier` other than safs gives the encoder another one (`controls.py`): controls of ours.
-`preset=official` takes what the authors' code does otherwise (`OFFICIAL`); fields given besides it win. Not taken: the
+[7] A class that no client holds gets no synthetic features.
+[8] L_MMD and L_ARR are reported before the first step and after the last, as means over the classes. The floor of L_MMD
+    is reported too: the value that as many real features, drawn with replacement, would have. Below it L_MMD measures
+    noise. The floor of L_ARR is 0 behind a ReLU. At the rate of [5] the bank hardly moves, because a sample gets 1/M_c
+    of the gradient of a mean; `synthesis_per=sample` multiplies it by M_c.
+[9] The paper does not say what the bank is drawn from before the first step: N(0, I) here, as in the code. It matters
+    without the aligner (Table 3), where the bank keeps its own mean and scale: `bank_start`.
+[10] `classifier` other than safs gives the encoder another classifier (`controls.py`): controls of ours.
+`preset=official` takes the settings of the authors' code (`OFFICIAL`); fields given next to it win. Not taken: the
 code's order of the orthogonal frequencies, which are as random in ours, and its report of the best test accuracy.
 """
 
 import math
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raylt import tree
+from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
-from raylt.core.features import features
-from raylt.core.fitting import fit_classifier
-from raylt.core.fleet import Fleet
-from raylt.core.method import Group
-from raylt.core.reductions import each, total
-from raylt.core.server import Server
-from raylt.core.terms import Terms
-from raylt.core.training import Objective
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import each, total
+from raylt.core.fleet.uploads import check_class_sums
+from raylt.core.method import Group, Method, train_clients
+from raylt.core.server import Server, StageProgress
+from raylt.core.training.features import features
+from raylt.core.training.fit_classifier import about, fit_classifier
+from raylt.core.training.loss_terms import Terms
+from raylt.core.training.sgd import Objective
 from raylt.data.augment import resized_crop_flip
 from raylt.data.samples import Batch
-from raylt.data.task import Facts
+from raylt.data.task import Task, TaskSpec
 from raylt.errors import ConfigError
-from raylt.methods.sfd.controls import closed_form, draws
-from raylt.methods.sfd.fields import Fields
+from raylt.hyper import Choice, LogUniform, Uniform, hp
+from raylt.methods.sfd.controls import Classifier, closed_form, draws
 from raylt.methods.sfd.fourier import bootstrap_floor, draw_frequencies, fourier_sum
 from raylt.methods.sfd.losses import adaptive_supcon, adjusted_prior, logit_shift
-from raylt.methods.sfd.synthesis import Parts, Target, bank_sizes, cholesky, synthesise
+from raylt.methods.sfd.synthesis import Parts, Start, Target, bank_sizes, cholesky, synthesise
 from raylt.models.split import Params, SplitModel, with_classifier
 from raylt.ops.bootstrap import bootstrap_of_clients, class_bootstrap
-from raylt.ops.moments import class_sums, moments, moments_fault, nearest_moments, sample_lengths
-from raylt.recordable import recordable
+from raylt.ops.moments import (
+    LONGEST_FEATURE,
+    class_sums,
+    moments,
+    moments_fault,
+    nearest_moments,
+    sample_lengths,
+    sums_fault,
+)
 from raylt.seeds import seed_for
 from raylt.tree import Tree
 
-SHOWN_CLASSES, SHOWN_FEATURES = 10, 200     # kept for `raylt plot features`: 4 MB at d = 512
+OFFICIAL: dict[str, Any] = {
+    "delta": "negatives",
+    "rf_dim": 3000,
+    "weighting": "batches",
+    "bias": "random",
+    "schedule": "iteration",
+    "statistics_area": 0.93,
+}
 
 
-class SFD(Fields):
-    """ABBL, statistics aggregation and SAFS. Table 2: `abbl=ce`, `abbl=la`, `beta_pi=0`, `delta=none
-    scl_self=false`; Table 3: `safs=false`, `aligner=false`, `mmd=false`, `arr=false`."""
+# 100 steps of synthesis gave 0.08 ± 0.69 points more than none on Fashion-MNIST-LT (studies/sfd_fashion.yaml)
+QUICK: dict[str, Any] = {"synthesis_steps": 5}
+PRESETS = {"official": OFFICIAL, "quick": QUICK}
+
+SHOWN_CLASSES, SHOWN_FEATURES = 10, 200  # kept for `raylt plot features`: 4 MB at d = 512
+
+
+class SFD(Method):
+    """ABBL in local training, aggregation of feature statistics, and SAFS.
+
+    Table 2: `abbl=ce`, `abbl=la`, `beta_pi=0`, `delta=none scl_self=false`. Table 3: `safs=false`, `aligner=false`,
+    `mmd=false`, `arr=false`. Sources: equation, table and appendix numbers are the paper's; "from the code": only the
+    authors' code has it.
+    """
 
     name: ClassVar[str] = "sfd"
     paper: ClassVar[str] = "Zhu et al., KDD 2025"
     link: ClassVar[str | None] = "https://github.com/zhb2000/SFD"
     group: ClassVar[Group | None] = "statistics"
     sums_samples: ClassVar[bool] = True
+    later: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "finish": (
+            "statistics_area",
+            "rf_dim",
+            "rf_type",
+            "gamma_rbf",
+            "m_min",
+            "m_max",
+            "synthesis_steps",
+            "synthesis_lr",
+            "synthesis_per",
+            "synthesis_momentum",
+            "bank_start",
+            "epochs",
+            "batch",
+            "lr",
+            "momentum",
+            "weight_decay",
+            "schedule",
+            "bias",
+            "safs",
+            "aligner",
+            "mmd",
+            "arr",
+            "classifier",
+        )
+    }
 
-    def build(self, task: Facts, base: SplitModel) -> SplitModel:
-        base.classifier.register_parameter("bias", None)        # [3]
+    preset: Literal["paper", "official", "quick"] = hp(
+        "paper",
+        Choice("paper", "official"),
+        "official: as the authors' code; quick: 5 steps of synthesis, where 100 gave 0.08 ± 0.69 points over none "
+        "(studies/sfd_fashion.yaml)",
+    )
+    gamma: float = hp(0.1, Choice(0.1, 1.0), "strength of the logit adjustment, Eq. 5", ge=0)
+    beta_pi: float = hp(1.0, Choice(0.0, 1.0), "missing classes count as this share of the smallest, Eq. 6", ge=0, le=1)
+    tau: float = hp(0.07, LogUniform(0.03, 0.5), "temperature, Eq. 7", gt=0)
+    beta1: float = hp(0.1, Choice(0.1, 1.0), "weight of the contrastive loss in round 0, Eq. 28; CIFAR-100-LT: 1", ge=0)
+    abbl: Literal["full", "ce", "la"] = hp(
+        "full", Choice("full", "ce", "la"), "local loss: ABBL, cross-entropy or logit adjustment, Table 2"
+    )
+    delta: Literal["all", "negatives", "none"] = hp(
+        "all", Choice("all", "negatives", "none"), "whose similarity is raised by log n, Eq. 7"
+    )
+    scl_self: bool = hp(True, Choice(True, False), "whether A(i) holds i, Eq. 7")
+    hidden: int = hp(256, Choice(128, 256, 512), "width of the projector's hidden layer; from the code", ge=1)
+    projection: int = hp(128, Choice(64, 128, 256), "length of h; from the code", ge=1)
+    weighting: Literal["samples", "batches"] = hp("samples", Choice("samples", "batches"), "of a client in the average")
+    statistics_area: float = hp(
+        1.0,
+        Choice(0.93, 1.0),
+        "smallest share of an image that its statistics are taken of; below 1 images are cropped and flipped",
+        gt=0,
+        le=1,
+    )
+    rf_dim: int = hp(5000, Choice(1000, 3000, 5000), "D, appendix C.2", ge=2, multiple_of=2)
+    rf_type: Literal["orf", "iid"] = hp("orf", Choice("orf", "iid"), "random features, Eq. 3; orf from the code")
+    gamma_rbf: float = hp(0.01, LogUniform(1e-3, 0.1), "of the RBF kernel, appendix C.2", gt=0)
+    m_min: int | None = hp(None, Choice(None, 600), "M_c of the largest class, appendix B; None: 600, at least d + 88")
+    m_max: int | None = hp(None, Choice(None, 2000), "M_c of the smallest class, appendix B; None: 2000, or 10/3 m_min")
+    synthesis_steps: int = hp(100, Choice(50, 100, 200), "T, Algorithm 1; from the code", ge=0)
+    synthesis_lr: float = hp(1.0, LogUniform(0.1, 10), "learning rate of the bank; from the code", gt=0)
+    synthesis_per: Literal["bank", "sample"] = hp(
+        "bank",
+        Choice("bank", "sample"),
+        "what synthesis_lr is the rate of: "
+        "the bank, whose mean loss gives a sample 1/M_c of a gradient; or "
+        "each sample, M_c times as much; ours",
+    )
+    synthesis_momentum: float = hp(0.9, Uniform(0, 0.99), "momentum of the bank; from the code", ge=0, lt=1)
+    bank_start: Start = hp(
+        "noise",
+        Choice("noise", "scaled", "mean"),
+        "what the bank is drawn from: N(0, I); with the class's mean variance; and around its mean; not stated",
+    )
+    epochs: int = hp(100, Choice(10, 50, 100), "of re-training; from the code", ge=0)
+    batch: int = hp(64, Choice(32, 64, 128), "of re-training; from the code", ge=1)
+    lr: float = hp(0.01, LogUniform(1e-3, 0.1), "of re-training, appendix C.2", gt=0)
+    momentum: float = hp(0.9, Uniform(0, 0.99), "of re-training, appendix C.2", ge=0, lt=1)
+    weight_decay: float = hp(1e-5, LogUniform(1e-6, 1e-3), "of re-training; from the code", ge=0)
+    schedule: Literal["epoch", "iteration"] = hp(
+        "epoch", Choice("epoch", "iteration"), "of re-training: cosine over the epochs, or of period 2 * epochs steps"
+    )
+    bias: Literal["zero", "random"] = hp("zero", Choice("zero", "random"), "of the classifier, before re-training")
+    safs: bool = hp(True, Choice(True, False), "synthesis and re-training, Table 3")
+    aligner: bool = hp(True, Choice(True, False), "MeanCov aligner, Eq. 11-14, Table 3")
+    mmd: bool = hp(True, Choice(True, False), "L_MMD, Eq. 15, Table 3")
+    arr: bool = hp(True, Choice(True, False), "L_ARR, Eq. 16, Table 3")
+
+    classifier: Classifier = hp(
+        "safs",
+        Choice("safs", "gaussian", "means", "ncm", "ridge", "oracle"),
+        "what the last "
+        "phase makes it of; all but safs are controls of ours: CCVR's Gaussians, class means "
+        "with noise, FedNCM's, Fed3R's, and real features, an oracle",
+    )
+
+    @property
+    def augments(self) -> bool:
+        return self.statistics_area < 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        preset = fields.get("preset")
+        return PRESETS.get(preset, {}) | fields if isinstance(preset, str) else fields
+
+    def bank(self, dim: int) -> tuple[int, int]:
+        """Return the numbers of synthetic features of the largest and of the smallest class.
+
+        Raises:
+            ConfigError: They are too few for the aligner, or out of order.
+        """
+        low = max(600, dim + 88) if self.m_min is None else self.m_min
+        high = max(2000, low * 10 // 3) if self.m_max is None else self.m_max
+        if self.aligner and low <= dim:  # [6]
+            raise ConfigError(
+                f"method.m_min: features have d = {dim}; the aligner needs at least d + 1 = {dim + 1} synthetic ones "
+                f"per class ({low}). Set method.m_min={dim + 88}, or leave it out.",
+                code="config.out-of-range",
+                key="method.m_min",
+                value=low,
+            )
+        if not 1 <= low <= high:
+            raise ConfigError(
+                f"method.m_min: must be at least 1 and at most method.m_max ({low} and {high}). Change one of them.",
+                code="config.out-of-range",
+                key="method.m_min",
+                value=low,
+                m_max=high,
+            )
+        return low, high
+
+    def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
+        base.classifier.register_parameter("bias", None)  # [3]
         if self.abbl == "full":
-            base.add_module("projector", nn.Sequential(
-                nn.Linear(base.dim, self.hidden), nn.BatchNorm1d(self.hidden), nn.ReLU(inplace=True),
-                nn.Linear(self.hidden, self.projection)))
+            base.add_module(
+                "projector",
+                nn.Sequential(
+                    nn.Linear(base.dim, self.hidden),
+                    nn.BatchNorm1d(self.hidden),
+                    nn.ReLU(inplace=True),
+                    nn.Linear(self.hidden, self.projection),
+                ),
+            )
         return base
 
     # local training (4.1)
@@ -83,21 +253,22 @@ class SFD(Fields):
         return ("cross_entropy", "contrastive") if self.abbl == "full" else ()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """L_ABBL, Eq. 8."""
-        model, counts = client.model, client.counts
-        prior = counts.float() if self.abbl == "la" else adjusted_prior(counts, self.beta_pi)      # pi, Eq. 6
-        shift = logit_shift(prior, 0.0 if self.abbl == "ce" else self.gamma)     # [C]
-        beta, log_counts = message["beta"], counts.log()        # a batch holds no class whose log n is -inf
+        """Return L_ABBL, Eq. 8."""
+        model = client.model
+        counts = client.counts
+        prior = counts.float() if self.abbl == "la" else adjusted_prior(counts, self.beta_pi)  # pi, Eq. 6
+        shift = logit_shift(prior, 0.0 if self.abbl == "ce" else self.gamma)  # [C]
+        beta = message["beta"]
+        log_counts = counts.log()  # no class of a batch has log n = -inf
 
         if self.abbl != "full":
-            return recordable(lambda batch: F.cross_entropy(model(batch.x) + shift, batch.y))
+            return lambda batch: F.cross_entropy(model(batch.x) + shift, batch.y)
 
-        @recordable
         def terms(batch: Batch) -> dict[str, Tensor]:
-            z = model.encoder(batch.x)                          # [B, d]
-            branches = {"cross_entropy": F.cross_entropy(model.classifier(z) + shift, batch.y)}     # Eq. 5
+            z = model.encoder(batch.x)  # [B, d]
+            branches = {"cross_entropy": F.cross_entropy(model.classifier(z) + shift, batch.y)}  # Eq. 5
             if beta:
-                h = F.normalize(model.get_submodule("projector")(z), dim=1)      # [B, h]
+                h = F.normalize(model.get_submodule("projector")(z), dim=1)  # [B, h]
                 scl = adaptive_supcon(h, batch.y, log_counts, self.tau, self.delta, self.scl_self)
                 branches["contrastive"] = beta * scl
             return branches
@@ -106,15 +277,17 @@ class SFD(Fields):
 
     def train(self, client: Client, message: Message) -> Reply:
         reply = super().train(client, message)
-        return reply if self.weighting == "samples" else replace(reply, weight=float(max(1, client.steps(epochs=1))))
+        if self.weighting == "samples":
+            return reply
+        return replace(reply, weight=float(max(1, client.steps(epochs=1))))
 
     # statistics (4.2)
 
     def statistics(self, client: Client, message: Message) -> Reply:
-        """Of each class that the client holds: count and sums of z, z z^T and phi(z), Eq. 9 and Algorithm 2 [1]."""
+        """Report count and sums of z, z z^T and phi(z) of each class of the client, Eq. 9 and Algorithm 2 [1]."""
         client.receive(message["model"])
         crop = None if self.statistics_area == 1 else partial(resized_crop_flip, least=self.statistics_area)
-        z, y = features(client, crop)                           # [n, d], [n]
+        z, y = features(client, crop)  # [n, d], [n]
         omega = self.frequencies(z.shape[1], message["seed"]).to(z.device)
         sums = class_sums(z, y)
         for c, of_class in sums.items():
@@ -122,7 +295,7 @@ class SFD(Fields):
         return client.reply(classes=sums)
 
     def frequencies(self, dim: int, seed: int) -> Tensor:
-        """Omega [D/2, d] of Eq. 3; only the seed travels."""
+        """Return Omega [D/2, d] of Eq. 3; only its seed travels."""
         return draw_frequencies(dim, self.rf_dim, self.gamma_rbf, self.rf_type, seed)
 
     @property
@@ -132,119 +305,198 @@ class SFD(Fields):
     # at the server
 
     def start(self, server: Server, fleet: Fleet) -> None:
-        self.bank(server.model.dim)                             # raises before hours of training, not after
+        self.bank(server.model.dim)  # raises before hours of training, not after
         if self.safs and not (self.aligner or self.mmd):
-            raise ConfigError("method.aligner and method.mmd are both false: nothing would bring synthetic features "
-                              "near the real ones; set one of them, or method.safs=false")
+            raise ConfigError(
+                "method.aligner: without it and method.mmd synthetic features do not come near real ones (false). "
+                "Set one of them to true, or method.safs=false.",
+                code="config.conflict",
+                key="method.aligner",
+                value=False,
+            )
         super().start(server, fleet)
 
     def message(self, server: Server) -> Message:
-        r = server.round - 1                                    # [4]
+        r = server.round - 1  # [4]
         return super().message(server) | {"beta": self.beta1 * 0.5 * (1 + math.cos(math.pi * r / server.rounds))}
 
-    def reply_weights(self, server: Server, fleet: Fleet) -> dict[int, float] | None:
-        steps = partial(server.config.local.steps, epochs=1)
-        return None if self.weighting == "samples" else {id: float(max(1, steps(n))) for id, n in fleet.sizes.items()}
+    def round(self, server: Server, fleet: Fleet) -> None:
+        train_clients(self, server, fleet, weights=self.weights(server, fleet))
+
+    def weights(self, server: Server, fleet: Fleet) -> dict[int, float] | None:
+        """Return the weight of each client in the average, by id; None: its number of samples."""
+        if self.weighting == "samples":
+            return None
+        steps = partial(server.config.local.step_count, epochs=1)
+        return {id: float(max(1, steps(n))) for id, n in fleet.sizes.items()}
 
     @property
     def finishes(self) -> bool:
         return self.safs
 
+    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        if self.safs:
+            check_class_sums(task, model, self.class_sums_like(model.dim))
+
+    def class_sums_like(self, d: int) -> Tree:
+        """Return a template of one class's sums of features of length d."""
+        return {"n": 1, "z": sums_like(d), "zz": sums_like(d * (d + 1) // 2), "phi": sums_like(self.rf_dim)}
+
     def finish(self, server: Server, fleet: Fleet) -> None:
-        """Algorithm 2, Algorithm 1, then the classifier is trained on what they made."""
+        """Run Algorithm 2 and Algorithm 1, then train the classifier on the synthetic features."""
         seed, d = server.seed("fourier"), server.model.dim
-        of_class = {"n": 1, "z": sums_like(d), "zz": sums_like(d * (d + 1) // 2), "phi": sums_like(self.rf_dim)}
+        of_class = self.class_sums_like(d)
         message = {"model": tree.snapshot(encoder(server.model)), "seed": seed}
-        got = fleet.ask(self.statistics, fleet.everyone, message,
-                        classes=total.within(dict.fromkeys(range(server.model.classes), of_class)).where(
-                            moments_fault).bounded(sample_lengths(server.config.privacy.clip) | {"phi": 1.0},
-                                                   nearest_moments))
-        sums = dict(sorted(got["classes"].items(), key=lambda held: (held[1]["n"], held[0])))   # largest bank first [7]
-        if self.classifier in ("ncm", "ridge"):                 # [9]
+        got = fleet.ask(
+            self.statistics,
+            fleet.everyone,
+            message,
+            classes=total.within(dict.fromkeys(range(server.model.classes), of_class))
+            .counting("n")
+            .where(moments_fault)
+            .over_samples(partial(sums_fault, **server.feature_limits))
+            .bounded(sample_lengths(server.config.privacy.clip) | {"phi": 1.0}, nearest_moments),
+        )
+        sums = dict(
+            sorted(got["classes"].items(), key=lambda entry: (entry[1]["n"], entry[0]))
+        )  # largest bank first [7]
+        if self.classifier in ("ncm", "ridge"):  # [10]
             server.state["classifier"] = closed_form(self.classifier, sums, server.model.classes)
             return
         sizes = bank_sizes([of_class["n"] for of_class in sums.values()], *self.bank(server.model.dim))
-        with server.stages.time("synthesis"):
+        with server.timings.time("synthesis"):
             if self.classifier == "safs":
-                made = fleet.map(self.synthesise, [
-                    {"sums": sums[c], "size": size, "fourier": seed, "bank": seed_for(server.seed("bank"), c)}
-                    for c, size in zip(sums, sizes, strict=True)])
+                made = fleet.map(
+                    self.synthesise,
+                    [
+                        {"sums": sums[c], "size": size, "fourier": seed, "bank": seed_for(server.seed("bank"), c)}
+                        for c, size in zip(sums, sizes, strict=True)
+                    ],
+                )
             elif self.classifier == "oracle":
                 made = self.real(server, fleet, dict(zip(sums, sizes, strict=True)))
             else:
                 made = [{"z": z} for z in draws(self.classifier, sums, sizes, server.seed("bank"))]
-        z = torch.cat([m["z"] for m in made]).to(server.device)                                 # [M, d]
+        z = torch.cat([m["z"] for m in made]).to(server.device)  # [M, d]
         y = torch.repeat_interleave(torch.tensor(list(sums)), torch.tensor(sizes)).to(server.device)
-        with server.stages.time("re-training"):
-            loss = self.retrain(server, z, y)
-        most = min(len(sums), SHOWN_CLASSES)                    # evenly over the class sizes, both ends among them
+        with server.timings.time("re-training") as progress:
+            loss = self.retrain(server, z, y, progress)
+        most = min(len(sums), SHOWN_CLASSES)  # evenly over the class sizes, both ends among them
         shown = [round(i * (len(sums) - 1) / max(most - 1, 1)) for i in range(most)]
         shown_z = [made[i]["z"][:SHOWN_FEATURES] for i in shown]
         shown_y = torch.tensor(list(sums))[shown].repeat_interleave(torch.tensor([len(part) for part in shown_z]))
         server.state["synthetic"] = {"z": torch.cat(shown_z), "y": shown_y}
         server.log(synthetic=len(z), retrain_loss=loss)
         if self.classifier == "safs":
-            losses = {name: {at: sum(m[name][at] for m in made) / len(made) for at in made[0][name]}
-                      for name in ("mmd", "arr")}               # [8]
-            server.log(jitter=max(m["jitter"] for m in made), **losses)
+            jitter = max(of_class["jitter"] for of_class in made)
+            server.log(jitter=jitter, mmd=class_mean(made, "mmd"), arr=class_mean(made, "arr"))  # [8]
+
+    def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
+        """Return the work of the last phase, with the time of its synthesis from one step that is timed here."""
+        if not self.safs or self.classifier != "safs" or not (self.mmd or self.arr) or not self.synthesis_steps:
+            return ""
+        low, high = self.bank(model.dim)
+        mean = torch.zeros(model.dim, dtype=torch.float64)
+        factor = torch.eye(model.dim, dtype=torch.float64)
+        target = Target(mean, factor, torch.zeros(self.rf_dim), self.frequencies(model.dim, 0).cpu())
+        parts = Parts(self.aligner, self.mmd, self.arr)
+        start = time.perf_counter()
+        synthesise(target, high, parts, 1, self.synthesis_lr, self.synthesis_momentum, torch.Generator().manual_seed(0))
+        step = time.perf_counter() - start
+        seconds = step * self.synthesis_steps * spec.classes * (low + high) / (2 * high)
+        work = f"synthesis of {spec.classes} classes in {self.synthesis_steps} steps each"
+        quick = "" if self.synthesis_steps <= QUICK["synthesis_steps"] else "; method.preset=quick takes 5 steps"
+        return f"{work}, {about(seconds)}{quick}"
 
     def real(self, server: Server, fleet: Fleet, sizes: dict[int, int]) -> list[Tree]:
-        """As many real features of each class, of all clients together with replacement; the clients hand them over."""
+        """Return real features of each class, drawn with replacement from those that clients hand over."""
         most = max(sizes.values())
         of_class = {"n": 1, "z": torch.empty(most, server.model.dim, device="meta")}
         message = {"model": tree.snapshot(encoder(server.model)), "size": most}
-        replies = fleet.ask(self.hand_over, fleet.everyone, message,
-                            features=each.within(dict.fromkeys(range(server.model.classes), of_class)))["features"]
+        replies = fleet.ask(
+            self.hand_over,
+            fleet.everyone,
+            message,
+            features=each.within(dict.fromkeys(range(server.model.classes), of_class))
+            .counting("n")
+            .up_to(LONGEST_FEATURE),
+        )["features"]
         z = bootstrap_of_clients(list(replies.values()), torch.Generator().manual_seed(server.seed("bank")))
         return [{"z": z[c][:size]} for c, size in sizes.items()]
 
     def hand_over(self, client: Client, message: Message) -> Reply:
-        """Of each class that the client holds its count, and `size` of its features with replacement; an oracle's."""
+        """Report count and `size` features, with replacement, of each class of the client, for the oracle."""
         client.receive(message["model"])
         return client.reply(features=class_bootstrap(*features(client), message["size"], client.order))
 
     def synthesise(self, item: Tree) -> Tree:
-        """Algorithm 1 for one class."""
+        """Run Algorithm 1 for one class."""
         sums = item["sums"]
-        of_class = moments(sums)                                # Eq. 10 [2]
-        factor, jitter = cholesky(of_class.cov, 1e-5)           # Eq. 11 and appendix B
-        target = Target(of_class.mean, factor, sums["phi"] / sums["n"],
-                        self.frequencies(len(of_class.mean), item["fourier"]).to(factor.device))
+        of_class = moments(sums)  # Eq. 10 [2]
+        factor, jitter = cholesky(of_class.cov, 1e-5)  # Eq. 11 and appendix B
+        target = Target(
+            of_class.mean,
+            factor,
+            sums["phi"] / sums["n"],
+            self.frequencies(len(of_class.mean), item["fourier"]).to(factor.device),
+        )
         rate = self.synthesis_lr * (item["size"] if self.synthesis_per == "sample" else 1)
-        parts, draw = Parts(self.aligner, self.mmd, self.arr), torch.Generator().manual_seed(item["bank"])
-        z, (start, end) = synthesise(target, item["size"], parts, self.synthesis_steps, rate, self.synthesis_momentum,
-                                     draw)
+        parts = Parts(self.aligner, self.mmd, self.arr)
+        draw = torch.Generator().manual_seed(item["bank"])
+        z, (start, end) = synthesise(
+            target, item["size"], parts, self.synthesis_steps, rate, self.synthesis_momentum, draw, self.bank_start
+        )
         floor = bootstrap_floor(target.phi, target.omega, of_class.mean, of_class.cov, item["size"])
-        return {"z": z, "jitter": jitter, "arr": {"start": start.arr, "end": end.arr},
-                "mmd": {"start": start.mmd, "end": end.mmd, "floor": floor}}
+        return {
+            "z": z,
+            "jitter": jitter,
+            "arr": {"start": start.arr, "end": end.arr},
+            "mmd": {"start": start.mmd, "end": end.mmd, "floor": floor},
+        }
 
-    def retrain(self, server: Server, z: Tensor, y: Tensor) -> float:
-        """Fits the classifier to synthetic features (4.3); returns the loss of the last epoch."""
+    def retrain(self, server: Server, z: Tensor, y: Tensor, progress: StageProgress | None = None) -> float:
+        """Fit the classifier to synthetic features (4.3); return the loss of the last epoch."""
         weight = server.model.state_dict()["classifier.weight"].clone()
         bound = 0.0 if self.bias == "zero" else 1 / math.sqrt(server.model.dim)  # [3]
         generator = torch.Generator().manual_seed(server.seed("bias"))
         bias = torch.empty(len(weight)).uniform_(-bound, bound, generator=generator).to(server.device)
         classifier = with_classifier(server.model, weight, bias).classifier
         loss = fit_classifier(
-            classifier, z, y, epochs=self.epochs, batch=self.batch, lr=self.lr, momentum=self.momentum,
-            weight_decay=self.weight_decay, seed=server.seed("retrain"), schedule=self.schedule)
+            classifier,
+            z,
+            y,
+            epochs=self.epochs,
+            batch=self.batch,
+            lr=self.lr,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            seed=server.seed("retrain"),
+            schedule=self.schedule,
+            progress=progress,
+        )
         server.state["classifier"] = tree.snapshot(classifier.state_dict())
         return loss
 
-    # what is judged: the projector only served training
+    # what is judged: the model without the projector, which only serves training
 
     def global_model(self, server: Server) -> SplitModel:
         if "classifier" not in server.state:
             return with_classifier(server.model, server.model.state_dict()["classifier.weight"], None)
-        return with_classifier(server.model, **tree.to(server.state["classifier"], server.device),
-                               longest=server.config.privacy.longest)
+        return with_classifier(
+            server.model, **tree.to(server.state["classifier"], server.device), longest=server.config.privacy.longest
+        )
 
 
 def encoder(model: SplitModel) -> Params:
-    """The entries of the encoder that travel."""
+    """Return the entries of the encoder that travel."""
     return model.entries("encoder.")
 
 
+def class_mean(made: list[Tree], loss: str) -> dict[str, float]:
+    """Return the means over the classes of the figures of one loss, by name."""
+    return {name: sum(of_class[loss][name] for of_class in made) / len(made) for name in made[0][loss]}
+
+
 def sums_like(size: int) -> Tensor:
-    """What a sum over samples looks like: float64 [size]."""
+    """Return the template of a sum over samples, float64 [size]."""
     return torch.empty(size, dtype=torch.float64, device="meta")

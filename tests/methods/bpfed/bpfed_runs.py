@@ -7,8 +7,7 @@ from torch import tensor
 from torch.nn import functional as F
 
 from raylt.core.client import Client
-from raylt.methods.bpfed.method import BPFed
-from raylt.methods.bpfed.smoothing import smooth_labels
+from raylt.methods.bpfed.method import BPFed, smooth_labels
 
 COUNTS = tensor([8, 0, 4, 2])
 GENERATOR = torch.Generator().manual_seed(0)

@@ -10,18 +10,18 @@ from torch import tensor
 from torch.nn import functional as F
 
 from raylt import tree
-from raylt.core.features import features
-from raylt.core.fitting import fit_classifier
+from raylt.core.training.features import features
+from raylt.core.training.fit_classifier import fit_classifier
 from raylt.data.task import Shard
-from raylt.methods.bpfed.method import BPFed, ScaledLinear, balance
-from raylt.methods.bpfed.smoothing import smooth_labels, undecided
+from raylt.methods.bpfed.method import BPFed, ScaledLinear, balance, smooth_labels, undecided
 from raylt.ops.moments import unpack
 from raylt.seeds import seed_for, seeded
 
 # stage 2 as a whole
 
+
 @pytest.mark.parametrize("lws", [True, False])
-def test_folding_the_scale_into_the_weights_changes_no_logit(tiny_task, lws):                        # T-BPF-9
+def test_folding_the_scale_into_the_weights_changes_no_logit(tiny_task, lws):  # T-BPF-9
     client = open_client(tiny_task)
     head = ScaledLinear(client.model.classifier, True, lws, False)
     with torch.no_grad():
@@ -34,7 +34,7 @@ def test_folding_the_scale_into_the_weights_changes_no_logit(tiny_task, lws):   
     assert torch.allclose(client.model.classifier(z), by_hand, atol=1e-4)
 
 
-def test_stage_2_changes_nothing_but_the_clients_classifiers(tiny_task, tmp_path):                   # T-BPF-8
+def test_stage_2_changes_nothing_but_the_clients_classifiers(tiny_task, tmp_path):  # T-BPF-8
     experiment, _ = run(tiny_task, tmp_path, until=2)
     before, stage_1 = fingerprint(experiment.server.model.state_dict()), private_states(experiment)
     experiment.step()
@@ -43,7 +43,7 @@ def test_stage_2_changes_nothing_but_the_clients_classifiers(tiny_task, tmp_path
     assert experiment.server.state == {}
     assert set(stage_2) == {0, 1, 2, 3, 5}
     for id, state in stage_2.items():
-        assert state["state"] == {}                                 # the features are gone
+        assert state["state"] == {}  # the features are gone
         assert state["model"].keys() == {"classifier.weight", "classifier.bias"}
         assert fingerprint(state["model"]) != fingerprint(stage_1[id]["model"])
     assert len({fingerprint(state["model"]) for state in stage_2.values()}) == 5
@@ -61,7 +61,7 @@ def test_clients_start_from_classifiers_of_their_own(tiny_task, tmp_path):
         assert len({fingerprint(state["model"]) for state in states.values()}) == different
 
 
-def test_everything_off_is_fedper_then_fine_tuned_classifiers(tiny_task, tmp_path):                  # T-BPF-10
+def test_everything_off_is_fedper_then_fine_tuned_classifiers(tiny_task, tmp_path):  # T-BPF-10
     plain = BPFed(alpha=0, fa=False, loss="ce", lws=False)
     stage_1, _ = run(tiny_task, tmp_path, plain, until=2)
     heads = private_states(stage_1)
@@ -94,7 +94,7 @@ def test_retraining_is_that_of_the_equations_written_out(tiny_task, tmp_path):
     experiment.step()
     host, after = experiment.fleet._host, private_states(experiment)
     m_glo = unpack(next(m["covariance"] for m in host.messages if "covariance" in m), 64)
-    for id in (0, 1, 2, 3):                         # all classes, one missing, one class, one sample
+    for id in (0, 1, 2, 3):  # all classes, one missing, one class, one sample
         client = open_client(tiny_task, id)
         client.begin("retrain", 3)
         client.model.load_state_dict(model.state_dict())
@@ -118,8 +118,10 @@ def test_retraining_is_that_of_the_equations_written_out(tiny_task, tmp_path):
 def test_all_clients_are_retrained_also_those_never_sampled(tiny_task, tmp_path):
     experiment, reports = run(tiny_task, tmp_path, federation={"participation": 0.3})
     host = experiment.fleet._host
-    called = {name: {id for function, _, id, _ in host.replies if function == name} for name in
-              ("train", "covariance", "retrain")}
+    called = {
+        name: {id for function, _, id, _ in host.replies if function == name}
+        for name in ("train", "covariance", "retrain")
+    }
     assert called["train"] < called["covariance"] == called["retrain"] == {0, 1, 2, 3, 5}
     assert not reports[-1].lost
 
@@ -130,28 +132,47 @@ def test_client_with_one_class_and_a_softmax_over_it_keeps_its_classifier(tiny_t
     experiment.step()
     after = private_states(experiment)
     same = {id for id in after if fingerprint(after[id]["model"]) == fingerprint(before[id]["model"])}
-    assert same == {2, 3}                           # one class; one sample
+    assert same == {2, 3}  # one class; one sample
 
 
-@pytest.mark.parametrize("fields", [
-    {"alpha": 0, "fa": False, "loss": "ce"}, {"fa": False, "loss": "ce"}, {"loss": "ce"}, {"loss": "ls_all"}, {},
-    {"lws": False}, {"crt": False}, {"restart": True}, {"mixup": "batch"}, {"cov_weight": "n-1"}, {"softmax": "owned"},
-    {"argmax": "owned"}, {"delta": 0, "gamma": 0}, {"epochs": 0}, {"alpha": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"alpha": 0, "fa": False, "loss": "ce"},
+        {"fa": False, "loss": "ce"},
+        {"loss": "ce"},
+        {"loss": "ls_all"},
+        {},
+        {"lws": False},
+        {"crt": False},
+        {"restart": True},
+        {"mixup": "batch"},
+        {"cov_weight": "n-1"},
+        {"softmax": "owned"},
+        {"argmax": "owned"},
+        {"delta": 0, "gamma": 0},
+        {"epochs": 0},
+        {"alpha": 0.2},
+    ],
+    ids=str,
+)
 def test_variants_run_and_send_what_they_should(tiny_task, tmp_path, fields):
     experiment, reports = run(tiny_task, tmp_path, BPFed(**fields))
     assert reports[-1].phase == "finish"
     assert math.isfinite(reports[-1].figures["retrain_loss"])
     clients, traffic = len(experiment.fleet.ids), reports[-1].traffic
     encoder = tree.nbytes(experiment.method.shared(experiment.server.model))
-    triangle = 4 * 64 * 65 // 2                     # 5.1: the encoder and M_k, then M_glo alone
+    triangle = 4 * 64 * 65 // 2  # 5.1: the encoder and M_k, then M_glo alone
     if experiment.method.fa:
         assert traffic == {
             "covariance": {"down": clients * encoder, "up": clients * (triangle + 8), "replies": clients},
-            "retrain": {"down": clients * triangle, "up": clients * 32, "replies": clients}}
+            "retrain": {"down": clients * triangle, "up": clients * 32, "replies": clients},
+        }
     else:
         assert traffic == {"retrain": {"down": clients * encoder, "up": clients * 32, "replies": clients}}
     assert reports[1].traffic == {
-        "train": {"down": clients * encoder, "up": clients * (encoder + 8), "replies": clients}}
+        "train": {"down": clients * encoder, "up": clients * (encoder + 8), "replies": clients}
+    }
 
 
 def test_only_what_is_switched_on_is_trained(tiny_task, tmp_path):
@@ -159,7 +180,7 @@ def test_only_what_is_switched_on_is_trained(tiny_task, tmp_path):
     for name, fields in [("start", {"epochs": 0}), ("lws", {"crt": False}), ("crt", {"lws": False})]:
         experiment, _ = run(tiny_task, tmp_path, BPFed(**fields))
         ends[name] = private_states(experiment)[0]["model"]["classifier.weight"]
-    ratio = ends["lws"] / ends["start"]             # a scale per class turns no direction
+    ratio = ends["lws"] / ends["start"]  # a scale per class turns no direction
     assert torch.allclose(ratio, ratio[:, :1].expand_as(ratio), rtol=1e-3)
     assert not torch.allclose(ratio, torch.ones_like(ratio), rtol=1e-3)
     ratio = ends["crt"] / ends["start"]
@@ -179,8 +200,10 @@ def test_labels_that_do_not_favour_their_own_class_are_counted(finished):
     assert undecided(smooth_labels(tensor([0, 0, 0, 5]), 0.5, 0.4), tensor([False, False, False, True])) == 0
 
 
-@pytest.mark.parametrize(("fields", "figures"), [
-    ({}, (3 / 3, 2, 1)), ({"delta": 0.4}, (0, 0, 0)), ({"loss": "ce"}, (0, 0, 0)), ({"loss": "ls_all"}, (0, 0, 0))])
+@pytest.mark.parametrize(
+    ("fields", "figures"),
+    [({}, (3 / 3, 2, 1)), ({"delta": 0.4}, (0, 0, 0)), ({"loss": "ce"}, (0, 0, 0)), ({"loss": "ls_all"}, (0, 0, 0))],
+)
 def test_clients_whose_smoothed_labels_tell_less_are_reported(tmp_path, fields, figures):
     # two classes of equal size; two of different sizes; three
     y = [[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 2, 2], [0, 0, 1, 1, 3, 3, 3]]
@@ -189,8 +212,9 @@ def test_clients_whose_smoothed_labels_tell_less_are_reported(tmp_path, fields, 
     whole = make_task()
     counts = np.stack([np.bincount(own, minlength=4) for own in y])
     task = replace(whole, shards=shards, client_counts=counts)
-    experiment = make_experiment(configure(data={"clients": 3}, federation={"rounds": 1}), task, tmp_path,
-                                 BPFed(**fields))
+    experiment = make_experiment(
+        configure(data={"clients": 3}, federation={"rounds": 1}), task, tmp_path, BPFed(**fields)
+    )
     experiment.step()
     told = experiment.step().figures
     assert (told["undecided"], told["halved_clients"], told["blind_clients"]) == pytest.approx(figures)
@@ -198,8 +222,12 @@ def test_clients_whose_smoothed_labels_tell_less_are_reported(tmp_path, fields, 
 
 def test_client_with_two_classes_of_equal_size_is_driven_to_tell_nothing():
     # Eq. 18 with labels (1/2, 1/2): what separates the classes falls, what without smoothing would rise
-    z = torch.cat([torch.randn(40, 8, generator=torch.Generator().manual_seed(0)) + 2,
-                   torch.randn(40, 8, generator=torch.Generator().manual_seed(1)) - 2])
+    z = torch.cat(
+        [
+            torch.randn(40, 8, generator=torch.Generator().manual_seed(0)) + 2,
+            torch.randn(40, 8, generator=torch.Generator().manual_seed(1)) - 2,
+        ]
+    )
     y, far = torch.arange(2).repeat_interleave(40), {}
     for delta in (0.0, 0.4, 0.5):
         head = torch.nn.Linear(8, 2)

@@ -10,9 +10,10 @@ from raylt.ops.moments import class_scatter, perturb, unpack
 
 # covariance and augmentation, Eq. 12-17
 
+
 @pytest.mark.parametrize("weight", ["n", "n-1"])
-def test_covariance_of_one_client_is_the_weighted_mean_of_its_classes(weight):                       # T-BPF-3
-    z, y = features_of([9, 1, 5])                                   # a class of one sample counts as zero
+def test_covariance_of_one_client_is_the_weighted_mean_of_its_classes(weight):  # T-BPF-3
+    z, y = features_of([9, 1, 5])  # a class of one sample counts as zero
     scatter, total = class_scatter(z, y, weight)
     expected = np.zeros((5, 5))
     for c, n in [(0, 9), (2, 5)]:
@@ -21,7 +22,7 @@ def test_covariance_of_one_client_is_the_weighted_mean_of_its_classes(weight):  
     assert np.allclose(scatter / total, expected / total)
 
 
-def test_global_covariance_leaves_out_what_differs_between_the_means_of_clients():                   # T-BPF-3
+def test_global_covariance_leaves_out_what_differs_between_the_means_of_clients():  # T-BPF-3
     def pooled(parts):
         z = torch.cat([z - z.mean(0) for z in parts]).double()
         return z.T @ z / (len(z) - len(parts))
@@ -32,13 +33,13 @@ def test_global_covariance_leaves_out_what_differs_between_the_means_of_clients(
         parts = [first, second + shift]
         sums = [class_scatter(z, torch.zeros(12, dtype=torch.int64), "n-1") for z in parts]
         ours = sum(s for s, _ in sums) / sum(n for _, n in sums)
-        assert torch.allclose(ours, pooled(parts))                  # within client: always
+        assert torch.allclose(ours, pooled(parts))  # within client: always
         together = torch.cov(torch.cat(parts).double().T, correction=2)
-        assert torch.allclose(ours, together) == equal              # of the class over both: only with equal means
+        assert torch.allclose(ours, together) == equal  # of the class over both: only with equal means
 
 
 @pytest.mark.parametrize("weight", ["n", "n-1"])
-def test_what_clients_send_adds_up_to_the_global_covariance(tiny_task, tmp_path, weight):            # Eq. 16
+def test_what_clients_send_adds_up_to_the_global_covariance(tiny_task, tmp_path, weight):  # Eq. 16
     experiment, _ = run(tiny_task, tmp_path, BPFed(cov_weight=weight))
     host, model = experiment.fleet._host, experiment.server.model.eval()
     m_glo = next(unpack(m["covariance"], 64) for m in host.messages if "covariance" in m).double().numpy()
@@ -58,7 +59,7 @@ def test_what_clients_send_adds_up_to_the_global_covariance(tiny_task, tmp_path,
     assert {reply["scatter"].shape for reply in replies} == {(64 * 65 // 2,)}
 
 
-def test_classes_of_equal_size_are_left_as_they_are():                                               # T-BPF-4
+def test_classes_of_equal_size_are_left_as_they_are():  # T-BPF-4
     z, y = features_of([4, 4, 4])
     same, labels = balance(z, y, torch.eye(5), GENERATOR)
     assert torch.equal(same, z)
@@ -66,15 +67,15 @@ def test_classes_of_equal_size_are_left_as_they_are():                          
 
 
 @pytest.mark.parametrize("counts", [[9, 4, 1], [9, 0, 2], [0, 6, 0], [1]], ids=str)
-def test_balanced_set_brings_every_owned_class_to_the_size_of_the_largest(counts):                   # T-BPF-5
+def test_balanced_set_brings_every_owned_class_to_the_size_of_the_largest(counts):  # T-BPF-5
     z, y = features_of(counts)
     covariance = 1e-4 * torch.eye(5)
     more, labels = balance(z, y, covariance, torch.Generator().manual_seed(0))
     assert torch.bincount(labels, minlength=len(counts)).tolist() == [max(counts) if n else 0 for n in counts]
-    assert torch.equal(more[:len(z)], z)
-    assert torch.equal(labels[:len(z)], y)
+    assert torch.equal(more[: len(z)], z)
+    assert torch.equal(labels[: len(z)], y)
     for c, n in enumerate(counts):
-        own, copies = z[y == c], more[len(z):][labels[len(z):] == c]
+        own, copies = z[y == c], more[len(z) :][labels[len(z) :] == c]
         if not len(copies):
             continue
         # perturbations are hundreds of times smaller than what lies between two originals: each copy has one base
@@ -86,7 +87,7 @@ def test_balanced_set_brings_every_owned_class_to_the_size_of_the_largest(counts
 
 
 @pytest.mark.parametrize("rank", [6, 2, 0])
-def test_perturbations_have_the_covariance_asked_for(rank):                                          # T-BPF-6
+def test_perturbations_have_the_covariance_asked_for(rank):  # T-BPF-6
     root = torch.randn(6, rank, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     covariance = root @ root.T
     n = 200_000
@@ -95,6 +96,6 @@ def test_perturbations_have_the_covariance_asked_for(rank):                     
     bound = 5 * math.sqrt(2 / n) * max(covariance.diagonal().max().item(), 1e-9)
     assert (torch.cov(eps.T) - covariance).abs().max() < max(bound, 1e-6)
     assert (eps.mean(0).abs() < max(5 * math.sqrt(covariance.diagonal().max().item() / n), 1e-3)).all()
-    if rank < 6:                                    # nothing leaves the subspace, but what float32 left of it
+    if rank < 6:  # nothing leaves the subspace, but what float32 left of it
         outside = torch.linalg.svd(root, full_matrices=True).U[:, rank:] if rank else torch.eye(6, dtype=torch.float64)
         assert (eps @ outside).abs().max() < 5e-3

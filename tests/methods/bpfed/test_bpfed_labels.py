@@ -7,13 +7,13 @@ from tiny import fingerprint, private_states
 from torch import tensor
 from torch.nn import functional as F
 
-from raylt.methods.bpfed.method import BPFed
-from raylt.methods.bpfed.smoothing import smooth_labels
+from raylt.methods.bpfed.method import BPFed, smooth_labels
 
 # labels and loss, Eq. 18-20
 
+
 @pytest.mark.parametrize("softmax", ["all", "owned"])
-def test_without_smoothing_the_loss_is_cross_entropy(softmax):                                       # T-BPF-1
+def test_without_smoothing_the_loss_is_cross_entropy(softmax):  # T-BPF-1
     y = tensor([0, 0, 2, 3, 2])
     logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     loss = retrained_loss(BPFed(delta=0, softmax=softmax), logits, y, COUNTS)
@@ -26,14 +26,13 @@ def test_without_smoothing_the_loss_is_cross_entropy(softmax):                  
 def test_labels_by_hand():
     # n = 8, 0, 4, 2; delta 0.5, gamma 0.5: g = 0.5, -, 0.5 sqrt(1/2), 0.5 sqrt(1/4); two others each
     half = 0.5 * math.sqrt(0.5)
-    expected = tensor([[0.5, 0, 0.25, 0.25], [0, 0, 0, 0], [half / 2, 0, 1 - half, half / 2],
-                       [0.125, 0, 0.125, 0.75]])
+    expected = tensor([[0.5, 0, 0.25, 0.25], [0, 0, 0, 0], [half / 2, 0, 1 - half, half / 2], [0.125, 0, 0.125, 0.75]])
     assert torch.allclose(smooth_labels(COUNTS, 0.5, 0.5), expected)
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("counts", [[8, 0, 4, 2], [5, 5, 5, 5], [0, 7, 0, 0], [1, 0, 0, 1], [1, 0, 0, 0], [9]], ids=str)
-def test_labels_sum_to_one_and_are_finite(counts, everywhere):                                       # T-BPF-2
+def test_labels_sum_to_one_and_are_finite(counts, everywhere):  # T-BPF-2
     counts = tensor(counts)
     q = smooth_labels(counts, 0.5, 0.4, everywhere)
     assert torch.allclose(q.sum(1), (counts > 0).float())
@@ -45,18 +44,20 @@ def test_labels_sum_to_one_and_are_finite(counts, everywhere):                  
         assert q.sum() == q.diagonal().sum() == 1
 
 
-@pytest.mark.parametrize("fields", [{}, {"delta": 0.3, "gamma": 2.0}, {"loss": "ls_all"}, {"loss": "ce"},
-                                    {"softmax": "owned"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"delta": 0.3, "gamma": 2.0}, {"loss": "ls_all"}, {"loss": "ce"}, {"softmax": "owned"}], ids=str
+)
 def test_loss_is_that_of_equations_18_to_20(fields):
     y = tensor([0, 2, 3, 0, 0])
     logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
     method = BPFed(**fields)
     assert retrained_loss(method, logits, y, COUNTS).item() == pytest.approx(
-        float(loss_of(method, logits, y, COUNTS)), rel=1e-5)
+        float(loss_of(method, logits, y, COUNTS)), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("softmax", ["all", "owned"])
-def test_logits_of_missing_classes_are_pushed_down_or_left_alone(softmax):                           # T-BPF-11
+def test_logits_of_missing_classes_are_pushed_down_or_left_alone(softmax):  # T-BPF-11
     y = tensor([0, 2, 3, 0])
     logits = torch.randn(4, 4, generator=torch.Generator().manual_seed(3), requires_grad=True)
     (grad,) = torch.autograd.grad(retrained_loss(BPFed(softmax=softmax), logits, y, COUNTS), logits)
@@ -72,7 +73,7 @@ def test_smoothing_over_all_classes_takes_a_softmax_over_all(tiny_task, tmp_path
 
 
 def test_choice_among_owned_classes_never_names_another(tiny_task):
-    client = open_client(tiny_task, 1)              # lacks class 3
+    client = open_client(tiny_task, 1)  # lacks class 3
     for argmax, possible in [("all", {0, 1, 2, 3}), ("owned", {0, 1, 2})]:
         model = BPFed(argmax=argmax).client_model(client).eval()
         with torch.no_grad():

@@ -5,12 +5,13 @@ from bpfed_runs import open_client
 from torch.nn import functional as F
 
 from raylt.core.client import Client
-from raylt.core.optimisers import SGD
-from raylt.core.training import sgd
+from raylt.core.training.optimisers import SGD
+from raylt.core.training.sgd import sgd
 from raylt.methods.bpfed.method import BPFed, mix
 from raylt.seeds import seed_for
 
 # Mixup, Eq. 7 and 8
+
 
 def mixed(client, **fields):
     """The batches of a local training."""
@@ -28,8 +29,8 @@ def test_mixed_batches_are_those_of_equations_7_and_8(tiny_task):
     batches, seen = mixed(client), []
     assert [len(batch.y) for batch in batches] == [8, 8, 8] * 2
     order = torch.Generator().manual_seed(seed_for(0, "order", "train", 1, 0))
-    for epoch in range(2):                          # the same triples in every epoch, in another order
-        for rows, batch in zip(torch.randperm(24, generator=order).split(8), batches[3 * epoch:][:3], strict=True):
+    for epoch in range(2):  # the same triples in every epoch, in another order
+        for rows, batch in zip(torch.randperm(24, generator=order).split(8), batches[3 * epoch :][:3], strict=True):
             for place, row in enumerate(rows.tolist()):
                 image = lam[row] * x[i[row]] + (1 - lam[row]) * x[j[row]]
                 label = lam[row] * np.eye(4)[shard.y[i[row]]] + (1 - lam[row]) * np.eye(4)[shard.y[j[row]]]
@@ -55,10 +56,10 @@ def test_triples_are_fresh_in_every_round_and_for_every_client(tiny_task):
 def test_images_of_a_pair_are_augmented_each_by_itself(tiny_task):
     config = {"augment": "crop_flip"}
     client = open_client(tiny_task, **config)
-    client.batch = lambda rows: calls.append(rows) or plain(rows)       # type: ignore[method-assign]
+    client.batch = lambda rows: calls.append(rows) or plain(rows)  # type: ignore[method-assign]
     plain, calls = Client.batch.__get__(client), []
     batches = mixed(client)
-    assert len(calls) == 2 * len(batches)           # two draws of crops and flips per batch, one for each side
+    assert len(calls) == 2 * len(batches)  # two draws of crops and flips per batch, one for each side
 
 
 def test_pairs_of_equal_images_keep_them_and_mixed_labels_give_the_mixed_loss(tiny_task):
@@ -71,10 +72,11 @@ def test_pairs_of_equal_images_keep_them_and_mixed_labels_give_the_mixed_loss(ti
     logits = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
     each = [F.cross_entropy(logits, b.y, reduction="none") for b in (batch, other)]
     assert F.cross_entropy(logits, both.y).item() == pytest.approx(
-        (lam * each[0] + (1 - lam) * each[1]).mean().item(), rel=1e-5)
+        (lam * each[0] + (1 - lam) * each[1]).mean().item(), rel=1e-5
+    )
 
 
-def test_lambda_of_one_is_plain_training_on_the_first_of_each_pair(tiny_task, monkeypatch):          # T-BPF-7
+def test_lambda_of_one_is_plain_training_on_the_first_of_each_pair(tiny_task, monkeypatch):  # T-BPF-7
     class Ones(np.random.Generator):
         def beta(self, a, b, size=None):
             return np.ones(size) if size else 1.0
@@ -98,14 +100,18 @@ def test_one_lambda_per_batch_mixes_a_batch_with_itself(tiny_task):
         # with one lambda and a permutation, the labels add up to what the batch's own labels add up to
         own = torch.bincount(client.samples.y[batch.rows], minlength=4).float()
         assert torch.allclose(batch.y.sum(0), own, atol=1e-5)
-        assert len(set(batch.y[batch.y > 0].mul(1e4).round().tolist())) <= 3        # lambda, 1 - lambda, 1
+        assert len(set(batch.y[batch.y > 0].mul(1e4).round().tolist())) <= 3  # lambda, 1 - lambda, 1
 
 
 def test_sgd_takes_other_batches_and_counts_their_samples(tiny_task):
     client = open_client(tiny_task)
     rows, batches = list(client.rows(1, 8))[:2], {}
     losses = []
-    mean = sgd(client, lambda batch: losses.append(client.model(batch.x).square().mean()) or losses[-1],
-               rows=rows, make=lambda places: batches.setdefault(len(batches), client.batch(places)))
+    mean = sgd(
+        client,
+        lambda batch: losses.append(client.model(batch.x).square().mean()) or losses[-1],
+        rows=rows,
+        make=lambda places: batches.setdefault(len(batches), client.batch(places)),
+    )
     assert len(losses) == len(batches) == 2
     assert mean == pytest.approx(sum(loss.item() for loss in losses) / 2)

@@ -16,12 +16,24 @@ from raylt.seeds import seed_for, seeded
 ROUNDS = 2
 # re-training that moves a classifier, in batches that leave a rest
 QUICK = {"epochs": 3, "batch": 7, "lr": 0.1, "weight_decay": 0.02}
-STAGE_2 = [{}, {"fa": False}, {"cov_weight": "n-1"}, {"loss": "ls_all"}, {"loss": "ce"}, {"delta": 0.3, "gamma": 1.5},
-           {"softmax": "owned"}, {"loss": "ce", "softmax": "owned"}, {"crt": False}, {"lws": False}, {"restart": True},
-           {"fa": False, "momentum": 0.0, "weight_decay": 0.0}]
+STAGE_2 = [
+    {},
+    {"fa": False},
+    {"cov_weight": "n-1"},
+    {"loss": "ls_all"},
+    {"loss": "ce"},
+    {"delta": 0.3, "gamma": 1.5},
+    {"softmax": "owned"},
+    {"loss": "ce", "softmax": "owned"},
+    {"crt": False},
+    {"lws": False},
+    {"restart": True},
+    {"fa": False, "momentum": 0.0, "weight_decay": 0.0},
+]
 
 
 # stage 1, Eq. 7-11 and Algorithm 1
+
 
 def mixed(method: BPFed, x: Tensor, y: Tensor, t: int, id: int):
     """The batches of a client's round: images and soft labels."""
@@ -38,9 +50,10 @@ def mixed(method: BPFed, x: Tensor, y: Tensor, t: int, id: int):
         else:
             first, second = rows, rows[torch.from_numpy(rng.permutation(len(rows)))]
             part = torch.full((len(rows),), rng.beta(method.alpha, method.alpha)).float()
-        yield (torch.stack([p * x[a] + (1 - p) * x[b] for p, a, b in zip(part, first, second, strict=True)]),
-               torch.stack([p * one_hot[a] + (1 - p) * one_hot[b] for p, a, b in zip(part, first, second,
-                                                                                     strict=True)]))
+        yield (
+            torch.stack([p * x[a] + (1 - p) * x[b] for p, a, b in zip(part, first, second, strict=True)]),
+            torch.stack([p * one_hot[a] + (1 - p) * one_hot[b] for p, a, b in zip(part, first, second, strict=True)]),
+        )
 
 
 def own_classifiers(method: BPFed, task) -> dict[int, naive.Entries]:
@@ -62,8 +75,11 @@ def after_stage_1(method: BPFed, task) -> tuple[naive.Entries, dict[int, naive.E
             x, y = naive.client_data(task, id)
             model.encoder.load_state_dict(encoder)
             model.classifier.load_state_dict(own[id])
-            naive.train(model, mixed(method, x, y, t, id),
-                        lambda batch: -(batch[1] * model(batch[0]).log_softmax(1)).sum(1).mean())
+            naive.train(
+                model,
+                mixed(method, x, y, t, id),
+                lambda batch: -(batch[1] * model(batch[0]).log_softmax(1)).sum(1).mean(),
+            )
             ends.append(naive.entries(model.encoder))
             own[id] = naive.entries(model.classifier)
             sizes.append(len(y))
@@ -86,6 +102,7 @@ def test_stage_1_is_that_of_equations_7_to_11_written_out(tiny_task, tmp_path, f
 
 # stage 2, Eq. 12-20 and Algorithm 2
 
+
 def covariance(method: BPFed, z: dict[int, Tensor], y: dict[int, Tensor]) -> Tensor:
     """M_glo of Eq. 16, from each client's M_k of Eq. 12-15."""
     top, bottom = torch.zeros(64, 64, dtype=torch.float64), 0
@@ -103,8 +120,9 @@ def balanced(z: Tensor, y: Tensor, m_glo: Tensor, order: torch.Generator) -> tup
     values, vectors = np.linalg.eigh(m_glo.double().numpy())
     root = torch.from_numpy(vectors * np.sqrt(np.maximum(values, 0)))
     counts = torch.bincount(y, minlength=4).tolist()
-    base = [torch.nonzero(y == c).flatten()[i % n].item() for c, n in enumerate(counts) if n
-            for i in range(max(counts) - n)]
+    base = [
+        torch.nonzero(y == c).flatten()[i % n].item() for c, n in enumerate(counts) if n for i in range(max(counts) - n)
+    ]
     if not base:
         return z, y
     noise = torch.randn(len(base), 64, generator=order, dtype=torch.float64) @ root.T
@@ -124,8 +142,9 @@ def smoothed_loss(method: BPFed, logits: Tensor, y: Tensor, counts: list[int]) -
     return total / len(y)
 
 
-def retrained(method: BPFed, start: naive.Entries, z: Tensor, y: Tensor, m_glo: Tensor | None,
-              id: int) -> naive.Entries:
+def retrained(
+    method: BPFed, start: naive.Entries, z: Tensor, y: Tensor, m_glo: Tensor | None, id: int
+) -> naive.Entries:
     counts, round = torch.bincount(y, minlength=4).tolist(), ROUNDS + 1
     with seeded(0, "retrain", round, id):
         fresh = naive.entries(nn.Linear(64, 4))
@@ -134,11 +153,20 @@ def retrained(method: BPFed, start: naive.Entries, z: Tensor, y: Tensor, m_glo: 
     if m_glo is not None:
         z, y = balanced(z, y, m_glo, naive.generator("order", "retrain", round, id))
     params = [weight, bias] * method.crt + [scale] * method.lws
-    rows = [rows for generator in [naive.generator("retrain", round, id)] for _ in range(method.epochs)
-            for rows in torch.randperm(len(z), generator=generator).split(method.batch)]
+    rows = [
+        rows
+        for generator in [naive.generator("retrain", round, id)]
+        for _ in range(method.epochs)
+        for rows in torch.randperm(len(z), generator=generator).split(method.batch)
+    ]
     if sum(n > 0 for n in counts) > 1 or method.softmax == "all" or method.loss == "ls_all":
-        naive.descend(params, ((lambda r=r: smoothed_loss(method, scale * (z[r] @ weight.T + bias), y[r], counts))
-                               for r in rows), method.lr, method.momentum, method.weight_decay)
+        naive.descend(
+            params,
+            ((lambda r=r: smoothed_loss(method, scale * (z[r] @ weight.T + bias), y[r], counts)) for r in rows),
+            method.lr,
+            method.momentum,
+            method.weight_decay,
+        )
     return {"weight": (scale[:, None] * weight).detach(), "bias": (scale * bias).detach()}
 
 
@@ -151,8 +179,9 @@ def test_stage_2_is_that_of_equations_12_to_20_from_pooled_features(tiny_task, t
         experiment.step()
     before, model = private_states(experiment), experiment.server.model
     ask = experiment.fleet.ask
-    experiment.fleet.ask = lambda fn, cohort, message, **parts: sent.append(message) or ask(
-        fn, cohort, message, **parts)
+    experiment.fleet.ask = lambda fn, cohort, message, **parts: (
+        sent.append(message) or ask(fn, cohort, message, **parts)
+    )
     report = experiment.step()
     data = {id: naive.client_data(tiny_task, id) for id in naive.clients_of(tiny_task)}
     z, y = {id: naive.features(model, x) for id, (x, _) in data.items()}, {id: y for id, (_, y) in data.items()}
@@ -164,8 +193,9 @@ def test_stage_2_is_that_of_equations_12_to_20_from_pooled_features(tiny_task, t
         # its eigenvectors may turn with the last bit, so that noise is drawn from the one that was sent
     moved = 0.0
     for id, state in private_states(experiment).items():
-        start, found = ({name.removeprefix("classifier."): value for name, value in s["model"].items()}
-                        for s in (before[id], state))
+        start, found = (
+            {name.removeprefix("classifier."): value for name, value in s["model"].items()} for s in (before[id], state)
+        )
         assert naive.differences(found, retrained(method, start, z[id], y[id], m_glo, id)) == {}, id
         moved = max(moved, (found["weight"] - start["weight"]).abs().max().item())
     assert moved > 0.01

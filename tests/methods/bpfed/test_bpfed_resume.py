@@ -6,8 +6,8 @@ from bpfed_runs import open_client
 from killed import resume, run_and_kill
 from tiny import Recorder, configure, fingerprint, make_experiment, private_states
 
-from raylt.core import checkpoint
-from raylt.core.states import SavedStates
+from raylt.core.checkpoint import checkpoint
+from raylt.core.checkpoint.client_states import SavedStates
 from raylt.errors import TooFewReplies
 from raylt.methods.bpfed.method import BPFed
 
@@ -40,7 +40,8 @@ def test_finish_that_broke_off_between_its_halves_is_repeated_to_the_same_bits(f
     straight, repeated = private_states(finished[0]), private_states(again)
     assert fingerprint(again.server.model.state_dict()) == fingerprint(finished[0].server.model.state_dict())
     assert {id: fingerprint(state) for id, state in repeated.items()} == {
-        id: fingerprint(state) for id, state in straight.items()}
+        id: fingerprint(state) for id, state in straight.items()
+    }
 
 
 @pytest.mark.slow
@@ -52,9 +53,9 @@ def test_killed_during_retraining_and_resumed_it_ends_with_the_same_classifiers(
         assert saved is not None
         assert saved.facts["step"] == 3
         kept = SavedStates(saved)
-        return {id: fingerprint(kept.read(id)) for id in kept.places}
+        return {id: fingerprint(kept.read(id)) for id in kept.part_of}
 
-    run_and_kill(tmp_path, settings, 0.5)               # covariances take a few milliseconds, re-training seconds
+    run_and_kill(tmp_path, settings, 0.5)  # covariances take a few milliseconds, re-training seconds
     straight, killed = resume(tmp_path)
     assert straight["model_sha256"] == killed["model_sha256"]
     assert straight["accuracy"] == killed["accuracy"]

@@ -9,8 +9,8 @@ from test_statistics_classifiers import pooled
 from tiny import fingerprint, make_task, open_client
 from torch.nn import functional as F
 
-from raylt.core.features import features
-from raylt.core.fitting import fit_classifier
+from raylt.core.training.features import features
+from raylt.core.training.fit_classifier import fit_classifier
 from raylt.methods.classifiers.fednpc import FedNPC
 from raylt.methods.classifiers.means import NoisyMeans
 from raylt.methods.classifiers.oracle import Oracle
@@ -36,15 +36,16 @@ def calibrations(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("method", [NoisyMeans(**QUICK), Oracle(**QUICK), PostHoc(), FedNPC()],
-                         ids=lambda method: method.name)
+@pytest.mark.parametrize(
+    "method", [NoisyMeans(**QUICK), Oracle(**QUICK), PostHoc(), FedNPC()], ids=lambda method: method.name
+)
 def test_rounds_are_fedavg_and_the_encoder_stays(tiny_task, tmp_path, method):
     averaged, finished = (run(tiny_task, tmp_path, m) for m in (FedAvg(), method))
     assert fingerprint(finished.server.model.state_dict()) == fingerprint(averaged.server.model.state_dict())
     judged = method.global_model(finished.server)
     assert fingerprint(judged.encoder.state_dict()) == fingerprint(averaged.server.model.encoder.state_dict())
     assert fingerprint(judged.classifier.state_dict()) != fingerprint(averaged.server.model.classifier.state_dict())
-    assert method.global_model(averaged.server) is averaged.server.model        # before the finish
+    assert method.global_model(averaged.server) is averaged.server.model  # before the finish
 
 
 def test_noisymeans_are_pooled_means_with_the_pooled_deviation_in_every_direction(tiny_task, tmp_path, calibrations):
@@ -52,20 +53,20 @@ def test_noisymeans_are_pooled_means_with_the_pooled_deviation_in_every_directio
     z, y = (part.numpy() for part in pooled(tiny_task, experiment))
     means = np.stack([z[y == c].mean(0) for c in range(4)])
     deviation = np.sqrt(((z - means[y]) ** 2).mean())
-    (start, drawn, labels, _), = calibrations
+    ((start, drawn, labels, _),) = calibrations
     assert start == fingerprint(experiment.server.model.classifier.state_dict())
     assert labels.tolist() == [c for c in range(4) for _ in range(4000)]
     for c in range(4):
         own = drawn[labels == c].double().numpy()
         # 5 deviations of a mean, and of a standard deviation, of 4000 draws
-        assert np.abs(own.mean(0) - means[c]).max() < 5 * deviation / 4000 ** 0.5
-        assert own.std(0) == pytest.approx(np.full(z.shape[1], deviation), rel=5 / 8000 ** 0.5)
+        assert np.abs(own.mean(0) - means[c]).max() < 5 * deviation / 4000**0.5
+        assert own.std(0) == pytest.approx(np.full(z.shape[1], deviation), rel=5 / 8000**0.5)
 
 
 def test_without_noise_there_are_only_the_means(tiny_task, tmp_path, calibrations):
     experiment = run(tiny_task, tmp_path, NoisyMeans(noise=0.0, **QUICK))
     z, y = pooled(tiny_task, experiment)
-    (_, drawn, labels, _), = calibrations
+    ((_, drawn, labels, _),) = calibrations
     for c in range(4):
         assert torch.allclose(drawn[labels == c].double(), z[y == c].mean(0).expand(40, -1), atol=1e-5)
 
@@ -78,14 +79,16 @@ def test_isotropic_deviation_by_hand():
 
 
 def test_bootstrap_of_clients_is_that_of_the_pooled_features():
-    z0, z1 = torch.zeros(3, 1), torch.ones(1, 1)                # class 5: three of client 0, one of client 1
-    drawn = [class_bootstrap(z, torch.full((len(z),), 5), 8000, torch.Generator().manual_seed(k))
-             for k, z in enumerate((z0, z1))]
+    z0, z1 = torch.zeros(3, 1), torch.ones(1, 1)  # class 5: three of client 0, one of client 1
+    drawn = [
+        class_bootstrap(z, torch.full((len(z),), 5), 8000, torch.Generator().manual_seed(k))
+        for k, z in enumerate((z0, z1))
+    ]
     assert [of_client[5]["n"] for of_client in drawn] == [3, 1]
     made = bootstrap_of_clients(drawn, torch.Generator().manual_seed(2))
     assert made.keys() == {5}
     assert made[5].shape == (8000, 1)
-    assert made[5].mean().item() == pytest.approx(1 / 4, abs=0.02)      # 4 deviations
+    assert made[5].mean().item() == pytest.approx(1 / 4, abs=0.02)  # 4 deviations
 
 
 def test_class_bootstrap_draws_every_feature_alike():
@@ -93,19 +96,19 @@ def test_class_bootstrap_draws_every_feature_alike():
     drawn = class_bootstrap(z, y, 4000, torch.Generator().manual_seed(0))
     values, times = drawn[0]["z"].flatten().unique(return_counts=True)
     assert values.tolist() == [0, 2, 4, 5]
-    assert (times - 1000).abs().max() < 120                     # 4 deviations
+    assert (times - 1000).abs().max() < 120  # 4 deviations
     assert drawn[1]["z"].unique().tolist() == [1, 3]
 
 
 def test_oracle_is_calibrated_on_real_features_of_all_clients_balanced(tiny_task, tmp_path, calibrations):
     experiment = run(tiny_task, tmp_path, Oracle(virtual=300, epochs=2))
     z, y = pooled(tiny_task, experiment)
-    (start, drawn, labels, given), = calibrations
+    ((start, drawn, labels, given),) = calibrations
     assert start == fingerprint(experiment.server.model.classifier.state_dict())
     assert labels.tolist() == [c for c in range(4) for _ in range(300)]
     for c in range(4):
         distance = torch.cdist(drawn[labels == c].double(), z[y == c])
-        assert distance.min(1).values.max() < 1e-5              # each is a real one of its class
+        assert distance.min(1).values.max() < 1e-5  # each is a real one of its class
         # of all clients: the 300 draws miss one of the n features with a chance below n e^(-300 / n)
         assert len(distance.argmin(1).unique()) == int((y == c).sum())
     naive = linear(*(value.clone() for value in experiment.server.model.classifier.state_dict().values()))
@@ -120,18 +123,19 @@ def test_posthoc_takes_off_the_log_of_the_pooled_frequencies(tiny_task, tmp_path
     with torch.no_grad():
         plain = experiment.server.model.eval()(x)
         judged = experiment.method.global_model(experiment.server).eval()(x)
-    counts = torch.tensor([26, 21, 10, 3])                      # columns of COUNTS
+    counts = torch.tensor([26, 21, 10, 3])  # columns of COUNTS
     assert torch.allclose(judged, plain - 0.7 * (counts / 60).log(), atol=1e-5)
 
 
 def test_posthoc_with_tau_0_is_fedavg(tiny_task, tmp_path):
     experiment = run(tiny_task, tmp_path, PostHoc(tau=0.0), rounds=1)
     assert fingerprint(experiment.method.global_model(experiment.server).state_dict()) == fingerprint(
-        experiment.server.model.state_dict())
+        experiment.server.model.state_dict()
+    )
 
 
 @pytest.mark.parametrize("method", [NoisyMeans(**QUICK), Oracle(**QUICK), PostHoc()], ids=lambda method: method.name)
-def test_class_that_nobody_holds(tmp_path, calibrations, method):
+def test_class_that_no_client_holds(tmp_path, calibrations, method):
     task = make_task()
     for shard in task.shards:
         shard.y[shard.y == 3] = 0
@@ -143,7 +147,7 @@ def test_class_that_nobody_holds(tmp_path, calibrations, method):
         assert calibrations[0][2].unique().tolist() == [0, 1, 2]
 
 
-def test_fednpc_goes_on_from_the_averaged_classifier_on_noise_with_labels_by_chance(tiny_task, tmp_path):
+def test_fednpc_trains_the_averaged_classifier_on_noise_with_random_labels(tiny_task, tmp_path):
     """SGD by hand: a step of all samples, new ones for each."""
     experiment = run(tiny_task, tmp_path, FedNPC(samples=50, steps=4))
     server = experiment.server
@@ -161,21 +165,39 @@ def test_fednpc_goes_on_from_the_averaged_classifier_on_noise_with_labels_by_cha
 
 def test_fednpc_shrinks_what_tells_noise_apart(tiny_task, tmp_path):
     experiment = run(tiny_task, tmp_path, FedNPC(samples=2000, steps=200), rounds=1)
-    made, trained = (model.classifier.weight for model in (
-        experiment.method.global_model(experiment.server), experiment.server.model))
+    made, trained = (
+        model.classifier.weight
+        for model in (experiment.method.global_model(experiment.server), experiment.server.model)
+    )
     # for labels by chance the best is the same chance for all; what all classes have in common does not matter
     assert (made - made.mean(0)).norm() < 0.2 * (trained - trained.mean(0)).norm()
 
 
-@pytest.mark.parametrize(("kind", "fields"), [
-    (FedNPC, {"samples": 50}), (FedNPC, {"steps": 3}), (FedNPC, {"lr": 0.2}), (FedNPC, {"momentum": 0.5}),
-    (NoisyMeans, {"noise": 2.0}), (NoisyMeans, {"virtual": 20}), (NoisyMeans, {"epochs": 4}), (Oracle, {"virtual": 20}),
-    (Oracle, {"epochs": 4}), (Oracle, {"batch": 32}), (Oracle, {"lr": 0.05}), (Oracle, {"momentum": 0.0}),
-    (Oracle, {"weight_decay": 1e-3}), (PostHoc, {"tau": 0.5})], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (FedNPC, {"samples": 50}),
+        (FedNPC, {"steps": 3}),
+        (FedNPC, {"lr": 0.2}),
+        (FedNPC, {"momentum": 0.5}),
+        (NoisyMeans, {"noise": 2.0}),
+        (NoisyMeans, {"virtual": 20}),
+        (NoisyMeans, {"epochs": 4}),
+        (Oracle, {"virtual": 20}),
+        (Oracle, {"epochs": 4}),
+        (Oracle, {"batch": 32}),
+        (Oracle, {"lr": 0.05}),
+        (Oracle, {"momentum": 0.0}),
+        (Oracle, {"weight_decay": 1e-3}),
+        (PostHoc, {"tau": 0.5}),
+    ],
+    ids=str,
+)
 def test_every_field_changes_the_classifier(tiny_task, tmp_path, kind, fields):
     base = {} if kind in (PostHoc, FedNPC) else QUICK
-    ends = [run(tiny_task, tmp_path, kind(**base | given), rounds=1).server.state["classifier"]
-            for given in ({}, fields)]
+    ends = [
+        run(tiny_task, tmp_path, kind(**base | given), rounds=1).server.state["classifier"] for given in ({}, fields)
+    ]
     assert fingerprint(ends[0]) != fingerprint(ends[1])
 
 

@@ -8,16 +8,16 @@ from tiny import fingerprint, make_task, open_client
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raylt.core.features import features
-from raylt.core.fitting import fit_classifier
-from raylt.core.optimisers import SGD
+from raylt.core.training.features import features
+from raylt.core.training.fit_classifier import fit_classifier
+from raylt.core.training.optimisers import SGD
 from raylt.methods.classifiers.ccvr import CCVR
 from raylt.methods.classifiers.fed3r import Fed3R
 from raylt.methods.classifiers.fedncm import FedNCM
 from raylt.methods.fedavg import FedAvg
 from raylt.ops.closed_form import ridge_regression
 from raylt.ops.moments import NEVER, class_sums, moments
-from raylt.tree import Fold
+from raylt.tree import RunningSum
 
 QUICK = {"virtual": 30, "epochs": 2}
 METHODS = [FedNCM(), Fed3R(), CCVR(**QUICK)]
@@ -44,10 +44,12 @@ def test_rounds_are_fedavg_and_the_encoder_stays_as_they_left_it(tiny_task, tmp_
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_all_clients_take_part_in_the_statistics_whoever_trained(tiny_task, tmp_path, monkeypatch, method):
+def test_all_clients_take_part_in_the_statistics_also_those_that_did_not_train(
+    tiny_task, tmp_path, monkeypatch, method
+):
     ask_only(monkeypatch, method, [0])
     experiment = run(tiny_task, tmp_path, method, rounds=1)
-    assert experiment.fleet.ledger.traffic["statistics"].replies == 5
+    assert experiment.fleet.round_stats.traffic["statistics"].replies == 5
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
@@ -91,7 +93,7 @@ def test_ridge_regression_by_hand():
 
 def test_sums_over_any_split_are_those_of_the_pooled_features():
     z, y = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
-    fold = Fold()
+    fold = RunningSum()
     for rows in (slice(0, 7), slice(7, 8), slice(8, 40)):
         fold.add(class_sums(z[rows], y[rows]))
     for c, of_class in class_sums(z, y).items():
@@ -133,11 +135,11 @@ def test_ccvr_calibrates_the_averaged_classifier_on_the_virtual_features(tiny_ta
     monkeypatch.setattr("raylt.methods.classifiers.family.fit_classifier", catch)
     experiment = run(tiny_task, tmp_path, CCVR(**QUICK))
     server, (z, y) = experiment.server, pooled(tiny_task, experiment)
-    (start, virtual, labels), = seen
+    ((start, virtual, labels),) = seen
     assert start == fingerprint(server.model.classifier.state_dict())
     assert labels.tolist() == [c for c in range(4) for _ in range(30)]
     for c in range(4):
-        deviation = (np.trace(np.cov(z[y == c].numpy().T)) / 30) ** 0.5         # of a mean of 30 draws
+        deviation = (np.trace(np.cov(z[y == c].numpy().T)) / 30) ** 0.5  # of a mean of 30 draws
         assert (virtual[labels == c].mean(0) - z[y == c].mean(0)).norm() < 3 * deviation, c
     naive = nn.Linear(z.shape[1], 4)
     naive.load_state_dict(server.model.classifier.state_dict())
@@ -153,13 +155,13 @@ def test_ccvr_calibrates_the_averaged_classifier_on_the_virtual_features(tiny_ta
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_class_that_nobody_holds_is_never_predicted(tmp_path, method):
+def test_class_that_no_client_holds_is_never_predicted(tmp_path, method):
     task = make_task()
     for shard in task.shards:
-        shard.y[shard.y == 3] = 0                               # class 3 has become class 0
+        shard.y[shard.y == 3] = 0  # class 3 has become class 0
     experiment = run(task, tmp_path, method)
     judged = method.global_model(experiment.server).eval()
-    if method.name != "ccvr":                                   # it keeps what FedAvg has learnt, as it has no draws
+    if method.name != "ccvr":  # it keeps what FedAvg has learnt, as it has no draws
         assert judged.classifier.bias[3].item() == pytest.approx(NEVER)
     x = open_client(task, method).samples.batch(torch.arange(24)).x
     with torch.no_grad():
@@ -168,11 +170,24 @@ def test_class_that_nobody_holds_is_never_predicted(tmp_path, method):
     assert (logits.argmax(1) != 3).all()
 
 
-@pytest.mark.parametrize(("kind", "fields"), [
-    (Fed3R, {"ridge": 10.0}), (Fed3R, {"normalise": False}), (CCVR, {"virtual": 20}), (CCVR, {"epochs": 4}),
-    (CCVR, {"batch": 32}), (CCVR, {"lr": 0.05}), (CCVR, {"momentum": 0.0}), (CCVR, {"weight_decay": 1e-3})], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (Fed3R, {"ridge": 10.0}),
+        (Fed3R, {"normalise": False}),
+        (CCVR, {"virtual": 20}),
+        (CCVR, {"epochs": 4}),
+        (CCVR, {"batch": 32}),
+        (CCVR, {"lr": 0.05}),
+        (CCVR, {"momentum": 0.0}),
+        (CCVR, {"weight_decay": 1e-3}),
+    ],
+    ids=str,
+)
 def test_every_field_changes_the_classifier(tiny_task, tmp_path, kind, fields):
     base = QUICK if kind is CCVR else {}
-    ends = [run(tiny_task, tmp_path, kind(**base | given), rounds=1).server.state["classifier"]["weight"]
-            for given in ({}, fields)]
+    ends = [
+        run(tiny_task, tmp_path, kind(**base | given), rounds=1).server.state["classifier"]["weight"]
+        for given in ({}, fields)
+    ]
     assert not torch.equal(*ends)

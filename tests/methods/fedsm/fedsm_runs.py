@@ -21,13 +21,15 @@ def run(task, folder, method, until=None, host=Recorder, fleet=None, **parts):
 
 def prepare(method, task, config=None) -> None:
     setup = make_setup(config or configure(), method)
-    method.prepare(task, setup.config, setup.new_model(task.facts))
+    method.prepare(task, setup.config, setup.new_model(task.spec))
 
 
 def bits(experiment) -> dict[str, str]:
     states = {f"client {id}": fingerprint(state) for id, state in private_states(experiment).items()}
-    return states | {"server": fingerprint(experiment.server.state),
-                     "model": fingerprint(experiment.server.model.state_dict())}
+    return states | {
+        "server": fingerprint(experiment.server.state),
+        "model": fingerprint(experiment.server.model.state_dict()),
+    }
 
 
 def open_client(task, method, id=0, state=None, **parts) -> Client:
@@ -42,5 +44,7 @@ def states_of(task) -> dict[str, torch.Tensor]:
 
 def message_of(client, present=(True, True, True, True)):
     d, mask = client.model.dim, torch.tensor(present)
-    return {"means": torch.randn(len(mask), d, generator=torch.Generator().manual_seed(0)) * mask[:, None],
-            "present": mask}
+    return {
+        "means": torch.randn(len(mask), d, generator=torch.Generator().manual_seed(0)) * mask[:, None],
+        "present": mask,
+    }

@@ -16,7 +16,7 @@ def draw(batch=12, classes=4, seed=0, dtype=torch.float32):
     return logits, h, y
 
 
-def test_distillation_is_zero_with_its_gradient_where_logits_agree_up_to_a_constant():                # T-FSM-3
+def test_distillation_is_zero_with_its_gradient_where_logits_agree_up_to_a_constant():  # T-FSM-3
     teacher = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits = (teacher + torch.arange(6.0)[:, None]).requires_grad_()
     loss = distillation(logits, (teacher / 3).log_softmax(1), 3.0)
@@ -37,24 +37,24 @@ def test_distillation_takes_the_teacher_as_target_and_its_gradient_is_the_differ
     assert torch.allclose(grad, temperature * (torch.tensor([[0.5, 0.5]]) - q), atol=1e-6)
 
 
-def test_distillation_is_never_negative_and_the_mean_over_the_batch():                                # T-FSM-3
+def test_distillation_is_never_negative_and_the_mean_over_the_batch():  # T-FSM-3
     generator = torch.Generator().manual_seed(1)
     logits, teacher = torch.randn(2, 50, 7, generator=generator)
-    each = [distillation(logits[i:i + 1], teacher[i:i + 1].log_softmax(1), 3.0) for i in range(50)]
+    each = [distillation(logits[i : i + 1], teacher[i : i + 1].log_softmax(1), 3.0) for i in range(50)]
     assert min(each) >= 0
-    assert distillation(logits, teacher.log_softmax(1), 3.0).item() == pytest.approx(
-        (sum(each) / 50).item(), rel=1e-5)
+    assert distillation(logits, teacher.log_softmax(1), 3.0).item() == pytest.approx((sum(each) / 50).item(), rel=1e-5)
 
 
-def test_margin_softmax_without_margin_is_clips_cross_entropy():                                      # T-FSM-9
+def test_margin_softmax_without_margin_is_clips_cross_entropy():  # T-FSM-9
     generator = torch.Generator().manual_seed(2)
     u, text = (F.normalize(torch.randn(n, 8, generator=generator), dim=1) for n in (10, 5))
     y = torch.arange(10) % 5
     assert margin_softmax(u, y, text, 0.0, 100.0).item() == pytest.approx(
-        F.cross_entropy(100 * u @ text.T, y).item(), rel=1e-6)
+        F.cross_entropy(100 * u @ text.T, y).item(), rel=1e-6
+    )
 
 
-def test_margin_softmax_takes_an_adaptive_margin_from_the_true_class():                               # T-FSM-9
+def test_margin_softmax_takes_an_adaptive_margin_from_the_true_class():  # T-FSM-9
     # s = 10, m = 0.3, cos(t_0, t_1) = 0.6: the logits lose 3 and 1.8, so the margin is 10 * 0.3 * (1 - 0.6) = 1.2
     text = torch.tensor([[1.0, 0.0], [0.6, 0.8]])
     u = torch.tensor([[0.8, 0.6]])

@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 from torch import tensor
 
-from raylt.methods.fedsm.mixup import draw_partners, mix_features, relevance, total_variation
+from raylt.methods.fedsm.mixup import draw_partners, mix_features, ranks, relevance, total_variation
 
 TEXT = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 OFF = ~torch.eye(5, dtype=torch.bool)
@@ -18,12 +18,16 @@ def generator(seed=0):
 
 def by_hand(i: int, j: int, similarity: str) -> float:
     a, b = TEXT[i].double().numpy(), TEXT[j].double().numpy()
-    return {"cosine": a @ b / math.sqrt(a @ a) / math.sqrt(b @ b), "dot": a @ b, "l1": 1 / (1 + np.abs(a - b).sum()),
-            "l2": 1 / (1 + np.sqrt(((a - b) ** 2).sum()))}[similarity]
+    return {
+        "cosine": a @ b / math.sqrt(a @ a) / math.sqrt(b @ b),
+        "dot": a @ b,
+        "l1": 1 / (1 + np.abs(a - b).sum()),
+        "l2": 1 / (1 + np.sqrt(((a - b) ** 2).sum())),
+    }[similarity]
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot", "l1", "l2"])
-def test_relevance_is_the_similarity_with_its_diagonal_replaced_by_row_means(similarity):            # T-FSM-10
+def test_relevance_is_the_similarity_with_its_diagonal_replaced_by_row_means(similarity):  # T-FSM-10
     whole = tensor([[by_hand(i, j, similarity) for j in range(5)] for i in range(5)]).float()
     alpha = relevance(TEXT, similarity)
     assert torch.allclose(alpha[OFF], whole[OFF].clamp(min=0), atol=1e-5)
@@ -48,7 +52,7 @@ def test_softmax_of_each_row_is_taken_before_anything_is_clipped():
 @pytest.mark.parametrize("temperature", [None, 0.05])
 def test_inverted_relevance_draws_what_is_least_alike_most_and_is_as_far_from_uniform(temperature):
     # cosines with class 0: 0.9, 0.8, 0.5, itself their mean with 1: 0.8; mirrored between 0.5 and 0.9
-    text = tensor([[1.0, 0, 0, 0], [0.9, 0.19 ** 0.5, 0, 0], [0.8, 0, 0.6, 0], [0.5, 0, 0, 0.75 ** 0.5]])
+    text = tensor([[1.0, 0, 0, 0], [0.9, 0.19**0.5, 0, 0], [0.8, 0, 0.6, 0], [0.5, 0, 0, 0.75**0.5]])
     plain, inverted = (relevance(text, "cosine", temperature, turned) for turned in (False, True))
     if temperature is None:
         assert torch.allclose(plain[0], tensor([0.8, 0.9, 0.8, 0.5]), atol=1e-6)
@@ -59,15 +63,17 @@ def test_inverted_relevance_draws_what_is_least_alike_most_and_is_as_far_from_un
     for i in range(4):
         assert plain[i].argsort(stable=True).tolist()[-1] == inverted[i].argsort(stable=True).tolist()[0]
     y, classes = torch.arange(4).repeat(5), torch.arange(4)
-    drawn = [torch.bincount(y[draw_partners(alpha, classes, y, 4000, kind, "class", generator())[0]], minlength=4)
-             for alpha, kind in ((plain, "probabilistic"), (inverted, "inverted"))]
+    drawn = [
+        torch.bincount(y[draw_partners(alpha, classes, y, 4000, kind, "class", generator())[0]], minlength=4)
+        for alpha, kind in ((plain, "probabilistic"), (inverted, "inverted"))
+    ]
     assert drawn[0][1] > 1.3 * drawn[0][3]
     assert drawn[1][3] > 1.3 * drawn[1][1]
 
 
-def test_classes_are_drawn_with_the_renormalised_relevance():                                        # T-FSM-6
+def test_classes_are_drawn_with_the_renormalised_relevance():  # T-FSM-6
     alpha = tensor([[0.2, 0.5, 0.9, 0.3], [1.0, 0.0, 0.5, 0.5], [0.1, 0.1, 0.1, 0.7]])
-    y = tensor([3, 0, 0, 2, 0, 2, 0])                                   # class 1 is not owned
+    y = tensor([3, 0, 0, 2, 0, 2, 0])  # class 1 is not owned
     n = 20_000
     rows = draw_partners(alpha, tensor([0, 1, 2]), y, n, "probabilistic", "class", generator())
     assert rows.shape == (3, n)
@@ -76,14 +82,14 @@ def test_classes_are_drawn_with_the_renormalised_relevance():                   
         counts = np.bincount(y[rows[c]], minlength=4)
         assert counts[1] == 0
         assert stats.chisquare(counts[[0, 2, 3]], n * share / share.sum()).pvalue > 0.001
-        for owned in (0, 2, 3):                                         # within a class, every sample alike
+        for owned in (0, 2, 3):  # within a class, every sample alike
             places = np.bincount(rows[c], minlength=7)[(y == owned).numpy()]
             assert places.sum() == counts[owned]
             assert len(places) == 1 or stats.chisquare(places).pvalue > 0.001
 
 
 def test_row_of_relevance_belongs_to_the_class_it_was_asked_for():
-    alpha = torch.eye(3).roll(1, 1)                                     # class c goes with c + 1
+    alpha = torch.eye(3).roll(1, 1)  # class c goes with c + 1
     rows = draw_partners(alpha, tensor([2, 0]), tensor([0, 1, 2]), 4, "probabilistic", "class", generator())
     assert rows.tolist() == [[0] * 4, [1] * 4]
 
@@ -93,6 +99,20 @@ def test_row_without_weight_on_owned_classes_is_uniform():
     y = tensor([0, 0, 0, 1])
     drawn = y[draw_partners(alpha, tensor([0]), y, 4000, "probabilistic", "class", generator())[0]]
     assert stats.chisquare(np.bincount(drawn)).pvalue > 0.001
+
+
+def test_ranks_begin_at_one_and_equal_weights_share_theirs():
+    assert ranks(tensor([[0.5, 0.1, 0.5, 0.0], [1.0, 1, 1, 1]]).double()).tolist() == [[3.5, 2, 3.5, 1], [2.5] * 4]
+
+
+def test_ranked_partners_are_as_far_from_uniform_whatever_the_similarities():
+    # ten owned classes: weights 1 to 10 of 55, 0.227 from uniform in total variation
+    alpha = torch.rand(10, 10, generator=generator())
+    y = torch.arange(10)
+    rows = draw_partners(alpha, y, y, 20_000, "ranked", "class", generator())
+    law = torch.stack([row.bincount(minlength=10) for row in rows]) / 20_000
+    assert (law - 0.1).abs().sum(1).mean().item() / 2 == pytest.approx(12.5 / 55, abs=0.01)
+    assert torch.equal(law.argmax(1), alpha.argmax(1))
 
 
 def test_random_partners_ignore_the_relevance():
@@ -109,14 +129,15 @@ def test_deterministic_partners_are_of_the_most_relevant_class_other_than_itself
     rows = draw_partners(alpha, tensor([0, 1, 2]), y, 6, "deterministic", unit, generator())
     assert [set(y[row].tolist()) for row in rows] == [{2}, {0}, {1}]
     alone = draw_partners(alpha, tensor([0, 1]), tensor([1, 1]), 6, "deterministic", unit, generator())
-    assert alone.shape == (2, 6)                                        # class 1 itself: there is nothing else
+    assert alone.shape == (2, 6)  # class 1 itself: there is nothing else
 
 
 def test_weighted_samples_favour_large_classes_and_are_not_drawn_twice():
     alpha = tensor([[1.0, 3.0]])
     y = tensor([0] * 90 + [1] * 10)
-    rows = torch.cat([draw_partners(alpha, tensor([0]), y, 1, "probabilistic", "sample", generator(s))
-                      for s in range(3000)]).flatten()
+    rows = torch.cat(
+        [draw_partners(alpha, tensor([0]), y, 1, "probabilistic", "sample", generator(s)) for s in range(3000)]
+    ).flatten()
     # 90 * 1 against 10 * 3
     assert stats.chisquare(np.bincount(y[rows]), [3000 * 0.75, 3000 * 0.25]).pvalue > 0.001
     once = draw_partners(alpha, tensor([0]), y, 100, "probabilistic", "sample", generator())[0]

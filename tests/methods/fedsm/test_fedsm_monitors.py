@@ -9,9 +9,9 @@ from tiny import private_states
 from torch import tensor
 
 from raylt.contract.hosts import Backwards, FailsFirst, NewHosts
-from raylt.core.features import features
-from raylt.core.training import sgd
-from raylt.data.longtail import group_of
+from raylt.core.training.features import features
+from raylt.core.training.sgd import sgd
+from raylt.data.splits.long_tail import group_of
 from raylt.methods.fedsm.method import FedSM
 from raylt.methods.fedsm.monitors import drift, zero_shot
 
@@ -41,13 +41,14 @@ def test_teachers_accuracy_is_that_of_its_features_against_its_texts(tiny_task, 
     groups = group_of(tiny_task.counts, 20, 29)
     expected = {"all": np.mean(by_class)} | {
         group: np.mean([share for share, of in zip(by_class, groups, strict=True) if of == group])
-        for group in set(groups)}
+        for group in set(groups)
+    }
     assert 0.3 < expected["all"] < 1
     assert len(expected) > 2
     assert all(report.figures["teacher_accuracy"] == pytest.approx(expected) for report in reports)
 
 
-def test_without_distillation_no_image_is_encoded_and_nothing_is_told_of_the_teacher(tiny_task, tmp_path, npz):
+def test_without_distillation_no_image_is_encoded_and_no_teacher_is_reported(tiny_task, tmp_path, npz):
     _, reports = run(tiny_task, tmp_path, FedSM(teacher=npz, kd=0, **QUICK))
     assert "teacher_accuracy" not in reports[-1].figures
     assert "shares" not in reports[-1].figures
@@ -77,8 +78,11 @@ def test_drift_is_that_of_local_training_on_the_first_batch(tiny_task, npz):
     method = FedSM(teacher=npz, **QUICK)
     client, twin = (open_client(tiny_task, method, state=states_of(tiny_task)) for _ in range(2))
     means = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
-    message = {"model": {n: v.clone() for n, v in client.model.entries().items()}, "means": means,
-               "present": tensor([True, True, False, True])}
+    message = {
+        "model": {n: v.clone() for n, v in client.model.entries().items()},
+        "means": means,
+        "present": tensor([True, True, False, True]),
+    }
     before, y = (part[:8] for part in features(twin))
     sgd(twin, method.objective(twin, {}))
     after = features(twin)[0][:8]
@@ -95,11 +99,12 @@ def test_rounds_report_drift_where_prototypes_are_those_of_another_encoder(tiny_
 
 
 def test_trained_model_waits_at_the_client_and_leaves_nothing_behind(tiny_task, tmp_path, npz):
-    experiment, reports = run(tiny_task, tmp_path, FedSM(teacher=npz, encoders="trained", **QUICK),
-                              federation={"participation": 0.5})
+    experiment, reports = run(
+        tiny_task, tmp_path, FedSM(teacher=npz, encoders="trained", **QUICK), federation={"participation": 0.5}
+    )
     assert set(reports[-1].traffic) == {"train_first", "retrain_next"}
     down = reports[-1].traffic["retrain_next"]["down"] / reports[-1].traffic["retrain_next"]["replies"]
-    assert down == 4 * 64 * 4 + 4                               # means and who has one; no model
+    assert down == 4 * 64 * 4 + 4  # means and who has one; no model
     ids = {id for name, _, id, _ in experiment.fleet._host.replies if name == "retrain_next"}
     assert ids == set(reports[-1].participants) < set(experiment.fleet.ids)
     assert all(state["state"].keys() == {"phrase"} for state in private_states(experiment).values())
@@ -108,6 +113,6 @@ def test_trained_model_waits_at_the_client_and_leaves_nothing_behind(tiny_task, 
 def test_model_that_waits_moves_with_its_client_to_another_process(tiny_task, tmp_path, npz):
     method = FedSM(teacher=npz, encoders="trained", **QUICK)
     straight = bits(run(tiny_task, tmp_path, method)[0])
-    assert bits(run(tiny_task, tmp_path, method, host=NewHosts)[0]) == straight     # another one for each call
+    assert bits(run(tiny_task, tmp_path, method, host=NewHosts)[0]) == straight  # another one for each call
     assert bits(run(tiny_task, tmp_path, method, host=FailsFirst)[0]) == straight
     assert bits(run(tiny_task, tmp_path, method, fleet=Backwards)[0]) == straight

@@ -38,6 +38,7 @@ def unit(x: Tensor) -> Tensor:
 
 # local training, Eq. 1
 
+
 def trained(method: FedSM, model, x: Tensor, y: Tensor, e: Tensor, text: Tensor, order: torch.Generator) -> None:
     q = (method.scale * unit(e.double()) @ unit(text.double()).T / method.temperature).softmax(1)
 
@@ -45,12 +46,13 @@ def trained(method: FedSM, model, x: Tensor, y: Tensor, e: Tensor, text: Tensor,
         logits = model(x[rows])
         p = (logits.double() / method.temperature).softmax(1)
         kl = (q[rows] * (q[rows] / p).log()).sum(1).mean()
-        return F.cross_entropy(logits, y[rows]) + method.kd * method.temperature ** 2 * kl
+        return F.cross_entropy(logits, y[rows]) + method.kd * method.temperature**2 * kl
 
     naive.train(model, naive.epochs_of(len(y), order), loss)
 
 
 # prototypes, pseudo-features and re-training, Eq. 3-7
+
 
 def prototypes(method: FedSM, z: dict[int, Tensor], y: dict[int, Tensor]) -> Tensor:
     """Every class of the tiny task is somebody's."""
@@ -66,11 +68,17 @@ def prototypes(method: FedSM, z: dict[int, Tensor], y: dict[int, Tensor]) -> Ten
 def relevance(method: FedSM, text: Tensor) -> Tensor:
     """alpha of Eq. 5, pair by pair."""
     alpha = torch.zeros(4, 4)
+    if method.texts == "unit":
+        text = text / text.norm(dim=1, keepdim=True)
     for i in range(4):
         for j in range(4):
             a, b = text[i], text[j]
-            alpha[i, j] = {"cosine": a @ b / (a.norm() * b.norm()), "dot": a @ b, "l1": 1 / (1 + (a - b).abs().sum()),
-                           "l2": 1 / (1 + (a - b).norm())}[method.similarity]
+            alpha[i, j] = {
+                "cosine": a @ b / (a.norm() * b.norm()),
+                "dot": a @ b,
+                "l1": 1 / (1 + (a - b).abs().sum()),
+                "l2": 1 / (1 + (a - b).norm()),
+            }[method.similarity]
     for i, mean in enumerate(alpha.mean(1).tolist()):
         alpha[i, i] = mean
     if method.partner == "inverted":
@@ -82,7 +90,12 @@ def pseudo(method: FedSM, z: Tensor, y: Tensor, means: Tensor, alpha: Tensor, or
     """R of Eq. 6, S features of each class in turn."""
     owned = y.unique().tolist()
     weights = torch.stack([torch.stack([alpha[c, v] for v in owned]) for c in range(4)]).double()
-    weights[weights.sum(1) == 0] = 1                # related to no owned class: uniform
+    weights[weights.sum(1) == 0] = 1  # related to no owned class: uniform
+    if method.partner == "ranked":  # from 1; the texts have no two equal similarities but clipped ones
+        weights = torch.stack(
+            [torch.tensor([(w > row).sum() + ((w == row).sum() + 1) / 2 for w in row]) for row in weights]
+        )
+        weights = weights.double()
     if method.partner == "random":
         weights = torch.ones_like(weights)
     if method.partner == "deterministic":
@@ -104,18 +117,23 @@ def pseudo(method: FedSM, z: Tensor, y: Tensor, means: Tensor, alpha: Tensor, or
                 rows[c, s] = own[int(place[c, s] * len(own))]
     lam = method.lam_low + (method.lam_high - method.lam_low) * torch.rand(rows.shape, generator=order)
     z = unit(z) if method.norm == "l2" else z
-    return torch.stack([(1 - lam[c, s]) * z[rows[c, s]] + lam[c, s] * means[c] for c in range(4)
-                        for s in range(method.size)])
+    return torch.stack(
+        [(1 - lam[c, s]) * z[rows[c, s]] + lam[c, s] * means[c] for c in range(4) for s in range(method.size)]
+    )
 
 
 def refitted(method: FedSM, start: naive.Entries, r: Tensor, t: int, id: int) -> naive.Entries:
     """Eq. 7: plain SGD on the classifier."""
     weight, bias = (entry.requires_grad_() for entry in naive.copies(start))
     y, order = torch.arange(4).repeat_interleave(method.size), naive.generator("retrain", t, id)
-    batches = [rows for _ in range(method.epochs)
-               for rows in torch.randperm(len(y), generator=order).split(method.batch)]
-    naive.descend([weight, bias], ((lambda rows=rows: F.cross_entropy(r[rows] @ weight.T + bias, y[rows]))
-                                   for rows in batches), method.lr)
+    batches = [
+        rows for _ in range(method.epochs) for rows in torch.randperm(len(y), generator=order).split(method.batch)
+    ]
+    naive.descend(
+        [weight, bias],
+        ((lambda rows=rows: F.cross_entropy(r[rows] @ weight.T + bias, y[rows])) for rows in batches),
+        method.lr,
+    )
     return {"weight": weight.detach(), "bias": bias.detach()}
 
 
@@ -154,14 +172,16 @@ def after_round(method: FedSM, model, task, features: Tensor, texts, t: int) -> 
     return end, naive.average(classifiers, sizes)
 
 
-def after_trained(method: FedSM, model, data, features: Tensor, task, text: Tensor, alpha: Tensor,
-                  t: int) -> tuple[naive.Entries, naive.Entries]:
+def after_trained(
+    method: FedSM, model, data, features: Tensor, task, text: Tensor, alpha: Tensor, t: int
+) -> tuple[naive.Entries, naive.Entries]:
     """A round whose prototypes are those of the trained encoders: everybody trains, then everybody re-trains."""
     start, ends, z = naive.entries(model), {}, {}
     for id, (x, y) in data.items():
         model.load_state_dict(start)
-        trained(method, model, x, y, features[task.split.clients[id]], text,
-                naive.generator("order", "train_first", t, id))
+        trained(
+            method, model, x, y, features[task.split.clients[id]], text, naive.generator("order", "train_first", t, id)
+        )
         ends[id], z[id] = naive.entries(model), naive.features(model, x)
     means = prototypes(method, z, {id: y for id, (_, y) in data.items()})
     for id, (_, y) in data.items():
@@ -174,12 +194,34 @@ def after_trained(method: FedSM, model, data, features: Tensor, task, text: Tens
     return end, naive.entries(model.classifier)
 
 
-@pytest.mark.parametrize("fields", [
-    {}, {"kd": 0.3, "temperature": 1.5, "scale": 30.0}, {"similarity": "dot"}, {"similarity": "l1"},
-    {"similarity": "l2", "softmax": 0.02}, {"softmax": 0.2}, {"wording": "label"}, {"partner": "deterministic"},
-    {"partner": "random"}, {"partner": "inverted"}, {"partner": "inverted", "softmax": 0.1}, {"encoders": "trained"},
-    {"encoders": "trained", "norm": "l2"}, {"unit": "sample"}, {"norm": "l2"}, {"lam_low": 0.2, "lam_high": 0.4},
-    {"retrain": "after"}, {"preset": "official", "rounds": 1, "epochs": 3, "batch": 10}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"kd": 0.3, "temperature": 1.5, "scale": 30.0},
+        {"similarity": "dot"},
+        {"similarity": "dot", "texts": "raw"},
+        {"similarity": "l1"},
+        {"similarity": "l1", "texts": "raw"},
+        {"similarity": "l2", "softmax": 0.02},
+        {"softmax": 0.2},
+        {"wording": "label"},
+        {"partner": "ranked"},
+        {"partner": "ranked", "unit": "sample"},
+        {"partner": "deterministic"},
+        {"partner": "random"},
+        {"partner": "inverted"},
+        {"partner": "inverted", "softmax": 0.1},
+        {"encoders": "trained"},
+        {"encoders": "trained", "norm": "l2"},
+        {"unit": "sample"},
+        {"norm": "l2"},
+        {"lam_low": 0.2, "lam_high": 0.4},
+        {"retrain": "after"},
+        {"preset": "official", "rounds": 1, "epochs": 3, "batch": 10},
+    ],
+    ids=str,
+)
 def test_rounds_are_those_of_equations_1_to_7_written_out(tiny_task, tmp_path, teacher, texts, fields):
     method = make_method(QUICK | {"teacher": teacher} | fields)
     experiment = make_experiment(configure(), tiny_task, tmp_path, method)
@@ -193,6 +235,7 @@ def test_rounds_are_those_of_equations_1_to_7_written_out(tiny_task, tmp_path, t
         alpha = relevance(method, torch.from_numpy(texts["text_label" if method.wording == "label" else "text"]))
         law = [row / row.sum() if row.sum() else torch.full((4,), 0.25) for row in alpha]
         assert report.figures["relevance"] == pytest.approx(
-            sum(sum(abs(p - 0.25) for p in row.tolist()) / 2 for row in law) / 4, abs=1e-6)
+            sum(sum(abs(p - 0.25) for p in row.tolist()) / 2 for row in law) / 4, abs=1e-6
+        )
     judged = experiment.method.global_model(experiment.server).classifier.state_dict()
     assert naive.differences(judged, classifier, 5e-4) == {}

@@ -5,18 +5,19 @@ from fedsm_runs import QUICK, message_of, open_client, run, states_of
 from tiny import configure, make_experiment
 from torch.nn import functional as F
 
-from raylt.core.checkpoint import hash_tensors
-from raylt.core.features import features
-from raylt.core.optimisers import SGD
+from raylt.core.checkpoint.checkpoint import hash_tensors
+from raylt.core.training.features import features
+from raylt.core.training.optimisers import SGD
 from raylt.methods.fedsm.method import FedSM
 from raylt.seeds import seed_for
 
 # pseudo-features, Eq. 4-6
 
+
 @pytest.mark.parametrize("lam", [0.0, 1.0])
-def test_lambda_of_one_gives_prototypes_and_of_zero_local_features(tiny_task, npz, lam):              # T-FSM-5
+def test_lambda_of_one_gives_prototypes_and_of_zero_local_features(tiny_task, npz, lam):  # T-FSM-5
     method = FedSM(teacher=npz, lam_low=lam, lam_high=lam, size=20)
-    client = open_client(tiny_task, method, id=1, state=states_of(tiny_task))                # class 3 is missing
+    client = open_client(tiny_task, method, id=1, state=states_of(tiny_task))  # class 3 is missing
     message = message_of(client)
     r, y = method.pseudo_features(client, message)
     assert torch.bincount(y).tolist() == [20] * 4
@@ -28,7 +29,7 @@ def test_lambda_of_one_gives_prototypes_and_of_zero_local_features(tiny_task, np
 
 
 @pytest.mark.parametrize("partner", ["probabilistic", "deterministic", "random"])
-@pytest.mark.parametrize("id", [0, 2, 3])                                               # 2 owns one class, 3 one sample
+@pytest.mark.parametrize("id", [0, 2, 3])  # 2 owns one class, 3 one sample
 @pytest.mark.parametrize("unit", ["class", "sample"])
 def test_every_class_with_a_prototype_gets_its_share_and_no_other(tiny_task, npz, unit, id, partner):  # T-FSM-8
     method = FedSM(teacher=npz, size=7, partner=partner, unit=unit)
@@ -40,7 +41,7 @@ def test_every_class_with_a_prototype_gets_its_share_and_no_other(tiny_task, npz
 
 def test_lambdas_are_uniform_in_their_range_and_one_for_each_pair(tiny_task, npz):
     method = FedSM(teacher=npz, size=500)
-    client = open_client(tiny_task, method, id=3, state=states_of(tiny_task))                # one sample, so one z
+    client = open_client(tiny_task, method, id=3, state=states_of(tiny_task))  # one sample, so one z
     message = message_of(client)
     r, y = method.pseudo_features(client, message)
     z, means = features(client)[0], message["means"][y]
@@ -58,10 +59,10 @@ def test_without_a_teacher_relevance_is_uniform(tiny_task):
     assert torch.equal(first[0], second[0])
 
 
-def test_class_that_nobody_holds_gets_no_pseudo_features_anywhere(tiny_task, tmp_path, npz):
+def test_class_that_no_client_holds_gets_no_pseudo_features_at_any_client(tiny_task, tmp_path, npz):
     experiment = make_experiment(configure(), tiny_task, tmp_path, FedSM(teacher=npz, size=6))
     experiment.fleet.begin(1)
-    experiment.fleet.ids = [2, 3]                       # they own class 1 and class 2
+    experiment.fleet.ids = [2, 3]  # they own class 1 and class 2
     message = experiment.method.global_prototypes(experiment.server, experiment.fleet)
     assert message["present"].tolist() == [False, True, True, False]
     client = open_client(tiny_task, experiment.method, state=states_of(tiny_task))
@@ -69,7 +70,7 @@ def test_class_that_nobody_holds_gets_no_pseudo_features_anywhere(tiny_task, tmp
     assert torch.bincount(y, minlength=4).tolist() == [0, 6, 6, 0]
 
 
-def test_prototypes_are_those_of_the_global_encoder_over_all_clients(tiny_task, tmp_path, npz):       # T-FSM-4
+def test_prototypes_are_those_of_the_global_encoder_over_all_clients(tiny_task, tmp_path, npz):  # T-FSM-4
     experiment, _ = run(tiny_task, tmp_path, FedSM(teacher=npz, **QUICK), until=1, federation={"participation": 0.3})
     model = experiment.server.model.eval()
     x = np.concatenate([shard.x for shard in tiny_task.shards])
@@ -84,7 +85,8 @@ def test_prototypes_are_those_of_the_global_encoder_over_all_clients(tiny_task, 
 
 # re-training, Eq. 7
 
-def test_retraining_is_that_of_equation_7_and_touches_the_classifier_alone(tiny_task, npz):           # T-FSM-7
+
+def test_retraining_is_that_of_equation_7_and_touches_the_classifier_alone(tiny_task, npz):  # T-FSM-7
     method = FedSM(teacher=npz, size=9, epochs=3, batch=8)
     client, twin = (open_client(tiny_task, method, id=1, state=states_of(tiny_task)) for _ in range(2))
     message = message_of(client)

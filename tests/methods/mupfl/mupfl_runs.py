@@ -34,18 +34,23 @@ def replies_of(experiment, function="train", round=1):
 
 def ends_of(experiment, whole, round=1) -> dict[int, dict[str, torch.Tensor]]:
     """w_i of each participant of a round: the global model that it got, its own start, and its update."""
-    return {id: reply["model"] if "model" in reply else
-            {name: (whole | reply["start"])[name] + update for name, update in reply["update"].items()}
-            for id, reply in replies_of(experiment, round=round).items()}
+    return {
+        id: reply["model"]
+        if "model" in reply
+        else {name: (whole | reply["start"])[name] + update for name, update in reply["update"].items()}
+        for id, reply in replies_of(experiment, round=round).items()
+    }
 
 
 def average(models, weights) -> dict[str, torch.Tensor]:
-    return {name: sum(w * model[name].double() for w, model in zip(weights, models, strict=True)) / sum(weights)
-            for name in models[0]}
+    return {
+        name: sum(w * model[name].double() for w, model in zip(weights, models, strict=True)) / sum(weights)
+        for name in models[0]
+    }
 
 
 def initial(task, method=None, **parts) -> dict[str, torch.Tensor]:
-    return tree.snapshot(make_setup(configure(**parts), method or MuPFL(**QUICK)).new_model(task.facts).state_dict())
+    return tree.snapshot(make_setup(configure(**parts), method or MuPFL(**QUICK)).new_model(task.spec).state_dict())
 
 
 def equal_task(task):

@@ -9,26 +9,27 @@ from sklearn.metrics import adjusted_rand_score
 from tiny import configure, fingerprint
 from torch.nn import functional as F
 
-from raylt.core.host import Host
+from raylt.core.fleet.client_host import ClientHost
 from raylt.data.task import Shard, build_task
 from raylt.methods.fedavg import FedAvg
-from raylt.methods.mupfl.acmu import KEPT_ROUNDS
-from raylt.methods.mupfl.clustering import cosines
+from raylt.methods.mupfl.clustering import KEPT_ROUNDS, cosines
 from raylt.methods.mupfl.method import MuPFL
 
 # reductions
 
-@pytest.mark.parametrize("fields", [{}, {"next_init": "global"}, {"judged": "global"}, {"judged": "post_local"}],
-                         ids=str)
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"next_init": "global"}, {"judged": "global"}, {"judged": "post_local"}], ids=str
+)
 @pytest.mark.parametrize("participation", [1.0, 0.5])
-def test_everything_off_is_fedavg_to_the_bit(tiny_task, tmp_path, fields, participation):            # T-MUP-12
+def test_everything_off_is_fedavg_to_the_bit(tiny_task, tmp_path, fields, participation):  # T-MUP-12
     parts = {"federation": {"rounds": 3, "participation": participation}}
     plain, theirs = run(tiny_task, tmp_path, FedAvg(), **parts)
     ours, reports = run(tiny_task, tmp_path, MuPFL(**OFF, **fields), **parts)
     assert fingerprint(ours.server.model.state_dict()) == fingerprint(plain.server.model.state_dict())
     assert [r.global_accuracy for r in reports] == [r.global_accuracy for r in theirs]
     assert [r.traffic for r in reports] == [r.traffic for r in theirs]
-    assert ours.conclude() == plain.conclude()
+    assert ours.export_model() == plain.export_model()
     others, figures = reports[-1].others, theirs[-1]
     assert (others["global"]["clients"], others["global"]["by_client"]) == (figures.clients, figures.by_client)
     if fields.get("judged") == "global":
@@ -48,10 +49,14 @@ def test_clusters_change_nothing_in_the_global_model_of_clients_of_equal_size(ti
 
 def test_clusters_do_change_it_where_sizes_differ(tiny_task, tmp_path):
     plain, _ = run(tiny_task, tmp_path, FedAvg(), until=1)
-    ends = {kappa: run(tiny_task, tmp_path, MuPFL(**OFF | {"acmu": True}, kappa=kappa), until=1)[0]
-            .server.model.state_dict()["classifier.weight"] for kappa in (1, 2, 5)}
+    ends = {
+        kappa: run(tiny_task, tmp_path, MuPFL(**OFF | {"acmu": True}, kappa=kappa), until=1)[
+            0
+        ].server.model.state_dict()["classifier.weight"]
+        for kappa in (1, 2, 5)
+    }
     same = plain.server.model.state_dict()["classifier.weight"]
-    assert torch.allclose(ends[5], same, atol=1e-5)                 # everybody alone
+    assert torch.allclose(ends[5], same, atol=1e-5)  # everybody alone
     assert not torch.allclose(ends[2], same, atol=1e-3)
     # one cluster: the unweighted mean of all updates
     models = [reply["model"] for reply in replies_of(run(tiny_task, tmp_path, FedAvg(), until=1)[0]).values()]
@@ -60,21 +65,24 @@ def test_clusters_do_change_it_where_sizes_differ(tiny_task, tmp_path):
 
 # a round, equation by equation
 
+
 def test_model_of_a_cluster_is_its_start_and_the_mean_update_and_the_global_one_their_mean(finished, tiny_task):
-    experiment, reports = finished                                                                   # Eq. 14, 15
+    experiment, reports = finished  # Eq. 14, 15
     start, replies = initial(tiny_task), ends_of(experiment, initial(tiny_task))
     labels = dict(zip(reports[0].participants, reports[0].figures["clusters"], strict=True))
     moved = {}
     for id in replies:
         mates = [other for other in replies if labels[other] == labels[id]]
-        update = average([{n: v - start[n] for n, v in replies[other].items()} for other in mates],
-                         [1] * len(mates))
+        update = average([{n: v - start[n] for n, v in replies[other].items()} for other in mates], [1] * len(mates))
         moved[id] = {name: start[name] + update[name] for name in update}
     sizes = [int(tiny_task.client_counts[id].sum()) for id in moved]
     expected = average(list(moved.values()), sizes)
     method, host = MuPFL(**QUICK), experiment.fleet._host
-    second = next(m["model"] for m in host.messages if "model" in m and not torch.equal(
-        m["model"]["classifier.weight"], start["classifier.weight"]))
+    second = next(
+        m["model"]
+        for m in host.messages
+        if "model" in m and not torch.equal(m["model"]["classifier.weight"], start["classifier.weight"])
+    )
     assert second.keys() == method.shared(experiment.server.model).keys()
     for name, value in second.items():
         if value.is_floating_point():
@@ -95,7 +103,7 @@ def test_similarity_is_that_of_equation_8(finished, tiny_task):
     assert m.max() == 1
     unit = [F.normalize(x.double(), dim=1) for x in (d, m)]
     mixed = 0.5 * unit[0] @ unit[0].T + 0.5 * unit[1] @ unit[1].T
-    mixed.fill_diagonal_(1)                         # the client with one sample does not train: its update is zero
+    mixed.fill_diagonal_(1)  # the client with one sample does not train: its update is zero
     found = experiment.server.state["similarities"]["0"]["matrix"]
     assert torch.allclose(found.double(), mixed, atol=1e-5)
 
@@ -113,6 +121,7 @@ def test_without_dropout_similarity_is_that_of_updates_alone(tiny_task, tmp_path
 
 # what a round reports
 
+
 def test_clusters_of_every_round_are_reported(finished):
     experiment, reports = finished
     for report in reports:
@@ -120,7 +129,7 @@ def test_clusters_of_every_round_are_reported(finished):
         assert report.participants == [0, 1, 2, 3, 5]
         assert len(figures["clusters"]) == 5
         assert figures["kappa"] == len(set(figures["clusters"])) == max(figures["clusters"]) + 1
-        assert figures["silhouettes"].keys() == {"2", "3", "4"}     # at most one fewer than participants
+        assert figures["silhouettes"].keys() == {"2", "3", "4"}  # at most one fewer than participants
         best = max(figures["silhouettes"].values())
         assert figures["silhouettes"][str(figures["kappa"])] == best
         assert -1 <= figures["cosine"] <= 1
@@ -130,8 +139,13 @@ def test_clusters_of_every_round_are_reported(finished):
 
 def test_only_the_last_similarities_are_kept(tiny_task, tmp_path):
     method = MuPFL(**OFF | {"acmu": True})
-    experiment, reports = run(tiny_task, tmp_path, method, federation={"rounds": KEPT_ROUNDS + 3, "participation": 0.5},
-                              local={"epochs": 1, "batch": 8})
+    experiment, reports = run(
+        tiny_task,
+        tmp_path,
+        method,
+        federation={"rounds": KEPT_ROUNDS + 3, "participation": 0.5},
+        local={"epochs": 1, "batch": 8},
+    )
     kept = experiment.server.state["similarities"].values()
     assert [entry["round"] for entry in kept] == list(range(4, KEPT_ROUNDS + 4))
     for round, similarity in ((entry["round"], entry["matrix"]) for entry in kept):
@@ -144,13 +158,14 @@ def test_two_participants_form_one_cluster(tiny_task, tmp_path):
 
 
 @pytest.mark.parametrize(("kappa", "expected"), [(1, 1), (2, 2), (4, 4), (5, 5), (9, 5)])
-def test_number_of_clusters_can_be_fixed(tiny_task, tmp_path, kappa, expected):                      # Table 5
+def test_number_of_clusters_can_be_fixed(tiny_task, tmp_path, kappa, expected):  # Table 5
     _, (report,) = run(tiny_task, tmp_path, MuPFL(**QUICK, kappa=kappa), until=1)
     assert report.figures["kappa"] == expected
     assert report.figures["silhouettes"].keys() == {str(expected)}
 
 
 # real digits
+
 
 def planted_task():
     """Eight clients with digits, evenly; four of them call digit y by the name of y + 5."""
@@ -162,10 +177,16 @@ def planted_task():
 
 
 @pytest.mark.parametrize("fields", [{}, {"pkcf": False}, {"bavd": False, "pkcf": False}], ids=str)
-def test_two_groups_with_permuted_labels_are_found(tmp_path, fields):                                # T-MUP-8
+def test_two_groups_with_permuted_labels_are_found(tmp_path, fields):  # T-MUP-8
     task, planted = planted_task()
-    _, reports = run(task, tmp_path, MuPFL(m=20, tau=5, **fields), host=Host,
-                     data={"source": "digits", "clients": 8}, local={"batch": 32, "epochs": 2})
+    _, reports = run(
+        task,
+        tmp_path,
+        MuPFL(m=20, tau=5, **fields),
+        host=ClientHost,
+        data={"source": "digits", "clients": 8},
+        local={"batch": 32, "epochs": 2},
+    )
     for report in reports:
         assert report.figures["kappa"] == 2
         assert adjusted_rand_score(planted, report.figures["clusters"]) == 1

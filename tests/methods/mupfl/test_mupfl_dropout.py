@@ -3,16 +3,19 @@ import math
 import pytest
 import torch
 from mupfl_runs import OFF, QUICK, open_client, run
+from refusals import refused
 from tiny import configure, make_setup, private_states
 from torch.nn import functional as F
 
 from raylt import tree
-from raylt.core.optimisers import SGD
+from raylt.contract.trace import fingerprint
+from raylt.core.training.optimisers import SGD
 from raylt.errors import ConfigError
 from raylt.methods.mupfl.bavd import BAVD, layers_of
 from raylt.methods.mupfl.method import MuPFL
 
 # dropout
+
 
 def test_local_training_with_dropout_is_that_of_the_equations_written_out(tiny_task):
     method = MuPFL(**OFF | {"bavd": True})
@@ -22,7 +25,7 @@ def test_local_training_with_dropout_is_that_of_the_equations_written_out(tiny_t
     plain.model.train()
     m = before = None
     for step, batch in enumerate(plain.batches(2, 8)):
-        if step == plain.steps(epochs=1):                   # 3.3: the second epoch begins
+        if step == plain.steps(epochs=1):  # 3.3: the second epoch begins
             m = before = None
         h = stage.stage2(stage.stage1(batch.x))
         bar = h.detach().mean(0)
@@ -39,7 +42,7 @@ def test_local_training_with_dropout_is_that_of_the_equations_written_out(tiny_t
 
 
 @pytest.mark.parametrize("reset", ["epoch", "round", "never"])
-def test_map_starts_anew_in_every_epoch_every_round_or_never(tiny_task, tmp_path, reset, monkeypatch):
+def test_map_is_reset_in_every_epoch_every_round_or_never(tiny_task, tmp_path, reset, monkeypatch):
     plain, begun = BAVD.reset, []
 
     def watched(layer, map=None, loss=None):
@@ -56,7 +59,7 @@ def test_map_starts_anew_in_every_epoch_every_round_or_never(tiny_task, tmp_path
         assert begun == [False] * (5 if reset == "round" else 5 + 2 * 4)
         assert kept == [None] * 5
     else:
-        assert begun == [True, True, True, False, True]             # one sample: it has no map
+        assert begun == [True, True, True, False, True]  # one sample: it has no map
         assert [k["0"]["map"] is None for k in kept] == [False, False, False, True, False]
 
 
@@ -77,8 +80,8 @@ def test_nothing_waits_for_the_device_in_a_batch(tiny_task, monkeypatch):
 
 
 def test_stage_that_is_not_there_is_refused_before_anything_runs(tiny_task):
-    with pytest.raises(ConfigError, match=r"bavd_layers = \('stage7',\): the model's stages are stage1, stage2"):
-        make_setup(configure(), MuPFL(bavd_layers=("stage7",))).new_model(tiny_task.facts)
+    with refused("model.lacks-layer", ConfigError, key="method.bavd_layers", value=("stage7",)):
+        make_setup(configure(), MuPFL(bavd_layers=("stage7",))).new_model(tiny_task.spec)
 
 
 def test_what_a_client_dropped_last_is_dropped_when_it_is_judged(tiny_task, tmp_path):
@@ -99,5 +102,23 @@ def test_what_a_client_dropped_last_is_dropped_when_it_is_judged(tiny_task, tmp_
         with torch.no_grad():
             h = judged.encoder.stage2(judged.encoder.stage1(x))
             assert (h[:, ~mask[0]] == 0).all()
-        assert layers_of(method.other_model(client, "global"))[0].mask.all()        # the server has none
+        assert layers_of(method.other_model(client, "global"))[0].mask.all()  # the server has none
     assert all(not name.endswith(".mask") for name in method.shared(experiment.server.model))
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [({}, []), ({"dropout": 0.5}, [torch.nn.Dropout]), ({"bavd": True, "dropout": 0.5}, [BAVD])],
+    ids=str,
+)
+def test_standard_dropout_is_used_if_bavd_is_off(tiny_task, fields, layers):
+    model = open_client(tiny_task, method=MuPFL(**OFF | fields)).model
+    dropouts = [type(layer) for layer in model.encoder.stage2 if isinstance(layer, torch.nn.Dropout | BAVD)]
+    assert dropouts == layers
+
+
+def test_standard_dropout_acts_in_training_alone_and_by_the_seed(tiny_task, tmp_path):
+    rates = (0.0, 0.5, 0.5)
+    ends = [run(tiny_task, tmp_path / str(i), MuPFL(**OFF | {"dropout": p}), until=1)[0] for i, p in enumerate(rates)]
+    plain, dropped, again = (fingerprint(dict(end.server.model.state_dict())) for end in ends)
+    assert dropped == again != plain

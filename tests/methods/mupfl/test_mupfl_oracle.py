@@ -14,7 +14,7 @@ from raylt.models.split import SplitModel
 
 ROUNDS = 2
 QUICK = {"m": 5, "tau": 2, "matching_steps": 3, "alpha": 0.3}
-Known = dict        # what a client keeps from one round to the next
+Known = dict  # what a client keeps from one round to the next
 
 
 def rate(local: dict, t: int) -> float:
@@ -82,8 +82,11 @@ def matched(method: MuPFL, h: Tensor, targets: dict[int, Tensor], head) -> Tenso
             if method.distance == "flat":
                 loss = 1 - F.cosine_similarity(gradient.flatten(), target.flatten(), dim=0)
             else:
-                loss = (1 - F.cosine_similarity(gradient[:, :-1], target[:, :-1], dim=1)).sum() + \
-                    1 - F.cosine_similarity(gradient[:, -1], target[:, -1], dim=0)
+                loss = (
+                    (1 - F.cosine_similarity(gradient[:, :-1], target[:, :-1], dim=1)).sum()
+                    + 1
+                    - F.cosine_similarity(gradient[:, -1], target[:, -1], dim=0)
+                )
             own = (own - method.matching_lr * torch.autograd.grad(loss, own)[0]).detach().requires_grad_()
         h[c] = own.detach()
     return h.float()
@@ -102,7 +105,7 @@ def groups(similarity: Tensor, kappas) -> list[list[int]]:
     n, best, scores = len(similarity), {}, {}
     for labels in itertools.product(range(n), repeat=n):
         if list(dict.fromkeys(labels)) != list(range(len(set(labels)))) or len(set(labels)) not in kappas:
-            continue                                        # each partition once
+            continue  # each partition once
         parts = [[i for i in range(n) if labels[i] == c] for c in range(len(set(labels)))]
         spread = sum((1 - similarity[i, j]).item() / len(part) for part in parts for i in part for j in part)
         if spread < best.get(len(parts), (float("inf"), None))[0] - 1e-12:
@@ -130,15 +133,21 @@ def only(values: naive.Entries, prefix: str | None) -> naive.Entries:
     return {} if prefix is None else {name: value for name, value in values.items() if name.startswith(prefix)}
 
 
-def after_round(method: MuPFL, model: SplitModel, task, h, known, kept: dict[int, Known], ids: list[int], local: dict,
-                t: int) -> tuple[naive.Entries, Tensor | None, dict[int, Known], Tensor | None]:
+def after_round(
+    method: MuPFL, model: SplitModel, task, h, known, kept: dict[int, Known], ids: list[int], local: dict, t: int
+) -> tuple[naive.Entries, Tensor | None, dict[int, Known], Tensor | None]:
     """The global model, h_glo, of each participant w_i, w~_i and its map, and the similarities of Eq. 8."""
     whole, lr, sizes = naive.entries(model), rate(local, t), [len(task.shards[id]) for id in ids]
     starts, ends, maps, found = [], [], {}, []
     for id in ids:
         x, y = naive.client_data(task, id)
-        own = {"classifier": only(kept[id].get("own", {}), "classifier." if method.pkcf else None),
-               "cluster": kept[id].get("cluster", {}), "own": kept[id].get("own", {}), "global": {}}[method.next_init]
+        own = {
+            "classifier": only(kept[id].get("own", {}), "classifier." if method.pkcf else None),
+            "cluster": kept[id].get("cluster", {}),
+            "own": kept[id].get("own", {}),
+            "encoder": only(kept[id].get("own", {}), "encoder."),
+            "global": {},
+        }[method.next_init]
         model.load_state_dict(whole)
         if method.gradients == "global":
             found.append(gradients(model, x, y))
@@ -160,15 +169,16 @@ def after_round(method: MuPFL, model: SplitModel, task, h, known, kept: dict[int
         if method.bavd:
             size = 16 if method.bavd_map == "hw" else 64 * 16
             similarity = method.alpha * similarity + (1 - method.alpha) * cosines(
-                [normalised(maps[id][0], size) for id in ids])                                          # Eq. 8
+                [normalised(maps[id][0], size) for id in ids]
+            )  # Eq. 8
         kappas = range(2, min(method.kappa_max, len(ids) - 1) + 1) if method.kappa is None else [method.kappa]
         parts = groups(similarity, kappas)
     clusters: list[naive.Entries] = [{} for _ in ids]
     for part in parts:
-        for i in part:                                                                                  # Eq. 14
+        for i in part:  # Eq. 14
             mean = naive.average([updates[j] for j in part], [1.0] * len(part))
             clusters[i] = {name: starts[i][name] + mean[name] for name in mean}
-    end = naive.average(clusters, sizes)                                                                # Eq. 15
+    end = naive.average(clusters, sizes)  # Eq. 15
     model.load_state_dict(end)
     if method.pkcf:
         owners = {c: [of[c] for of in found if c in of] for c in range(4)}
@@ -177,15 +187,36 @@ def after_round(method: MuPFL, model: SplitModel, task, h, known, kept: dict[int
     return end, h, kept, similarity
 
 
-@pytest.mark.parametrize(("fields", "parts"), [
-    ({}, {}), ({}, {"local": {"lr_decay": 0.3}}), ({}, {"federation": {"participation": 0.5}}),
-    ({"bavd": False}, {}), ({"acmu": False}, {}), ({"pkcf": False}, {}), ({"pkcf": False, "bavd": False}, {}),
-    ({"bavd_threshold": "whole"}, {}), ({"bavd_reset": "round"}, {}), ({"updates": "tuned"}, {}),
-    ({"updates": "tuned", "next_init": "global"}, {}), ({"bavd_map": "hw"}, {}),
-    ({"bavd_map": "bchw"}, {}), ({"bavd_psi": "equation"}, {}), ({"bavd_reset": "never"}, {}),
-    ({"kappa": 3}, {}), ({"distance": "rows", "matching_lr": 5.0}, {}), ({"gradients": "global"}, {}),
-    ({"next_init": "cluster"}, {}), ({"next_init": "cluster", "acmu": False}, {}),
-    ({"next_init": "own"}, {}), ({"next_init": "global"}, {})], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({}, {}),
+        ({}, {"local": {"lr_decay": 0.3}}),
+        ({}, {"federation": {"participation": 0.5}}),
+        ({"bavd": False}, {}),
+        ({"acmu": False}, {}),
+        ({"pkcf": False}, {}),
+        ({"pkcf": False, "bavd": False}, {}),
+        ({"bavd_threshold": "whole"}, {}),
+        ({"bavd_reset": "round"}, {}),
+        ({"updates": "tuned"}, {}),
+        ({"updates": "tuned", "next_init": "global"}, {}),
+        ({"bavd_map": "hw"}, {}),
+        ({"bavd_map": "bchw"}, {}),
+        ({"bavd_psi": "equation"}, {}),
+        ({"bavd_reset": "never"}, {}),
+        ({"kappa": 3}, {}),
+        ({"distance": "rows", "matching_lr": 5.0}, {}),
+        ({"gradients": "global"}, {}),
+        ({"next_init": "cluster"}, {}),
+        ({"next_init": "cluster", "acmu": False}, {}),
+        ({"next_init": "own"}, {}),
+        ({"next_init": "encoder"}, {}),
+        ({"next_init": "encoder", "updates": "tuned"}, {"federation": {"participation": 0.5}}),
+        ({"next_init": "global"}, {}),
+    ],
+    ids=str,
+)
 def test_rounds_are_those_of_equations_2_to_21_written_out(tiny_task, tmp_path, fields, parts):
     # what clients keep is all of w_i and w~_i, whatever they are judged by
     method = MuPFL(**QUICK | fields)

@@ -10,8 +10,7 @@ from raylt import metrics
 from raylt.errors import ClientLost, TooFewReplies
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedper import FedPer
-from raylt.methods.mupfl.fields import MODELS
-from raylt.methods.mupfl.method import MuPFL
+from raylt.methods.mupfl.method import MODELS, MuPFL
 from raylt.models.split import part
 
 
@@ -32,33 +31,41 @@ def test_next_round_starts_from_the_global_encoder_and_the_own_classifier(tiny_t
     states, method = private_states(experiment), experiment.method
     experiment.step()
     for id, reply in replies_of(experiment, round=2).items():
-        assert reply["start"].keys() == {"classifier.weight", "classifier.bias"}        # the rest is the message's
+        assert reply["start"].keys() == {"classifier.weight", "classifier.bias"}  # the rest is the message's
         assert torch.equal(reply["start"]["classifier.weight"], states[id]["state"]["own"]["classifier.weight"])
-    assert method.own_start == "classifier."
+    assert method.own_start == "classifier"
 
 
 # what is personal
 
+
 def close(ours, theirs):
-    return ours.keys() == theirs.keys() and all(torch.allclose(ours[n].double(), theirs[n].double(), atol=1e-5)
-                                                for n in ours if ours[n].is_floating_point())
+    return ours.keys() == theirs.keys() and all(
+        torch.allclose(ours[n].double(), theirs[n].double(), atol=1e-5) for n in ours if ours[n].is_floating_point()
+    )
 
 
-@pytest.mark.parametrize("next_init", ["classifier", "cluster", "own", "global"])
+@pytest.mark.parametrize("next_init", ["classifier", "encoder", "cluster", "own", "global"])
 @pytest.mark.parametrize("fields", [{}, {"acmu": False}, {"pkcf": False}], ids=str)
 def test_clients_start_and_are_judged_as_the_settings_say(tiny_task, tmp_path, next_init, fields):
     method = MuPFL(**QUICK | fields, next_init=next_init)
     experiment, (report,) = run(tiny_task, tmp_path, method, until=1)
     states, ends = private_states(experiment), ends_of(experiment, initial(tiny_task, method))
-    labels = report.figures.get("clusters") or range(len(ends))         # without ACMU each is a cluster
+    labels = report.figures.get("clusters") or range(len(ends))  # without ACMU each is a cluster
     labels = dict(zip(report.participants, labels, strict=True))
     after = method.message(experiment.server)["model"]
     starts = {}
     for id, own in ends.items():
         mates = [ends[other] for other in ends if labels[other] == labels[id]]
-        whole = average(mates, [1] * len(mates))            # all started from the same model
-        expected = {"post_local": own, "whole": whole, "cluster": whole | part(own, "classifier."),
-                    "deploy": after | part(own, "classifier."), "global": after}
+        whole = average(mates, [1] * len(mates))  # all started from the same model
+        expected = {
+            "post_local": own,
+            "whole": whole,
+            "cluster": whole | part(own, "classifier."),
+            "deploy": after | part(own, "classifier."),
+            "swapped": after | part(own, "encoder."),
+            "global": after,
+        }
         assert expected.keys() == set(method.other_models)
         for name, model in expected.items():
             client = open_client(tiny_task, id, method)
@@ -68,8 +75,13 @@ def test_clients_start_and_are_judged_as_the_settings_say(tiny_task, tmp_path, n
             client.receive(after)
             judged = method.model_copy(update={"judged": name})
             assert close(judged.client_model(client).state_dict(), after | model), (id, name)
-        starts[id] = {"classifier": part(own, "classifier.") if method.pkcf else {}, "cluster": whole, "own": own,
-                      "global": {}}[next_init]
+        starts[id] = {
+            "classifier": part(own, "classifier.") if method.pkcf else {},
+            "encoder": part(own, "encoder."),
+            "cluster": whole,
+            "own": own,
+            "global": {},
+        }[next_init]
     experiment.step()
     if method.acmu:
         assert all(close(reply["start"], starts[id]) for id, reply in replies_of(experiment, round=2).items())
@@ -125,8 +137,9 @@ def test_last_updates_of_all_clients_can_form_the_clusters(tiny_task, tmp_path):
         update = average([updates[other] for other in mates], [1] * len(mates))
         assert close(state["cluster"], {name: state["start"][name] + update[name] for name in update}), id
     few = MuPFL(**QUICK)
-    assert fingerprint(run(tiny_task, tmp_path, few, **parts)[0].server.model.state_dict()) != \
-        fingerprint(experiment.server.model.state_dict())
+    assert fingerprint(run(tiny_task, tmp_path, few, **parts)[0].server.model.state_dict()) != fingerprint(
+        experiment.server.model.state_dict()
+    )
 
 
 @pytest.mark.parametrize("fields", [{}, {"next_init": "own"}, {"next_init": "cluster", "judged": "deploy"}], ids=str)
@@ -136,7 +149,7 @@ def test_client_that_never_took_part_is_judged_by_the_global_model(tiny_task, tm
     asked = {id for name, _, id, _ in host.replies if name == "train"}
     judged: dict[int, torch.Tensor] = {}
     for name, _, id, reply in host.replies:
-        if name == "judge":                     # the first is that of the model that comes first
+        if name == "judge":  # the first is that of the model that comes first
             judged.setdefault(id, reply["confusion"])
     matrix = experiment.evaluator._judge_global(last=False)[0].all
     never = set(experiment.fleet.ids) - asked

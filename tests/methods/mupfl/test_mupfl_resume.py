@@ -8,15 +8,15 @@ import pytest
 from mupfl_runs import QUICK, run
 from tiny import configure, fingerprint, make_experiment, private_states
 
-from raylt.core import checkpoint
-from raylt.core.states import SavedStates
+from raylt.core.checkpoint import checkpoint
+from raylt.core.checkpoint.client_states import SavedStates
 from raylt.methods.mupfl.method import MuPFL
 
 # killed and resumed
 KILLED_IN_CLUSTERING = """
 import os, signal, sys
 from raylt.cli.main import main
-from raylt.methods.mupfl import acmu as mupfl
+from raylt.methods.mupfl import clustering as mupfl
 inner, calls = mupfl.update_gram, []
 def update_gram(*parts):
     calls.append(None)
@@ -30,8 +30,19 @@ main()
 
 @pytest.mark.slow
 def test_killed_between_upload_and_clustering_and_resumed_it_ends_the_same(tmp_path):
-    settings = ["method=mupfl", "method.m=10", "method.tau=5", "federation.rounds=3", "local.epochs=1",
-                "data.clients=6", "--out", str(tmp_path), "--fleet", "local", "--name"]
+    settings = [
+        "method=mupfl",
+        "method.m=10",
+        "method.tau=5",
+        "federation.rounds=3",
+        "local.epochs=1",
+        "data.clients=6",
+        "--out",
+        str(tmp_path),
+        "--fleet",
+        "local",
+        "--name",
+    ]
 
     def figures(folder: Path) -> list:
         return [json.loads(line)["figures"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -40,16 +51,21 @@ def test_killed_between_upload_and_clustering_and_resumed_it_ends_the_same(tmp_p
         saved, _ = checkpoint.latest(folder / "checkpoints")
         assert saved is not None
         kept = SavedStates(saved)
-        return {"server": fingerprint(saved.read("server"))} | {id: fingerprint(kept.read(id)) for id in kept.places}
+        return {"server": fingerprint(saved.read("server"))} | {id: fingerprint(kept.read(id)) for id in kept.part_of}
 
     plain = [sys.executable, "-m", "raylt"]
     subprocess.run([*plain, "run", *settings, "straight"], check=True, env=os.environ, capture_output=True)
-    killed = subprocess.run([sys.executable, "-c", KILLED_IN_CLUSTERING, "run", *settings, "killed"],
-                            env=os.environ, capture_output=True)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED_IN_CLUSTERING, "run", *settings, "killed"], env=os.environ, capture_output=True
+    )
     assert killed.returncode == -9
-    assert len(figures(tmp_path / "killed")) == 1                   # in round 2, after its uploads
-    subprocess.run([*plain, "resume", str(tmp_path / "killed"), "--fleet", "local"], check=True, env=os.environ,
-                   capture_output=True)
+    assert len(figures(tmp_path / "killed")) == 1  # in round 2, after its uploads
+    subprocess.run(
+        [*plain, "resume", str(tmp_path / "killed"), "--fleet", "local"],
+        check=True,
+        env=os.environ,
+        capture_output=True,
+    )
     straight, resumed = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("straight", "killed"))
     assert straight["model_sha256"] == resumed["model_sha256"]
     assert straight["clients"] == resumed["clients"]
@@ -67,4 +83,5 @@ def test_resumed_run_knows_its_clusters_and_features(finished, tiny_task, tmp_pa
     again.step()
     assert fingerprint(again.server.state) == fingerprint(finished[0].server.state)
     assert {i: fingerprint(s) for i, s in private_states(again).items()} == {
-        i: fingerprint(s) for i, s in private_states(finished[0]).items()}
+        i: fingerprint(s) for i, s in private_states(finished[0]).items()
+    }

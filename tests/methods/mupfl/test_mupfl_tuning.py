@@ -8,7 +8,7 @@ from tiny import fingerprint
 from torch import nn
 from torch.nn import functional as F
 
-from raylt.core.features import features
+from raylt.core.training.features import features
 from raylt.data.task import Shard
 from raylt.methods.mupfl.method import MuPFL
 from raylt.methods.mupfl.pkcf import tune
@@ -16,7 +16,7 @@ from raylt.ops.matching import class_gradients, match_features, mean_gradients
 from raylt.seeds import seed_for
 
 
-def test_features_are_matched_to_the_mean_gradients_of_those_who_own_a_class(tiny_task, tmp_path):   # Eq. 16-20
+def test_features_are_matched_to_the_mean_gradients_of_those_who_own_a_class(tiny_task, tmp_path):  # Eq. 16-20
     experiment, (report,) = run(tiny_task, tmp_path, until=1)
     gradients = []
     for id, reply in replies_of(experiment).items():
@@ -47,7 +47,7 @@ def test_class_that_no_participant_owns_keeps_its_features_and_tunes_nothing(tin
     assert state["known"].tolist() == [True, True, True, False]
     assert torch.equal(state["features"][3], start[3])
     assert not torch.equal(state["features"][0], start[0])
-    experiment.step()                               # round 2 tunes on three classes
+    experiment.step()  # round 2 tunes on three classes
     client = open_client(task, 0)
     given = []
 
@@ -67,7 +67,7 @@ def test_class_that_no_participant_owns_keeps_its_features_and_tunes_nothing(tin
 
 
 @pytest.mark.parametrize("view", [None, [0, 3, 2, 3]], ids=["all", "as-the-client-sees-them"])
-def test_classifier_is_tuned_by_sgd_on_all_pairs(tiny_task, view):                                   # Eq. 21
+def test_classifier_is_tuned_by_sgd_on_all_pairs(tiny_task, view):  # Eq. 21
     client = open_client(tiny_task)
     client.samples.view = None if view is None else torch.tensor(view)
     h = torch.randn(4, 5, 64, generator=torch.Generator().manual_seed(0))
@@ -88,9 +88,10 @@ def test_classifier_is_tuned_by_sgd_on_all_pairs(tiny_task, view):              
 
 @pytest.mark.parametrize("updates", ["received", "tuned"])
 def test_update_starts_before_or_after_the_tuning(tiny_task, tmp_path, updates):
-    experiment, _ = run(tiny_task, tmp_path, MuPFL(m=5, tau=200, matching_steps=3, updates=updates),
-                        local={"epochs": 1, "batch": 8})
-    reply = replies_of(experiment, round=2)[3]      # one sample: nothing but tuning moves its model
+    experiment, _ = run(
+        tiny_task, tmp_path, MuPFL(m=5, tau=200, matching_steps=3, updates=updates), local={"epochs": 1, "batch": 8}
+    )
+    reply = replies_of(experiment, round=2)[3]  # one sample: nothing but tuning moves its model
     still = all((value == 0).all() for value in reply["update"].values())
     assert still == (updates == "tuned")
     before = ends_of(experiment, initial(tiny_task))[3]["classifier.weight"]

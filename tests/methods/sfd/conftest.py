@@ -21,6 +21,7 @@ def finished(task, tmp_path_factory) -> tuple[Experiment, list]:
 @pytest.fixture
 def client(task, tmp_path):
     """A client that lacks classes, in the middle of a round, and the message it got."""
+
     def open_client(**fields):
         experiment = open_experiment(configure(**fields), task, tmp_path, Keeper)
         experiment.step()
@@ -28,4 +29,5 @@ def client(task, tmp_path):
         mine = next(c for c in host.clients.values() if 1 < (c.counts > 0).sum() < 10 and len(c) > 40)
         mine.begin("train", 2)
         return experiment, mine, host.message
+
     return open_client

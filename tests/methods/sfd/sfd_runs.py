@@ -7,8 +7,8 @@ from tiny import make_experiment
 from raylt import tree
 from raylt.config import Config
 from raylt.core.experiment import Experiment
-from raylt.core.host import Host
-from raylt.core.reductions import total
+from raylt.core.fleet.client_host import ClientHost
+from raylt.core.fleet.reductions import total
 from raylt.data.task import Task
 from raylt.methods.sfd.method import encoder, sums_like
 
@@ -17,11 +17,15 @@ QUICK = {"name": "sfd", "rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_step
 
 def configure(data=None, **fields) -> Config:
     # alpha 0.1: most clients lack some classes
-    return Config(data={"clients": 4, "alpha": 0.1} | (data or {}), method=QUICK | fields, federation={"rounds": 2},
-                  local={"epochs": 1})
+    return Config(
+        data={"clients": 4, "alpha": 0.1} | (data or {}),
+        method=QUICK | fields,
+        federation={"rounds": 2},
+        local={"epochs": 1},
+    )
 
 
-def open_experiment(config: Config, task: Task, folder: Path, host=Host) -> Experiment:
+def open_experiment(config: Config, task: Task, folder: Path, host=ClientHost) -> Experiment:
     return make_experiment(config, task, folder, host=host)
 
 
@@ -30,9 +34,12 @@ def statistics(experiment: Experiment) -> dict:
     experiment.fleet.begin(9)
     method, model = experiment.method, experiment.server.model
     parts = {"n": 1, "z": sums_like(64), "zz": sums_like(64 * 65 // 2), "phi": sums_like(method.rf_dim)}
-    return experiment.fleet.ask(method.statistics, experiment.fleet.everyone,
-                                {"model": tree.snapshot(encoder(model)), "seed": 5},
-                                classes=total.within(dict.fromkeys(range(10), parts)))["classes"]
+    return experiment.fleet.ask(
+        method.statistics,
+        experiment.fleet.everyone,
+        {"model": tree.snapshot(encoder(model)), "seed": 5},
+        classes=total.within(dict.fromkeys(range(10), parts)),
+    )["classes"]
 
 
 def finish(experiment: Experiment) -> list:
@@ -42,7 +49,7 @@ def finish(experiment: Experiment) -> list:
     return reports
 
 
-class Keeper(Host):
+class Keeper(ClientHost):
     """Keeps each client object, with the message of its last call."""
 
     def run(self, fn, message, *rest):

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 from killed import resume, run_and_kill
+from refusals import refused
 from sfd_runs import configure, finish, open_experiment, statistics
-from tiny import make_experiment
+from tiny import make_experiment, make_setup
 
 from raylt import tree
 from raylt.config import load
 from raylt.contract.hosts import Backwards
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
-from raylt.methods.sfd.fields import OFFICIAL
-from raylt.methods.sfd.method import SFD, encoder
+from raylt.methods.sfd.method import OFFICIAL, SFD, encoder
 from raylt.ops.moments import moments
 
 
@@ -28,13 +28,14 @@ def test_model_has_no_bias_and_a_projector_that_is_not_deployed(finished, task):
 
 def test_projector_of_the_paper_has_164736_parameters():
     from raylt.models import build_model
+
     model = SFD().build(None, build_model("resnet18", 10, (32, 32, 3)))
     parameters = sum(p.numel() for p in model.get_submodule("projector").parameters())
     assert parameters == 164_736
     assert sum(p.numel() for p in model.parameters()) == 11_168_832 + 512 * 10 + parameters
 
 
-def test_summed_statistics_are_those_of_all_features_pooled(finished, task):          # T-SFD-7, at the fleet
+def test_summed_statistics_are_those_of_all_features_pooled(finished, task):  # T-SFD-7, at the fleet
     experiment, _ = finished
     method, server = experiment.method, experiment.server
     sums = statistics(experiment)
@@ -61,12 +62,15 @@ def test_statistics_hold_the_clients_own_classes_only(finished, task):
     experiment, reports = finished
     measured = reports[-1].traffic["statistics"]
     model, clients = experiment.server.model, len(experiment.fleet.ids)
-    assert measured["down"] == clients * (tree.nbytes(encoder(model)) + 8)              # and the seed
+    assert measured["down"] == clients * (tree.nbytes(encoder(model)) + 8)  # and the seed
     # 8 bytes for count, mean, triangle and Fourier mean of each owned class
     assert measured["up"] == int((task.client_counts > 0).sum()) * 8 * (1 + 64 + 64 * 65 // 2 + 60)
     whole = tree.nbytes(model.entries())
-    assert reports[0].traffic["train"] == {"down": clients * (whole + 8), "up": clients * (whole + 24),
-                                           "replies": clients}          # and beta; and the loss, and two terms' shares
+    assert reports[0].traffic["train"] == {
+        "down": clients * (whole + 8),
+        "up": clients * (whole + 24),
+        "replies": clients,
+    }  # and beta; and the loss, and two terms' shares
 
 
 def test_finish_retrains_the_classifier_alone(finished):
@@ -93,17 +97,27 @@ def test_synthetic_features_have_the_moments_of_the_real_ones(finished, task):
 
 
 def test_result_depends_neither_on_the_order_of_the_clients_nor_on_saving_between(finished, task, tmp_path):
-    first, second = (make_experiment(configure(), task, tmp_path, fleet=Backwards) for _ in range(2))   # T-SFD-12
+    first, second = (make_experiment(configure(), task, tmp_path, fleet=Backwards) for _ in range(2))  # T-SFD-12
     for _ in range(2):
         report = first.step()
         first.save(report)
     second.load(first._saved)
     second.step()
-    assert second.conclude() == finished[0].conclude()
+    assert second.export_model() == finished[0].export_model()
 
 
-@pytest.mark.parametrize("fields", [{"aligner": False}, {"mmd": False}, {"arr": False}, {"mmd": False, "arr": False},
-                                    {"preset": "official", "rf_dim": 60}, {"rf_type": "iid", "abbl": "ce"}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"aligner": False},
+        {"mmd": False},
+        {"arr": False},
+        {"mmd": False, "arr": False},
+        {"preset": "official", "rf_dim": 60},
+        {"rf_type": "iid", "abbl": "ce"},
+    ],
+    ids=str,
+)
 def test_variants_run(task, tmp_path, fields):
     reports = finish(open_experiment(configure(**fields), task, tmp_path))
     assert reports[-1].accuracy is not None
@@ -120,8 +134,9 @@ def test_without_synthesis_nothing_is_sent_and_the_model_stays(task, tmp_path):
 
 
 def test_local_batchnorm_judges_clients_with_the_retrained_classifier(task, tmp_path):
-    config = configure().model_copy(update={"federation": configure().federation.model_copy(
-        update={"batchnorm": "local"})})
+    config = configure().model_copy(
+        update={"federation": configure().federation.model_copy(update={"batchnorm": "local"})}
+    )
     experiment = open_experiment(config, task, tmp_path)
     reports = finish(experiment)
     assert reports[-1].accuracy != reports[-2].accuracy
@@ -131,18 +146,22 @@ def test_official_preset_selects_the_codes_variants_and_explicit_fields_win():
     official = SFD(preset="official")
     assert {name: getattr(official, name) for name in OFFICIAL} == OFFICIAL
     assert SFD(preset="official", rf_dim=5000).rf_dim == 5000
-    again = SFD(**official.model_dump())                # as a run folder's config.yaml has it
+    again = SFD(**official.model_dump())  # as a run folder's config.yaml has it
     assert again == official
     assert SFD().delta == "all"
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"m_min": 64}, r"method.m_min = 64: features have d = 64.*at least d \+ 1 = 65.*m_min=152"),
-    ({"m_min": 100, "m_max": 90}, "m_min = 100 and method.m_max = 90"),
-    ({"aligner": False, "mmd": False}, "both false")])
-def test_settings_that_cannot_work_are_refused_before_the_first_round(task, tmp_path, fields, message):
+@pytest.mark.parametrize(
+    ("fields", "code", "key", "value"),
+    [
+        ({"m_min": 64}, "config.out-of-range", "method.m_min", 64),
+        ({"m_min": 100, "m_max": 90}, "config.out-of-range", "method.m_min", 100),
+        ({"aligner": False, "mmd": False}, "config.conflict", "method.aligner", False),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_the_first_round(task, tmp_path, fields, code, key, value):
     experiment = open_experiment(configure(**fields), task, tmp_path)
-    with pytest.raises(ConfigError, match=message):
+    with refused(code, ConfigError, key=key, value=value):
         experiment.step()
 
 
@@ -159,9 +178,16 @@ def test_sfd_is_what_runs_by_default():
 
 @pytest.mark.slow
 def test_killed_during_synthesis_and_resumed_it_ends_with_the_same_model(tmp_path):
-    settings = ["method=sfd", "federation.rounds=2", "local.epochs=1", "data.clients=4", "method.rf_dim=2000",
-                "method.synthesis_steps=20", "method.epochs=5"]
-    run_and_kill(tmp_path, settings, 0.3)               # statistics take a few milliseconds, synthesis seconds
+    settings = [
+        "method=sfd",
+        "federation.rounds=2",
+        "local.epochs=1",
+        "data.clients=4",
+        "method.rf_dim=2000",
+        "method.synthesis_steps=20",
+        "method.epochs=5",
+    ]
+    run_and_kill(tmp_path, settings, 0.3)  # statistics take a few milliseconds, synthesis seconds
     straight, killed = resume(tmp_path)
     assert straight["model_sha256"] == killed["model_sha256"]
 
@@ -174,7 +200,7 @@ def test_share_of_the_contrastive_term_grows_with_its_weight_and_falls_with_the_
         assert all(sum(report.figures["shares"].values()) == pytest.approx(1) for report in reports)
     assert seen[0.0] == [0, 0]
     assert seen[1.0][0] > seen[0.1][0] > 0
-    assert seen[1.0][1] < seen[1.0][0]                      # beta falls along a cosine
+    assert seen[1.0][1] < seen[1.0][0]  # beta falls along a cosine
     reports = finish(open_experiment(configure(abbl="ce", safs=False), task, tmp_path))
     assert "shares" not in reports[-1].figures
 
@@ -202,3 +228,21 @@ def test_shown_classes_are_spread_over_the_sizes_with_the_rarest_and_the_most_fr
     finish(experiment)
     by_size = sorted(range(10), key=lambda c: (task.counts[c], c))
     assert list(dict.fromkeys(experiment.server.state["synthetic"]["y"].tolist())) == [by_size[i] for i in (0, 3, 6, 9)]
+
+
+def test_quick_preset_takes_five_steps_and_explicit_fields_win():
+    assert SFD(preset="quick").synthesis_steps == 5
+    assert SFD(preset="quick", synthesis_steps=7).synthesis_steps == 7
+    assert SFD(preset="quick").model_copy(update={"preset": "paper", "synthesis_steps": 100}) == SFD()
+
+
+def test_last_phase_is_described_with_its_time(tiny_task):
+    spec = tiny_task.spec
+    model = make_setup(configure()).new_model(spec)
+    fields = {"rf_dim": 60, "m_min": 80, "m_max": 120}
+    text = SFD(**fields).last_phase(spec, model)
+    assert text.startswith(f"synthesis of {spec.classes} classes in 100 steps each, about ")
+    assert "method.preset=quick" in text
+    assert "preset" not in SFD(preset="quick", **fields).last_phase(spec, model)
+    assert SFD(safs=False, **fields).last_phase(spec, model) == ""
+    assert SFD(classifier="gaussian", **fields).last_phase(spec, model) == ""

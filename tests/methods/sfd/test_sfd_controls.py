@@ -7,7 +7,7 @@ import torch
 from rounds import run
 from test_sfd_oracle import QUICK
 
-from raylt.core.fitting import fit_classifier
+from raylt.core.training.fit_classifier import fit_classifier
 from raylt.methods.sfd.controls import closed_form, draws
 from raylt.methods.sfd.method import SFD
 from raylt.ops.moments import NEVER, class_sums
@@ -31,7 +31,7 @@ def test_draws_have_the_mean_and_the_covariance_of_their_class():
     assert np.allclose(np.cov(made[0].double().numpy().T), np.cov(own.T, bias=True), rtol=0.1, atol=0.15)
     even = draws("means", {1: sums[1], 0: sums[0]}, [8000, 5], 7)[0].double()
     centred = z.double().numpy() - np.stack([z[y == c].double().mean(0).numpy() for c in y.tolist()])
-    assert np.allclose(np.cov(even.numpy().T), np.eye(3) * (centred ** 2).mean(), rtol=0.05, atol=0.15)
+    assert np.allclose(np.cov(even.numpy().T), np.eye(3) * (centred**2).mean(), rtol=0.05, atol=0.15)
     assert np.allclose(even.mean(0), own.mean(0), atol=0.1)
 
 
@@ -52,7 +52,7 @@ def test_nearest_means_and_ridge_regression_are_those_of_the_pooled_features(tin
         assert torch.allclose(weight[c], mean / mean.norm(), atol=1e-5)
     experiment = run(tiny_task, tmp_path, SFD(**QUICK, classifier="ridge"))
     x = np.concatenate([z.numpy(), np.ones((len(z), 1))], 1)
-    rows = np.concatenate([x, 0.1 * np.eye(65)])                # sqrt(0.01) I below the data
+    rows = np.concatenate([x, 0.1 * np.eye(65)])  # sqrt(0.01) I below the data
     solution = np.linalg.lstsq(rows, np.concatenate([np.eye(4)[y.numpy()], np.zeros((65, 4))]), rcond=None)[0]
     solution = solution / np.linalg.norm(solution[:-1], axis=0)
     classifier = experiment.method.global_model(experiment.server).classifier

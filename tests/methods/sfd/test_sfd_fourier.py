@@ -5,19 +5,19 @@ import pytest
 import torch
 from sklearn.metrics.pairwise import rbf_kernel
 
-from raylt.core.checkpoint import hash_tensors
+from raylt.core.checkpoint.checkpoint import hash_tensors
 from raylt.methods.sfd.fourier import draw_frequencies, fourier, fourier_sum
 
 PROGRAM = """
 import torch
-from raylt.core.checkpoint import hash_tensors
+from raylt.core.checkpoint.checkpoint import hash_tensors
 from raylt.methods.sfd.fourier import draw_frequencies
 torch.manual_seed(99)                   # the global generator plays no part
 print(hash_tensors({kind: draw_frequencies(24, 100, 0.01, kind, 7) for kind in ("orf", "iid")}))
 """
 
 
-def test_another_process_draws_the_same_bits_from_the_seed():                         # T-SFD-9
+def test_another_process_draws_the_same_bits_from_the_seed():  # T-SFD-9
     ours = hash_tensors({kind: draw_frequencies(24, 100, 0.01, kind, 7) for kind in ("orf", "iid")})
     theirs = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert theirs.stdout.strip() == ours

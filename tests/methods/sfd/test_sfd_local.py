@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from raylt import tree
-from raylt.core.features import features
+from raylt.core.training.features import features
 from raylt.methods.sfd.losses import adaptive_supcon
 from raylt.methods.sfd.method import SFD
 
@@ -21,14 +21,21 @@ def test_objective_is_equation_8(client):
     z = mine.model.encoder(batch.x)
     prior = torch.where(mine.counts > 0, mine.counts, mine.counts[mine.counts > 0].min())
     h = F.normalize(mine.model.get_submodule("projector")(z), dim=1)
-    expected = (F.cross_entropy(mine.model.classifier(z) + prior.log(), batch.y)
-                + 0.5 * adaptive_supcon(h, batch.y, mine.counts.log(), 0.07))
+    expected = F.cross_entropy(mine.model.classifier(z) + prior.log(), batch.y) + 0.5 * adaptive_supcon(
+        h, batch.y, mine.counts.log(), 0.07
+    )
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("fields", "shifted"), [
-    ({"abbl": "ce"}, False), ({"abbl": "la"}, True), ({"beta1": 0.0, "beta_pi": 0.0}, True),
-    ({"beta1": 0.0, "gamma": 0.0}, False)])
+@pytest.mark.parametrize(
+    ("fields", "shifted"),
+    [
+        ({"abbl": "ce"}, False),
+        ({"abbl": "la"}, True),
+        ({"beta1": 0.0, "beta_pi": 0.0}, True),
+        ({"beta1": 0.0, "gamma": 0.0}, False),
+    ],
+)
 def test_ablations_of_the_local_loss(client, fields, shifted):
     _, mine, message = client(**fields)
     batch = next(mine.batches(1, 16))
@@ -45,7 +52,7 @@ def test_weight_of_the_contrastive_loss_falls_along_a_cosine(finished):
     for server.round in (1, 2):
         betas.append(experiment.method.message(server)["beta"])
     server.round = before
-    assert betas == pytest.approx([0.1, 0.05])          # R = 2: 0.1 (1 + cos 0) / 2 and 0.1 (1 + cos(pi/2)) / 2
+    assert betas == pytest.approx([0.1, 0.05])  # R = 2: 0.1 (1 + cos 0) / 2 and 0.1 (1 + cos(pi/2)) / 2
 
 
 def test_official_preset_weighs_clients_by_batches(client):

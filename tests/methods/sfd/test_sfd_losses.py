@@ -1,4 +1,3 @@
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -22,7 +21,7 @@ def test_adjusted_prior_gives_missing_classes_a_share_of_the_smallest_present_co
     assert adjusted_prior(COUNTS, 0.0).tolist() == [40, 0, 10, 4]
 
 
-def test_with_all_classes_present_the_loss_is_logit_adjustment_whatever_beta():       # T-SFD-1
+def test_with_all_classes_present_the_loss_is_logit_adjustment_whatever_beta():  # T-SFD-1
     logits, _, y = draw()
     counts = torch.tensor([40, 7, 10, 4])
     for beta in (0.0, 0.3, 1.0):
@@ -34,7 +33,7 @@ def test_with_all_classes_present_the_loss_is_logit_adjustment_whatever_beta(): 
 
 
 @pytest.mark.parametrize(("beta", "gamma"), [(0.0, 0.1), (1.0, 0.1), (0.0, 1.0), (0.5, 1.0)])
-def test_missing_classes_are_pushed_down_if_and_only_if_beta_is_positive(beta, gamma):         # T-SFD-2
+def test_missing_classes_are_pushed_down_if_and_only_if_beta_is_positive(beta, gamma):  # T-SFD-2
     logits, _, y = draw()
     logits.requires_grad_()
     F.cross_entropy(logits + logit_shift(adjusted_prior(COUNTS, beta), gamma), y).backward()
@@ -44,7 +43,7 @@ def test_missing_classes_are_pushed_down_if_and_only_if_beta_is_positive(beta, g
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])
-def test_gamma_zero_is_plain_cross_entropy(beta):                                     # T-SFD-3
+def test_gamma_zero_is_plain_cross_entropy(beta):  # T-SFD-3
     logits, _, _ = draw()
     assert torch.equal(logits + logit_shift(adjusted_prior(COUNTS, beta), 0.0), logits)
 
@@ -56,9 +55,12 @@ def supcon(h, y, counts, tau, delta, with_self):
         positives = [a for a in range(len(y)) if y[a] == y[i] and (with_self or a != i)]
         if not positives:
             continue
-        denominator = sum(torch.exp(h[i] @ h[b] / tau) * (
-            counts[y[b]] if delta == "all" or (delta == "negatives" and y[b] != y[i]) else 1)
-            for b in range(len(y)) if b != i)
+        denominator = sum(
+            torch.exp(h[i] @ h[b] / tau)
+            * (counts[y[b]] if delta == "all" or (delta == "negatives" and y[b] != y[i]) else 1)
+            for b in range(len(y))
+            if b != i
+        )
         total += sum(-torch.log(torch.exp(h[i] @ h[a] / tau) / denominator) for a in positives) / len(positives)
         anchors += 1
     return total / max(anchors, 1)
@@ -68,7 +70,7 @@ def supcon(h, y, counts, tau, delta, with_self):
 @pytest.mark.parametrize("delta", ["all", "negatives", "none"])
 def test_contrastive_loss_and_its_gradient_are_those_of_the_formula(delta, with_self):
     _, h, y = draw(dtype=torch.float64)
-    y[0] = 3                                            # an anchor may be alone in its class
+    y[0] = 3  # an anchor may be alone in its class
     y[1:] = y[1:] % 3
     ours, theirs = h.float().requires_grad_(), h.clone().requires_grad_()
     loss = adaptive_supcon(ours, y, COUNTS.log(), 0.07, delta, with_self)
@@ -79,7 +81,7 @@ def test_contrastive_loss_and_its_gradient_are_those_of_the_formula(delta, with_
     assert torch.allclose(ours.grad.double(), theirs.grad, atol=1e-4)
 
 
-def test_counts_times_seven_shift_the_loss_by_log_seven_and_keep_the_gradient():      # T-SFD-4
+def test_counts_times_seven_shift_the_loss_by_log_seven_and_keep_the_gradient():  # T-SFD-4
     _, h, y = draw()
     gradients, losses = [], []
     for counts in (COUNTS, 7 * COUNTS):
@@ -92,7 +94,7 @@ def test_counts_times_seven_shift_the_loss_by_log_seven_and_keep_the_gradient():
     assert torch.allclose(*gradients, atol=1e-5)
 
 
-def test_with_equal_counts_and_without_self_it_is_supcon_plus_the_log_count():        # T-SFD-5
+def test_with_equal_counts_and_without_self_it_is_supcon_plus_the_log_count():  # T-SFD-5
     _, h, y = draw()
     counts = torch.full((4,), 9)
     plain = supcon(h.double(), y, counts.double(), 0.07, "none", False)
@@ -100,7 +102,7 @@ def test_with_equal_counts_and_without_self_it_is_supcon_plus_the_log_count():  
     assert ours.item() == pytest.approx(plain.item() + torch.tensor(9.0).log().item(), rel=1e-5)
 
 
-def test_order_of_the_batch_does_not_matter():                                        # T-SFD-6
+def test_order_of_the_batch_does_not_matter():  # T-SFD-6
     _, h, y = draw()
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(1))
     first, second = (adaptive_supcon(h[rows], y[rows], COUNTS.log(), 0.07) for rows in (slice(None), order))

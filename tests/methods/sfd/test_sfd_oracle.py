@@ -17,16 +17,30 @@ from raylt.methods.sfd.method import SFD
 ROUNDS = 2
 # a bank and a kernel with which every term of the synthesis moves features by 0.01 and more (by the paper's they hardly
 # move at all), and re-training in several batches
-QUICK = {"rf_dim": 40, "m_min": 70, "m_max": 90, "synthesis_steps": 3, "synthesis_lr": 300.0, "epochs": 3, "batch": 100,
-         "lr": 0.1, "weight_decay": 0.05, "beta1": 1.0, "gamma": 0.5, "gamma_rbf": 0.5}
+QUICK = {
+    "rf_dim": 40,
+    "m_min": 70,
+    "m_max": 90,
+    "synthesis_steps": 3,
+    "synthesis_lr": 300.0,
+    "epochs": 3,
+    "batch": 100,
+    "lr": 0.1,
+    "weight_decay": 0.05,
+    "beta1": 1.0,
+    "gamma": 0.5,
+    "gamma_rbf": 0.5,
+}
 
 
 # local training, Eq. 5-8 and 28
 
+
 def projected(model) -> None:
     model.classifier.register_parameter("bias", None)
-    model.add_module("projector", nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(),
-                                                nn.Linear(256, 128)))
+    model.add_module(
+        "projector", nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 128))
+    )
 
 
 def plain(model) -> None:
@@ -37,7 +51,7 @@ def adaptive_cross_entropy(method: SFD, logits: Tensor, y: Tensor, counts: list[
     """Eq. 5 and 6, sample by sample."""
     total, least = 0.0, min(n for n in counts if n)
     pi = torch.tensor([n if n or method.abbl == "la" else method.beta_pi * least for n in counts], dtype=torch.float64)
-    factor = torch.ones(4) if method.abbl == "ce" else pi ** method.gamma
+    factor = torch.ones(4) if method.abbl == "ce" else pi**method.gamma
     for f, label in zip(logits.double(), y.tolist(), strict=True):
         mass = f.exp() * factor
         total = total - (mass[label] / mass.sum()).log()
@@ -85,6 +99,7 @@ def after_round(method: SFD, model, task, t: int) -> naive.Entries:
 
 # statistics, synthesis and re-training, Eq. 9-17
 
+
 def frequencies(method: SFD) -> Tensor:
     """Rows of Omega for the kernel exp(-gamma ||u - v||^2), [D/2, d]."""
     draw, scale = naive.generator("server", "fourier", ROUNDS + 1), math.sqrt(2 * method.gamma_rbf)
@@ -93,7 +108,7 @@ def frequencies(method: SFD) -> Tensor:
     q, r = torch.linalg.qr(torch.randn(64, 64, generator=draw, dtype=torch.float64))
     q = torch.stack([q[:, j] * math.copysign(1, r[j, j]) for j in range(64)], 1)
     lengths = torch.randn(64, 64, generator=draw, dtype=torch.float64).norm(dim=1)
-    return scale * (lengths[:, None] * q)[:method.rf_dim // 2]
+    return scale * (lengths[:, None] * q)[: method.rf_dim // 2]
 
 
 def phi(z: Tensor, omega: Tensor) -> Tensor:
@@ -118,7 +133,10 @@ def synthetic(method: SFD, own: Tensor, size: int, omega: Tensor, c: int) -> Ten
     cov = (own.double() - mean).T @ (own.double() - mean) / len(own)
     factor, target = torch.linalg.cholesky(cov + 1e-5 * torch.eye(64)), phi(own, omega).mean(0)
     bank = naive.seed_for(naive.seed_for(0, "server", "bank", ROUNDS + 1), c)
-    raw = torch.randn(size, 64, generator=torch.Generator().manual_seed(bank)).double().requires_grad_()
+    raw = torch.randn(size, 64, generator=torch.Generator().manual_seed(bank)).double()
+    if method.bank_start != "noise":
+        raw = raw * (cov.trace() / 64 + 1e-5).sqrt() + (mean if method.bank_start == "mean" else 0)
+    raw.requires_grad_()
 
     def aligned() -> Tensor:
         if not method.aligner:
@@ -148,7 +166,7 @@ def after_finish(method: SFD, model, task) -> tuple[dict[str, Tensor], Tensor, T
     ranks = sorted(set(counts))
     made, labels = {}, []
     for c in sorted(range(4), key=lambda c: (counts[c], c)):
-        share = ranks.index(counts[c]) / (len(ranks) - 1)                   # 0: smallest class, largest bank
+        share = ranks.index(counts[c]) / (len(ranks) - 1)  # 0: smallest class, largest bank
         size = round(method.m_max + share * (method.m_min - method.m_max))
         made[str(c)] = synthetic(method, z[y == c], size, omega, c)
         labels += size * [c]
@@ -171,10 +189,21 @@ def after_finish(method: SFD, model, task) -> tuple[dict[str, Tensor], Tensor, T
     return made, weight.detach(), bias.detach()
 
 
-@pytest.mark.parametrize("fields", [
-    {}, {"abbl": "ce"}, {"abbl": "la"}, {"beta_pi": 0.0}, {"beta_pi": 0.5, "gamma": 1.0}, {"tau": 0.3},
-    {"beta1": 0.1, "delta": "negatives"}, {"delta": "none", "scl_self": False},
-    {"weighting": "batches"}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"abbl": "ce"},
+        {"abbl": "la"},
+        {"beta_pi": 0.0},
+        {"beta_pi": 0.5, "gamma": 1.0},
+        {"tau": 0.3},
+        {"beta1": 0.1, "delta": "negatives"},
+        {"delta": "none", "scl_self": False},
+        {"weighting": "batches"},
+    ],
+    ids=str,
+)
 def test_rounds_are_those_of_equations_5_to_8_written_out(tiny_task, tmp_path, fields):
     method = make_method({"name": "sfd"} | QUICK | fields)
     experiment = make_experiment(configure(local={"epochs": 1}), tiny_task, tmp_path, method)
@@ -183,13 +212,28 @@ def test_rounds_are_those_of_equations_5_to_8_written_out(tiny_task, tmp_path, f
         expected = after_round(method, model, tiny_task, t)
         experiment.step()
         model.load_state_dict(experiment.server.model.state_dict())
-        assert naive.differences(naive.entries(model), expected, 5e-4) == {}          # BatchNorm over 8 images: float32
+        assert naive.differences(naive.entries(model), expected, 5e-4) == {}  # BatchNorm over 8 images: float32
 
 
-@pytest.mark.parametrize("fields", [
-    {}, {"aligner": False, "synthesis_lr": 3.0}, {"mmd": False}, {"arr": False}, {"rf_type": "iid", "gamma_rbf": 0.8},
-    {"bias": "random"}, {"schedule": "iteration"}, {"momentum": 0.0, "weight_decay": 0.0}, {"synthesis_momentum": 0.0},
-    {"synthesis_per": "sample", "synthesis_lr": 3.0}, {"preset": "official", "statistics_area": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"aligner": False, "synthesis_lr": 3.0},
+        {"aligner": False, "bank_start": "mean", "synthesis_steps": 1},
+        {"aligner": False, "bank_start": "scaled", "synthesis_steps": 1},
+        {"mmd": False},
+        {"arr": False},
+        {"rf_type": "iid", "gamma_rbf": 0.8},
+        {"bias": "random"},
+        {"schedule": "iteration"},
+        {"momentum": 0.0, "weight_decay": 0.0},
+        {"synthesis_momentum": 0.0},
+        {"synthesis_per": "sample", "synthesis_lr": 3.0},
+        {"preset": "official", "statistics_area": 0.5},
+    ],
+    ids=str,
+)
 def test_finish_is_that_of_algorithms_1_and_2_from_pooled_features(tiny_task, tmp_path, fields):
     method = make_method({"name": "sfd", "abbl": "ce"} | QUICK | fields)
     experiment = make_experiment(configure(local={"epochs": 1}), tiny_task, tmp_path, method)

@@ -13,8 +13,8 @@ from raylt.methods.sfd.synthesis import (
     bank_gradient,
     bank_sizes,
     cholesky,
+    first_bank,
     mmd,
-    synthesis_loss,
     synthesise,
 )
 
@@ -24,11 +24,21 @@ DIM = 24
 @pytest.fixture(scope="module")
 def target():
     generator = torch.Generator().manual_seed(0)
-    mixing = torch.randn(DIM, DIM, generator=generator) / DIM ** 0.5
+    mixing = torch.randn(DIM, DIM, generator=generator) / DIM**0.5
     z = (torch.randn(300, DIM, generator=generator) @ mixing + 0.2).relu()
     omega = draw_frequencies(DIM, 300, 0.05, "orf", 1)
     factor, _ = cholesky(torch.cov(z.double().T, correction=0), 1e-5)
     return Target(z.double().mean(0), factor, fourier_sum(z, omega) / len(z), omega)
+
+
+def synthesis_loss(z, target, parts):
+    """Eq. 15-17 by autograd: the sum of the losses that are in use."""
+    loss = z.new_zeros(())
+    if parts.mmd:
+        loss = loss + mmd(z, target)
+    if parts.arr:
+        loss = loss + arr(z)
+    return loss
 
 
 def draw_bank(size, seed=0):
@@ -36,7 +46,7 @@ def draw_bank(size, seed=0):
 
 
 @pytest.mark.parametrize("size", [DIM + 1, 2 * DIM])
-def test_aligned_features_have_the_targets_mean_and_covariance(target, size):         # T-SFD-8
+def test_aligned_features_have_the_targets_mean_and_covariance(target, size):  # T-SFD-8
     z = align(draw_bank(size), target)
     cov = target.factor @ target.factor.T
     assert torch.allclose(z.mean(0), target.mean, atol=1e-10)
@@ -52,7 +62,7 @@ def test_too_few_features_are_refused(target, size):
 
 @pytest.mark.parametrize("terms", [Parts(*flags) for flags in itertools.product([True, False], repeat=3)], ids=str)
 def test_gradient_in_closed_form_is_that_of_autograd(target, terms):
-    raw = 0.5 + 2 * draw_bank(3 * DIM)                  # not white, so that Cholesky's gradient matters
+    raw = 0.5 + 2 * draw_bank(3 * DIM)  # not white, so that Cholesky's gradient matters
     leaf = raw.double().requires_grad_()
     z = align(leaf, target) if terms.aligner else leaf
     loss = synthesis_loss(z, target, terms)
@@ -83,7 +93,7 @@ def test_columns_taken_in_parts_give_the_same_gradient(target, monkeypatch):
     assert (whole - parts).norm() < 1e-5 * whole.norm()
 
 
-def test_synthesis_lowers_the_loss_and_the_negative_mass(target):                     # T-SFD-10
+def test_synthesis_lowers_the_loss_and_the_negative_mass(target):  # T-SFD-10
     made = {}
     for steps in (0, 60):
         z, (start, end) = synthesise(target, 4 * DIM, Parts(), steps, 1.0, 0.9, torch.Generator().manual_seed(0))
@@ -92,7 +102,7 @@ def test_synthesis_lowers_the_loss_and_the_negative_mass(target):               
         assert sum(start) == pytest.approx(made[0][0], rel=1e-5)
         assert end.arr == pytest.approx(-made[steps][1] / (4 * DIM), rel=1e-5)
     assert made[60][0] < 0.9 * made[0][0]
-    assert made[60][1] > 0.9 * made[0][1]               # both negative: less mass below zero
+    assert made[60][1] > 0.9 * made[0][1]  # both negative: less mass below zero
 
 
 def test_bank_follows_momentum_sgd_with_a_cosine_rate(target):
@@ -122,7 +132,7 @@ def test_class_of_one_sample_gets_features_close_to_it():
     target = Target(mean, factor, fourier_sum(mean[None].float(), omega), omega)
     z, _ = synthesise(target, 2 * DIM, Parts(), 5, 1.0, 0.9, torch.Generator().manual_seed(0))
     assert jitter == 1e-5
-    assert (z - mean).abs().max() < 0.03                # N(0, 1e-5)
+    assert (z - mean).abs().max() < 0.03  # N(0, 1e-5)
 
 
 def test_jitter_rises_until_the_covariance_is_positive_definite_or_gives_up():
@@ -134,18 +144,21 @@ def test_jitter_rises_until_the_covariance_is_positive_definite_or_gives_up():
         cholesky(cov - torch.eye(2), 1e-5)
 
 
-@pytest.mark.parametrize(("counts", "expected"), [
-    ([50, 50, 5000], [2000, 2000, 600]),                                              # T-SFD-11
-    ([7, 7], [2000, 2000]),
-    ([100, 10, 1], [600, 1300, 2000]),
-    # ranks of 1, 2, 3, 4: steps of 1400 / 3
-    ([4, 3, 2, 1], [600, 1067, 1533, 2000]),
-])
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ([50, 50, 5000], [2000, 2000, 600]),  # T-SFD-11
+        ([7, 7], [2000, 2000]),
+        ([100, 10, 1], [600, 1300, 2000]),
+        # ranks of 1, 2, 3, 4: steps of 1400 / 3
+        ([4, 3, 2, 1], [600, 1067, 1533, 2000]),
+    ],
+)
 def test_bank_sizes_fall_with_the_rank_of_the_class(counts, expected):
     assert bank_sizes(counts, 600, 2000) == expected
 
 
-def test_each_loss_is_told_whether_it_is_in_use_or_not(target):
+def test_each_loss_is_reported_whether_it_is_used_or_not(target):
     ends = {}
     for name, parts in {"mmd": Parts(arr=False), "arr": Parts(mmd=False), "none": Parts(mmd=False, arr=False)}.items():
         z, (start, ends[name]) = synthesise(target, 4 * DIM, parts, 40, 30.0, 0.9, torch.Generator().manual_seed(0))
@@ -153,7 +166,7 @@ def test_each_loss_is_told_whether_it_is_in_use_or_not(target):
     assert ends["none"] == start
     assert ends["mmd"].mmd < 0.8 * start.mmd
     assert ends["arr"].arr < 0.8 * start.arr
-    assert ends["mmd"].mmd < ends["arr"].mmd            # each lowers its own
+    assert ends["mmd"].mmd < ends["arr"].mmd  # each lowers its own
     assert ends["arr"].arr < ends["mmd"].arr
 
 
@@ -175,3 +188,21 @@ def test_floor_of_features_that_are_all_alike_is_zero():
     z, omega = torch.ones(20, DIM), draw_frequencies(DIM, 60, 0.1, "orf", 1)
     phi = fourier(z, omega).double().mean(0)
     assert bootstrap_floor(phi, omega, torch.ones(DIM).double(), torch.zeros(DIM, DIM).double(), 10) < 1e-2
+
+
+@pytest.mark.parametrize("start", ["noise", "scaled", "mean"])
+def test_bank_starts_with_the_mean_and_the_scale_that_its_setting_names(start):
+    mean = torch.arange(DIM).double()
+    target = Target(mean, 3 * torch.eye(DIM).double(), torch.zeros(4).double(), torch.zeros(2, DIM))
+    bank = first_bank(target, 50_000, start, torch.Generator().manual_seed(0))
+    assert torch.allclose(bank.mean(0).double(), mean if start == "mean" else 0 * mean, atol=0.1)
+    assert torch.allclose(bank.std(0), torch.full((DIM,), 1.0 if start == "noise" else 3.0), atol=0.05)
+
+
+def test_start_of_the_bank_is_that_of_the_synthesis():
+    target = Target(torch.ones(DIM).double(), torch.eye(DIM).double() / 2, torch.zeros(4).double(), torch.zeros(2, DIM))
+    made = [
+        synthesise(target, 2 * DIM, Parts(aligner=False), 0, 1.0, 0.9, torch.Generator().manual_seed(0), start)[0]
+        for start in ("noise", "mean")
+    ]
+    assert torch.allclose(made[1], made[0] / 2 + 1, atol=1e-6)

@@ -1,0 +1,246 @@
+"""`ActorPool`: the client actors, each in its slot, and the replacement of actors that are lost."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    WorkerCrashedError,
+)
+from ray.util import get_current_placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.client import DeviceFull
+from actors.placement import Placement, count_of, nodes_of, reserve, room
+from raylt.errors import ConfigError, RayltError
+
+LOOK_S = 2.0  # seconds between looks at a cluster that may have become smaller
+STARTS = 3  # attempts to start the replacement of an actor
+LOST = (RayActorError, OutOfMemoryError, WorkerCrashedError, ObjectLostError)  # none is a base class of another
+
+
+@dataclass
+class ActorSlot:
+    """A slot for one actor.
+
+    Attributes:
+        name: name of the actor in Ray.
+        home: the clients whose calls the actor takes first.
+        bundle: number of its bundle in the placement group.
+        process: node and pid of the actor, once it has started.
+        device: description of the device that the actor computes on.
+        starts: how many actors have been started in the slot.
+        packs: numbers of the packs of clients' data that the actor has.
+        current: name of the actor that runs in the slot now; a replacement has another one.
+        late: reference of a call whose result is not needed any more, and which is still running.
+    """
+
+    name: str
+    home: list[int]
+    bundle: int
+    actor: Any = None
+    process: tuple[str, int] | None = None
+    device: dict[str, str | None] = field(default_factory=dict)
+    starts: int = 0
+    current: str = ""
+    packs: set[int] = field(default_factory=set)
+    late: Any = None
+
+    def __post_init__(self) -> None:
+        self.own = frozenset(self.home)
+
+
+class ActorPool:
+    """The slots of all client actors; their number falls when a device or the cluster has too little room.
+
+    Args:
+        start: starts the actor of a slot under a name, with Ray's scheduling strategy.
+        note: called with one line when there are fewer slots than before.
+        start_timeout_s: how long the actors may take to start.
+
+    Attributes:
+        group: Ray's placement group of the actors; None inside a trial of a search, which has its own.
+    """
+
+    def __init__(
+        self,
+        slots: list[ActorSlot],
+        placement: Placement,
+        start: Callable[[ActorSlot, str, Any], Any],
+        note: Callable[[str], None],
+        start_timeout_s: float,
+    ):
+        self._slots = slots
+        self._placement = placement
+        self._start = start
+        self._note = note
+        self._start_timeout_s = start_timeout_s
+        # all actors get their places or none does; a trial of a search has its own places already
+        self.group = None if get_current_placement_group() else reserve(placement, len(slots))
+        try:
+            for slot in slots:
+                self._spawn(slot)
+            self._await(slots, starts=1)
+        except BaseException:
+            self.close()
+            raise
+
+    def __iter__(self) -> Iterator[ActorSlot]:
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __getitem__(self, index: int) -> ActorSlot:
+        return self._slots[index]
+
+    def replace(self, slots: Sequence[ActorSlot]) -> None:
+        """Start new actors in the slots of lost and stuck ones, and wait for them.
+
+        A slot that the pool has given up is skipped. Where a node is gone there may be no room for a new actor.
+        """
+        in_pool = [slot for slot in slots if any(slot is other for other in self._slots)]
+        for slot in in_pool:
+            ray.kill(slot.actor)
+            self._spawn(slot)
+        self._await(in_pool, starts=STARTS)
+
+    def halve(self) -> list[ActorSlot]:
+        """Give up every second slot, when there is more than one, and return the given-up slots.
+
+        A process frees its device memory when it has ended, which is later than `ray.kill` returns. The remaining
+        actors on its node wait for that before their next call.
+        """
+        given_up = self._slots[1::2]
+        for slot in given_up:
+            ray.kill(slot.actor)
+        self._slots = self._slots[::2]
+        processes = [slot.process for slot in given_up if slot.process]
+        for slot in self._slots:
+            slot.actor.wait_until_gone.remote(processes)
+        return given_up
+
+    def close(self) -> None:
+        """End the actors and release their resources."""
+        for slot in self._slots:
+            if slot.actor is not None:
+                ray.kill(slot.actor)
+        if self.group is not None:
+            remove_placement_group(self.group)
+
+    def _spawn(self, slot: ActorSlot) -> None:
+        name = slot.name if slot.starts == 0 else f"{slot.name}~{slot.starts}"
+        slot.current = name
+        slot.starts += 1
+        slot.packs = set()
+        slot.late = None
+        strategy = None if self.group is None else PlacementGroupSchedulingStrategy(self.group, slot.bundle)
+        slot.actor = self._start(slot, name, strategy)
+
+    def _await(self, slots: Sequence[ActorSlot], starts: int) -> None:
+        """Wait until all actors have started, or have been given up.
+
+        Args:
+            starts: how many times an actor that dies while it starts is started.
+        """
+        end = time.monotonic() + self._start_timeout_s
+        starts_left = {id(slot): starts for slot in slots}
+        waiting = {slot.actor.ready.remote(): slot for slot in slots}
+        while waiting:
+            full: dict[int, DeviceFull] = {}
+            timeout = min(LOOK_S, max(0.0, end - time.monotonic()))
+            for ref in ray.wait(list(waiting), num_returns=len(waiting), timeout=timeout)[0]:
+                slot = waiting.pop(ref)
+                try:
+                    node, pid, slot.device = ray.get(ref)
+                    slot.process = node, pid
+                except DeviceFull as error:
+                    full[id(slot)] = _without_traceback(error)
+                except ConfigError as error:  # a process on another node would have the same settings
+                    raise _without_traceback(error) from error
+                except LOST as error:
+                    starts_left[id(slot)] -= 1
+                    if starts_left[id(slot)] == 0:
+                        raise _not_started(slot, error) from error
+                    self._spawn(slot)  # its node may be shutting down
+                    waiting[slot.actor.ready.remote()] = slot
+            if full:
+                waiting |= self._make_room(full, waiting)
+            if waiting and time.monotonic() >= end:
+                raise self._no_room_in_time()
+            self._give_up(waiting)
+
+    def _make_room(self, full: dict[int, DeviceFull], waiting: dict[Any, ActorSlot]) -> dict[Any, ActorSlot]:
+        """Give up half the slots when a device had no room for some actors that start.
+
+        Actors that had no room and keep their slots try again after the others have ended.
+
+        Args:
+            full: the errors, by identity of their slots.
+            waiting: the slots whose actors are starting; the given-up ones are removed.
+
+        Returns:
+            The slots that try again, by reference.
+        """
+        before = len(self)
+        error = next(iter(full.values()))
+        if before == 1:
+            raise ConfigError(
+                f"resources: the device has no room for a single client actor ({error.details['cause']}). Free the "
+                "device, use a smaller model or local.batch, or set resources.device=cpu.",
+                code="device.full",
+                cause=error.details["cause"],
+            ) from error
+        given_up = {id(slot) for slot in self.halve()}
+        for ref in [ref for ref, slot in waiting.items() if id(slot) in given_up]:
+            del waiting[ref]
+        self._note(
+            f"device out of memory as client actors start ({error.details['cause']}); continuing with {len(self)} of "
+            f"{before}"
+        )
+        return {slot.actor.ready.remote(again=True): slot for slot in self._slots if id(slot) in full}
+
+    def _give_up(self, waiting: dict[Any, ActorSlot]) -> None:
+        """Give up slots that the cluster has no room for any more; the other actors take over their clients."""
+        if not waiting or len(waiting) == len(self):
+            return
+        fits = room(self._placement, nodes_of(ray.nodes()))
+        for ref in list(waiting)[: max(0, len(self) - max(1, fits))]:
+            slot = waiting.pop(ref)
+            ray.kill(slot.actor)
+            self._slots.remove(slot)
+            self._note(
+                f"the cluster has become smaller: no room for {slot.name}, continuing with {len(self)} client actors"
+            )
+
+    def _no_room_in_time(self) -> ConfigError:
+        return ConfigError(
+            f"resources: {len(self)} client actors of {count_of(self._placement.cpus, 'CPU')} and "
+            f"{count_of(self._placement.gpus, 'GPU')} did not start within {self._start_timeout_s:g} s. Wait until the "
+            "cluster is free, or lower resources.actors.",
+            code="cluster.busy",
+            actors=len(self),
+            cpus=self._placement.cpus,
+            gpus=self._placement.gpus,
+            timeout_s=self._start_timeout_s,
+        )
+
+
+def _without_traceback(error: Any) -> Any:
+    """Return the error that an actor raised; Ray's own exception prints a whole traceback."""
+    return getattr(error, "cause", error)
+
+
+def _not_started(slot: ActorSlot, error: Exception) -> RayltError:
+    last_line = str(error).strip().splitlines()[-1].strip()
+    return RayltError(
+        f"{slot.name}: the client actor died while it started ({last_line}). Look for the cause in Ray's logs.",
+        code="client.not-started",
+        name=slot.name,
+        cause=last_line,
+    )

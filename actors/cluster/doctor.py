@@ -1,0 +1,176 @@
+"""The checks of `raylt doctor`: versions, the token's file, devices and the nodes of the cluster."""
+
+import http.client
+import json
+import platform
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from packaging.version import Version
+
+from actors.cluster.access import exposed, tls, token_file
+from actors.cluster.session import session
+from raylt.machine import cores
+
+# Older versions have known vulnerabilities: in programs that run code sent to them (ray, torch.load, filelock), that
+# read foreign files (pillow, scikit-learn, pyyaml, protobuf) or that serve Ray's network traffic (aiohttp, urllib3,
+# requests, jinja2, setuptools).
+FLOORS = {
+    "ray": "2.59",
+    "torch": "2.10",
+    "pillow": "12.1.1",
+    "scikit-learn": "1.5",
+    "pyyaml": "5.4",
+    "protobuf": "6.33.5",
+    "aiohttp": "3.13.3",
+    "urllib3": "2.6.3",
+    "requests": "2.32.4",
+    "jinja2": "3.1.6",
+    "filelock": "3.20.3",
+    "setuptools": "78.1.1",
+}
+SHOWN = ("raylt", "ray", "torch", "torchvision", "open_clip_torch", "numpy", "scikit-learn", "pillow")
+SAME_ON_ALL_NODES = ("python", "raylt", "ray", "torch", "torchvision", "numpy")
+PATIENCE_S = 60
+ANSWER_BYTES = 65536
+
+Diagnosis = dict[str, Any]
+
+
+def examine(address: str | None) -> Diagnosis:
+    """Examine this machine and the cluster that a run would use.
+
+    Returns:
+        Findings by name; `problems` lists faults, each with its remedy.
+
+    Raises:
+        ConfigError: no cluster could be joined there.
+    """
+    from raylt.core.device import gpus
+
+    findings: Diagnosis = {"python": platform.python_version()} | {name: _version(name) or "none" for name in SHOWN}
+    problems = outdated(_version)
+    findings |= {"CPUs": len(cores()), "GPUs (torch)": gpus()}
+    token = token_file()
+    exposure = exposed(token)  # before the session, which corrects it
+    findings["token file"] = f"{token}" if token.exists() else f"{token}, does not exist yet"
+    if exposure:
+        problems.append(
+            f"the token file {token}: {exposure}; chmod 600 {token}, and make a new token if someone else has "
+            "an account here"
+        )
+    with session(address) as cluster:
+        import ray
+
+        have = ray.cluster_resources()
+        board = ray.get_runtime_context().worker.node.webui_url or ""
+        findings |= {
+            "cluster": str(cluster),
+            "nodes": len([n for n in ray.nodes() if n["Alive"]]),
+            "CPUs (Ray)": have.get("CPU", 0),
+            "GPUs (Ray)": have.get("GPU", 0),
+            "dashboard": _dashboard(board) or "off",
+            "authentication": "token" if cluster.token else "off",
+            "TLS": "on" if tls() else "off",
+        }
+        if not cluster.token:
+            problems.append(
+                "authentication is off: anyone who reaches the cluster runs code; export "
+                "RAY_AUTH_MODE=token where it is started"
+            )
+        if findings["dashboard"] != "off" and board.rpartition(":")[0] not in ("127.0.0.1", "localhost"):
+            problems.append(f"the dashboard listens on {board}: start Ray with --dashboard-host=127.0.0.1")
+        if not cluster.started:
+            problems += _differing_nodes()
+    return findings | {"problems": problems}
+
+
+def outdated(version_of: Callable[[str], str | None]) -> list[str]:
+    """Return a line for each installed package that is older than its floor."""
+    installed = {name: version_of(name) for name in FLOORS}
+    return [
+        f"{name} {has} is older than {FLOORS[name]}, below which vulnerabilities are known: pip install -U "
+        f"'{name}>={FLOORS[name]}'"
+        for name, has in installed.items()
+        if has is not None and Version(has) < Version(FLOORS[name])
+    ]
+
+
+def differences(local: Mapping[str, str], nodes: Mapping[str, Mapping[str, str] | str]) -> list[str]:
+    """Return a line for each node whose versions differ from those of this process.
+
+    Args:
+        local: versions of this process.
+        nodes: versions by address, or the reason why a node's versions are unknown.
+    """
+    lines = []
+    for node, remote in nodes.items():
+        if isinstance(remote, str):
+            lines.append(f"node {node}: {remote}")
+            continue
+        differing = [
+            f"{name} {remote.get(name, 'none')} instead of {version}"
+            for name, version in local.items()
+            if remote.get(name) != version
+        ]
+        if differing:
+            lines.append(f"node {node}: {', '.join(differing)}; install the same versions on all nodes and here")
+    return lines
+
+
+def versions() -> dict[str, str]:
+    """Return the versions in this process that all nodes must share; builds for CPU and GPU count as the same."""
+    return {
+        name: platform.python_version() if name == "python" else (_version(name) or "none").partition("+")[0]
+        for name in SAME_ON_ALL_NODES
+    }
+
+
+def _differing_nodes() -> list[str]:
+    """Ask each node for its versions, in a task on that node, and return the differences."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ask: Any = ray.remote(num_cpus=0, max_retries=0)(versions)
+    answers = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            answers[f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})"] = ask.options(
+                scheduling_strategy=strategy
+            ).remote()
+    ready, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=PATIENCE_S)
+    by_node: dict[str, Mapping[str, str] | str] = {}
+    for node, answer in answers.items():
+        if answer not in ready:
+            by_node[node] = f"did not answer within {PATIENCE_S} s; look at its logs, or start it again"
+            continue
+        try:
+            by_node[node] = ray.get(answer)
+        except Exception as error:  # any: the node has no raylt, another Python, no room for a process
+            why = " ".join(str(error).split())[-200:]
+            by_node[node] = f"could not return its versions ({why}); install raylt there"
+    return differences(versions(), by_node)
+
+
+def _dashboard(board: str) -> str | None:
+    """Return the dashboard's address if it answers; a cluster may have been started without a dashboard."""
+    if not board:
+        return None
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"http://{board}/api/authentication_mode", timeout=10) as answer:
+            json.loads(answer.read(ANSWER_BYTES))
+    except (OSError, urllib.error.URLError, http.client.HTTPException, ValueError):
+        return None
+    return f"http://{board}"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,215 @@
+"""Ray jobs: raylt's commands that run on a cluster without the terminal that sent them.
+
+A job is sent to the address of the cluster's dashboard. Ray carries the working directory there and runs the command on
+the head node. The run folder lies on the cluster, in a folder that outlives the job.
+"""
+
+import json
+import os
+import shlex
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.cluster.access import token_file
+from actors.cluster.session import environment
+from raylt.errors import ConfigError, RayltError, one_line
+
+PATIENCE_S = 10
+LEFT_OUT = (".git", ".venv", "__pycache__", "/runs", "/data", "/docs/_build", "*.pyc")  # of the working directory
+KEY = "raylt"  # in a job's metadata: the command
+FOLDER = "raylt_folder"  # in a job's metadata: the run folder on the cluster
+ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of raylt on a cluster.
+
+    Attributes:
+        state: PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED.
+        folder: of its run, on the cluster; None for other commands.
+        started: in seconds since 1970; None before the start.
+    """
+
+    id: str
+    state: str
+    command: str
+    folder: str | None
+    started: float | None
+
+
+class JobClient:
+    """The jobs of one cluster, see `connect`."""
+
+    def __init__(self, client: Any):
+        self._client = client
+
+    def submit(
+        self, command: Sequence[str], folder: str | None, working_directory: Path | None, variables: dict[str, str]
+    ) -> str:
+        """Send a command of raylt to the cluster and return the job's id.
+
+        Args:
+            command: the words after `raylt`; a word with `~/` at its start or after `=` is a path on the cluster.
+            folder: of the run on the cluster.
+            working_directory: it goes along; None for none.
+            variables: environment variables of the job.
+
+        Raises:
+            ConfigError: the working directory is too large to be sent.
+        """
+        words = " ".join(_on_cluster(word) for word in command)
+        files = {"working_dir": str(working_directory), "excludes": list(LEFT_OUT)} if working_directory else {}
+        metadata = {KEY: shlex.join(command)} | ({} if folder is None else {FOLDER: folder})
+        try:
+            return self._client.submit_job(
+                entrypoint=f"exec python -m raylt {words}",
+                runtime_env={**files, "env_vars": {"PYTHONUNBUFFERED": "1"} | variables},
+                metadata=metadata,
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"{working_directory}: cannot be sent to the cluster ({one_line(error)}). Start in a folder with the "
+                "configuration and your own code only, or name what to leave out in .gitignore.",
+                code="job.not-sent",
+                path=str(working_directory),
+            ) from None
+
+    def list(self) -> list[Job]:
+        """Return the jobs of raylt, oldest first."""
+        jobs = [_job_of(details) for details in self._client.list_jobs() if KEY in (details.metadata or {})]
+        return sorted(jobs, key=lambda job: job.started or float("inf"))
+
+    def find(self, name: str) -> Job:
+        """Return the job with an id, or the last one whose run folder has a name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        jobs = [job for job in self.list() if name in (job.id, job.folder, Path(job.folder or "").name)]
+        if not jobs:
+            raise ConfigError(
+                f"{name}: no job of raylt on the cluster has this id or run. List them with raylt ls --address.",
+                code="job.not-found",
+                name=name,
+            )
+        return jobs[-1]
+
+    def lines(self, job: Job, every_s: float) -> Iterator[str]:
+        """Yield the output of a job until it ends, in pieces."""
+        shown = 0
+        while True:
+            ended = self.find(job.id).state in ENDED
+            text = self._client.get_job_logs(job.id)
+            if len(text) > shown:
+                yield text[shown:]
+                shown = len(text)
+            if ended:
+                return
+            time.sleep(every_s)
+
+    def wait(self, id: str) -> Job:
+        """Return a job when it has ended."""
+        while (job := self.find(id)).state not in ENDED:
+            time.sleep(0.5)
+        return job
+
+    def output(self, id: str) -> str:
+        """Return what a job has printed."""
+        return self._client.get_job_logs(id)
+
+    def interrupt(self, job: Job) -> None:
+        """End a job's process with a signal; what it runs can be resumed."""
+        self._client.stop_job(job.id)
+
+
+@contextmanager
+def connect(address: str) -> Iterator[JobClient]:
+    """Connect to a cluster's dashboard, with the user's token where it asks for one.
+
+    Args:
+        address: of the dashboard, as in http://head:8265.
+
+    Raises:
+        ConfigError: no dashboard answers there, or it asks for a token that this machine does not have.
+    """
+    address = address.rstrip("/")
+    token = _asks_for_token(address)
+    if token and not os.environ.get("RAY_AUTH_TOKEN") and not token_file().exists():
+        raise ConfigError(
+            f"--address {address}: the cluster asks for a token, and there is no token file ({token_file()}). Copy the "
+            "cluster's ~/.ray/auth_token to it (mode 600), or name a token file in RAY_AUTH_TOKEN_PATH.",
+            code="cluster.token-missing",
+            address=address,
+            path=str(token_file()),
+        )
+    with environment({"RAY_AUTH_MODE": "token" if token else "disabled"}):
+        from ray.exceptions import AuthenticationError
+        from ray.job_submission import JobSubmissionClient
+
+        try:
+            client = JobSubmissionClient(address)
+        except AuthenticationError:
+            raise ConfigError(
+                f"--address {address}: the cluster refuses the token of this machine. Copy the cluster's "
+                "~/.ray/auth_token here (mode 600), or name a token file in RAY_AUTH_TOKEN_PATH.",
+                code="cluster.token-refused",
+                address=address,
+            ) from None
+        except (ConnectionError, RuntimeError) as error:
+            raise _no_dashboard(address, one_line(error)) from None
+        try:
+            yield JobClient(client)
+        except (ConnectionError, RuntimeError) as error:
+            if isinstance(error, RayltError):
+                raise
+            raise _no_dashboard(address, one_line(error)) from None
+
+
+def _asks_for_token(address: str) -> bool:
+    """Return whether a dashboard asks for a token; everyone may ask it that."""
+    if not address.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"--address {address}: not the address of a dashboard. Give one as http://HOST:8265.",
+            code="cluster.bad-address",
+            address=address,
+        )
+    try:
+        with urllib.request.urlopen(f"{address}/api/authentication_mode", timeout=PATIENCE_S) as answer:
+            return json.load(answer)["authentication_mode"] == "token"
+    except urllib.error.URLError as error:
+        raise _no_dashboard(address, str(error.reason)) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _no_dashboard(address, one_line(error)) from None
+
+
+def _no_dashboard(address: str, cause: str) -> ConfigError:
+    return ConfigError(
+        f"--address {address}: no dashboard of Ray answers there ({cause}). Give the address that ray start --head "
+        "printed, http://HOST:8265 by default; forward the port with ssh where the head is elsewhere.",
+        code="cluster.no-answer",
+        address=address,
+        cause=cause,
+    )
+
+
+def _job_of(details: Any) -> Job:
+    started = None if details.start_time is None else details.start_time / 1000
+    metadata = details.metadata
+    return Job(details.submission_id, str(details.status.value), metadata[KEY], metadata.get(FOLDER), started)
+
+
+def _on_cluster(word: str) -> str:
+    """Return a word as the cluster's shell takes it; ~/ stands for the home folder there."""
+    key, equals, value = word.partition("=")
+    if equals and value.startswith("~/"):
+        return f'{shlex.quote(f"{key}=")}"$HOME"/{shlex.quote(value[2:])}'
+    if word.startswith("~/"):
+        return f'"$HOME"/{shlex.quote(word[2:])}'
+    return shlex.quote(word)

@@ -1,0 +1,248 @@
+"""`session`: the Ray cluster of this process, either the one that the user names or a new local one.
+
+A cluster that happens to run on the machine is not joined. Importing this module does not import Ray, because the
+environment variables that Ray reads on import must be set before.
+"""
+
+import importlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.cluster import reaper
+from actors.cluster.access import Joined, cluster_to_join, entry
+from raylt.errors import ConfigError
+from raylt.own_code.top_level_names import check_session, worker_environment
+from raylt.signals import interrupt_on_sigterm
+
+# fewer page faults: the process keeps large buffers; otherwise they are returned and cleared at every step
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "2147483648", "MALLOC_TOP_PAD_": "67108864"}
+DEFAULTS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+LONGEST_FOLDER = 40  # characters of a session folder's path: sockets below it may have 107
+NO_DASHBOARD = "Ray's dashboard did not start; the run has none and is otherwise the same"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The cluster that this process is in.
+
+    Args:
+        origin: how the process came to be in it, as a clause.
+        token: whether the cluster asks for a token.
+        started: whether this process started it.
+        remarks: what was corrected or should be, a line each.
+    """
+
+    origin: str
+    token: bool
+    started: bool
+    remarks: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.origin
+
+
+@contextmanager
+def session(address: str | None) -> Iterator[Cluster]:
+    """Join the cluster that the user names, or start a new local one; leave or end it after the block.
+
+    A process that is in a Ray session already, as in a notebook, uses that session and stays in it.
+
+    Args:
+        address: see `actors.cluster.access.cluster_to_join`.
+
+    Raises:
+        ConfigError: the cluster cannot be joined or started, or the process is in another one.
+    """
+    joined = cluster_to_join(address)
+    if "ray" in sys.modules and importlib.import_module("ray").is_initialized():
+        check_session()
+        yield _current(address, joined)
+        return
+    access = entry(joined)
+    settings = {key: os.environ.get(key, value) for key, value in DEFAULTS.items()} | dict(access.variables)
+    if joined is not None:
+        with (
+            environment(settings),
+            _connected(joined, address=access.address, runtime_env=_merged({"env_vars": MALLOC}, worker_environment())),
+        ):
+            yield Cluster(str(joined), access.token, False, access.remarks)
+        return
+    settings |= {key: os.environ.get(key, value) for key, value in MALLOC.items()}
+    with (
+        _folder() as folder,
+        environment(settings | _temporary(folder) | {reaper.MARK: str(folder)}),
+        _connected(
+            None,
+            address="local",
+            include_dashboard=None,  # True would end the run where the dashboard cannot start
+            dashboard_host="127.0.0.1",
+            _temp_dir=str(folder / "ray"),
+            runtime_env=worker_environment() or None,
+        ),
+    ):
+        remarks = access.remarks if dashboard() else (*access.remarks, NO_DASHBOARD)
+        yield Cluster("a new local Ray cluster", access.token, True, remarks)
+
+
+def dashboard() -> str | None:
+    """Return the address of the dashboard of this process's cluster; None without a dashboard."""
+    import ray
+
+    url = ray.get_runtime_context().worker.node.webui_url
+    return f"http://{url}" if url else None
+
+
+@contextmanager
+def _connected(joined: Joined | None, **options: Any) -> Iterator[None]:
+    imported_before = "ray" in sys.modules
+    import ray
+    from ray.exceptions import AuthenticationError
+
+    if imported_before:
+        _refresh()
+    try:
+        try:
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+        except SystemExit:  # Ray's own handler of SIGTERM while it starts
+            raise KeyboardInterrupt from None
+        except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
+            raise _not_connected(joined, " ".join(str(error).split())[:300]) from error
+        interrupt_on_sigterm()
+        with _without_reports(ray):
+            yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _without_reports(ray: Any) -> Iterator[None]:
+    """Keep Ray's reports of lost processes from standard output: the last lines of a node's log, with all its state.
+
+    The run says in a line which process it has lost, and Ray's logs have the rest. Ray has no setting for this.
+    """
+    worker = ray._private.worker
+    before = worker.print_to_stdstream
+    worker.print_to_stdstream = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = before
+
+
+def _not_connected(joined: Joined | None, cause: str) -> ConfigError:
+    if joined is None:
+        return ConfigError(
+            f"fleet: a new local Ray cluster does not start ({cause}). Free disk and memory, or set --fleet local.",
+            code="cluster.not-started",
+            cause=cause,
+        )
+    return ConfigError(
+        f"{joined.source}: the Ray cluster cannot be joined ({cause}). It must run the same Ray and Python as this "
+        "machine.",
+        code="cluster.not-joined",
+        address=joined.address,
+        cause=cause,
+    )
+
+
+def _current(address: str | None, joined: Joined | None) -> Cluster:
+    """Return the Ray session that this process is in, if it is the one that the user names."""
+    import ray
+
+    core: Any = importlib.import_module("ray._raylet")
+    current = ray.get_runtime_context().gcs_address
+    if address == "local" or (joined is not None and joined.address not in ("auto", current)):
+        source = joined.source if joined else f"--address {address}"
+        raise ConfigError(
+            f"{source}: this process is in the Ray cluster at {current} already. End that session with ray.shutdown(), "
+            "or leave the address out to work in it.",
+            code="cluster.already-joined",
+            address=address,
+            current=current,
+        )
+    return Cluster(
+        f"the Ray session of this process, at {current}",
+        core.get_authentication_mode() is core.AuthenticationMode.TOKEN,
+        False,
+    )
+
+
+def _refresh() -> None:
+    """Make Ray read the environment variables again, which it reads when it is imported.
+
+    They change between two sessions of one process. Ray does the same for the clusters that `ray.init` starts.
+    """
+    core: Any = importlib.import_module("ray._raylet")
+    core.Config.initialize("")
+    core.AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables until the block ends."""
+    before = {key: os.environ.get(key) for key in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Merge two of Ray's runtime environments."""
+    return one | other | {"env_vars": one.get("env_vars", {}) | other.get("env_vars", {})}
+
+
+def _temporary(folder: Path) -> dict[str, str]:
+    """Return TMPDIR for Ray's processes: the session's folder where the user's path is too long for their sockets."""
+    return {} if _fits(tempfile.gettempdir()) else {"TMPDIR": str(folder)}
+
+
+def _fits(base: str) -> bool:
+    return len(base) < LONGEST_FOLDER - 15
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Make a private folder for the session, and start a process that cleans up if this one is killed.
+
+    Ray opens its own folder to all users, so that folder lies inside the private one. When the block ends in an error
+    other than `ConfigError`, the folder with Ray's logs is kept.
+    """
+    base = tempfile.gettempdir()
+    folder = Path(tempfile.mkdtemp(prefix="raylt-", dir=base if _fits(base) else "/tmp"))
+    watcher = subprocess.Popen(
+        [sys.executable, "-I", reaper.__file__, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        start_new_session=True,
+    )
+    keep = False
+    try:
+        yield folder
+    except Exception as error:
+        keep = not isinstance(error, ConfigError)
+        raise
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+        assert watcher.stdin is not None
+        with suppress(OSError):
+            watcher.stdin.write(b".")
+            watcher.stdin.close()
+        watcher.wait()

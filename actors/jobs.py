@@ -1,0 +1,314 @@
+"""The two jobs of a `Dispatcher`: `ClientCalls` runs a client function, `ServerItems` the items of `Fleet.map`.
+
+Small clients travel in blocks, one call of Ray's for several clients: the call costs more than what they compute. A
+client with more than `SMALL` samples has a call of its own. So has every client where few are asked, or where the
+fleet does not wait for all of them. Where every actor gets several blocks of `raylt.core.fleet.block_sums`, each block
+whose clients are all small is one call and returns as its sum.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Container, Sequence
+from typing import Any, Protocol
+
+from actors.actor_pool import ActorPool, ActorSlot
+from actors.client import Block, name_clients
+from actors.dispatch import Call, Job, Outcome
+from actors.shards import Shards
+from raylt.config import Config
+from raylt.core.client import ClientFunction
+from raylt.core.fleet.block_sums import BLOCK, SummedReply, split_into_blocks
+from raylt.core.fleet.cohort import RoundStats
+from raylt.core.fleet.fleet import Answer, Arrived, ItemFunction
+from raylt.core.fleet.schema import Schema
+from raylt.core.fleet.wire import Fault, unpacked
+from raylt.errors import ClientError, ClientLost, RayltError
+from raylt.tree import Tree, from_arrays, to_arrays
+
+SMALL = 32  # samples of a client that shares a call
+MOST = 64  # clients of a call
+SPREAD = 4  # calls that an actor gets at least, so that no actor waits long for the last one
+
+
+class ClientDirectory(Protocol):
+    """The view of a fleet that `ClientCalls` needs.
+
+    Attributes:
+        all_sizes: samples per client, by id.
+        shards: references to the clients' data.
+        slots: the pool of client actors.
+    """
+
+    config: Config
+    round: int
+    round_stats: RoundStats
+    all_sizes: dict[int, int]
+    shards: Shards
+    slots: ActorPool
+
+    def private(self, id: int) -> Any:
+        """Return a reference to a client's private state; None before its first call."""
+
+    def keep(self, private: Any) -> Any:
+        """Return a reference to the same state that survives the loss of the client's node."""
+
+    def patience(self, name: str, clients: int) -> float:
+        """Return the seconds after which a call of this function for some clients is reported as stuck."""
+        ...
+
+    def record_seconds(self, name: str, id: int, seconds: float) -> None:
+        """Record how long a client's call took."""
+
+    def note(self, text: str) -> None:
+        """Add a line to the run's notes."""
+
+    def note_stuck(self, ids: list[int], name: str, seconds: float, slot: ActorSlot) -> None:
+        """Note that a call has been running for a long time."""
+
+
+class ClientCalls(Job):
+    """One client function on several clients, the largest client first.
+
+    The deadline counts from the construction. Retries are recorded in the fleet's `round_stats`.
+
+    Args:
+        message: a reference to the message.
+        enough: number of usable answers after which the job is satisfied.
+        usable: checks a reply, and counts it if it is usable.
+        sums: see `Fleet._answers`.
+
+    Attributes:
+        answers: the answers that have arrived, by client.
+    """
+
+    def __init__(
+        self,
+        fleet: ClientDirectory,
+        fn: ClientFunction,
+        ids: list[int],
+        message: Any,
+        enough: int,
+        usable: Callable[[int, Arrived], bool],
+        sums: Schema | None,
+    ):
+        self.fleet = fleet
+        self.fn = fn
+        self.message = message
+        self.enough = enough
+        self.usable = usable
+        self.sums = sums
+        self.name = getattr(fn, "__name__", "call")
+        self.answers: dict[int, Answer] = {}
+        self._usable_answers = 0
+        self._attempts = dict.fromkeys(ids, 0)
+        self._alone = set[int]()  # clients of a block that was lost: each is asked again by itself
+        limit = fleet.config.federation.deadline_s
+        self.deadline = None if limit is None else time.monotonic() + limit
+        waits_for_all = enough >= len(ids) and limit is None
+        self._block_size = min(MOST, len(ids) // (SPREAD * len(fleet.slots))) if waits_for_all else 1
+        blocks = split_into_blocks(ids) if sums is not None and self._block_size >= BLOCK else []
+        self._blocks = [block for block in blocks if all(map(self._shares, block))]
+        in_no_block = set(ids).difference(*self._blocks)
+        # the largest first: the round would otherwise end with it
+        self.waiting = sorted(in_no_block, key=lambda id: (-fleet.all_sizes[id], id))
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.waiting or self._blocks)
+
+    @property
+    def satisfied(self) -> bool:
+        return self._usable_answers >= self.enough
+
+    def submit(self, slot: ActorSlot, own: bool) -> tuple[Any, Call] | None:
+        ids = self._take(slot.own if own else None)
+        if ids:
+            return self._submit(slot, ids)
+        if self._blocks and not own:
+            return self._submit(slot, self._blocks.pop(0), self.sums)
+        return None
+
+    def _take(self, clients: Container[int] | None) -> list[int]:
+        """Remove the first clients that wait, as many as share a call, and return their ids.
+
+        Args:
+            clients: the clients to choose from; by default all.
+        """
+        positions: list[int] = []
+        for position, id in enumerate(self.waiting):
+            if clients is None or id in clients:
+                if positions and not self._shares(id):
+                    continue
+                positions.append(position)
+                if len(positions) >= self._block_size or not self._shares(id):
+                    break
+        if not positions:
+            return []
+        ids = [self.waiting[position] for position in positions]
+        taken = set(positions)
+        seen = positions[-1] + 1
+        # the rest is not copied: otherwise all calls together would take time in the square of the clients
+        self.waiting[:seen] = [id for position, id in enumerate(self.waiting[:seen]) if position not in taken]
+        return ids
+
+    def _shares(self, id: int) -> bool:
+        return self.fleet.all_sizes[id] <= SMALL and id not in self._alone
+
+    def _submit(self, slot: ActorSlot, ids: list[int], sums: Schema | None = None) -> tuple[Any, Call]:
+        shards = self.fleet.shards
+        private_refs = [self.fleet.private(id) for id in ids]
+        new_packs = sorted({shards.places[id] for id in ids} - slot.packs)
+        slot.packs.update(new_packs)
+        places = itertools.count()
+        clients = [
+            (id, shards.places[id], None if private is None else next(places))
+            for id, private in zip(ids, private_refs, strict=True)
+        ]
+        patience = self.fleet.patience(self.name, len(ids))
+        name = f"{self.name}, round {self.fleet.round}"  # Ray's dashboard counts the calls of each name
+        replies, *new_private_refs = slot.actor.run.options(num_returns=1 + len(ids), name=name).remote(
+            self.fn,
+            self.message,
+            Block(self.fleet.round, new_packs, clients),
+            patience,
+            None if sums is None else sums.restricted_to(ids),
+            *(shards.packs[number] for number in new_packs),
+            *(private for private in private_refs if private is not None),
+        )
+        return replies, Call(ids, slot, len(self.fleet.slots), new_private_refs, patience=patience)
+
+    def outcomes(self, call: Call, results: Any) -> Sequence[Outcome]:
+        private_refs = [self.fleet.keep(private) for private in call.private_refs]
+        return [Outcome(id, reply, private) for id, reply, private in zip(call.ids, results, private_refs, strict=True)]
+
+    def accept(self, outcome: Outcome, seconds: float) -> None:
+        reply = outcome.value if isinstance(outcome.value, SummedReply) else unpacked(outcome.value)
+        self._usable_answers += self.usable(outcome.id, reply)
+        self.answers[outcome.id] = Answer(outcome.id, reply, outcome.private_ref)
+        self.fleet.record_seconds(self.name, outcome.id, seconds)
+
+    def fail(self, id: int, fault: Fault) -> None:
+        self._fail(id, ClientError(id, self.fleet.round, self.name, fault.text, code=fault.code))
+
+    def _fail(self, id: int, error: ClientError) -> None:
+        """Ask a client again, or record its error when it has no attempt left."""
+        if self._attempts[id] < self.fleet.config.federation.retries:
+            self._attempts[id] += 1
+            self.fleet.round_stats.retried.append(id)
+            self.waiting.insert(0, id)
+        else:
+            self.answers[id] = Answer(id, None, None, error)
+
+    def requeue(self, ids: Sequence[int]) -> None:
+        self.waiting = [*ids, *self.waiting]
+
+    def lose(self, call: Call, error: Exception) -> None:
+        """Ask the clients of a dead actor again.
+
+        The client that ended a block's process is unknown, so no client of a block loses an attempt.
+        """
+        cause = f"process died ({type(error).__name__})"
+        if len(call.ids) == 1:
+            lost = ClientLost(call.ids[0], self.fleet.round, self.name, f"its {cause}")
+            self.fleet.note(str(lost))
+            self._fail(call.ids[0], lost)
+        else:
+            self.fleet.note(
+                f"{name_clients(call.ids)}, round {self.fleet.round}, {self.name}: their {cause}, each is asked "
+                "again by itself"
+            )
+            self._ask_alone(call.ids)
+
+    def reject(self, call: Call, cause: BaseException) -> None:
+        if len(call.ids) > 1:
+            self._ask_alone(call.ids)
+        else:
+            self.fail(call.ids[0], Fault.of(cause))
+
+    def _ask_alone(self, ids: Sequence[int]) -> None:
+        self._alone.update(ids)
+        self.fleet.round_stats.retried += ids
+        self.requeue(ids)
+
+    def expire(self, calls: Sequence[Call]) -> None:
+        limit = self.fleet.config.federation.deadline_s
+        running = [id for call in calls for id in call.ids]
+        for id in [*running, *self.waiting]:
+            cause = f"not done after federation.deadline_s = {limit:g} s"
+            error = ClientError(id, self.fleet.round, self.name, cause, code="client.late", deadline_s=limit)
+            self.answers[id] = Answer(id, None, None, error)
+
+    def report_stuck(self, call: Call, seconds: float) -> None:
+        self.fleet.note_stuck(call.ids, self.name, seconds, call.slot)
+
+    def describe(self, id: int) -> str:
+        return f"client {id}, round {self.fleet.round}, {self.name}"
+
+
+class ServerItems(Job):
+    """The items of `Fleet.map`, in order.
+
+    Args:
+        retries: how many times an item may lose its process and be submitted again.
+
+    Attributes:
+        results: by position of the item.
+        error: the first error; the job ends with it.
+    """
+
+    def __init__(self, pool: ActorPool, fn: ItemFunction, items: Sequence[Tree], retries: int):
+        self.pool = pool
+        self.fn = fn
+        self.items = items
+        self.retries = retries
+        self.name = getattr(fn, "__name__", "map")
+        self.results: dict[int, Tree] = {}
+        self.error: RayltError | None = None
+        self._waiting = list(range(len(items)))
+        self._losses = dict.fromkeys(self._waiting, 0)
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def satisfied(self) -> bool:
+        return self.error is not None or len(self.results) == len(self.items)
+
+    def submit(self, slot: ActorSlot, own: bool) -> tuple[Any, Call] | None:
+        if own or not self._waiting:
+            return None
+        item = self._waiting.pop(0)
+        ref = slot.actor.compute.remote(self.fn, to_arrays(self.items[item]))
+        return ref, Call([item], slot, len(self.pool))
+
+    def outcomes(self, call: Call, results: Any) -> Sequence[Outcome]:
+        return [Outcome(call.ids[0], results)]
+
+    def accept(self, outcome: Outcome, seconds: float) -> None:
+        self.results[outcome.id] = from_arrays(outcome.value)
+
+    def fail(self, id: int, fault: Fault) -> None:
+        self._fail(id, fault.text)
+
+    def _fail(self, item: int, cause: str) -> None:
+        self.error = RayltError(
+            f"{self.describe(item)}: {cause}", code="server.map-failed", function=self.name, item=item, cause=cause
+        )
+
+    def requeue(self, ids: Sequence[int]) -> None:
+        self._waiting = sorted([*ids, *self._waiting])
+
+    def lose(self, call: Call, error: Exception) -> None:
+        item = call.ids[0]
+        self._losses[item] += 1
+        if self._losses[item] > self.retries:
+            self._fail(item, f"its process died {self._losses[item]} times ({type(error).__name__})")
+        else:
+            self.requeue([item])
+
+    def reject(self, call: Call, cause: BaseException) -> None:
+        self.fail(call.ids[0], Fault.of(cause))
+
+    def describe(self, id: int) -> str:
+        return f"{self.name}, item {id}"

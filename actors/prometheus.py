@@ -1,0 +1,71 @@
+"""`RunMetrics`: a run's figures as Ray metrics, which Prometheus reads and docs/grafana.json draws.
+
+All metrics carry the tag `run`. Accuracy has the tag `group`, seconds have `client` or server `stage`, progress has
+`stage`, and bytes have `direction` and `call`.
+"""
+
+from collections.abc import Mapping
+
+from ray.util.metrics import Counter, Gauge
+
+from raylt.core.report import RoundReport
+
+
+class RunMetrics:
+    """The Ray metrics of one run; call `show` after every step, and `show_progress` inside it."""
+
+    def __init__(self, run: str):
+        self._run = run
+        self._round = self._gauge("round", "steps committed")
+        self._accuracy = self._gauge("accuracy", "of the deployed model: all, or many, medium, few", "group")
+        self._seconds = self._gauge(
+            "server_seconds",
+            "of the last step by stage, such as waits for clients, aggregation, synthesis, evaluation, checkpoint",
+            "stage",
+        )
+        self._client = self._gauge("client_seconds", "of a client's calls in the last step", "client")
+        self._figure = self._gauge("figure", "figures that the method reports for the last step", "figure")
+        self._progress = self._gauge("progress", "share of a stage of the step that is done, as of train", "stage")
+        self._stage = ""
+        self._bytes = self._counter("bytes", "sent to (down) and by (up) clients", "direction", "call")
+        self._troubles = self._counter("troubles", "calls retried, clients lost, replies rejected", "kind")
+
+    def show(self, report: RoundReport, client_seconds: Mapping[int, float]) -> None:
+        """Set the metrics to the figures of one step."""
+        self._round.set(report.step)
+        if report.accuracy is not None:
+            self._accuracy.set(report.accuracy, {"group": "all"})
+        for group, value in (report.groups or {}).items():
+            if value is not None:
+                self._accuracy.set(value, {"group": group})
+        for stage, seconds in report.timings.items():
+            self._seconds.set(seconds, {"stage": stage})
+        for id, seconds in client_seconds.items():
+            self._client.set(seconds, {"client": str(id)})
+        for name, value in report.figures.items():
+            if isinstance(value, int | float):
+                self._figure.set(float(value), {"figure": name})
+        for call, traffic in report.traffic.items():
+            for direction in ("down", "up"):
+                if traffic[direction]:
+                    self._bytes.inc(traffic[direction], {"direction": direction, "call": call})
+        for kind, clients in (("retried", report.retried), ("lost", report.lost), ("rejected", report.rejected)):
+            if clients:
+                self._troubles.inc(len(clients), {"kind": kind})
+
+    def show_progress(self, stage: str, done: int, total: int) -> None:
+        """Set the share of the current stage that is done; that of the stage before returns to 0."""
+        if self._stage and stage != self._stage:
+            self._progress.set(0.0, {"stage": self._stage})
+        self._stage = stage
+        self._progress.set(done / total if total else 0.0, {"stage": stage})
+
+    def _gauge(self, name: str, description: str, *tags: str) -> Gauge:
+        gauge = Gauge(f"raylt_{name}", description, tag_keys=("run", *tags))
+        gauge.set_default_tags({"run": self._run})
+        return gauge
+
+    def _counter(self, name: str, description: str, *tags: str) -> Counter:
+        counter = Counter(f"raylt_{name}", description, tag_keys=("run", *tags))
+        counter.set_default_tags({"run": self._run})
+        return counter

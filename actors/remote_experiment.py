@@ -1,0 +1,174 @@
+"""`RemoteExperiment`: the experiment of a run on Ray, as its driver sees it.
+
+This is a module of its own, and `actors.launch` imports it only inside a session, because it imports Ray.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.util import remove_placement_group
+
+from actors.actor_pool import LOST
+from actors.by_value import pack
+from actors.cluster.session import Cluster, dashboard
+from actors.fleet import START_TIMEOUT_S
+from actors.placement import PlacementPlan, nodes_of, place, plan
+from actors.probe import probe
+from actors.server import ServerActor
+from actors.shards import Shards
+from raylt.core.checkpoint.checkpoint import Seal
+from raylt.core.report import RoundReport
+from raylt.core.server import ProgressHook
+from raylt.core.setup import Setup
+from raylt.data.task import Task
+from raylt.errors import ConfigError, RayltError, ServerLost
+from raylt.runs.callbacks import progress
+from raylt.runs.folder.writer import NOTES, SERVER_DIED
+from raylt.store import Folder
+
+LOOK_S = 1.0  # seconds between looks at the run's notes
+_servers_started: Counter[str] = Counter()  # by this process, by name of the run
+
+OnMessage = Callable[..., None]  # called with a line for the user; minor=True: it matters only at a terminal
+
+
+class RemoteExperiment:
+    """The experiment inside a server actor, with the interface of `Experiment`.
+
+    Args:
+        server: the `ServerActor`.
+        group: Ray's placement group of the client actors; None inside a trial.
+        notes: file with the run's notes, whose new lines go to `on_message`.
+        on_progress: called with the progress inside a round.
+    """
+
+    def __init__(
+        self, server: Any, group: Any, notes: Path, on_message: OnMessage, on_progress: ProgressHook | None = None
+    ):
+        self._server = server
+        self._group = group
+        self._notes = notes
+        self._on_message = on_message
+        self._on_progress = on_progress
+        self._bytes_read = notes.stat().st_size if notes.is_file() else 0
+        try:
+            self.done: bool = _get(server.done.remote())
+        except BaseException:
+            self.close()
+            raise
+
+    def describe(self) -> dict[str, str | None]:
+        """Return the devices of clients and server, see `Experiment.describe`."""
+        return _get(self._server.describe.remote())
+
+    def advance(self, seal: Seal | None = None) -> RoundReport:
+        """Take one step and write its checkpoint when due, see `Experiment.advance`."""
+        report, self.done = self._wait(self._server.advance.remote(seal))
+        return report
+
+    def export_model(self) -> dict[str, str]:
+        """Write the deployed model and return its hash, see `Experiment.export_model`."""
+        return self._wait(self._server.export_model.remote())
+
+    def close(self) -> None:
+        """Release the resources of the client actors.
+
+        Ray would keep a placement group that an actor has made until the driver's session is over, however the actor
+        ended. The next run, or the next server of this one, would not get its resources.
+        """
+        if self._group is not None:
+            remove_placement_group(self._group)
+
+    def _wait(self, ref: Any) -> Any:
+        """Wait for a call of the server, and show its notes and progress meanwhile."""
+        try:
+            while not ray.wait([ref], timeout=LOOK_S)[0]:
+                self._show_notes()
+                if self._on_progress is not None:
+                    moment = progress.read_progress(self._notes.parent)
+                    if moment is not None:
+                        self._on_progress(*moment)
+        finally:
+            self._show_notes()
+        return _get(ref)
+
+    def _show_notes(self) -> None:
+        with Folder.open(self._notes.parent) as folder:
+            notes = folder.read(NOTES) if folder.has(NOTES) else b""
+        for line in notes[self._bytes_read :].decode().splitlines():
+            self._on_message(line)
+        self._bytes_read = len(notes)
+
+
+def start_experiment(
+    setup: Setup,
+    task: Task,
+    folder: Path,
+    cluster: Cluster,
+    on_message: OnMessage,
+    on_progress: ProgressHook | None = None,
+) -> RemoteExperiment:
+    """Plan the run for this process's cluster, show the plan, and start the server actor.
+
+    Raises:
+        ConfigError: the cluster is too small.
+    """
+    for remark in cluster.remarks:
+        on_message(remark)
+    config = setup.config
+    clients = int((task.sizes > 0).sum())
+    place(config, clients, ray.cluster_resources())  # refuses what all nodes together are too small for
+    nodes = nodes_of(ray.nodes())
+    chosen = plan(config, clients, nodes)
+    if config.resources.gpu_share == "auto" and 0 < chosen.placement.gpus < 0.5:
+        # several actors would share a GPU: as many as its memory holds
+        chosen = plan(config, clients, nodes, probe(setup, task, 1))
+    board = dashboard()
+    hint = " (it asks for the token that ray get-auth-token prints)" if board and cluster.token else ""
+    on_message(f"{cluster}, {chosen.reasons['nodes']}; dashboard {board or 'off'}{hint}", minor=cluster.started)
+    server, group = _start_server(setup, task, folder, chosen)
+    return RemoteExperiment(server, group, folder / NOTES, on_message, on_progress)
+
+
+def _start_server(setup: Setup, task: Task, folder: Path, chosen: PlacementPlan) -> tuple[Any, Any]:
+    """Start the server actor and its client actors; return the actor and the clients' placement group."""
+    shipped = pack(setup)  # before anything starts: it may raise
+    shards = Shards.put(task.shards)
+    test = ray.put(task.test)
+    # the actors of a server that has just died may still have their names
+    name = f"{folder.name}~{_servers_started[folder.name]}" if _servers_started[folder.name] else folder.name
+    _servers_started[folder.name] += 1
+    options = ServerActor.options(
+        name=f"{name}/server", num_cpus=0, num_gpus=chosen.server_gpus, label_selector=dict(chosen.server_labels)
+    )
+    server: Any = options.remote(setup.method.name)
+    try:
+        _get(server.__ray_ready__.remote(), START_TIMEOUT_S)
+    except GetTimeoutError:
+        raise ConfigError(
+            f"resources: no room for the server actor within {START_TIMEOUT_S} s (it takes {chosen.server_gpus} of a "
+            "GPU). Wait until the cluster is free.",
+            code="cluster.busy",
+            gpus=chosen.server_gpus,
+            timeout_s=START_TIMEOUT_S,
+        ) from None
+    # references inside lists stay references: the server never receives the clients' data
+    outline = ray.put(task.without_data())
+    group = _get(server.open.remote(shipped, outline, shards, [test], chosen.placement, name, folder.resolve()))
+    return server, group
+
+
+def _get(ref: Any, timeout_s: float | None = None) -> Any:
+    """Return the result of a server's call; raise its own error, or `ServerLost` when its process has died."""
+    try:
+        return ray.get(ref, timeout=timeout_s)
+    except RayTaskError as error:
+        if isinstance(error.cause, RayltError):
+            raise error.cause from error
+        raise
+    except LOST as error:
+        raise ServerLost(f"{SERVER_DIED} ({type(error).__name__})") from error

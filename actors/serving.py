@@ -1,0 +1,91 @@
+"""A model behind HTTP with Ray Serve: replicas that batch images, and the application that `serve run` deploys."""
+
+import asyncio
+import logging
+
+import numpy as np
+import torch
+from ray import serve
+from starlette.requests import Request as HttpRequest  # pyright: ignore[reportMissingImports]
+from starlette.responses import Response  # pyright: ignore[reportMissingImports]
+
+from actors.by_value import pack
+from raylt.own_code.shipment import Shipment
+from raylt.registry import Plugin, adopt, plugins
+from raylt.runs.serving.model import ServedModel
+from raylt.runs.serving.service import Limits, Request, Service
+
+BATCH = 32  # images of one pass through the network
+WAIT_S = 0.005  # time that an image waits for others
+QUEUE = 256  # requests that wait for a replica; more are answered with 503
+
+
+@serve.deployment(max_ongoing_requests=64, max_queued_requests=QUEUE)
+class ModelReplica:
+    """One process that holds the models of a file and answers requests with them."""
+
+    def __init__(self, shipped: Shipment, limits: Limits):
+        torch.set_num_threads(1)
+        served, own_code = shipped.open()
+        adopt(own_code)
+        self._opened = served.open()
+        self._service = Service(self._opened, limits, self._predict)
+
+    async def __call__(self, request: HttpRequest) -> Response:
+        """Answer one request."""
+        answer = await self._service.answer(
+            Request(
+                request.method,
+                request.url.path,
+                request.query_params,
+                request.headers,
+                request.client.host if request.client else "",
+                lambda most: _body(request, most),
+            )
+        )
+        return Response(answer.body, answer.status, answer.headers, answer.type)
+
+    async def _predict(self, client: str | None, image: np.ndarray) -> dict[str, float]:
+        return await self._predict_together((client, image))
+
+    @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=WAIT_S)
+    async def _predict_together(self, items: list[tuple[str | None, np.ndarray]]) -> list[dict[str, float]]:
+        """Return the shares of classes of several images, those of one client's model in one pass."""
+        return await asyncio.to_thread(self._shares, items)
+
+    def _shares(self, items: list[tuple[str | None, np.ndarray]]) -> list[dict[str, float]]:
+        shares: list[dict[str, float]] = [{}] * len(items)
+        for client in {client for client, _ in items}:
+            places = [place for place, item in enumerate(items) if item[0] == client]
+            images = np.stack([items[place][1] for place in places])
+            for place, share in zip(places, self._opened.models[client].predict(images).shares, strict=True):
+                shares[place] = share
+        return shares
+
+
+def application(served: ServedModel, limits: Limits, replicas: int) -> serve.Application:
+    """Return the Serve application of a model, to be deployed with `serve.run`."""
+    own_code: tuple[Plugin, ...] = tuple(plugins())
+    return ModelReplica.options(num_replicas=replicas).bind(pack((served, own_code)), limits)
+
+
+def start(application: serve.Application, host: str, port: int) -> None:
+    """Deploy an application in this process's Ray session, and wait until it answers."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    serve.start(http_options={"host": host, "port": port}, logging_config={"log_level": "WARNING"})
+    serve.run(application, name="raylt", route_prefix="/")
+
+
+def stop() -> None:
+    """End the application and its replicas."""
+    serve.shutdown()
+
+
+async def _body(request: HttpRequest, most: int) -> bytes:
+    """Read a body up to `most` bytes, and one more where it is longer."""
+    parts = bytearray()
+    async for part in request.stream():
+        parts += part
+        if len(parts) > most:
+            return bytes(parts[: most + 1])
+    return bytes(parts)

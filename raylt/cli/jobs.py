@@ -1,0 +1,189 @@
+"""`raylt submit | stop`: runs on a cluster that survive their terminal, and the end of a run at its next checkpoint."""
+
+import os
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from raylt.cli.options import Format, config_of, err, out, print_json
+from raylt.errors import ConfigError, RayltError, quoted
+from raylt.own_code.top_level_names import claim
+
+RUNS = "~/raylt/runs"  # on the cluster
+DATA = "~/raylt/data"  # on the cluster
+TRACKERS = ("MLFLOW_TRACKING_URI", "WANDB_API_KEY", "WANDB_MODE")  # variables that a job takes along
+YAML = (".yaml", ".yml")
+COMMANDS = ("run", "resume", "tune", "study")
+OF_NEW_FOLDERS = ("run", "tune")  # commands whose new folder has a name
+DashboardAddress = Annotated[
+    str | None,
+    typer.Option(help="Dashboard of a cluster, as in http://head:8265, whose jobs are meant."),
+]
+
+
+def submit(
+    context: typer.Context,
+    command: Annotated[str, typer.Argument(metavar="run|resume|tune|study", help="Command to run on the cluster.")],
+    address: Annotated[
+        str | None, typer.Option(help="Dashboard of the cluster, as in http://head:8265; by default RAYLT_DASHBOARD.")
+    ] = None,
+) -> None:
+    """Run a command on a cluster as a Ray job, which survives this terminal: raylt submit run method=sfd.
+
+    The folder from which you send goes along, without runs, data and what .gitignore names. New run folders are made
+    in ~/raylt/runs on the cluster, and data sets are read from ~/raylt/data there, unless --out and data.root name
+    other folders.
+    """
+    from raylt.registry import plugin_files, resolve
+
+    words = list(context.args)
+    if command not in COMMANDS:
+        raise ConfigError(
+            f"submit: {command} cannot be a job. Submit one of {', '.join(COMMANDS)}.",
+            code="command.usage",
+            key="command",
+            value=command,
+        )
+    words += [word for file in plugin_files() for word in ("--plugin", os.path.relpath(file))]
+    _check_files(words)
+    if command == "run":
+        settings = [word for word in words if not word.startswith("-") and ("=" in word or word.endswith(YAML))]
+        _ = resolve(config_of(settings))  # its errors are shown here, not in the log of a job
+    folder = complete(command, words)
+    variables = {name: os.environ[name] for name in TRACKERS if name in os.environ}
+    url = dashboard_of(address)
+    claim()
+    from actors.cluster.jobs import connect
+
+    with connect(url) as jobs:
+        id = jobs.submit([command, *words], folder, Path.cwd(), variables)
+    out.print(f"{id}: raylt {command}{f', run folder {folder}' if folder else ''}", soft_wrap=True)
+    out.print(f"raylt follow {id} --address {url}", soft_wrap=True)
+
+
+def stop(
+    run: Annotated[str, typer.Argument(metavar="RUN | JOB", help="Run folder; with --address a job, or its run.")],
+    address: DashboardAddress = None,
+) -> None:
+    """End a run at its next checkpoint, so that raylt resume continues it without loss."""
+    if address is None:
+        from raylt.runs.stopping import ask_to_stop
+
+        ask_to_stop(Path(run))
+        out.print(f"{run}: ends after its next checkpoint; follow it with raylt follow {quoted(run)}", soft_wrap=True)
+        return
+    claim()
+    from actors.cluster.jobs import ENDED, connect
+
+    with connect(address) as jobs:
+        job = jobs.find(run)
+        if job.state in ENDED:
+            raise RayltError(f"{job.id}: has ended ({job.state}).", code="run.not-running", job=job.id)
+        if job.folder is None:  # of several runs; a signal ends it, and it can be resumed
+            jobs.interrupt(job)
+            out.print(f"{job.id}: was interrupted", soft_wrap=True)
+            return
+        asked = jobs.wait(jobs.submit(["stop", job.folder], None, None, {}))
+        if asked.state != "SUCCEEDED":
+            err.print(jobs.output(asked.id).strip(), soft_wrap=True)
+            raise typer.Exit(1)
+    out.print(f"{job.id}: ends after its next checkpoint", soft_wrap=True)
+
+
+def follow_job(name: str, address: str, every_s: float) -> None:
+    """Print the output of a job until it ends; stopping this does not stop the job."""
+    claim()
+    from actors.cluster.jobs import connect
+
+    with connect(address) as jobs:
+        job = jobs.find(name)
+        for text in jobs.lines(job, every_s):
+            out.print(text, end="", soft_wrap=True)
+        ended = jobs.find(job.id)
+    out.print(f"{ended.id}: {ended.state.lower()}")
+
+
+def list_jobs(address: str, format: Format) -> None:
+    """Print the jobs of raylt on a cluster."""
+    claim()
+    from actors.cluster.jobs import connect
+
+    with connect(address) as jobs:
+        listed = jobs.list()
+    if format is Format.json:
+        print_json([asdict(job) for job in listed])
+        return
+    table = Table("job", "state", "command", "started", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for job in listed:
+        started = "" if job.started is None else f"{datetime.fromtimestamp(job.started):%Y-%m-%d %H:%M}"
+        table.add_row(job.id, job.state.lower(), job.command, started)
+    out.print(table if listed else f"{address}: no jobs of raylt")
+
+
+def complete(command: str, words: list[str]) -> str | None:
+    """Give a command the folders on the cluster that it lacks, in place.
+
+    Returns:
+        The run folder on the cluster; None for a command of several runs.
+    """
+    if command == "resume":
+        return next((word for word in words if not word.startswith("-") and "=" not in word), None)
+    if not _has_option(words, "--out"):
+        words += ["--out", RUNS]
+    if command in OF_NEW_FOLDERS and not _has_option(words, "--name"):
+        words += ["--name", f"{command}-{datetime.now():%Y%m%d-%H%M%S}"]
+    if command in OF_NEW_FOLDERS and not any(word.startswith("data.root=") for word in words):
+        words.append(f"data.root={DATA}")
+    if command != "run":
+        return None
+    return f"{_option(words, '--out')}/{_option(words, '--name')}"
+
+
+def dashboard_of(address: str | None) -> str:
+    """Return the address of the dashboard that an option or RAYLT_DASHBOARD names.
+
+    Raises:
+        ConfigError: neither does.
+    """
+    address = address or os.environ.get("RAYLT_DASHBOARD")
+    if address is None:
+        raise ConfigError(
+            "--address: missing. Give the dashboard of the cluster, as in http://head:8265, or set RAYLT_DASHBOARD.",
+            code="config.missing",
+            key="--address",
+        )
+    return address
+
+
+def _check_files(words: list[str]) -> None:
+    """Raise a ConfigError where a configuration or plugin would not go along: it lies outside the current folder."""
+    for word in words:
+        value = word.removeprefix("--plugin=")
+        if not value.endswith((*YAML, ".py")) or value.startswith("recipe:") or "=" in value:
+            continue
+        file = Path(value)
+        if file.is_absolute() or not file.resolve().is_relative_to(Path.cwd().resolve()) or not file.is_file():
+            raise ConfigError(
+                f"{value}: is no file of the current folder, which goes to the cluster. Copy it here and give its "
+                "relative path.",
+                code="job.file-elsewhere",
+                path=value,
+            )
+
+
+def _has_option(words: list[str], name: str) -> bool:
+    return any(word == name or word.startswith(f"{name}=") for word in words)
+
+
+def _option(words: list[str], name: str) -> str:
+    for place, word in enumerate(words):
+        if word == name and place + 1 < len(words):
+            return words[place + 1]
+        if word.startswith(f"{name}="):
+            return word.removeprefix(f"{name}=")
+    raise ConfigError(f"{name}: has no value. Give one.", code="command.usage", key=name)

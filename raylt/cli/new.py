@@ -1,0 +1,119 @@
+"""`raylt new example | study | method | cluster`: files to start from."""
+
+import shutil
+from importlib.metadata import metadata
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from raylt.cli.options import out
+from raylt.disk import make
+from raylt.errors import ConfigError
+
+PACKAGE = Path(__file__).parents[1]
+TEMPLATES = PACKAGE / "templates"
+PACKAGES = ("raylt", "actors", "tune")
+# by kind: the files, and the next step
+FILES: dict[str, tuple[str, ...]] = {
+    "example": ("eight_shops.py",),
+    "study": ("my_study.yaml",),
+    "method": ("my_method.py",),
+    "cluster": ("cluster.yaml", "cluster-local.yaml"),
+}
+NEXT = {
+    "example": "python eight_shops.py shops",
+    "study": "raylt study my_study.yaml --dry-run",
+    "method": "raylt check my_method.py",
+    "cluster": "set the values marked SET; then ray up cluster.yaml, or ray up cluster-local.yaml",
+}
+PROJECT = """# raylt {version} for the nodes of a cluster, written by raylt new cluster
+[build-system]
+requires = ["hatchling>=1.25"]
+build-backend = "hatchling.build"
+
+[project]
+name = "raylt"
+version = "{version}"
+requires-python = "{python}"
+dependencies = [
+{dependencies}
+]
+
+[project.scripts]
+raylt = "raylt.cli.main:main"
+
+[tool.hatch.build.targets.wheel]
+packages = ["raylt", "actors", "tune"]
+"""
+
+
+def new(
+    kind: Annotated[
+        Literal["example", "study", "method", "cluster"],
+        typer.Argument(
+            help="example: a script that draws images of eight shops; study, method: one to change; cluster: a folder "
+            "for ray up, with raylt itself."
+        ),
+    ],
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FOLDER]", help="Where the files go; by default this folder, of a cluster ./cluster."),
+    ] = None,
+) -> None:
+    """Write files to start from: an example, a study, a method, or a cluster's configuration."""
+    folder = folder or Path("cluster" if kind == "cluster" else ".")
+    targets = {TEMPLATES / name: folder / name for name in FILES[kind]}
+    texts: dict[Path, str] = {}
+    if kind == "cluster":
+        targets |= {PACKAGE.parent / name: folder / name for name in PACKAGES}
+        texts = {folder / "pyproject.toml": _project(), folder / "README.md": "raylt for the nodes of a cluster\n"}
+    _prepare(folder, [*targets.values(), *texts])
+    for source, target in targets.items():
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(source, target)
+    for target, text in texts.items():
+        target.write_text(text)
+    for target in (*targets.values(), *texts):
+        out.print(target, soft_wrap=True)
+    out.print(f"next, in {folder}: {NEXT[kind]}", soft_wrap=True)
+
+
+def _prepare(folder: Path, targets: list[Path]) -> None:
+    """Make the folder where it is missing.
+
+    Raises:
+        ConfigError: it cannot be made, or a file exists.
+    """
+    existing = next((target for target in targets if target.exists()), None)
+    if existing is not None:
+        raise ConfigError(
+            f"new: the file exists already ({existing}). Give another folder.",
+            code="file.exists",
+            key="new",
+            path=str(existing),
+        )
+    if folder.is_dir():
+        return
+    try:
+        make(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"new: the folder cannot be made ({folder}: {error.strerror}). Give another folder.",
+            code="file.unwritable",
+            key="new",
+            path=str(folder),
+        ) from None
+
+
+def _project() -> str:
+    """Return a pyproject.toml for this raylt as it is installed: a wheel has none."""
+    installed = metadata("raylt")
+    needed = [package for package in installed.get_all("Requires-Dist") or () if "extra ==" not in package]
+    return PROJECT.format(
+        version=installed["Version"],
+        python=installed["Requires-Python"],
+        dependencies="\n".join(f'    "{package}",' for package in needed),
+    )

@@ -1,0 +1,142 @@
+"""The part of `raylt tune` for searches that Ray Tune's own schedulers steer, see tune/ray_search.py."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+
+from raylt.cli.options import Format, out, print_json
+from raylt.config import Config
+from raylt.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from tune.ray_search import RaySearchResult
+
+PLAN = "ray_search.json"
+SHOWN = 20  # rows of the table
+
+
+def is_one(folder: Path) -> bool:
+    """Return whether a folder holds a search with one of Ray's schedulers."""
+    return (folder / PLAN).is_file()
+
+
+def search(
+    config: Config,
+    spaces: Mapping[str, Any],
+    folder: Path,
+    name: str | None,
+    address: str | None,
+    choices: Mapping[str, Any],
+    format: Format,
+) -> None:
+    """Search in a new folder, and show the trials.
+
+    Args:
+        spaces: one space, by its method.
+        choices: fields of a `RaySearchPlan`; without samples there are 20 trials.
+    """
+    from tune.changes import check_exchangeable
+    from tune.plan import SAMPLES
+    from tune.search import usual_metric
+    from tune.space import to_text
+
+    if len(spaces) > 1:
+        raise ConfigError(
+            f"--methods: Ray's schedulers compare trials of one method ({', '.join(spaces)}). Give one, or --scheduler "
+            "asha.",
+            code="config.conflict",
+            key="--methods",
+            value=",".join(spaces),
+        )
+    [(method, space)] = spaces.items()
+    if choices["scheduler"] == "pbt":
+        check_exchangeable(space, method)
+    name = name or f"search-{method}-{choices['scheduler']}-{datetime.now():%Y%m%d-%H%M%S}"
+    target = (folder / name).resolve()
+    if target.exists():
+        raise CheckpointError(
+            f"{target}: exists already. Give another --name, or continue it with raylt tune --resume {target}.",
+            code="search.exists",
+            path=str(target),
+        )
+
+    def run() -> "RaySearchResult":
+        from tune.ray_search import RaySearchPlan, ray_search
+
+        plan = RaySearchPlan(
+            config=config.model_dump(mode="json"),
+            space={key: to_text(axis) for key, axis in space.items()},
+            **{
+                **choices,
+                "samples": choices["samples"] or SAMPLES,
+                "metric": choices["metric"] or usual_metric(config, spaces),
+            },
+        )
+        return ray_search(target, plan)
+
+    _show(_in_session(address, run), format)
+
+
+def resume(folder: Path, address: str | None, format: Format) -> None:
+    """Continue an interrupted search, and show the trials."""
+
+    def run() -> "RaySearchResult":
+        from tune.ray_search import resume_ray_search
+
+        return resume_ray_search(folder.resolve())
+
+    _show(_in_session(address, run), format)
+
+
+def check_options(fleet: str, budget: int | None, track: Sequence[str], scheduler: str) -> None:
+    """Refuse options that only raylt's own searches have."""
+    given = {"--fleet local": fleet == "local", "--budget": budget is not None, "--track": bool(track)}
+    for option, is_given in given.items():
+        if is_given:
+            raise ConfigError(
+                f"{option}: does not go with Ray's own schedulers (--scheduler {scheduler}). Leave it out, or give "
+                "--scheduler asha.",
+                code="config.conflict",
+                key=option,
+                value=scheduler,
+            )
+
+
+def _in_session(address: str | None, run: Callable[[], "RaySearchResult"]) -> "RaySearchResult":
+    """Run a search in a Ray session, with the variables that Tune reads when it is imported."""
+    from actors.cluster.session import environment, session
+    from tune.search import QUIET
+
+    variables = {"RAY_AIR_NEW_OUTPUT": "0", "RAY_CHDIR_TO_TRIAL_DIR": QUIET["RAY_CHDIR_TO_TRIAL_DIR"]}
+    with environment({key: os.environ.get(key, value) for key, value in variables.items()}), session(address):
+        return run()
+
+
+def _show(result: "RaySearchResult", format: Format) -> None:
+    from tune.report import run_command
+
+    if format is Format.json:
+        print_json({"folder": str(result.folder), "trials": result.rows})
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for column in result.rows[0]:
+        if column != "failed":
+            table.add_column(column.rpartition(".")[2], justify="left" if column == "trial" else "right")
+    for row in result.rows[:SHOWN]:
+        table.add_row(*(_text(value) for column, value in row.items() if column != "failed"))
+    out.print(table)
+    failed = [row for row in result.rows if row["failed"]]
+    for row in failed:
+        out.print(f"{row['trial']} failed: {row['failed']}", soft_wrap=True)
+    out.print(f"best: {result.rows[0]['trial']}; {run_command(result.folder)}", soft_wrap=True)
+    if result.exchanged:
+        out.print("pbt changed values while trials ran: best.yaml has the best trial's last ones")
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

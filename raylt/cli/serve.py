@@ -1,0 +1,82 @@
+"""The command `raylt serve`."""
+
+import ipaddress
+import os
+import threading
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from raylt.cli.models import RunOrFile
+from raylt.cli.options import Address, err, out
+from raylt.errors import ConfigError
+from raylt.own_code.top_level_names import claim
+from raylt.serving import TOKEN
+
+PACKAGES = ("starlette", "uvicorn", "fastapi")  # of ray[serve]
+
+
+def serve(
+    model: RunOrFile,
+    host: Annotated[str, typer.Option(help="Address to listen at; others than this machine's own need a token.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
+    rate: Annotated[
+        float | None, typer.Option(min=0.01, help="Images a second from one address; by default any number.")
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Processes that hold the model.")] = 1,
+    address: Address = None,
+) -> None:
+    """Answer with a model over HTTP, with Ray Serve: a page to drop images on, and POST /predict.
+
+    The environment variable RAYLT_SERVE_TOKEN holds the token that requests must bear.
+    """
+    token = os.environ.get(TOKEN) or None
+    _check(host, token)
+    claim()
+    from actors.cluster.session import session
+    from raylt.runs.serving.model import served_model
+    from raylt.runs.serving.service import Limits
+
+    served = served_model(model)  # its errors are shown here, not in the log of a replica
+    with session(address):
+        from actors.serving import application, start, stop
+
+        start(application(served, Limits(token, rate), replicas), host, port)
+        try:
+            shown = f"[{host}]" if ":" in host else host
+            out.print(f"{served.name} at http://{shown}:{port}/{', with a token' if token else ''}", soft_wrap=True)
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            err.print("stopped")
+        finally:
+            stop()
+
+
+def _check(host: str, token: str | None) -> None:
+    """Raise a ConfigError where Ray Serve is not installed, or others could use the service without a token."""
+    missing = next((name for name in PACKAGES if find_spec(name) is None), None)
+    if missing is not None:
+        raise ConfigError(
+            f"raylt serve: {missing} is not installed. Install it with pip install 'raylt[serve]'.",
+            code="config.missing-package",
+            package=missing,
+        )
+    if token is None and not _is_loopback(host):
+        raise ConfigError(
+            f"--host: others could use the service without a token ({host}). Set {TOKEN}, or listen at 127.0.0.1.",
+            code="serve.unprotected",
+            key="--host",
+            value=host,
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

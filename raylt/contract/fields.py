@@ -1,0 +1,64 @@
+"""Checks of a method's fields: from which stage on each of them acts."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from raylt.contract.case import Case
+from raylt.contract.declarations import expect
+from raylt.contract.trace import fingerprint, private_states
+from raylt.core.experiment import Experiment
+from raylt.core.method import Method
+from raylt.errors import ConfigError
+from raylt.hyper import Choice, range_of
+
+
+def acts_from_its_stage_on(case: Case) -> None:
+    """A field in `later` changes nothing before its stage, so that runs which differ in it can share what is before."""
+    rounds = case.config().federation.rounds
+    own: dict[int, str] = {}
+    for stage, names in case.method.later.items():
+        for name in names:
+            for other in others(case.method, name):
+                step = min(each.stages(rounds).get(stage, rounds) for each in (case.method, other))
+                own.setdefault(step, _state_after(case, case.method, step))
+                try:
+                    state = _state_after(case, other, step)
+                except ConfigError:  # the value does not fit the other fields
+                    continue
+                value = getattr(other, name)
+                expect(state == own[step], f"{name} = {value!r} acts before the stage {stage!r} of `later`")
+                break
+
+
+def others(method: Method, name: str) -> Iterator[Method]:
+    """Yield the method with other values of one field, from its search range; those that it refuses are left out."""
+    field = type(method).model_fields[name]
+    searched = range_of(field)
+    values = searched.values if isinstance(searched, Choice) else (searched.low, searched.high)
+    for value in values:
+        try:
+            other = type(method)(**method.model_dump() | {name: value})
+        except (ValidationError, ConfigError):
+            continue
+        if getattr(other, name) != getattr(method, name):
+            yield other
+
+
+def _state_after(case: Case, method: Method, step: int) -> str:
+    """Return what a run holds after `step` steps: the server's state and model, and each client's state."""
+    one = replace(case, method=method, raised=case.raised)
+    experiment = one.experiment(one.config())
+    for _ in range(step):
+        experiment.step()
+    return fingerprint(_parts(experiment))
+
+
+def _parts(experiment: Experiment) -> dict[str, Any]:
+    return {
+        "server": experiment.server.state,
+        "model": dict(experiment.server.model.state_dict()),
+        "clients": {str(id): state for id, state in private_states(experiment).items()},
+    }

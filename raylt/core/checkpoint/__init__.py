@@ -1,0 +1,1 @@
+"""Checkpoints: folders of safetensors files and a manifest with their hashes."""

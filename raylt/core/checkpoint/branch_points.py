@@ -1,0 +1,96 @@
+"""Branch points: the steps after which a run can continue with other fields of its method.
+
+A method names the fields that act only in a later stage (`Method.later`), and the step after which each stage begins
+(`Method.stages`). Two runs that differ in these fields alone are identical until then.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from raylt.config import Config, differences, settled
+from raylt.core.method import Method
+from raylt.errors import ConfigError
+
+
+class Fork(NamedTuple):
+    """The point at which two runs part: the stage, and the last step that they share."""
+
+    stage: str
+    step: int
+
+
+def fork(config: Config, method: Method, other_config: Config, other: Method) -> Fork:
+    """Return the last step that two runs have in common.
+
+    Raises:
+        ConfigError: they differ from the first round on, or not at all.
+    """
+    before, after = settled(config) | {"method": None}, settled(other_config) | {"method": None}
+    if early := [f"{key}: {then!r} -> {now!r}" for key, then, now in differences(before, after)]:
+        raise ConfigError(
+            f"{'; '.join(early)}: this acts from the start. Change only fields of the method that act in a later "
+            "stage, or start a new run.",
+            code="run.not-branchable",
+        )
+    trained, other_trained = (each.trains_as or each.name for each in (method, other))
+    if trained != other_trained:
+        raise ConfigError(
+            f"method: {other.name} does not train as {method.name} does. Start a new run.",
+            code="run.not-branchable",
+            key="method",
+            value=other.name,
+        )
+    stages: set[str] = set() if method.name == other.name else {"finish"}
+    for name, before, after in _changed(method, other):
+        stage = stage_of(type(other), name) or stage_of(type(method), name)
+        if stage is None:
+            raise ConfigError(
+                f"method.{name}: {before!r} -> {after!r} acts from the first round on. Start a new run.",
+                code="run.not-branchable",
+                key=f"method.{name}",
+                value=after,
+            )
+        stages.add(stage)
+    if not stages:
+        late = ", ".join(name for names in method.later.values() for name in names)
+        raise ConfigError(
+            "method: nothing differs from the run that is branched (no field). Give a field that acts in a later "
+            f"stage: {late or 'this method has none'}.",
+            code="run.not-branchable",
+        )
+    if config.federation.patience is not None:
+        raise ConfigError(
+            f"federation.patience: the rounds of the run may end early ({config.federation.patience}), so that another "
+            "run need not have its last round. Start a new run.",
+            code="run.not-branchable",
+            key="federation.patience",
+            value=config.federation.patience,
+        )
+    rounds = config.federation.rounds
+    starts = {stage: min(each.stages(rounds).get(stage, rounds) for each in (method, other)) for stage in stages}
+    first = min(starts, key=starts.__getitem__)
+    if starts[first] < 1:
+        raise ConfigError(
+            f"method: the stage {first} begins with the first round ({rounds} rounds). Start a new run.",
+            code="run.not-branchable",
+            stage=first,
+        )
+    return Fork(first, starts[first])
+
+
+def stage_of(method: type[Method], field: str) -> str | None:
+    """Return the stage that a field acts from, or None if it acts from the first round on."""
+    return next((stage for stage, names in method.later.items() if field in names), None)
+
+
+def _changed(method: Method, other: Method) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the fields that differ; for two different methods, only fields that act while both train."""
+    before, after = (
+        {
+            name: value
+            for name, value in each.model_dump(mode="json").items()
+            if type(method) is type(other) or stage_of(type(each), name) is None
+        }
+        for each in (method, other)
+    )
+    return differences(before, after)

@@ -1,0 +1,401 @@
+"""Checkpoints: folders of safetensors files and a manifest with their hashes. They never contain pickle.
+
+    000012/manifest.json            facts, and for each part: its file, the file's SHA-256, its tree
+    000012/server.safetensors       the tensors of one part
+    000012/clients-000012-0.safetensors         private states of several clients, see client_states.py
+
+A part is a tree. The manifest keeps the tree with each tensor as `[name]`, so no structure is parsed from names. The
+private states of several clients are one part, in which clients with the same structure share one tree.
+
+A checkpoint is written next to its final place, synced, and renamed into it, so a folder with a number is complete.
+
+An unchanged part is not written again. It must not be the same file as in the checkpoint before, either: one damaged
+block would destroy both. It becomes a hard link to the file in the checkpoint before that one, or a copy where that
+checkpoint has other content. So a part is written once, copied once, and costs nothing from then on.
+"""
+
+import hashlib
+import json
+import secrets
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from safetensors.torch import save as as_safetensors
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from raylt import tree
+from raylt.disk import sync
+from raylt.errors import CheckpointError
+from raylt.store import WRITING, Folder, folder_for
+from raylt.tree import Tree
+from raylt.typed_json import closed, hash_json
+
+PACKS = "clients-"  # prefix of the parts that hold client states
+_FORMAT = 3
+_MANIFEST = "manifest.json"
+_MANIFEST_LIMIT = 2**30  # bytes
+_DAMAGE = (CheckpointError, OSError, ValueError, KeyError, TypeError, SafetensorError)
+
+
+@dataclass(frozen=True)
+class ClientStates:
+    """Private states of several clients, by id.
+
+    Attributes:
+        size: bytes.
+    """
+
+    by_client: dict[int, Tree]
+    size: int
+
+
+@dataclass(frozen=True)
+class Seal:
+    """The hashes that bind a checkpoint to its run.
+
+    Attributes:
+        run: the run's SHA-256.
+        line: the SHA-256 of the line of metrics.jsonl before the checkpoint's step; before the first step, `run`.
+    """
+
+    run: str
+    line: str
+
+
+@closed
+class CheckpointPart(TypedDict):
+    """The entry of a part in the manifest; a part without tensors has no file."""
+
+    file: str | None
+    sha256: str | None
+    tree: dict[str, Any]
+
+
+@closed
+class _Manifest(TypedDict):
+    sha256: str
+    format: int
+    facts: dict[str, Any]
+    parts: dict[str, CheckpointPart]
+
+
+_MANIFEST_TYPE = TypeAdapter(_Manifest)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was complete and undamaged when it was opened."""
+
+    folder: Path
+    facts: dict[str, Any]
+    parts: dict[str, CheckpointPart]
+
+    def read(self, part: str) -> Tree:
+        """Return the tree of a part, its tensors on the CPU."""
+        entry = self.parts[part]
+        try:
+            tensors = load_file(self.folder / entry["file"]) if entry["file"] else {}
+            return fill(entry["tree"], tensors)
+        except (OSError, SafetensorError, KeyError, IndexError, TypeError) as error:
+            raise unreadable(self.folder, part, error) from None
+
+
+def write(
+    parent: Path,
+    step: int,
+    parts: Iterable[tuple[str, Tree | ClientStates | None]],
+    facts: dict[str, Any],
+    previous: Checkpoint | None,
+    keep: int,
+    lasting: Collection[int] = (),
+) -> Checkpoint:
+    """Commit a checkpoint, then remove all but the newest `keep`.
+
+    Args:
+        parts: names and trees; None for a part that is unchanged since `previous`.
+        facts: further JSON for the manifest.
+        lasting: steps whose checkpoints are never removed.
+
+    Raises:
+        DiskFull: the disk has no room; the committed checkpoints are unchanged.
+    """
+    final = f"{step:06d}"
+    entries: dict[str, CheckpointPart] = {}
+    facts = json.loads(json.dumps(facts))  # as the manifest returns them: keys become texts
+    with folder_for(parent.parent) as above, above.inner(parent.name, make=True) as folder:
+        sweep(folder)
+        beside = f".{final}.{secrets.token_hex(8)}{WRITING}"
+        try:
+            with folder.new(beside) as new, _EarlierCheckpoints(folder, previous) as earlier:
+                for name, part in parts:
+                    entries[name] = earlier.carry(name, new) if part is None else _write_part(new, name, part)
+                content = {"format": _FORMAT, "facts": facts, "parts": entries}
+                new.write(_MANIFEST, json.dumps({"sha256": hash_json(content), **content}))
+            sync(folder.path / beside)
+        except BaseException:
+            with suppress(OSError, CheckpointError):
+                folder.remove(beside)
+            raise
+        folder.remove(final)  # a damaged checkpoint that was skipped
+        folder.rename(beside, final)
+        sync(parent)
+        for old in _numbered(folder)[:-keep]:
+            if int(old) not in lasting:
+                folder.remove(old)
+    return Checkpoint(parent / final, facts, entries)
+
+
+def latest(parent: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Open the newest undamaged checkpoint.
+
+    Returns:
+        The checkpoint, and one line for each newer one that is damaged; (None, []) when none was ever committed.
+
+    Raises:
+        CheckpointError: all checkpoints are damaged.
+    """
+    faults = []
+    for step in reversed(steps(parent)):
+        try:
+            return at(parent, step), faults
+        except CheckpointError as error:
+            faults.append(f"checkpoint {step:06d} is damaged ({error})")
+    if faults:
+        raise CheckpointError(
+            f"{parent}: no usable checkpoint: {'; '.join(faults)}. Start a new run.",
+            code="checkpoint.damaged",
+            path=str(parent),
+        )
+    return None, []
+
+
+def steps(parent: Path) -> list[int]:
+    """Return the steps whose checkpoints exist, ascending."""
+    if not parent.is_symlink() and not parent.exists():
+        return []
+    with Folder.open(parent.parent) as above, above.inner(parent.name) as folder:
+        return [int(name) for name in _numbered(folder)]
+
+
+def at(parent: Path, step: int) -> Checkpoint:
+    """Open the checkpoint after a step.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    path = parent / f"{step:06d}"
+    try:
+        with Folder.open(parent.parent) as above, above.inner(parent.name) as folder:
+            return _open(folder, path.name)
+    except _DAMAGE as error:
+        cause = " ".join(str(error).removeprefix(f"{path}/").split())
+        raise CheckpointError(cause, code="checkpoint.damaged", path=str(path), step=step) from None
+
+
+def sweep(folder: Folder) -> list[str]:
+    """Remove unfinished files of killed processes. The caller must hold the run's lock.
+
+    Returns:
+        The names of the removed files and folders.
+    """
+    unfinished = folder.unfinished()
+    for name in unfinished:
+        folder.remove(name)
+    return unfinished
+
+
+def replace_tensors(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file into a folder, or replace the one with this name in one step."""
+    beside = f".{name}.{secrets.token_hex(8)}{WRITING}"
+    with Folder.open(folder) as target:
+        try:
+            with target.new(beside) as new:
+                _save(new, name, tensors)
+                new.move(name, target)
+        finally:
+            target.remove(beside)
+
+
+def hash_tensors(tensors: dict[str, Tensor]) -> str:
+    """Return the SHA-256 over CPU tensors in name order: name, type, shape and bytes of each."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        value = tensors[name].detach().clone(memory_format=torch.contiguous_format)
+        digest.update(f"{name}\0{value.dtype}\0{list(value.shape)}\0".encode())
+        digest.update(value.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def tensor_names(form: dict[str, Any]) -> Iterator[str]:
+    """Yield the names of the tensors in a manifest's tree."""
+    for value in form.values():
+        if isinstance(value, dict):
+            yield from tensor_names(value)
+        elif isinstance(value, list):
+            yield value[0]
+
+
+def fill(form: dict[str, Any], tensors: dict[str, Tensor]) -> Tree:
+    """Put the tensors into a manifest's tree."""
+    filled: Tree = {}
+    for key, value in form.items():
+        if isinstance(value, dict):
+            filled[key] = fill(value, tensors)
+        elif isinstance(value, list):
+            filled[key] = tensors[value[0]]
+        else:
+            filled[key] = value
+    return filled
+
+
+def unreadable(folder: Path, part: str, error: Exception) -> CheckpointError:
+    """Return the error about a part that cannot be read any more."""
+    return CheckpointError(
+        f"{folder}: {part} cannot be read ({' '.join(str(error).split())}). Give another round, or start a new run.",
+        code="checkpoint.damaged",
+        path=str(folder),
+        part=part,
+    )
+
+
+def _write_part(folder: Folder, name: str, part: Tree | ClientStates) -> CheckpointPart:
+    """Write a part into a new checkpoint's folder."""
+    if isinstance(part, ClientStates):
+        form, tensors = _pack(part)
+    else:
+        form, tensors = _form(part), _tensors(part)
+    if not tensors:  # most clients of most methods have none
+        return {"file": None, "sha256": None, "tree": form}
+    file = f"{name}.safetensors"
+    _save(folder, file, tensors)
+    return {"file": file, "sha256": folder.hash(file), "tree": form}
+
+
+def _save(folder: Folder, name: str, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file into a folder that was just made.
+
+    Raises:
+        DiskFull: the disk has no room.
+    """
+    path = folder.path / name
+    try:
+        save_file(tensors, path)
+        path.chmod(0o600)
+        sync(path)
+    except SafetensorError:
+        # safetensors reports an error of the system as text; this write raises it with its number
+        folder.write(name, as_safetensors(tensors))
+
+
+def _pack(states: ClientStates) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the common tree of several client states, and their tensors by client id and path."""
+    numbers: dict[str, int] = {}
+    clients: dict[str, int] = {}
+    tensors: dict[str, Tensor] = {}
+    for id, state in states.by_client.items():
+        clients[str(id)] = numbers.setdefault(json.dumps(_form(state)), len(numbers))
+        tensors |= {f"{id}.{path}": value for path, value in _tensors(state).items()}
+    return {"bytes": states.size, "forms": [json.loads(text) for text in numbers], "clients": clients}, tensors
+
+
+def _tensors(part: Tree) -> dict[str, Tensor]:
+    # copies: safetensors refuses tensors that share memory
+    tensors = {
+        path: leaf.clone(memory_format=torch.contiguous_format)
+        for path, leaf in tree.leaves(part)
+        if isinstance(leaf, Tensor)
+    }
+    assert len(tensors) == sum(isinstance(leaf, Tensor) for _, leaf in tree.leaves(part)), "two tensors with one name"
+    return tensors
+
+
+def _form(part: Tree, path: str = "") -> dict[str, Any]:
+    """Return a part's tree with each tensor replaced by `[name]`."""
+    form = {}
+    for key, value in part.items():
+        assert isinstance(key, str), f"key {key!r}: states are dicts with string keys"
+        inner = f"{path}.{key}" if path else key
+        assert isinstance(value, dict | Tensor | str | int | float | None), f"{inner} is a {type(value).__name__}"
+        if isinstance(value, dict):
+            form[key] = _form(value, inner)
+        elif isinstance(value, Tensor):
+            form[key] = [inner]
+        else:
+            form[key] = value
+    return form
+
+
+class _EarlierCheckpoints:
+    """The checkpoint before the new one, and the one before that, which supply the files of unchanged parts."""
+
+    def __init__(self, folder: Folder, previous: Checkpoint | None):
+        self._folder, self._previous = folder, previous
+        self._older: Folder | None = None
+        self._older_parts: dict[str, CheckpointPart] = {}
+        if previous is None:
+            return
+        older = [name for name in _numbered(folder) if int(name) < int(previous.folder.name)]
+        if older:
+            with suppress(*_DAMAGE):
+                inner = folder.inner(older[-1])
+                self._older_parts = inner.read_json(_MANIFEST, _MANIFEST_TYPE, _MANIFEST_LIMIT)["parts"]
+                self._older = inner
+
+    def __enter__(self) -> "_EarlierCheckpoints":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._older is not None:
+            self._older.__exit__()
+
+    def carry(self, name: str, new: Folder) -> CheckpointPart:
+        """Put an unchanged part into the new checkpoint's folder: link the older file, or copy the previous one."""
+        assert self._previous is not None
+        entry = self._previous.parts[name]
+        file = entry["file"]
+        if file is None:
+            return entry
+        older = self._older_parts.get(name)
+        if self._older is not None and older is not None and older["sha256"] == entry["sha256"]:
+            with suppress(OSError, CheckpointError):  # a file system without hard links
+                self._older.link(file, new)
+                return entry
+        with self._folder.inner(self._previous.folder.name) as previous:
+            previous.copy(file, new)
+        if new.hash(file) != entry["sha256"]:
+            path = self._previous.folder / file
+            raise CheckpointError(
+                f"{path}: the file was damaged after it was written. Continue from the checkpoint before with "
+                "raylt resume.",
+                code="checkpoint.damaged",
+                path=str(path),
+            )
+        return entry
+
+
+def _numbered(folder: Folder) -> list[str]:
+    return sorted((name for name in folder.names() if name.isdigit() and len(name) >= 6), key=int)
+
+
+def _open(folder: Folder, name: str) -> Checkpoint:
+    with folder.inner(name) as inner:
+        manifest = inner.read_json(_MANIFEST, _MANIFEST_TYPE, _MANIFEST_LIMIT)
+        content = {key: value for key, value in manifest.items() if key != "sha256"}
+        if manifest["sha256"] != hash_json(content):
+            raise ValueError(f"{_MANIFEST}: its content does not match its hash")
+        if manifest["format"] != _FORMAT:
+            raise ValueError(f"format {manifest['format']}, this raylt reads {_FORMAT}")
+        if manifest["facts"].get("step") != int(name):
+            raise ValueError(f"it is that of step {manifest['facts'].get('step')}")
+        for entry in manifest["parts"].values():
+            if entry["file"] and inner.hash(entry["file"]) != entry["sha256"]:
+                raise ValueError(f"{entry['file']}: its content does not match its hash")
+        return Checkpoint(folder.path / name, manifest["facts"], manifest["parts"])

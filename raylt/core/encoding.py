@@ -1,0 +1,240 @@
+"""`encode`: the task of a frozen encoder, in which features take the place of images.
+
+With `trainable=classifier` the encoder gives the same features in every round, so it runs once. Features lie in a cache
+below data.root, which all methods, seeds and arms of a study share. Each encoder has a folder there: its name has the
+hash of the weights, the preprocessing, the precision and the output for fixed images. Features of other weights are
+never found there. An image is looked up by the hash of its pixels, so splits that share images share features.
+"""
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raylt.core.checkpoint.checkpoint import hash_tensors
+from raylt.core.device import all_threads, open_device
+from raylt.core.setup import Setup
+from raylt.data.augment import Augmentation, draw_view, normalise
+from raylt.data.images.cache import Stored, load, take
+from raylt.data.images.cache_builder import ABOUT
+from raylt.data.task import Holdings, Shard, Task, TaskSpec
+from raylt.errors import DataError
+from raylt.models.trainable import FrozenEncoder, frozen_entries
+from raylt.store import Folder, folder_for
+
+BATCH = 64  # always full: the size of a batch decides the last bits of a feature
+CHUNK = 1024  # rows that are looked up and computed at a time; an interrupted run finds those before
+KEY_BYTES = 16
+
+Report = Callable[[str], object]
+
+
+def encode(setup: Setup, task: Task, report: Report = lambda text: None) -> tuple[Setup, Task]:
+    """Return a setup and a task that train on features, if the encoder is frozen; otherwise both as they are.
+
+    Training samples have 1 + `views` features each where `augment` is set: that of the image, and those of augmented
+    views, which follow from the pixels alone. A batch takes a view of each sample at random.
+
+    Args:
+        task: one without pixels, or with features already, is returned as it is.
+        report: called with a sentence on the images that were encoded.
+    """
+    if not trains_on_features(setup, task) or len(task.test.x.shape) != 4 or 0 in task.test.x.shape:
+        return setup, task
+    model = setup.new_model(task.spec)
+    encoder = next(module for module in model.modules() if isinstance(module, FrozenEncoder))
+    device = open_device(setup.config)
+    fast = FeatureCache(setup, task.spec, encoder.to(device), device, setup.config.local.precision)
+    # models are judged in float32, as with images
+    exact = fast if fast.precision == "float32" else replace(fast, precision="float32")
+    views = 0 if setup.augment is None else setup.config.views
+    with all_threads():  # no client computes while images are encoded
+        shards = task.shards
+        if isinstance(shards, Holdings):
+            encoded: Sequence[Shard] = Holdings(fast.shard(shards.whole, views), shards.ends, shards.views)
+        else:
+            encoded = tuple(fast.shard(shard, views) for shard in shards)
+        task = replace(
+            task,
+            shards=encoded,
+            test=exact.shard(task.test),
+            validation=None if task.validation is None else exact.shard(task.validation),
+            auxiliary=None if task.auxiliary is None else fast.shard(task.auxiliary),
+        )
+    caches = [fast] if exact is fast else [fast, exact]
+    computed = sum(cache.computed for cache in caches)
+    from_cache = sum(cache.from_cache for cache in caches)
+    report(f"{setup.config.model} is frozen: {computed:,} images encoded, {from_cache:,} found in {fast.path}")
+    return replace(setup, augment=draw_view if views else None), task
+
+
+def trains_on_features(setup: Setup, spec: TaskSpec) -> bool:
+    """Return whether clients train on features: the encoder is frozen, and an image has one feature."""
+    return setup.config.trainable == "classifier" and spec.kind == "classification"
+
+
+@dataclass
+class FeatureCache:
+    """The features of one encoder under one precision, in memory as they are asked for, and on the disk.
+
+    Attributes:
+        computed: images that the encoder ran on.
+        from_cache: images whose features were in the cache.
+    """
+
+    setup: Setup
+    spec: TaskSpec
+    encoder: FrozenEncoder
+    device: torch.device
+    precision: str
+    computed: int = 0
+    from_cache: int = 0
+
+    @cached_property
+    def path(self) -> Path:
+        """The folder of the cache."""
+        root = Path(self.setup.config.data.root).expanduser().absolute()
+        return root / "cache" / f"features-{self._key[:16]}"
+
+    @cached_property
+    def _key(self) -> str:
+        """The hash of everything that a feature follows from besides the image."""
+        entries = {name: value.detach().cpu().contiguous() for name, value in frozen_entries(self.encoder).items()}
+        entries["output for fixed images"] = torch.from_numpy(self._fixed)
+        about = f"{self.spec.mean}{self.spec.std}{self.spec.shape}{self.precision}{self.device.type}{torch.__version__}"
+        return hashlib.sha256(f"{hash_tensors(entries)}{about}".encode()).hexdigest()
+
+    @cached_property
+    def _fixed(self) -> np.ndarray:
+        """The features of two fixed images, float32 [2, d]."""
+        images = torch.randint(0, 256, (2, *self.spec.shape), generator=torch.Generator().manual_seed(0))
+        return self._run(images.to(torch.uint8))
+
+    def shard(self, shard: Shard, views: int = 0) -> Shard:
+        """Return a shard with features float32 [n, 1 + views, d] in the place of images."""
+        chunks = [self._chunk(take(shard.x, rows), views) for rows in _chunks(len(shard))]
+        none = np.empty((0, 1 + views, self._fixed.shape[1]), np.float32)
+        return replace(shard, x=np.concatenate([none, *chunks]))
+
+    def _chunk(self, stored: Stored, views: int) -> np.ndarray:
+        images = load(stored)
+        plain = [hashlib.blake2b(image.tobytes(), digest_size=KEY_BYTES).digest() for image in images]
+        keys = [plain] + [
+            [_key_of_view(key, self.setup.config.augment, view) for key in plain] for view in range(1, views + 1)
+        ]
+        return np.stack([self._view(images, of_view, view) for view, of_view in enumerate(keys)], axis=1)
+
+    def _view(self, images: np.ndarray, keys: list[bytes], view: int) -> np.ndarray:
+        """Return the features of one view of images, float32 [n, d], after computing those that the cache lacks."""
+        with folder_for(self.path) as folder:
+            cached = _read(folder, keys)
+            lacking = [key for key in dict.fromkeys(keys) if key not in cached]
+            self.from_cache += len(keys) - len(lacking)
+            if lacking:
+                lock = folder.lock("lock", wait=True)  # arms that start together encode once
+                assert lock is not None
+                try:
+                    cached |= _read(folder, lacking)
+                    missing = [key for key in lacking if key not in cached]
+                    self.from_cache += len(lacking) - len(missing)
+                    cached |= self._compute(folder, images, keys, missing, view)
+                finally:
+                    os.close(lock)
+        return np.stack([cached[key] for key in keys])
+
+    def _compute(
+        self, folder: Folder, images: np.ndarray, keys: list[bytes], missing: list[bytes], view: int
+    ) -> dict[bytes, np.ndarray]:
+        if not missing:
+            return {}
+        position = {key: row for row, key in enumerate(keys)}
+        pictures = torch.from_numpy(np.stack([images[position[key]] for key in missing]))
+        if view:
+            assert self.setup.augment is not None
+            pictures = torch.cat(
+                [_augmented(x, key, self.setup.augment) for x, key in zip(pictures, missing, strict=True)]
+            )
+        features = np.concatenate([self._run(part) for part in pictures.split(BATCH)])
+        self.computed += len(missing)
+        _write(folder, missing, features)
+        of = f"features of {self.setup.config.model}"
+        about = {"of": of, "images": _rows(folder), "size": max(self.spec.shape[:2])}
+        folder.write(ABOUT, json.dumps(about))
+        return dict(zip(missing, features, strict=True))
+
+    @torch.no_grad()
+    def _run(self, images: Tensor) -> np.ndarray:
+        """Return the features of at most BATCH images, float32 [n, d]; the batch is filled up with black images."""
+        n = len(images)
+        full = torch.cat([images, images.new_zeros(BATCH - n, *images.shape[1:])]).to(self.device)
+        mean, std = (torch.tensor(values, device=self.device) for values in (self.spec.mean, self.spec.std))
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
+            z = self.encoder(normalise(full, mean, std))
+        return z[:n].float().cpu().numpy()
+
+
+def _key_of_view(key: bytes, augment: str, view: int) -> bytes:
+    return hashlib.blake2b(key + f"{augment} {view}".encode(), digest_size=KEY_BYTES).digest()
+
+
+def _augmented(image: Tensor, key: bytes, augment: Augmentation) -> Tensor:
+    """Return a view of an image, [1, H, W, channels], whose draws follow from its key."""
+    generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
+    x, _ = augment(image[None], torch.zeros(1, dtype=torch.int64), generator)
+    return x.float()
+
+
+def _read(folder: Folder, keys: Sequence[bytes]) -> dict[bytes, np.ndarray]:
+    """Return the features of those keys that the cache has."""
+    wanted = set(keys)
+    features: dict[bytes, np.ndarray] = {}
+    for name in folder.names():
+        if not name.startswith("keys."):
+            continue
+        path = folder.path / name.replace("keys.", "features.", 1)
+        try:
+            there = np.load(io.BytesIO(folder.read(name)), allow_pickle=False)
+            rows = np.load(path, mmap_mode="r", allow_pickle=False)
+            if len(there) != len(rows):
+                raise ValueError(f"{len(there)} keys, {len(rows)} features")
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"data.root: the cache of features {path} cannot be read ({error}). Remove it with raylt data --clear "
+                f"{folder.path.name}.",
+                code="data.cache-unreadable",
+                key="data.root",
+                path=str(path),
+            ) from None
+        for row, key in enumerate(there):
+            if (name := key.tobytes()) in wanted:
+                features[name] = np.array(rows[row])
+    return features
+
+
+def _rows(folder: Folder) -> int:
+    """Count the features in the cache."""
+    names = [name for name in folder.names() if name.startswith("keys.")]
+    return sum(len(np.load(folder.path / name, mmap_mode="r")) for name in names)
+
+
+def _write(folder: Folder, keys: Sequence[bytes], features: np.ndarray) -> None:
+    """Add features to the cache, as one more pair of files; the keys come last and make it valid."""
+    name = hashlib.sha256(b"".join(keys)).hexdigest()[:16]
+    packed = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), KEY_BYTES)
+    for kind, array in (("features", features), ("keys", packed)):
+        buffer = io.BytesIO()
+        np.save(buffer, array)
+        folder.write(f"{kind}.{name}.npy", buffer.getvalue())
+
+
+def _chunks(n: int) -> Iterator[np.ndarray]:
+    for start in range(0, n, CHUNK):
+        yield np.arange(start, min(start + CHUNK, n))

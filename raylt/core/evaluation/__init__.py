@@ -1,0 +1,1 @@
+"""Evaluation of the global model and of each client's own."""

@@ -1,0 +1,157 @@
+"""The client functions that judge clients' models, and the reductions that check their counts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raylt import tree
+from raylt.core.client import Client, Message, Reply
+from raylt.core.evaluation.counts import NO_CLIENT
+from raylt.core.fleet.reductions import Reduction, each
+from raylt.core.method import Method
+from raylt.core.server import Server
+from raylt.core.training.sgd import take_statistics
+from raylt.data.label_maps import class_counts
+from raylt.data.task import Shard
+from raylt.models.split import Params, SplitModel, load_entries, with_classifier
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The client function that judges a client's model on the test set.
+
+    Attributes:
+        method: the method whose models are judged.
+        other: one of its `other_models`; None for the model that clients use.
+    """
+
+    method: Method
+    other: str | None = None
+
+    def judge(self, client: Client, message: Message) -> Reply:
+        """Count (true, predicted) classes of this client's model on the test set.
+
+        The reply has counts [C, C]. Where the message names the owners of the test images it has [2, C, C]: the counts
+        on the whole test set, and on the client's own test images. It also has the number of predictions that are not
+        numbers.
+        """
+        model = judged_model(self.method, client, message["model"], self.other)
+        owners = message.get("owners")
+        if owners is not None:
+            owners = owners.where(owners == client.id, NO_CLIENT)
+        counts = client.test.counts(model, self.method.predict, client.config.evaluation.batch, owners)
+        unusable = int(counts.not_numbers)
+        if owners is None:
+            return client.reply(confusion=counts.all, not_numbers=unusable)
+        own = counts.own.get(client.id, torch.zeros_like(counts.all))
+        return client.reply(confusion=torch.stack([counts.all, own]), not_numbers=unusable)
+
+
+@dataclass(frozen=True)
+class NewClient:
+    """The client function of a client that joins after training.
+
+    Attributes:
+        method: defines what such a client does before it is judged.
+    """
+
+    method: Method
+
+    def settle(self, client: Client, message: Message) -> Reply:
+        """Prepare a new client as the method asks, before it is judged."""
+        self.method.settle(client, message)
+        return client.reply()
+
+
+def judged_entries(server: Server, method: Method) -> Params:
+    """Return the entries of the server's model that clients need to be judged.
+
+    For a personal method these are the entries that it shares, for others the entries of the global model that may
+    travel: federation.batchnorm = local keeps running statistics at the clients.
+    """
+    if method.personal:
+        return tree.snapshot(method.shared(server.model))
+    model = method.global_model(server)
+    return tree.snapshot(
+        {name: value for name, value in model.state_dict().items() if name not in server.model.local_buffers}
+    )
+
+
+@torch.no_grad()
+def judged_model(method: Method, client: Client, entries: Params, other: str | None = None) -> SplitModel:
+    """Return the model that a client uses: its own, or the global one with the statistics that the client keeps.
+
+    A client that was never asked takes its statistics now.
+
+    Args:
+        entries: from `judged_entries`.
+        other: one of the method's `other_models` instead.
+    """
+    if method.personal:
+        client.receive(entries)
+        take_statistics(client)
+        return method.client_model(client) if other is None else method.other_model(client, other)
+    classifier = {
+        name.removeprefix("classifier."): value for name, value in entries.items() if name.startswith("classifier.")
+    }
+    model = client.model
+    if classifier.keys() != model.classifier.state_dict().keys():
+        # the global model has another linear classifier than the one that clients train
+        model = with_classifier(model, classifier["weight"], classifier.get("bias"), classifier.get("longest"))
+    names = model.state_dict().keys()
+    load_entries(model, {name: value for name, value in entries.items() if name in names})
+    take_statistics(client)
+    return model
+
+
+def counts_on(shard: Shard, classes: int) -> Reduction:
+    """Return the reduction for counts [C, C] on a test set.
+
+    It rejects negative counts, and rows whose sums are not the numbers of samples, or labelled pixels, of the classes.
+    """
+    like = torch.empty(classes, classes, dtype=torch.int64, device="meta")
+    return each.like(like).where(partial(_count_fault, expected=totals(shard, classes)))
+
+
+def counts_on_own(shard: Shard, classes: int, own: Mapping[int, Tensor]) -> Reduction:
+    """Return the reduction for counts [2, C, C], on the whole test set and on the client's own test images.
+
+    Args:
+        own: samples per class, int64 [C], of each client that has test images.
+    """
+    like = torch.empty(2, classes, classes, dtype=torch.int64, device="meta")
+    condition = partial(_own_fault, on_all=totals(shard, classes), own=own)
+    return each.like(like).where_of(condition)
+
+
+def not_numbers_on(shard: Shard) -> Reduction:
+    """Return the reduction for the number of predictions on a test set that are not numbers."""
+    most = shard.labels().size
+    return each.like(0).where(lambda count: f"is more than the {most} labels" if count > most else None)
+
+
+def totals(shard: Shard, classes: int, rows: np.ndarray | None = None) -> Tensor:
+    """Count the samples, or labelled pixels, per class of a test set, or of some of its rows, int64 [C]."""
+    labels = shard.labels()
+    return torch.from_numpy(class_counts(labels if rows is None else labels[rows], classes))
+
+
+def _count_fault(counts: Tensor, expected: Tensor, what: str = "the test set") -> str | None:
+    if (counts < 0).any():
+        return "has negative counts"
+    return None if torch.equal(counts.sum(1), expected) else f"has not as many counts of each class as {what}"
+
+
+def _own_fault(id: int, counts: Tensor, on_all: Tensor, own: Mapping[int, Tensor]) -> str | None:
+    all_counts, own_counts = counts
+    if fault := _count_fault(all_counts, on_all):
+        return fault
+    if fault := _count_fault(own_counts, own.get(id, torch.zeros_like(on_all)), "the client's own test images"):
+        return fault
+    if (own_counts > all_counts).any():
+        return "has more counts on the client's own test images than on all"
+    return None

@@ -1,0 +1,338 @@
+"""`Evaluator`: which models are judged after a step, and the figures that a report has of them.
+
+`validate` judges on validation images, which no client trains on: searches and the choice of a round go by these.
+"""
+
+import copy
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raylt import metrics
+from raylt.core.client import Client, Message, Reply
+from raylt.core.device import InHalves, all_threads
+from raylt.core.evaluation.client_models import (
+    Judge,
+    NewClient,
+    counts_on,
+    counts_on_own,
+    judged_entries,
+    judged_model,
+    not_numbers_on,
+    totals,
+)
+from raylt.core.evaluation.counts import NO_CLIENT, Counts, Matrices, counts_of
+from raylt.core.fleet.cohort import Cohort
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import Reduction
+from raylt.core.method import Method
+from raylt.core.report import POOLED, SHARED
+from raylt.core.server import Server
+from raylt.data.images.cache import Mapped, load
+from raylt.data.samples import Samples
+from raylt.data.task import Shard, Task
+from raylt.models.split import SplitModel
+from raylt.tree import view
+
+
+class Evaluator:
+    """Judges the global model and the clients' models, on the test set and on the clients' own test images."""
+
+    def __init__(self, method: Method, task: Task, server: Server, fleet: Fleet):
+        self.method, self.task, self.server, self.fleet = method, task, server, fleet
+        self._config = server.config.evaluation
+
+    def evaluate(self, step: int, last: bool, done: bool) -> tuple[dict[str, Any], Matrices | None]:
+        """Judge the models that are due after a step.
+
+        Args:
+            last: whether no round follows.
+            done: whether no step follows.
+
+        Returns:
+            Fields of `RoundReport`, without those that are None, and the counts behind them; None where no model was
+            judged. Figures on validation images and of new clients are added to the server's figures.
+        """
+        own_models = has_own_models(self.method, self.server)
+        shared, quality = self._judge_global(last) if self._global_is_due(step, last) else (None, None)
+        clients = self._judge_clients(self.fleet.everyone) if own_models and self._clients_are_due(step, last) else None
+        deployed = clients if own_models else _as_deployed(shared)
+
+        judged: dict[str, Any] = {}
+        if shared is not None:
+            judged |= {name: read(shared.all) for name, read in SHARED.items()}
+            judged["quality"] = quality
+        if deployed:
+            judged |= self._figures(deployed, self.fleet.ids)
+            judged["by_client"] = judged["by_client"] if own_models or last else None
+            judged["shown"] = _shown(judged["clients"]) if own_models else "accuracy"
+        if deployed and self.task.validation is not None:
+            self.server.figures["validation"] = validate(self.method, self.server, self.fleet, self.task)
+        if own_models and done:
+            judged["others"] = {name: self._figures_of_other(name) for name in self.method.other_models}
+        if done and self.fleet.new_clients:
+            self.server.figures["new_clients"] = self._judge_new_clients(None if own_models else deployed)
+        if shared is None and clients is None:
+            return judged, None
+
+        matrices = Matrices(
+            shared=None if shared is None else shared.all,
+            clients={} if clients is None else clients.clients,
+            own=deployed.own if deployed else {},
+        )
+        return judged | {"confusion": matrices.sha256}, matrices
+
+    def _global_is_due(self, step: int, last: bool) -> bool:
+        """Return whether to judge the global model.
+
+        Without running statistics (federation.batchnorm = local) it cannot be judged.
+        """
+        return (last or step % self._config.every == 0) and not self.server.model.local_buffers
+
+    def _clients_are_due(self, step: int, last: bool) -> bool:
+        return last or (self._config.personal > 0 and step % self._config.personal == 0)
+
+    def _judge_global(self, last: bool) -> tuple[Counts, dict[str, float | None] | None]:
+        """Return the counts of the global model, and after the last round the quality of its probabilities."""
+        model = self.method.global_model(self.server).eval()
+        probabilities: list[Tensor] = []
+
+        def keep(logits: Tensor) -> None:
+            probabilities.append(logits.softmax(1).cpu())
+
+        with all_threads():
+            counts = counts_of(
+                in_halves(self.method, model, self.server, self.fleet),
+                self._test,
+                self.task.classes,
+                self._config.batch,
+                self._owners,
+                keep if last and self.task.kind == "classification" else None,
+            )
+        self._say_not_numbers(int(counts.not_numbers), "the global model")
+        if not probabilities:
+            return counts, None
+        return counts, metrics.quality(torch.cat(probabilities), self._test.y.cpu())
+
+    def _say_not_numbers(self, count: int, models: str) -> None:
+        """Add a remark to the figures of the step where predictions are not numbers."""
+        if count:
+            self.server.figures["predictions"] = (
+                f"{count} predictions of {models} are not numbers; they count as wrong. Lower local.lr"
+            )
+
+    def _judge_clients(self, cohort: Cohort, other: str | None = None) -> Matrices:
+        """Judge the own models of clients, at the clients.
+
+        Args:
+            other: one of the method's `other_models`, instead of the model that clients use.
+        """
+        message: Message = {"model": judged_entries(self.server, self.method)}
+        if self._owners is not None:
+            message["owners"] = self._owners
+        with self.fleet.judging():
+            got = self.fleet.ask(
+                Judge(self.method, other).judge,
+                cohort,
+                message,
+                confusion=self._counts_reduction,
+                not_numbers=not_numbers_on(self.task.test),
+            )
+        self._say_not_numbers(sum(got["not_numbers"].values()), "clients' models")
+        del self.fleet.round_stats.traffic["judge"]  # a federation would not send these
+        counts: dict[int, Tensor] = got["confusion"]
+        if self.task.own_tests is None:
+            return Matrices(clients=counts)
+        return Matrices(
+            clients={id: both[0] for id, both in counts.items()},
+            own={id: both[1] for id, both in counts.items() if both[1].any()},
+        )
+
+    def _judge_new_clients(self, deployed: Matrices | None) -> dict[str, Any]:
+        """Judge the clients that join after training; neither the server nor these clients change.
+
+        Args:
+            deployed: counts of the model that all clients share; None where clients have models of their own.
+
+        Returns:
+            The number of new clients, means over them, and the worst tenth by their own class mix.
+        """
+        fleet = self.fleet
+        if deployed is None:
+            cohort = Cohort(fleet.new_clients, everyone=True)
+            with fleet.judging():
+                settled = fleet.ask(NewClient(self.method).settle, cohort, self.method.message(self.server))
+                deployed = self._judge_clients(Cohort(settled.weights, everyone=True))
+            del fleet.round_stats.traffic["settle"]  # no part of training
+        clients = self._figures(deployed, fleet.new_clients)["clients"]
+        return {
+            "count": len(fleet.new_clients),
+            **{kind: spread["mean"] for kind, spread in clients.items()},
+            "worst_decile": clients["matched"]["worst_decile"] if "matched" in clients else None,
+        }
+
+    def _figures_of_other(self, name: str) -> dict[str, Any]:
+        return self._figures(self._judge_clients(self.fleet.everyone, name), self.fleet.ids)
+
+    def _figures(self, matrices: Matrices, ids: Collection[int]) -> dict[str, Any]:
+        """Compute the figures of clients' own models, or of one that all share, as each client sees the classes.
+
+        The overall figures of clients' own models are read off the sum of their counts.
+
+        Args:
+            ids: the clients that share the one model.
+        """
+        views, owned = torch.from_numpy(self.task.views), torch.from_numpy(self.task.client_counts)
+        everyone = matrices.clients or matrices.shared
+        assert everyone is not None
+        seen = metrics.seen_by_each(everyone, views, ids)
+        own = None
+        if self.task.own_tests is not None:
+            chosen = set(ids)
+            own = metrics.seen_by_each({id: counts for id, counts in matrices.own.items() if id in chosen}, views, ())
+        pooled = metrics.pooled(seen.values())
+        by_client = metrics.by_client(seen, owned, own)
+        return {
+            **{name: read(pooled) for name, read in POOLED.items()},
+            "groups": metrics.group_accuracy(pooled, self.task.groups),
+            "clients": metrics.client_figures(by_client),
+            "by_client": by_client,
+        }
+
+    @cached_property
+    def _test(self) -> Samples:
+        return Samples(self.task.test, self.task.spec, self.server.device)
+
+    @cached_property
+    def _owners(self) -> Tensor | None:
+        """The client of each test image, or NO_CLIENT; None where clients have no test images of their own."""
+        if self.task.own_tests is None:
+            return None
+        owners = np.full(len(self.task.test), NO_CLIENT, dtype=np.int64)
+        for id, rows in enumerate(self.task.own_tests):
+            owners[rows] = id
+        return torch.from_numpy(owners)
+
+    @cached_property
+    def _counts_reduction(self) -> Reduction:
+        """The reduction for clients' counts, with the totals that these must have."""
+        test, classes = self.task.test, self.task.classes
+        if self.task.own_tests is None:
+            return counts_on(test, classes)
+        own = {id: totals(test, classes, rows) for id, rows in enumerate(self.task.own_tests) if len(rows)}
+        return counts_on_own(test, classes, own)
+
+
+def _shown(clients: dict[str, Any]) -> str:
+    """Return the figure that is shown for clients' own models: accuracy on the client's own images."""
+    return next((kind for kind in (metrics.LOCAL, "matched") if kind in clients), "accuracy")
+
+
+def has_own_models(method: Method, server: Server) -> bool:
+    """Return whether clients are judged by models of their own."""
+    return method.personal or bool(server.model.local_buffers)
+
+
+def in_halves(method: Method, model: SplitModel, server: Server, fleet: Fleet) -> InHalves:
+    """Return a model's prediction function that takes as many images at a time as the server's device has room for."""
+    return InHalves(
+        lambda x: method.predict(model, x),
+        lambda text: fleet.note(f"round {server.round}, evaluation at the server: {text}"),
+    )
+
+
+def validate(method: Method, server: Server, fleet: Fleet, task: Task) -> dict[str, float | None]:
+    """Compute figures on the validation set, in which every class counts the same, as on the balanced test set.
+
+    Returns:
+        accuracy, many, medium, few, owned, matched, miou, local and worst_decile, in [0, 1]; None where there is
+        nothing to judge. Of these, local is the mean over the clients on the validation images that were taken from
+        them, and worst_decile the mean of the worst tenth of these clients.
+    """
+    shard = task.validation
+    owners = task.validation_clients
+    assert shard is not None
+    assert owners is not None
+    if has_own_models(method, server):
+        message = {"model": judged_entries(server, method), "judged": _as_message(shard), "owners": view(owners)}
+        taken = {id: totals(shard, task.classes, np.flatnonzero(owners == id)) for id in np.unique(owners).tolist()}
+        reduction = counts_on_own(shard, task.classes, taken)
+        with fleet.judging():
+            got = fleet.ask(ValidationJudge(method).judge, fleet.everyone, message, confusion=reduction)
+        del fleet.round_stats.traffic["judge"]  # a federation would not send these
+        judged = {id: balance(both[0]) for id, both in got["confusion"].items()}
+        own = {id: both[1] for id, both in got["confusion"].items() if both[1].any()}
+    else:
+        model = method.global_model(server).eval()
+        samples = Samples(shard, task.spec, server.device)
+        predict = in_halves(method, model, server, fleet)
+        counts = counts_of(predict, samples, task.classes, server.config.evaluation.batch, torch.from_numpy(owners))
+        judged = balance(counts.all)
+        own = counts.own
+    views = torch.from_numpy(task.views)
+    seen = metrics.seen_by_each(judged, views, fleet.ids)
+    pooled = sum(seen.values(), start=torch.zeros_like(next(iter(seen.values()))))
+    own_seen = metrics.seen_by_each({id: own[id] for id in fleet.ids if id in own}, views, ())
+    clients = metrics.client_figures(metrics.by_client(seen, torch.from_numpy(task.client_counts), own_seen))
+    return {
+        "accuracy": metrics.accuracy(pooled),
+        **metrics.group_accuracy(pooled, task.groups),
+        "owned": clients["owned"]["mean"],
+        "matched": clients["matched"]["mean"],
+        "miou": metrics.mean_iou(pooled),
+        "local": clients[metrics.LOCAL]["mean"] if metrics.LOCAL in clients else None,
+        "worst_decile": clients[metrics.LOCAL]["worst_decile"] if metrics.LOCAL in clients else None,
+    }
+
+
+@dataclass(frozen=True)
+class ValidationJudge:
+    """The client function that judges clients' own models on validation images."""
+
+    method: Method
+
+    def judge(self, client: Client, message: Message) -> Reply:
+        """Count (true, predicted) classes of this client's model on the images in the message.
+
+        The counts are [2, C, C]: on all of them, and on those that were taken from this client.
+        """
+        model = judged_model(self.method, client, message["model"]).eval()
+        images = message["judged"]
+        samples = copy.copy(client.samples)  # normalised as the client's own
+        samples.y = images["labels"]
+        if "images" in images:
+            samples.x = images["images"]
+        else:
+            samples.x = view(Mapped(images["path"], images["rows"].cpu().numpy()).load()).to(client.device)
+        batch = client.config.evaluation.batch
+        owners = message["owners"]
+        taken = owners.where(owners == client.id, NO_CLIENT)
+        counts = counts_of(lambda x: self.method.predict(model, x), samples, client.model.classes, batch, taken)
+        own = counts.own.get(client.id, torch.zeros_like(counts.all))
+        return client.reply(confusion=torch.stack([counts.all, own]))
+
+
+def balance(matrix: Tensor) -> Tensor:
+    """Weight the rows of a confusion matrix as if every class had the same number of samples.
+
+    Returns:
+        float64 [C, C]; rows of absent classes stay 0.
+    """
+    return matrix.double() / matrix.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def _as_message(shard: Shard) -> dict[str, Any]:
+    """Return images and labels as a message can carry them: mapped images by file and rows, others by value."""
+    if isinstance(shard.x, Mapped):
+        return {"path": shard.x.path, "rows": view(shard.x.rows), "labels": view(shard.labels())}
+    return {"images": view(load(shard.x)), "labels": view(shard.labels())}
+
+
+def _as_deployed(shared: Counts | None) -> Matrices | None:
+    """Return the counts of the global model, for a method whose clients all use it."""
+    return None if shared is None else Matrices(shared.all, own=shared.own)

@@ -1,0 +1,415 @@
+"""Settings that exclude each other: one table, evaluated once, where a run is planned.
+
+A row names a setting, what it excludes, why, and the remedy. `raylt plan`, `raylt run`, searches and studies all
+evaluate the same rows, so nothing is refused only after a run has been set up.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from raylt.config import Config
+from raylt.core.method import Method
+from raylt.core.protection.client_dp import epsilon_of, rate_of
+from raylt.data.augment import moves_pixels, needs_grey_or_colour
+from raylt.data.samples import Augmentation
+from raylt.data.task import TaskSpec
+from raylt.errors import ConfigError
+from raylt.models.split import SplitModel
+from raylt.models.trainable import whole_model
+
+RISK = 0.01  # the largest accepted chance that Poisson sampling leaves some round without enough clients
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """All that a row of the table may look at.
+
+    Attributes:
+        spec: of the task.
+        model: a new model of the run.
+        augment: of training images; None where there is none.
+    """
+
+    config: Config
+    method: Method
+    spec: TaskSpec
+    model: SplitModel
+    augment: Augmentation | None
+
+    @property
+    def training_clients(self) -> int:
+        """Clients that train: all but those that join after training."""
+        return (self.config.data.clients or 1) - self.config.data.new_clients
+
+    @property
+    def on_features(self) -> bool:
+        """True if clients train on features instead of images, see raylt/core/encoding.py."""
+        return self.config.trainable == "classifier" and self.spec.kind == "classification"
+
+    @property
+    def shares_nothing_that_learns(self) -> bool:
+        """True if the part of the model that the method shares is frozen and it asks clients for nothing else."""
+        method = self.method
+        shares = bool(method.shared(self.model)) or method.uploads_more
+        return not shares and bool(method.shared(whole_model(self.model)))
+
+    @property
+    def starving_chance(self) -> float:
+        """Chance, at most 1, that Poisson sampling leaves some round with too few clients.
+
+        One client is enough for a plain round. A secure sum needs two.
+        """
+        federation = self.config.federation
+        asked = federation.participation
+        clients = self.training_clients
+        starved = (1 - asked) ** clients
+        if federation.secure:
+            starved += clients * asked * (1 - asked) ** (clients - 1)
+        return 1 - (1 - min(starved, 1.0)) ** federation.rounds
+
+    @property
+    def spent_epsilon(self) -> float:
+        """Epsilon that all rounds spend together under `privacy.update_epsilon`."""
+        privacy = self.config.privacy
+        return epsilon_of(privacy.noise_multiplier, rate_of(self.config), self.config.federation.rounds, privacy.delta)
+
+    @property
+    def early_stages(self) -> list[str]:
+        """Stages of the method that begin before its last round has ended."""
+        rounds = self.config.federation.rounds
+        return [name for name, after in self.method.stages(rounds).items() if after < rounds]
+
+    def setting(self, key: str) -> Any:
+        """Return the value of a setting such as `federation.secure`; of `method`, the name."""
+        if key == "method":
+            return self.method.name
+        value: Any = self.config
+        for name in key.split("."):
+            value = getattr(value, name)
+        return value
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """One row of the table.
+
+    Attributes:
+        setting: its key.
+        excludes: the other setting, or a property of the method, the model or the data.
+        applies: whether a planned run has both.
+        why: what would go wrong, as a sentence.
+        remedy: what the user can do, as an imperative sentence.
+        code: of the error.
+    """
+
+    setting: str
+    excludes: str
+    applies: Callable[[PlannedRun], bool]
+    why: Callable[[PlannedRun], str] | str
+    remedy: str
+    code: str = "config.conflict"
+
+    def error(self, run: PlannedRun) -> ConfigError:
+        """Return the error to raise for a run that has both."""
+        value = run.setting(self.setting)
+        shown = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
+        why = self.why if isinstance(self.why, str) else self.why(run)
+        return ConfigError(
+            f"{self.setting} = {shown}: {why}. {self.remedy}.",
+            code=self.code,
+            key=self.setting,
+            value=value,
+            excludes=self.excludes,
+        )
+
+
+def _starving(run: PlannedRun) -> str:
+    few = "fewer than two clients" if run.config.federation.secure else "no client"
+    return f"the chance that some round has {few} is {run.starving_chance:.2g}"
+
+
+def _parts_seen(run: PlannedRun) -> str:
+    return " and ".join(run.method.sees_each)
+
+
+def _missing(package: str) -> bool:
+    return importlib.util.find_spec(package) is None
+
+
+EXCLUSIONS: tuple[Exclusion, ...] = (
+    # what the problem is
+    Exclusion(
+        "method",
+        "data.source",
+        lambda run: run.spec.kind not in run.method.problems,
+        lambda run: (
+            f"the method is defined for {' and '.join(run.method.problems)}, and {run.spec.name} is a problem of "
+            f"{run.spec.kind}"
+        ),
+        "Choose a method that `raylt methods` lists for this problem",
+    ),
+    Exclusion(
+        "model",
+        "data.source",
+        lambda run: run.model.problem != run.spec.kind,
+        lambda run: f"the model does not do {run.spec.kind}, which {run.spec.name} is a problem of",
+        "Choose a model that `raylt settings` lists for this problem",
+    ),
+    Exclusion(
+        "data.erased",
+        "local.unlabelled",
+        lambda run: run.config.data.erased == "unlabelled" and run.config.local.unlabelled == "ignored",
+        "a batch that shows none of a client's classes has no label at all",
+        "Set local.unlabelled=absent",
+    ),
+    Exclusion(
+        "augment",
+        "segmentation",
+        lambda run: run.spec.kind == "segmentation" and moves_pixels(run.augment),
+        "the augmentation moves pixels without their label maps",
+        "Set augment to crop_flip, scale_crop_flip or color_jitter",
+    ),
+    Exclusion(
+        "augment",
+        "channels",
+        lambda run: run.spec.shape[2] not in (1, 3) and needs_grey_or_colour(run.augment),
+        lambda run: (
+            f"the augmentation needs images of one or three channels, and those of {run.spec.name} have "
+            f"{run.spec.shape[2]}"
+        ),
+        "Set augment to crop_flip, resized_crop_flip, scale_crop_flip or none",
+    ),
+    Exclusion(
+        "input",
+        "data.normalise",
+        lambda run: run.config.input is not None and run.config.data.normalise,
+        "the encoder that resizes images also normalises them",
+        "Leave data.normalise out, or set input=null",
+    ),
+    # what learns
+    Exclusion(
+        "trainable",
+        "method",
+        lambda run: run.shares_nothing_that_learns,
+        lambda run: f"{run.method.name} shares the encoder alone, and all of that is frozen, so clients send nothing",
+        "Set trainable to norm, last:N or lora:R, or choose a method that shares the classifier",
+    ),
+    Exclusion(
+        "trainable",
+        "method",
+        lambda run: run.on_features and run.method.augments,
+        lambda run: f"{run.method.name} changes images in its own way, and a frozen encoder sees each image once",
+        "Set trainable to norm, last:N or lora:R, or the fields of the method so that it leaves images alone",
+    ),
+    Exclusion(
+        "trainable",
+        "method.teacher",
+        lambda run: run.on_features and run.method.sees_images,
+        lambda run: (
+            f"the teacher of {run.method.name} looks at images, and with a frozen encoder clients hold features"
+        ),
+        "Compute its features before: method.teacher=npz:FILE, or set trainable to norm, last:N or lora:R",
+    ),
+    Exclusion(
+        "federation.rounds",
+        "method",
+        lambda run: run.config.federation.rounds == 0 and not (run.method.sums_samples and run.method.finishes),
+        lambda run: f"{run.method.name} learns in rounds, and there are none",
+        "Choose fedncm, fed3r, ccvr or sfd, or set federation.rounds to at least 1",
+    ),
+    Exclusion(
+        "federation.rounds",
+        "trainable",
+        lambda run: run.config.federation.rounds == 0 and run.config.trainable != "classifier",
+        lambda run: f"without a round nothing trains the encoder, and trainable = {run.config.trainable} lets it learn",
+        "Set trainable=classifier, or federation.rounds to at least 1",
+    ),
+    # an early end of the rounds
+    Exclusion(
+        "federation.patience",
+        "data.validation",
+        lambda run: run.config.federation.patience is not None and run.config.data.validation == 0,
+        "rounds end early by the accuracy on validation samples, and there are none",
+        "Set data.validation=0.1",
+    ),
+    Exclusion(
+        "federation.patience",
+        "evaluation.personal",
+        lambda run: (
+            run.config.federation.patience is not None
+            and run.config.evaluation.personal == 0
+            and (run.method.personal or bool(run.model.local_buffers))
+        ),
+        "clients' own models are judged after the last round only",
+        "Set evaluation.personal=1, or another number of rounds between two judgements",
+    ),
+    Exclusion(
+        "federation.patience",
+        "method",
+        lambda run: run.config.federation.patience is not None and bool(run.early_stages),
+        lambda run: (
+            f"the stage {run.early_stages[0]} of {run.method.name} begins some rounds before the last, which nobody "
+            "knows beforehand"
+        ),
+        "Set federation.patience to null",
+    ),
+    # who is asked
+    Exclusion(
+        "federation.sampling",
+        "federation.over_select",
+        lambda run: run.config.federation.sampling == "poisson" and run.config.federation.over_select > 0,
+        "Poisson sampling asks no fixed number of clients, and federation.over_select adds to a number",
+        "Set federation.over_select=0, or federation.sampling=fixed",
+    ),
+    Exclusion(
+        "federation.sampling",
+        "federation.participation",
+        lambda run: run.config.federation.sampling == "poisson" and run.starving_chance > RISK,
+        _starving,
+        "Raise federation.participation or data.clients",
+    ),
+    # secure sums
+    Exclusion(
+        "federation.secure",
+        "cryptography",
+        lambda run: run.config.federation.secure and _missing("cryptography"),
+        "secure sums need the package cryptography",
+        "Install it: pip install 'raylt[secure]'",
+        "config.missing-package",
+    ),
+    Exclusion(
+        "federation.secure",
+        "federation.robust",
+        lambda run: run.config.federation.secure and run.config.federation.robust is not None,
+        "a robust rule looks at each client's part, and a secure sum shows none",
+        "Set federation.robust=null, or federation.secure=false",
+    ),
+    Exclusion(
+        "federation.secure",
+        "method",
+        lambda run: run.config.federation.secure and bool(run.method.sees_each),
+        lambda run: f"{run.method.name} must see each client's {_parts_seen(run)}, and a secure sum shows none",
+        "Set federation.secure=false, or the fields of the method so that it only sums",
+    ),
+    Exclusion(
+        "federation.secure",
+        "federation.participation",
+        lambda run: (
+            run.config.federation.secure
+            and run.config.federation.sampling == "fixed"
+            and run.config.federation.participation * run.training_clients <= 1
+        ),
+        "a round asks one client, and a sum of one hides nothing",
+        "Raise federation.participation",
+    ),
+    # robust rules
+    Exclusion(
+        "federation.robust",
+        "method",
+        lambda run: run.config.federation.robust is not None and not run.method.shared(run.model),
+        lambda run: f"{run.method.name} averages no model",
+        "Set federation.robust=null",
+    ),
+    Exclusion(
+        "federation.robust",
+        "method",
+        lambda run: run.config.federation.robust is not None and bool(run.method.sees_each),
+        lambda run: f"{run.method.name} combines clients itself, from each client's {_parts_seen(run)}",
+        "Set federation.robust=null, or the fields of the method so that it averages",
+    ),
+    # differential privacy of samples
+    Exclusion(
+        "privacy.epsilon",
+        "privacy.update_epsilon",
+        lambda run: run.config.privacy.epsilon is not None and run.config.privacy.update_epsilon is not None,
+        "privacy.epsilon hides samples and privacy.update_epsilon hides clients; their budgets do not add up",
+        "Set one of them to null",
+    ),
+    Exclusion(
+        "privacy.epsilon",
+        "method",
+        lambda run: (
+            run.config.privacy.epsilon is not None
+            and (not run.method.sums_samples or not run.method.finishes or bool(run.method.sees_each))
+        ),
+        lambda run: f"{run.method.name} uploads no sums over samples after the last round",
+        "Set privacy.epsilon=null, or choose sfd, ccvr, fedncm or fed3r",
+    ),
+    Exclusion(
+        "privacy.epsilon",
+        "federation.batchnorm",
+        lambda run: run.config.privacy.epsilon is not None and bool(run.model.local_buffers),
+        "with federation.batchnorm=local a sample moves the features of others through its client's running "
+        "statistics, which the noise does not cover",
+        "Set federation.batchnorm=average",
+    ),
+    # differential privacy of clients
+    Exclusion(
+        "privacy.update_epsilon",
+        "opacus",
+        lambda run: run.config.privacy.update_epsilon is not None and _missing("opacus"),
+        "the budget of clients needs the accountant of the package opacus",
+        "Install it: pip install 'raylt[dp]'",
+        "config.missing-package",
+    ),
+    Exclusion(
+        "privacy.update_epsilon",
+        "method",
+        lambda run: (
+            run.config.privacy.update_epsilon is not None
+            and (run.method.uploads_more or not run.method.shared(run.model))
+        ),
+        lambda run: (
+            f"{run.method.name} uploads more than a model, or none, and the noise hides clients in the mean of "
+            "models alone"
+        ),
+        "Choose a method that uploads nothing else, such as fedavg",
+    ),
+    Exclusion(
+        "privacy.update_epsilon",
+        "federation.robust",
+        lambda run: run.config.privacy.update_epsilon is not None and run.config.federation.robust is not None,
+        lambda run: f"federation.robust = {run.config.federation.robust} has no sum that noise could be measured for",
+        "Set one of them to null",
+    ),
+    Exclusion(
+        "privacy.update_epsilon",
+        "federation.sampling",
+        lambda run: (
+            run.config.privacy.update_epsilon is not None
+            and run.config.federation.sampling == "fixed"
+            and run.config.federation.participation < 1
+        ),
+        lambda run: (
+            f"with federation.sampling=fixed and federation.participation = "
+            f"{run.config.federation.participation:g} one more client means that another is not asked, which the "
+            "noise does not cover"
+        ),
+        "Set federation.sampling=poisson, or federation.participation=1",
+    ),
+    Exclusion(
+        "privacy.update_epsilon",
+        "federation.rounds",
+        lambda run: (
+            run.config.privacy.update_epsilon is not None and run.spent_epsilon > run.config.privacy.update_epsilon
+        ),
+        lambda run: (
+            f"{run.config.federation.rounds} rounds spend {run.spent_epsilon:.3g} with federation.sampling = "
+            f"{run.config.federation.sampling}"
+        ),
+        "Raise privacy.noise_multiplier, or lower federation.rounds",
+    ),
+)
+
+
+def check_exclusions(run: PlannedRun) -> None:
+    """Raise the error of the first row that applies.
+
+    Raises:
+        ConfigError: two settings of the run exclude each other.
+    """
+    for row in EXCLUSIONS:
+        if row.applies(run):
+            raise row.error(run)

@@ -1,0 +1,89 @@
+"""Sums of `mean` and `total` parts in blocks of a fixed size, so that the bits do not depend on who adds them up.
+
+The clients that are asked are in the order of their ids; BLOCK neighbours of this order are a block. The replies of a
+block are added in this order, in float64, and then the blocks in theirs. Seed and round decide which clients are asked,
+and a reply that cannot be used leaves its place empty. So no bit depends on actors, on nodes, or on the order of
+arrival. A process that runs a whole block may send its sums instead of its replies. (Blocks of neighbouring ids, asked
+or not, would hold half a client where a hundred of ten thousand are asked.) Up to BLOCK clients there is one block, and
+the sum is the plain one.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raylt import tree
+from raylt.core.client import Reply
+from raylt.core.fleet.reductions import Reduction, ReductionKind
+from raylt.tree import RunningSum, Tree
+
+BLOCK = 64
+ReplyLayout = frozenset[tuple[tuple[str | int, ...], str]]  # path and kind of each leaf
+
+
+class BlockSums:
+    """Sums of replies that have one layout.
+
+    Args:
+        parts: the reductions by name; parts that are neither `mean` nor `total` are left out.
+    """
+
+    def __init__(self, parts: Mapping[str, Reduction]):
+        self._mean_parts = _names_of(parts, "mean")
+        self._total_parts = _names_of(parts, "total")
+        self._mean = RunningSum()
+        self._total = RunningSum()
+
+    def add(self, reply: Reply) -> None:
+        """Add the next client's reply, in the order of the ids."""
+        self._mean.add({name: reply.tree[name] for name in self._mean_parts}, reply.weight)
+        self._total.add({name: reply.tree[name] for name in self._total_parts})
+
+    def merge(self, block: "BlockSums") -> None:
+        """Add the sums of the next block, in the order of the ids; the block does not change."""
+        self._mean.merge(block._mean, maximum=True)
+        self._total.merge(block._total, maximum=False)
+
+    def reduced(self) -> Tree:
+        """Return the mean or the sum of each part, by its name."""
+        return {**self._mean.mean(), **self._total.sum()}
+
+
+@dataclass(frozen=True)
+class SummedReply:
+    """The value that arrives in place of a reply that is in the sums of its block.
+
+    Attributes:
+        nbytes: size of the reply: what it would have taken to a server in another process.
+        layout: of the reply.
+        sums: of all replies of the block that have this layout; one object.
+    """
+
+    weight: float
+    nbytes: int
+    layout: ReplyLayout
+    sums: BlockSums
+
+
+def block_numbers(ids: Iterable[int]) -> dict[int, int]:
+    """Return the number of each client's block, by id, of the clients that are asked."""
+    return {id: position // BLOCK for position, id in enumerate(sorted(ids))}
+
+
+def split_into_blocks(ids: Sequence[int]) -> list[list[int]]:
+    """Return the clients that are asked, in ascending order, block by block."""
+    return [list(ids[start : start + BLOCK]) for start in range(0, len(ids), BLOCK)]
+
+
+def sum_replies(parts: Mapping[str, Reduction], replies: Sequence[tuple[Reply, ReplyLayout]]) -> list[SummedReply]:
+    """Return the usable replies of a whole block, by ascending ids, as their sums."""
+    sums: dict[ReplyLayout, BlockSums] = {}
+    for reply, layout in replies:
+        if layout not in sums:
+            sums[layout] = BlockSums(parts)
+        sums[layout].add(reply)
+    return [SummedReply(reply.weight, tree.nbytes(reply.tree), layout, sums[layout]) for reply, layout in replies]
+
+
+def _names_of(parts: Mapping[str, Any], kind: ReductionKind) -> list[str]:
+    return [name for name, part in parts.items() if part.kind == kind]

@@ -1,0 +1,64 @@
+"""`Cohort`: the clients that are asked. `RoundStats`: what happened in one round."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from raylt.core.server import Timings
+
+
+@dataclass(frozen=True, init=False)
+class Cohort:
+    """Clients that are asked.
+
+    Attributes:
+        ids: ascending.
+        needed: usable answers that the server waits for; by default all (fewer with federation.over_select).
+        everyone: whether these are all clients, asked whatever was sampled. They are not the participants of a round.
+    """
+
+    ids: tuple[int, ...]
+    needed: int
+    everyone: bool = False
+
+    def __init__(self, ids: Iterable[int], needed: int | None = None, *, everyone: bool = False):
+        object.__setattr__(self, "ids", tuple(sorted(int(id) for id in ids)))
+        object.__setattr__(self, "needed", len(self.ids) if needed is None else needed)
+        object.__setattr__(self, "everyone", everyone)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass
+class Traffic:
+    """Bytes of all calls of one function: `down` in messages, `up` in replies, over `replies` clients."""
+
+    down: int = 0
+    up: int = 0
+    replies: int = 0
+
+    def add(self, more: "Traffic") -> None:
+        """Add the bytes and replies of another one."""
+        self.down += more.down
+        self.up += more.up
+        self.replies += more.replies
+
+
+@dataclass
+class RoundStats:
+    """Traffic by client function, the clients that made trouble, and the seconds of one round.
+
+    `timings` holds the wait for clients under the function's name, and "aggregation".
+    """
+
+    traffic: dict[str, Traffic] = field(default_factory=dict)
+    lost: list[int] = field(default_factory=list)  # no usable answer, for any reason but a bad reply
+    retried: list[int] = field(default_factory=list)
+    rejected: dict[int, str] = field(default_factory=dict)  # why each reply was not usable, by client id
+    participants: set[int] = field(default_factory=set)  # usable repliers to calls that were not for everyone
+    timings: Timings = field(default_factory=Timings)
+    privacy: dict[str, Any] | None = None  # what was uploaded with noise, and its budget

@@ -1,0 +1,377 @@
+"""`Fleet`: the only way to reach clients. The server says what it wants to see of each part of their replies:
+
+    got = fleet.ask(fn, cohort, message, model=mean.like(message["model"]), gradients=total, map=each)
+
+`fleet.map(fn, items)` reaches no client: it spreads the server's own work over the processes of the run.
+
+A transport (this process, or Ray) supplies one thing, `_answers`: it runs a client function on some clients and yields
+their answers in the order of the ids. Everything that decides a result is in this module, once: replies are checked
+before they count, reduced in id order in float64, and counted in bytes.
+"""
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raylt import tree
+from raylt.config import Config
+from raylt.core.client import ClientFunction, Message, Reply
+from raylt.core.fleet.aggregation import LayoutVote, Replies
+from raylt.core.fleet.cohort import Cohort, RoundStats, Traffic
+from raylt.core.fleet.reductions import Reduction
+from raylt.core.fleet.schema import Arrived, Schema
+from raylt.core.fleet.wire import Fault, Unusable
+from raylt.core.protection.protection import Protection
+from raylt.core.server import ProgressHook
+from raylt.data.task import Task
+from raylt.errors import ClientError, Diverged, Overflow, RayltError, TooFewReplies
+from raylt.tree import Tree
+
+ItemFunction = Callable[[Tree], Tree]
+# codes of replies that most clients send only where training diverged
+DIVERGED = frozenset({"reply.not-finite", "reply.out-of-range", "reply.overflow", "model.not-finite"})
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The outcome of one client's call: its reply with the handle of its new private state, or an error."""
+
+    id: int
+    reply: Arrived | None
+    private: Any
+    error: ClientError | None = None
+
+
+class Fleet(ABC):
+    """All clients of an experiment; see the module's docstring.
+
+    Attributes:
+        ids: clients that hold samples and train, ascending.
+        new_clients: clients that hold samples and join only after training.
+        sizes: samples per client that trains, by id; `all_sizes` has the new clients too.
+        round_stats: what happened since `begin`.
+        on_progress: called for each answer; None without an observer.
+        changed: clients whose private state is newer than the last checkpoint.
+    """
+
+    def __init__(self, config: Config, task: Task):
+        self.config = config
+        self.all_sizes = {k: len(shard) for k, shard in enumerate(task.shards) if len(shard)}
+        late = set(task.new_clients)
+        self.new_clients = [k for k in self.all_sizes if k in late]
+        self.sizes = {k: n for k, n in self.all_sizes.items() if k not in late}
+        self.ids = list(self.sizes)
+        height, width, _ = task.shape
+        self._labels = height * width if task.kind == "segmentation" else 1  # of a sample
+        self.round = 0
+        self.round_stats = RoundStats()
+        self.changed: set[int] = set()
+        self.on_progress: ProgressHook | None = None
+        self.protection = Protection(config, self.all_sizes)
+        self._diverging = -2, -2  # first and last of the latest rounds in a row with updates that are too large
+        self._private: dict[int, Any] = {}  # handles of the clients' private states: what an actor is rebuilt from
+
+    @property
+    def everyone(self) -> Cohort:
+        """All clients that hold samples and train."""
+        return Cohort(self.ids, everyone=True)
+
+    def begin(self, round: int) -> None:
+        """Start a round: seeds follow its number, and its statistics are empty."""
+        self.round = round
+        self.round_stats = RoundStats()
+
+    def note(self, text: str) -> None:
+        """Warn the user, in one line, of a problem that was overcome."""
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def ask(
+        self,
+        fn: ClientFunction,
+        cohort: Cohort | Iterable[int],
+        message: Message,
+        weights: Mapping[int, float] | None = None,
+        /,
+        **parts: Reduction,
+    ) -> Replies:
+        """Run one client function on many clients and reduce each part of their replies.
+
+        A reply counts only if it has the weight that the server expects and exactly the named parts. Each part must
+        look as its template says or, without a template, as in most of the replies. Where two layouts are equally
+        frequent, no reply counts. No reply, whatever it holds, raises here: it is rejected, and `round_stats` says why.
+
+        Args:
+            fn: runs at each client, with the message; reports name the call after it.
+            cohort: the clients that are asked; with a plain list of ids the server waits for all of them.
+            weights: the weight of each client's reply in a mean, by id, which the reply must state; by default the
+                number of its samples.
+            parts: `mean`, `total` or `each` by name of the part.
+
+        Raises:
+            TooFewReplies: fewer than `federation.quorum` of the clients replied usably.
+            Diverged: the same, and most of the clients sent values that no model can have.
+            RayltError: the message is not finite.
+        """
+        cohort = cohort if isinstance(cohort, Cohort) else Cohort(cohort)
+        name = getattr(fn, "__name__", "call")
+        if not cohort.ids:
+            raise TooFewReplies(
+                f"round {self.round}, {name}: no client was asked. Ask at least one.",
+                code="reply.too-few",
+                round=self.round,
+                function=name,
+                asked=0,
+            )
+        check_finite(message, f"round {self.round}, {name}: the message to the clients", self.config)
+        parts = self.protection.with_templates(parts, message)
+        schema = Schema(parts, self.all_sizes, weights, self._labels)
+        aggregator = self.protection.aggregator(
+            self.round, message, parts, cohort, self.sizes if weights is None else weights
+        )
+        vote = LayoutVote(aggregator)
+        privates: dict[int, Any] = {}
+        errors: list[ClientError] = []
+        for answer in self._counted(name, fn, cohort, message, schema, aggregator.summable):
+            error = self._take_in(answer, name, schema, vote)
+            if error is None:
+                privates[answer.id] = answer.private
+            else:
+                errors.append(error)
+        usual, faults = vote.winner()
+        errors += [self._reject(id, name, fault) for id, fault in faults.items()]
+        self._check_quorum(name, cohort, message, 0 if usual is None else len(usual.weights), errors)
+        assert usual is not None
+        self._commit({id: privates[id] for id in usual.weights}, cohort)
+        with self.round_stats.timings.time("aggregation"):
+            replies = usual.result()
+        for trouble in usual.troubles:
+            self.note(f"round {self.round}, {name}: {trouble}")
+        self.round_stats.traffic[name].add(usual.overhead)
+        self.round_stats.privacy = usual.statement or self.round_stats.privacy
+        return replies
+
+    @abstractmethod
+    def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
+        """Run a pure function of the server on each item, on idle processes, and return the results in order.
+
+        The function sees no client's data. An item whose process is lost is run again, with the same outcome.
+
+        Raises:
+            RayltError: the function raised; names the item's position and the cause.
+        """
+
+    def show_items(self, fn: ItemFunction, done: int, total: int) -> None:
+        """Tell the observer how many items of a call of `map` are done."""
+        if self.on_progress is not None:
+            self.on_progress(getattr(fn, "__name__", "map"), done, total)
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Undo, after the block, all changes to clients' private states and to the round's statistics."""
+        before = dict(self._private), set(self.changed), self.round, self.round_stats
+        try:
+            with self.protection.rehearsing():
+                yield
+        finally:
+            self._private, self.changed, self.round, self.round_stats = before
+
+    @contextmanager
+    def judging(self) -> Iterator[None]:
+        """Ask for figures that only a researcher sees, not a federation's server; private states do not change."""
+        with self.rehearsing(), self.protection.judging():
+            yield
+
+    @abstractmethod
+    def describe(self) -> dict[str, str | None]:
+        """Return the devices that the processes compute on (`raylt.core.device.describe`), each different one once."""
+
+    @abstractmethod
+    def private_states(self, ids: Iterable[int]) -> Iterator[tuple[int, Tree]]:
+        """Yield the private states of clients, one at a time."""
+
+    @abstractmethod
+    def restore(self, id: int, private: Tree) -> None:
+        """Set a client's private state, as it was in a checkpoint."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free all that the fleet holds."""
+
+    @abstractmethod
+    def _answers(
+        self,
+        fn: ClientFunction,
+        ids: list[int],
+        message: Message,
+        enough: int,
+        usable: Callable[[int, Arrived], bool],
+        sums: Schema | None,
+    ) -> Iterator[Answer]:
+        """Run `fn` on the clients and yield an answer for each, in the order of `ids` (ascending).
+
+        A client that fails is asked again up to `federation.retries` times, and `round_stats.retried` notes it. Once
+        `enough` clients have answered usably, late clients are left out. Clients that are late at the deadline are
+        yielded with an error.
+
+        Args:
+            sums: the schema of the replies where a block of clients (block_sums.py) may come as its sums; None where
+                every reply must come by itself.
+        """
+
+    def _counted(
+        self, name: str, fn: ClientFunction, cohort: Cohort, message: Message, schema: Schema, summable: bool
+    ) -> Iterator[Answer]:
+        """Yield the answers, and record their bytes and the wait for them in `round_stats`."""
+        size = tree.nbytes(message)
+        traffic = self.round_stats.traffic.setdefault(name, Traffic())
+        # which replies are usable matters while calls run only where some clients may be left out
+        all_needed = cohort.needed == len(cohort)
+        answers = self._answers(
+            fn,
+            list(cohort),
+            message,
+            cohort.needed,
+            lambda id, reply: all_needed or schema.fault(id, reply) is None,
+            schema if summable and all_needed else None,
+        )
+        done = 0
+        while True:
+            if self.on_progress is not None:
+                self.on_progress(name, done, len(cohort))
+            with self.round_stats.timings.time(name):
+                answer = next(answers, None)
+            if answer is None:
+                return
+            done += 1
+            traffic.down += size
+            if answer.reply is not None:
+                reply = answer.reply
+                traffic.up += tree.nbytes(reply.tree) if isinstance(reply, Reply) else reply.nbytes
+                traffic.replies += 1
+            yield answer
+
+    def _take_in(self, answer: Answer, name: str, schema: Schema, vote: LayoutVote) -> ClientError | None:
+        """Check one answer and hand a usable reply on; return why it cannot be used, or None."""
+        if answer.reply is None:
+            assert answer.error is not None
+            self.round_stats.lost.append(answer.id)
+            return answer.error
+        fault = schema.fault(answer.id, answer.reply)
+        if fault is not None:
+            return self._reject(answer.id, name, fault)
+        assert not isinstance(answer.reply, Unusable)
+        with self.round_stats.timings.time("aggregation"):
+            try:
+                vote.accept(answer.id, answer.reply, schema.layout(answer.reply))
+            except Overflow as overflow:
+                return self._reject(answer.id, name, Fault(overflow.code, str(overflow)))
+        return None
+
+    def _reject(self, id: int, name: str, fault: Fault) -> ClientError:
+        self.round_stats.rejected[id] = fault.text
+        return ClientError(id, self.round, name, f"reply rejected: {fault}", code=fault.code, value=fault.value)
+
+    def _commit(self, privates: dict[int, Any], cohort: Cohort) -> None:
+        """Keep the private states of the clients whose replies count."""
+        self._private.update(privates)
+        self.changed.update(privates)
+        if not cohort.everyone:
+            self.round_stats.participants.update(privates)
+
+    def _check_divergence(self, name: str, cohort: Cohort, message: Message, errors: list[ClientError]) -> None:
+        """Raise `Diverged` where more than half of the clients sent values that no model can have."""
+        diverged = [error for error in errors if error.code in DIVERGED]
+        if 2 * len(diverged) <= len(cohort):
+            return
+        began, _ = self._diverging
+        before = largest_of(message)
+        rate = self.config.local.lr
+        raise Diverged(
+            f"local.lr: training diverged in round {began} ({rate:g}). In round {self.round}, {name}, the values of "
+            f"{len(diverged)} of {len(cohort)} clients are infinite, not numbers or too large ({diverged[0]}); the "
+            f"largest value that they were sent is {before:.3g}. Lower local.lr.",
+            code="training.diverged",
+            key="local.lr",
+            value=rate,
+            round=began,
+            function=name,
+            client=diverged[0].client,
+            size=diverged[0].details.get("value"),
+            sent=before,
+            cause=diverged[0].code,
+        ) from diverged[0]
+
+    def _check_quorum(
+        self, name: str, cohort: Cohort, message: Message, usable: int, errors: list[ClientError]
+    ) -> None:
+        if any(error.code in DIVERGED for error in errors):
+            first, last = self._diverging
+            self._diverging = (first if self.round - last <= 1 else self.round, self.round)
+        quorum = self.config.federation.quorum
+        needed = max(1, math.ceil(quorum * cohort.needed - 1e-9))
+        if usable >= needed:
+            return
+        self._check_divergence(name, cohort, message, errors)
+        first = errors[0]
+        remedy = f" If training diverged, lower local.lr ({self.config.local.lr:g})." if first.code in DIVERGED else ""
+        raise TooFewReplies(
+            f"round {self.round}, {name}: {usable} of {cohort.needed} clients replied usably, federation.quorum = "
+            f"{quorum:g} needs {needed}. The first failure: {str(first).rstrip('.')}.{remedy}",
+            code="reply.too-few",
+            round=self.round,
+            function=name,
+            usable=usable,
+            asked=cohort.needed,
+            needed=needed,
+            client=first.client,
+            cause=first.code,
+        ) from first
+
+
+def largest_of(message: Tree) -> float:
+    """Return the largest magnitude in the float tensors of a tree; 0 without any."""
+    floats = [leaf for _, leaf in tree.leaves(message) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return max((leaf.abs().max().item() for leaf in floats if leaf.numel()), default=0.0)
+
+
+def check_finite(parts: Tree, what: str, config: Config) -> None:
+    """Refuse a tree with a value that is infinite or not a number.
+
+    Args:
+        what: the tree, in words that a message starts with.
+
+    Raises:
+        RayltError: names the first such value.
+    """
+    for path, leaf in tree.leaves(parts):
+        if isinstance(leaf, Tensor):
+            finite = not leaf.is_floating_point() or bool(torch.isfinite(leaf).all())
+        else:
+            finite = not isinstance(leaf, float) or math.isfinite(leaf)
+        if not finite:
+            raise RayltError(
+                f"{what} holds a value that is infinite or not a number ({path}). Lower local.lr ({config.local.lr:g}) "
+                "or the rates of the method.",
+                code="server.not-finite",
+                key="local.lr",
+                value=config.local.lr,
+                path=path,
+            )
+
+
+def compute(fn: ItemFunction, item: Tree, threads: int, device: torch.device) -> Tree:
+    """Run one item of `Fleet.map` on the device of the process, with the same number of threads everywhere."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)  # it decides the order of some sums
+    try:
+        result = fn(tree.to(item, device))
+    finally:
+        torch.set_num_threads(before)
+    return tree.map_tensors(Tensor.contiguous, tree.to(tree.map_tensors(Tensor.detach, result), torch.device("cpu")))

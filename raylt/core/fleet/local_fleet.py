@@ -1,0 +1,119 @@
+"""`LocalFleet`: the fleet whose clients all live in this process."""
+
+import pickle
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+
+import cloudpickle
+import numpy as np
+
+from raylt.config import Config
+from raylt.core.client import ClientFunction, Message
+from raylt.core.device import describe
+from raylt.core.fleet.client_host import ClientHost
+from raylt.core.fleet.fleet import Answer, Arrived, Fleet, ItemFunction, compute
+from raylt.core.fleet.schema import Schema
+from raylt.core.fleet.wire import Fault, packed, unpacked
+from raylt.data.task import Task
+from raylt.errors import ClientError, RayltError, one_line
+from raylt.own_code.shipment import pickle_modules_by_name
+from raylt.seeds import seed_for
+from raylt.tree import Tree, from_arrays, to_arrays
+
+
+class LocalFleet(Fleet):
+    """All clients in this process, one after another: for tests and for small runs.
+
+    Function, message and reply are pickled both ways. So a method that relies on shared memory fails in a unit test
+    already, not only on a cluster.
+    """
+
+    def __init__(self, config: Config, task: Task, host: ClientHost):
+        super().__init__(config, task)
+        pickle_modules_by_name()
+        self._shards = task.shards
+        self._host = host
+
+    def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
+        threads = max(1, int(self.config.resources.cpus_per_client))
+        results = []
+        for number, item in enumerate(items):
+            self.show_items(fn, number, len(items))
+            try:
+                fn_copy, item_copy = pickle.loads(cloudpickle.dumps((fn, item)))
+                results.append(compute(fn_copy, item_copy, threads, self._host.device))
+            except Exception as error:
+                name = getattr(fn, "__name__", "map")
+                raise RayltError(
+                    f"{name}, item {number}: {one_line(error)}", code="server.map-failed", function=name, item=number
+                ) from error
+        return results
+
+    def describe(self) -> dict[str, str | None]:
+        return describe(self._host.device)
+
+    def private_states(self, ids: Iterable[int]) -> Iterator[tuple[int, Tree]]:
+        for id in ids:
+            yield id, from_arrays(pickle.loads(self._private[id]))
+
+    def restore(self, id: int, private: Tree) -> None:
+        self._private[id] = pickle.dumps(to_arrays(private))
+
+    def close(self) -> None:
+        self._private.clear()
+
+    def _answers(
+        self,
+        fn: ClientFunction,
+        ids: list[int],
+        message: Message,
+        enough: int,
+        usable: Callable[[int, Arrived], bool],
+        sums: Schema | None,
+    ) -> Iterator[Answer]:
+        name = getattr(fn, "__name__", "call")
+        call = cloudpickle.dumps((fn, to_arrays(message)))  # pickles what notebooks and plugins define
+        deadline = self.config.federation.deadline_s
+        start = time.monotonic()
+
+        def answer(id: int) -> Answer:
+            if deadline is not None and time.monotonic() - start > deadline:
+                cause = f"not done after federation.deadline_s = {deadline:g} s"
+                return Answer(id, None, None, ClientError(id, self.round, name, cause, code="client.late"))
+            return self._ask(call, id, name)
+
+        if enough >= len(ids):
+            yield from map(answer, ids)
+            return
+        # the order of arrival is drawn: in the order of the ids the last clients would never take part
+        rng = np.random.default_rng(seed_for(self.config.seed, "arrival", self.round))
+        drawn = rng.permutation(ids).tolist()
+        answers = []
+        answered = 0
+        while drawn and answered < enough:
+            answers.append(answer(drawn.pop()))
+            reply = answers[-1].reply
+            answered += reply is not None and usable(answers[-1].id, reply)
+        yield from sorted(answers, key=attrgetter("id"))
+
+    def _ask(self, call: bytes, id: int, name: str) -> Answer:
+        for retries in range(self.config.federation.retries, -1, -1):
+            fn, message = pickle.loads(call)
+            try:
+                sent, after = self._run(fn, message, id)
+            except (Exception, SystemExit) as error:  # SystemExit: on a cluster it ends the client's own process
+                if retries == 0:
+                    fault = Fault.of(error)
+                    return Answer(id, None, None, ClientError(id, self.round, name, fault.text, code=fault.code))
+                self.round_stats.retried.append(id)
+            else:
+                return Answer(id, unpacked(pickle.loads(sent)), after)
+        raise AssertionError("unreachable")
+
+    def _run(self, fn: ClientFunction, message: Message, id: int) -> tuple[bytes, bytes]:
+        """Run a call at one client; return its reply and its private state, pickled."""
+        handle = self._private.get(id)
+        private = None if handle is None else from_arrays(pickle.loads(handle))
+        reply, after = packed(*self._host.run(fn, from_arrays(message), self.round, id, self._shards[id], private))
+        return pickle.dumps(reply), pickle.dumps(after)

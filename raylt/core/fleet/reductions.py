@@ -1,0 +1,122 @@
+"""The reductions that the server asks for each part of the replies: `mean`, `total` or `each`.
+
+    got = fleet.ask(self.train, cohort, message, model=mean.like(message["model"]), loss=mean.like(0.0), map=each)
+
+`mean` is weighted by the replies' weights, `total` is a sum, `each` keeps the values by client. The first two add one
+reply after the other and forget it, so their memory does not grow with the clients. They can be aggregated securely,
+robustly or with noise without any change to a method.
+
+The server knows how many samples each client has, and a `total` believes no other number. Without any declaration its
+whole numbers, which count samples, are not negative and together no more than these; its floats are bounded by them.
+`counting` names the counts that add up to them, and `over_samples` adds what else follows from their number.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from raylt.tree import Tree
+
+ReductionKind = Literal["mean", "total", "each"]
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """The reduction of one part of the replies, and the form that the part must have.
+
+    Attributes:
+        template: names, types and shapes of the part, as a tree. Values do not matter, so tensors may lie on torch's
+            meta device; 0.0 stands for any number, a whole number n for a count of at least n. None: the part must look
+            as in most of the replies.
+        partial: whether a reply may leave entries of the template's first level out; they count as zero.
+        condition: returns why a part that fits the template cannot be used all the same ("has negative counts"), or
+            None.
+        own_condition: the same, with the id of the reply's client as its first argument.
+        counted: names of the whole numbers that count each label of the client's samples once; "" stands for the part
+            itself.
+        samples_condition: returns why the part cannot be about the samples of its client, or None; gets their number
+            and all parts of the reply.
+        largest: magnitude up to which values are accepted; None: 1e6 in a mean, as of parameters and gradients, 1e8 for
+            each sample of the client in a sum, and 1e18 in values by client.
+        per_sample: for a sum over samples, the Euclidean length of what one sample can add to it, or the lengths for
+            its leaves by their names. Where entries are by class, the length holds for the entry of the sample's class.
+            None: the part is no such sum.
+        by_columns: whether each column of the part, a matrix, is the sum of one class, and its last number their count.
+        mend: turns such a sum with noise into one that samples could have.
+    """
+
+    kind: ReductionKind
+    template: Any = None
+    partial: bool = False
+    condition: Callable[[Any], str | None] | None = None
+    own_condition: Callable[[int, Any], str | None] | None = None
+    counted: tuple[str, ...] = ()
+    samples_condition: Callable[[int, Tree], str | None] | None = None
+    largest: float | None = None
+    per_sample: Mapping[str, float] | float | None = None
+    by_columns: bool = False
+    mend: Callable[[Any], Any] | None = None
+
+    def like(self, template: Any) -> "Reduction":
+        """Return a reduction for a part that has exactly these names, types and shapes."""
+        return replace(self, template=template, partial=False)
+
+    def within(self, template: Any) -> "Reduction":
+        """Return a reduction for a part that has some of these entries (of classes, say), each of them complete."""
+        return replace(self, template=template, partial=True)
+
+    def where(self, condition: Callable[[Any], str | None]) -> "Reduction":
+        """Return a reduction for a part that also meets a condition.
+
+        Args:
+            condition: gets the part; returns why it cannot be used, or None.
+        """
+        return replace(self, condition=condition)
+
+    def where_of(self, condition: Callable[[int, Any], str | None]) -> "Reduction":
+        """Return a reduction for a part that also meets a condition of its client.
+
+        Args:
+            condition: gets the client's id and the part; returns why the part cannot be used, or None.
+        """
+        return replace(self, own_condition=condition)
+
+    def counting(self, *names: str) -> "Reduction":
+        """Return a reduction for a part whose counts add up to the number of the client's samples.
+
+        Args:
+            names: of the counts, as the last names of their paths; without any, the part itself is a tensor of counts.
+        """
+        return replace(self, counted=names or ("",))
+
+    def over_samples(self, condition: Callable[[int, Tree], str | None]) -> "Reduction":
+        """Return a reduction for a part about the client's samples, whose number the server knows.
+
+        Args:
+            condition: gets the number of the client's samples and all parts of its reply, each of the right form;
+                returns why the part cannot be about that number of samples, or None.
+        """
+        return replace(self, samples_condition=condition)
+
+    def by_column(self) -> "Reduction":
+        """Return a reduction for a matrix whose columns are the sums of classes, each with their count at its end.
+
+        Robust rules then take each class by itself.
+        """
+        return replace(self, by_columns=True)
+
+    def up_to(self, largest: float) -> "Reduction":
+        """Return a reduction for a part that may hold values of this magnitude, and counts above its samples."""
+        return replace(self, largest=largest)
+
+    def bounded(self, per_sample: Mapping[str, float] | float, mend: Callable[[Any], Any] | None = None) -> "Reduction":
+        """Return a reduction for a sum over samples to which one sample adds no more than this; noise can hide it."""
+        return replace(self, per_sample=per_sample, mend=mend)
+
+
+#: The mean of a part over clients, weighted by their samples.
+mean = Reduction("mean")
+#: The sum of a part over clients; a missing entry counts as zero.
+total = Reduction("total")
+#: The value of a part for each client, by client id.
+each = Reduction("each")

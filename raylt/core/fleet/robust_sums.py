@@ -1,0 +1,147 @@
+"""Robust rules for sums over samples (`federation.robust` on a `total`).
+
+A sum is a number of samples times their mean. The number is the sum of the clients' counts, which the schema holds
+against their known samples; the mean is put together by the rule. Each class is a sum of its own, over the clients that
+have samples of it, wherever the part shows classes: as its entries (`within`), or as its columns (`by_column`).
+
+- `median`: the median, number by number, of the means of blocks of clients (median of means; Nemirovski and Yudin,
+  1983; Lerasle and Oliveira, 2011). A block is two neighbours where ten or more have the class, and else one client.
+- `trimmed_mean`: the mean over the samples of the clients that are left without the quarter, rounded up, whose means
+  are furthest from the median. So it is a sum that samples have.
+- `norm_clipped_mean`: the mean over the samples, where a client's mean further from the median than half of them are is
+  drawn in to that distance.
+
+One or two clients have no middle: where no third one has the class, the sum is the plain one. In a part that does not
+show classes, such as a matrix of second moments, clients differ by their mix of classes, and numbers of several clients
+together are no matrix of any features: there every rule trims.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from raylt.core.fleet.reductions import Reduction
+
+Rule = Literal["median", "trimmed_mean", "norm_clipped_mean"]
+TRIMMED = 0.25  # one client of three or four, two of five to eight
+MANY = 10  # clients from which on two of them are a block
+COUNT = "n"
+
+
+def robust_sum(rule: Rule, part: Reduction, values: Sequence[Any], samples: Sequence[float]) -> Any:
+    """Sum one part of all replies by a robust rule.
+
+    Args:
+        values: the part by client, all of one layout; a client may lack entries.
+        samples: of the clients.
+
+    Returns:
+        The sum; float tensors are float64. With `bounded`, it is mended as a sum with noise is.
+    """
+    if part.by_columns:
+        summed = _columns_summed(rule, values)
+    elif part.partial and all(isinstance(value, dict) for value in values):
+        names = {name: None for value in values for name in value}
+        summed = {name: _entry_sum(rule, [value[name] for value in values if name in value]) for name in names}
+    else:
+        summed = _unit_sum("trimmed_mean", values, samples)
+    return summed if part.mend is None else part.mend(summed)
+
+
+def _entry_sum(rule: Rule, entries: Sequence[Any]) -> Any:
+    """Sum one class over the clients that have it; an entry without a count is the sum of one."""
+    counted = all(isinstance(entry, dict) and COUNT in entry for entry in entries)
+    return _unit_sum(rule, entries, [entry[COUNT] if counted else 1 for entry in entries])
+
+
+def _columns_summed(rule: Rule, values: Sequence[Tensor]) -> Tensor:
+    """Sum a tensor [D + 1, C] column by column; the last number of each column is its count."""
+    summed = torch.zeros_like(values[0], dtype=torch.float64)
+    for c in range(summed.shape[1]):
+        columns = [value[:, c] for value in values if value[-1, c] > 0]
+        if columns:
+            counts = [column[-1].item() for column in columns]
+            summed[:-1, c] = _unit_sum(rule, [column[:-1] for column in columns], counts)
+            summed[-1, c] = sum(counts)
+    return summed
+
+
+def _unit_sum(rule: Rule, values: Sequence[Any], counts: Sequence[float]) -> Any:
+    """Sum trees, tensors or numbers of one layout: whole numbers plainly, floats by the rule."""
+    leaves = [dict(_leaves(value, ())) for value in values]
+    floats = [path for path, leaf in leaves[0].items() if not _is_whole(leaf)]
+    whole = [path for path in leaves[0] if path not in floats]
+    summed: dict[tuple[Any, ...], Any] = {path: sum(of_client[path] for of_client in leaves) for path in whole}
+    if floats:
+        weights = torch.tensor(counts, dtype=torch.float64)
+        means = torch.stack(
+            [torch.cat([_flat(of_client[path]) for path in floats]) for of_client in leaves]
+        ) / weights.clamp(min=1).unsqueeze(1)
+        numbers = weights.sum() * _robust_mean(rule, means, weights)
+        for path in floats:
+            like = leaves[0][path]
+            size = like.numel() if isinstance(like, Tensor) else 1
+            own, numbers = numbers[:size], numbers[size:]
+            summed[path] = own.reshape(like.shape) if isinstance(like, Tensor) else own.item()
+    return _as_tree(summed)
+
+
+def _robust_mean(rule: Rule, means: Tensor, weights: Tensor) -> Tensor:
+    """Put the means of clients [K, m] together; weights [K] are their samples."""
+    if len(means) < 3:
+        return _weighted(means, weights)
+    if rule == "median":
+        size = 2 if len(means) >= MANY else 1
+        blocks = zip(means.split(size), weights.split(size), strict=True)
+        return _median(torch.stack([_weighted(block, own) for block, own in blocks]))
+    middle = _median(means)
+    distances = (means - middle).norm(dim=1)  # [K]
+    if rule == "trimmed_mean":
+        kept = distances.argsort(stable=True)[: len(means) - math.ceil(TRIMMED * len(means))]
+        return _weighted(means[kept], weights[kept])
+    radius = _median(distances[:, None])[0]
+    shares = (radius / distances.clamp(min=1e-300)).clamp(max=1)
+    return middle + _weighted(shares[:, None] * (means - middle), weights)
+
+
+def _weighted(means: Tensor, weights: Tensor) -> Tensor:
+    return weights @ means / weights.sum()
+
+
+def _median(values: Tensor) -> Tensor:
+    """Return the median of each column of [K, m], the mean of the two middle values where K is even."""
+    ordered = values.sort(0).values
+    k = len(values)
+    return (ordered[(k - 1) // 2] + ordered[k // 2]) / 2
+
+
+def _is_whole(leaf: Any) -> bool:
+    return not leaf.is_floating_point() if isinstance(leaf, Tensor) else type(leaf) is int
+
+
+def _flat(leaf: Any) -> Tensor:
+    return torch.as_tensor(leaf, dtype=torch.float64).reshape(-1)
+
+
+def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(inner, (*path, name))
+    else:
+        yield path, value
+
+
+def _as_tree(leaves: dict[tuple[Any, ...], Any]) -> Any:
+    """Return leaves by path as a tree; a leaf without a path is the value itself."""
+    if () in leaves:
+        return leaves[()]
+    tree: dict[Any, Any] = {}
+    for path, leaf in leaves.items():
+        parent = tree
+        for name in path[:-1]:
+            parent = parent.setdefault(name, {})
+        parent[path[-1]] = leaf
+    return tree

@@ -1,0 +1,314 @@
+"""`Schema`: the checks that a reply to one call must pass before it counts."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raylt import tree
+from raylt.core.client import Reply
+from raylt.core.fleet.block_sums import ReplyLayout, SummedReply, sum_replies
+from raylt.core.fleet.reductions import Reduction
+from raylt.core.fleet.wire import Fault, Path, Unusable, dotted, shown
+from raylt.errors import one_line
+
+Arrived = Reply | SummedReply | Unusable
+
+# No parameter, no gradient and no sum over samples comes near these; in a total it is the share of one sample. A larger
+# value would make products of the next round infinite, at clients that did nothing wrong.
+LARGEST = {"mean": 1e6, "total": 1e8, "each": 1e18}
+LARGEST_NUMBER = torch.finfo(torch.float32).max
+LARGEST_COUNT = 2**53  # beyond it float64, in which sums are taken, has gaps
+MOST_BYTES = 256 * 2**20  # of a part without a template
+
+
+class Schema:
+    """The names, types, shapes and values that the replies to one call may have.
+
+    It follows from the arguments of `Fleet.ask`: one reduction for each part, with or without a template.
+
+    Args:
+        parts: the reductions by name of the part.
+        sizes: samples of each client, by id: the weight that its reply must have unless `weights` are declared.
+        weights: the weight that each client's reply must have, by id, where the server declares it.
+        labels: labels of a sample, which a client can count: more than one where they are maps.
+
+    Attributes:
+        parts: the reductions by name of the part.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Reduction],
+        sizes: Mapping[int, int],
+        weights: Mapping[int, float] | None = None,
+        labels: int = 1,
+    ):
+        self.parts = parts
+        self._sizes = sizes
+        self._labels = labels
+        self._weights = sizes if weights is None else weights
+        self._weight_source = "its samples; fleet.ask takes others after the message" if weights is None else "declared"
+        self._templates = {
+            name: dict(_leaves(part.template, (name,))) for name, part in parts.items() if part.template is not None
+        }
+
+    def fault(self, id: int, reply: Arrived) -> Fault | None:
+        """Return why a client's reply cannot be used by itself, without a comparison with others; None if it can."""
+        if isinstance(reply, Unusable):
+            return reply.fault
+        if fault := self._weight_fault(id, reply.weight):
+            return fault
+        if isinstance(reply, SummedReply):  # the rest was checked where the reply was added up
+            return None
+        if missing := self.parts.keys() - reply.tree.keys():
+            return Fault("reply.missing", f"{min(missing)} is missing")
+        if additional := reply.tree.keys() - self.parts.keys():
+            return Fault("reply.additional", f"{min(map(shown, additional))} was not asked for")
+        for name in self.parts:
+            if fault := self._part_fault(id, name, reply.tree[name]):
+                return fault
+        return self._samples_fault(id, reply.tree)
+
+    def restricted_to(self, ids: Iterable[int]) -> "Schema":
+        """Return a schema for some clients only, small enough to travel to where they run.
+
+        Its templates have names, types and shapes but no values.
+        """
+        light = copy.copy(self)
+        light._sizes = {id: self._sizes[id] for id in ids}
+        light._weights = {id: self._weights[id] for id in light._sizes}
+        light.parts = {name: replace(part, template=None, mend=None) for name, part in self.parts.items()}
+        light._templates = {
+            name: {path: leaf.to("meta") if isinstance(leaf, Tensor) else leaf for path, leaf in template.items()}
+            for name, template in self._templates.items()
+        }
+        return light
+
+    def sum_block(self, ids: Sequence[int], replies: Sequence[Reply | Unusable]) -> list[SummedReply | Unusable]:
+        """Return the replies of a whole block, by ascending ids, as their sums; `Unusable` for a reply with a fault."""
+        faults = [self.fault(id, reply) for id, reply in zip(ids, replies, strict=True)]
+        usable = [reply for reply, fault in zip(replies, faults, strict=True) if fault is None]
+        summed = iter(
+            sum_replies(self.parts, [(reply, self.layout(reply)) for reply in usable if isinstance(reply, Reply)])
+        )
+        return [
+            next(summed)
+            if fault is None
+            else Unusable(fault, tree.nbytes(reply.tree) if isinstance(reply, Reply) else 0)
+            for reply, fault in zip(replies, faults, strict=True)
+        ]
+
+    def layout(self, reply: Reply | SummedReply) -> ReplyLayout:
+        """Return names, types and shapes of the parts without a template; the layout of most replies counts."""
+        if isinstance(reply, SummedReply):
+            return reply.layout
+        return frozenset(
+            (path, _leaf_kind(leaf))
+            for name, value in reply.tree.items()
+            if name not in self._templates
+            for path, leaf in _leaves(value, (name,))
+        )
+
+    def _weight_fault(self, id: int, weight: Any) -> Fault | None:
+        expected = self._weights[id]
+        if type(weight) in (int, float) and weight == expected:
+            return None
+        text = f"weight {shown(weight)}, expected {expected:g} ({self._weight_source})"
+        return Fault("reply.wrong-weight", text)
+
+    def _part_fault(self, id: int, name: str, value: Any) -> Fault | None:
+        part = self.parts[name]
+        template = self._templates.get(name)
+        leaves = dict(_leaves(value, (name,)))
+        if template is not None and (fault := _template_fault(leaves, template, part.partial)):
+            return fault
+        samples = self._sizes[id]
+        largest = self._largest(part, samples)
+        size = 0
+        for path, leaf in leaves.items():
+            if fault := _value_fault(leaf, part, largest):
+                return replace(fault, text=f"{dotted(path)} {fault}")
+            size += leaf.nbytes if isinstance(leaf, Tensor) else 0
+        if template is None and size > MOST_BYTES:
+            return Fault(
+                "reply.too-large",
+                f"{name} takes {size / 2**20:,.0f} MiB; {MOST_BYTES / 2**20:,.0f} are the limit of a part that is "
+                "asked for without like(...) or within(...)",
+            )
+        if fault := self._count_fault(name, leaves, samples * self._labels):
+            return fault
+        text = _reason(part.condition, value)
+        if text is None:
+            text = _reason(part.own_condition, id, value)
+        return None if text is None else Fault("reply.condition", f"{name} {text}")
+
+    def _samples_fault(self, id: int, parts: Mapping[str, Any]) -> Fault | None:
+        """Return the first part that cannot be about the client's samples; each has the right form already."""
+        for name, part in self.parts.items():
+            text = _reason(part.samples_condition, self._sizes[id], parts)
+            if text is not None:
+                return Fault("reply.wrong-sums", f"{name} {text}")
+        return None
+
+    def _largest(self, part: Reduction, samples: int) -> float:
+        """Return the largest magnitude of a value of a part."""
+        if part.largest is not None:
+            return part.largest
+        return LARGEST[part.kind] * (max(1, samples) * self._labels if part.kind == "total" else 1)
+
+    def _count_fault(self, name: str, leaves: dict[Path, Any], labels: int) -> Fault | None:
+        """Return why the whole numbers of a part cannot count a client's samples, or their labels.
+
+        Those of one name are added up over the entries of the part: of classes, say.
+        """
+        part = self.parts[name]
+        if part.kind != "total" and not part.counted:
+            return None
+        counts = [(path, leaf) for path, leaf in leaves.items() if self._is_count(path, leaf)]
+        sums: dict[str, int] = {}
+        for path, leaf in counts:
+            least, count = _least_and_sum(leaf)
+            if least < 0:
+                return Fault("reply.wrong-sums", f"{dotted(path)} counts {shown(least)} samples")
+            label = str(path[-1]) if len(path) > 1 else ""
+            sums[label] = sums.get(label, 0) + count
+        for label, count in sums.items():
+            counted = f"{name}.{label}".rstrip(".")
+            if label in part.counted and self._labels == 1 and count != labels:
+                text = f"{counted} counts {shown(count)} samples, and the client has {labels}"
+                return Fault("reply.wrong-sums", text)
+            if part.kind == "total" and count > max(labels, part.largest or 0):
+                text = f"{counted} counts {shown(count)}, and the client has {labels} samples"
+                return Fault("reply.wrong-sums", text)
+        if missing := [label for label in part.counted if label not in sums]:
+            return Fault("reply.wrong-sums", f"{name}.{missing[0]}".rstrip(".") + " counts no sample")
+        return None
+
+    def _is_count(self, path: Path, leaf: Any) -> bool:
+        if isinstance(leaf, Tensor):
+            return not leaf.is_floating_point()
+        template = self._templates.get(str(path[0]))
+        return type(leaf) is int and (template is None or type(template[path]) is int)
+
+
+def layout_fault(layout: ReplyLayout, usual: ReplyLayout, usual_replies: str = "most replies") -> Fault:
+    """Return the first difference between a layout and the usual one.
+
+    Args:
+        usual_replies: the replies that have the usual layout, in words.
+    """
+    own_leaves = dict(layout)
+    usual_leaves = dict(usual)
+    for path in sorted(own_leaves.keys() | usual_leaves.keys(), key=lambda path: tuple(map(str, path))):
+        if own_leaves.get(path) == usual_leaves.get(path):
+            continue
+        if path not in own_leaves:
+            return Fault("reply.missing", f"{dotted(path)} is missing, {usual_replies} have it")
+        if path not in usual_leaves:
+            return Fault("reply.additional", f"{dotted(path)} is additional, {usual_replies} do not have it")
+        text = f"{dotted(path)} is {own_leaves[path]}, {usual_replies} have {usual_leaves[path]}"
+        return Fault("reply.wrong-shape", text)
+    raise AssertionError("the layouts are equal")
+
+
+def _template_fault(leaves: dict[Path, Any], template: dict[Path, Any], partial: bool) -> Fault | None:
+    entries = {path[:2] for path in leaves}  # an entry is left out as a whole
+    for path, expected in template.items():
+        if path not in leaves:
+            if partial and path[:2] not in entries:
+                continue
+            return Fault("reply.missing", f"{dotted(path)} is missing")
+        if fault := _leaf_fault(leaves[path], expected):
+            return Fault(fault.code, f"{dotted(path)} is {fault}")
+    additional = [dotted(path) for path in leaves if path not in template]
+    if not additional:
+        return None
+    first = min(additional)
+    if first in map(dotted, template):
+        return Fault("reply.wrong-shape", f"{first} has the right name of the wrong type: 1 is not '1'")
+    return Fault("reply.additional", f"{first} is additional")
+
+
+def _leaf_fault(leaf: Any, expected: Any) -> Fault | None:
+    if type(expected) is int and type(leaf) is int:
+        if expected <= leaf <= LARGEST_COUNT:
+            return None
+        return Fault("reply.out-of-range", f"{shown(leaf)}, a count from {expected} on is expected")
+    if _leaf_kind(leaf) == _leaf_kind(expected) and (type(expected) is not int or isinstance(leaf, Tensor)):
+        return None
+    wanted = "count" if type(expected) is int else _leaf_kind(expected)
+    return Fault("reply.wrong-shape", f"{_leaf_kind(leaf)}, expected {wanted}")
+
+
+def _reason(condition: Callable[..., str | None] | None, *arguments: Any) -> str | None:
+    """Return why a reply does not meet a condition; a condition that raises is not met."""
+    if condition is None:
+        return None
+    try:
+        return condition(*arguments)
+    except Exception as error:
+        return f"cannot be checked: {one_line(error)}"
+
+
+def _least_and_sum(leaf: Tensor | int) -> tuple[int, int]:
+    """Return the smallest of the whole numbers of a leaf, and their sum, which may leave 64 bits."""
+    if not isinstance(leaf, Tensor):
+        return leaf, leaf
+    if not leaf.numel():
+        return 0, 0
+    least = int(leaf.min())
+    rough = leaf.double().sum().item()
+    return least, int(leaf.sum()) if abs(rough) < 2**62 else int(rough)
+
+
+def _value_fault(leaf: Any, part: Reduction, largest: float) -> Fault | None:
+    if isinstance(leaf, Tensor):
+        return _tensor_fault(leaf, part, largest)
+    if type(leaf) in (int, float):
+        if isinstance(leaf, float) and not math.isfinite(leaf):
+            return Fault("reply.not-finite", f"is {leaf}", leaf)
+        most = largest if part.kind == "total" and isinstance(leaf, float) else LARGEST_NUMBER
+        if abs(leaf) <= most:
+            return None
+        return Fault("reply.out-of-range", f"is {shown(leaf)}, beyond {most:.0e}")
+    if part.kind == "each":
+        return None
+    return Fault("reply.wrong-shape", f"is a {_leaf_kind(leaf)}, which has no {part.kind}")
+
+
+def _tensor_fault(leaf: Tensor, part: Reduction, largest: float) -> Fault | None:
+    if leaf.dtype == torch.bool or not leaf.numel():
+        return None
+    low, high = (bound.item() for bound in torch.aminmax(leaf))
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return Fault("reply.not-finite", "is not finite", low if math.isfinite(high) else high)
+    if leaf.is_floating_point():
+        if -largest <= low and high <= largest:
+            return None
+        most = max(-low, high)
+        return Fault("reply.out-of-range", f"holds {most:.3g}, beyond {largest:g}", most)
+    # the mean of whole numbers is their maximum: they count batches
+    least = 0 if part.kind == "mean" else -LARGEST_COUNT
+    if least <= low and high <= LARGEST_COUNT:
+        return None
+    return Fault("reply.out-of-range", f"holds {low if low < least else high}, outside {least}..{LARGEST_COUNT}")
+
+
+def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Yield each leaf with its path, a tuple of names: a dot in a name is not a dict in a dict, and 1 is not "1"."""
+    if isinstance(value, dict) and (value or len(path) == 1):  # an empty dict below a part is a leaf: it has a name
+        for name, inner in value.items():
+            yield from _leaves(inner, (*path, name))
+    else:
+        yield path, value
+
+
+def _leaf_kind(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype} {list(leaf.shape)}".removeprefix("torch.")
+    return "number" if type(leaf) in (int, float) else type(leaf).__name__

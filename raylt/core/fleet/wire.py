@@ -1,0 +1,286 @@
+"""The values that cross from a client's process to the server's.
+
+`plain` checks a reply and a private state in the client's process, `packed` turns their tensors into arrays, and
+`unpacked` checks the reply again in the server's process.
+
+A reply is a dict of tensors, numbers, texts and None, with texts or whole numbers for names. A private state is the
+same with texts for names. Anything else arrives as `Unusable` with a `Fault`. The client's process reports honest
+mistakes so; the server's process reports whatever it was sent so. Nothing that a client sends can raise at the server.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raylt.core.client import Reply
+from raylt.core.device import is_full
+from raylt.errors import CODES, RayltError, one_line
+from raylt.tree import Tree, map_tensors, to, to_arrays, view
+
+DEEPEST = 16  # dicts in dicts; a model's entries are one dict, with dotted names
+MOST_LEAVES = 200_000  # ImageNet-21k has 21,841 classes, and a class four statistics
+LONGEST_TEXT = 10_000
+LONGEST_NAME = 500
+DTYPES = (
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+)  # numpy, which carries them, has these
+LEAST_ROOM = 256 * 2**20  # bytes that any reply or state may take, whatever the model
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The reason why a call failed or its reply cannot be used.
+
+    Attributes:
+        code: kind of the fault, a key of `raylt.errors.CODES`.
+        text: one line for people.
+        value: the value that is wrong, where there is one.
+    """
+
+    code: str
+    text: str
+    value: float | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Fault":
+        """Describe an exception that ended a call.
+
+        The code is "device.full" where the device had no room, the error's own code where raylt raised it on purpose,
+        and "client.failed" otherwise.
+        """
+        if is_full(error):
+            return cls("device.full", one_line(error))
+        own_code = error.code if isinstance(error, RayltError) else ""
+        return cls(own_code or "client.failed", one_line(error))
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """The value that arrives in place of a reply that cannot be used.
+
+    Attributes:
+        nbytes: size of the reply, where its client's process measured it.
+    """
+
+    fault: Fault
+    nbytes: int = 0
+
+
+class _NotSendable(Exception):
+    """A leaf or a name that may not travel; `fault` says why."""
+
+    def __init__(self, text: str, code: str = "reply.not-sendable"):
+        super().__init__(text)
+        self.fault = Fault(code, text)
+
+
+def room_for(model_bytes: int) -> int:
+    """Return the most bytes of a reply or a state: a few models, and a fixed room for figures of samples."""
+    return LEAST_ROOM + 16 * model_bytes
+
+
+def plain(reply: Any, private: Tree, room: int) -> tuple[Reply | Unusable, Tree]:
+    """Return a reply and a private state on the CPU, as values that another process can read.
+
+    Args:
+        reply: what the client function returned, of any type.
+        private: what the client must remember.
+        room: bytes that each may take.
+
+    Returns:
+        The reply and the state. Where either cannot travel, `Unusable` says which, and the state is empty.
+    """
+    if not isinstance(reply, Reply):
+        text = f"the reply is {_type_name(reply)}; a client function returns client.reply(...)"
+        return Unusable(Fault("reply.not-sendable", text)), {}
+    try:
+        walk = _Walk(lambda value: _outgoing(_number(value)), room)
+        weight = _number(reply.weight)
+        parts = walk.over(reply.tree)
+    except _NotSendable as error:
+        return Unusable(error.fault), {}
+    try:
+        state = _Walk(lambda value: _outgoing(_number(value)), room, texts_only=True).over(private)
+    except _NotSendable as error:
+        return Unusable(Fault(error.fault.code, f"the client's state: {error.fault}")), {}
+    on_cpu = map_tensors(_compact, to({"reply": parts, "state": state}, torch.device("cpu")))
+    return Reply(weight, on_cpu["reply"]), on_cpu["state"]
+
+
+def packed(reply: Reply | Unusable, private: Tree) -> tuple[Reply | Unusable, Tree]:
+    """Return a reply and a private state with arrays for tensors, which every transport carries."""
+    return reply if isinstance(reply, Unusable) else Reply(reply.weight, to_arrays(reply.tree)), to_arrays(private)
+
+
+def unpacked(sent: Any) -> Reply | Unusable:
+    """Return the reply that was packed, or why it cannot be used.
+
+    This function does not raise, whatever was sent.
+    """
+    if type(sent) is Unusable:
+        return Unusable(_checked_fault(sent.fault), sent.nbytes if type(sent.nbytes) is int else 0)
+    if type(sent) is not Reply:
+        return Unusable(Fault("reply.not-sendable", f"the reply is {_type_name(sent)}"))
+    try:
+        return Reply(sent.weight, _Walk(_incoming, None).over(sent.tree))
+    except _NotSendable as error:
+        return Unusable(error.fault)
+    except Exception as error:
+        return Unusable(Fault("reply.not-sendable", one_line(error)))
+
+
+def _checked_fault(fault: Any) -> Fault:
+    """Return a fault that a client's process sent, with a code that exists and a short text."""
+    if type(fault) is not Fault:
+        return Fault("reply.not-sendable", shown(fault, 400))
+    known_code = type(fault.code) is str and fault.code in CODES
+    return Fault(fault.code if known_code else "reply.not-sendable", shown(fault.text, 400))
+
+
+def shown(value: Any, length: int = 60) -> str:
+    """Return a name or a value as a message may show it: one line, and short."""
+    if type(value) is int and abs(value) >= 10**20:
+        return f"a number of {value.bit_length()} bits"
+    if type(value) not in (str, int, float, bool, type(None)):
+        return _type_name(value)
+    text = str(value) if type(value) is not str else "".join(c if c.isprintable() else "?" for c in value[: length + 1])
+    return text if len(text) <= length else text[: length - 4] + " ..."
+
+
+def dotted(path: Path) -> str:
+    """Return a path as `model.encoder.weight`, short enough for a message."""
+    return shown(".".join(map(str, path)), 120)
+
+
+class _Walk:
+    """Copies a tree with each leaf replaced, within limits.
+
+    Args:
+        leaf: returns the replacement of a leaf; raises `_NotSendable` for a leaf that may not be sent.
+        room: bytes that the tensors may take; None for a tree that has arrived already.
+        texts_only: whether names must be texts and each dotted path unique, as in checkpoints.
+    """
+
+    def __init__(self, leaf: Callable[[Any], Any], room: int | None, texts_only: bool = False):
+        self._leaf = leaf
+        self._room = room
+        self._texts_only = texts_only
+        self._leaves = 0
+        self._bytes = 0
+        self._paths = set[str]()
+
+    def over(self, tree: Any, path: Path = ()) -> Tree:
+        """Return the copy of a tree.
+
+        Raises:
+            _NotSendable: the tree holds something that may not travel.
+        """
+        # a state_dict is an OrderedDict; what arrives has been copied into plain ones
+        if not isinstance(tree, dict) or (self._room is None and type(tree) is not dict):
+            name = _type_name(tree)
+            raise _NotSendable(f"{dotted(path)} is {name}" if path else f"the parts are {name}")
+        if len(path) > DEEPEST:
+            raise _NotSendable(f"{dotted(path)} lies more than {DEEPEST} dicts deep", "reply.too-large")
+        copied = {}
+        for key, value in tree.items():
+            inner = (*path, self._name(key, path))
+            copied[key] = self.over(value, inner) if isinstance(value, dict) else self._visit(value, inner)
+        return copied
+
+    def _name(self, key: Any, path: Path) -> str | int:
+        if type(key) is not str and (type(key) is not int or self._texts_only):
+            raise _NotSendable(f"a name{_inside(path)} is {_type_name(key)}")
+        if key == "" or (len(key) > LONGEST_NAME if isinstance(key, str) else abs(key) >= 2**63):
+            raise _NotSendable(f"a name{_inside(path)} is empty or too long")
+        return key
+
+    def _visit(self, value: Any, path: Path) -> Any:
+        self._leaves += 1
+        if self._texts_only:
+            name = ".".join(map(str, path))
+            if name in self._paths:
+                raise _NotSendable(f"{dotted(path)} occurs twice")
+            self._paths.add(name)
+        if self._leaves > MOST_LEAVES:
+            raise _NotSendable(f"there are more than {MOST_LEAVES:,} names", "reply.too-large")
+        if isinstance(value, Tensor) and self._room is not None:
+            self._bytes += value.numel() * value.element_size()
+            if self._bytes > self._room:
+                text = f"{dotted(path)} makes more than {self._room / 2**20:,.0f} MiB, which is the limit"
+                raise _NotSendable(text, "reply.too-large")
+        try:
+            return self._leaf(value)
+        except _NotSendable as error:
+            raise _NotSendable(f"{dotted(path)} is {error.fault}", error.fault.code) from None
+
+
+def _inside(path: Path) -> str:
+    return f" in {dotted(path)}" if path else ""
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _outgoing(value: Any) -> Any:
+    """Return a leaf as it may travel, still on the device where it was computed."""
+    if not isinstance(value, Tensor):
+        return _simple(value)
+    value = value.detach()
+    if type(value) is not Tensor:
+        raise _NotSendable(f"a tensor of the class {type(value).__name__}")
+    if value.layout != torch.strided or value.is_quantized or value.is_meta:
+        kind = "meta" if value.is_meta else "quantised" if value.is_quantized else "sparse"
+        raise _NotSendable(f"a {kind} tensor; send a plain one")
+    if value.dtype not in DTYPES:
+        raise _NotSendable(f"a tensor of the type {str(value.dtype).removeprefix('torch.')}; send float32, say")
+    return value
+
+
+def _compact(value: Tensor) -> Tensor:
+    """Return a tensor of the CPU as a contiguous one that shares its memory with no larger tensor."""
+    value = value.resolve_neg().contiguous()
+    return value if value.untyped_storage().nbytes() <= value.nbytes else value.clone()
+
+
+def _incoming(value: Any) -> Any:
+    if type(value) is np.ndarray and value.dtype.kind in "biuf":
+        value = view(value)
+    elif not isinstance(value, Tensor):
+        return _simple(value)
+    if type(value) is not Tensor or value.layout != torch.strided or value.dtype not in DTYPES:
+        raise _NotSendable("not a plain tensor")
+    return value
+
+
+def _simple(value: Any) -> Any:
+    if type(value) not in (str, int, float, bool, type(None)):
+        raise _NotSendable(f"{_type_name(value)}; send tensors, numbers and texts")
+    if type(value) is str:
+        if len(value) > LONGEST_TEXT:
+            raise _NotSendable(f"a text of {len(value)} letters; {LONGEST_TEXT} are the limit", "reply.too-large")
+        if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise _NotSendable("a text that is not Unicode")
+    return value
+
+
+def _type_name(value: Any) -> str:
+    """Return `a list` or `an int`: the class of a value, without a call of any of its methods."""
+    name = "".join(letter for letter in type(value).__name__[:60] if letter.isprintable())
+    return "None" if value is None else f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

@@ -1,0 +1,181 @@
+"""Differential privacy of whole clients in the models that they trained: DP-FedAvg (McMahan et al., ICLR 2018, Alg. 1).
+
+Neighbours are two federations that differ in one client, which only one of them has. Every client's update, all entries
+of the model together, is cut to the length S, `privacy.update_clip`, and counts once whatever its samples. The server
+adds the updates' sum over q K, the number of clients that a round asks on average, and noise of deviation z S / (q K)
+in every entry; z is `privacy.noise_multiplier`. Opacus's accountant composes the rounds. It credits sampling only where
+clients are sampled as it assumes: by `federation.sampling=poisson`, drawn from the operating system's entropy like the
+noise.
+
+The server is trusted to add the noise. Losses are not reported: they would tell of clients. Counters stay as they were,
+and running variances positive.
+"""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raylt.config import Config
+from raylt.core.client import Message, Reply
+from raylt.core.fleet.aggregation import Aggregator, Replies
+from raylt.core.fleet.block_sums import SummedReply
+from raylt.core.fleet.reductions import Reduction
+from raylt.errors import BudgetSpent, ConfigError
+from raylt.tree import Tree
+
+RELEASED = "model"  # the part that carries the update
+LEAST_VARIANCE = 1e-3
+
+
+@cache
+def epsilon_of(noise_multiplier: float, rate: float, rounds: int, delta: float) -> float:
+    """Return the epsilon of a number of rounds, by Opacus's RDP accountant.
+
+    Args:
+        rate: the chance of each client to take part in a round; 1 claims nothing for sampling.
+    """
+    from opacus.accountants import RDPAccountant  # pyright: ignore[reportMissingImports]
+
+    accountant = RDPAccountant()
+    accountant.history = [(noise_multiplier, rate, rounds)]
+    return float(accountant.get_epsilon(delta=delta))
+
+
+def rate_of(config: Config) -> float:
+    """Return the sampling rate that the accountant may assume."""
+    return config.federation.participation if config.federation.sampling == "poisson" else 1.0
+
+
+@dataclass(frozen=True)
+class ClientNoise:
+    """The clipping and the noise of one round.
+
+    Attributes:
+        start: the model that clients were sent.
+    """
+
+    config: Config
+    start: Mapping[str, Tensor]
+    round: int
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Reduction], message: Message, config: Config, round: int) -> "ClientNoise | None":
+        """Return the noise for a call that uploads a model; None where nothing is uploaded, or no budget is set.
+
+        Raises:
+            BudgetSpent: this round would exceed the budget.
+            ConfigError: the call uploads something else as well.
+        """
+        budget = config.privacy.update_epsilon
+        if budget is None or not parts:
+            return None
+        additional = parts.keys() - {RELEASED, "loss"}
+        if additional or RELEASED not in parts or parts[RELEASED].kind != "mean" or RELEASED not in message:
+            part = min(additional or parts)
+            raise ConfigError(
+                f"privacy.update_epsilon = {budget:g}: the part {part} is uploaded too, and noise hides clients only "
+                "in the mean of their models. Take a method that uploads nothing else, such as fedavg.",
+                code="privacy.not-covered",
+                key="privacy.update_epsilon",
+                value=budget,
+                part=part,
+            )
+        spent = epsilon_of(config.privacy.noise_multiplier, rate_of(config), round, config.privacy.delta)
+        if spent > budget:
+            raise BudgetSpent(
+                f"round {round}: epsilon would be {spent:.3g}, above privacy.update_epsilon = {budget:g}. Stop the run "
+                "at the round before.",
+                code="privacy.budget-spent",
+                key="privacy.update_epsilon",
+                round=round,
+                spent=spent,
+                value=budget,
+            )
+        return cls(config, message[RELEASED], round)
+
+    @property
+    def _expected_clients(self) -> float:
+        """q K; a client without samples counts, a client that joins after training does not."""
+        clients = self.config.data.clients
+        assert clients is not None, "a run's configuration says how many there are"
+        return self.config.federation.participation * (clients - self.config.data.new_clients)
+
+    def clipped(self, reply: Reply) -> Reply:
+        """Return a reply whose update is no longer than S, with weight 1 and without a loss."""
+        model = reply.tree[RELEASED]
+        changes = {
+            name: value.double() - self.start[name].double()
+            for name, value in model.items()
+            if value.is_floating_point()
+        }
+        length = torch.stack([change.norm() for change in changes.values()]).norm().item()
+        share = min(1.0, self.config.privacy.update_clip / max(length, 1e-300))
+        cut = {
+            name: self.start[name].double() + share * changes[name] if name in changes else self.start[name]
+            for name in model
+        }
+        return Reply(1.0, {name: cut if name == RELEASED else 0.0 for name in reply.tree})
+
+    def noised(self, got: Replies) -> Replies:
+        """Return the model that was sent plus the sum of the updates over q K, with noise."""
+        privacy = self.config.privacy
+        rng = np.random.default_rng(secrets.randbits(256))
+        deviation = privacy.noise_multiplier * privacy.update_clip / self._expected_clients
+        model = {}
+        for name, mean in got[RELEASED].items():
+            start = self.start[name]
+            if not start.is_floating_point():
+                model[name] = start
+                continue
+            step = (mean.double() - start.double()) * (len(got.weights) / self._expected_clients)
+            value = start.double() + step + deviation * torch.from_numpy(rng.standard_normal(tuple(start.shape)))
+            model[name] = (value.clamp(min=LEAST_VARIANCE) if name.endswith("running_var") else value).to(start.dtype)
+        return Replies({name: model if name == RELEASED else None for name in got}, got.weights)
+
+    @property
+    def statement(self) -> Tree:
+        """The noise in a summary's words."""
+        privacy: Any = self.config.privacy
+        spent = epsilon_of(privacy.noise_multiplier, rate_of(self.config), self.round, privacy.delta)
+        return {
+            "epsilon": spent,
+            "delta": privacy.delta,
+            "sigma": privacy.noise_multiplier,
+            "unit": "one client, added or removed",
+            "covers": f"the models of {self.round} rounds",
+            "against": "whoever sees the models; the server is trusted",
+            "not_covered": "what is judged: accuracies on clients' own data are computed without noise",
+        }
+
+
+class ClientDP(Aggregator):
+    """Clips each client's update before another aggregator accepts it, and adds noise to the result.
+
+    Args:
+        inner: aggregates the clipped replies.
+        noise: of this round.
+    """
+
+    def __init__(self, inner: Aggregator, noise: ClientNoise):
+        super().__init__()
+        self._inner = inner
+        self._noise = noise
+        self.weights = inner.weights
+        self.overhead = inner.overhead
+        self.statement = noise.statement
+
+    def accept(self, id: int, reply: Reply | SummedReply) -> None:
+        assert isinstance(reply, Reply)
+        self._inner.accept(id, self._noise.clipped(reply))
+
+    def result(self) -> Replies:
+        return self._noise.noised(self._inner.result())
+
+    def empty(self) -> "ClientDP":
+        return ClientDP(self._inner.empty(), self._noise)

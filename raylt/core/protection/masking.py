@@ -1,0 +1,325 @@
+"""Secure aggregation (Bonawitz et al., CCS 2017, Figure 4, without the signatures of its active variant).
+
+Round 0  Every member advertises two X25519 keys.
+Round 1  Every member deals shares of its mask key and of its own seed, each encrypted for its receiver. It commits
+         itself to them: the server gets the hash of each share and of the seed.
+Round 2  Every member sends its vector plus the stream of its seed, plus or minus one stream for every other member.
+         The two members of a pair draw their stream from the secret that their mask keys agree on. In the sum over all
+         members these pairwise streams cancel.
+Round 3  The survivors send their shares of the seed of each member that sent a vector, and their shares of the mask key
+         of each member that did not; never both of one member. The server takes the remaining streams off the sum.
+
+The commitments are an addition to the protocol. With them the server notices a survivor that gives other shares than it
+was dealt, and does without it; and a member whose shares give another secret than it committed itself to. What a
+member's masked vector hides, no commitment shows.
+
+Vectors are uint64, and so is their sum: modulo 2^64 nothing is rounded, and a masked vector is uniform whatever it
+hides. `Member` is a client's side and `Collector` the server's. Only their arguments and results pass between them.
+
+Secrets are shared so that any `threshold` shares give the secret and fewer say nothing (Shamir, CACM 1979).
+"""
+
+import hashlib
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from raylt.errors import RayltError, TooFewReplies
+
+PRIME = 2**256 + 297  # the first beyond every secret of 32 bytes
+SHARE_BYTES = 33
+KEY_BYTES = 32
+HASH_BYTES = 32
+Keys = tuple[bytes, bytes]  # public keys: for shares, for masks
+Unmasking = dict[int, tuple[str, int]]  # by member: "seed" or "key", and a share of it
+
+
+@dataclass(frozen=True)
+class Commitment:
+    """The hashes by which a member commits itself to what it deals. Its mask key has a public key, and needs none.
+
+    Attributes:
+        seed: of the seed.
+        shares: of each share, by its kind and its holder.
+    """
+
+    seed: bytes
+    shares: Mapping[tuple[str, int], bytes]
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """Public keys and commitments by member: the server's view after rounds 0 and 1."""
+
+    keys: Mapping[int, Keys]
+    commitments: Mapping[int, Commitment]
+
+
+class Member:
+    """A client's side of one sum.
+
+    Args:
+        id: the member's number, from 0; the number of its shares is one more.
+    """
+
+    def __init__(self, id: int):
+        self.id = id
+        self._share_key, share_public = _key_pair()
+        self._mask_key, mask_public = _key_pair()
+        self._seed = secrets.token_bytes(KEY_BYTES)
+        self.keys: Keys = share_public, mask_public  # round 0
+        self._all: Mapping[int, Keys] = {}
+        self._shares: dict[int, tuple[int, int]] = {}  # dealt to this member: of the seed, of the mask key
+        self.commitment: Commitment | None = None  # with round 1
+
+    def deal(self, all_keys: Mapping[int, Keys], threshold: int) -> dict[int, bytes]:
+        """Return the two shares for each other member, encrypted (round 1).
+
+        Args:
+            all_keys: public keys by member.
+            threshold: shares that are needed to get a secret back.
+        """
+        self._all = all_keys
+        numbers = [id + 1 for id in all_keys]
+        seeds = split(self._seed, numbers, threshold)
+        keys = split(self._mask_key, numbers, threshold)
+        self._shares[self.id] = seeds[self.id + 1], keys[self.id + 1]
+        hashes = {
+            (kind, number - 1): hash_of(share)
+            for kind, shares in (("seed", seeds), ("key", keys))
+            for number, share in shares.items()
+        }
+        self.commitment = Commitment(hash_of(int.from_bytes(self._seed, "big")), hashes)
+        sealed = {}
+        for id in all_keys:
+            if id != self.id:
+                shares = seeds[id + 1].to_bytes(SHARE_BYTES, "big") + keys[id + 1].to_bytes(SHARE_BYTES, "big")
+                cipher = ChaCha20Poly1305(self._share_secret(id))
+                sealed[id] = cipher.encrypt(self._nonce(self.id, id), shares, None)
+        return sealed
+
+    def receive(self, sender: int, sealed: bytes) -> None:
+        """Keep the shares that another member dealt to this one."""
+        both = ChaCha20Poly1305(self._share_secret(sender)).decrypt(self._nonce(sender, self.id), sealed, None)
+        self._shares[sender] = int.from_bytes(both[:SHARE_BYTES], "big"), int.from_bytes(both[SHARE_BYTES:], "big")
+
+    def mask(self, vector: np.ndarray) -> np.ndarray:
+        """Return the vector, uint64 [n], under its masks (round 2)."""
+        masked = vector + stream(self._seed, len(vector))
+        for id, (_, public) in self._all.items():
+            if id != self.id:
+                add_pair(masked, self.id, id, agree(self._mask_key, public, b"mask"))
+        return masked
+
+    def unmask(self, survivors: Iterable[int]) -> Unmasking:
+        """Return a share of the seed of each survivor, and of the mask key of every other member (round 3)."""
+        sent = set(survivors)
+        return {id: ("seed", seed) if id in sent else ("key", key) for id, (seed, key) in self._shares.items()}
+
+    def _share_secret(self, other: int) -> bytes:
+        return agree(self._share_key, self._all[other][0], b"shares")
+
+    @staticmethod
+    def _nonce(sender: int, receiver: int) -> bytes:
+        return sender.to_bytes(6, "big") + receiver.to_bytes(6, "big")
+
+
+@dataclass
+class Collector:
+    """The server's side of one sum.
+
+    Attributes:
+        introduction: public keys and commitments of the members.
+        length: of the vectors.
+        wrong: why a survivor's answer was not used, by survivor.
+    """
+
+    introduction: Introduction
+    length: int
+    wrong: dict[int, str] = field(default_factory=dict)
+    _sent: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._keys = self.introduction.keys
+        self._sum = np.zeros(self.length, dtype=np.uint64)
+
+    def add(self, id: int, masked: np.ndarray) -> None:
+        """Add a member's masked vector, in any order of the members."""
+        self._sum += masked
+        self._sent.append(id)
+
+    def unmasked(self, answers: Mapping[int, Unmasking], threshold: int) -> np.ndarray:
+        """Return the sum over the members that sent a vector, uint64 [n].
+
+        Answers with another share than its dealer committed itself to are left out; `wrong` names them.
+
+        Args:
+            answers: of round 3, by survivor.
+            threshold: survivors that are needed.
+
+        Raises:
+            TooFewReplies: the survivors that answered rightly are fewer than the threshold.
+            RayltError: a member dealt shares of another secret than it committed itself to.
+        """
+        faults = {survivor: self._fault(survivor, answer) for survivor, answer in answers.items()}
+        self.wrong = {survivor: fault for survivor, fault in faults.items() if fault is not None}
+        right = [answer for answer in answers.items() if answer[0] not in self.wrong]
+        if len(right) < threshold:
+            wrong = "".join(f" Client number {survivor} {fault}." for survivor, fault in list(self.wrong.items())[:1])
+            raise TooFewReplies(
+                f"federation.secure: {len(right)} of {len(self._keys)} clients are left, and {threshold} are needed "
+                f"to take the masks off a secure sum.{wrong} Lower federation.over_select or ask fewer clients.",
+                code="reply.too-few",
+                key="federation.secure",
+                usable=len(right),
+                asked=len(self._keys),
+                needed=threshold,
+            )
+        some = dict(right[:threshold])
+        result = self._sum.copy()
+        for id in self._keys:
+            secret = self._secret(id, {survivor + 1: answer[id][1] for survivor, answer in some.items()})
+            if id in self._sent:
+                result -= stream(secret, self.length)
+            else:
+                for survivor in self._sent:
+                    pair = np.zeros(self.length, dtype=np.uint64)
+                    add_pair(pair, survivor, id, agree(secret, self._keys[survivor][1], b"mask"))
+                    result -= pair
+        return result
+
+    def _kind(self, id: int) -> str:
+        return "seed" if id in self._sent else "key"
+
+    def _fault(self, survivor: int, answer: Unmasking) -> str | None:
+        """Return why a survivor's shares are not those that it was dealt, or None."""
+        for id in self._keys:
+            kind, share = answer.get(id, ("", 0))
+            if kind != self._kind(id):
+                return f"gave no share of the {self._kind(id)} of member {id}"
+            if not 0 <= share < PRIME or hash_of(share) != self.introduction.commitments[id].shares[kind, survivor]:
+                return f"gave a wrong share of the {kind} of member {id}"
+        return None
+
+    def _secret(self, id: int, shares: Mapping[int, int]) -> bytes:
+        """Return a member's seed or mask key from shares that it dealt."""
+        kind = self._kind(id)
+        try:
+            secret = join(shares)
+        except ValueError:
+            secret = bytes(KEY_BYTES)  # no member commits itself to it
+        if kind == "seed":
+            right = hash_of(int.from_bytes(secret, "big")) == self.introduction.commitments[id].seed
+        else:
+            right = public_key(secret) == self._keys[id][1]
+        if not right:
+            raise RayltError(
+                f"federation.secure: the shares of client number {id} do not give the {kind} that it committed itself "
+                f"to ({id}). Leave the client out; its masks cannot be taken off the sum.",
+                code="reply.wrong-share",
+                key="federation.secure",
+                member=id,
+                kind=kind,
+            )
+        return secret
+
+
+def introduce(members: Sequence[Member], threshold: int) -> Introduction:
+    """Run rounds 0 and 1 among members, and return what the server has of them.
+
+    Args:
+        members: ordered by their numbers, from 0.
+        threshold: shares that are needed to get a secret back.
+    """
+    keys = {member.id: member.keys for member in members}
+    dealt = {member.id: member.deal(keys, threshold) for member in members}
+    for sender, sealed in dealt.items():
+        for receiver, shares in sealed.items():
+            members[receiver].receive(sender, shares)
+    commitments = {member.id: member.commitment for member in members if member.commitment is not None}
+    return Introduction(keys, commitments)
+
+
+def hash_of(secret: int) -> bytes:
+    """Return the SHA-256 of a seed or of a share, which has too many possible values to be guessed from it."""
+    return hashlib.sha256(secret.to_bytes(SHARE_BYTES, "big")).digest()
+
+
+def add_pair(masked: np.ndarray, own: int, other: int, key: bytes) -> None:
+    """Add a member's mask for a pair to a vector, in place: plus at the smaller number, minus at the larger."""
+    mask = stream(key, len(masked))
+    if own < other:
+        masked += mask
+    else:
+        masked -= mask
+
+
+def stream(key: bytes, length: int) -> np.ndarray:
+    """Return ChaCha20's stream of a key that is used for nothing else, uint64 [length]."""
+    cipher = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
+    return np.frombuffer(cipher.update(bytes(8 * length)), dtype="<u8")
+
+
+def agree(private: bytes, public: bytes, purpose: bytes) -> bytes:
+    """Return the key of 32 bytes that two members share for a purpose."""
+    secret = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
+    return HKDF(hashes.SHA256(), 32, salt=None, info=purpose).derive(secret)
+
+
+def public_key(private: bytes) -> bytes:
+    """Return the public key of a private X25519 key."""
+    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+
+
+def _key_pair() -> tuple[bytes, bytes]:
+    private = X25519PrivateKey.generate()
+    return private.private_bytes_raw(), private.public_key().public_bytes_raw()
+
+
+def split(secret: bytes, holders: Iterable[int], threshold: int) -> dict[int, int]:
+    """Return one share of a secret for each holder.
+
+    A share is the value, at the holder's number, of a random polynomial whose value at 0 is the secret.
+
+    Args:
+        secret: of at most 32 bytes.
+        holders: numbers from 1 on.
+        threshold: shares that are needed; the polynomial's degree is one less.
+    """
+    coefficients = [int.from_bytes(secret, "big"), *(secrets.randbelow(PRIME) for _ in range(threshold - 1))]
+    return {x: evaluate(coefficients, x, PRIME) for x in holders}
+
+
+def evaluate(coefficients: list[int], x: int, prime: int) -> int:
+    """Return the value of a polynomial, its constant first, modulo a prime."""
+    value = 0
+    for coefficient in reversed(coefficients):
+        value = (value * x + coefficient) % prime
+    return value
+
+
+def join(shares: Mapping[int, int], length: int = 32) -> bytes:
+    """Return the secret of `length` bytes: Lagrange's polynomial through the shares, at 0.
+
+    Raises:
+        ValueError: the shares are fewer than the threshold, or of several secrets. Not every such mistake is detected.
+    """
+    value = 0
+    for x, share in shares.items():
+        numerator = 1
+        denominator = 1
+        for other in shares:
+            if other != x:
+                numerator = numerator * other % PRIME
+                denominator = denominator * (other - x) % PRIME
+        value = (value + share * numerator * pow(denominator, -1, PRIME)) % PRIME
+    if value >= 256**length:
+        raise ValueError(f"{len(shares)} shares give no secret of {length} bytes: too few, or of several secrets")
+    return value.to_bytes(length, "big")

@@ -1,0 +1,141 @@
+"""`Protection`: chooses what the server may see of the replies to a call, from `federation` and `privacy`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from raylt.config import Config
+from raylt.core.client import Message
+from raylt.core.fleet.aggregation import Aggregator, Plain, Robust
+from raylt.core.fleet.cohort import Cohort
+from raylt.core.fleet.reductions import Reduction
+from raylt.core.protection.client_dp import RELEASED, ClientDP, ClientNoise
+from raylt.core.protection.sample_dp import Noise, SampleDP, statement
+from raylt.core.protection.threshold import threshold_of
+from raylt.errors import BudgetSpent, ConfigError
+
+
+def check_delta(config: Config, sizes: Sequence[int]) -> None:
+    """Refuse a delta that is not below 1 / n, for the n samples or clients that it hides.
+
+    A mechanism that publishes one of N as it is satisfies (0, 1 / N): with such a delta epsilon says nothing.
+
+    Args:
+        sizes: samples of each client that trains.
+
+    Raises:
+        ConfigError: the delta is too large.
+    """
+    privacy = config.privacy
+    if privacy.epsilon is None and privacy.update_epsilon is None:
+        return
+    hidden = "samples" if privacy.epsilon is not None else "clients"
+    count = sum(sizes) if hidden == "samples" else sum(size > 0 for size in sizes)
+    if privacy.delta * count >= 1:
+        raise ConfigError(
+            f"privacy.delta: with {count} {hidden}, a delta of one over their number lets one of them be published "
+            f"({privacy.delta:g}). Give less than {1 / max(count, 1):.2g}.",
+            code="config.out-of-range",
+            key="privacy.delta",
+            value=privacy.delta,
+            count=count,
+        )
+
+
+class Protection:
+    """The settings, and how much of the privacy budget is left.
+
+    Args:
+        samples: of each client, by id.
+    """
+
+    def __init__(self, config: Config, samples: Mapping[int, int]):
+        self._config = config
+        self._samples = samples
+        self._judging = False
+        self._rehearsed = False
+        self._spent = False
+
+    def with_templates(self, parts: Mapping[str, Reduction], message: Message) -> dict[str, Reduction]:
+        """Return the parts; if clients add noise, the sent model is the template of the model's part."""
+        model = parts.get(RELEASED)
+        if self._config.privacy.update_epsilon is None or self._judging or model is None or RELEASED not in message:
+            return dict(parts)
+        return {**parts, RELEASED: model.like(message[RELEASED])}
+
+    def aggregator(
+        self, round: int, message: Message, parts: Mapping[str, Reduction], cohort: Cohort, weights: Mapping[int, float]
+    ) -> Aggregator:
+        """Return an empty aggregator for the replies of a cohort.
+
+        Args:
+            message: sent to the cohort.
+            weights: the weight of each client's reply, by id.
+
+        Raises:
+            BudgetSpent: the parts have been uploaded with noise before.
+            ConfigError: the parts may not be uploaded in this way.
+        """
+        secure = self._config.federation.secure and not self._judging
+        if not self._judging:
+            client_noise = ClientNoise.of(parts, message, self._config, round)
+            if client_noise is not None:
+                inner = self._without_noise(parts, cohort, dict.fromkeys(cohort, 1.0), secure)
+                return ClientDP(inner, client_noise)
+        noise = Noise.of(parts, self._config)
+        if noise is None:
+            return self._without_noise(parts, cohort, weights, secure)
+        self._spend(round, noise)
+        share = 1 / threshold_of(len(cohort)) if secure else 1.0
+        released = noise.released(parts)
+        # counts with noise are no numbers of samples, so robust rules have no means to compare
+        inner = self._without_noise(released, cohort, weights, True) if secure else Plain(released, cohort)
+        return SampleDP(inner, noise, parts, share, statement(self._config, noise))
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Refuse uploads with noise inside the block: a rehearsal would reveal a second draw."""
+        before = self._rehearsed
+        self._rehearsed = True
+        try:
+            yield
+        finally:
+            self._rehearsed = before
+
+    @contextmanager
+    def judging(self) -> Iterator[None]:
+        """Lift masks and clients' noise inside the block, whose replies only the researcher sees."""
+        before = self._judging
+        self._judging = True
+        try:
+            yield
+        finally:
+            self._judging = before
+
+    def _without_noise(
+        self, parts: Mapping[str, Reduction], cohort: Cohort, weights: Mapping[int, float], secure: bool
+    ) -> Aggregator:
+        if secure:
+            from raylt.core.protection.secure_sum import Secure  # lazily: it needs a library that few runs need
+
+            return Secure(parts, cohort, weights)
+        rule = self._config.federation.robust
+        return Plain(parts, cohort) if rule is None else Robust(parts, cohort, rule, self._samples)
+
+    def _spend(self, round: int, noise: Noise) -> None:
+        if self._rehearsed:
+            raise ConfigError(
+                "privacy.epsilon: a rehearsed finish would spend the budget of the run's own finish. Set "
+                "privacy.epsilon=null where runs are judged before their end.",
+                code="privacy.rehearsal",
+                key="privacy.epsilon",
+            )
+        if self._spent:
+            raise BudgetSpent(
+                f"round {round}: {', '.join(noise.deviations)} would be uploaded a second time, and "
+                f"privacy.epsilon = {self._config.privacy.epsilon:g} allows one upload. Upload each sum once.",
+                code="privacy.budget-spent",
+                key="privacy.epsilon",
+                round=round,
+                parts=list(noise.deviations),
+            )
+        self._spent = True

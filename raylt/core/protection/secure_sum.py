@@ -1,0 +1,256 @@
+"""`Secure`: the summable parts of replies, added up under masks (`federation.secure`).
+
+The aggregator plays both sides of the protocol in the server's process: it computes what a client would send from the
+client's reply, and what the server would learn from that alone. Anybody who can look into this process sees the
+replies. The sums, to the bit, the consequences of lost clients, and the cost in bytes and seconds are real.
+
+`FixedPoint` lays the summable parts of a reply out as one vector of whole numbers, and turns a sum of such vectors back
+into parts. A float is rounded to a multiple of a power of two. The power follows from the magnitude that a part may
+have and the number of clients, so that no sum over them leaves 62 bits. Sums of such numbers are exact: they do not
+depend on their order, and can be masked and unmasked modulo 2^64 without a trace.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raylt import tree
+from raylt.core.client import Reply
+from raylt.core.fleet.aggregation import Aggregator, Replies
+from raylt.core.fleet.block_sums import SummedReply
+from raylt.core.fleet.cohort import Traffic
+from raylt.core.fleet.reductions import Reduction
+from raylt.core.protection.masking import HASH_BYTES, KEY_BYTES, SHARE_BYTES, Collector, Member, introduce
+from raylt.core.protection.threshold import threshold_of
+from raylt.errors import ConfigError, Overflow
+from raylt.tree import Tree
+
+# Magnitudes for which digits are set aside where a part declares none, or larger ones: of parameters and gradients, and
+# of sums over a client's samples. Whole numbers may use everything within 62 bits.
+LARGEST = {"mean": 1e6, "total": 1e9}
+BITS = 62
+COUNTER = 2.0**36  # batches that a normalisation layer has seen, at most
+SEALED_BYTES = 2 * SHARE_BYTES + 16  # two shares and their authentication tag
+Path = tuple[Any, ...]
+
+
+class Secure(Aggregator):
+    """Means and sums of replies that arrive under masks.
+
+    Args:
+        parts: the reductions by name, `mean` or `total`; none where nothing is uploaded.
+        members: ids of the clients that are asked.
+        weights: the weight of each client's reply, by id.
+
+    Attributes:
+        overhead: bytes beyond the plain replies; `up` is negative where whole numbers took more.
+    """
+
+    def __init__(self, parts: Mapping[str, Reduction], members: Iterable[int], weights: Mapping[int, float]):
+        super().__init__()
+        self._parts = parts
+        self._ids = list(members)
+        self._declared_weights = weights
+        self._numbers = {id: number for number, id in enumerate(self._ids)}  # of the protocol's members
+        heaviest = max((weights[id] for id in self._ids), default=1.0) or 1.0
+        self._fixed_point = FixedPoint(parts, len(self._ids), heaviest)
+        self._threshold = threshold_of(len(self._ids))
+        self._members = [Member(number) for number in range(len(self._ids))] if parts else []
+        self._collector = Collector(introduce(self._members, self._threshold), self._fixed_point.length)
+        count = len(self._members)
+        pairs = count * max(0, count - 1)
+        self.overhead = Traffic(
+            down=2 * KEY_BYTES * count**2 + SEALED_BYTES * pairs,
+            up=2 * KEY_BYTES * count + SEALED_BYTES * pairs + HASH_BYTES * (2 * count + 1) * count,
+        )
+
+    def accept(self, id: int, reply: Reply | SummedReply) -> None:
+        assert isinstance(reply, Reply)
+        if self._members:
+            number = self._numbers[id]
+            masked = self._members[number].mask(self._fixed_point.encode(reply.tree, reply.weight))
+            self._collector.add(number, masked)
+            self.overhead.up += masked.nbytes - tree.nbytes(reply.tree)
+        self.weights[id] = reply.weight
+
+    def result(self) -> Replies:
+        if not self._members:
+            return Replies({}, self.weights)
+        survivors = [self._numbers[id] for id in self.weights]
+        answers = {number: self._members[number].unmask(survivors) for number in survivors}
+        self.overhead.up += SHARE_BYTES * len(survivors) * len(self._members)
+        total = self._collector.unmasked(answers, self._threshold)
+        self.troubles = [
+            f"client {self._ids[number]} {fault}; the secure sum was unmasked without it"
+            for number, fault in self._collector.wrong.items()
+        ]
+        return Replies(self._fixed_point.decode(total, sum(self.weights.values())), self.weights)
+
+    def empty(self) -> "Secure":
+        return Secure(self._parts, self._ids, self._declared_weights)
+
+
+@dataclass(frozen=True)
+class VectorEntry:
+    """The tensor or number of a part that a stretch of the vector holds.
+
+    Attributes:
+        like: its template; a tensor or a number.
+        step: the value of 1 in the vector.
+        largest: magnitude up to which a value fits.
+    """
+
+    path: Path
+    kind: str
+    like: Any
+    step: float
+    largest: float
+
+    @property
+    def size(self) -> int:
+        return self.like.numel() if isinstance(self.like, Tensor) else 1
+
+
+class FixedPoint:
+    """The position of every entry of the parts in a vector.
+
+    The vector also holds, for each entry that a reply may leave out, the number of clients that have it.
+
+    Args:
+        parts: `mean` or `total`, each with a template.
+        clients: the largest number of vectors in a sum.
+        heaviest: the largest weight; in means a client counts as its share of it.
+
+    Raises:
+        ConfigError: a part has no template, or is not to be summed; names the part.
+    """
+
+    def __init__(self, parts: Mapping[str, Reduction], clients: int, heaviest: float):
+        self._parts = parts
+        self._heaviest = heaviest
+        self._entries: list[VectorEntry] = []
+        self._optional: list[Path] = []
+        for name, part in parts.items():
+            _check_summable(name, part)
+            largest = min(LARGEST[part.kind], part.largest or math.inf)
+            step = 2.0 ** -math.floor(BITS - math.log2(clients * largest))
+            for path, like in _leaves(part.template, (name,)):
+                entry_step, entry_largest = _step_and_largest(like, part.kind, step, largest, clients)
+                self._entries.append(VectorEntry(path, part.kind, like, entry_step, entry_largest))
+            if part.partial:
+                self._optional += [(name, key) for key in part.template]
+
+    @property
+    def length(self) -> int:
+        return sum(entry.size for entry in self._entries) + len(self._optional)
+
+    def encode(self, tree: Tree, weight: float) -> np.ndarray:
+        """Return a reply's parts as a vector, uint64 [n], in two's complement.
+
+        Raises:
+            Overflow: a value does not fit; names its entry.
+        """
+        flat = dict(_leaves(tree, ()))
+        vector = []
+        for entry in self._entries:
+            value = flat.get(entry.path)
+            if value is None:
+                vector.append(np.zeros(entry.size, dtype=np.int64))
+                continue
+            values = torch.as_tensor(value).detach().reshape(-1)
+            largest = float(values.abs().max()) if len(values) else 0.0
+            if not largest <= entry.largest:
+                path = ".".join(map(str, entry.path))
+                raise Overflow(
+                    f"{path}: a secure sum holds values of at most {entry.largest:.3g} ({largest:.3g}). Lower "
+                    "local.lr, or make features smaller.",
+                    code="reply.overflow",
+                    path=path,
+                    value=largest,
+                )
+            if entry.step == 1:
+                vector.append(values.to(torch.int64).numpy())
+            else:
+                share = weight / self._heaviest if entry.kind == "mean" else 1.0
+                vector.append((values.double() * (share / entry.step)).round().to(torch.int64).numpy())
+        present = [int(key in tree[name]) for name, key in self._optional]
+        return np.concatenate([*vector, np.array(present, dtype=np.int64)]).astype(np.int64).view(np.uint64)
+
+    def decode(self, total: np.ndarray, weight: float) -> Tree:
+        """Return the parts of a sum of vectors, as a plain aggregation returns them.
+
+        Means have their own types, totals are float64 and int64. Counters in a mean are the clients' mean, rounded;
+        a plain aggregation takes their maximum.
+
+        Args:
+            weight: the sum of the weights.
+        """
+        numbers = torch.from_numpy(total.view(np.int64).copy())
+        counts = dict(zip(self._optional, numbers[self.length - len(self._optional) :].tolist(), strict=True))
+        parts: Tree = {name: {} for name, part in self._parts.items() if isinstance(part.template, dict)}
+        start = 0
+        for entry in self._entries:
+            value = numbers[start : start + entry.size]
+            start += entry.size
+            if counts.get(entry.path[:2], 1) == 0:
+                continue
+            parent = parts
+            for name in entry.path[:-1]:
+                parent = parent.setdefault(name, {})
+            parent[entry.path[-1]] = self._restored(entry, value, weight)
+        return parts
+
+    def _restored(self, entry: VectorEntry, value: Tensor, weight: float) -> Any:
+        like = entry.like
+        if entry.step != 1:
+            real = value.double() * (entry.step * (self._heaviest / weight if entry.kind == "mean" else 1.0))
+            if not isinstance(like, Tensor):
+                return real.item()
+            whole = entry.kind == "mean" and not like.is_floating_point()
+            real = (real.round() if whole else real).reshape(like.shape)
+            return real.to(like.dtype) if entry.kind == "mean" else real
+        return value.reshape(like.shape).clone() if isinstance(like, Tensor) else value.item()
+
+
+def _check_summable(name: str, part: Reduction) -> None:
+    if part.kind == "each":
+        raise ConfigError(
+            f"federation.secure = true: the part {name} is asked for from each client by itself, and a secure sum "
+            "shows no client's value. Ask for a mean or a total, or set federation.secure=false.",
+            code="privacy.not-summable",
+            key="federation.secure",
+            part=name,
+        )
+    if part.template is None:
+        raise ConfigError(
+            f"federation.secure = true: the part {name} has no template. Ask for it with like(...) or within(...), so "
+            "that every client's vector is laid out alike.",
+            code="privacy.not-summable",
+            key="federation.secure",
+            part=name,
+        )
+
+
+def _step_and_largest(like: Any, kind: str, step: float, largest: float, clients: int) -> tuple[float, float]:
+    """Return step and largest value of an entry.
+
+    Whole numbers of totals are exact. Whole numbers in means may be counters, which grow with the run.
+    """
+    whole = not like.is_floating_point() if isinstance(like, Tensor) else type(like) is int
+    if whole and kind == "mean":
+        return 2.0 ** -math.floor(BITS - math.log2(clients * COUNTER)), COUNTER
+    return (1.0, 2.0**BITS / clients) if whole else (step, largest)
+
+
+def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Yield each leaf with its path, a tuple of names: a dot in a name is not a dict in a dict."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(inner, (*path, name))
+    else:
+        yield path, value

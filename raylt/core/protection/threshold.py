@@ -1,0 +1,8 @@
+"""The members of a secure sum that must survive, apart from `masking`: most runs lack the library that masks need."""
+
+import math
+
+
+def threshold_of(members: int) -> int:
+    """Return the number of members that must survive: two thirds, at least two."""
+    return max(2, math.ceil(2 * members / 3))

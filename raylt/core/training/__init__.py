@@ -1,0 +1,1 @@
+"""Local training: the SGD loop, optimisers, loss terms, classifiers on features, CUDA graphs."""

@@ -1,0 +1,186 @@
+"""`Repeated`: a repeated training step that is recorded once as a CUDA graph and then replayed.
+
+The time of a small network's step is that of its launches, some hundreds of them; a graph is one launch. A step is
+recorded only where each part is known to launch the same kernels every time (`raylt.recordable` defines this): the
+objective and the augmentation declare it, the optimiser's steps are alike, and the model consists of `steady` layers.
+Any other step runs kernel by kernel, as on a CPU.
+
+`tests/core/training/test_cuda_graphs.py` compares every method's replayed steps with steps that were not recorded, to
+the bit.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from raylt.errors import RayltError
+from raylt.recording import is_recordable
+
+WARM_UP = 3  # steps before the recording, in which libraries choose their kernels and allocate state
+# modules whose layers only launch kernels in their forward functions: inspected, and replayed in the tests
+_STEADY = (
+    "raylt.methods.",
+    "torch.nn.modules.",
+    "torchvision.models.resnet",
+    "torchvision.models.mobilenetv3",
+    "torchvision.models.segmentation.lraspp",
+    "torchvision.ops.misc",
+)
+
+_NOT_RECORDABLE = range(900, 910)  # cudaErrorStreamCapture..., of the CUDA runtime
+
+Step = Callable[[Tensor], None]
+
+
+class GraphRecorder(Protocol):
+    """Records and replays functions on one type of device."""
+
+    def warm_up(self, fn: Callable[[], None]) -> None:
+        """Run a function without recording, on the stream on which it will be recorded."""
+
+    def record(self, fn: Callable[[], None], generator: torch.Generator | None) -> Callable[[], Any]:
+        """Record the launches of a function without computing anything.
+
+        Args:
+            generator: a generator that the function draws from, besides torch's own generator of the device.
+
+        Returns:
+            A function that launches the same again.
+        """
+        ...
+
+
+class CudaRecorder:
+    """Records CUDA graphs on the device of this process.
+
+    All graphs share one memory pool, which the last graph keeps alive: with a pool each, memory would grow until the
+    device is full. They can share it because a step leaves no result in it.
+    """
+
+    def __init__(self) -> None:
+        self._last: torch.cuda.CUDAGraph | None = None
+
+    @functools.cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()
+
+    @functools.cached_property
+    def _pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def warm_up(self, fn: Callable[[], None]) -> None:
+        now = torch.cuda.current_stream()
+        self._stream.wait_stream(now)
+        with torch.cuda.stream(self._stream):
+            fn()
+        now.wait_stream(self._stream)
+
+    def record(self, fn: Callable[[], None], generator: torch.Generator | None) -> Callable[[], Any]:
+        graph = torch.cuda.CUDAGraph()
+        if generator is not None:
+            graph.register_generator_state(generator)  # its draws continue from replay to replay
+        # without `torch.cuda.graph`: it waits for the device and empties the allocator's cache, in each client's call
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool)
+            try:
+                fn()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # it says only that the recording broke off
+                    graph.capture_end()
+                del self._pool  # torch cannot use the pool of a recording that broke off again
+                raise
+            graph.capture_end()
+        self._last = graph
+        return graph.replay
+
+
+_RECORDERS: dict[str, GraphRecorder] = {}  # of this process, by type of device
+
+
+def set_recorder(kind: str, recorder: GraphRecorder | None) -> None:
+    """Set the recorder for a type of device in this process; None turns recording off."""
+    if recorder is None:
+        _RECORDERS.pop(kind, None)
+    else:
+        _RECORDERS[kind] = recorder
+
+
+def steady(model: nn.Module) -> bool:
+    """Return whether all layers of a model are known to launch the same kernels for every batch of one size.
+
+    Known layers are those of torch, of the modules that were inspected, and classes that are `recordable`.
+    """
+    return all(_steady(module) for module in model.modules())
+
+
+def _steady(module: nn.Module) -> bool:
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or "forward" in vars(module)
+    averages = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None  # it reads its counter
+    inspected = type(module).__module__.startswith(_STEADY) or "recordable" in vars(type(module))
+    return inspected and not hooks and not averages
+
+
+class Repeated:
+    """A step function that is replayed after `WARM_UP` calls, for calls with as many rows as the first.
+
+    Args:
+        step: function that takes a step on the samples at `rows`, int64 [B].
+        device: the device of the step.
+        parts: objects that must be `is_recordable` for the step to be recorded.
+        models: models that must be `steady`.
+        generator: a generator on the device that the step draws from.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        device: torch.device,
+        parts: list[object],
+        models: list[nn.Module],
+        generator: torch.Generator | None = None,
+    ):
+        self._step = step
+        self._generator = generator
+        self._steps = 0
+        self._rows: Tensor | None = None  # the memory that the recording reads rows from
+        self._replay: Callable[[], Any] | None = None
+        recorder = _RECORDERS.get(device.type)
+        can_record = recorder is not None and all(map(is_recordable, parts)) and all(map(steady, models))
+        self.recorder = recorder if can_record else None
+
+    def __call__(self, rows: Tensor) -> None:
+        if self.recorder is None:
+            return self._step(rows)
+        if self._rows is None:
+            self._rows = rows.clone()
+        if len(rows) != len(self._rows):  # the rest of an epoch
+            return self._step(rows)
+        self._steps += 1
+        if self._steps <= WARM_UP:
+            return self.recorder.warm_up(lambda: self._step(rows))
+        self._rows.copy_(rows)
+        if self._replay is None:
+            self._replay = self._record(self.recorder, self._rows)
+        self._replay()
+
+    def renew(self) -> None:
+        """Record the step again, because a number of the host that it computes with has changed."""
+        self._replay = None
+
+    def _record(self, recorder: GraphRecorder, rows: Tensor) -> Callable[[], Any]:
+        try:
+            return recorder.record(lambda: self._step(rows), self._generator)
+        except torch.AcceleratorError as error:
+            if getattr(error, "error_code", None) not in _NOT_RECORDABLE:  # the device is gone
+                raise
+            raise RayltError(
+                f"resources.graphs: with auto a step that is declared recordable cannot be recorded "
+                f"({str(error).splitlines()[0]}). Set resources.graphs=off.",
+                code="device.not-recordable",
+                key="resources.graphs",
+            ) from error

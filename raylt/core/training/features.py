@@ -1,0 +1,64 @@
+"""Features of a client's samples: under its own encoder, and under a frozen image-text teacher."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from raylt.core.client import Client, pixel_features
+from raylt.core.training.sgd import autocast, take_statistics
+from raylt.data.samples import Augmentation
+from raylt.models.clip import open_teacher
+from raylt.models.split import clipped
+
+
+@torch.no_grad()
+def features(client: Client, augment: Augmentation | None = None, pixels: int = 16) -> tuple[Tensor, Tensor]:
+    """Compute the features of all samples of a client under its current model, in evaluation mode and sample order.
+
+    With `privacy.epsilon` no feature is longer than `privacy.clip`. A client that never trained and keeps its running
+    statistics takes these from its samples first: under the statistics of a new model, features do not separate
+    classes.
+
+    Args:
+        augment: augmentation, drawn from the call's own generator; by default the images are not augmented.
+        pixels: number of features of each class in an image with a label map, at random positions that are drawn from
+            the call's own generator.
+
+    Returns:
+        z float32 [n, d] and y int64 [n], on the client's device.
+    """
+    take_statistics(client)
+    encoder, size = client.model.encoder.eval(), client.config.evaluation.batch
+
+    def encode(x: Tensor) -> Tensor:
+        with autocast(client):  # the encoder alone: crops and means have full precision
+            return encoder(x).float()
+
+    parts = [
+        pixel_features(encode(batch.x), batch.y, pixels, client.noise)
+        for batch in client.samples.in_order(size, augment, client.noise)
+    ]
+    z, y = zip(*parts, strict=True)
+    longest = client.config.privacy.longest
+    all_z = torch.cat(z)
+    return all_z if longest is None else clipped(all_z, longest), torch.cat(y)
+
+
+def encoded(client: Client, teacher: str, projected: bool = True) -> Tensor:
+    """Return the teacher's features of a client's images, float16 [n, w], in the order of its samples.
+
+    The first call in a process encodes the images in batches, without augmentation, and keeps the features in the
+    client's cache. They are never in a checkpoint: every process computes the same values again.
+
+    Args:
+        teacher: the teacher's name.
+        projected: whether to return features of unit length in the joint space, or those before the projection.
+    """
+    if "teacher" not in client.cache:
+        source = open_teacher(teacher)
+        h = source.images(client.samples)
+        if projected:
+            projection = source.projection(client.device)
+            h = F.normalize(h if projection is None else h @ projection, dim=1)
+        client.cache["teacher"] = h.half()
+    return client.cache["teacher"]

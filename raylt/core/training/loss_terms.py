@@ -1,0 +1,86 @@
+"""`Terms`: a loss that is the sum of named terms, and the share that each term has in the gradient.
+
+A term whose gradient is tiny next to the others' has no effect, whatever its paper claims. A method that names its
+terms (`Method.terms`) reports their shares in the figures of every round.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raylt.core.client import Client
+from raylt.core.fleet.reductions import Reduction, mean
+from raylt.data.samples import Batch
+from raylt.recording import is_recordable
+
+#: A function from a batch to its loss, a tensor of shape [].
+Objective = Callable[[Batch], Tensor]
+
+
+class Terms:
+    """An objective: the sum of the terms of a batch. `sgd` measures the terms on the last batch of a local training.
+
+    The measurement takes one more backward pass for each term on this one batch; it draws nothing and changes no bit of
+    the training. It uses the last batch, since on the first a proximal term is zero by definition.
+
+    Args:
+        terms: function of a batch to scalars by name, always the same names.
+
+    Attributes:
+        norms: length of each term's gradient, by name; empty before the last batch.
+        recordable: whether `terms` is recordable.
+    """
+
+    def __init__(self, client: Client, terms: Callable[[Batch], dict[str, Tensor]]):
+        self._terms = terms
+        self.recordable = is_recordable(terms)
+        self._params = [p for p in client.model.parameters() if p.requires_grad]
+        self.norms: dict[str, float] = {}
+
+    def __call__(self, batch: Batch) -> Tensor:
+        return reduce(operator.add, self._terms(batch).values())
+
+    def measured(self, batch: Batch) -> Tensor:
+        """Return the loss of a batch, and set `norms` to the gradients' lengths on this batch."""
+        terms = self._terms(batch)
+        self.norms = {name: gradient_norm(term, self._params) for name, term in terms.items()}
+        return reduce(operator.add, terms.values())
+
+
+def gradient_norm(loss: Tensor, params: Sequence[Tensor]) -> float:
+    """Return the length of a scalar's gradient with respect to all parameters together; the graph is retained."""
+    if not loss.requires_grad:
+        return 0.0
+    gradients = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+    return torch.stack([g.norm() for g in gradients if g is not None]).norm().item()
+
+
+# the shares on their way from a client to the figures of a round
+
+
+def reply_of(objective: Objective, names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return the part `shares` of a client's reply; no part where no terms are named.
+
+    The share of a term is its gradient's length over the sum of all lengths. It is zero for a client that took no step,
+    and for a term that this round's objective leaves out.
+    """
+    norms = objective.norms if isinstance(objective, Terms) else {}
+    total = sum(norms.values()) or 1.0
+    return {"shares": {name: norms.get(name, 0.0) / total for name in names}} if names else {}
+
+
+def asked_for(names: Sequence[str]) -> dict[str, Reduction]:
+    """Return the reduction with which the server asks for the shares."""
+    return {"shares": mean.like(dict.fromkeys(names, 0.0))} if names else {}
+
+
+def figure_of(got: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the figure `shares` of a round: means over the clients, whose sum is 1 unless no client took a step."""
+    if "shares" not in got:
+        return {}
+    total = sum(got["shares"].values()) or 1.0
+    return {"shares": {name: share / total for name, share in got["shares"].items()}}

@@ -1,0 +1,130 @@
+"""`sgd`: the training loop of every method."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from raylt.core.client import Client
+from raylt.core.server import Server
+from raylt.core.training.cuda_graphs import Repeated
+from raylt.core.training.loss_terms import Objective, Terms
+from raylt.core.training.optimisers import make_optimiser
+from raylt.core.training.schedules import scheduled_rate
+from raylt.data.samples import Batch
+from raylt.models.split import set_training
+
+
+def learning_rate(party: Client | Server) -> float:
+    """Return the learning rate of a client's or the server's round, by `local.schedule` and `local.warm_up`."""
+    config = party.config
+    # without rounds, training after them has the rate of the first
+    return scheduled_rate(party.schedule, config.local, party.round, max(config.federation.rounds, 1))
+
+
+def autocast(client: Client) -> torch.autocast:
+    """Return a context in which computation has the precision of `local.precision`."""
+    return torch.autocast(client.device.type, torch.bfloat16, enabled=client.config.local.precision == "bfloat16")
+
+
+def sgd(
+    client: Client,
+    objective: Objective,
+    params: Iterable[Tensor] | None = None,
+    epochs: float | None = None,
+    lr: float | None = None,
+    rows: Iterable[Tensor] | None = None,
+    make: Callable[[Tensor], Batch] | None = None,
+) -> float:
+    """Train a client's model on its own batches.
+
+    On a GPU the steps are recorded once and replayed where objective and batches are `recordable`, see `Repeated`.
+
+    Args:
+        objective: function of a batch to a scalar loss. If it has a function `unlike`, this is called before each step
+            with the step's number, from 1, and returns whether the step launches other kernels than the other steps.
+        params: the parameters to train; by default all parameters of the client's model.
+        epochs: passes over the samples, or a part of one; by default as `local.epochs` and `local.steps` say.
+        lr: by default `learning_rate(client)`.
+        rows: sample indices of each batch, in as many batches as `client.rows` gives; by default those.
+        make: function of sample indices to a batch; by default the client's augmented batch.
+
+    Returns:
+        The mean loss per sample.
+    """
+    local, model = client.config.local, client.model
+    set_training(model)
+    optimiser = make_optimiser(
+        local, model.parameters() if params is None else params, learning_rate(client) if lr is None else lr
+    )
+    total = torch.zeros((), device=client.device)
+    seen = 0
+    make = make or client.batch
+
+    def step(rows: Tensor, objective: Objective = objective) -> None:
+        batch = make(rows)
+        with autocast(client):
+            loss = objective(batch)
+        optimiser.step(loss)
+        total.add_(loss.detach() * len(rows))  # stays on the device: reading it here would stop a GPU every step
+
+    parts: list[object] = [objective, make, optimiser, *([] if client.augment is None else [client.augment])]
+    repeated = Repeated(step, client.device, parts, [model], client.noise)
+    last = client.steps(epochs)
+    unlike = getattr(objective, "unlike", None)
+    batches = client.rows(epochs, local.batch) if rows is None else rows
+    for number, batch_rows in enumerate(batches, start=1):
+        if number == last and isinstance(objective, Terms):
+            step(batch_rows, objective.measured)
+        elif unlike is not None and unlike(number):
+            step(batch_rows)
+        else:
+            repeated(batch_rows)
+        seen += len(batch_rows)
+    return total.item() / max(seen, 1)
+
+
+@torch.no_grad()
+def take_statistics(client: Client, kept: frozenset[str] | None = None) -> None:
+    """Take the running statistics of a client's model from its samples, in as many batches as a round has.
+
+    It does nothing unless the client keeps them (federation.batchnorm = local) and never took any. The samples are used
+    in their order and without augmentation: nothing is drawn, so the model that is judged is the one exported.
+
+    Args:
+        kept: names of the statistics that the client keeps; by default `local_buffers` of its model.
+    """
+    model, local = client.model, client.config.local
+    kept = model.local_buffers if kept is None else kept
+    if not kept or any(
+        value for name, value in model.state_dict().items() if name in kept and name.endswith("num_batches_tracked")
+    ):
+        return
+    model.train()
+    left = client.steps()
+    while left:
+        for batch in islice(client.samples.in_order(local.batch), left):
+            if len(batch.y) > 1:
+                with autocast(client):
+                    model(batch.x)
+                left -= 1
+
+
+def balanced(client: Client, epochs: float | None = None, size: int | None = None) -> Iterator[Tensor]:
+    """Yield sample indices of as many batches as `client.rows` gives, with each owned class equally likely.
+
+    Args:
+        epochs: by default as `local.epochs` and `local.steps` say.
+        size: samples in a batch; by default `local.batch`.
+    """
+    size = size or client.config.local.batch
+    y = client.samples.y
+    weight = (1 / client.counts.double())[y].cpu()  # [n]
+    left = client.steps(epochs, size)
+    while left:
+        drawn = torch.multinomial(weight, len(y), replacement=True, generator=client.order).to(client.device)
+        for rows in drawn.split(size)[:left]:
+            if len(rows) > 1:
+                yield rows
+                left -= 1

@@ -1,0 +1,129 @@
+"""Images that are stored twice: a test image that a model was trained on says nothing about new images."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from raylt.data.images.cache import Stored, load, pixel_rows, take
+from raylt.data.sources.arrays import Source
+from raylt.errors import DataError
+
+AT_ONCE = 512  # images that are read together
+
+
+def repeated(training: Stored, tests: Stored) -> np.ndarray:
+    """Return which test images have the same pixels as a training image, bool [n].
+
+    Images are compared by the hash of their middle row of pixels, and where that agrees by the hash of all pixels. Of
+    images on disk little more than these rows is read.
+    """
+    rows_of_tests = _row_hashes(tests)
+    rows_of_training = _row_hashes(training)
+    common = set(rows_of_training).intersection(rows_of_tests)
+    similar = [index for index, digest in enumerate(rows_of_training) if digest in common]
+    candidates = [index for index, digest in enumerate(rows_of_tests) if digest in common]
+    whole = set(_hashes(training, similar))
+    both = np.zeros(len(tests), dtype=bool)
+    both[candidates] = [digest in whole for digest in _hashes(tests, candidates)]
+    return both
+
+
+def without_doubles(source: Source) -> Source:
+    """Leave out the test images that are also training images.
+
+    Without a test part, every image is kept once, before a part of each client's images becomes its test images.
+
+    Raises:
+        DataError: no test image is left.
+    """
+    if len(source.x_test):
+        kept = np.flatnonzero(~repeated(source.x_train, source.x_test))
+        if not len(kept):
+            raise DataError(
+                f"data.doubles: every test image of {source.name} is also a training image (drop). Give other test "
+                "images, or set data.doubles=keep.",
+                code="data.doubles",
+                key="data.doubles",
+                value="drop",
+                doubles=len(source.x_test),
+            )
+        tests = {"x_test": take(source.x_test, kept), "y_test": take(source.y_test, kept)}
+        ids = None if source.test_ids is None else source.test_ids[kept]
+        note = _left_out(len(source.x_test) - len(kept), len(source.x_test), "test")
+        return replace(source, **tests, test_ids=ids, notes=(*source.notes, *note))
+    kept = _first_copies(source.x_train)
+    note = _left_out(len(source.x_train) - len(kept), len(source.x_train), "training")
+    return replace(
+        source,
+        x_train=take(source.x_train, kept),
+        y_train=take(source.y_train, kept),
+        ids=None if source.ids is None else source.ids[kept],
+        notes=(*source.notes, *note),
+    )
+
+
+def doubles_note(training: Stored, tests: Stored, name: str, refuse: bool) -> list[str]:
+    """Return a sentence on test images that are also training images; nothing where there are none.
+
+    Args:
+        training: images that clients train on.
+        tests: images that models are judged by.
+        name: of the source.
+        refuse: whether such images are an error.
+
+    Raises:
+        DataError: there are some, and `refuse` is set.
+    """
+    count = int(repeated(training, tests).sum())
+    if not count:
+        return []
+    if refuse:
+        raise DataError(
+            f"data.doubles: {count} of {len(tests)} test images of {name} are also training images (refuse). Remove "
+            "them, or set data.doubles=drop.",
+            code="data.doubles",
+            key="data.doubles",
+            value="refuse",
+            doubles=count,
+        )
+    return [
+        f"{count:,} of {len(tests):,} test images are also training images, pixel by pixel, so figures over them are "
+        "too high; data.doubles=drop leaves them out, data.doubles=refuse stops"
+    ]
+
+
+def _first_copies(x: Stored) -> np.ndarray:
+    """Return the rows of `x` without those that repeat an earlier image, ascending, int64."""
+    by_row: dict[bytes, list[int]] = {}
+    for index, digest in enumerate(_row_hashes(x)):
+        by_row.setdefault(digest, []).append(index)
+    similar = sorted(index for indices in by_row.values() if len(indices) > 1 for index in indices)
+    kept = np.ones(len(x), dtype=bool)
+    seen: set[bytes] = set()
+    for index, digest in zip(similar, _hashes(x, similar), strict=True):
+        kept[index] = digest not in seen
+        seen.add(digest)
+    return np.flatnonzero(kept)
+
+
+def _left_out(count: int, of: int, part: str) -> list[str]:
+    repeats = "also training images" if part == "test" else "copies of others"
+    return [f"{count:,} of {of:,} {part} images are {repeats} and are left out (data.doubles=drop)"] if count else []
+
+
+def _row_hashes(x: Stored) -> list[bytes]:
+    """Return a hash of the middle row of pixels of each image."""
+    return [_digest(row) for row in pixel_rows(x, x.shape[1] // 2)]
+
+
+def _hashes(x: Stored, rows: list[int]) -> Iterator[bytes]:
+    """Yield a hash of all pixels of some images."""
+    for start in range(0, len(rows), AT_ONCE):
+        for image in load(take(x, np.array(rows[start : start + AT_ONCE], dtype=np.int64))):
+            yield _digest(image)
+
+
+def _digest(pixels: np.ndarray) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=16).digest()

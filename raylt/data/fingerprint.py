@@ -1,0 +1,86 @@
+"""Hashes of a task's pixels and labels: two runs with the same hashes saw the same data."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
+from raylt import store
+from raylt.data.images.cache import Mapped, Stored
+from raylt.data.task import Task, outline_of
+from raylt.errors import DataError, RayltError
+from raylt.typed_json import closed, hash_json
+
+SIDECAR = ".sha256"  # suffix of the file that keeps the hash of a file of decoded images
+OUTLINE = "clients and classes"  # the name of the outline's hash
+
+
+@closed
+class _FileHash(TypedDict):
+    """The hash of a file of decoded images, valid as long as the file has this size and time."""
+
+    bytes: int
+    time_ns: int
+    sha256: str
+
+
+_FILE_HASH = TypeAdapter(_FileHash)
+
+
+def hash_data(task: Task) -> dict[str, str]:
+    """Return the SHA-256 hashes of a task's images, labels, clients and classes, by name.
+
+    Training images and labels are hashed client by client; validation samples and the server's own come last.
+    """
+    training = [*task.shards, *(part for part in (task.validation, task.auxiliary) if part is not None)]
+    spec = [task.name, task.kind, list(task.class_names), list(task.shape), list(task.mean), list(task.std)]
+    hashes = {
+        "training images": _hash(shard.x for shard in training),
+        "training labels": _hash(shard.y for shard in training),
+        "test images": _hash([task.test.x]),
+        "test labels": _hash([task.test.y]),
+        "classes and normalisation": hash_json(spec),
+        OUTLINE: hash_json(outline_of(task)),
+    }
+    if task.own_tests is not None:
+        hashes["clients of test images"] = _hash(task.own_tests)
+    return hashes
+
+
+def _hash(parts: Iterable[Stored]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Mapped):  # the hash of the file, and the row numbers instead of the rows
+            digest.update(f"{_hash_file(Path(part.path))}\0".encode())
+            part = part.rows
+        digest.update(f"{part.dtype.str}{list(part.shape)}\0".encode())
+        digest.update(np.ascontiguousarray(part).data)
+    return digest.hexdigest()
+
+
+def _hash_file(file: Path) -> str:
+    """Return the hash of a file of decoded images, which may have gigabytes: it is read once per version."""
+    try:
+        now = file.stat()
+    except OSError as error:
+        raise DataError(
+            f"data.root: {file} cannot be read ({error.strerror}). Set data.root to a folder that every node sees.",
+            code="data.cache-unreadable",
+            key="data.root",
+            path=str(file),
+        ) from None
+    with store.Folder.open(file.parent) as folder:
+        with suppress(RayltError):
+            saved = folder.read_json(file.name + SIDECAR, _FILE_HASH)
+            if (saved["bytes"], saved["time_ns"]) == (now.st_size, now.st_mtime_ns):
+                return saved["sha256"]
+        sha256 = folder.hash(file.name)
+        content = json.dumps({"bytes": now.st_size, "time_ns": now.st_mtime_ns, "sha256": sha256})
+        with suppress(RayltError):  # another user's cache may be read-only
+            folder.write(file.name + SIDECAR, content)
+    return sha256

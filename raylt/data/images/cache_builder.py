@@ -1,0 +1,365 @@
+"""Caches of decoded images: many small decodings into one array on disk.
+
+Decoding runs in parallel, with a progress bar, once for all processes. A second call continues where a killed one
+ended. A cache is a folder `NAME-HASH` under data.root/cache, whose hash covers everything that it was made from:
+
+    images.npy       uint8 [N, H, W, channels]
+    about.json       a description for people
+    images.bad.json  the rows that could not be decoded, with the reason; absent where all could
+    images.partial, images.state    while it is being made: the array, and the state of each row
+"""
+
+import hashlib
+import io
+import json
+import math
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, NamedTuple
+
+import numpy as np
+from pydantic import Field, TypeAdapter
+
+from raylt.data.images.decoding import Undecodable
+from raylt.data.images.image_files import shown_name
+from raylt.data.images.workers import call_in_processes
+from raylt.errors import DataError, RayltError
+from raylt.machine import cores
+from raylt.store import Folder, folder_for
+
+ABOUT = "about.json"
+AT_ONCE = 512  # rows between two writes of the state
+SHARE = 64  # rows that are decoded in one call: sending a single row takes as long as half its decoding
+SHARE_BYTES = 2**22  # bytes of contents in a call, beyond which it has fewer rows
+WORTH_S = 1.0  # seconds of decoding that justify a process: its start takes a fifth of that
+WRITTEN = 2**19  # bytes per write: a write for each small image takes a twentieth of its decoding
+GONE, COLOUR, GREY, BAD = range(4)  # states of a row
+_BAD = TypeAdapter(dict[Annotated[str, Field(pattern="^[0-9]{1,15}$")], str])
+
+Decode = Callable[[int, Any], np.ndarray]
+
+
+def place_of(name: str, key: Any, cache: Path) -> Path:
+    """Return the folder of the cache for a key."""
+    return cache.resolve() / f"{name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
+
+
+def pack(
+    path: Path,
+    shape: tuple[int, ...],
+    given: Callable[[int], Any],
+    decode: Decode,
+    about: Mapping[str, Any],
+    grey: bool = False,
+    whole: bool = True,
+) -> dict[int, str]:
+    """Make the array of a cache if it does not exist yet.
+
+    Args:
+        path: path of the array.
+        shape: shape of the array, [N, ...].
+        given: row -> input of `decode`: a path, a content, an array; called in this process.
+        decode: row, input -> uint8 of a row's shape. It is called in other processes where there are many rows, so it
+            must pickle. A DataError of `given` or `decode` is kept as the row's reason.
+        about: description of the cache.
+        grey: turn an array of [N, H, W, 3] into [N, H, W, 1] if all rows are grey; `decode` may then return rows of
+            one channel.
+        whole: leave the cache unfinished if a row cannot be decoded; the next call tries these rows again.
+
+    Returns:
+        The rows that could not be decoded, with the reason.
+
+    Raises:
+        DataError: the array does not fit on the disk.
+        RayltError: a process that decoded died; a second call continues where this one ended.
+    """
+    with folder_for(path.parent) as folder:
+        if not path.exists():
+            # trials that start together decode once
+            lock = folder.lock("lock", wait=True)
+            assert lock is not None
+            try:
+                if not path.exists():
+                    _Build(folder, path, shape, given, decode, grey).run(about, whole)
+            finally:
+                os.close(lock)
+        bad = folder.read_json(_bad_file(path), _BAD) if folder.has(_bad_file(path)) else {}
+        return {int(row): reason for row, reason in bad.items()}
+
+
+def _bad_file(path: Path) -> str:
+    return f"{path.stem}.bad.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Filling:
+    """A way to make the rows of an array; pickles if `decode` does. Processes that only decode import little more.
+
+    Args:
+        decode: row, input -> uint8 of a row's shape.
+        shape: shape of the array, [N, ...].
+        start: bytes of the file before its first row.
+        grey: `decode` may return rows of one channel where the array has three.
+    """
+
+    decode: Decode
+    shape: tuple[int, ...]
+    start: int
+    grey: bool
+
+    def fill(self, handle: int, rows: Sequence[int], given: Sequence[Any]) -> tuple[list[int], dict[int, str]]:
+        """Decode rows and write them into a file.
+
+        Args:
+            handle: handle of the file in this process.
+            given: input of each row, or the DataError that its making raised.
+
+        Returns:
+            COLOUR, GREY or BAD for each row, and the reasons of the bad rows.
+        """
+        states = []
+        reasons = {}
+        size = math.prod(self.shape[1:])
+        for run in _runs(rows, max(1, WRITTEN // size)):
+            pixels = np.zeros((len(run), *self.shape[1:]), np.uint8)
+            for position, index in enumerate(run):
+                try:
+                    states.append(self._decode_into(pixels[position], rows[index], given[index]))
+                except DataError as error:
+                    states.append(BAD)
+                    reasons[rows[index]] = error.reason if isinstance(error, Undecodable) else str(error)
+            _write(handle, pixels, self.start + rows[run[0]] * size)
+        return states, reasons
+
+    def _decode_into(self, pixels: np.ndarray, row: int, given: Any) -> int:
+        if isinstance(given, DataError):
+            raise given
+        decoded = self.decode(row, given)
+        pixels[...] = decoded
+        return GREY if self.grey and decoded.shape[-1] == 1 else COLOUR
+
+
+def _runs(rows: Sequence[int], most: int) -> list[range]:
+    """Return the index ranges of consecutive rows, each of at most `most` rows."""
+    begins = [i for i in range(len(rows)) if i == 0 or rows[i] != rows[i - 1] + 1]
+    ends = [*begins[1:], len(rows)]
+    runs = []
+    for begin, end in zip(begins, ends, strict=True):
+        runs += [range(i, min(i + most, end)) for i in range(begin, end, most)]
+    return runs
+
+
+def _write(handle: int, pixels: np.ndarray, offset: int) -> None:
+    """Write pixels at an offset; a memory map would keep all that was written in this process's memory."""
+    left = pixels.reshape(-1).data
+    while left:
+        written = os.pwrite(handle, left, offset)
+        left = left[written:]
+        offset += written
+
+
+class _Share(NamedTuple):
+    """Rows that are decoded in one call, and their inputs."""
+
+    rows: list[int]
+    given: list[Any]
+
+    def __str__(self) -> str:
+        first, last = self.given[0], self.given[-1]
+        if isinstance(first, str) and isinstance(last, str):
+            return f"one of the images from {shown_name(first)} to {shown_name(last)}"
+        return f"one of the images {self.rows[0]} to {self.rows[-1]}"
+
+
+class _Build:
+    """One process's work on a cache that is not finished, and the state of the rows so far."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        path: Path,
+        shape: tuple[int, ...],
+        given: Callable[[int], Any],
+        decode: Decode,
+        grey: bool,
+    ):
+        self.folder = folder
+        self.path = path
+        self.shape = shape
+        self.given = given
+        self.partial = path.with_name(f"{path.stem}.partial")
+        self.state_file = f"{path.stem}.state"
+        self.filling = Filling(decode, shape, len(_header(shape)), grey)
+        self.states = self._earlier_states()
+
+    def run(self, about: Mapping[str, Any], whole: bool) -> None:
+        """Decode the missing rows and finish the cache; see `pack`."""
+        reasons = self._decode_missing()
+        self.folder.remove(_bad_file(self.path))
+        if reasons:
+            self.folder.write(_bad_file(self.path), json.dumps(dict(sorted(reasons.items()))))
+            if whole:
+                return
+        all_grey = not (self.states == COLOUR).any() and (self.states == GREY).any()
+        if self.filling.grey and self.shape[-1] == 3 and all_grey:
+            _drop_channels(self.partial, self.shape)
+        self.folder.write(ABOUT, json.dumps(dict(about)))
+        self.folder.rename(self.partial.name, self.path.name)
+        self.folder.remove(self.state_file)
+
+    def _earlier_states(self) -> np.ndarray:
+        """Return the states that an earlier process wrote, if its array still has its size; otherwise all GONE."""
+        states = np.zeros(self.shape[0], np.uint8)
+        with suppress(RayltError):
+            written = np.frombuffer(self.folder.read(self.state_file, self.shape[0]), np.uint8)
+            if len(written) == len(states) and self.partial.stat().st_size == _bytes(self.shape):
+                states = written.copy()
+        return states
+
+    def _decode_missing(self) -> dict[int, str]:
+        """Decode the rows that are missing or bad, and return the reasons of the bad ones."""
+        reasons: dict[int, str] = {}
+        todo = np.flatnonzero((self.states == GONE) | (self.states == BAD))
+        unwritten = 0
+        with _array(self.partial, self.shape) as stream:
+            try:
+                with _bar(len(todo)) as advance, closing(self._decoded(stream.fileno(), todo)) as shares:
+                    for rows, states, bad in shares:
+                        self.states[rows] = states
+                        reasons |= bad
+                        advance(len(rows))
+                        unwritten += len(rows)
+                        if unwritten >= AT_ONCE:
+                            self._write_states(stream)
+                            unwritten = 0
+            finally:  # also after an interrupt
+                if unwritten:
+                    self._write_states(stream)
+        return reasons
+
+    def _write_states(self, stream: BinaryIO) -> None:
+        os.fsync(stream.fileno())
+        self.folder.write(self.state_file, self.states.tobytes())
+
+    def _decoded(
+        self, handle: int, todo: np.ndarray
+    ) -> Generator[tuple[list[int], list[int], dict[int, str]], None, None]:
+        """Decode rows in this process, and in a process per core as soon as the remaining work justifies it.
+
+        Yields:
+            Rows, their states, and the reasons of the bad ones.
+        """
+        shares = self._shares(todo)
+        left = len(todo)
+        most = len(cores())
+        for share in shares:
+            began = time.perf_counter()
+            first = left == len(todo)
+            filled = self.filling.fill(handle, *share)
+            seconds = time.perf_counter() - began
+            yield share.rows, *filled
+            left -= len(share.rows)
+            workers = min(most, int(seconds / len(share.rows) * left / WORTH_S))
+            if workers > 1 and not first:  # the first call waits for imports
+                yield from self._in_processes(workers, handle, shares, len(todo))
+
+    def _in_processes(
+        self, workers: int, handle: int, shares: Iterator[_Share], total: int
+    ) -> Generator[tuple[list[int], list[int], dict[int, str]], None, None]:
+        calls = ((share, (self.filling.fill, handle, *share)) for share in shares)
+        try:
+            with closing(call_in_processes(workers, calls, (handle,))) as results:
+                for share, result in results:
+                    yield share.rows, *result
+        except RayltError as error:
+            raise RayltError(
+                f"decoding of {total} images: {str(error).removesuffix('.')}. Decoded images are kept; run the same "
+                "command again.",
+                code="data.decoding-failed",
+            ) from None
+
+    def _shares(self, todo: np.ndarray) -> Iterator[_Share]:
+        share = _Share([], [])
+        size = 0
+        for row in todo.tolist():
+            try:
+                given = self.given(row)
+            except DataError as error:
+                given = error
+            share.rows.append(row)
+            share.given.append(given)
+            size += len(given) if isinstance(given, bytes) else getattr(given, "nbytes", 0)
+            if len(share.rows) == SHARE or size > SHARE_BYTES:
+                yield share
+                share = _Share([], [])
+                size = 0
+        if share.rows:
+            yield share
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int], None]]:
+    """Show the progress on a terminal, and suppress PIL's warnings."""
+    from PIL.Image import DecompressionBombWarning
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with warnings.catch_warnings(), Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        warnings.simplefilter("ignore", DecompressionBombWarning)  # decoding.PIXELS is the limit
+        warnings.filterwarnings("ignore", module="PIL")  # images that cannot be decoded are reported all together
+        task = progress.add_task(f"decoding {total} images", total=total)
+        yield lambda done: progress.advance(task, done)
+
+
+def _bytes(shape: tuple[int, ...]) -> int:
+    return len(_header(shape)) + math.prod(shape)
+
+
+def _header(shape: tuple[int, ...]) -> bytes:
+    content = io.BytesIO()
+    np.lib.format.write_array_header_1_0(content, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    return content.getvalue()
+
+
+@contextmanager
+def _array(path: Path, shape: tuple[int, ...]) -> Iterator[BinaryIO]:
+    """Open the file of an array, whose bytes are allocated on the disk from the start."""
+    size = _bytes(shape)
+    existing = path.stat().st_size if path.is_file() else 0
+    free = shutil.disk_usage(path.parent).free
+    if size - existing > free:
+        raise DataError(
+            f"data.size: the cache of {shape[0]} images takes {size / 1e9:.1f} GB, {free / 1e9:.1f} are free in "
+            f"{path.parent} ({shape[1]}). Lower data.size, or move data.root.",
+            code="disk.full",
+            key="data.size",
+            value=shape[1],
+            path=str(path.parent),
+        )
+    with path.open("r+b" if existing == size else "w+b") as stream:
+        stream.write(_header(shape))
+        stream.truncate(size)
+        if hasattr(os, "posix_fallocate"):  # macOS has none
+            with suppress(OSError):  # not every file system can
+                os.posix_fallocate(stream.fileno(), 0, size)
+        stream.flush()
+        yield stream
+
+
+def _drop_channels(path: Path, shape: tuple[int, ...]) -> None:
+    """Replace three equal channels in a file by one."""
+    narrow = path.with_suffix(".narrow")
+    before = np.memmap(path, np.uint8, "r", len(_header(shape)), shape)
+    with narrow.open("wb") as stream:
+        stream.write(_header((*shape[:-1], 1)))
+        for row in range(0, shape[0], AT_ONCE):
+            stream.write(before[row : row + AT_ONCE, ..., :1].tobytes())
+    del before
+    narrow.replace(path)

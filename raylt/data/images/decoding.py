@@ -1,0 +1,379 @@
+"""Decoders of image files and npz archives. The sizes that a file claims are checked before memory is allocated."""
+
+import io
+import math
+import os
+import stat
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+import numpy as np
+
+from raylt.data.images.image_files import shown_name
+from raylt.disk import exists
+from raylt.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
+PIXELS = 2**27  # most pixels of one image; the largest photographs have half of that
+Fit = Literal["crop", "pad"]
+TURNING = {"exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"}  # PIL's names of metadata that may rotate
+WHOLE = 2**24  # bytes of a file that is read at once: PIL reads a few bytes forty times
+DEFLATED = 1040  # largest compression ratio of deflate
+
+
+class Undecodable(DataError):
+    """A file is not an image that can be decoded.
+
+    Args:
+        name: printable name of the image.
+        cause: reason in a few words.
+    """
+
+    def __init__(self, name: str, cause: str):
+        super().__init__(
+            f"{name}: not an image that can be decoded ({cause}). Replace or remove it.",
+            code="data.undecodable",
+            path=name,
+            cause=cause,
+        )
+        self.name = name
+        self.cause = cause
+
+    @property
+    def reason(self) -> str:
+        """Name and cause, for a list of images."""
+        return f"{self.name} ({self.cause})"
+
+
+def open_image(file: Path) -> "Image.Image":
+    """Decode an image file in the colours that it was written in.
+
+    Raises:
+        Undecodable: the file cannot be decoded, has a format that is not in FORMATS, or more than PIXELS pixels.
+    """
+    with _image(file) as image:
+        image.load()
+        return image
+
+
+def flat_image(file: Path | str | bytes, depth: int | None = None) -> "Image.Image":
+    """Decode an image file at its own size, in mode L or RGB; `eight_bits` scales greys of more than 8 bits.
+
+    Args:
+        depth: `data.depth`.
+
+    Raises:
+        Undecodable: see `open_image`; or a grey lies beyond the depth.
+    """
+    with _image(file) as image:
+        depth = _depth_in(image, depth)
+        image.load()
+        return _flat(image, depth)
+
+
+def fitted_image(
+    file: Path | str | bytes,
+    size: int,
+    channels: int | None = 3,
+    fit: Fit = "crop",
+    depth: int | None = None,
+) -> np.ndarray:
+    """Decode an image at `size` as a person sees it.
+
+    The image is rotated as its EXIF says and put on white where it is transparent. An animation gives its first
+    picture. Greys of more than 8 bits are scaled alike in all files of a kind, see `eight_bits`.
+
+    Args:
+        file: path or content.
+        channels: 1 for grey, 3 for RGB; None: 1 for a file without colour, otherwise 3.
+        fit: crop resizes the shorter side and keeps the centre; pad resizes the longer side and adds black.
+        depth: `data.depth`.
+
+    Returns:
+        uint8 [size, size, channels].
+
+    Raises:
+        Undecodable: see `flat_image`.
+    """
+    from PIL import Image, ImageOps
+
+    with _image(file) as image:
+        depth = _depth_in(image, depth)
+        image.draft(None, (size, size))  # a JPEG is decoded at the smallest scale that still covers the crop
+        flat = _flat(_upright(image), depth)
+        mode = flat.mode if channels is None else "L" if channels == 1 else "RGB"
+        flat = flat if flat.mode == mode else flat.convert(mode)
+        if fit == "pad" and 2 * size * min(flat.size) < max(flat.size):  # padding would leave no pixel of it
+            sides = [max(1, round(side * size / max(flat.size))) for side in flat.size]
+            flat = flat.resize(sides, Image.Resampling.BILINEAR)
+        fitted = (ImageOps.fit if fit == "crop" else ImageOps.pad)(flat, (size, size), Image.Resampling.BILINEAR)
+        return np.asarray(fitted).reshape(size, size, -1)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """`fitted_image` as a value, for `pack`."""
+
+    size: int
+    channels: int | None
+    fit: Fit
+    depth: int | None = None
+
+    def __call__(self, row: int, file: str | bytes) -> np.ndarray:
+        try:
+            return fitted_image(file, self.size, self.channels, self.fit, self.depth)
+        except Undecodable as error:
+            if isinstance(file, bytes):
+                raise Undecodable(f"row {row}", error.cause) from None
+            raise
+
+
+ArrayHeaders = dict[str, tuple[tuple[int, ...], np.dtype]]  # shape and type by name
+
+
+def read_npz(
+    path: Path, keys: Sequence[str], check: Callable[[ArrayHeaders], None] | None = None
+) -> dict[str, np.ndarray]:
+    """Read the arrays with these names from an npz file; names that it lacks are left out.
+
+    Args:
+        check: called with the shapes and types before an array takes memory; raises a ValueError where one is wrong.
+
+    Raises:
+        DataError: the file is no npz file, is damaged, or claims more than it can hold or this machine's memory.
+    """
+    try:
+        with _opened(path) as stream:
+            headers = _check_sizes(stream, keys)
+            if check is not None:
+                check(headers)
+            with np.load(stream, allow_pickle=False) as file:
+                return {key: file[key] for key in keys if key in file}
+    except Exception as error:  # numpy and zipfile raise many types for a damaged file
+        cause = "no such file" if not exists(path) else " ".join(str(error).split())
+        raise DataError(
+            f"{path.absolute()}: not a readable npz file ({cause}). Write it with numpy.savez_compressed and without "
+            "Python objects.",
+            code="data.malformed" if exists(path) else "data.not-found",
+            path=str(path),
+        ) from None
+
+
+def _upright(image: "Image.Image") -> "Image.Image":
+    from PIL import ImageOps
+
+    image.load()
+    if image.format == "TIFF" or not image.info.keys().isdisjoint(TURNING):
+        with suppress(Exception):  # the picture may be whole although its EXIF is damaged
+            ImageOps.exif_transpose(image, in_place=True)
+    return image
+
+
+def _flat(image: "Image.Image", depth: int | None) -> "Image.Image":
+    """Convert an image to mode L or RGB."""
+    from PIL import Image
+
+    if image.mode in ("L", "RGB"):
+        return image
+    if image.mode[0] in "IF":
+        return Image.fromarray(eight_bits(np.asarray(image), depth, _bits_of(image)))
+    if image.mode in ("1", "LA", "La"):
+        image = image.convert("LA")
+        mode = "L"
+    elif image.mode in ("RGBA", "RGBa", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        mode = "RGB"
+    else:
+        return image.convert("RGB")
+    white = Image.new(mode, image.size, "white")
+    white.paste(image.convert(mode), mask=image.getchannel("A"))
+    return white
+
+
+def eight_bits(pixels: np.ndarray, depth: int | None, bits: int | None = None) -> np.ndarray:
+    """Scale greys of more than 8 bits to uint8, by a full scale that does not depend on the picture.
+
+    White is 2^depth - 1. Without a depth it follows from the type: 1 for floats, 2^bits - 1 for integers of up to 16
+    bits. Integers of 32 bits and more need a depth, because their own full scale would turn most data black.
+
+    Args:
+        pixels: any shape and numeric type.
+        depth: `data.depth`.
+        bits: bits of the integers; by default those of the type.
+
+    Returns:
+        uint8 of the same shape.
+
+    Raises:
+        ValueError: a value is negative, beyond white or no number; or the integers need a depth.
+    """
+    bits = (8 * pixels.dtype.itemsize - (pixels.dtype.kind == "i")) if bits is None else bits
+    low = float(pixels.min())
+    high = float(pixels.max())
+    if depth is None and pixels.dtype.kind != "f" and bits > 16 and low >= 0:
+        raise ValueError("greys of more than 16 bits have no usual full scale: set data.depth to their number of bits")
+    full_scale = 1.0 if pixels.dtype.kind == "f" else float(2**bits - 1)
+    white = full_scale if depth is None else float(2**depth - 1)
+    if not 0 <= low <= high <= white:
+        raise ValueError(
+            f"greys from {low:g} to {high:g}, which do not lie in 0..{white:g}: set data.depth to their number of bits"
+        )
+    return (pixels * (255 / white) + 0.5).astype(np.uint8)
+
+
+def is_deep(file: Path | str | bytes) -> bool:
+    """Return whether an image file has greys of more than 8 bits; False where it cannot be read."""
+    try:
+        with _image(file) as image:
+            return image.mode[0] in "IF"
+    except Undecodable:
+        return False
+
+
+def _bits_of(image: "Image.Image") -> int | None:
+    """Return the bits of an image's integers, where its file and not the type of its pixels says so."""
+    if image.format == "TIFF":
+        tags: Any = image.getexif()
+        bits = tags.get(258, 16)  # BitsPerSample
+        bits = bits[0] if isinstance(bits, tuple) else bits
+        formats = tags.get(339, 1)  # SampleFormat: 2 is a signed integer
+        return bits - (2 in (formats if isinstance(formats, tuple) else (formats,)))
+    return 16 if image.mode == "I" else None  # PNG and PGM have 16 bits, which Pillow may hold in 32
+
+
+def _depth_in(image: "Image.Image", depth: int | None) -> int | None:
+    """Return the depth that counts for a file that is not loaded yet.
+
+    Raises:
+        ValueError: a depth is set, and Pillow keeps only the upper 8 of 16 bits, as it does with colours.
+    """
+    if depth is None:
+        return None
+    for tile in getattr(image, "tile", ()):
+        arguments = [*tile[3]] if isinstance(tile[3], tuple) else [tile[3]]
+        scaled = tile[0] == "ppm" and arguments[1] > 255  # Pillow makes the largest value of the file's header 65535
+        if scaled and image.mode == "I":
+            return 16
+        if image.mode[0] not in "IF" and (scaled or ";16" in str(arguments[0])):
+            raise ValueError("its colours or its transparency have 16 bits, and data.depth scales greys alone")
+    return depth
+
+
+@contextmanager
+def _image(file: Path | str | bytes) -> "Iterator[Image.Image]":
+    from PIL import Image
+
+    try:
+        with _unwarned(), _opened(file) as stream, Image.open(stream, formats=FORMATS) as image:
+            if image.width * image.height > PIXELS:
+                raise ValueError(f"{image.width}x{image.height} pixels, more than {PIXELS:,} in all")
+            yield image
+    except Exception as error:  # PIL's decoders raise many types for a damaged file
+        name = "an image without a file" if isinstance(file, bytes) else shown_name(file)
+        raise Undecodable(name, _cause(error)) from None
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """Keep PIL's remarks on odd metadata of an image from the terminal; the image is read or is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _cause(error: Exception) -> str:
+    from PIL import UnidentifiedImageError
+
+    if isinstance(error, UnidentifiedImageError):
+        return "it is none, or of a kind that is not read"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split())
+
+
+@contextmanager
+def _opened(file: Path | str | bytes) -> Iterator[BinaryIO]:
+    """Open a content or a plain file.
+
+    Links are followed, because many data sets consist of them. A FIFO is not waited for.
+    """
+    if isinstance(file, bytes):
+        yield io.BytesIO(file)
+        return
+    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("is no plain file")
+        if not status.st_size:
+            raise ValueError("is empty")
+        if status.st_size <= WHOLE:
+            yield io.BytesIO(_content(handle, status.st_size))
+        else:
+            with os.fdopen(handle, "rb", closefd=False) as stream:
+                yield stream
+    finally:
+        os.close(handle)
+
+
+def _content(handle: int, size: int) -> bytes:
+    content = os.read(handle, size)
+    while len(content) < size:
+        more = os.read(handle, size - len(content))
+        if not more:
+            break
+        content += more
+    return content
+
+
+def _check_sizes(stream: BinaryIO, keys: Sequence[str]) -> ArrayHeaders:
+    """Check that no array claims more bytes than the archive can hold, and all together not more than the memory.
+
+    Returns:
+        The shape and type of each array.
+
+    Raises:
+        ValueError: they do.
+    """
+    needed = 0
+    headers: ArrayHeaders = {}
+    with zipfile.ZipFile(stream) as archive:
+        for entry in archive.infolist():
+            if entry.filename.removesuffix(".npy") not in keys:
+                continue
+            with archive.open(entry) as member:
+                shape, dtype = _header(member)
+            size = math.prod(shape) * dtype.itemsize
+            if size > entry.file_size or entry.file_size > DEFLATED * (entry.compress_size + 64):
+                raise ValueError(
+                    f"{entry.filename} claims {size:,} bytes and has {entry.compress_size:,} in the archive"
+                )
+            needed += size
+            headers[entry.filename.removesuffix(".npy")] = shape, dtype
+    memory = _memory()
+    if needed > memory:
+        raise ValueError(f"its arrays take {needed:,} bytes, this machine has {memory:,}")
+    stream.seek(0)
+    return headers
+
+
+def _header(member: Any) -> tuple[tuple[int, ...], np.dtype]:
+    version = np.lib.format.read_magic(member)
+    if version == (1, 0):
+        shape, _, dtype = np.lib.format.read_array_header_1_0(member)
+    else:
+        shape, _, dtype = np.lib.format.read_array_header_2_0(member)
+    return shape, dtype
+
+
+def _memory() -> int:
+    """Return the bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,170 @@
+"""The image files below a folder, and the other files and folders that lie there."""
+
+import os
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from raylt.errors import DataError
+
+SUFFIXES = {
+    ".jpg",
+    ".jpeg",
+    ".jpe",
+    ".jfif",
+    ".png",
+    ".bmp",
+    ".gif",
+    ".ppm",
+    ".pgm",
+    ".pbm",
+    ".pnm",
+    ".tif",
+    ".tiff",
+    ".webp",
+}
+SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"GIF87a", b"GIF89a", b"II*\0", b"MM\0*")
+DEEPEST = 4  # levels of folders that are searched
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The content of a folder and the folders below it.
+
+    Args:
+        files: images, relative to the folder, in the order of their folders' and their own names.
+        ignored: number of other files by suffix, and of links that lead back to a folder above them.
+        empty: folders that hold no image, relative to the folder; a folder within one of them is not listed.
+        hidden: hidden folders, relative to the folder; they are not searched.
+    """
+
+    files: tuple[PurePosixPath, ...]
+    ignored: Counter[str]
+    empty: tuple[str, ...]
+    hidden: tuple[str, ...]
+
+
+def list_images(folder: Path) -> Listing:
+    """Find the image files below a folder, by suffix or by the first bytes of the content.
+
+    A hidden file (its name begins with a dot) is no image. Links are followed, except to a folder above them.
+
+    Raises:
+        DataError: a folder cannot be read, or lies deeper than the images of any layout.
+    """
+    search = _Search(folder)
+    search.look(PurePosixPath(), frozenset())
+    return Listing(tuple(search.files), search.ignored, tuple(search.empty), tuple(search.hidden))
+
+
+class _Search:
+    """A search below a folder, and the entries that it has met so far."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.files: list[PurePosixPath] = []
+        self.ignored: Counter[str] = Counter()
+        self.empty: list[str] = []
+        self.hidden: list[str] = []
+
+    def look(self, inner: PurePosixPath, above: frozenset[str]) -> None:
+        """Search a folder.
+
+        Args:
+            inner: the folder, relative to the one where the search began.
+            above: real paths of the folders above it.
+        """
+        path = self.folder / inner
+        above = above | {os.path.realpath(path)}
+        files_before = len(self.files)
+        empty_before = len(self.empty)
+        for name, is_folder in self._entries(path):
+            if is_folder:
+                self._folder(inner / name, above)
+            elif name[0] != "." and _is_image(path / name):
+                self.files.append(inner / name)
+            else:
+                self.ignored["hidden" if name[0] == "." else Path(name).suffix.lower() or "without an ending"] += 1
+        if len(self.files) == files_before and inner.parts:
+            del self.empty[empty_before:]
+            self.empty.append(str(inner))
+
+    def _entries(self, path: Path) -> list[tuple[str, bool]]:
+        """Return the names in a folder, in order, each with whether it is a folder."""
+        try:
+            # isdir instead of scandir's entries, which raise an error for a link to itself
+            return [(name, os.path.isdir(path / name)) for name in sorted(os.listdir(path))]
+        except OSError as error:
+            raise DataError(
+                f"{shown_name(path)}: the folder cannot be read ({error.strerror}). Make it readable, or remove it.",
+                code="data.not-readable",
+                path=shown_name(path),
+            ) from None
+
+    def _folder(self, inner: PurePosixPath, above: frozenset[str]) -> None:
+        if os.path.realpath(self.folder / inner) in above:
+            self.ignored["links to a folder above"] += 1
+        elif inner.name[0] == ".":
+            self.hidden.append(str(inner))
+        elif len(inner.parts) > DEEPEST:
+            raise DataError(
+                f"{shown_name(self.folder / inner)}: the folder lies deeper below {shown_name(self.folder)} than "
+                "images do. Move it up, or out of there.",
+                code="data.wrong-layout",
+                path=shown_name(self.folder / inner),
+            )
+        else:
+            self.look(inner, above)
+
+
+def notes_of(listings: Sequence[tuple[Path, Listing]]) -> list[str]:
+    """Describe in whole sentences the files and folders that were left out below some folders."""
+    notes = []
+    ignored = sum((listing.ignored for _, listing in listings), Counter[str]())
+    if ignored:
+        by_count = sorted((-count, kind) for kind, count in ignored.items())
+        kinds = ", ".join(f"{-negative} {kind}" for negative, kind in by_count)
+        notes.append(f"{sum(ignored.values())} files are no images and were left out: {kinds}")
+    empty = [folder / name for folder, listing in listings for name in listing.empty]
+    hidden = [folder / name for folder, listing in listings for name in listing.hidden]
+    for why, folders in (("hold no image", empty), ("are hidden", hidden)):
+        if folders:
+            names = ", ".join(map(shown_name, folders[:5])) + ", .." * (len(folders) > 5)
+            notes.append(f"{len(folders)} folders {why} and were left out: {names}")
+    return notes
+
+
+def plain_name(folder: Path, name: str) -> str:
+    """Return a folder's name as the name of a class or client, in Unicode's composed form on every system.
+
+    Raises:
+        DataError: the name has characters that cannot be printed.
+    """
+    name = unicodedata.normalize("NFC", name)
+    if not name.isprintable():
+        raise DataError(
+            f"{folder}: the name of a folder has characters that cannot be printed ({name!a}). Rename it.",
+            code="data.bad-name",
+            path=shown_name(folder),
+        )
+    return name
+
+
+def shown_name(path: str | os.PathLike[str]) -> str:
+    """Return a path in printable characters: a name may be no text, or hold control sequences of a terminal."""
+    text = os.fsencode(path).decode("utf-8", "replace")
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def _is_image(path: Path) -> bool:
+    if path.suffix.lower() in SUFFIXES:
+        return True
+    try:  # O_NONBLOCK: a FIFO is not waited for
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    with os.fdopen(handle, "rb") as stream:
+        start = stream.read(12) or b""
+    return start.startswith(SIGNATURES) or (start[:4] == b"RIFF" and start[8:] == b"WEBP")

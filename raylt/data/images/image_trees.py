@@ -1,0 +1,133 @@
+"""Trees of image files, decoded once."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from raylt.data.images.cache import Mapped, load, take
+from raylt.data.images.cache_builder import pack, place_of
+from raylt.data.images.decoding import Fit, Fitted, is_deep
+from raylt.data.images.image_files import shown_name
+from raylt.errors import DataError
+
+LISTED = 20  # damaged files that an error names one by one
+FORMAT = 3  # version of the decoding; another version has another cache
+
+Channels = Literal["auto", 1, 3]
+Bad = Literal["stop", "skip"]
+
+
+@dataclass(frozen=True)
+class How:
+    """Settings of the decoding.
+
+    Args:
+        size: side in pixels.
+        channels: 1 for grey, 3 for RGB, auto for grey if all images are grey.
+        fit: see `fitted_image`.
+        bad: stop at files that cannot be decoded, or skip them.
+        depth: `data.depth`.
+    """
+
+    size: int
+    channels: Channels = 3
+    fit: Fit = "crop"
+    bad: Bad = "stop"
+    depth: int | None = None
+
+
+def decode_tree(
+    name: str, folder: Path, files: Sequence[str], how: How, cache: Path
+) -> tuple[Mapped, np.ndarray, tuple[str, ...]]:
+    """Decode image files to uint8 [N, size, size, channels].
+
+    The key of the cache holds the files' sizes and times, so a file that was replaced is decoded again.
+
+    Args:
+        name: start of the name of the cache's folder.
+        folder: folder that `files` are relative to.
+        files: at least one.
+        cache: folder of all caches.
+
+    Returns:
+        The images that can be decoded, their positions in `files`, and a note on the others.
+
+    Raises:
+        DataError: files cannot be decoded and `how` does not skip them, or no file can be decoded; or the cache does
+            not fit on the disk.
+    """
+    root = str(folder.resolve())
+    paths = [os.path.join(root, file) for file in files]
+    stamps = [(file, *_stamp(path)) for file, path in zip(files, paths, strict=True)]
+    key = [FORMAT, root, how.size, how.channels, how.fit, how.depth, stamps]
+    path = place_of(name, key, cache) / "images.npy"
+    about = {"of": shown_name(root), "images": len(files), "size": how.size}
+    return decode_all(path, len(files), lambda row: paths[row], how, about)
+
+
+def decode_all(
+    path: Path, count: int, file: Callable[[int], str | bytes], how: How, about: Mapping[str, Any]
+) -> tuple[Mapped, np.ndarray, tuple[str, ...]]:
+    """Decode images that are files or contents of files; see `decode_tree`.
+
+    Args:
+        path: path of the array in its cache.
+        count: the number of images, N.
+        file: row -> path or content.
+        about: see `pack`.
+    """
+    channels = None if how.channels == "auto" else how.channels
+    bad = pack(
+        path,
+        (count, how.size, how.size, channels or 3),
+        file,
+        Fitted(how.size, channels, how.fit, how.depth),
+        about,
+        grey=channels is None,
+        whole=how.bad == "stop",
+    )
+    rows = np.setdiff1d(np.arange(count), list(bad))
+    if bad and (how.bad == "stop" or not len(rows)):
+        raise DataError(
+            f"{_describe(bad, path)}. Replace or remove them, or set data.bad=skip.",
+            code="data.undecodable",
+            count=len(bad),
+            path=str(path),
+        )
+    x = Mapped(str(path), rows)
+    notes = (f"left out: {_describe(bad, path)}",) if bad else ()
+    if how.depth is None and is_deep(file(int(rows[0]))):
+        notes += _dark_note(x)
+    return x, rows, notes
+
+
+def _dark_note(x: Mapped) -> tuple[str, ...]:
+    """Name the depth of images of more than 8 bits that use less than half of their full scale."""
+    brightest = int(load(take(x, np.linspace(0, len(x) - 1, min(len(x), 2000)).astype(np.int64))).max())
+    if brightest > 127:
+        return ()
+    return (
+        f"the brightest pixel of the images, which have greys of more than 8 bits, is {brightest} of 255; set "
+        "data.depth where their greys have fewer bits than their files",
+    )
+
+
+def _stamp(path: str) -> tuple[int, int]:
+    try:
+        status = os.stat(path)
+    except OSError:  # reported when the file is decoded
+        return -1, -1
+    return status.st_size, status.st_mtime_ns
+
+
+def _describe(bad: dict[int, str], path: Path) -> str:
+    """Name the damaged files on one line."""
+    reasons = [reason for _, reason in sorted(bad.items())]
+    text = f"{len(reasons)} images cannot be decoded: {'; '.join(reasons[:LISTED])}"
+    if len(reasons) > LISTED:
+        text += f"; and {len(reasons) - LISTED} more, listed in {path.with_name('images.bad.json')}"
+    return text

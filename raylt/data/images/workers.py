@@ -1,0 +1,124 @@
+"""Calls in worker processes, because threads that decode small images mostly wait for the interpreter's lock.
+
+The processes are started without the multiprocessing module. A fork would copy the locks of torch and Ray, and its
+other start methods import the user's script again, which may lack an `if __name__ == "__main__"`.
+"""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from multiprocessing.connection import Pipe, wait
+from typing import Any
+
+from raylt.errors import RayltError
+
+AHEAD = 2  # calls that a process has: one that it executes, and one so that it need not wait for the next
+THREADS = "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
+
+
+def call_in_processes(
+    count: int, calls: Iterable[tuple[Any, tuple[Any, ...]]], handles: tuple[int, ...]
+) -> Generator[tuple[Any, Any], None, None]:
+    """Execute calls in worker processes, which end when the iterator is closed or this process dies.
+
+    Args:
+        count: number of processes.
+        calls: for each call a name for errors, and a function with its arguments, which are pickled.
+        handles: open files that the processes inherit, under the same numbers.
+
+    Yields:
+        The name and the result of each call, in the order in which calls finish.
+
+    Raises:
+        RayltError: a call raised an error, or a process died.
+    """
+    waiting = iter(calls)
+    workers: list[_Worker] = []
+    try:
+        for _ in range(count):
+            workers.append(_Worker(handles))
+        for worker in workers * AHEAD:
+            worker.send_next(waiting)
+        while True:
+            busy = {worker.channel: worker for worker in workers if worker.names}
+            if not busy:
+                return
+            for ready in wait(list(busy)):
+                worker = next(worker for channel, worker in busy.items() if channel is ready)
+                name, result = worker.receive()
+                worker.send_next(waiting)
+                yield name, result
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+class _Worker:
+    """A worker process, and the names of the calls that were sent to it."""
+
+    def __init__(self, handles: tuple[int, ...]):
+        self.names: deque[Any] = deque()
+        self.channel, remote = Pipe()
+        # the process can import what this one can, and has one thread, as there is a process for each core
+        path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        environment = os.environ | dict.fromkeys(THREADS, "1") | {"PYTHONPATH": path}
+        try:
+            # a new session: Ctrl-C reaches only the process that started it, which then ends it
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "raylt.data.images.decode_worker", str(remote.fileno())],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=(remote.fileno(), *handles),
+            )
+        except OSError as error:
+            self.channel.close()
+            raise RayltError(
+                f"decoding: no process can be started ({error.strerror}). Free memory, or raise the limit of "
+                "processes.",
+                code="data.decoding-failed",
+            ) from None
+        finally:
+            remote.close()
+
+    def send_next(self, calls: Iterator[tuple[Any, tuple[Any, ...]]]) -> None:
+        """Send the next call, if there is one."""
+        following = next(calls, None)
+        if following is None:
+            return
+        name, call = following
+        self.names.append(name)
+        try:
+            self.channel.send_bytes(pickle.dumps(call))
+        except OSError:
+            raise self._death() from None
+
+    def receive(self) -> tuple[Any, Any]:
+        """Wait for the result of the oldest call."""
+        try:
+            result, problem = self.channel.recv()
+        except (EOFError, OSError):
+            raise self._death() from None
+        if problem is not None:
+            raise RayltError(problem, code="data.decoding-failed")
+        return self.names.popleft(), result
+
+    def end(self) -> None:
+        """Kill the process and wait for its end."""
+        self.channel.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _death(self) -> RayltError:
+        self.channel.close()
+        code = self._process.wait()
+        how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+        return RayltError(
+            f"{self.names[0]}: the process that decodes it ended ({how}). Free memory, or replace the file.",
+            code="data.decoding-failed",
+        )

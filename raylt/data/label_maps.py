@@ -1,0 +1,58 @@
+"""Label maps: the labels of segmentation, where each pixel of an image has a class, or VOID if it has no label.
+
+One code path serves both problems. Labels are int64 [N], or uint8 maps [N, H, W]. A sample is an image either way:
+clients are weighted by images, and batches count images. Class counts are of images or of pixels. Where a batch is
+made, VOID becomes the index that torch's cross-entropy leaves out. Models give logits [B, C] or [B, C, H, W], and the
+confusion matrix counts images or pixels.
+
+A client may see the classes in its own way: a view [C] gives the class that the client sees in place of each class. Its
+training labels are relabelled by the view, and so are truth and prediction when the client is judged. Where a view only
+removes labels (some classes are VOID to a client), the client is judged on the classes themselves.
+"""
+
+from typing import Literal
+
+import numpy as np
+
+from raylt.data.images.cache import Stored, load, take
+
+Erased = Literal["background", "unlabelled"]
+
+VOID = 255  # a pixel without a class: not trained on and not counted
+BACKGROUND = "background"
+AT_ONCE = 2**24  # labels counted at a time
+
+
+def class_counts(labels: Stored, classes: int) -> np.ndarray:
+    """Count the images or labelled pixels of each class, int64 [C]."""
+    per_row = int(np.prod(labels.shape[1:]))
+    total = np.zeros(classes, dtype=np.int64)
+    for rows in np.array_split(np.arange(len(labels)), 1 + len(labels) * per_row // AT_ONCE):
+        total += np.bincount(load(take(labels, rows)).ravel(), minlength=classes)[:classes]
+    return total
+
+
+def shown(maps: Stored, classes: int) -> np.ndarray:
+    """Return the classes that each image shows, bool [N, C]."""
+    return np.stack([class_counts(take(maps, np.array([row])), classes) > 0 for row in range(len(maps))])
+
+
+def class_views(clients: int, classes: int, beta: int, erased: Erased = "background") -> np.ndarray:
+    """Return each client's view of the classes when it keeps `beta` of them, int64 [K, C + 1] or [K, C].
+
+    Client k keeps classes k, k + 1, .., k + beta - 1 (modulo C). With `erased="background"` all other classes become
+    one background, class C. With `erased="unlabelled"` they become VOID, and there is no further class (FedSeg; Miao
+    et al., CVPR 2023).
+    """
+    views = np.full((clients, classes + 1), classes) if erased == "background" else np.full((clients, classes), VOID)
+    for k in range(clients):
+        kept = np.arange(k, k + beta) % classes
+        views[k, kept] = kept
+    return views
+
+
+def relabel(labels: np.ndarray, view: np.ndarray) -> np.ndarray:
+    """Return maps as a client with this view sees them, uint8 [N, H, W]; VOID stays VOID."""
+    table = np.arange(256, dtype=np.uint8)
+    table[: len(view)] = view
+    return table[labels]

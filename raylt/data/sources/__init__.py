@@ -1,0 +1,1 @@
+"""Data sources: built-in data sets, arrays, folders of images, Hugging Face, street scenes."""

@@ -1,0 +1,315 @@
+"""Images in folders (`data.source=folder:PATH`): the layout, and the class and client of each image.
+
+    <client>/<class>/<image>                a part of each client's images becomes its test images
+    train/<client>/<class>/<image>          with test/<client>/<class>/<image>, or as above without a test folder
+    train/<class>/<image>                   with test/<class>/<image>, or a part of each class's images for the test
+    <class>/<image>                         as the line above, with test/<class>/<image> or without
+
+A folder `train` and the depth of the images, which must be the same everywhere, tell the layouts apart.
+`data.test_part` names another folder than `test`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from raylt.data.images.cache import Mapped
+from raylt.data.images.image_files import Listing, list_images, notes_of, plain_name, shown_name
+from raylt.data.images.image_trees import How, decode_tree
+from raylt.data.sources.arrays import PUBLISHED, Source, channel_statistics
+from raylt.disk import exists
+from raylt.errors import ConfigError, DataError
+
+LAYOUTS = (
+    "Use <client>/<class>/<image>, train/<client>/<class>/<image>, train/<class>/<image> or <class>/<image>; the "
+    "latter three may have a folder test next to them."
+)
+PARTS = {"train", "test"}
+NOT_READ = {"val", "valid", "validation"}  # parts next to train that other tools use
+
+
+@dataclass(frozen=True)
+class Part:
+    """The images of a part, in the order of clients, classes and names.
+
+    Args:
+        below: the part's own folder, with a slash; files are relative to it.
+        files: paths of the images.
+        classes: class name of each image.
+        clients: client name of each image; None where there are none.
+    """
+
+    below: str
+    files: tuple[str, ...]
+    classes: tuple[str, ...]
+    clients: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The training and test images in a folder, and notes on everything else in it."""
+
+    folder: Path
+    train: Part
+    test: Part | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ImageLabels:
+    """The class and client of each image of a source, training images first.
+
+    Args:
+        classes: class name of each image.
+        clients: client name of each image; None where none is recorded.
+        train: number of training images.
+        tested: the other images are test images of the source's own; otherwise there are no others.
+        class_names: names in their order; None for alphabetical order.
+    """
+
+    classes: Sequence[str]
+    clients: Sequence[str] | None
+    train: int
+    tested: bool
+    class_names: Sequence[str] | None = None
+
+
+def read_parts(folder: Path, test_part: str | None = None) -> Parts:
+    """Find the images in a folder and their layout, without decoding any.
+
+    Args:
+        test_part: name of the folder with the test images; None: `test`, or else, next to a `train` without clients,
+            the only one of NOT_READ.
+
+    Raises:
+        ConfigError: there is no folder `test_part`.
+        DataError: the folder does not exist, or its layout is none of the four or a mixture.
+    """
+    top = _top(folder)
+    test = _test_folder(folder, top, test_part)
+    _check_names(folder, top, test)
+    if "train" not in top:
+        return _read_top(folder, test)
+    train_listing = list_images(folder / "train")
+    train = _part(folder, "train/", train_listing, {1, 2})
+    candidates = sorted(top & NOT_READ)
+    notes = []
+    if test is None and train.clients is None and len(candidates) == 1:
+        test = candidates[0]
+        notes.append(f"{folder}: has no folder test; its folder {test} is the test set")
+    notes += [
+        f"{folder / name}: is not read; data.test_part={name} makes it the test set"
+        for name in sorted(top & {*NOT_READ, "test"} - {test})
+    ]
+    listings = {"train": train_listing}
+    tested = None
+    if test is not None:
+        listings[test] = list_images(folder / test)
+        tested = _part(folder, f"{test}/", listings[test], {1} if train.clients is None else {2})
+        _check_same_names(folder, "class", train.classes, tested.classes)
+        _check_same_names(folder, "client", train.clients or (), tested.clients or ())
+    notes += notes_of([(folder / name, listing) for name, listing in listings.items()])
+    return Parts(folder, train, tested, tuple(notes))
+
+
+def _test_folder(folder: Path, top: set[str], test_part: str | None) -> str | None:
+    """Return the name of the folder with the test images; None where there is none."""
+    if test_part is None:
+        return "test" if "test" in top else None
+    if test_part not in top or test_part == "train":
+        raise ConfigError(
+            f"data.test_part: {folder} has no folder of test images with this name ({test_part}). Take one of "
+            f"{', '.join(sorted(top - {'train'}))}.",
+            code="config.unknown-name",
+            key="data.test_part",
+            value=test_part,
+        )
+    return test_part
+
+
+def _read_top(folder: Path, test: str | None) -> Parts:
+    """Find the images of a folder that has no folder `train`."""
+    listing = list_images(folder)
+    notes = tuple(notes_of([(folder, listing)]))
+    inside = [file for file in listing.files if file.parts[0] == test]
+    outside = replace(listing, files=tuple(file for file in listing.files if file.parts[0] != test))
+    if test is not None and not outside.files:
+        raise _wrong_layout(folder, f"it has a folder {test} and no folder train")
+    train = _part(folder, "", outside, {1, 2} if test is None else {1})
+    if test is None:
+        return Parts(folder, train, None, notes)
+    files = tuple(PurePosixPath(*file.parts[1:]) for file in inside)
+    tested = _part(folder, f"{test}/", replace(listing, files=files), {1})
+    _check_same_names(folder, "class", train.classes, tested.classes)
+    return Parts(folder, train, tested, notes)
+
+
+def open_parts(name: str, parts: Parts, how: How, cache: Path) -> Source:
+    """Decode the images of a folder; the source has no test images where the folder has none.
+
+    Args:
+        how, cache: see `decode_tree`.
+    """
+    chosen = [parts.train] if parts.test is None else [parts.train, parts.test]
+    # all in one cache, because the images are grey only if all parts are
+    files = [f"{part.below}{file}" for part in chosen for file in part.files]
+    x, rows, damaged = decode_tree(name.partition(":")[0], parts.folder, files, how, cache)
+    clients = None
+    if parts.train.clients is not None:
+        clients = [client for part in chosen for client in part.clients or ()]
+    labels = ImageLabels(
+        classes=[class_name for part in chosen for class_name in part.classes],
+        clients=clients,
+        train=len(parts.train.files),
+        tested=parts.test is not None,
+    )
+    return assemble(name, x, rows, labels, (*parts.notes, *damaged))
+
+
+def assemble(name: str, x: Mapped, rows: np.ndarray, labels: ImageLabels, notes: tuple[str, ...]) -> Source:
+    """Make a source of decoded images.
+
+    A client without a training image is left out together with its test images, and a note names it.
+
+    Args:
+        x: the images that could be decoded.
+        rows: their positions among all images, int64 [n], ascending.
+        labels: classes and clients of all images.
+
+    Raises:
+        DataError: no image of a whole part could be decoded.
+    """
+    class_names = sorted({*labels.classes}) if labels.class_names is None else list(labels.class_names)
+    y = _positions(labels.classes, class_names)[rows]
+    train = np.flatnonzero(rows < labels.train)
+    test = np.flatnonzero(rows >= labels.train)
+    if not len(train):
+        raise _no_image(name, "training", notes)
+    if labels.tested and not len(test):
+        raise _no_image(name, "test", notes)
+    x_train = x.take(train)
+    mean, std = PUBLISHED.get(name) or channel_statistics(x_train)
+    ids = test_ids = client_names = None
+    if labels.clients is not None:
+        owners = np.array(labels.clients)[rows]
+        client_names = sorted({*owners[train].tolist()})
+        lost = sorted({*labels.clients} - {*client_names})
+        if lost:
+            notes = (
+                *notes,
+                f"{len(lost)} clients have no training image that can be decoded, and are left out with their "
+                f"test images: {', '.join(lost[:10])}" + ", .." * (len(lost) > 10),
+            )
+            test = test[~np.isin(owners[test], lost)]
+        all_ids = _positions(owners.tolist(), [*client_names, *lost])
+        ids = all_ids[train]
+        test_ids = all_ids[test] if labels.tested else None
+    return Source(
+        name=name,
+        x_train=x_train,
+        y_train=y[train],
+        x_test=x.take(test),
+        y_test=y[test],
+        class_names=tuple(class_names),
+        mean=mean,
+        std=std,
+        ids=ids,
+        test_ids=test_ids,
+        client_names=None if client_names is None else tuple(client_names),
+        notes=notes,
+    )
+
+
+def _no_image(name: str, part: str, notes: tuple[str, ...]) -> DataError:
+    return DataError(
+        f"data.source: {name} has no {part} image that can be decoded ({'; '.join(notes)}). Add images of this part.",
+        code="data.undecodable",
+        key="data.source",
+        value=name,
+        part=part,
+    )
+
+
+def _positions(names: Sequence[str], ordered: Sequence[str]) -> np.ndarray:
+    """Return the position of each name in an ordered list, int64 [n]."""
+    position = {name: index for index, name in enumerate(ordered)}
+    return np.array([position[name] for name in names], dtype=np.int64)
+
+
+def _wrong_layout(folder: Path, problem: str) -> DataError:
+    return DataError(f"{folder}: {problem}. {LAYOUTS}", code="data.wrong-layout", path=str(folder))
+
+
+def _top(folder: Path) -> set[str]:
+    """Return the names of the folders directly below a folder, without hidden ones."""
+    if not exists(folder):
+        raise DataError(f"{folder.absolute()}: no such folder. {LAYOUTS}", code="data.not-found", path=str(folder))
+    if not folder.is_dir():
+        raise _wrong_layout(folder.absolute(), "this is no folder")
+    return {entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."}
+
+
+def _check_names(folder: Path, top: set[str], test: str | None) -> None:
+    """Check that the top folders are either parts, or clients or classes."""
+    similar = {*PARTS, "training", "testing"}
+    strange = sorted(name for name in top if name not in PARTS and name.lower() in similar)
+    if strange:
+        raise DataError(
+            f"{folder}: the name of a folder looks like a part ({strange[0]}). Call parts train and test, and give a "
+            "client another name.",
+            code="data.wrong-layout",
+            path=str(folder),
+            name=strange[0],
+        )
+    if "train" not in top:
+        return
+    unclear = sorted(top - PARTS - NOT_READ - {test})
+    if unclear:
+        raise DataError(
+            f"{folder}: folders train and {', '.join(unclear[:3])} are either parts or clients. Keep only "
+            "train and test there, or give the client train another name.",
+            code="data.wrong-layout",
+            path=str(folder),
+            name=unclear[0],
+        )
+
+
+def _part(folder: Path, below: str, listing: Listing, depths: set[int]) -> Part:
+    """Return a part whose images lie at one of some depths.
+
+    Args:
+        depths: numbers of folders between the part and its images.
+    """
+    folder = folder / below
+    if not listing.files:
+        raise _wrong_layout(folder, "no images in its folders")
+    first = {len(file.parts) - 1: file for file in reversed(listing.files)}
+    if len(first) > 1:
+        shallow = shown_name(first[min(first)])
+        deep = shown_name(first[max(first)])
+        raise _wrong_layout(folder, f"images lie at different depths, as {shallow} and {deep}")
+    depth = next(iter(first))
+    if depth not in depths:
+        raise _wrong_layout(folder, f"images lie as {shown_name(first[depth])}")
+    names = [tuple(plain_name(folder, part) for part in file.parts[:-1]) for file in listing.files]
+    return Part(
+        below=below,
+        files=tuple(map(str, listing.files)),
+        classes=tuple(parts[-1] for parts in names),
+        clients=tuple(parts[0] for parts in names) if depth == 2 else None,
+    )
+
+
+def _check_same_names(folder: Path, what: str, train: Sequence[str], test: Sequence[str]) -> None:
+    """Check that every class or client of the test part has training images."""
+    untrained = sorted({*test} - {*train})
+    if untrained:
+        raise DataError(
+            f"{folder}: train and test have different {what} folders ({sorted({*test} ^ {*train})}). Give "
+            f"{untrained[0]}, which has test images alone, training images too.",
+            code="data.wrong-layout",
+            path=str(folder),
+            name=untrained[0],
+        )

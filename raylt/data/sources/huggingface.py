@@ -1,0 +1,238 @@
+"""Data sets of the `datasets` library (`data.source=hf:NAME@REVISION`, or `hf:PATH` of a saved one); extra raylt[hf].
+
+A loader script is never executed.
+"""
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+from raylt.config import DataConfig
+from raylt.data.images.cache_builder import place_of
+from raylt.data.images.decoding import Undecodable
+from raylt.data.images.image_trees import FORMAT, How, decode_all
+from raylt.data.sources.arrays import SCOPE, Source
+from raylt.data.sources.folders import ImageLabels, assemble
+from raylt.errors import ConfigError, DataError
+
+VALIDATION = ("validation", "valid", "val", "dev")  # names of the part that is judged by where there is no test
+
+
+def open_hub(config: DataConfig) -> Source:
+    """Open the data set and the columns that `config` names.
+
+    Raises:
+        ConfigError: the library is not installed, the revision is missing, or there is no such column.
+        DataError: the data set does not exist, or has no part called train.
+
+    The test set is `data.test_part`; by default the part test, or one of VALIDATION where there is no test or its
+    images have no labels.
+    """
+    parts = _load(config)
+    name = config.source
+    if "train" not in parts:
+        raise DataError(
+            f"data.source: {name} has the parts {', '.join(parts)}. Give a data set with a part called train.",
+            code="data.malformed",
+            key="data.source",
+            value=name,
+        )
+    image, label = _columns(config, parts["train"].features)
+    test = _test_part(config, parts, label)
+    chosen = [parts[part] for part in ("train", test) if part is not None]
+    for column in (image, label, config.client_column):
+        if any(column is not None and column not in part.features for part in chosen):
+            raise ConfigError(
+                f"data.source: {name} has no column {column!r}. Take one of {', '.join(chosen[0].features)}.",
+                code="config.unknown-name",
+                key="data.source",
+                value=name,
+                column=column,
+            )
+    x, rows, damaged = _decode(config, chosen, image)
+    names = getattr(chosen[0].features[label], "names", None)
+    clients = None
+    if config.client_column is not None:
+        clients = [str(client) for part in chosen for client in part[config.client_column]]
+    labels = ImageLabels(
+        classes=[class_of(value, names, name) for part in chosen for value in part[label]],
+        clients=clients,
+        train=len(chosen[0]),
+        tested=len(chosen) > 1,
+        class_names=names,
+    )
+    return assemble(name, x, rows, labels, (*_note_on(config, parts, test), *damaged))
+
+
+def _test_part(config: DataConfig, parts: dict[str, Any], label: str) -> str | None:
+    """Return the name of the part that is the test set; None where there is none."""
+    named = config.test_part
+    if named is not None:
+        if named not in parts or named == "train":
+            raise ConfigError(
+                f"data.test_part: {config.source} has no part of test images with this name ({named}). Take one of "
+                f"{', '.join(part for part in parts if part != 'train')}.",
+                code="config.unknown-name",
+                key="data.test_part",
+                value=named,
+            )
+        return named
+    validation = next((part for part in VALIDATION if part in parts), None)
+    if "test" not in parts:
+        return validation
+    return "test" if validation is None or _is_labelled(parts["test"], label) else validation
+
+
+def _is_labelled(part: Any, label: str) -> bool:
+    """Return whether some image of a part has a label, which the library writes as -1 where it is hidden."""
+    return label in part.features and any(value not in (None, -1) for value in part[label])
+
+
+def _note_on(config: DataConfig, parts: dict[str, Any], test: str | None) -> tuple[str, ...]:
+    """Return a notice if another part than `test` is the test set and the user did not ask for it."""
+    if config.test_part is not None or test in (None, "test"):
+        return ()
+    why = "whose part test has no labels" if "test" in parts else "which has no part test"
+    return (f"the test set is the part {test} of {config.source}, {why}",)
+
+
+def class_of(label: Any, names: list[str] | None, source: str) -> str:
+    """Return the class name of a label.
+
+    Raises:
+        DataError: the image has no label, which the library writes as -1, as in a hidden test part.
+    """
+    if isinstance(label, list | tuple | dict | float):
+        raise DataError(
+            f"data.label_column: {source} has labels that are no classes ({label!r}). {SCOPE}: name a column with one "
+            "class for each image.",
+            code="data.malformed",
+            key="data.label_column",
+            value=source,
+        )
+    if label is None or (names and not 0 <= label < len(names)):
+        raise DataError(
+            f"data.source: {source} has an image whose label is none of its {len(names or ())} classes ({label}). "
+            "Leave out images without a label, or a part that has no labels.",
+            code="data.malformed",
+            key="data.source",
+            value=source,
+            label=label,
+        )
+    return names[label] if names else str(label)
+
+
+def _decode(config: DataConfig, parts: list[Any], image: str) -> Any:
+    """Decode the images of the parts, one part after the other; returns what `decode_all` returns."""
+    name = config.source
+    how = How(config.size, config.channels, config.fit, config.bad, config.depth)
+    key = [FORMAT, name, how.size, how.channels, how.fit, how.depth, image, [_stamp(part) for part in parts]]
+    path = place_of("hf", key, Path(config.root).expanduser() / "cache") / "images.npy"
+    columns = [part.select_columns([image]).with_format(None) for part in parts]
+
+    def content(row: int) -> bytes | str:
+        index = row
+        for column in columns:
+            if index < len(column):
+                return _content(row, column[index][image])
+            index -= len(column)
+        raise IndexError(row)
+
+    count = sum(map(len, parts))
+    return decode_all(path, count, content, how, {"of": name, "images": count, "size": how.size})
+
+
+def _load(config: DataConfig) -> dict[str, Any]:
+    """Return the parts of the data set by name, with images as they were written."""
+    address = config.source.partition(":")[2]
+    path = Path(address).expanduser()
+    saved = path.is_dir()
+    if not config.download:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when the library is imported
+    try:
+        datasets: Any = importlib.import_module("datasets")
+    except ImportError:
+        raise ConfigError(
+            f"data.source: {config.source} needs the datasets library. Run pip install raylt[hf].",
+            code="config.missing-package",
+            key="data.source",
+            value=config.source,
+            package="datasets",
+        ) from None
+    name, at, revision = address.rpartition("@")
+    if not saved and not (at and name and revision):
+        raise ConfigError(
+            f"data.source: {config.source} is no folder, and a name needs a revision, without which a run cannot be "
+            "repeated. Write hf:NAME@REVISION.",
+            code="config.wrong-type",
+            key="data.source",
+            value=config.source,
+        )
+    try:
+        data = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(name, revision=revision)
+    except Exception as error:  # the library raises errors of many types
+        remedy = "Give a folder that datasets has saved." if saved else "Check the name and the revision."
+        if not saved and not config.download:
+            remedy = "Set data.download=true to fetch it."
+        raise DataError(
+            f"data.source: {config.source} cannot be loaded ({' '.join(str(error).split())}). {remedy}",
+            code="data.not-found",
+            key="data.source",
+            value=config.source,
+        ) from None
+    parts = dict(data) if isinstance(data, datasets.DatasetDict) else {"train": data}
+    return {part: _undecoded(data, datasets.Image) for part, data in parts.items()}
+
+
+def _undecoded(data: Any, image: Any) -> Any:
+    for column, feature in data.features.items():
+        if isinstance(feature, image):
+            data = data.cast_column(column, image(decode=False))
+    return data
+
+
+def _columns(config: DataConfig, features: Any) -> tuple[str, str]:
+    """Return the names of the image and the label column."""
+    image = config.image_column or _only_column(config, features, "Image", "data.image_column")
+    label = config.label_column or _only_column(config, features, "ClassLabel", "data.label_column")
+    return image, label
+
+
+def _only_column(config: DataConfig, features: Any, kind: str, key: str) -> str:
+    matching = [column for column, feature in features.items() if type(feature).__name__ == kind]
+    if not matching and kind == "Image":  # files as bytes, as parquet files of other tools hold them
+        matching = [column for column, feature in features.items() if _holds_bytes(feature)]
+    scope = f" {SCOPE}." if not matching and kind == "Image" else ""
+    if len(matching) != 1:
+        raise ConfigError(
+            f"{key}: {len(matching)} columns of {config.source} are of kind {kind}.{scope} Set {key} to one of "
+            f"{', '.join(features)}.",
+            code="config.unknown-name",
+            key=key,
+            value=None,
+            source=config.source,
+        )
+    return matching[0]
+
+
+def _holds_bytes(feature: Any) -> bool:
+    """Return whether a column holds the bytes of files, alone or next to a path."""
+    feature = feature.get("bytes") if isinstance(feature, dict) else feature
+    return getattr(feature, "dtype", None) in ("binary", "large_binary")
+
+
+def _stamp(data: Any) -> list[Any]:
+    """Return values that change whenever a data set does."""
+    stats = [os.stat(file["filename"]) for file in data.cache_files]
+    return [len(data), data._fingerprint, [(stat.st_size, stat.st_mtime_ns) for stat in stats]]
+
+
+def _content(row: int, value: Any) -> bytes | str:
+    if isinstance(value, bytes) and value:
+        return value
+    if isinstance(value, dict) and value.get("bytes"):
+        return value["bytes"]
+    if isinstance(value, dict) and value.get("path"):
+        return value["path"]
+    raise Undecodable(f"row {row}", f"is {type(value).__name__} without bytes or a path")

@@ -1,0 +1,1 @@
+"""Splits: long tails, partitions over clients, validation and test parts."""

@@ -1,0 +1,58 @@
+"""Images that the server itself holds: a privileged assumption of the methods that need them."""
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from raylt.config import DataConfig
+from raylt.data.images.cache import load
+from raylt.data.sources.sources import Source
+from raylt.errors import DataError
+from raylt.seeds import seed_for
+
+
+def auxiliary_rows(
+    source: Source,
+    clients: Sequence[np.ndarray],
+    new_clients: Collection[int],
+    reserved: Sequence[np.ndarray],
+    config: DataConfig,
+) -> np.ndarray:
+    """Draw `config.auxiliary` training rows of each class for the server, seeded by `config.seed`.
+
+    Images that the long tail left out come first. The largest class has none of these, so where they are too few,
+    copies of clients' images fill up. A class that has fewer images in all gives all of them. Images of new clients,
+    of the validation set and of clients' test parts are never drawn. No client loses an image.
+
+    Args:
+        clients: for each client, rows of the training set.
+        new_clients: ids of the clients that join only after training.
+        reserved: rows that no client trains on: the validation set, and each client's test part that was split off.
+
+    Returns:
+        int64, ascending.
+
+    Raises:
+        DataError: labels are maps, in which an image shows many classes.
+    """
+    if source.kind == "segmentation":
+        raise DataError(
+            f"data.auxiliary: an image of {source.name} shows many classes, so there are no images of one class "
+            f"({config.auxiliary}). Set data.auxiliary=0.",
+            code="data.wrong-kind",
+            key="data.auxiliary",
+            value=config.auxiliary,
+        )
+    labels = load(source.y_train)
+    free = np.ones(len(labels), dtype=bool)
+    free[np.concatenate(list(clients))] = False
+    usable = np.ones(len(labels), dtype=bool)
+    for rows in [*(clients[k] for k in new_clients), *reserved]:
+        free[rows] = usable[rows] = False
+    rng = np.random.default_rng(seed_for(config.seed, "auxiliary"))
+    drawn = []
+    for c in np.unique(labels):
+        outside = rng.permutation(np.flatnonzero((labels == c) & free))
+        inside = rng.permutation(np.flatnonzero((labels == c) & usable & ~free))
+        drawn.append(np.concatenate([outside, inside])[: config.auxiliary])
+    return np.sort(np.concatenate(drawn))

@@ -1,0 +1,111 @@
+"""Checks of a split against its source, and the settings that a split decides."""
+
+from typing import Any
+
+import numpy as np
+
+from raylt.config import DRAWN, DataConfig
+from raylt.data.sources.arrays import Source
+from raylt.data.splits.split import IndexLists, Split, grouped, hash_labels
+from raylt.errors import DataError
+
+
+def check(split: Split, source: Source, config: DataConfig, name: str) -> None:
+    """Check that a split can be one of these data.
+
+    Args:
+        name: name of the split in errors.
+
+    Raises:
+        DataError: the split is of other data, of other clients, or lists wrong rows.
+    """
+    fault = _fault(split, source, config)
+    if fault is not None:
+        raise DataError(f"{name}: {fault}", code="data.split-mismatch", split=name, source=config.source)
+
+
+def _fault(split: Split, source: Source, config: DataConfig) -> str | None:
+    """Return why the split cannot be one of these data, with the remedy; None if it can."""
+    if split.labels_sha256 != hash_labels(source.y_train):
+        return (
+            f"the split was drawn from {split.source}, which has other training labels than data.source = "
+            f"{config.source}. Use the source that it was drawn from."
+        )
+    if config.clients is not None and len(split.clients) != config.clients:
+        count = len(split.clients)
+        return f"the split has {count} clients, data.clients = {config.clients}. Set data.clients={count}."
+    if (split.test is not None) != (not len(source.y_test)):
+        before = "no" if split.test is not None else "a"
+        now = "a" if split.test is not None else "no"
+        return f"{source.name} had {before} test part when the split was drawn and has {now} test part now. {_AGAIN}"
+    rows = np.concatenate([*split.clients, *(split.test or ())])
+    if not len(rows):
+        return f"the split lists no sample; it must list at least one. {_AGAIN}"
+    if rows.min() < 0 or rows.max() >= len(source.y_train):
+        return f"indices must be from 0 to {len(source.y_train) - 1} ({rows.min()} to {rows.max()}). {_AGAIN}"
+    if len(np.unique(rows)) != len(rows):
+        return f"the split lists a sample more than once. {_AGAIN}"
+    if split.judged is not None and max(split.judged) >= len(split.clients):
+        return f"it names a client that it does not have ({max(split.judged)}). {_AGAIN}"
+    if split.judged is not None and config.new_clients not in (0, len(split.judged)):
+        return f"{len(split.judged)} clients are only judged, data.new_clients = {config.new_clients}. Leave that out."
+    if (split.partition == "classes") != (split.beta is not None):
+        return f"beta belongs to partition classes alone (partition {split.partition}, beta {split.beta}). {_AGAIN}"
+    if split.beta is not None and (source.kind != "segmentation" or split.beta > len(source.class_names)):
+        return (
+            f"beta needs label maps with at least as many classes ({split.beta}), and {source.name} is a problem of "
+            f"{source.kind} with {len(source.class_names)} classes. {_AGAIN}"
+        )
+    return None
+
+
+_AGAIN = "Draw the split again."
+
+
+def own_tests(source: Source, split: Split) -> IndexLists | None:
+    """Return each client's own rows of the test set; None where the data do not record them."""
+    if split.partition not in ("by_id", "imported") or split.test_pooled:
+        return None
+    if split.test is not None:
+        ends = np.cumsum([len(rows) for rows in split.test])
+        return IndexLists(np.arange(ends[-1]), ends)
+    if source.test_ids is None or source.ids is None or split.partition == "imported":
+        return None
+    return grouped(source.test_ids, np.unique(source.ids))
+
+
+def complete(config: DataConfig, split: Split) -> DataConfig:
+    """Return the configuration with the settings that the data decided, for the record.
+
+    For a split that was read from a file these are all settings that it was drawn with, whatever the configuration
+    says.
+    """
+    decided = {
+        "clients": len(split.clients),
+        "imbalance": split.imbalance,
+        "partition": split.partition,
+        "test_share" if split.test_pooled else "test": split.test_share,
+    }
+    filled = {key: value for key, value in decided.items() if getattr(config, key) is None}
+    return config.model_copy(update=filled | ({} if config.split is None else _drawn_with(split)))
+
+
+def drawn_otherwise(split: Split, config: DataConfig) -> list[str]:
+    """Return a sentence on the settings of a split from a file that differ from the configuration."""
+    if split.partition == "imported":  # nothing of it was drawn
+        return []
+    differences = []
+    for key, value in _drawn_with(split).items():
+        configured = getattr(config, key)
+        if configured not in (None, value):
+            differences.append(f"data.{key} = {value} (not {configured})")
+    if not differences:
+        return []
+    return [f"{config.split} was drawn with {', '.join(differences)}, and is recorded so"]
+
+
+def _drawn_with(split: Split) -> dict[str, Any]:
+    """Return the settings of the data section that decided the clients' samples; not the seed, which decides more."""
+    drawn = {key: getattr(split, key) for key in DRAWN if getattr(split, key) is not None}
+    judged = {} if split.judged is None else {"new_clients": len(split.judged)}
+    return drawn | judged | {"tail": split.tail or "global"}

@@ -1,0 +1,117 @@
+"""Long-tailed class sizes n_c = int(n_max * (1/IF)^(c/(C-1))), of LDAM (Cao et al., NeurIPS 2019) and CReFF."""
+
+from bisect import bisect_left
+
+import numpy as np
+
+from raylt.errors import DataError
+from raylt.seeds import seed_for
+
+GROUPS = ("many", "medium", "few")  # of classes, by their training samples
+
+
+def long_tail_counts(available: np.ndarray, imbalance: float) -> np.ndarray:
+    """Return the samples per class of a long-tailed subset; class 0 is the largest, class C-1 the smallest.
+
+    n_max is the largest number for which no class needs more samples than it has. Data that are already thinned can
+    therefore be thinned further.
+
+    Args:
+        available: samples per class, int [C].
+        imbalance: IF, the ratio of the first class to the last, at least 1; 1 keeps the data as they are.
+
+    Returns:
+        int64 [C], each at least 1 and at most `available`.
+
+    Raises:
+        DataError: IF is below 1, or a class would be left without samples.
+    """
+    available = np.asarray(available, dtype=np.int64)
+    if not imbalance >= 1:
+        raise DataError(
+            f"data.imbalance: the first class cannot be smaller than the last ({imbalance}). "
+            "Give 1, which keeps the data as they are, or more.",
+            code="config.out-of-range",
+            key="data.imbalance",
+            value=imbalance,
+        )
+    if not available.all():
+        empty = int(available.argmin())
+        raise DataError(
+            f"data.source: class {empty} has no training sample. Add some, or remove the class.",
+            code="data.too-few",
+            key="data.source",
+            class_index=empty,
+        )
+    if imbalance == 1 or len(available) == 1:
+        return available
+    counts = _thin(available, imbalance)
+    if not counts.all():
+        limits = range(1, int(available[0]) + 1)
+        largest = limits[bisect_left(limits, True, key=lambda limit: not _thin(available, limit).all()) - 1]
+        raise DataError(
+            f"data.imbalance: class {int(counts.argmin())} would be left without samples ({imbalance:g}). "
+            f"Set data.imbalance to {largest} or less.",
+            code="data.too-few",
+            key="data.imbalance",
+            value=imbalance,
+            largest=largest,
+        )
+    return counts
+
+
+def long_tail_subset(
+    labels: np.ndarray, imbalance: float, classes: int, seed: int, by_size: bool = False
+) -> np.ndarray:
+    """Draw a random long-tailed subset and return its positions, sorted; depends on the arguments alone.
+
+    Args:
+        labels: int64 [n], in [0, classes).
+        imbalance: IF, see `long_tail_counts`.
+        classes: the number of classes, C.
+        seed: `data.seed`.
+        by_size: keep the order of the classes by size; otherwise class 0 becomes the largest, as in benchmarks.
+    """
+    available = np.bincount(labels, minlength=classes)
+    order = np.argsort(-available, kind="stable") if by_size else np.arange(classes)
+    counts = np.empty(classes, dtype=np.int64)
+    counts[order] = long_tail_counts(available[order], imbalance)
+    rng = np.random.default_rng(seed_for(seed, "longtail"))
+    chosen = [rng.choice(np.flatnonzero(labels == c), n, replace=False) for c, n in enumerate(counts)]
+    return np.sort(np.concatenate(chosen))
+
+
+def own_tail(labels: np.ndarray, imbalance: float, rng: np.random.Generator) -> np.ndarray:
+    """Draw one client's own long-tailed subset and return its positions, sorted.
+
+    The classes are put into a random order. The class at position i of it keeps at most n_max * (1/IF)^(i/(C-1))
+    samples and at least one, where n_max is the size of the client's largest class.
+
+    Args:
+        labels: labels of the client's samples, int64 [n]; C is the number of classes among them.
+        imbalance: IF.
+    """
+    classes, counts = np.unique(labels, return_counts=True)
+    last = max(len(classes) - 1, 1)
+    limits = [max(1, int(counts.max(initial=0) * (1 / imbalance) ** (i / last))) for i in range(len(classes))]
+    chosen = [np.empty(0, np.int64)]
+    for c, limit in zip(classes[rng.permutation(len(classes))], limits, strict=True):
+        chosen.append(rng.permutation(np.flatnonzero(labels == c))[:limit])
+    return np.sort(np.concatenate(chosen))
+
+
+def group_of(counts: np.ndarray, low: int, high: int) -> list[str]:
+    """Return the group of each class: "many" above `high` training samples, "few" below `low`, otherwise "medium"."""
+    return ["many" if n > high else "few" if n < low else "medium" for n in counts]
+
+
+def _thin(available: np.ndarray, imbalance: float) -> np.ndarray:
+    last = len(available) - 1
+    # Python's pow, not numpy's: where a product is nearly whole, the published counts depend on the last bit
+    ratios = [(1 / imbalance) ** (c / last) for c in range(last + 1)]
+
+    def counts(n_max: int) -> np.ndarray:
+        return np.array([int(n_max * ratio) for ratio in ratios], dtype=np.int64)
+
+    sizes = range(int(available[0]) + 1)
+    return counts(bisect_left(sizes, True, key=lambda n_max: bool((counts(n_max) > available).any())) - 1)

@@ -1,0 +1,19 @@
+"""Facts about this machine that operating systems report in different ways."""
+
+import os
+import sys
+
+
+def cores() -> list[int]:
+    """Return the processors that this process may use; all of the machine where the system does not say (macOS)."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def peak_memory() -> int:
+    """Return the bytes of the largest memory that this process has had."""
+    import resource  # Windows has none, and is refused where raylt.store is imported
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere

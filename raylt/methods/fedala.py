@@ -1,0 +1,104 @@
+"""FedALA: each client learns, weight by weight, how much of the global model its next training starts from (Zhang et
+al., AAAI 2023).
+
+Symbols are the paper's (from memory); where it is silent, the authors' code decides (TsingZ0/PFLlib at 2b077c1):
+[1] Of the received model, all but the last layer is taken as it is (p = 1). `scope=all` mixes every trained weight.
+[2] The mixing weights W start at 1 and are learned on a part of the client's samples, a new draw in each round; the
+    code takes a block of neighbours. In a client's second round they take epochs until the losses of the last ten vary
+    by less than 0.1, but at most 100, which the code does not bound; in later rounds one epoch.
+[3] In a client's first round the received model is used.
+[4] Clients are judged by their model after their last training. In the code they are judged right after mixing.
+"""
+
+import copy
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from raylt import tree
+from raylt.core.client import Client, Message, Reply
+from raylt.core.method import Method, train_model
+from raylt.core.training.sgd import autocast
+from raylt.data.sources.sources import ProblemKind
+from raylt.hyper import Choice, LogUniform, Uniform, hp
+from raylt.models.split import Params, SplitModel, load_entries
+
+WINDOW, SPREAD, MOST_EPOCHS = 10, 0.1, 100  # [2]
+
+
+class FedALA(Method):
+    """FedAvg whose clients start from a mixture of the global model and their own last one."""
+
+    name: ClassVar[str] = "fedala"
+    paper: ClassVar[str] = "Zhang et al., AAAI 2023"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/2212.01197"
+    problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
+    personal: ClassVar[bool] = True
+
+    eta: float = hp(1.0, LogUniform(0.1, 10), "learning rate of W; from the code", gt=0)
+    share: float = hp(0.8, Uniform(0.05, 1.0), "s, part of a client's samples that W is learned on", gt=0, le=1)
+    scope: Literal["classifier", "all"] = hp("classifier", Choice("classifier", "all"), "weights that are mixed [1]")
+
+    def train(self, client: Client, message: Message) -> Reply:
+        client.receive(message["model"])
+        if "personal" in client.state:  # [3]
+            client.receive(self.mix(client))
+        parts = train_model(self, client, message)
+        client.state["personal"] = tree.snapshot(client.model.state_dict())
+        return client.reply(model=self.shared(client.model), **parts)
+
+    def mix(self, client: Client) -> Params:
+        """Learn W; return theta_i + (theta - theta_i) W of the weights in scope, where W is in [0, 1]."""
+        model = copy.deepcopy(client.model).train()
+        params = dict(model.named_parameters())
+        prefix = "" if self.scope == "all" else "classifier."
+        names = [name for name, p in params.items() if p.requires_grad and name.startswith(prefix)]
+        mixed: Params = {name: params[name] for name in names}
+        own = {name: client.state["personal"][name].to(client.device) for name in names}
+        gap = {name: mixed[name].detach() - own[name] for name in names}  # theta - theta_i
+        first = "weights" not in client.state
+        before = client.state.get("weights", {name: torch.ones_like(gap[name]) for name in names})
+        weights = tree.map_tensors(lambda w: w.to(client.device).clone(), before)
+        size = max(int(self.share * len(client)), 1)
+        drawn = torch.randperm(len(client), generator=client.order)[:size].to(client.device)
+        batches = [rows for rows in drawn.split(client.config.local.batch) if len(rows) > 1]
+        put(mixed, own, gap, weights)
+        losses: list[float] = []
+        while batches and not done(losses, first):
+            loss = torch.zeros(())
+            for rows in batches:
+                batch = client.batch(rows)
+                with autocast(client):
+                    loss = client.cross_entropy(model(batch.x), batch.y)
+                gradients = torch.autograd.grad(loss, list(mixed.values()))
+                for name, gradient in zip(names, gradients, strict=True):
+                    weights[name] = (weights[name] - self.eta * gradient * gap[name]).clamp(0, 1)
+                put(mixed, own, gap, weights)
+            losses.append(loss.item())
+        client.state["weights"] = weights
+        return {name: p.detach() for name, p in mixed.items()}
+
+    def settle(self, client: Client, message: Message) -> None:
+        """Train as in a client's first round."""
+        self.train(client, message)
+
+    def client_model(self, client: Client) -> SplitModel:
+        personal = copy.deepcopy(client.model)
+        load_entries(personal, client.state.get("personal", {}))  # [4]
+        return personal
+
+
+@torch.no_grad()
+def put(params: Params, own: Params, gap: Params, weights: Params) -> None:
+    """Set each parameter to theta_i + (theta - theta_i) W."""
+    for name, p in params.items():
+        p.copy_(own[name] + gap[name] * weights[name])
+
+
+def done(losses: list[float], first: bool) -> bool:
+    """Return whether the weights are learned, from the losses of the epochs so far [2]."""
+    if not first or not losses:
+        return len(losses) > 0
+    settled = len(losses) > WINDOW and Tensor(losses[-WINDOW:]).std(correction=0).item() < SPREAD
+    return settled or len(losses) >= MOST_EPOCHS

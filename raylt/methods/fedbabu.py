@@ -1,0 +1,84 @@
+"""FedBABU: FedAvg of the encoder under a classifier that stays as it was drawn, then fine-tuning at each client (Oh et
+al., ICLR 2022).
+
+Decisions:
+[1] All clients have the same classifier, drawn from the run's seed; it never travels.
+[2] After the last round each client fine-tunes the global model at the last round's rate, by default encoder and
+    classifier together. With `tune_epochs=0` there is no such phase.
+`global_accuracy` is that of the encoder under the drawn classifier.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from raylt import tree
+from raylt.core.client import Client, Message, Reply
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import mean
+from raylt.core.method import Method
+from raylt.core.server import Server
+from raylt.core.training.sgd import sgd, take_statistics
+from raylt.data.sources.sources import ProblemKind
+from raylt.hyper import Choice, hp
+from raylt.models.split import Params, SplitModel, load_entries
+
+
+class FedBABU(Method):
+    """Training of the body alone, and a model of each client's own after the last round."""
+
+    name: ClassVar[str] = "fedbabu"
+    paper: ClassVar[str] = "Oh et al., ICLR 2022"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/2106.06042"
+    problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
+    personal: ClassVar[bool] = True
+    later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("tune_epochs", "tune")}
+
+    tune_epochs: int = hp(5, Choice(0, 1, 5, 10), "of fine-tuning after the last round (5 from memory)", ge=0)
+    tune: Literal["all", "encoder", "classifier"] = hp(
+        "all", Choice("all", "encoder", "classifier"), "the entries that fine-tuning moves; the paper compares them"
+    )
+
+    @property
+    def finishes(self) -> bool:
+        return self.tune_epochs > 0
+
+    def shared(self, model: SplitModel) -> Params:
+        return model.entries("encoder.")
+
+    def train(self, client: Client, message: Message) -> Reply:
+        client.receive(message["model"])
+        loss = sgd(client, self.objective(client, message), client.model.encoder.parameters())
+        return client.reply(model=self.shared(client.model), loss=loss)
+
+    def finish(self, server: Server, fleet: Fleet) -> None:
+        got = fleet.ask(self.personalise, fleet.everyone, self.message(server), loss=mean.like(0.0))
+        server.log(tuning_loss=got["loss"])
+
+    def personalise(self, client: Client, message: Message) -> Reply:
+        """Fine-tune the global model, and keep the result as the client's own [2]."""
+        client.receive(message["model"])
+        drawn = tree.snapshot(client.model.entries("classifier."))
+        loss = sgd(client, self.objective(client, message), self.tuned(client.model), self.tune_epochs)
+        client.state["tuned"] = tree.snapshot(client.model.state_dict())
+        client.receive(drawn)  # [1]
+        return client.reply(loss=loss)
+
+    def tuned(self, model: SplitModel) -> Iterable[Tensor]:
+        """Return the parameters that fine-tuning moves."""
+        parts = {"all": model, "encoder": model.encoder, "classifier": model.classifier}
+        return parts[self.tune].parameters()
+
+    def settle(self, client: Client, message: Message) -> None:
+        client.receive(message["model"])
+        if self.finishes:
+            self.personalise(client, message)
+        else:
+            take_statistics(client)
+
+    def client_model(self, client: Client) -> SplitModel:
+        tuned = copy.deepcopy(client.model)
+        load_entries(tuned, client.state.get("tuned", {}))
+        return tuned

@@ -1,0 +1,163 @@
+"""FEDIC: FedAvg whose global model learns from a calibrated ensemble of the clients' models (Shang et al., ICME 2022).
+
+Privileged: the server holds labelled images of every class (`data.auxiliary`), which federations as a rule do not have,
+and sees each client's model. The steps are those of the authors' code, shangxinyi/FEDIC at 4fce882, with departures:
+[1] The code distils on unlabelled images of another data set. Here these are the labelled ones, and each batch serves
+    both terms.
+[2] Images at the server are not augmented, so clients' logits and features of them are computed once a round.
+[3] Adam starts again in each round; the ensemble's weights stay, as in the code.
+[4] The divergence has no factor T^2, as in the code.
+[5] The gate starts at 1/2 everywhere; the code draws its weights.
+"""
+
+import copy
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raylt import tree
+from raylt.config import Config
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.reductions import each, mean
+from raylt.core.method import Method
+from raylt.core.server import Server
+from raylt.core.training.optimisers import Adam
+from raylt.data.samples import Samples
+from raylt.data.task import Task
+from raylt.errors import ConfigError
+from raylt.hyper import Choice, LogUniform, Uniform, hp
+from raylt.models.split import SplitModel, load_entries
+from raylt.ops.local_updates import check_averaged_statistics
+
+
+class FEDIC(Method):
+    """FedAvg, then three short trainings on the server's images: fine-tuning, calibration, distillation."""
+
+    name: ClassVar[str] = "fedic"
+    paper: ClassVar[str] = "Shang et al., ICME 2022"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/2205.00172"
+    privileged: ClassVar[str | None] = "labelled images of every class at the server (data.auxiliary)"
+
+    steps: int = hp(100, Choice(20, 50, 100), "of each of the three trainings; from the code", ge=1)
+    batch: int = hp(20, Choice(20, 64, 128), "images in a step; from the code", ge=2)
+    lr: float = hp(0.001, LogUniform(1e-4, 0.01), "of Adam; from the code", gt=0)
+    weight: float = hp(0.5, Uniform(0.0, 1.0), "of the distillation against the labels; from the code", ge=0, le=1)
+    temperature: float = hp(2.0, Choice(1.0, 2.0, 4.0), "T of the distillation; from the code", gt=0)
+
+    @property
+    def sees_each(self) -> tuple[str, ...]:
+        return ("model",)
+
+    def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
+        if task.auxiliary is None:
+            raise ConfigError(
+                "data.auxiliary: method = fedic needs labelled images at the server (0). Set data.auxiliary=100.",
+                code="config.conflict",
+                key="data.auxiliary",
+                value=0,
+            )
+        check_averaged_statistics(self.name, config)
+
+    def round(self, server: Server, fleet: Fleet) -> None:
+        message = self.message(server)
+        got = fleet.ask(
+            self.train,
+            self.sample(server, fleet),
+            message,
+            model=each.like(message["model"]),
+            loss=mean.like(0.0),
+        )
+        models = got["model"]
+        average = tree.RunningSum()
+        for id in sorted(models):
+            average.add(models[id], got.weights[id])
+        server.step(average.mean())
+        assert server.auxiliary is not None, "`prepare` refuses a server without images"
+        with server.timings.time("distillation"):
+            labels_loss, distilled = self.distil(server, server.auxiliary, [models[id] for id in sorted(models)])
+        server.log(loss=got["loss"], labels_loss=labels_loss, distillation=distilled)
+
+    def distil(self, server: Server, images: Samples, models: list[tree.Tree]) -> tuple[float, float]:
+        """Train the global model on labels and on the calibrated ensemble; return the last step's two losses."""
+        student = server.model
+        generator = torch.Generator().manual_seed(server.seed("batches"))
+        answers = [outputs(with_entries(student, entries), images) for entries in models]
+        z = torch.stack([features for features, _ in answers]).mean(0)  # [N, d], equal weights
+        logits = torch.stack([of_client for _, of_client in answers])  # [K, N, C] [2]
+
+        tuned = copy.deepcopy(student).train()
+        optimiser = Adam(tuned.parameters(), self.lr, 2e-4)
+        for rows in self.draws(len(images), generator, server.device):
+            batch = images.batch(rows)
+            optimiser.step(F.cross_entropy(tuned(batch.x), batch.y))
+        own = outputs(tuned, images)[1]  # [N, C]
+
+        ensemble = Ensemble(student.dim, student.classes).to(server.device)
+        load_entries(ensemble, server.state.get("ensemble", {}))  # [3]
+        optimiser = Adam(ensemble.parameters(), self.lr)
+        for rows in self.draws(len(images), generator, server.device):
+            optimiser.step(F.cross_entropy(ensemble(z[rows], logits[:, rows], own[rows]), images.y[rows]))
+        server.state["ensemble"] = tree.snapshot(ensemble.state_dict())
+        with torch.no_grad():
+            teacher = ensemble(z, logits, own)  # [N, C]
+
+        hard = soft = torch.zeros(())
+        optimiser = Adam(student.train().parameters(), self.lr, 2e-4)
+        for rows in self.draws(len(images), generator, server.device):
+            batch = images.batch(rows)
+            answer = student(batch.x)
+            hard = F.cross_entropy(answer, batch.y)
+            soft = divergence(teacher[rows], answer, self.temperature)
+            optimiser.step(self.weight * soft + (1 - self.weight) * hard)
+        return hard.item(), soft.item()
+
+    def draws(self, n: int, generator: torch.Generator, device: torch.device) -> list[Tensor]:
+        """Return the rows of the batches of one training, drawn without replacement within a batch."""
+        size = min(self.batch, n)
+        return [torch.randperm(n, generator=generator)[:size].to(device) for _ in range(self.steps)]
+
+
+class Ensemble(nn.Module):
+    """The clients' logits weighed by client, calibrated by class, and gated against the tuned model's logits."""
+
+    def __init__(self, dim: int, classes: int):
+        super().__init__()
+        self.client_scale = nn.Parameter(torch.ones(classes))
+        self.client_bias = nn.Parameter(torch.zeros(()))
+        self.class_scale = nn.Parameter(torch.ones(classes))
+        self.class_bias = nn.Parameter(torch.zeros(classes))
+        self.gate_weight = nn.Parameter(torch.zeros(dim))
+        self.gate_bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, z: Tensor, logits: Tensor, own: Tensor) -> Tensor:
+        """Return logits [B, C] from mean features [B, d], clients' logits [K, B, C] and the tuned one's [B, C] [5]."""
+        trust = (logits @ self.client_scale + self.client_bias).sigmoid()  # [K, B]
+        weighted = (logits * (trust / trust.sum(0))[..., None]).sum(0)
+        calibrated = weighted * self.class_scale + self.class_bias
+        gate = (z @ self.gate_weight + self.gate_bias).sigmoid()[:, None]  # [B, 1]
+        return gate * calibrated + (1 - gate) * own
+
+
+def with_entries(model: SplitModel, entries: tree.Tree) -> SplitModel:
+    """Return a copy of a model with other entries."""
+    other = copy.deepcopy(model)
+    load_entries(other, entries)
+    return other
+
+
+@torch.no_grad()
+def outputs(model: SplitModel, images: Samples) -> tuple[Tensor, Tensor]:
+    """Return features [N, d] and logits [N, C] of all images, in evaluation mode."""
+    model.eval()
+    parts = [model.encoder(batch.x) for batch in images.in_order(256)]
+    z = torch.cat(parts)
+    return z, model.classifier(z)
+
+
+def divergence(teacher: Tensor, logits: Tensor, temperature: float) -> Tensor:
+    """Return the mean KL(q || p) over a batch: q is of the teacher's logits over T, p of these [4]."""
+    q = (teacher / temperature).log_softmax(1)
+    p = (logits / temperature).log_softmax(1)
+    return F.kl_div(p, q, reduction="batchmean", log_target=True)

@@ -1,0 +1,65 @@
+"""FedNTD: FedAvg that keeps the received model's view of the classes that are not a sample's own (Lee et al., NeurIPS
+2022).
+
+Loss and defaults are those of the authors' code, Lee-Gihun/FedNTD at 043269e. Decisions:
+[1] The divergence has no factor tau^2, as in the code.
+[2] The received model computes its logits in evaluation mode. The code leaves its mode as it happens to be; the
+    authors' network has no BatchNorm.
+beta = 0 is FedAvg.
+"""
+
+import copy
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from raylt.core.client import Client, Message
+from raylt.core.method import Method
+from raylt.core.training.loss_terms import Terms
+from raylt.core.training.sgd import Objective
+from raylt.data.samples import Batch
+from raylt.hyper import LogUniform, hp
+
+
+class FedNTD(Method):
+    """FedAvg with distillation over the classes other than the true one."""
+
+    name: ClassVar[str] = "fedntd"
+    paper: ClassVar[str] = "Lee et al., NeurIPS 2022"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/2106.03097"
+
+    beta: float = hp(1.0, LogUniform(0.1, 10), "weight of the distillation; from the code", ge=0)
+    tau: float = hp(1.0, LogUniform(0.5, 5), "temperature of the distillation; from the code", gt=0)
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return ("cross_entropy", "distillation") if self.beta else ()
+
+    def objective(self, client: Client, message: Message) -> Objective:
+        """Return the cross-entropy plus beta times the not-true distillation from the received model."""
+        if not self.beta:
+            return super().objective(client, message)
+        model = client.model
+        received = copy.deepcopy(model).requires_grad_(False).eval()  # [2]; received just before
+        others = torch.arange(model.classes - 1, device=client.device)
+
+        def terms(batch: Batch) -> dict[str, Tensor]:
+            logits = model(batch.x)
+            with torch.no_grad():
+                teacher = received(batch.x)
+            places = others + (others >= batch.y[:, None])  # [B, C - 1], all classes but the true one
+            return {
+                "cross_entropy": F.cross_entropy(logits, batch.y),
+                "distillation": self.beta * divergence(teacher.gather(1, places), logits.gather(1, places), self.tau),
+            }
+
+        return Terms(client, terms)
+
+
+def divergence(teacher: Tensor, logits: Tensor, tau: float) -> Tensor:
+    """Return the mean KL(q || p) over a batch: q is of the teacher's logits [B, C - 1] over tau, p of these [1]."""
+    q = (teacher.float() / tau).log_softmax(1)
+    p = (logits.float() / tau).log_softmax(1)
+    return F.kl_div(p, q, reduction="batchmean", log_target=True)

@@ -1,0 +1,81 @@
+"""pFedMe: personal models as solutions of a proximal problem around the client's copy of the global model (Dinh et al.,
+NeurIPS 2020).
+
+Symbols are those of Algorithm 1 (from memory). Decisions, some by the authors' code, CharlieDinh/pFedMe at 7e52b22:
+[1] One local round is one batch of the `local.epochs` passes over the data; the text draws a batch for each of R local
+    rounds. The K steps on a batch are those of the client's optimiser, started again for each batch, at local.lr.
+[2] theta continues from the batch before, as in the code, and starts from the received model in each round.
+[3] Clients that are not sampled do not train; in the code all clients train in each round.
+[4] BatchNorm's statistics are those of theta's forward passes, in w as well.
+[5] Clients are judged by the theta of their last training, or by the global model if they never took part.
+"""
+
+import copy
+from typing import ClassVar
+
+import torch
+
+from raylt import tree
+from raylt.core.client import Client, Message, Reply
+from raylt.core.method import Method
+from raylt.core.server import ServerMomentum
+from raylt.core.training.optimisers import make_optimiser
+from raylt.core.training.sgd import autocast, learning_rate
+from raylt.data.sources.sources import ProblemKind
+from raylt.hyper import Choice, LogUniform, Uniform, hp
+from raylt.models.split import SplitModel, load_entries
+from raylt.ops.proximal import squared_distance
+
+
+class PFedMe(Method):
+    """Each client keeps theta_i and uploads w_i, which moves towards it."""
+
+    name: ClassVar[str] = "pfedme"
+    paper: ClassVar[str] = "Dinh et al., NeurIPS 2020"
+    link: ClassVar[str | None] = "https://arxiv.org/abs/2006.08848"
+    problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
+    personal: ClassVar[bool] = True
+
+    lam: float = hp(15.0, LogUniform(1.0, 50), "lambda, how near theta_i is to w_i (15 from memory)", gt=0)
+    steps: int = hp(5, Choice(1, 3, 5, 7), "K, steps on a batch", ge=1)
+    eta: float = hp(0.005, LogUniform(0.001, 0.05), "rate of w_i towards theta_i, times lambda (from memory)", ge=0)
+    beta: float = hp(1.0, Uniform(0.5, 2.0), "step of the server towards the mean of w_i", gt=0)
+
+    def train(self, client: Client, message: Message) -> Reply:
+        client.receive(message["model"])
+        model = client.model.train()
+        local, lr = client.config.local, learning_rate(client)
+        theta = [p for p in model.parameters() if p.requires_grad]
+        w = [p.detach().clone() for p in theta]
+        total = torch.zeros((), device=client.device)  # read once: each reading stops a GPU
+        seen = 0
+        for batch in client.batches(None, local.batch):
+            optimiser = make_optimiser(local, theta, lr)  # [1]
+            loss = torch.zeros((), device=client.device)
+            for _ in range(self.steps):
+                with autocast(client):
+                    loss = client.cross_entropy(model(batch.x), batch.y)
+                    value = loss + self.lam / 2 * squared_distance(theta, w)
+                optimiser.step(value)
+            with torch.no_grad():
+                for own, p in zip(w, theta, strict=True):
+                    own -= self.eta * self.lam * (own - p)
+            total.add_(loss.detach() * len(batch.y))
+            seen += len(batch.y)
+        client.state["personal"] = tree.snapshot(model.state_dict())
+        with torch.no_grad():
+            for p, own in zip(theta, w, strict=True):
+                p.copy_(own)
+        return client.reply(model=self.shared(model), loss=total.item() / max(seen, 1))
+
+    def settle(self, client: Client, message: Message) -> None:
+        """Solve for theta_i as in a client's first round."""
+        self.train(client, message)
+
+    def server_optimiser(self) -> ServerMomentum | None:
+        return None if self.beta == 1 else ServerMomentum(beta=0.0, lr=self.beta)
+
+    def client_model(self, client: Client) -> SplitModel:
+        personal = copy.deepcopy(client.model)
+        load_entries(personal, client.state.get("personal", {}))  # [5]
+        return personal

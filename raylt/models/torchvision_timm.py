@@ -1,0 +1,307 @@
+"""Image models of torchvision and timm: their last linear layer is the classifier, the other layers the encoder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raylt.config.notation import parse
+from raylt.errors import ConfigError
+from raylt.models import pretrained
+from raylt.models.split import SplitModel
+from raylt.recording import recordable
+
+# of the images that torchvision's models were trained on
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+DECIDED = ("pretrained", "num_classes", "in_chans")  # arguments of timm that other settings decide
+# classifiers inside googlenet and inception_v3, which are left out
+AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
+
+
+@recordable
+class Features(nn.Module):
+    """A model without its last layer: images [B, channels, H, W] -> features [B, d]."""
+
+    def __init__(self, body: nn.Module):
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).flatten(1)
+
+
+@recordable
+class PreparedFeatures(Features):
+    """Features of pixels in [0, 1] of any size, which are resized and normalised as in the model's training.
+
+    Args:
+        side: height and width that the model gets, in pixels.
+        mean, std: of the pixels, one for each channel.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, body: nn.Module, side: int, mean: Sequence[float], std: Sequence[float]):
+        super().__init__(body)
+        self.side = side
+        self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
+        self.register_buffer("std", torch.tensor(std)[:, None, None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[2:] != (self.side, self.side):
+            smaller = max(x.shape[2:]) > self.side
+            x = F.interpolate(x, (self.side, self.side), mode="bilinear", align_corners=False, antialias=smaller)
+        return super().forward((x - self.mean) / self.std)
+
+
+def library_model(
+    name: str, classes: int, shape: tuple[int, int, int], weights: str | None, side: int | None = None
+) -> SplitModel:
+    """Build a model of torchvision or timm, with random weights or with those that `weights` names.
+
+    Args:
+        name: `torchvision:NAME` or `timm:NAME`; arguments of timm's `create_model` may follow, as in
+            `timm:vit_tiny_patch16_224,img_size=32,patch_size=4`.
+        classes: the number of classes, C.
+        shape: height, width and channels of an image.
+        weights: "imagenet" for the library's own weights, or a file with a state dict of that model. Its classifier is
+            for other classes and is not used.
+        side: the side to which the model resizes images before it normalises them as in its training; None leaves both
+            to the data.
+
+    Raises:
+        ConfigError: there is no such library or model, the model does not take these images, or the weights are not
+            available.
+    """
+    library, _, architecture = name.partition(":")
+    match library:
+        case "torchvision":
+            encoder, dim = _torchvision(name, architecture, shape, weights)
+        case "timm":
+            encoder, dim = _timm(name, architecture, shape, weights)
+        case _:
+            raise ConfigError(
+                f"model: no such model ({name}). Give torchvision:NAME or timm:NAME.",
+                code="config.unknown-name",
+                key="model",
+                value=name,
+            )
+    if side is not None:
+        encoder = _prepared(encoder, side, shape[2])
+    try:
+        with torch.no_grad():
+            features = encoder.eval()(torch.zeros(1, shape[2], *shape[:2]))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise ConfigError(
+            f"model: {name} does not take images of {shape[0]}x{shape[1]} ({_shortened(error)}). "
+            "Take another model, or other images (of image files: set data.size)"
+            f"{'; timm: models take arguments, as in timm:NAME,img_size=32' if library == 'timm' else ''}.",
+            code="model.wrong-input",
+            key="model",
+            value=name,
+        ) from None
+    if features.shape != (1, dim):
+        raise ConfigError(
+            f"model: the features of {name} have the shape {list(features.shape)[1:]}, [{dim}] is expected. "
+            "Take a model that classifies images.",
+            code="model.wrong-type",
+            key="model",
+            value=name,
+        )
+    return SplitModel(encoder.train(), dim, classes)
+
+
+def _prepared(encoder: Features, side: int, channels: int) -> PreparedFeatures:
+    """Return an encoder that resizes and normalises images itself; grey images have the colours' mean statistics."""
+    training: dict[str, Any] = getattr(encoder.body, "pretrained_cfg", None) or {}  # of timm's models
+    mean = list(training.get("mean", IMAGENET_MEAN))
+    std = list(training.get("std", IMAGENET_STD))
+    if channels != 3:
+        mean = [sum(mean) / 3] * channels
+        std = [sum(std) / 3] * channels
+    return PreparedFeatures(encoder.body, side, mean, std)
+
+
+def _torchvision(
+    name: str, architecture: str, shape: tuple[int, int, int], weights: str | None
+) -> tuple[Features, int]:
+    """Build an encoder of torchvision, and return it with the length of its features."""
+    import torchvision.models
+    from torchvision.models import get_model, list_models
+
+    if architecture not in list_models(module=torchvision.models):
+        raise ConfigError(
+            f"model: torchvision has no classifier {architecture!r} ({name}). "
+            "torchvision.models.list_models(module=torchvision.models) lists those that it has.",
+            code="config.unknown-name",
+            key="model",
+            value=name,
+        )
+    options = {"aux_logits": False, "init_weights": True} if architecture in ("googlenet", "inception_v3") else {}
+    body = get_model(architecture, weights=None, **options)
+    layers = [(path, layer) for path, layer in body.named_modules() if isinstance(layer, nn.Linear)]
+    if not layers:
+        raise ConfigError(
+            f"model: {name} does not end in a linear layer. Take a model that classifies images.",
+            code="model.wrong-type",
+            key="model",
+            value=name,
+        )
+    path, last = layers[-1]
+    if weights is not None:
+        state = _torchvision_state(architecture, weights)
+        pretrained.load_body(body, state, [path], weights, f"torchvision's {architecture}")
+    body.set_submodule(path, nn.Identity())
+    if shape[2] != 3:
+        _take_channels(body, shape[2], keep=weights is not None)
+    return Features(body), last.in_features
+
+
+def _torchvision_state(architecture: str, weights: str) -> dict[str, Tensor]:
+    from torchvision.models import get_model_weights
+
+    if weights == "imagenet":
+        state = pretrained.fetch(get_model_weights(architecture).DEFAULT)  # pyright: ignore
+    else:
+        state = pretrained.read(Path(weights).expanduser(), f"torchvision's {architecture}")
+    return {key: value for key, value in state.items() if not key.startswith(AUXILIARY)}
+
+
+def _take_channels(body: nn.Module, channels: int, keep: bool) -> None:
+    """Replace the first convolution by one with another number of input channels.
+
+    Args:
+        keep: derive its weights from the old ones; otherwise they are random.
+    """
+    path, first = next((path, layer) for path, layer in body.named_modules() if isinstance(layer, nn.Conv2d))
+    other = nn.Conv2d(
+        channels,
+        first.out_channels,
+        first.kernel_size,  # pyright: ignore
+        first.stride,  # pyright: ignore
+        first.padding,  # pyright: ignore
+        first.dilation,  # pyright: ignore
+        first.groups,
+        first.bias is not None,
+        first.padding_mode,
+    )
+    if keep:
+        other.load_state_dict(first.state_dict() | {"weight": pretrained.for_channels(first.weight.detach(), channels)})
+    body.set_submodule(path, other)
+
+
+def _timm(name: str, architecture: str, shape: tuple[int, int, int], weights: str | None) -> tuple[Features, int]:
+    """Build an encoder of timm, and return it with the length of its features."""
+    try:
+        import timm
+    except ImportError:
+        raise ConfigError(
+            f"model: timm is not installed ({name}). Run pip install 'raylt[timm]'.",
+            code="config.missing-package",
+            key="model",
+            value=name,
+            package="timm",
+        ) from None
+    architecture, *pairs = architecture.split(",")
+    options = _options(name, pairs)
+    if not timm.is_model(architecture):
+        similar = ", ".join(timm.list_models(f"{architecture[:4]}*")[:5]) or "none"
+        raise ConfigError(
+            f"model: timm has no model {architecture!r} ({name}). Models whose names begin alike: {similar}.",
+            code="config.unknown-name",
+            key="model",
+            value=name,
+        )
+    if weights is None:
+        body = _timm_untrained(name, architecture, shape[2], options)
+    else:
+        body = _timm_pretrained(name, architecture, shape[2], weights, options)
+    return Features(body), int(body.num_features)  # pyright: ignore[reportArgumentType]
+
+
+def _options(name: str, pairs: list[str]) -> dict[str, Any]:
+    """Return the arguments of timm's `create_model` that a model's name gives.
+
+    Raises:
+        ConfigError: one is not KEY=VALUE, or is decided by the data.
+    """
+    options = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        try:
+            options[key] = parse(text)
+        except ValueError:
+            equals = ""
+        if not equals or not key.isidentifier() or key in DECIDED:
+            raise ConfigError(
+                f"model: cannot be an argument of a timm model ({pair!r} in {name}). Write "
+                "timm:NAME,KEY=VALUE, as in img_size=32; channels, classes and weights follow from the settings.",
+                code="config.malformed",
+                key="model",
+                value=name,
+                argument=pair,
+            )
+    return options
+
+
+def _timm_untrained(name: str, architecture: str, channels: int, options: dict[str, Any]) -> nn.Module:
+    import timm
+
+    try:
+        return timm.create_model(architecture, pretrained=False, num_classes=0, in_chans=channels, **options)
+    except (TypeError, ValueError, AssertionError) as error:
+        if not options:
+            raise
+        raise ConfigError(
+            f"model: timm's {architecture} does not take these arguments ({', '.join(options)}: {_shortened(error)}). "
+            "Leave them out, or take another model.",
+            code="config.conflict",
+            key="model",
+            value=name,
+        ) from None
+    except RuntimeError as error:  # the part of the name after the dot names unknown weights
+        pattern = architecture.partition(".")[0] + "*"
+        raise ConfigError(
+            f"model: timm cannot build {name} ({_shortened(error)}). timm.list_pretrained({pattern!r}) lists the "
+            "names that it has.",
+            code="config.unknown-name",
+            key="model",
+            value=name,
+        ) from None
+
+
+def _timm_pretrained(name: str, architecture: str, channels: int, weights: str, options: dict[str, Any]) -> nn.Module:
+    """Build a pretrained model without its classifier, with a first convolution for the channels."""
+    import timm
+
+    if weights == "imagenet":
+        try:
+            return timm.create_model(architecture, pretrained=True, num_classes=0, in_chans=channels, **options)
+        except Exception as error:  # no network, or no weights of that name; timm has no error of its own
+            raise ConfigError(
+                f"weights: timm cannot fetch the weights of {name} ({_shortened(error)}). Give a state dict of "
+                f"timm's {architecture} in a file.",
+                code="model.weights-unavailable",
+                key="weights",
+                value=weights,
+                model=name,
+            ) from None
+    body = _timm_untrained(name, architecture, channels, options)
+    state = pretrained.read(Path(weights).expanduser(), f"timm's {architecture}")
+    timm_config: Any = body.pretrained_cfg
+    first = f"{timm_config['first_conv']}.weight"
+    classifier = timm_config["classifier"]  # distilled models have two
+    if channels != 3 and first in state and state[first].ndim == 4:
+        state = state | {first: pretrained.for_channels(state[first], channels)}
+    classifiers = [classifier] if isinstance(classifier, str) else classifier
+    pretrained.load_body(body, state, classifiers, weights, f"timm's {architecture}")
+    return body
+
+
+def _shortened(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,312 @@
+"""`trainable`: the part of a pretrained model that learns. Frozen entries are not among the entries of the model.
+
+    all            every parameter
+    classifier     the classifier; the encoder is a `FrozenEncoder`
+    norm           the classifier and the normalisation layers
+    last:N         the classifier and the last N blocks of the encoder
+    lora:R         the classifier and, next to each linear layer and 1x1 convolution, two matrices of rank R
+
+What is frozen is hidden from `state_dict`: it does not travel, is not aggregated, gets no noise and is in no
+checkpoint. Every process builds it again from the same weights. `whole_model` returns a plain model with all entries.
+Frozen BatchNorm and dropout layers stay in evaluation mode.
+"""
+
+import copy
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from raylt.errors import ConfigError
+from raylt.models.split import Params, SplitModel
+from raylt.recording import recordable
+
+NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
+# layers that drop whole residual branches, in timm and torchvision
+STOCHASTIC = ("DropPath", "StochasticDepth")
+
+
+def limit(model: SplitModel, trainable: str) -> SplitModel:
+    """Freeze the parts of a new model that do not learn.
+
+    Args:
+        model: changed in place.
+        trainable: as `Config.trainable`.
+
+    Raises:
+        ConfigError: the encoder has no such part.
+    """
+    kind, _, number = trainable.partition(":")
+    if kind == "all":
+        return model
+    model.encoder.requires_grad_(False)
+    learning: list[nn.Module] = []
+    match kind:
+        case "classifier":
+            model.encoder = FrozenEncoder(model.encoder)
+        case "norm":
+            learning = [module for module in model.encoder.modules() if isinstance(module, NORMS)]
+            _expect(bool(learning), trainable, "the encoder has no normalisation layer. Set trainable=last:1")
+        case "last":
+            blocks = blocks_of(model.encoder)
+            _expect(
+                int(number) <= len(blocks),
+                trainable,
+                f"the encoder has {len(blocks)} blocks. Give at most last:{len(blocks)}, or all",
+            )
+            learning = [module for block in blocks[-int(number) :] for module in block]
+        case "lora":
+            learning = list(_add_low_rank(model.encoder, int(number)))
+            _expect(
+                bool(learning),
+                trainable,
+                "the encoder has no linear layer and no 1x1 convolution that could be adapted. Set trainable=last:1",
+            )
+    _freeze_all_but(model.encoder, learning)
+    return model
+
+
+def blocks_of(encoder: nn.Module) -> list[list[nn.Module]]:
+    """Return the blocks of an encoder, from input to output, each as its modules.
+
+    Sequences are taken apart. A normalisation layer outside of a block belongs to the block before it. Parameters that
+    an encoder holds itself (class tokens, positions) belong to no block.
+    """
+    modules = list(_parts_of(encoder))
+    blocks: list[list[nn.Module]] = []
+    for module in modules:
+        if blocks and isinstance(module, NORMS):
+            blocks[-1].append(module)
+        else:
+            blocks.append([module])
+    return blocks
+
+
+def _parts_of(module: nn.Module) -> Iterator[nn.Module]:
+    children = [child for child in module.children() if next(child.parameters(), None) is not None]
+    if len(children) == 1 and not isinstance(module, nn.Sequential | nn.ModuleList):
+        yield from _inner(children[0])
+        return
+    for child in children:
+        if isinstance(child, nn.Sequential | nn.ModuleList):
+            yield from _parts_of(child)
+        else:
+            yield child
+
+
+def _inner(child: nn.Module) -> Iterator[nn.Module]:
+    """Yield the parts of an only child; the child itself if it has none."""
+    parts = list(_parts_of(child))
+    yield from parts or [child]
+
+
+def _freeze_all_but(encoder: nn.Module, learning: Iterable[nn.Module]) -> None:
+    """Hide all entries of an encoder from its state, except those of the modules that learn."""
+    kept: set[int] = set()
+    for module in learning:
+        own = module.added() if isinstance(module, LowRank) else module.parameters()
+        kept |= {id(value.requires_grad_()) for value in own}
+        if not isinstance(module, LowRank):
+            kept |= {id(value) for value in module.buffers()}
+    for module in encoder.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        draws = isinstance(module, _DropoutNd) or type(module).__name__ in STOCHASTIC
+        if draws or (isinstance(module, _BatchNorm) and not any(id(value) in kept for value in own)):
+            module.register_forward_pre_hook(_stay_in_evaluation)
+    entries = encoder.state_dict(keep_vars=True)
+    hidden = frozenset(name for name, value in entries.items() if id(value) not in kept)
+    encoder.register_state_dict_post_hook(Hidden(hidden))
+
+
+def _stay_in_evaluation(module: nn.Module, _: Any) -> None:
+    """Set a module's mode before each call: a method may call `train` on any part of a model."""
+    module.training = False
+
+
+class Hidden:
+    """The hook that removes frozen entries from a state.
+
+    Attributes:
+        names: of the frozen entries, below the module that has the hook.
+    """
+
+    def __init__(self, names: frozenset[str]):
+        self.names = names
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name in self.names:
+            state.pop(prefix + name, None)
+
+
+@recordable
+class FrozenEncoder(nn.Module):
+    """An encoder that never learns: images [B, channels, H, W] -> features [B, d], in evaluation mode.
+
+    Features [B, d] that were computed before are returned as they are.
+    """
+
+    def __init__(self, body: nn.Module):
+        super().__init__()
+        self.body = body
+        self.train()
+
+    def train(self, mode: bool = True) -> "FrozenEncoder":
+        super().train(False)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim == 2:
+            return x
+        with torch.no_grad():
+            return self.body(x)
+
+
+class LowRank(nn.Module):
+    """The two matrices of an adapted layer (LoRA; Hu et al., ICLR 2022): W + up down, with up = 0 at the start.
+
+    Their scale alpha / r is 1. The entries of `weight` and `bias` keep the names that they have without the matrices.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    down: nn.Parameter
+    up: nn.Parameter
+
+    def _adapt(self, layer: nn.Linear | nn.Conv2d, rank: int) -> None:
+        self.weight = layer.weight
+        self.bias = layer.bias
+        outputs, inputs = layer.weight.shape[:2]
+        self.down = nn.Parameter(torch.empty(rank, inputs))
+        self.up = nn.Parameter(torch.zeros(outputs, rank))
+        nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
+
+    def added(self) -> list[nn.Parameter]:
+        """Return the two matrices."""
+        return [self.down, self.up]
+
+    def merged(self) -> Tensor:
+        """Return the weight with the product of the matrices, in the weight's shape."""
+        return self.weight + (self.up @ self.down).view_as(self.weight)
+
+
+@recordable
+class LowRankLinear(LowRank, nn.Linear):
+    """A linear layer with two matrices. In evaluation mode it computes with the merged weight, as an export does."""
+
+    def __init__(self, layer: nn.Linear, rank: int):
+        nn.Linear.__init__(self, layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        self._adapt(layer, rank)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return F.linear(input, self.merged(), self.bias)
+        return F.linear(input, self.weight, self.bias) + F.linear(F.linear(input, self.down), self.up)
+
+    def plain(self) -> nn.Linear:
+        """Return the layer with the merged weight."""
+        layer = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        return _filled(layer, self)
+
+
+@recordable
+class LowRankConv(LowRank, nn.Conv2d):
+    """A 1x1 convolution with two matrices, as `LowRankLinear`."""
+
+    def __init__(self, layer: nn.Conv2d, rank: int):
+        nn.Conv2d.__init__(
+            self,
+            layer.in_channels,
+            layer.out_channels,
+            1,
+            layer.stride,  # pyright: ignore[reportArgumentType]
+            bias=layer.bias is not None,
+            device="meta",
+        )
+        self._adapt(layer, rank)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return self._conv_forward(input, self.merged(), self.bias)
+        narrow = F.conv2d(input, self.down[:, :, None, None], stride=self.stride)
+        return self._conv_forward(input, self.weight, self.bias) + F.conv2d(narrow, self.up[:, :, None, None])
+
+    def plain(self) -> nn.Conv2d:
+        """Return the layer with the merged weight."""
+        stride: Any = self.stride
+        layer = nn.Conv2d(self.in_channels, self.out_channels, 1, stride, bias=self.bias is not None, device="meta")
+        return _filled(layer, self)
+
+
+def _filled(layer: Any, adapted: LowRank) -> Any:
+    layer.weight = nn.Parameter(adapted.merged().detach())
+    layer.bias = adapted.bias
+    return layer
+
+
+def _add_low_rank(encoder: nn.Module, rank: int) -> Iterator[LowRank]:
+    """Replace every linear layer and 1x1 convolution of an encoder by one with two matrices."""
+    for path, layer in list(encoder.named_modules()):
+        adapted: LowRankLinear | LowRankConv
+        if type(layer) is nn.Linear:
+            adapted = LowRankLinear(layer, rank)
+        elif type(layer) is nn.Conv2d and _is_pointwise(layer):
+            adapted = LowRankConv(layer, rank)
+        else:
+            continue
+        encoder.set_submodule(path, adapted)
+        yield adapted
+
+
+def _is_pointwise(layer: nn.Conv2d) -> bool:
+    return layer.kernel_size == (1, 1) and layer.groups == 1 and layer.padding in ((0, 0), "same", "valid")
+
+
+def whole_model(model: SplitModel) -> SplitModel:
+    """Return a model with all entries, without adapters and hooks, that gives the same logits in evaluation mode.
+
+    A model without frozen entries is returned as it is.
+    """
+    if not any(_hides(module) for module in model.modules()):
+        return model
+    whole = copy.deepcopy(model)
+    for path, module in list(whole.named_modules()):
+        if isinstance(module, LowRankLinear | LowRankConv):
+            whole.set_submodule(path, module.plain())
+        elif isinstance(module, FrozenEncoder):
+            whole.set_submodule(path, module.body)
+    for module in whole.modules():
+        hooks: dict[int, Any] = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if hook is _stay_in_evaluation]:
+            del hooks[key]
+        states: dict[int, Any] = module._state_dict_hooks
+        for key in [key for key, hook in states.items() if isinstance(hook, Hidden)]:
+            del states[key]
+    return whole
+
+
+def _hides(module: nn.Module) -> bool:
+    return any(isinstance(hook, Hidden) for hook in module._state_dict_hooks.values())
+
+
+def frozen_entries(model: nn.Module) -> Params:
+    """Return the hidden entries of a model by name: parameters and buffers that never change."""
+    entries: Params = {}
+    for path, module in model.named_modules():
+        values = dict(module.named_parameters()) | dict(module.named_buffers())
+        for hook in module._state_dict_hooks.values():
+            if isinstance(hook, Hidden):
+                prefix = f"{path}." if path else ""
+                entries |= {f"{prefix}{name}": values[name] for name in sorted(hook.names & values.keys())}
+    return entries
+
+
+def _expect(met: bool, trainable: str, sentence: str) -> None:
+    if not met:
+        raise ConfigError(
+            f"trainable: {sentence} ({trainable}).", code="model.lacks-layer", key="trainable", value=trainable
+        )

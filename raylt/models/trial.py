@@ -1,0 +1,135 @@
+"""`try_model`: one training step and one prediction of a user's own model, before a run starts."""
+
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from raylt.errors import ConfigError, user_fault
+from raylt.models.split import SplitModel
+
+IMAGES = 2  # BatchNorm needs two values per channel in training mode
+
+
+def try_model(name: str, model: SplitModel, shape: tuple[int, int, int]) -> None:
+    """Check that a model can be trained, exchanged and saved; its gradients and running statistics change.
+
+    Args:
+        name: of the model, for messages.
+        shape: height, width and channels of an image.
+
+    Raises:
+        ConfigError: a weight is not float32, entries share memory, a pass fails, or features or logits have another
+            shape than the model announces.
+    """
+    _check_types(name, model)
+    _check_memory(name, model)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(IMAGES, shape[2], *shape[:2], generator=generator).to(memory_format=torch.channels_last)
+    try:
+        features = model.train().encoder(x)
+        _check_features(name, model, features)
+        logits = model(x)
+        _check_logits(name, model, logits, x)
+        logits.sum().backward()
+        with torch.no_grad():
+            _check_logits(name, model, model.eval()(x), x)
+    except ConfigError:
+        raise
+    except Exception as error:  # of the user's code
+        height, width, channels = shape
+        raise ConfigError(
+            f"model: {name} cannot be trained on {IMAGES} images [{IMAGES}, {channels}, {height}, {width}] "
+            f"({user_fault(error)}). Correct its layers.",
+            code="model.failed",
+            key="model",
+            value=name,
+        ) from error
+
+
+def materialise(model: SplitModel, shape: tuple[int, int, int]) -> None:
+    """Give lazy layers their shapes and weights, by one pass over images without content.
+
+    Weights come from torch's global generator, as those of other layers do.
+    """
+    entries = chain(model.parameters(), model.buffers())
+    if not any(nn.parameter.is_lazy(entry) for entry in entries):
+        return
+    training = model.training
+    with torch.no_grad():
+        model.eval()(torch.zeros(IMAGES, shape[2], *shape[:2]))
+    model.train(training)
+
+
+def _check_types(name: str, model: SplitModel) -> None:
+    for entry, value in model.named_parameters():
+        if value.dtype != torch.float32:
+            raise ConfigError(
+                f"model: {entry} of {name} is {_shown(value.dtype)}, and weights are exchanged and summed as float32. "
+                "Leave the model in float32; local.precision=bfloat16 computes in bfloat16.",
+                code="model.wrong-dtype",
+                key="model",
+                value=name,
+                entry=entry,
+                dtype=_shown(value.dtype),
+            )
+
+
+def _check_memory(name: str, model: SplitModel) -> None:
+    """Check that each entry has memory of its own: clients exchange entries one by one, and files keep them so."""
+    owners: dict[int, str] = {}
+    for entry, value in model.state_dict().items():
+        memory = value.untyped_storage()
+        other = owners.setdefault(memory.data_ptr(), entry) if value.numel() else entry
+        if other == entry and memory.nbytes() >= value.numel() * value.itemsize:
+            continue
+        problem = f"{other} and {entry} of {name} share" if other != entry else f"elements of {entry} of {name} share"
+        raise ConfigError(
+            f"model: {problem} memory, and raylt exchanges and saves each entry for itself. Give each layer a weight "
+            "of its own, or call one layer twice.",
+            code="model.shared-memory",
+            key="model",
+            value=name,
+            entries=[other, entry],
+        )
+
+
+def _check_features(name: str, model: SplitModel, features: object) -> None:
+    maps = model.problem == "segmentation"
+    expected = f"[{IMAGES}, {model.dim}{', h, w' if maps else ''}]"
+    fits = isinstance(features, Tensor) and features.shape[:2] == (IMAGES, model.dim)
+    if not fits or len(features.shape) != (4 if maps else 2):  # pyright: ignore[reportAttributeAccessIssue]
+        raise _wrong_output(
+            name, "encoder", features, expected, "Give SplitModel(encoder, dim, classes) the dim that the encoder has"
+        )
+
+
+def _check_logits(name: str, model: SplitModel, logits: object, x: Tensor) -> None:
+    expected = [IMAGES, model.classes, *(x.shape[2:] if model.problem == "segmentation" else ())]
+    if not isinstance(logits, Tensor) or list(logits.shape) != expected:
+        raise _wrong_output(name, "classifier", logits, str(expected), "Return one logit for each class")
+    if not logits.isfinite().all():
+        raise ConfigError(
+            f"model: {name} gives logits that are not finite for pixels in [0, 1). Correct its layers or its initial "
+            "weights.",
+            code="model.wrong-output",
+            key="model",
+            value=name,
+            part="classifier",
+        )
+
+
+def _wrong_output(name: str, part: str, output: object, expected: str, remedy: str) -> ConfigError:
+    shown = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    return ConfigError(
+        f"model: the {part} of {name} gives {shown} for {IMAGES} images, {expected} is expected. {remedy}.",
+        code="model.wrong-output",
+        key="model",
+        value=name,
+        part=part,
+        shape=shown,
+    )
+
+
+def _shown(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

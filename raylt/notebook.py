@@ -1,0 +1,80 @@
+"""Output in notebooks: tables as HTML, and one output of a cell that is replaced as often as it changes."""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from importlib import import_module
+from typing import Any
+
+from rich.table import Table
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook; a plain IPython terminal is none."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return hasattr(shell, "kernel")
+
+
+class Output:
+    """One output of the cell that runs now, replaced by each call of `show`."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def show(self, html: str) -> None:
+        """Replace the output."""
+        from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]  # only notebooks have it
+
+        if self._handle is None:
+            self._handle = display(HTML(html), display_id=True)
+        else:
+            self._handle.update(HTML(html))
+
+
+def html_table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    title: str | None = None,
+    right: Iterable[int] = (),
+    notes: Iterable[str] = (),
+) -> str:
+    """Return a table as HTML, in the style of the notebook.
+
+    Args:
+        head: names of the columns; empty for a table without a heading.
+        rows: cells, as plain text.
+        title: text above the table.
+        right: columns that are set to the right.
+        notes: lines below the table.
+    """
+    to_the_right = set(right)
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        sides = ("right" if column in to_the_right else "left" for column in range(len(cells)))
+        return "".join(
+            f'<{tag} style="text-align:{side}">{escape(cell)}</{tag}>' for cell, side in zip(cells, sides, strict=True)
+        )
+
+    caption = f'<caption style="text-align:left">{escape(title)}</caption>' if title else ""
+    heading = f"<thead><tr>{line(head, 'th')}</tr></thead>" if any(head) else ""
+    body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
+    below = "".join(f"<div>{escape(note)}</div>" for note in notes)
+    return f"<table>{caption}{heading}<tbody>{body}</tbody></table>{below}"
+
+
+def html_of(table: Table) -> str:
+    """Return a table of plain text that was made for a terminal as HTML."""
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    head = [str(column.header) for column in table.columns] if table.show_header else []
+    right = [number for number, column in enumerate(table.columns) if column.justify == "right"]
+    title = None if table.title is None else str(table.title)
+    return html_table(head, list(zip(*columns, strict=True)), title, right)
+
+
+def later(module: str, function: str) -> Callable[..., Any]:
+    """Return a function of a later layer, which an object of an earlier layer offers as a method.
+
+    A run does not depend on the pictures that can be drawn of it. It only knows where they are: this is no import.
+    """
+    return getattr(import_module(module), function)

@@ -1,0 +1,188 @@
+"""Collects the source of the user's own modules: plugins, modules next to a script, and what these import."""
+
+import ast
+import importlib.abc
+import importlib.util
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+PLUGIN = "raylt_plugin_"  # prefix of the module names of plugin files
+OWN_PACKAGES = ("raylt", "actors", "tune")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The source of one module.
+
+    Attributes:
+        name: the module's dotted name.
+        file: the path that tracebacks show; it need not exist in the process that imports the module.
+        package: whether the module has submodules.
+    """
+
+    name: str
+    file: str
+    text: str
+    package: bool = False
+
+
+class SourceLoader(importlib.abc.ExecutionLoader):
+    """Imports a module from the text of a `Source`."""
+
+    def __init__(self, source: Source):
+        self.source = source
+
+    def get_source(self, fullname: str) -> str:
+        return self.source.text
+
+    def get_filename(self, fullname: str) -> str:
+        return self.source.file
+
+    def is_package(self, fullname: str) -> bool:
+        return self.source.package
+
+
+def sources_of(module: ModuleType) -> list[Source]:
+    """Return the sources of a user's module and of the modules in its folder that it needs.
+
+    These are the modules that one of them imports, at its top or inside a function, and those that this process has
+    loaded from that folder. Modules from elsewhere must be importable in every process.
+    """
+    folder = own_folder(module)
+    if folder is None:
+        return []
+    sources: dict[str, Source] = {}
+    loaded = [
+        (name, other)
+        for name, other in list(sys.modules.items())
+        if _in_folder(other, folder) and name == other.__name__ and name != "__main__"
+    ]
+    waiting = [_source(name, Path(str(other.__file__)), other) for name, other in [(module.__name__, module), *loaded]]
+    while waiting:
+        source = waiting.pop()
+        if source is None or source.name in sources:
+            continue
+        sources[source.name] = source
+        waiting += [_source_in(folder, name) for name in imported_names(source) if name not in sources]
+    return list(sources.values())
+
+
+def own_folder(module: ModuleType) -> Path | None:
+    """Return the folder of a user's module; None for modules of Python, of installed packages and of raylt.
+
+    For a module in a package it is the folder that holds the package.
+    """
+    file = getattr(module, "__file__", None)
+    if not file or module.__name__ == "__main__" or module.__name__.partition(".")[0] in OWN_PACKAGES:
+        return None
+    path = Path(_real(file))
+    if path.suffix != ".py" or str(path).startswith(_installed()):
+        return None
+    levels = module.__name__.count(".") + (path.name == "__init__.py")
+    for _ in range(levels):
+        path = path.parent
+    return path.parent
+
+
+def _in_folder(module: ModuleType, folder: Path) -> bool:
+    """Return whether a module is the user's and lies in a folder or below it."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or not _real(file).startswith(f"{folder}{os.sep}"):
+        return False
+    module_folder = own_folder(module)
+    return module_folder is not None and module_folder.is_relative_to(folder)
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
+    return tuple(f"{os.path.realpath(sysconfig.get_path(kind))}{os.sep}" for kind in kinds)
+
+
+@cache
+def _real(file: str) -> str:
+    return os.path.realpath(file)
+
+
+def _source(name: str, file: Path, module: ModuleType | None = None) -> Source | None:
+    """Return the source of a module: the text that it was loaded from, or its file if that text is unknown."""
+    loader = getattr(module, "__loader__", None)
+    if isinstance(loader, SourceLoader):
+        return loader.source
+    try:
+        text = importlib.util.decode_source(file.read_bytes())
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None
+    return Source(name, str(file), text, file.name == "__init__.py")
+
+
+def _source_in(folder: Path, name: str) -> Source | None:
+    """Return the source of a module that is imported by this name, if it lies in the folder.
+
+    A file is not meant when another module of the same name shadows it in this process, such as a module of Python.
+    """
+    top = name.partition(".")[0]
+    if top in OWN_PACKAGES or top in sys.builtin_module_names:
+        return None
+    if not _is_from(top, folder):
+        return None
+    path = folder.joinpath(*name.split("."))
+    for file in (path / "__init__.py", path.with_name(path.name + ".py")):
+        if file.is_file():
+            return _source(name, file.resolve(), sys.modules.get(name))
+    return Source(name, str(path / "__init__.py"), "", True) if path.is_dir() else None  # a namespace package
+
+
+def _is_from(top: str, folder: Path) -> bool:
+    """Return whether this process imports a top-level name from the folder."""
+    return any(path and Path(path).resolve().is_relative_to(folder) for path in _paths_of(top))
+
+
+def _paths_of(top: str) -> list[str]:
+    """Return the file, or the folders, of a top-level module."""
+    module = sys.modules.get(top)
+    if module is not None:
+        return [getattr(module, "__file__", None) or "", *getattr(module, "__path__", [])]
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return []
+    if spec is None:
+        return []
+    if spec.origin and spec.has_location:
+        return [spec.origin]
+    return list(spec.submodule_search_locations or [])
+
+
+def imported_names(source: Source) -> Iterator[str]:
+    """Yield the dotted names that a source imports, at its top or inside a function, and their parent packages."""
+    try:
+        nodes = list(ast.walk(ast.parse(source.text)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # running it says what is wrong
+        return
+    package = source.name if source.package else source.name.rpartition(".")[0]
+    for node in nodes:
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = _base_of(node, package)
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)] if base else []
+        for name in names:
+            parts = name.split(".")
+            yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+
+
+def _base_of(node: ast.ImportFrom, package: str) -> str:
+    """Return the absolute name of the module in `from module import ...`; "" outside any package."""
+    parents: list[str] = []
+    if node.level:
+        parts = package.split(".")
+        parents = parts[: len(parts) - node.level + 1]
+    return ".".join([*parents, *([node.module] if node.module else [])])

@@ -1,0 +1,86 @@
+"""Imports plugin files as modules."""
+
+import hashlib
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from raylt import store
+from raylt.disk import is_file
+from raylt.errors import CheckpointError, ConfigError, user_fault
+from raylt.own_code.module_sources import OWN_PACKAGES, PLUGIN, Source, SourceLoader, imported_names
+
+LIMIT = 16 * store.MIB  # bytes of a file
+
+
+def run_plugin(file: Path) -> ModuleType:
+    """Import a plugin's file; other processes import the text that is read now, under the same name.
+
+    Raises:
+        ConfigError: the file cannot be read or run; the message names the line.
+    """
+    source = _read(file)
+    name = source.name
+    _check_imports(file, source)
+    spec = importlib.util.spec_from_loader(name, SourceLoader(source))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # pickle looks for its classes there
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # a plugin may import files next to it, as a script may
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, ConfigError | KeyboardInterrupt):
+            raise
+        raise ConfigError(
+            f"--plugin {file}: {user_fault(error)}", code="plugin.failed", path=str(file), cause=user_fault(error)
+        ) from error
+    return module
+
+
+def _read(file: Path) -> Source:
+    if not is_file(file):
+        raise ConfigError(
+            f"--plugin {file}: no such file. Give a Python file that defines a method, or registers a model, a source "
+            "or an augmentation.",
+            code="file.not-found",
+            path=str(file),
+        )
+    if file.suffix != ".py":
+        raise ConfigError(
+            f"--plugin {file}: not a Python file. Give a file that ends in .py.",
+            code="plugin.not-python",
+            path=str(file),
+        )
+    digest = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]  # two files may have the same name
+    stem = re.sub(r"\W", "_", file.stem)  # a dot in a module's name would stand for a package
+    try:
+        text = importlib.util.decode_source(store.read(file, LIMIT))
+    except (CheckpointError, SyntaxError, UnicodeDecodeError, LookupError) as error:
+        raise ConfigError(
+            f"--plugin {file}: the file cannot be read ({error}). Give a Python file in UTF-8.",
+            code="plugin.unreadable",
+            path=str(file),
+            cause=str(error),
+        ) from error
+    return Source(f"{PLUGIN}{stem}_{digest}", str(file.resolve()), text)
+
+
+def _check_imports(file: Path, source: Source) -> None:
+    """Raise a ConfigError if the plugin imports a package of raylt and a file next to it has the package's name."""
+    for package in OWN_PACKAGES:
+        neighbour = file.with_name(f"{package}.py")
+        if is_file(neighbour) and file.stem != package and package in imported_names(source):
+            raise ConfigError(
+                f"{neighbour}: the file has the name of raylt's package {package}, and `import {package}` in "
+                f"{file.name} would import the package. Rename the file.",
+                code="plugin.name-taken",
+                path=str(neighbour),
+                name=package,
+            )

@@ -1,0 +1,286 @@
+"""`raylt plot curves`: figures over rounds, bytes or seconds, as means over seeds with intervals.
+
+The picture has its final size: one column of a two-column page (3.35 inches), or the whole page where a row has three
+panels or more. Its text is at least 7 points there. Arms differ by colour, dash and marker, so that a print in grey and
+readers who see few colours can tell them apart.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Literal
+
+from raylt.errors import ConfigError
+from raylt.plots.style import COLOURS, DASHES, MARKERS, new_figure, plain_text, save, style_axes
+from raylt.studies.analysis.measures import measure_of
+from raylt.studies.analysis.statistics import mean_interval
+from raylt.studies.records.record import GROUPS, RunRecord
+from raylt.studies.report.comparison_tables import Spread
+from raylt.studies.study import Study
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Over = Literal["rounds", "bytes", "seconds"]
+COLUMN, PAGE = 3.35, 6.9  # inches
+SMALL, TEXT = 7, 8  # points
+MARKED = 8  # markers of a line, besides the last
+AXES: dict[Over, str] = {"rounds": "round", "bytes": "MiB sent and received", "seconds": "seconds"}
+
+
+@dataclass(frozen=True)
+class ArmCurve:
+    """One arm in one cell: a figure of the steps that were judged in all its runs.
+
+    Attributes:
+        x: rounds, MiB or seconds, as means over the seeds.
+        mean: means over the seeds, in percent.
+        low, high: ends of the band, in percent; None for a single seed.
+        finish: whether the last step is the method's last phase, not a round.
+        seeds: number of runs.
+    """
+
+    arm: str
+    x: list[float]
+    mean: list[float]
+    low: list[float] | None
+    high: list[float] | None
+    finish: bool
+    seeds: int
+
+
+def draw_curves(
+    study: Study,
+    measures: Sequence[str] = (),
+    over: Over = "rounds",
+    spread: Spread = "interval",
+    path: "Path | str | None" = None,
+    level: float = 0.95,
+    mix_versions: bool = False,
+) -> "Figure":
+    """Return the curves of a study's arms: a panel per measure, a row of panels per cell.
+
+    Args:
+        study: the study; only its finished runs are drawn.
+        measures: accuracy, many, medium or few; by default the accuracy and the groups that have test images.
+        over: what the horizontal axis counts.
+        spread: what the bands show: the t interval of the mean, or one standard deviation of the seeds.
+        path: file that the picture is written to as well, .pdf, .svg or .png.
+        level: confidence of the intervals.
+        mix_versions: whether runs of several versions of the code may be compared.
+
+    Raises:
+        ConfigError: a measure is not known after every round, nothing was judged, or the file cannot be written.
+        CheckpointError: runs of one cell and seed differ in split, budget, optimiser, evaluation or code.
+    """
+    study.compare("accuracy", "last", level=level, mix_versions=mix_versions, may_lack=True)  # checks the runs
+    done = [record for record in study.records if record.state == "done"]
+    names = list(measures) or _judged_measures(done)
+    for name in names:
+        if measure_of(name).every_round is None:
+            raise ConfigError(
+                f"measure: is known after the last round only ({name}). Give accuracy, {', '.join(GROUPS)}.",
+                code="config.conflict",
+                key="measure",
+                value=name,
+            )
+    arms = list(dict.fromkeys(record.arm for record in study.records))
+    cells = list(dict.fromkeys(record.cell for record in done))
+    curves = {
+        (cell, name): [curve for arm in arms if (curve := _curve(done, cell, arm, name, over, spread, level))]
+        for cell in cells
+        for name in names
+    }
+    if not any(len(curve.x) > 1 for panel in curves.values() for curve in panel):
+        raise ConfigError(
+            f"{study.definition.name}: fewer than two steps were judged in all runs of an arm. Finish the runs, and "
+            "set evaluation.every, or evaluation.personal for clients' own models.",
+            code="study.no-figure",
+            name=study.definition.name,
+        )
+    figure = _figure(curves, cells, names, arms, over)
+    if path is not None:
+        save(figure, Path(path))
+    return figure
+
+
+def caption(study: Study, over: Over = "rounds", spread: Spread = "interval", level: float = 0.95) -> str:
+    """Return a caption for `draw_curves`: it names means, bands, seeds and test images."""
+    done = [record for record in study.records if record.state == "done"]
+    counts = dict.fromkeys(dict.fromkeys((record.cell, record.arm) for record in done), 0)
+    for record in done:
+        counts[record.cell, record.arm] += 1
+    least, most = min(counts.values()), max(counts.values())
+    seeds = f"{least} seed{'s' * (least > 1)}" if least == most else f"{least} to {most} seeds"
+    text = f"Lines: means over {seeds}."
+    if most > 1:
+        band = f"{100 * level:g} % t intervals" if spread == "interval" else "one standard deviation of the seeds"
+        text += f" Bands: {band}."
+    if any(record.steps > record.rounds for record in done):
+        text += " Last marker behind a dotted line: after the method's last phase."
+    tests = next((tests for run in done if run.summary and (tests := run.summary.get("tests"))), None)
+    if tests is not None:
+        groups = ", ".join(f"{n} {group}" for group, n in tests["groups"].items() if n)
+        text += f" Test images: {tests['images']} ({groups})."
+    return text
+
+
+def _judged_measures(done: Sequence[RunRecord]) -> list[str]:
+    """Return the accuracy and the groups for which some run judged images."""
+    return ["accuracy", *(g for g in GROUPS if any(v is not None for r in done for v in r.curve.get(g, ())))]
+
+
+def _curve(
+    done: Sequence[RunRecord], cell: str, arm: str, measure: str, over: Over, spread: Spread, level: float
+) -> ArmCurve | None:
+    """Return the curve of an arm; None where no step was judged in all its runs."""
+    runs = [record for record in done if (record.cell, record.arm) == (cell, arm)]
+    key = measure_of(measure).every_round
+    assert key is not None
+    values = [dict(zip(run.curve["step"], run.curve[key], strict=True)) for run in runs]
+    steps = [step for step in (values[0] if values else ()) if all(each.get(step) is not None for each in values)]
+    if not steps:
+        return None
+    places = [dict(zip(run.curve["step"], _places(run, over), strict=True)) for run in runs]
+    columns = [[100 * float(each[step]) for each in values] for step in steps]
+    bands = [_band(column, spread, level) for column in columns]
+    return ArmCurve(
+        arm,
+        [fmean(each[step] for each in places) for step in steps],
+        [fmean(column) for column in columns],
+        [low for low, _ in bands] if len(runs) > 1 else None,
+        [high for _, high in bands] if len(runs) > 1 else None,
+        all(run.steps > run.rounds for run in runs) and steps[-1] > min(run.rounds for run in runs),
+        len(runs),
+    )
+
+
+def _places(run: RunRecord, over: Over) -> list[float]:
+    """Return the place of each step on the horizontal axis."""
+    if over == "bytes":
+        return [(up + down) / 2**20 for up, down in zip(run.curve["up"], run.curve["down"], strict=True)]
+    return run.curve["step" if over == "rounds" else "seconds"]
+
+
+def _band(values: Sequence[float], spread: Spread, level: float) -> tuple[float, float]:
+    """Return both ends of the band at one step, within 0 and 100 %."""
+    mean = fmean(values)
+    if len(values) < 2:
+        return mean, mean
+    if spread == "sd":
+        half = stdev(values)
+    else:
+        interval = mean_interval(list(values), level)
+        half = (interval.high if interval.high is not None else mean) - mean
+    return max(0.0, mean - half), min(100.0, mean + half)
+
+
+def _figure(
+    curves: dict[tuple[str, str], list[ArmCurve]],
+    cells: Sequence[str],
+    names: Sequence[str],
+    arms: Sequence[str],
+    over: Over,
+) -> "Figure":
+    """Return a figure with a row of panels for each cell, or with two panels a row for a single cell."""
+    panels = [(cell, name) for cell in cells for name in names]
+    columns = min(2, len(names)) if len(cells) == 1 else len(names)
+    rows = -(-len(panels) // columns)
+    width = COLUMN if columns <= 2 else PAGE
+    drawn = [arm for arm in arms if any(curve.arm == arm for panel in curves.values() for curve in panel)]
+    legend_columns = _legend_columns(drawn, width)
+    tall = 2.1 if columns == 1 else 1.45
+    figure = new_figure(width, min(40.0, rows * tall + 0.35 + 0.16 * -(-len(drawn) // legend_columns)), dpi=300)
+    axes = figure.subplots(rows, columns, squeeze=False, sharex="row" if len(cells) > 1 else True)
+    for ax in axes.flat[len(panels) :]:
+        ax.set_visible(False)
+    for ax, (cell, name) in zip(axes.flat, panels, strict=False):
+        for curve in curves[cell, name]:
+            _draw(ax, curve, arms.index(curve.arm))
+        _limit(ax, curves[cell, name])
+        words = "accuracy" if name == "accuracy" else f"{name}-shot"
+        ax.set_title(plain_text(f"{words}, {cell}" if len(cells) > 1 else words), fontsize=TEXT, pad=3)
+        ax.tick_params(labelsize=SMALL, length=2, pad=2)
+        style_axes(ax)
+        ax.set_axisbelow(True)
+    for ax in axes[-1]:
+        ax.set_xlabel(AXES[over], fontsize=TEXT)
+    figure.supylabel("accuracy / %", fontsize=TEXT)
+    handles = {line.get_label(): line for ax in axes.flat for line in ax.lines if line.get_label() in _labels(drawn)}
+    figure.legend(
+        [handles[label] for label in _labels(drawn)],
+        _labels(drawn),
+        loc="outside lower center",
+        ncols=legend_columns,
+        frameon=False,
+        fontsize=SMALL,
+        handlelength=2.6,
+        columnspacing=1.2,
+        borderpad=0.2,
+    )
+    return figure
+
+
+def _labels(arms: Sequence[str]) -> list[str]:
+    return [plain_text(arm) for arm in arms]
+
+
+def _legend_columns(arms: Sequence[str], width: float) -> int:
+    """Return how many entries of the legend fit next to each other: about 0.055 inches a letter, 0.5 for the line."""
+    longest = max(map(len, arms), default=1)
+    return max(1, min(len(arms), int(width / (0.5 + 0.055 * longest))))
+
+
+def _draw(ax: "Axes", curve: ArmCurve, number: int) -> None:
+    """Draw band, line and markers of an arm; the step to the end of a last phase is dotted."""
+    colour = COLOURS[number % len(COLOURS)]
+    dash = DASHES[number % len(DASHES)]
+    marker = MARKERS[number % len(MARKERS)]
+    rounds = len(curve.x) - curve.finish
+    if curve.low is not None and curve.high is not None:
+        ax.fill_between(
+            curve.x[:rounds], curve.low[:rounds], curve.high[:rounds], color=colour, alpha=0.16, linewidth=0
+        )
+    every = max(1, -(-rounds // MARKED))
+    first = number * every // 4 % every  # so that lines on top of each other show their markers next to each other
+    ax.plot(
+        curve.x[:rounds],
+        curve.mean[:rounds],
+        color=colour,
+        linestyle=dash,
+        linewidth=1.2,
+        marker=marker,
+        markersize=3.2,
+        markevery=(first, every),
+        label=plain_text(curve.arm),
+        zorder=3,
+    )
+    if not curve.finish:
+        return
+    if rounds:
+        ax.plot(curve.x[-2:], curve.mean[-2:], color=colour, linestyle=":", linewidth=0.9, zorder=2)
+    errors = None
+    if curve.low is not None and curve.high is not None:
+        errors = [[curve.mean[-1] - curve.low[-1]], [curve.high[-1] - curve.mean[-1]]]
+    ax.errorbar(
+        curve.x[-1:],
+        curve.mean[-1:],
+        yerr=errors,
+        color=colour,
+        marker=marker,
+        markersize=4.5,
+        elinewidth=0.9,
+        zorder=4,
+    )
+
+
+def _limit(ax: "Axes", panel: Sequence[ArmCurve]) -> None:
+    """Set the vertical axis by the means: the intervals of two or three seeds may be wider than all differences."""
+    means = [value for curve in panel for value in curve.mean]
+    if not means:
+        return
+    low, high = min(means), max(means)
+    space = max(2.0, 0.25 * (high - low))
+    ax.set_ylim(max(-2.5, low - space), min(102.5, high + space))  # with room for markers at 0 and 100

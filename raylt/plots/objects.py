@@ -1,0 +1,50 @@
+"""Pictures that `Run.plot`, `Study.plot` and `Comparison.plot` return."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raylt.errors import ConfigError
+from raylt.plots.arms import draw_arms
+from raylt.plots.classes import confusion_of, draw_classes, draw_confusion
+from raylt.plots.clients import compare_clients, draw_clients
+from raylt.plots.curves import Over, draw_curves
+from raylt.plots.data import draw_data
+from raylt.runs.run import PictureKind, Run
+from raylt.studies.analysis.comparison import Comparison
+from raylt.studies.report.comparison_tables import Spread
+from raylt.studies.study import Study, of_runs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def draw_run(run: Run, kind: PictureKind, path: Path | str | None) -> "Figure":
+    """Return a picture of a run, see `Run.plot`."""
+    if kind == "data":
+        return draw_data(run.task, path)
+    run = run.finished()
+    if kind == "curves":
+        return draw_curves(of_runs([run.folder]), path=path)
+    if kind == "clients":
+        return draw_clients(compare_clients([run]), path)
+    if kind == "classes":
+        return draw_classes(confusion_of(run), path)
+    if kind == "confusion":
+        return draw_confusion(confusion_of(run), path)
+    raise ConfigError(
+        f"kind: no such picture of a run ({kind}). Give curves, data, clients, classes or confusion.",
+        code="config.unknown-name",
+        key="kind",
+        value=kind,
+    )
+
+
+def draw_study(study: Study, measures: Sequence[str], over: Over, spread: Spread, path: Path | str | None) -> "Figure":
+    """Return the curves of a study, see `Study.plot`."""
+    return draw_curves(study, measures, over, spread, path)
+
+
+def draw_comparison(comparison: Comparison, path: Path | str | None) -> "Figure":
+    """Return the arms of a comparison, see `Comparison.plot`."""
+    return draw_arms([comparison], path)

@@ -1,0 +1,213 @@
+"""The attacker's view of a finished run: the uploads that it sees, and the private images that it wants."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raylt.config import Config, DataConfig
+from raylt.core.client import Reply
+from raylt.core.experiment import Experiment
+from raylt.core.fleet.reductions import total
+from raylt.core.method import Method
+from raylt.core.protection.sample_dp import Noise
+from raylt.data.images.cache import take
+from raylt.data.samples import Samples
+from raylt.data.sources.sources import open_source
+from raylt.data.task import Shard
+from raylt.errors import ConfigError
+from raylt.methods import METHODS
+from raylt.models.split import clipped
+from raylt.ops.matching import class_gradients
+from raylt.ops.moments import class_means, class_sums, sample_lengths
+from raylt.tree import Tree
+
+# the uploads of each method besides the model, which is attacked through its update; only `oracle` sends "features"
+SENT = {
+    "sfd": ("means", "counts", "synthetic"),
+    "ccvr": ("means", "counts"),
+    "fedncm": ("means", "counts"),
+    "fedsm": ("means", "counts"),
+    "noisymeans": ("means", "counts"),
+    "rucr": ("means", "counts"),
+    "posthoc": ("counts",),
+    "creff": ("gradients",),
+    "clip2fl": ("gradients",),
+    "mupfl": ("gradients",),
+    "flea": ("activations",),
+    "fedyoyo": ("effective",),
+}
+REFERENCE = "features"
+LEAVES = {
+    "fedncm": ("n", "z"),
+    "fedsm": ("n", "z"),
+    "noisymeans": ("n", "z", "zz"),
+    "ccvr": ("n", "z", "zz"),
+    "sfd": ("n", "z", "zz", "phi"),
+}
+# the arrays that each method uploads besides these, by their names in its replies
+NOT_ATTACKED = {
+    "ccvr": ("classes.zz",),
+    "noisymeans": ("classes.zz",),
+    "sfd": ("classes.phi", "classes.zz"),
+    "fed3r": ("a", "b"),
+    "bpfed": ("scatter",),
+    "scaffold": ("control",),
+    "mupfl": ("map", "start"),
+    "rucr": ("classifier",),
+    "fedproto": ("classes.z",),
+    "fednh": ("classes.z",),
+}
+ALWAYS = ("models of rounds of more than one step on one image", "figures such as the loss", "judgements")
+# the field that switches these uploads on
+ONLY_WITH = {"sfd": "safs", "mupfl": "pkcf"}
+
+
+def uploads_of(method: Method) -> tuple[str, ...]:
+    """Return the uploads of a method that can be attacked; they depend on its fields."""
+    if method.name in ("local", "fedproto"):  # no model leaves a client
+        return ()
+    silent = not getattr(method, ONLY_WITH.get(method.name, ""), True)
+    return ("update",) if silent else ("update", *SENT.get(method.name, ()))
+
+
+def not_attacked(name: str) -> tuple[str, ...]:
+    """Return the uploads of a method, given by its name, that no attack of this package covers."""
+    own = NOT_ATTACKED.get(name, ()) if name in METHODS else ("whatever it uploads besides a model",)
+    return (*own, *ALWAYS)
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images with their features by the run's encoder.
+
+    Attributes:
+        x: images, float32 [n, channels, H, W] in [0, 1].
+        y: labels, int64 [n].
+        z: features, float32 [n, d].
+        client: client of each image, int64 [n]; -1 for images of no client.
+    """
+
+    x: Tensor
+    y: Tensor
+    z: Tensor
+    client: Tensor
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def at(self, rows: Tensor) -> "Images":
+        """Return the images at some rows."""
+        return Images(self.x[rows], self.y[rows], self.z[rows], self.client[rows])
+
+
+@torch.no_grad()
+def encode_images(experiment: Experiment, shard: Shard, client: int) -> Images:
+    """Return the images of a shard with their features by the global model's encoder."""
+    config = experiment.config
+    samples = Samples(shard, experiment.task.spec, experiment.server.device)
+    encoder = experiment.server.model.encoder.eval()
+    z = torch.cat([encoder(batch.x).float() for batch in samples.in_order(config.evaluation.batch)])
+    if config.privacy.longest is not None:
+        z = clipped(z, config.privacy.longest)
+    return Images(samples.x.movedim(3, 1).float() / 255, samples.y, z, torch.full_like(samples.y, client))
+
+
+def private_images(experiment: Experiment) -> Images:
+    """Return the images of all clients, which an attacker wants to know.
+
+    Raises:
+        ConfigError: clients have running statistics of their own, so the server has no encoder to see them by.
+    """
+    if experiment.server.model.local_buffers:
+        raise ConfigError(
+            "federation.batchnorm: uploads depend on running statistics that only the clients have (local). Attack a "
+            "run with average.",
+            code="privacy.nothing-to-attack",
+            key="federation.batchnorm",
+            value="local",
+        )
+    parts = [encode_images(experiment, shard, k) for k, shard in enumerate(experiment.task.shards) if len(shard)]
+    return Images(*(torch.cat([getattr(part, name) for part in parts]) for name in ("x", "y", "z", "client")))
+
+
+def outside_images(experiment: Experiment, source: str | None, most: int = 5000) -> Images:
+    """Return images of no client: the run's test set, or the training images of another source of the same shape.
+
+    Raises:
+        ConfigError: the images of the source have another shape, or label maps.
+    """
+    task = experiment.task
+    if source is None:
+        return encode_images(experiment, task.test, -1)
+    data = experiment.config.data
+    same = {"size": task.shape[0], "channels": task.shape[2]} if task.shape[2] in (1, 3) else {}
+    plain = DataConfig(source=source, root=data.root, fit=data.fit, bad=data.bad, depth=data.depth)
+    other = open_source(plain.model_copy(update=same))
+    if other.kind != "classification" or tuple(other.x_train.shape[1:]) != tuple(task.shape):
+        raise ConfigError(
+            f"--outside: its images have another shape than the run's ({source}: {list(other.x_train.shape[1:])}, "
+            f"{list(task.shape)}). Give a source of that shape.",
+            code="data.wrong-shape",
+            key="--outside",
+            value=source,
+        )
+    count = len(other.y_train)
+    # drawn, not the first ones: the first images of a folder may be of one class
+    rows = np.sort(np.random.default_rng(experiment.config.seed).permutation(count)[:most])
+    return encode_images(experiment, Shard(take(other.x_train, rows), take(other.y_train, rows)), -1)
+
+
+def sends_unit_means(config: Config) -> bool:
+    """Return whether the class means that clients upload have length 1."""
+    return config.method["name"] == "rucr" or (config.method["name"] == "fedsm" and config.method.get("norm") == "l2")
+
+
+def uploaded_sums(config: Config, images: Images, classes: int) -> Iterator[tuple[int, Tree]]:
+    """Yield the class sums of features that each client uploads, with the noise of `privacy`.
+
+    A secure sum is one sum over all clients, as the upload of client -1.
+    """
+    clients = images.client.unique().tolist()
+    leaves = LEAVES.get(config.method["name"], ("n", "z"))
+    all_lengths = sample_lengths(config.privacy.clip) | {"phi": 1.0}
+    lengths = {name: all_lengths[name] for name in leaves}
+    template = {"n": 1, "z": torch.zeros(images.z.shape[1], dtype=torch.float64)}
+    part = total.within(dict.fromkeys(range(classes), template)).bounded(lengths)
+    noise = Noise.of({"classes": part}, config)
+    for client in [-1] if config.federation.secure else clients:
+        own = images if client == -1 else images.at(images.client == client)
+        sums = _sums_of_unit_means(own) if sends_unit_means(config) else class_sums(own.z, own.y)
+        reply = Reply(1.0, {"classes": {c: {"n": s["n"], "z": s["z"]} for c, s in sums.items()}})
+        if noise is not None:
+            reply = noise.added(replace(reply), {"classes": part}, 1.0)
+        yield client, reply.tree["classes"]
+
+
+def _sums_of_unit_means(images: Images) -> dict[int, Tree]:
+    """Return each class's count, and the sum over clients of n times its mean at length 1."""
+    totals: dict[int, Tree] = {}
+    for client in images.client.unique().tolist():
+        own = images.at(images.client == client)
+        for c, sums in class_means(own.z, own.y, unit=True).items():
+            before = totals.get(c, {"n": 0, "z": 0.0})
+            totals[c] = {"n": before["n"] + sums["n"], "z": before["z"] + sums["z"].double()}
+    return totals
+
+
+def uploaded_gradients(config: Config, images: Images, classifier: nn.Module) -> dict[int, dict[int, Tensor]]:
+    """Return the gradients of the classifier by class [C, d + 1] that each client uploads.
+
+    A secure sum is one sum over all clients, as the upload of client -1.
+    """
+    uploads = {}
+    for client in images.client.unique().tolist():
+        own = images.at(images.client == client)
+        uploads[client] = class_gradients(own.z, own.y, classifier)
+    if not config.federation.secure:
+        return uploads
+    classes = sorted({c for gradients in uploads.values() for c in gradients})
+    by_class = {c: [gradients[c] for gradients in uploads.values() if c in gradients] for c in classes}
+    return {-1: {c: torch.stack(gradients).sum(0) for c, gradients in by_class.items()}}

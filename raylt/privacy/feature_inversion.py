@@ -1,0 +1,89 @@
+"""Feature inversion: a network that learns to invert an encoder from images of no client (SFD, Fig. 6)."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from raylt.seeds import seeded
+
+
+class Decoder(nn.Module):
+    """A map from features [n, d] to images [n, channels, H, W] in [0, 1].
+
+    A linear layer makes a map of a quarter of the size, and two transposed convolutions double it. No layer before the
+    first map is narrower than the features: where an encoder does not pool, all that its features hold of an image
+    passes through.
+
+    Args:
+        shape: height, width and channels of an image.
+    """
+
+    def __init__(self, dim: int, shape: tuple[int, int, int], width: int = 64):
+        super().__init__()
+        self.height, self.width, channels = shape
+        self.start = width, -(-self.height // 4), -(-self.width // 4)
+        self.first = nn.Sequential(nn.Linear(dim, self.start[0] * self.start[1] * self.start[2]), nn.ReLU())
+        self.rest = nn.Sequential(
+            nn.ConvTranspose2d(width, width // 2, 4, stride=2, padding=1),
+            nn.ReLU(),
+            nn.ConvTranspose2d(width // 2, width // 4, 4, stride=2, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(width // 4, channels, 3, padding=1),
+            nn.Sigmoid(),
+        )
+
+    def forward(self, z: Tensor) -> Tensor:
+        images = self.rest(self.first(z).unflatten(1, self.start))
+        return images[..., : self.height, : self.width]
+
+
+class Inverter:
+    """A trained decoder, with the scale of the features that it was trained on.
+
+    Args:
+        z: features of outside images, float32 [n, d].
+        x: those images, float32 [n, channels, H, W] in [0, 1].
+        epochs: epochs of Adam at 1e-3 with a cosine schedule, on the squared error.
+    """
+
+    def __init__(self, z: Tensor, x: Tensor, epochs: int = 60, seed: int = 0, batch: int = 64):
+        self.mean = z.mean(0)
+        self.std = z.std(0).clamp(min=1e-6)
+        with seeded(seed, "decoder", device=z.device):
+            self.decoder = Decoder(z.shape[1], (x.shape[2], x.shape[3], x.shape[1])).to(z.device)
+            optimiser = torch.optim.Adam(self.decoder.parameters(), 1e-3)
+            steps = epochs * -(-len(z) // batch)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(steps, 1))
+            z = (z - self.mean) / self.std
+            for _ in range(epochs):
+                for rows in torch.randperm(len(z), device=z.device).split(batch):
+                    optimiser.zero_grad()
+                    F.mse_loss(self.decoder(z[rows]), x[rows]).backward()
+                    optimiser.step()
+                    schedule.step()
+
+    @torch.no_grad()
+    def __call__(self, z: Tensor) -> Tensor:
+        """Return the images of features [n, d]."""
+        return self.decoder.eval()((z - self.mean) / self.std)
+
+
+def shuffled(x: Tensor, seed: int) -> Tensor:
+    """Return the control's targets, which pair each feature with another's image.
+
+    Where a decoder trained on them does as well, the attack proves nothing.
+    """
+    return x[torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)]
+
+
+def mean_features(gradients: Tensor) -> Tensor:
+    """Return the features [d] behind a class's gradient of the classifier.
+
+    They are exact for one sample. For several samples they are a mean weighted by the error of the classifier (Zhu et
+    al., NeurIPS 2019; Geiping et al., NeurIPS 2020, Prop. 3.1).
+
+    Args:
+        gradients: [C, d + 1], with the bias's gradient in the last column.
+    """
+    row = gradients[gradients[:, -1].abs().argmax()]
+    return row[:-1] / row[-1]

@@ -1,0 +1,89 @@
+"""Gradient inversion: reconstruct an image from a client's one-step update (Geiping et al., NeurIPS 2020).
+
+The attack raises the cosine between the reconstruction's gradient and the uploaded one, with a total variation that
+keeps the image smooth. The label is read off the classifier's gradient: only the true class's row is negative where
+features are positive (Zhao et al., 2020).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def gradient_of(model: nn.Module, x: Tensor, y: Tensor, create_graph: bool = False) -> list[Tensor]:
+    """Return the gradient of the cross-entropy of images [n, channels, H, W].
+
+    It is by the parameters of encoder and classifier; other parts that a method gave its model are left out.
+    """
+    parameters = [p for name, p in model.named_parameters() if name.startswith(("encoder.", "classifier."))]
+    return list(torch.autograd.grad(F.cross_entropy(model(x), y), parameters, create_graph=create_graph))
+
+
+def label_of(gradient: Sequence[Tensor]) -> Tensor:
+    """Return the label of the image with this gradient, int64 [1]; the classifier's weight is its last matrix."""
+    weight = next(g for g in reversed(gradient) if g.ndim == 2)
+    return weight.sum(1).argmin().reshape(1)
+
+
+def total_variation(x: Tensor) -> Tensor:
+    """Return the mean absolute difference of neighbouring pixels, a scalar."""
+    return (x.diff(dim=-1)).abs().mean() + (x.diff(dim=-2)).abs().mean()
+
+
+def invert_gradient(
+    model: nn.Module,
+    gradient: Sequence[Tensor],
+    shape: tuple[int, int, int],
+    mean: Tensor,
+    std: Tensor,
+    steps: int = 400,
+    variation: float = 1e-2,
+    seed: int = 0,
+    tries: int = 2,
+) -> Tensor:
+    """Return the image [1, channels, H, W] in [0, 1] with the gradient closest in direction to the given one.
+
+    Args:
+        model: in evaluation mode.
+        gradient: the output of `gradient_of`.
+        shape: height, width and channels.
+        mean, std: the client's normalisation of the channels.
+        variation: weight of the total variation.
+        tries: number of starts from noise; the result with the closest gradient is kept.
+    """
+    height, width, channels = shape
+    y = label_of(gradient)
+    best = torch.inf
+    image = torch.empty(0)
+
+    def distance_at(x: Tensor) -> Tensor:
+        return _cosine_distance(gradient_of(model, (x - mean[:, None, None]) / std[:, None, None], y, True), gradient)
+
+    for number in range(tries):
+        generator = torch.Generator().manual_seed(seed + number)
+        x = torch.rand(1, channels, height, width, generator=generator).to(mean.device).requires_grad_()
+        optimiser = torch.optim.Adam([x], 0.1)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+        for _ in range(steps):
+            optimiser.zero_grad()
+            distance = distance_at(x)
+            (distance + variation * total_variation(x)).backward()
+            assert x.grad is not None
+            x.grad.sign_()  # signed steps, as in the authors' code
+            optimiser.step()
+            schedule.step()
+            with torch.no_grad():
+                x.clamp_(0, 1)
+        final = distance_at(x).item()
+        if final < best:
+            best = final
+            image = x.detach()
+    return image
+
+
+def _cosine_distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+    product = sum(((x * y).sum() for x, y in zip(a, b, strict=True)), start=torch.zeros(()))
+    lengths = [sum((x.square().sum() for x in side), start=torch.zeros(())).sqrt() for side in (a, b)]
+    return 1 - product / (lengths[0] * lengths[1]).clamp(min=1e-12)

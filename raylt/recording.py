@@ -1,0 +1,45 @@
+"""`recordable`: the mark of a function whose launches may be recorded once and replayed, as a CUDA graph does.
+
+A replay launches on the same memory what was launched during the recording, whatever the host does meanwhile.
+A function that does more than launch is replayed wrongly, without an error. So a function counts as recordable only
+where somebody looked: it is marked, or it belongs to raylt's own methods. The tests compare each step of these methods,
+replayed, with the same step taken one by one, to the bit.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_MARK = "recordable"
+_TESTED_MODULES = "raylt.methods."
+
+
+def recordable(fn: Function) -> Function:
+    """Declare that each call of a function launches the same work on a device, on the same tensors.
+
+    - It draws no numbers on the host: neither from `client.order` nor with Python's or NumPy's generators. It may draw
+      from `client.noise` and from torch's own generator of the device.
+    - It changes no Python state from call to call: no counter, no attribute that names another tensor. It changes
+      tensors in place only.
+    - It reads no value back (`.item()`, `if tensor:`), makes no tensor of values on the host, and its shapes follow
+      from the shapes of its arguments.
+    - The first two calls may differ: they are never recorded.
+
+    On a class of layers the mark speaks of their forward functions. It holds for that class, not for its subclasses.
+    """
+    setattr(fn, _MARK, True)
+    return fn
+
+
+def not_recordable(fn: Function) -> Function:
+    """Declare that the calls of a function differ, for a function of raylt's own methods, which else count as alike."""
+    setattr(fn, _MARK, False)
+    return fn
+
+
+def is_recordable(fn: object) -> bool:
+    """Return whether a function, or an object with an attribute `recordable`, may be recorded."""
+    mark = getattr(fn, _MARK, None)
+    if mark is not None:
+        return mark is True
+    return (getattr(fn, "__module__", None) or "").startswith(_TESTED_MODULES)

@@ -1,0 +1,1 @@
+"""Callbacks: observers of a run."""

@@ -1,0 +1,180 @@
+"""`Callback`: the one protocol of everything that observes a run, a study or a search."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # an observer of a search need not wait for torch
+    from raylt.config import Config
+    from raylt.core.experiment import RoundReport
+    from raylt.runs.callbacks.prediction_grid import Picture
+
+
+@dataclass(frozen=True)
+class StudyStatus:
+    """Progress of a study.
+
+    Attributes:
+        done, total: runs that are finished, and all runs of the study.
+        running: folders of the runs that are under way.
+        share: share of the work that is done, from 0 to 1.
+        left_s: estimated seconds until the end; None until a run has been timed.
+        untimed_finish: whether `left_s` lacks the last phases of some runs, because none like them was timed yet.
+    """
+
+    done: int
+    total: int
+    running: Sequence[str]
+    share: float
+    left_s: float | None
+    untimed_finish: bool = False
+
+
+@dataclass(frozen=True)
+class TrialReport:
+    """A trial of a search that has ended.
+
+    Attributes:
+        trial: its name, which is the name of its folder.
+        values: the settings that it tried, by dotted key.
+        state: "done", "stopped" or "failed"; "open" where earlier trials must end before it can be compared.
+        round: round of its last counted score; None before there is one.
+        score: that score; None before there is one.
+        failed: one line on why it failed, or None.
+    """
+
+    trial: str
+    values: dict[str, Any]
+    state: str
+    round: int | None
+    score: float | None
+    failed: str | None
+
+
+class Callback:
+    """Observer of a run, a study or a search, called in the process that started it.
+
+    Every event has an empty default: override the ones of interest. An exception that a callback raises ends the run,
+    study or search, which can be resumed.
+    """
+
+    def on_message(self, text: str, minor: bool = False) -> None:
+        """Receive a line for people, such as a repaired fault.
+
+        Args:
+            minor: of interest only to a person who is watching.
+        """
+
+    # a run
+
+    def on_start(self, folder: Path, config: "Config", reports: list[dict[str, Any]]) -> None:
+        """Receive the run before its first step.
+
+        Args:
+            folder: the run folder.
+            config: configuration with all fields of the method.
+            reports: the lines of metrics.jsonl of a resumed run.
+        """
+
+    def on_progress(self, stage: str, done: int, total: int) -> None:
+        """Receive the progress inside a step; on Ray at most a few times a second.
+
+        Args:
+            stage: the client function or the server's function that runs, "evaluation", or a stage of the method's
+                server ("synthesis").
+            done: clients that have replied, or items of the server's own work that are done.
+            total: clients that were asked, or items; 0 where there are none.
+        """
+
+    def on_step(self, report: "RoundReport") -> None:
+        """Receive the report of a step, a round or the method's last phase, once it is committed."""
+
+    def on_picture(self, picture: "Picture") -> None:
+        """Receive a picture of test images and predictions after the last step.
+
+        An exception here becomes a message and does not end the run.
+        """
+
+    def on_end(self, summary: dict[str, Any] | None) -> None:
+        """Receive the end of the run, however it ended.
+
+        Args:
+            summary: the content of summary.json; None when the run was interrupted or failed.
+        """
+
+    # a study
+
+    def on_study_progress(self, status: StudyStatus) -> None:
+        """Receive the progress of a study, after each event of its runs."""
+
+    # a search
+
+    def on_search_start(self, folder: Path, methods: Sequence[str], trials: int | None, at_once: int) -> None:
+        """Receive the search before its first trial.
+
+        Args:
+            methods: names of the methods that are searched.
+            trials: trials in all; None where the budget decides.
+            at_once: trials that run at the same time.
+        """
+
+    def on_trial_end(self, trial: TrialReport, best: TrialReport | None, ended: int) -> None:
+        """Receive a trial that ended, however it ended.
+
+        Args:
+            best: the best trial so far; None before a trial has a score.
+            ended: trials that have ended so far.
+        """
+
+    def on_search_end(self) -> None:
+        """Receive the end of the search, however it ended."""
+
+
+class Callbacks(Callback):
+    """Several callbacks as one, called in their order."""
+
+    def __init__(self, callbacks: Sequence[Callback]):
+        self._callbacks = tuple(callbacks)
+
+    def on_message(self, text: str, minor: bool = False) -> None:
+        self._each(lambda callback: callback.on_message(text, minor))
+
+    def on_start(self, folder: Path, config: "Config", reports: list[dict[str, Any]]) -> None:
+        self._each(lambda callback: callback.on_start(folder, config, reports))
+
+    def on_progress(self, stage: str, done: int, total: int) -> None:
+        self._each(lambda callback: callback.on_progress(stage, done, total))
+
+    def on_step(self, report: "RoundReport") -> None:
+        self._each(lambda callback: callback.on_step(report))
+
+    def on_picture(self, picture: "Picture") -> None:
+        self._each(lambda callback: callback.on_picture(picture))
+
+    def on_end(self, summary: dict[str, Any] | None) -> None:
+        """Call all callbacks even where one raises, then raise the first error."""
+        errors = []
+        for callback in self._callbacks:
+            try:
+                callback.on_end(summary)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def on_study_progress(self, status: StudyStatus) -> None:
+        self._each(lambda callback: callback.on_study_progress(status))
+
+    def on_search_start(self, folder: Path, methods: Sequence[str], trials: int | None, at_once: int) -> None:
+        self._each(lambda callback: callback.on_search_start(folder, methods, trials, at_once))
+
+    def on_trial_end(self, trial: TrialReport, best: TrialReport | None, ended: int) -> None:
+        self._each(lambda callback: callback.on_trial_end(trial, best, ended))
+
+    def on_search_end(self) -> None:
+        self._each(lambda callback: callback.on_search_end())
+
+    def _each(self, call: Callable[[Callback], None]) -> None:
+        for callback in self._callbacks:
+            call(callback)

@@ -1,0 +1,115 @@
+"""`NotebookProgress`: the callback that shows a run, study or search in a notebook, as one output that is updated."""
+
+import time
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from raylt.config import Config
+from raylt.core.report import RoundReport
+from raylt.notebook import Output, in_notebook
+from raylt.registry import resolve
+from raylt.runs.callbacks.base import Callback, StudyStatus, TrialReport
+from raylt.runs.callbacks.terminal import STAGES, BestFigure, TerminalProgress, TimeLeft, in_words
+
+EVERY = 0.25  # seconds between two updates at least: each travels to the browser
+NOTES = 20  # messages that are shown, the last ones
+
+
+def progress_display() -> Callback:
+    """Return the callback that shows a run where it was started: in a notebook or at a terminal."""
+    return NotebookProgress() if in_notebook() else TerminalProgress()
+
+
+class NotebookProgress(Callback):
+    """Shows a run, a study or a search in one output of a cell: a bar, its text, and the last messages."""
+
+    def __init__(self) -> None:
+        self._output = Output()
+        self._time_left = TimeLeft()
+        self._best = BestFigure()
+        self._share: float | None = None
+        self._text = "starting"
+        self._stage = ""
+        self._notes: list[str] = []
+        self._steps = 0
+        self._total = 0
+        self._rounds = 0
+        self._taken = 0  # rounds
+        self._updated = 0.0
+
+    def on_message(self, text: str, minor: bool = False) -> None:
+        self._notes = [*self._notes, text][-NOTES:]
+        self._show()
+
+    def on_start(self, folder: Path, config: Config, reports: list[dict[str, Any]]) -> None:
+        self._rounds = config.federation.rounds
+        self._total = self._rounds + resolve(config).method.finishes
+        self._steps = len(reports)
+        self._taken = min(self._steps, self._rounds)
+        for report in reports:
+            self._best.update(report)
+            self._time_left.add_step(report["seconds"] + report["evaluation_seconds"])
+        self.on_message(f"{config.method['name']} on {config.data.source}, run folder {folder}")
+        self._show_step()
+
+    def on_progress(self, stage: str, done: int, total: int) -> None:
+        counts = f" {done}/{total}" if total else ""
+        self._stage = STAGES.get(stage, stage.replace("_", " ")) + counts
+        if time.monotonic() - self._updated >= EVERY:
+            self._show_step()
+
+    def on_step(self, report: RoundReport) -> None:
+        self._best.update(report.record())
+        self._time_left.add_step(report.seconds + report.evaluation_seconds)
+        for id, reason in report.rejected.items():
+            self.on_message(f"round {report.step}, client {id}: reply rejected ({reason})")
+        for id in report.lost:
+            self.on_message(f"round {report.step}, client {id}: no reply")
+        self._steps = report.step
+        self._taken = report.step if report.phase == "round" else self._taken
+        self._stage = ""
+        if report.step >= self._total or time.monotonic() - self._updated >= EVERY:
+            self._show_step()
+
+    def on_end(self, summary: dict[str, Any] | None) -> None:
+        self._stage = "" if summary is not None else "stopped"
+        if summary is not None:  # also where federation.patience ended the rounds
+            self._steps = self._total
+            self._taken = summary["rounds"]
+        self._show_step()
+
+    def on_study_progress(self, status: StudyStatus) -> None:
+        self._share = status.share
+        left = "" if not status.left_s else f", about {in_words(status.left_s)} left"
+        last_phases = " without last phases" if status.untimed_finish else ""
+        running = f": {', '.join(status.running)}" if status.running else ""
+        self._text = f"{status.done} of {status.total} runs{left}{last_phases}{running}"
+        self._show()
+
+    def on_search_start(self, folder: Path, methods: Sequence[str], trials: int | None, at_once: int) -> None:
+        self._total = trials or 0
+        self._text = f"search of {', '.join(methods)}, folder {folder}"
+        self._show()
+
+    def on_trial_end(self, trial: TrialReport, best: TrialReport | None, ended: int) -> None:
+        self._share = ended / self._total if self._total else None
+        best_text = "" if best is None or best.score is None else f", best {best.trial}: {100 * best.score:.2f} %"
+        self._text = f"{ended}{f' of {self._total}' if self._total else ''} trials{best_text}"
+        self._show()
+
+    def _show_step(self) -> None:
+        """Show the progress of a run."""
+        self._share = self._steps / self._total
+        left = self._time_left.text(self._total - self._steps)
+        parts = (f"round {self._taken}/{self._rounds}", self._stage, self._best.text)
+        ended = self._steps >= self._total or self._stage == "stopped"
+        self._text = "  ".join(part for part in (*parts, "" if ended else f"{left} left") if part)
+        self._show()
+
+    def _show(self) -> None:
+        self._updated = time.monotonic()
+        value = "" if self._share is None else f' value="{self._share:.4f}"'
+        notes = "".join(f"<div>{escape(note)}</div>" for note in self._notes)
+        self._output.show(f'<progress max="1"{value}></progress> {escape(self._text)}{notes}')

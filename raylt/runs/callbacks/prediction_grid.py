@@ -1,0 +1,141 @@
+"""The picture of predictions that TensorBoard shows: test images, their true classes and the predicted ones."""
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from raylt.core.checkpoint import checkpoint
+from raylt.core.evaluation.evaluator import has_own_models
+from raylt.core.setup import Setup
+from raylt.data.images.cache import load, take
+from raylt.data.label_maps import VOID, relabel
+from raylt.data.sources.scenes import COLOURS
+from raylt.data.task import Task
+from raylt.runs.export.trained_model import client_models, global_model
+from raylt.runs.in_process import open_in_process, with_device
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+COLUMNS = 6
+MOST_IMAGES = 24
+MOST_MAPS = 4
+SIDE = 96  # least number of pixels of a drawn test image, in whole multiples of its own
+GAP = 6  # pixels between images
+LINE = 13  # pixels of a line of text
+RIGHT, WRONG = (0, 120, 0), (190, 0, 0)
+BACKGROUND, UNLABELLED = (0, 0, 0), (255, 255, 255)  # classes that a client does not have; VOID
+
+
+class Picture(NamedTuple):
+    """A PNG of height x width pixels.
+
+    Attributes:
+        model: the model whose predictions it shows, as "global model" or "client 3".
+    """
+
+    png: bytes
+    height: int
+    width: int
+    model: str
+
+
+def draw_prediction_grid(setup: Setup, task: Task, folder: Path) -> Picture:
+    """Draw test images of a finished run with truth and prediction.
+
+    Classes are drawn as words, right ones green, and label maps as maps. Where clients have models of their own, the
+    first client's is drawn, on its own test images where it has any.
+    """
+    saved, _ = checkpoint.latest(folder / "checkpoints")
+    assert saved is not None
+    experiment = open_in_process(with_device(setup, "cpu"), task, folder, None)
+    experiment.load(saved, clients=False)
+    rows = np.arange(len(task.test))
+    name = "global model"
+    client = None
+    if has_own_models(setup.method, experiment.server):
+        client, model = next(client_models(experiment, setup, saved, None))
+        name = f"client {task.client_names[client]}"
+        if task.own_tests is not None and len(task.own_tests[client]):
+            rows = task.own_tests[client]
+    else:
+        model = global_model(experiment, None)
+    most = MOST_IMAGES if task.kind == "classification" else MOST_MAPS
+    rows = rows[np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(np.int64)]
+    images = load(take(task.test.x, rows))
+    truth = load(take(task.test.y, rows))
+    predicted = model.predict(images).labels.numpy()
+    if task.kind == "classification":
+        class_pairs = [(task.class_names[a], task.class_names[b]) for a, b in zip(truth, predicted, strict=True)]
+        return _with_words(images, class_pairs, name)
+    predicted = predicted.astype(np.uint8)
+    if client is not None:
+        truth = relabel(truth, task.views[client])
+        predicted = relabel(predicted, task.views[client])
+    palette = palette_of(task)
+    return _with_maps(images, palette[truth], palette[predicted], name)
+
+
+def palette_of(task: Task) -> np.ndarray:
+    """Return the colours of the classes, uint8 [256, 3]: those of the data set's authors, else evenly spaced hues."""
+    colours = COLOURS.get(task.name)
+    classes = task.classes - ("-" in task.groups)
+    if colours is None:
+        from matplotlib import colormaps
+
+        hues = [colormaps["turbo"](c / max(classes - 1, 1))[:3] for c in range(classes)]
+        colours = [[int(255 * part) for part in hue] for hue in hues]
+    palette = np.array([*colours, *[BACKGROUND] * (256 - classes)], dtype=np.uint8)
+    palette[VOID] = UNLABELLED
+    return palette
+
+
+def _with_words(images: np.ndarray, class_pairs: list[tuple[str, str]], name: str) -> Picture:
+    """Draw images in rows, each above its true and its predicted class."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    pictures = _enlarge(images)
+    height, width = pictures.shape[1:3]
+    columns = min(COLUMNS, len(pictures))
+    rows = -(-len(pictures) // columns)
+    sheet = Image.new("RGB", (GAP + columns * (width + GAP), GAP + rows * (height + 2 * LINE + GAP)), "white")
+    pen = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default()
+    for number, (picture, (truth, predicted)) in enumerate(zip(pictures, class_pairs, strict=True)):
+        x = GAP + number % columns * (width + GAP)
+        y = GAP + number // columns * (height + 2 * LINE + GAP)
+        sheet.paste(Image.fromarray(picture), (x, y))
+        colour = RIGHT if truth == predicted else WRONG
+        for line, (text, ink) in enumerate(((truth, (0, 0, 0)), (predicted, colour))):
+            while pen.textlength(text, font) > width and len(text) > 1:
+                text = text.rstrip("…")[:-1] + "…"
+            pen.text((x, y + height + line * LINE), text, ink, font)
+    return _encode(sheet, name)
+
+
+def _with_maps(images: np.ndarray, truth: np.ndarray, predicted: np.ndarray, name: str) -> Picture:
+    """Draw a row per image: the image, its true map and its predicted map."""
+    from PIL import Image
+
+    columns = [_enlarge(part) for part in (images, truth, predicted)]
+    height, width = columns[0].shape[1:3]
+    sheet = Image.new("RGB", (GAP + 3 * (width + GAP), GAP + len(images) * (height + GAP)), "white")
+    for column, pictures in enumerate(columns):
+        for row, picture in enumerate(pictures):
+            sheet.paste(Image.fromarray(picture), (GAP + column * (width + GAP), GAP + row * (height + GAP)))
+    return _encode(sheet, name)
+
+
+def _enlarge(images: np.ndarray) -> np.ndarray:
+    """Return images with three channels and each pixel as a square, uint8 [n, H, W, 3]."""
+    factor = max(1, -(-SIDE // images.shape[2]))
+    coloured = images if images.shape[3] == 3 else np.repeat(images[..., :1], 3, axis=3)
+    return coloured.repeat(factor, axis=1).repeat(factor, axis=2)
+
+
+def _encode(sheet: "Image.Image", name: str) -> Picture:
+    stream = io.BytesIO()
+    sheet.save(stream, "PNG")
+    return Picture(stream.getvalue(), sheet.height, sheet.width, name)

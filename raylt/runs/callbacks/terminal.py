@@ -1,0 +1,238 @@
+"""`TerminalProgress`: the callback that shows a run at the terminal."""
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
+from rich.text import Text
+
+from raylt.config import Config
+from raylt.core.report import RoundReport, shown_figure
+from raylt.metrics import LOCAL
+from raylt.registry import resolve
+from raylt.runs.callbacks.base import Callback
+
+STAGES = {
+    "join": "joining",
+    "train": "training",
+    "synthesise": "synthesis",
+    "evaluation": "judging",
+    "judge": "judging",
+    "checkpoint": "saving",
+}
+BAR = 12  # columns; fewer where the rest of the line needs them
+STAGE = 20  # columns
+LINE_EVERY = 30.0  # seconds between two lines on a long stage where there is no bar
+TIMED_STEPS = 10  # steps whose mean duration predicts the next ones
+
+FIGURE_ORDER = "global", "accuracy", "matched", "local"  # a later one replaces an earlier one
+FIGURE_NAMES = {
+    "local": "clients' own images",
+    "matched": "clients' own class mix",
+    "accuracy": "accuracy",
+    "global": "global model",
+}
+SHORT_NAMES = {"local": "own", "matched": "mix", "accuracy": "acc", "global": "global"}
+
+
+class TerminalProgress(Callback):
+    """Shows a run on standard error: a bar on a terminal, a line per round elsewhere.
+
+    The bar counts a method's last phase as one more step, so the remaining time includes it.
+    """
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self._time_left = TimeLeft()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(BAR),
+            TextColumn("{task.fields[stage]}", markup=False),
+            TextColumn("{task.fields[figures]}", markup=False),
+            self._time_left,
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("round", total=None, stage="starting", figures="", visible=False)
+        self._rounds = 0
+        self._best = BestFigure()
+        self._stage = _Stage("")
+
+    def on_message(self, text: str, minor: bool = False) -> None:
+        if self._console.is_terminal or not minor:
+            self._console.print(text, soft_wrap=True, markup=False)
+
+    def on_start(self, folder: Path, config: Config, reports: list[dict[str, Any]]) -> None:
+        self._rounds = config.federation.rounds
+        taken = len(reports)
+        continuing = f", continuing after step {taken}" if taken else ""
+        self.on_message(f"{config.method['name']} on {config.data.source}, run folder {folder}{continuing}")
+        for report in reports:
+            self._best.update(report)
+            self._time_left.add_step(report["seconds"] + report["evaluation_seconds"])
+        self._bar.update(
+            self._task,
+            total=self._rounds + resolve(config).method.finishes,
+            completed=taken,
+            description=self._round_text(taken),
+            visible=True,
+        )
+        self._bar.start()
+
+    def on_progress(self, stage: str, done: int, total: int) -> None:
+        counts = f" {done}/{total}" if total else ""
+        name = STAGES.get(stage, stage.replace("_", " "))
+        if stage != self._stage.name or done < self._stage.done:
+            self._stage = _Stage(stage)
+        self._stage.done = done
+        left = self._stage.seconds_left(total)
+        self._time_left.stage_left = left
+        if not self._console.is_terminal and self._stage.line_is_due():
+            about = "" if left is None else f", about {in_words(left)} left"
+            self.on_message(f"  {name}{f': {done} of {total} done' if total else ''}{about}")
+        self._bar.update(self._task, stage=name[: STAGE - len(counts)] + counts)
+
+    def on_step(self, report: RoundReport) -> None:
+        figure = self._best.update(report.record())
+        for id, reason in report.rejected.items():
+            self.on_message(f"round {report.step}, client {id}: reply rejected ({reason})")
+        for id in report.lost:
+            self.on_message(f"round {report.step}, client {id}: no reply")
+        self._time_left.add_step(report.seconds + report.evaluation_seconds)
+        if not self._console.is_terminal:
+            step = f"round {report.step}/{self._rounds}" if report.phase == "round" else report.phase
+            self.on_message("  ".join(part for part in (step, figure, f"{report.seconds:.2f} s") if part))
+            return
+        loss = report.figures.get("loss")
+        figures = [f"loss {loss:.3f}"] if isinstance(loss, float) else []
+        self._bar.update(
+            self._task,
+            completed=report.step,
+            description=self._round_text(report.step),
+            stage="",
+            figures=" ".join([*figures, self._best.text]),
+        )
+
+    def on_end(self, summary: dict[str, Any] | None) -> None:
+        if summary is not None and summary.get("rounds", self._rounds) < self._rounds:  # federation.patience
+            total = self._bar.tasks[0].total
+            self._bar.update(self._task, completed=total, description=self._round_text(summary["rounds"]))
+        self._bar.stop()
+
+    def _round_text(self, steps: int) -> str:
+        """Return the number of finished rounds; the last phase of a method is not a round."""
+        return f"round {min(steps, self._rounds)}/{self._rounds}"
+
+
+class _Stage:
+    """A running stage of a step: its name, its progress and the time of its start."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.done = 0
+        self._since = time.monotonic()
+        self._line = self._since
+
+    def seconds_left(self, total: int) -> float | None:
+        """Return the seconds until the end, at the pace so far; None before something is done."""
+        return (time.monotonic() - self._since) / self.done * (total - self.done) if self.done else None
+
+    def line_is_due(self) -> bool:
+        """Return whether a line on this stage is due, and if so, count it as written."""
+        due = time.monotonic() - self._line >= LINE_EVERY
+        if due:
+            self._line = time.monotonic()
+        return due
+
+
+def in_words(seconds: float) -> str:
+    """Return a duration in seconds or minutes."""
+    return f"{round(seconds)} s" if seconds < 90 else f"{round(seconds / 60)} min"
+
+
+class TimeLeft(ProgressColumn):
+    """The time until the end, predicted from the last steps.
+
+    rich's own column forgets steps older than half a minute, and a round may take longer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Column(no_wrap=True))
+        self.stage_left: float | None = None  # seconds until the end of the stage under way
+        self._seconds: deque[float] = deque(maxlen=TIMED_STEPS)
+        self._since = time.monotonic()
+
+    def add_step(self, seconds: float) -> None:
+        """Add the duration of a step that has just ended."""
+        self._seconds.append(seconds)
+        self._since = time.monotonic()
+        self.stage_left = None
+
+    def render(self, task: Task) -> Text:
+        return Text(self.text(None if task.total is None else round(task.total - task.completed)))
+
+    def text(self, steps: int | None) -> str:
+        """Return the time that the remaining steps take, as minutes and seconds, or `--:--` where it is not known.
+
+        Args:
+            steps: number of steps; None where it is not known.
+        """
+        if steps is None or (steps and not self._seconds):
+            return "--:--"
+        step = sum(self._seconds) / max(len(self._seconds), 1)
+        left_of_step = step - (time.monotonic() - self._since)
+        if steps == 1 and left_of_step < 0:  # the last step takes longer than those before it
+            if self.stage_left is None:
+                return "--:--"
+            left_of_step = self.stage_left
+        left = round(max(left_of_step, 0) + step * (steps - 1)) if steps else 0
+        hours, minutes = left // 3600, left // 60 % 60
+        return f"{hours}:{minutes:02}:{left % 60:02}" if hours else f"{minutes:02}:{left % 60:02}"
+
+
+class BestFigure:
+    """The accuracy that is shown, its last and its best value.
+
+    It is the mean over clients on their own test images where there are any. Else it is the accuracy, or of clients'
+    own models the mean over clients on their own class mix. Before the first of these it is the global model's.
+    """
+
+    def __init__(self) -> None:
+        self._kind = ""
+        self._last = 0.0
+        self._best = 0.0
+
+    def update(self, line: Mapping[str, Any]) -> str:
+        """Add the figures in a step's line of metrics.jsonl, and return the step's text."""
+        local = (line["clients"] or {}).get(LOCAL)
+        name, value = shown_figure(line)
+        values = {
+            "local": None if local is None else local["mean"],
+            "matched": value if name == "matched" else None,
+            "accuracy": line["accuracy"],
+            "global": line["global_accuracy"],
+        }
+        kind = next((kind for kind in reversed(FIGURE_ORDER) if values[kind] is not None), None)
+        if kind is None:
+            return ""
+        value = values[kind]
+        assert value is not None
+        if not self._kind or FIGURE_ORDER.index(kind) > FIGURE_ORDER.index(self._kind):
+            self._kind = kind
+            self._best = value  # earlier values are of another figure
+        if kind == self._kind:
+            self._last = value
+            self._best = max(self._best, value)
+        return f"{FIGURE_NAMES[kind]} {100 * value:.2f} %"
+
+    @property
+    def text(self) -> str:
+        """The text of a bar."""
+        if not self._kind:
+            return ""
+        return f"{SHORT_NAMES[self._kind]} {100 * self._last:.1f} % (best {100 * self._best:.1f})"

@@ -1,0 +1,336 @@
+"""Runs that continue from another run's steps, in a folder of their own.
+
+`branch` repeats what a run does late, with other fields of its method. The steps before that stage are the parent's.
+The result is that of a whole run with those fields.
+
+`raylt resume RUN federation.rounds=300` continues a run beyond its last round. The shorter run's folder stays as it is,
+and the longer run gets a folder next to it. The result is that of a run with the larger number of rounds from the
+start, so no shared round may have depended on the number of rounds.
+
+Both take over the lines of the shared steps, their counts and the checkpoint after the last of them. The identity of
+the new run names the parent by its SHA-256.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from raylt.config import Config, check, differences, followed, load, override, settled
+from raylt.core.checkpoint import checkpoint
+from raylt.core.checkpoint.branch_points import Fork, fork
+from raylt.core.checkpoint.checkpoint import Checkpoint
+from raylt.core.evaluation import counts
+from raylt.core.evaluation.counts import Matrices
+from raylt.core.method import Method
+from raylt.core.report import POOLED, SHARED
+from raylt.core.setup import Setup
+from raylt.data.fingerprint import hash_data
+from raylt.data.task import outline_of
+from raylt.errors import CheckpointError, ConfigError
+from raylt.registry import origins, resolve
+from raylt.runs.callbacks.base import Callback, Callbacks
+from raylt.runs.callbacks.notebook_progress import progress_display
+from raylt.runs.folder import provenance
+from raylt.runs.folder.writer import Journal
+from raylt.runs.in_process import one_thread, open_in_process
+from raylt.runs.run import Run
+from raylt.runs.runner import FleetKind, carry_out
+
+FILE_KEYS = ("schema", "previous", "date")  # keys of a line that belong to the file, not to the step
+ROUNDS = "federation.rounds"
+ROUNDS_STAGE = "rounds"  # a longer run's stage in its record of the parent
+MetricsLine = dict[str, Any]
+
+
+def branch(
+    run: Run | Path | str,
+    overrides: Sequence[str],
+    folder: Path | str | None = None,
+    *,
+    fleet: FleetKind = "ray",
+    address: str | None = None,
+    quiet: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """Run the rest of a run with other fields of its method.
+
+    Args:
+        run: a run or its folder. It need not be finished, but must have committed the shared steps.
+        overrides: `key=value`, of the method's later stages; `method=NAME` for a method that trains as the run's does.
+        folder: of the new run; by default next to the run's, named after it, the stage and the time.
+
+    Raises:
+        ConfigError: the fields act earlier, or nothing differs.
+        CheckpointError: the run has not reached the stage, the checkpoint is not kept, or the folder exists.
+    """
+    run = run if isinstance(run, Run) else Run.open(run)
+    tree = run.config.model_dump()
+    override(tree, overrides)
+    config: Config = check(Config, tree)
+    method = resolve(config).method
+    config = config.model_copy(update={"method": {"name": method.name, **method.model_dump()}})
+    if folder is None:
+        stage = fork(run.config, run.method, config, method).stage
+        folder = run.folder.parent / f"{run.name}-{stage}-{datetime.now():%Y%m%d-%H%M%S-%f}"[:-3]
+    return branch_to(run, config, Path(folder), fleet=fleet, address=address, quiet=quiet, callbacks=callbacks)
+
+
+def can_branch(run: Run, config: Config) -> bool:
+    """Return whether a configuration can continue from the committed steps of a run."""
+    try:
+        _shared_steps(run, followed(config, run.config))
+    except (ConfigError, CheckpointError):
+        return False
+    return True
+
+
+def branch_to(
+    run: Run,
+    config: Config,
+    folder: Path,
+    *,
+    fleet: FleetKind = "ray",
+    address: str | None = None,
+    quiet: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """Run the rest of a run with a whole configuration, with all fields of its method, in a new folder."""
+    config = followed(config, run.config)
+    stage, step = _shared_steps(run, config)
+    setup = run.resolve(config)
+    setup.check(run.task.spec, setup.new_model(run.task.spec))
+    saved = run.checkpoint_after(step)
+
+    def judge_again(report: MetricsLine) -> None:
+        with one_thread():
+            end = open_in_process(setup, run.task, folder, saved)
+            if end.done:  # the last step is a shared one, and is judged as the end of this run
+                report |= end.judge_again()
+
+    descent = _Descent(run, config, setup, folder, stage, saved, judge_again)
+    return descent.run_rest(fleet, address, quiet, callbacks)
+
+
+def _shared_steps(run: Run, config: Config) -> Fork:
+    """Return the stage at which a configuration parts from a run, and the last step that they share.
+
+    Raises:
+        CheckpointError: the run has not committed that step, or has not kept its checkpoint.
+    """
+    shared = fork(run.config, run.method, config, resolve(config).method)
+    committed = len(run.reports)
+    if committed < shared.step:
+        raise CheckpointError(
+            f"{run.folder}: the stage {shared.stage} begins after step {shared.step}, and {committed} steps are "
+            "committed. Resume the run first.",
+            code="run.not-finished",
+            path=str(run.folder),
+            step=shared.step,
+            committed=committed,
+        )
+    if shared.step not in checkpoint.steps(run.folder / "checkpoints"):
+        raise CheckpointError(
+            f"{run.folder}: the checkpoint before the stage {shared.stage} is not kept (step {shared.step}). Run it "
+            f"again with output.keep={run.config.federation.rounds}.",
+            code="checkpoint.not-kept",
+            path=str(run.folder),
+            step=shared.step,
+        )
+    return shared
+
+
+def resume(
+    run: Run | Path | str,
+    overrides: Sequence[str] = (),
+    *,
+    fleet: FleetKind = "ray",
+    address: str | None = None,
+    quiet: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """Continue a run as `Run.resume` does; with another number of rounds, continue it as `extend` does.
+
+    Raises:
+        CheckpointError: as of `Run.resume`.
+        ConfigError: the run cannot be longer, see `extend`.
+    """
+    run = run if isinstance(run, Run) else Run.open(run)
+    config = load(run.folder / "config.yaml", overrides)
+    changed = [key for key, *_ in differences(settled(run.config), settled(config))]
+    if changed != [ROUNDS]:
+        return run.resume(overrides, fleet=fleet, address=address, quiet=quiet, callbacks=callbacks)
+    folder = run.folder.parent / f"{run.name}-{config.federation.rounds}"
+    return extend(run, config, folder, fleet=fleet, address=address, quiet=quiet, callbacks=callbacks)
+
+
+def extend(
+    run: Run,
+    config: Config,
+    folder: Path,
+    *,
+    fleet: FleetKind = "ray",
+    address: str | None = None,
+    quiet: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """Continue a run to a larger number of rounds, in a new folder.
+
+    Args:
+        config: the run's own with more rounds.
+
+    Raises:
+        ConfigError: there are not more rounds, or the shared steps depended on the number of rounds.
+        CheckpointError: the run has no checkpoint, or the folder exists.
+    """
+    rounds = config.federation.rounds
+    check_extension(run, rounds)
+    setup = run.resolve(config)
+    saved = run.checkpoint()
+    if saved is None:
+        raise CheckpointError(
+            f"{run.folder}: has no checkpoint that can be read. Run it again with {ROUNDS}={rounds}.",
+            code="checkpoint.not-found",
+            path=str(run.folder),
+        )
+
+    def judge_again(report: MetricsLine) -> None:
+        if report["step"] == run.config.federation.rounds:  # it was judged as a last round is
+            _as_any_round(report, config, setup.method, run, folder)
+
+    descent = _Descent(run, config, setup, folder, ROUNDS_STAGE, saved, judge_again)
+    return descent.run_rest(fleet, address, quiet, callbacks)
+
+
+def check_extension(run: Run, rounds: int) -> None:
+    """Check that a run can continue to a larger number of rounds.
+
+    Raises:
+        ConfigError: it cannot; the message has the reason.
+    """
+    before = run.config.federation.rounds
+    method = run.method
+    local = run.config.local
+    early = [name for name, after in method.stages(before).items() if after < before]
+    reason = None
+    if rounds < before:
+        raise ConfigError(
+            f"{ROUNDS}: a run cannot become shorter ({rounds}; {run.folder} has {before}). Give more rounds.",
+            code="config.out-of-range",
+            key=ROUNDS,
+            value=rounds,
+            least=before,
+        )
+    if method.finishes:
+        reason = f"{method.name} does something after the last round, which is round {before}"
+    elif early:
+        reason = f"the stage {early[0]} of {method.name} begins some rounds before the last, which is round {before}"
+    elif run.config.federation.patience is not None:
+        reason = "federation.patience ends the rounds by the accuracy on validation samples"
+    elif local.schedule != "step":
+        reason = f"with local.schedule = {local.schedule} every learning rate depends on the number of rounds"
+    elif _reads_rounds(method):
+        reason = f"rounds of {method.name} depend on the number of rounds, which it reads"
+    if reason is not None:
+        raise ConfigError(
+            f"{ROUNDS}: {reason} ({rounds}). Start a new run.", code="run.not-extensible", key=ROUNDS, value=rounds
+        )
+
+
+def _reads_rounds(method: Method) -> bool:
+    """Return whether the source of a method reads the number of rounds."""
+    classes = [kind for kind in type(method).__mro__ if issubclass(kind, Method) and kind is not Method]
+    # the whole file of a plugin: a function next to the method may read the number
+    sources = [kind if kind.__module__.startswith("raylt.") else inspect.getmodule(kind) or kind for kind in classes]
+    try:
+        texts = [inspect.getsource(source) for source in sources]
+    except (OSError, TypeError):  # a method typed at a prompt has no source to read
+        return True
+    return any(word in text for text in texts for word in ("server.rounds", "federation.rounds"))
+
+
+def _as_any_round(report: MetricsLine, config: Config, method: Method, run: Run, folder: Path) -> None:
+    """Remove from the report of a last round the figures that only a last round has."""
+    step = report["step"]
+    every = config.evaluation
+    shared_due = step % every.every == 0
+    own_models = method.personal or config.federation.batchnorm == "local"
+    clients_due = every.personal > 0 and step % every.personal == 0 if own_models else shared_due
+    dropped = ["quality", "others"]
+    if not own_models or not clients_due:
+        dropped.append("by_client")
+    if not shared_due:
+        dropped += SHARED
+    if not clients_due:
+        dropped += [*POOLED, "groups", "clients", "shown"]
+        report["figures"] = {name: value for name, value in report["figures"].items() if name != "validation"}
+    report["figures"] = {name: value for name, value in report["figures"].items() if name != "new_clients"}
+    report |= dict.fromkeys(dropped)
+    if not report.get("confusion"):
+        return
+    matrices = run.matrices(step)
+    of_clients = (matrices.clients, matrices.own) if clients_due else ({}, {})
+    matrices = Matrices(matrices.shared if shared_due else None, *of_clients)
+    report["confusion"] = matrices.sha256 if matrices else None
+    if matrices:
+        counts.write(folder, step, matrices)
+    else:
+        counts.remove(folder, step)
+
+
+@dataclass(frozen=True)
+class _Descent:
+    """A new run that takes over the first steps of its parent.
+
+    Attributes:
+        parent: the run whose steps are taken over.
+        config, setup: of the new run.
+        folder: of the new run.
+        stage: the place where they part, for the record of the parent.
+        saved: the checkpoint after the last shared step.
+        judge_again: changes the report of that step where the new run would have judged it otherwise.
+    """
+
+    parent: Run
+    config: Config
+    setup: Setup
+    folder: Path
+    stage: str
+    saved: Checkpoint
+    judge_again: Callable[[MetricsLine], None]
+
+    def run_rest(self, fleet: FleetKind, address: str | None, quiet: bool, callbacks: Sequence[Callback]) -> Run:
+        """Take over the shared steps and run the others.
+
+        Raises:
+            CheckpointError: the folder exists.
+            ConfigError: the rest cannot be run as asked; the folder is removed.
+        """
+        parent = self.parent
+        task = parent.task
+        step = self.saved.facts["step"]
+        record = {"name": parent.name, "run": parent.sha256, "stage": self.stage, "step": step}
+        journal = Journal.create(
+            self.folder, self.config, task.split, hash_data(task), origins(self.config), record, outline_of(task)
+        )
+        screen = [] if quiet else [progress_display()]
+        try:
+            self._take_over_steps(journal)
+            carry_out(self.setup, task, journal, fleet, address, Callbacks([*screen, *callbacks]))
+        except ConfigError:
+            journal.discard()
+            raise
+        return Run(self.folder)
+
+    def _take_over_steps(self, journal: Journal) -> None:
+        """Copy the lines, counts and provenance of the shared steps, and the checkpoint after them."""
+        step = self.saved.facts["step"]
+        reports = [
+            {key: value for key, value in line.items() if key not in FILE_KEYS} for line in self.parent.reports[:step]
+        ]
+        counts.copy(self.parent.folder, self.folder, [line["step"] for line in reports if line.get("confusion")])
+        self.judge_again(reports[-1])
+        provenance.copy(self.parent.folder, self.folder)
+        journal.adopt(reports, self.saved, self.config)

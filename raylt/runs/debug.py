@@ -1,0 +1,134 @@
+"""`raylt debug`: repeat one client's call of a run in this process, where a debugger and prints work."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from raylt import tree
+from raylt.config import Config
+from raylt.core.checkpoint import checkpoint
+from raylt.core.checkpoint.checkpoint import Checkpoint
+from raylt.core.client import ClientFunction, Message, Reply
+from raylt.core.fleet.client_host import ClientHost
+from raylt.core.fleet.fleet import Answer, Arrived
+from raylt.core.fleet.local_fleet import LocalFleet
+from raylt.core.fleet.schema import Schema
+from raylt.core.fleet.wire import Unusable
+from raylt.data.task import Task
+from raylt.errors import CheckpointError, ClientError, ConfigError
+from raylt.runs.folder import provenance
+from raylt.runs.in_process import one_thread, open_in_process, with_device
+from raylt.runs.run import Run
+
+DeviceKind = Literal["cpu", "cuda"]
+
+
+@dataclass
+class ReplayedCall(Exception):
+    """A repeated call; it is raised to end the round there."""
+
+    function: str
+    seconds: float
+    reply: Reply
+
+    def entries(self) -> list[tuple[str, str, str]]:
+        """Return path, kind and range of each part of the reply."""
+        return [(path, *_describe(leaf)) for path, leaf in tree.leaves(self.reply.tree)]
+
+
+def replay(run: Run, round: int, client: int, function: str | None, device: DeviceKind | None = None) -> ReplayedCall:
+    """Repeat the first call of a client in a round, or its call of `function`, and let its exceptions through.
+
+    Args:
+        round: 1..R; R + 1 for the method's last phase, 0 for the join.
+        device: instead of resources.device; needed where this machine lacks the run's kind of device.
+
+    Raises:
+        CheckpointError: the checkpoint before that round is not kept.
+        ConfigError: the client was not asked, or the kind of device is another.
+    """
+    saved = _checkpoint_before(run, round)
+
+    def fleet(config: Config, task: Task, host: ClientHost) -> ReplayFleet:
+        return ReplayFleet(config, task, host, round, client, function)
+
+    setup = run.setup if device is None else with_device(run.setup, device)
+    with one_thread():  # as the server does, for the same bits
+        experiment = open_in_process(setup, run.task, run.folder, saved, fleet)
+        provenance.check_device(run.folder, setup.config, experiment.describe())
+        try:
+            if not experiment.done:
+                experiment.step()
+        except ReplayedCall as call:
+            return call
+    asked = f"not called with {function}" if function else "not asked"
+    raise ConfigError(
+        f"--client: {asked} in round {round} ({client}). Look up the calls of each round in metrics.jsonl.",
+        code="client.not-asked",
+        key="--client",
+        client=client,
+        round=round,
+    )
+
+
+def _checkpoint_before(run: Run, round: int) -> Checkpoint | None:
+    """Return the checkpoint that a round starts from; None for the first."""
+    if round <= 1:
+        return None
+    kept = checkpoint.steps(run.folder / "checkpoints")
+    if round - 1 not in kept:
+        rounds = [step + 1 for step in [0, *kept]]
+        raise CheckpointError(
+            f"{run.folder}: the checkpoint after round {round - 1} is not kept. Rounds that can be replayed: "
+            f"{', '.join(map(str, rounds))}; output.keep={run.config.federation.rounds} keeps all.",
+            code="checkpoint.not-kept",
+            path=str(run.folder),
+            step=round - 1,
+            rounds=rounds,
+        )
+    return run.checkpoint_after(round - 1)
+
+
+class ReplayFleet(LocalFleet):
+    """A fleet that answers calls as in the run until the wanted call, and raises that one as a `ReplayedCall`."""
+
+    def __init__(self, config: Config, task: Task, host: ClientHost, round: int, client: int, function: str | None):
+        super().__init__(config, task, host)
+        self._wanted = round, client, function
+
+    def _answers(
+        self,
+        fn: ClientFunction,
+        ids: list[int],
+        message: Message,
+        enough: int,
+        usable: Callable[[int, Arrived], bool],
+        sums: Schema | None,
+    ) -> Iterator[Answer]:
+        round, client, function = self._wanted
+        name = getattr(fn, "__name__", "call")
+        if self.round != round or client not in ids or function not in (None, name):
+            return super()._answers(fn, ids, message, enough, usable, sums)
+        private = next((state for _, state in self.private_states([client])), None) if client in self._private else None
+        start = time.perf_counter()
+        reply, _ = self._host.run(fn, message, self.round, client, self._shards[client], private)
+        if isinstance(reply, Unusable):
+            raise ClientError(client, round, name, f"reply rejected: {reply.fault}", code="reply.rejected")
+        raise ReplayedCall(name, time.perf_counter() - start, reply)
+
+
+def _describe(leaf: Any) -> tuple[str, str]:
+    """Return the kind and the range of a part of a reply."""
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__, f"{leaf}"
+    kind = f"{leaf.dtype} {list(leaf.shape)}".removeprefix("torch.")
+    if leaf.numel() == 0:
+        return kind, "empty"
+    values = leaf.double()
+    not_finite = int((~torch.isfinite(values)).sum())
+    text = f"{values.min():.4g} .. {values.max():.4g}"
+    return kind, f"{text}, {not_finite} not finite" if not_finite else text

@@ -1,0 +1,1 @@
+"""Models taken out of a run: files, graph formats, model cards."""

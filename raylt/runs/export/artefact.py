@@ -1,0 +1,415 @@
+"""The safetensors file that `raylt export` writes, and the models that are read from it.
+
+The file holds the models' entries, and under "raylt" in its metadata a JSON text, `ModelDescription`. It describes the
+architecture by its names and fields, the classes, the images, the origin of the model and its figures. Reading the file
+needs neither training data nor Ray nor the run.
+
+In a file of several clients' models, an entry that is the same for all clients is stored once, under its name. Of any
+other entry each value is stored once as NAME@ID, after the first client that has it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired
+
+import safetensors.torch
+import torch
+from pydantic import AfterValidator, Field, TypeAdapter
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from typing_extensions import TypedDict
+
+from raylt import store
+from raylt.config import Config, check
+from raylt.core.checkpoint.checkpoint import hash_tensors
+from raylt.core.setup import Setup
+from raylt.data.images.decoding import PIXELS
+from raylt.data.task import JudgedImages, TaskSpec
+from raylt.errors import CheckpointError, ConfigError, RayltError, spoken
+from raylt.models.split import Params, with_classifier
+from raylt.registry import check_origins, resolve, seek
+from raylt.runs.export.trained_model import TrainedModel
+from raylt.runs.folder.identity import PluginRecord
+from raylt.typed_json import as_json, closed, printable
+
+FORMAT = 2
+KEY = "raylt"  # of the metadata
+LIMIT = 64 * store.MIB  # bytes of a description
+Size = Annotated[int, Field(ge=1, le=2**16)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Text = Annotated[str, AfterValidator(printable)]
+Name = Annotated[str, Field(min_length=1), AfterValidator(printable)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+@closed
+class Input(TypedDict):
+    """Images: uint8 [n, height, width, channels].
+
+    `mean` and `std` are per channel, of pixels in [0, 1]. `fit` is how a file is brought to that size, see
+    `raylt.data.images.decoding.fitted_image`. `depth` is the run's `data.depth`.
+    """
+
+    height: Size
+    width: Size
+    channels: Size
+    mean: list[Number]
+    std: list[Annotated[Number, Field(gt=0)]]
+    fit: Literal["crop", "pad"]
+    depth: int | None
+
+
+@closed
+class ClientEntry(TypedDict):
+    """One client's model.
+
+    `own` maps each entry that differs between clients to the id of the first client with this client's value.
+    `figures` has its accuracies by the names of `raylt.metrics.KINDS`. `tested` is the number of its own test images.
+    """
+
+    id: Annotated[int, Field(ge=0)]
+    name: Name
+    own: dict[str, int]
+    figures: dict[Text, Share | None]
+    tested: NotRequired[Annotated[int, Field(ge=0)] | None]
+
+
+@closed
+class ModelDescription(TypedDict):
+    """Description of the models in an exported file.
+
+    `model` and `method` are the architecture, as a configuration names it; `side` is its `input`. `batch` is the number
+    of images that were judged at a time. `run` and `split_sha256` identify the origin, and `figures` are those of the
+    run. `guests` are the plugins that the architecture needs. `clients` is None in the file of a global model. `tests`
+    has the numbers of test images behind the figures; a file of a run that has not ended lacks it.
+    """
+
+    format: int
+    task: Literal["classification", "segmentation"]
+    class_names: Annotated[list[Name], Field(min_length=1)]
+    input: Input
+    model: Name
+    side: NotRequired[Annotated[int, Field(ge=8, le=8192)] | None]
+    method: dict[str, Any]
+    batch: Annotated[int, Field(ge=1, le=2**20)]
+    source: Text
+    rounds: Annotated[int, Field(ge=0)]
+    run: Sha256
+    split_sha256: Sha256
+    figures: dict[Text, Share | None]
+    versions: dict[Text, Text]
+    guests: list[PluginRecord]
+    clients: Annotated[list[ClientEntry], Field(min_length=1)] | None
+    tests: NotRequired[JudgedImages | None]
+
+
+_DESCRIPTION = TypeAdapter(ModelDescription)
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """The content of a safetensors file that `raylt export` wrote."""
+
+    path: Path
+    description: ModelDescription
+    tensors: dict[str, Tensor]
+
+    @property
+    def clients(self) -> list[ClientEntry]:
+        """The clients whose models it has; none in the file of a global model."""
+        return self.description["clients"] or []
+
+    def model(self, client: str | int | None = None) -> TrainedModel:
+        """Return its model, or the model of one client, by name or id.
+
+        Raises:
+            ConfigError: it has no such client; or it has several clients' models, and none is named.
+        """
+        entries = self._entries(client)
+        setup = setup_of(self.description, self.path)
+        spec = task_spec_of(self.description)
+        network = rebuild(setup, spec, entries)
+        image = self.description["input"]
+        batch = self.description["batch"]
+        model = TrainedModel(setup.method, network, spec, batch, image["fit"], image["depth"])
+        return model.requires_grad_(False)
+
+    def _entries(self, client: str | int | None) -> Params:
+        id = choose_client_in(self.description, client, self.path)
+        if id is None:
+            return self.tensors
+        entry = next(each for each in self.clients if each["id"] == id)
+        own = {f"{name}@{first}": name for name, first in entry["own"].items()}
+        if missing := own.keys() - self.tensors.keys():
+            raise CheckpointError(
+                f"{self.path}: an entry is missing ({min(missing)}). Export it again.",
+                code="export.malformed",
+                path=str(self.path),
+                entry=min(missing),
+            )
+        shared = {name: value for name, value in self.tensors.items() if "@" not in name}
+        return shared | {name: self.tensors[stored] for stored, name in own.items()}
+
+
+def read(path: Path) -> Artefact:
+    """Read a safetensors file that `raylt export` wrote.
+
+    Raises:
+        CheckpointError: the file cannot be read, or `raylt export` did not write it.
+    """
+    try:
+        with safe_open(store.plain(path), framework="pt") as file:
+            text = (file.metadata() or {}).get(KEY, "")
+            description = parse(text, path)
+            tensors = {name: file.get_tensor(name) for name in [*file.keys()]}
+    except (OSError, ValueError, SafetensorError) as error:
+        raise unreadable(path, error) from None
+    for name, value in tensors.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            raise CheckpointError(
+                f"{path}: has values that are infinite or not a number ({name}). Export a model that did not diverge.",
+                code="model.not-finite",
+                path=str(path),
+                entry=name,
+            )
+    return Artefact(path, description, tensors)
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], description: ModelDescription) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+    store.write(path, safetensors.torch.save(dict(tensors), {KEY: to_json(description)}))
+
+
+class DistinctEntries:
+    """The entries of one or several models, with each value stored once."""
+
+    def __init__(self) -> None:
+        # by entry and hash of its value: the first model that has the value, and the value
+        self._values: dict[str, dict[str, tuple[int, Tensor]]] = {}
+        # by model and entry: the first model that has the same value
+        self._first: dict[int, dict[str, int]] = {}
+
+    def add(self, id: int, entries: Mapping[str, Tensor]) -> None:
+        """Add the entries of a model; a value that another model has is not stored again."""
+        self._first[id] = {}
+        for name, value in entries.items():
+            copied = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+            stored = self._values.setdefault(name, {})
+            self._first[id][name], _ = stored.setdefault(hash_tensors({name: copied}), (id, copied))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the values by their names in the file."""
+        return {
+            self._stored_name(name, id): value for name, values in self._values.items() for id, value in values.values()
+        }
+
+    def own_of(self, id: int) -> dict[str, int]:
+        """Return, for each entry of a model that differs between models, the first model with the same value."""
+        return {name: first for name, first in self._first[id].items() if self._stored_name(name, first) != name}
+
+    def _stored_name(self, name: str, id: int) -> str:
+        shared = len(self._values[name]) == 1 and all(name in first for first in self._first.values())
+        return name if shared else f"{name}@{id}"
+
+
+def parse(text: str, path: Path) -> ModelDescription:
+    """Return the description of a file from its JSON.
+
+    Raises:
+        CheckpointError: there is no description, or it has another format.
+    """
+    if not text:
+        raise CheckpointError(
+            f"{path}: has no description of its model. Give a file that raylt export wrote.",
+            code="export.malformed",
+            path=str(path),
+        )
+    if len(text) > LIMIT:
+        raise CheckpointError(
+            f"{path}: its description has more than {LIMIT:,} characters ({len(text):,}). Give a file that raylt "
+            "export wrote.",
+            code="file.too-large",
+            path=str(path),
+        )
+    description = as_json(text, _DESCRIPTION, str(path))
+    if description["format"] != FORMAT:
+        raise CheckpointError(
+            f"{path}: this raylt reads format {FORMAT} only ({description['format']}). Export it again.",
+            code="export.other-format",
+            path=str(path),
+            value=description["format"],
+        )
+    if problem := _contradiction(description):
+        raise CheckpointError(
+            f"{path}: {problem}. Give a file that raylt export wrote.", code="export.malformed", path=str(path)
+        )
+    return description
+
+
+def _contradiction(description: ModelDescription) -> str | None:
+    """Return how the fields of a description contradict each other, or None."""
+    image = description["input"]
+    if image["height"] * image["width"] > PIXELS:
+        return f"images of {image['height']}x{image['width']} pixels, more than {PIXELS:,}"
+    if not len(image["mean"]) == len(image["std"]) == image["channels"]:
+        return f"mean and std have {len(image['mean'])} and {len(image['std'])} values for {image['channels']} channels"
+    if len(set(description["class_names"])) < len(description["class_names"]):
+        return "a class name stands there twice"
+    clients = description["clients"] or []
+    if len({entry["id"] for entry in clients}) < len(clients):
+        return "a client's id stands there twice"
+    words = [word for plugin in description["guests"] for word in (plugin["kind"], plugin["name"], plugin["origin"])]
+    if not all(word.isprintable() for word in words):
+        return "a plugin has a name that cannot be printed"
+    return None
+
+
+def to_json(description: ModelDescription) -> str:
+    """Return the JSON of a description."""
+    return _DESCRIPTION.dump_json(description).decode()
+
+
+def unreadable(path: Path, error: Exception) -> CheckpointError:
+    """Return the error for a file whose reader failed."""
+    reason = " ".join(str(error).split())[:200]
+    return CheckpointError(
+        f"{path}: cannot be read ({reason}). Give a file that raylt export wrote.",
+        code="export.malformed",
+        path=str(path),
+        reason=reason,
+    )
+
+
+def task_spec_of(description: ModelDescription) -> TaskSpec:
+    """Return the task spec that the model was built for."""
+    image = description["input"]
+    return TaskSpec(
+        description["source"],
+        tuple(description["class_names"]),
+        (image["height"], image["width"], image["channels"]),
+        tuple(image["mean"]),
+        tuple(image["std"]),
+        kind=description["task"],
+    )
+
+
+def setup_of(description: ModelDescription, path: Path) -> Setup:
+    """Return method and model as values.
+
+    Args:
+        path: of the file, for errors.
+
+    Raises:
+        ConfigError: a plugin that the file needs is not installed or has changed.
+    """
+    sections = {
+        "model": description["model"],
+        "input": description.get("side"),
+        "method": description["method"],
+        "augment": "none",
+        "evaluation": {"batch": description["batch"]},
+    }
+    config = check(Config, sections)
+    seek(config)
+    check_origins([{**plugin} for plugin in description["guests"]], path)
+    return resolve(config)
+
+
+def rebuild(setup: Setup, spec: TaskSpec, entries: Params) -> nn.Module:
+    """Return the network with these entries.
+
+    Raises:
+        ConfigError: it is neither the network of method and model nor that network with another linear classifier.
+    """
+    _check_sizes(setup, spec, entries)
+    model = setup.new_model(spec)
+    if entries.keys() != model.state_dict().keys() and "classifier.weight" in entries:
+        model = with_classifier(
+            model, entries["classifier.weight"], entries.get("classifier.bias"), entries.get("classifier.longest")
+        )
+    try:
+        model.load_state_dict(entries)
+    except RuntimeError as error:
+        raise _not_rebuildable(setup, " ".join(str(error).split())[:200]) from None
+    return model
+
+
+def _check_sizes(setup: Setup, spec: TaskSpec, entries: Params) -> None:
+    """Check before the network takes memory that its layers have the sizes of the entries.
+
+    Raises:
+        ConfigError: a layer has another size, or is larger than all entries together.
+    """
+    try:
+        with torch.device("meta"):
+            expected = setup.new_model(spec).state_dict()
+    except RayltError:
+        raise
+    except Exception:  # a plugin's network that computes while it is built
+        return
+    for name, value in expected.items():
+        if not name.startswith("classifier.") and name in entries and value.shape != entries[name].shape:
+            raise _not_rebuildable(setup, f"{name} is {list(entries[name].shape)}, not {list(value.shape)}")
+
+
+def _not_rebuildable(setup: Setup, reason: str) -> ConfigError:
+    return ConfigError(
+        f"method: its model cannot be built from its entries ({setup.method.name}: {reason}). Export it with "
+        "--format pt2.",
+        code="export.not-rebuildable",
+        key="method",
+        value=setup.method.name,
+    )
+
+
+def choose_client_in(description: ModelDescription, client: str | int | None, path: Path) -> int | None:
+    """Return the id of a client among those of a file; None where it has the global model.
+
+    Raises:
+        ConfigError: there is no such client; or there are several, and none is named.
+    """
+    if description["clients"] is not None:
+        return choose_client(client, [(entry["id"], entry["name"]) for entry in description["clients"]], str(path))
+    if client is not None:
+        raise ConfigError(
+            f"{path}: has only the global model. Leave out the client ({client}).", code="client.unknown", client=client
+        )
+    return None
+
+
+def choose_client(client: str | int | None, choices: Iterable[tuple[int, str]], where: str) -> int:
+    """Return the id of a client, given by its name or its id, among the clients that have a model.
+
+    Args:
+        client: None where there is only one.
+        choices: id and name of each client.
+        where: the run or file, for errors.
+
+    Raises:
+        ConfigError: there is no such client; or there are several, and none is named.
+    """
+    choices = list(choices)
+    shown = ", ".join(name for _, name in choices[:12])
+    if len(choices) > 12:
+        shown += f" and {len(choices) - 12} more"
+    if client is None:
+        if len(choices) > 1:
+            raise ConfigError(
+                f"{where}: each client has a model of its own. Give {spoken('--client', 'client')}, one of {shown}.",
+                code="client.not-named",
+            )
+        return choices[0][0]
+    by_name = {name: id for id, name in reversed(choices)}
+    by_id = {str(id): id for id, _ in choices}
+    ids = by_id | by_name  # a name comes before an id
+    if str(client) not in ids:
+        raise ConfigError(
+            f"{where}: has no model of this client ({client}). It has {shown}.", code="client.unknown", client=client
+        )
+    return ids[str(client)]

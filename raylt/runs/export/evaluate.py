@@ -1,0 +1,176 @@
+"""`raylt evaluate`: judge a model, or each client's own, on new images in folders."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from raylt import metrics
+from raylt.data.images.image_files import Listing, list_images, notes_of, plain_name
+from raylt.errors import ConfigError, DataError, spoken
+from raylt.runs.export.graph_formats import GraphModel
+from raylt.runs.export.load import describe_faults, try_images
+from raylt.runs.export.trained_model import TrainedModel
+
+Model = TrainedModel | GraphModel
+AT_ONCE = 256  # images that are decoded before they are judged
+LAYOUTS = "Expected are <class>/<image> and <client>/<class>/<image>, in the folder itself or in test/"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Counts of a model's predictions on images.
+
+    Attributes:
+        class_names: C names.
+        matrix: counts of (true, predicted) classes over all images, int64 [C, C].
+        clients: the counts of each client's images, where the folders tell clients apart.
+        left_out: the reasons of images that are not counted.
+        notes: sentences on other files in the folder.
+    """
+
+    class_names: tuple[str, ...]
+    matrix: Tensor
+    clients: dict[str, Tensor]
+    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures of all images, of each class and of each client; None where there is nothing to count."""
+        columns = {name: values.tolist() for name, values in metrics.class_figures(self.matrix).items()}
+        classes = []
+        for c, name in enumerate(self.class_names):
+            figures = {key: None if values[c] != values[c] else values[c] for key, values in columns.items()}
+            classes.append({"class": name, "tested": int(self.matrix[c].sum()), **figures})
+        return {
+            **_figures(self.matrix),
+            "classes": classes,
+            "clients": {name: _figures(matrix) for name, matrix in self.clients.items()},
+            "confusion": self.matrix.tolist(),
+            "left_out": list(self.left_out),
+            "notes": list(self.notes),
+        }
+
+
+def evaluate(
+    model_for: Callable[[str | None], Model], data: str, by_client: bool, bad: Literal["stop", "skip"] = "stop"
+) -> Evaluation:
+    """Judge models on the images of a folder.
+
+    Args:
+        model_for: maps a client's name, or None, to the model for its images.
+        data: folder:PATH.
+        by_client: whether each client's images are judged by `model_for` its name; else all by the model for None.
+        bad: whether an image that cannot be decoded is an error or is left out.
+
+    Raises:
+        ConfigError: the data is of another kind, or a client has no model.
+        DataError: the folder has another layout, a class is unknown to the model, images cannot be decoded (the
+            message names all of them), or no image can.
+    """
+    folder = _folder_of(data)
+    listing = list_images(folder)
+    files_by_client = _by_client(folder, listing)
+    if by_client and None in files_by_client:
+        raise ConfigError(
+            f"{folder}: does not tell clients apart, and each has a model of its own. Give --client.",
+            code="client.not-named",
+            path=str(folder),
+        )
+    shared = None if by_client else model_for(None)
+    model: Model | None = None
+    matrices: dict[str | None, Tensor] = {}
+    faults: list[str] = []
+    for client, files in files_by_client.items():
+        model = shared or model_for(client)
+        matrices[client] = _count(model, folder, files, faults, skip=bad == "skip")
+    assert model is not None
+    if faults and (bad == "stop" or len(faults) == len(listing.files)):
+        remedy = f" {spoken('--bad skip', 'bad=' + repr('skip'))} leaves them out." if bad == "stop" else ""
+        raise DataError(describe_faults(faults) + remedy, code="data.undecodable", path=str(folder), images=len(faults))
+    return Evaluation(
+        model.class_names,
+        torch.stack(list(matrices.values())).sum(0),
+        {client: matrix for client, matrix in matrices.items() if client is not None},
+        tuple(faults),
+        tuple(notes_of([(folder, listing)])),
+    )
+
+
+def _folder_of(data: str) -> Path:
+    """Return the folder with the images of folder:PATH."""
+    kind, _, path = data.partition(":")
+    if kind != "folder" or not path:
+        raise ConfigError(
+            f"{spoken('--data', 'data')}: must be folder:PATH ({data}). {LAYOUTS}",
+            code="config.unknown-name",
+            key="--data",
+            value=data,
+        )
+    folder = Path(path).expanduser()
+    folder = folder / "test" if (folder / "test").is_dir() else folder
+    if not folder.is_dir():
+        raise DataError(f"{folder}: there is no such folder. {LAYOUTS}", code="data.not-found", path=str(folder))
+    return folder
+
+
+def _by_client(folder: Path, listing: Listing) -> dict[str | None, list[PurePosixPath]]:
+    """Return the images by client, or under None where the folders do not tell clients apart."""
+    depths = {len(file.parts) for file in listing.files}
+    if depths not in ({2}, {3}):
+        fault = "images lie at different depths" if depths else "holds no images"
+        raise DataError(f"{folder}: {fault}. {LAYOUTS}", code="data.malformed", path=str(folder))
+    if depths == {2}:
+        return {None: list(listing.files)}
+    files_by_client: dict[str | None, list[PurePosixPath]] = {}
+    for file in listing.files:
+        files_by_client.setdefault(plain_name(folder, file.parts[0]), []).append(file)
+    return files_by_client
+
+
+def _count(model: Model, folder: Path, files: Sequence[PurePosixPath], faults: list[str], skip: bool) -> Tensor:
+    """Return the counts over some images, int64 [C, C]; add the reasons of undecodable ones to `faults`.
+
+    Args:
+        skip: whether to go on after a fault; else the other images are only decoded to find all faults.
+    """
+    numbers = {name: c for c, name in enumerate(model.class_names)}
+    class_of = {file: plain_name(folder, file.parts[-2]) for file in files}
+    if unknown := sorted({*class_of.values()} - numbers.keys()):
+        raise DataError(
+            f"{folder}: the model does not know the class {', '.join(unknown)}. It knows "
+            f"{', '.join(model.class_names)}.",
+            code="data.unknown-class",
+            path=str(folder),
+            classes=unknown,
+        )
+    total = torch.zeros(len(numbers), len(numbers), dtype=torch.int64)
+    for start in range(0, len(files), AT_ONCE):
+        part = files[start : start + AT_ONCE]
+        images, part_faults = try_images([folder / file for file in part], model.shape, model.fit, model.depth)
+        faults += part_faults.values()
+        if not len(images) or (faults and not skip):
+            continue
+        prediction = model.predict(images)
+        if prediction.labels.ndim != 1:
+            raise ConfigError(
+                "model: predicts a class for each pixel, and folders give one for each image. Judge it in a run on "
+                "label maps.",
+                code="config.conflict",
+                key="model",
+            )
+        truth = torch.tensor([numbers[class_of[file]] for index, file in enumerate(part) if index not in part_faults])
+        total += metrics.confusion(prediction.labels, truth, len(numbers))
+    return total
+
+
+def _figures(matrix: Tensor) -> dict[str, float | int | None]:
+    images = int(matrix.sum())
+    return {
+        "images": images,
+        "accuracy": metrics.accuracy(matrix) if images else None,
+        "macro": metrics.macro(matrix) if images else None,
+    }

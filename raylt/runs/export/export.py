@@ -1,0 +1,239 @@
+"""`raylt export`: the models of a run as a file that needs neither the run nor its data."""
+
+import platform
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from raylt import store
+from raylt.data.task import JudgedImages
+from raylt.disk import check_name
+from raylt.errors import ConfigError, spoken
+from raylt.runs.export import artefact, graph_formats
+from raylt.runs.export.artefact import (
+    FORMAT,
+    ClientEntry,
+    DistinctEntries,
+    Input,
+    ModelDescription,
+    choose_client,
+    setup_of,
+    task_spec_of,
+)
+from raylt.runs.export.model_card import model_card
+from raylt.runs.export.trained_model import TrainedModel
+from raylt.runs.folder.identity import version
+from raylt.runs.run import Run
+
+Format = Literal["safetensors", "pt2", "onnx"]
+FORMATS: tuple[Format, ...] = ("safetensors", "pt2", "onnx")
+GLOBAL = -1  # the global model, where clients' models go by the client's id
+
+
+def export(
+    run: Run | Path | str,
+    to: Path | str | None = None,
+    *,
+    client: str | int | None = None,
+    format: Format = "safetensors",
+    round: int | Literal["best"] | None = None,
+) -> Path:
+    """Write a run's model into a file, with a model card in Markdown next to it.
+
+    Where clients have models of their own, all of them go into one safetensors file.
+
+    Args:
+        run: a run or its folder. Its data need not be present, unless the method is a plugin.
+        to: the file; by default exported.FORMAT in the run folder.
+        client: name or id of the only client whose model is written.
+        round: the round whose model is written, of those with a checkpoint; "best" is the one with the highest accuracy
+            on validation images, whose checkpoint is always kept. By default the last step.
+        format: pt2 (torch.export) and onnx hold the computation itself, of one model, from the images' bytes on.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ConfigError: there is no such client, format or place; or a file of one model is asked for, and there are
+            several.
+        CheckpointError: the run has committed nothing, or no checkpoint of the round was kept.
+    """
+    run = run if isinstance(run, Run) else Run.open(run)
+    path = _path_of(run, to, format)
+    names = dict(clients_of(run))
+    id = _model_to_export(run, client, format)
+    step = run.best_step() if round == "best" else round
+    if id == GLOBAL:
+        models = iter([(GLOBAL, run.model(step))])
+    else:
+        models = run.client_models(None if id is None else [id], step)
+
+    first: TrainedModel | None = None
+    entries = DistinctEntries()
+    ids: list[int] = []
+    for number, model in models:
+        first = first or model
+        entries.add(number, model.network.state_dict())
+        ids.append(number)
+    assert first is not None
+
+    reports = _reports(run) if step is None else run.reports[:step]
+    tests = run.summary["tests"] if run.state == "done" else None
+    tested = (tests and tests["own"]) or [None] * len(names)
+    clients = [
+        ClientEntry(
+            id=each,
+            name=names[each],
+            own=entries.own_of(each),
+            figures=_figures_of(reports[-1], each),
+            tested=tested[each],
+        )
+        for each in ids
+        if each != GLOBAL
+    ]
+    description = _describe(run, reports, clients or None, tests)
+    if format == "safetensors":
+        _check_rebuilt(first, description, path)
+        artefact.write(path, entries.tensors(), description)
+    else:
+        graph_formats.write(path, first, description)
+    store.write(card_of(path), model_card(description, path.name))
+    return path
+
+
+def card_of(path: Path) -> Path:
+    """Return the path of a file's model card: NAME.md, so that README.onnx does not replace README.md."""
+    return path.with_name(f"{path.name}.md")
+
+
+def has_client_models(run: Run) -> bool:
+    """Return whether each client has a model of its own: the method is personal, or running statistics are local."""
+    return run.method.personal or run.config.federation.batchnorm == "local"
+
+
+def clients_of(run: Run) -> list[tuple[int, str]]:
+    """Return id and name of each client that holds samples."""
+    return [(id, name) for id, name in enumerate(run.outline.client_names) if run.outline.sizes[id]]
+
+
+def model_of(run: Run, client: str | int | None = None) -> TrainedModel:
+    """Return the global model, or a client's own, by name or id.
+
+    Raises:
+        ConfigError: each client has a model of its own and none is named, or there is no such client.
+    """
+    if client is None and not has_client_models(run):
+        return run.model()
+    return run.client_model(choose_client(client, clients_of(run), str(run.folder)))
+
+
+def _path_of(run: Run, to: Path | str | None, format: Format) -> Path:
+    """Return the path of the file, whose ending says which format it has."""
+    if format not in FORMATS:
+        raise ConfigError(
+            f"format: must be {', '.join(FORMATS)} ({format!r}). Give one of these.",
+            code="config.unknown-name",
+            key="format",
+            value=format,
+        )
+    path = run.folder / f"exported.{format}" if to is None else Path(to)
+    check_name(path.name, "--out")
+    if path.suffix != f".{format}":
+        raise ConfigError(
+            f"{spoken('--out', 'path')}: must end in .{format} ({path}). Give a name with that ending.",
+            code="config.conflict",
+            key="--out",
+            path=str(path),
+        )
+    return path
+
+
+def _model_to_export(run: Run, client: str | int | None, format: Format) -> int | None:
+    """Return the id of the only client whose model is exported, GLOBAL, or None for all clients' models."""
+    if client is not None:
+        return choose_client(client, clients_of(run), str(run.folder))
+    if not has_client_models(run):
+        return GLOBAL
+    if format == "safetensors":
+        return None
+    return choose_client(None, clients_of(run), spoken(f"--format {format}", f"format={format!r}"))
+
+
+def _describe(
+    run: Run, reports: list[dict[str, Any]], clients: list[ClientEntry] | None, tests: JudgedImages | None
+) -> ModelDescription:
+    spec = run.outline.spec
+    config = run.config
+    height, width, channels = spec.shape
+    image = Input(
+        height=height,
+        width=width,
+        channels=channels,
+        mean=list(spec.mean),
+        std=list(spec.std),
+        fit=config.data.fit,
+        depth=config.data.depth,
+    )
+    return ModelDescription(
+        format=FORMAT,
+        task=spec.kind,
+        class_names=list(spec.class_names),
+        input=image,
+        model=config.model,
+        side=config.input,
+        method=config.method,
+        batch=config.evaluation.batch,
+        source=spec.name,
+        rounds=len([report for report in reports if report["phase"] == "round"]),
+        run=run.sha256,
+        split_sha256=run.split.sha256,
+        figures=_figures(reports[-1]),
+        versions={"raylt": version(), "torch": torch.__version__, "python": platform.python_version()},
+        guests=[plugin for plugin in run.origins if plugin["kind"] in ("method", "model")],
+        clients=clients,
+        tests=tests,
+    )
+
+
+def _reports(run: Run) -> list[dict[str, Any]]:
+    """Return the reports up to the exported model: those before the last checkpoint where a run has stopped."""
+    saved = None if run.state == "done" else run.checkpoint()
+    return run.reports if saved is None else run.reports[: saved.facts["step"]]
+
+
+def _figures(report: dict[str, Any]) -> dict[str, float | None]:
+    """Return the figures of the models and the means over clients; empty where they were not judged."""
+    if report["accuracy"] is None:
+        return {}
+    over_clients = {f"clients_{kind}": spread["mean"] for kind, spread in report["clients"].items()}
+    return {name: report[name] for name in ("accuracy", "global_accuracy", "macro", "miou")} | over_clients
+
+
+def _figures_of(report: dict[str, Any], client: int) -> dict[str, float | None]:
+    by_client = report["by_client"] or {}
+    return {kind: values[client] for kind, values in by_client.items()}
+
+
+@torch.no_grad()
+def _check_rebuilt(model: TrainedModel, description: ModelDescription, path: Path) -> None:
+    """Check that the model read back from the file gives the same logits, to the bit.
+
+    Raises:
+        ConfigError: it does not, as with a network that `Method.build` does not make.
+    """
+    spec = task_spec_of(description)
+    setup = setup_of(description, path)
+    network = artefact.rebuild(setup, spec, model.network.state_dict())
+    rebuilt = TrainedModel(setup.method, network, spec, description["batch"]).to(model.mean.device)
+    height, width, channels = spec.shape
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (2, height, width, channels), dtype=torch.uint8, generator=generator)
+    if not torch.equal(model(model.preprocess(images)), rebuilt(rebuilt.preprocess(images))):
+        raise ConfigError(
+            f"method: the entries of its model do not determine its output ({setup.method.name}). Export it with "
+            "--format pt2.",
+            code="export.not-rebuildable",
+            key="method",
+            value=setup.method.name,
+        )

@@ -1,0 +1,174 @@
+"""Models as graphs: torch.export's .pt2 and ONNX.
+
+They hold the computation itself, from an image's bytes to logits, and a `ModelDescription`. Reading them needs neither
+raylt's networks nor a method's code. They are programs: read only files of people whose programs you would run.
+"""
+
+import logging
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raylt import store
+from raylt.data.images.decoding import Fit
+from raylt.errors import ConfigError, RayltError, spoken
+from raylt.runs.export.artefact import KEY, ModelDescription, parse, to_json, unreadable
+from raylt.runs.export.trained_model import Prediction, TrainedModel, predict_in_parts, uint8_images
+
+EXTRA = f"{KEY}.json"  # of a .pt2 file
+INPUT, OUTPUT = "images", "logits"
+
+
+class GraphModel:
+    """A model that was read from a .pt2 or .onnx file.
+
+    Attributes:
+        description: of the file.
+        class_names: C names.
+        shape: height, width and channels of an image.
+        fit: how image files are brought to that size.
+        depth: bits of grey image files; None for those of their type.
+    """
+
+    def __init__(self, description: ModelDescription, logits: Callable[[Tensor], Tensor]):
+        image = description["input"]
+        self.description = description
+        self.class_names = tuple(description["class_names"])
+        self.fit: Fit = image["fit"]
+        self.depth = image["depth"]
+        self.shape = image["height"], image["width"], image["channels"]
+        self._logits = logits
+
+    def predict(self, images: Any) -> Prediction:
+        """Predict the classes of images, uint8 [n, height, width, channels]."""
+        return predict_in_parts(
+            lambda part: self._logits(uint8_images(part, self.shape)),
+            images,
+            self.description["batch"],
+            self.class_names,
+        )
+
+
+def read(path: Path) -> GraphModel:
+    """Read a .pt2 or .onnx file that `raylt export` wrote.
+
+    Raises:
+        CheckpointError: the file cannot be read, or `raylt export` did not write it.
+        ConfigError: onnxruntime is not installed.
+    """
+    return _read_pt2(path) if path.suffix == ".pt2" else _read_onnx(path)
+
+
+def _read_pt2(path: Path) -> GraphModel:
+    extra = {EXTRA: ""}
+    file = store.plain(path)
+    if not zipfile.is_zipfile(file):
+        raise unreadable(path, ValueError("it is no archive"))
+    store.check_archive(file)
+    log = logging.getLogger("torch.export")  # it would print a traceback before it raises
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        network = torch.export.load(str(file), extra_files=extra).module()
+    except Exception as error:  # a zip file, JSON, tensors: each part has its own exceptions
+        raise unreadable(path, error) from None
+    finally:
+        log.setLevel(level)
+    text: Any = extra[EXTRA]
+    description = parse(text.decode() if isinstance(text, bytes) else text, path)
+    return GraphModel(description, torch.no_grad()(network))
+
+
+def _read_onnx(path: Path) -> GraphModel:
+    try:
+        import onnxruntime  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ConfigError(
+            f"{path}: onnxruntime is not installed. Run pip install 'raylt[onnx]'.",
+            code="config.missing-package",
+            name="onnxruntime",
+            path=str(path),
+        ) from None
+    try:
+        session = onnxruntime.InferenceSession(str(store.plain(path)), providers=["CPUExecutionProvider"])
+    except RayltError:
+        raise
+    except Exception as error:  # onnxruntime's exceptions have no common base class
+        raise unreadable(path, error) from None
+    description = parse(session.get_modelmeta().custom_metadata_map.get(KEY, ""), path)
+    return GraphModel(description, lambda images: torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0]))
+
+
+class _FromBytes(nn.Module):
+    """The map from stored images to logits."""
+
+    def __init__(self, model: TrainedModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.model(self.model.preprocess(images))
+
+
+def write(path: Path, model: TrainedModel, description: ModelDescription) -> None:
+    """Write a model as a .pt2 or .onnx file, by the path's ending.
+
+    Raises:
+        ConfigError: torch cannot export the model, or the writer of ONNX is not installed.
+    """
+    program = _program_of(model, description)
+    if path.suffix == ".onnx":
+        _write_onnx(path, program, description)
+        return
+    with torch.no_grad(), warnings.catch_warnings():
+        # torch warns about channels-last weights, which are complete
+        warnings.filterwarnings("ignore", "No complete tensor")
+        extra = {EXTRA: to_json(description)}
+        _write_with(path, lambda to: torch.export.save(program, to, extra_files=extra))
+
+
+@torch.no_grad()
+def _program_of(model: TrainedModel, description: ModelDescription) -> torch.export.ExportedProgram:
+    images = torch.zeros(2, *model.shape, dtype=torch.uint8)
+    batch = {0: torch.export.Dim("n", min=1)}
+    try:
+        return torch.export.export(_FromBytes(model.cpu()).eval(), (images,), dynamic_shapes={INPUT: batch})
+    except Exception as error:  # torch raises whatever it trips over in a network
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"model: torch.export cannot follow it ({description['model']}: {reason}). Export it as safetensors.",
+            code="export.not-a-graph",
+            key="model",
+            value=description["model"],
+        ) from error
+
+
+@torch.no_grad()
+def _write_onnx(path: Path, program: torch.export.ExportedProgram, description: ModelDescription) -> None:
+    try:
+        exported = torch.onnx.export(program, dynamo=True, input_names=[INPUT], output_names=[OUTPUT], verbose=False)
+    except ImportError as error:
+        package = error.name or "onnx"
+        raise ConfigError(
+            f"{spoken('--format', 'format')}: {package} is not installed (onnx). Run pip install 'raylt[onnx]'.",
+            code="config.missing-package",
+            key="--format",
+            name=package,
+        ) from None
+    assert exported is not None
+    exported.model.metadata_props[KEY] = to_json(description)
+    _write_with(path, lambda to: exported.save(to))
+
+
+def _write_with(path: Path, save: Callable[[str], None]) -> None:
+    """Write a file through a library that takes a path, and move it to its place in one step."""
+    with tempfile.TemporaryDirectory() as folder:
+        temporary = Path(folder) / path.name
+        save(str(temporary))
+        store.write(path, temporary.read_bytes())

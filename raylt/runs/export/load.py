@@ -1,0 +1,105 @@
+"""`raylt.load_model`: a model from an exported file, and image files as that model takes them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from raylt.data.images.decoding import Fit, Undecodable, fitted_image, flat_image
+from raylt.errors import ConfigError, DataError
+from raylt.runs.export import artefact, graph_formats
+from raylt.runs.export.artefact import choose_client_in
+from raylt.runs.export.graph_formats import GraphModel
+from raylt.runs.export.trained_model import TrainedModel
+
+SUFFIXES = (".safetensors", ".pt2", ".onnx")
+
+
+def load_model(file: Path | str, client: str | int | None = None) -> TrainedModel | GraphModel:
+    """Load the model in a file that `raylt export` wrote; neither its run nor its data are needed.
+
+    Args:
+        client: name or id of the client whose model it is, where the file has several.
+
+    Raises:
+        ConfigError: the file is of another kind, it has no such client, or a plugin that it needs is missing.
+        CheckpointError: the file cannot be read.
+    """
+    path = Path(file)
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(
+            f"{path}: is not an exported model ({path.suffix or 'no ending'}). Give a file of raylt export, which ends "
+            f"in {', '.join(SUFFIXES)}.",
+            code="export.unknown-format",
+            path=str(path),
+        )
+    if path.suffix == ".safetensors":
+        return artefact.read(path).model(client)
+    model = graph_formats.read(path)
+    choose_client_in(model.description, client, path)
+    return model
+
+
+def has_several_models(path: Path) -> bool:
+    """Return whether a file has the models of several clients."""
+    return path.suffix == ".safetensors" and len(artefact.read(path).clients) > 1
+
+
+def load_images(files: Sequence[Path], shape: tuple[int, int, int], fit: Fit, depth: int | None = None) -> np.ndarray:
+    """Return image files as uint8 [n, H, W, channels], decoded like the model's training images.
+
+    Args:
+        shape: height, width and channels that the model takes.
+        fit: how an image is brought to that size, see `fitted_image`.
+        depth: `data.depth` of the run.
+
+    Raises:
+        DataError: some files cannot be decoded; the message names all of them.
+    """
+    images, faults = try_images(files, shape, fit, depth)
+    if faults:
+        raise DataError(
+            describe_faults(list(faults.values())), code="data.undecodable", paths=[str(files[i]) for i in faults]
+        )
+    return images
+
+
+def try_images(
+    files: Sequence[Path], shape: tuple[int, int, int], fit: Fit, depth: int | None = None
+) -> tuple[np.ndarray, dict[int, str]]:
+    """Return the images that can be decoded, in order, and the reasons of the others by their index in `files`."""
+    images = []
+    faults: dict[int, str] = {}
+    for index, file in enumerate(files):
+        try:
+            images.append(load_image(file, shape, fit, depth))
+        except DataError as error:
+            faults[index] = error.reason if isinstance(error, Undecodable) else str(error)
+    return np.stack(images) if images else np.zeros((0, *shape), np.uint8), faults
+
+
+def describe_faults(faults: Sequence[str]) -> str:
+    """Return one line on all images that cannot be decoded, like the line of a data set."""
+    return f"{len(faults)} images cannot be decoded: {'; '.join(faults)}. Replace or remove them."
+
+
+def load_image(file: Path | bytes, shape: tuple[int, int, int], fit: Fit, depth: int | None) -> np.ndarray:
+    """Return an image file, or the content of one, as uint8 [H, W, channels]; see `load_images`.
+
+    Raises:
+        DataError: it cannot be decoded.
+    """
+    from PIL import Image, ImageOps
+
+    height, width, channels = shape
+    if channels not in (1, 3):
+        raise DataError(
+            f"{'image' if isinstance(file, bytes) else file}: image files have 1 or 3 channels, the model takes "
+            f"{channels}. Give arrays to raylt.load_model(...).predict.",
+            code="data.wrong-shape",
+            channels=channels,
+        )
+    if height == width:
+        return fitted_image(file, height, channels, fit, depth)
+    image = flat_image(file, depth).convert("L" if channels == 1 else "RGB")
+    return np.asarray(ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)).reshape(shape)

@@ -1,0 +1,221 @@
+"""metrics.jsonl: one line for each committed step, bound to the line before it.
+
+Under `previous` a line has the SHA-256 of the line before, and the first line that of the run (identity.py). A
+checkpoint has the same hash as the line of its step, and the report of that line; summary.json has the hash of the last
+line. So no line can be changed, left out, swapped or taken from another run without being noticed.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired
+
+from pydantic import ConfigDict, Field, TypeAdapter
+from typing_extensions import TypedDict
+
+from raylt.core.report import JUDGED, Figure, RoundReport, Sha256
+from raylt.errors import CheckpointError
+from raylt.runs.folder.provenance import SCHEMA
+from raylt.store import Folder
+from raylt.typed_json import as_json, closed
+
+if TYPE_CHECKING:
+    from raylt.core.checkpoint.checkpoint import Checkpoint
+
+FILE = "metrics.jsonl"
+LIMIT = 4 * 2**30  # bytes
+
+
+class MetricsLine(RoundReport):
+    """A line of metrics.jsonl of a run of raylt: one committed step.
+
+    `MetricsLine.model_json_schema()` is the JSON schema of a line.
+    """
+
+    model_config = ConfigDict(populate_by_name=False)
+
+    version: Annotated[int, Field(alias="schema"), Figure("version of the format")]
+    previous: Annotated[Sha256, Figure("SHA-256 of the line before; of the first line, that of the run")]
+    date: Annotated[str | None, Figure("time in UTC; null where the line was restored from a checkpoint")]
+
+
+@closed
+class _Seal(TypedDict):
+    run: str
+    line: str
+
+
+@closed
+class _Facts(TypedDict):
+    """The facts that a checkpoint's manifest has of its run.
+
+    `best` is the step with the best accuracy on validation images so far, of those with a checkpoint, and that
+    accuracy. With federation.patience, `peak` is the same of all judged rounds, and `last_round` the number of the
+    last round as far as it is known.
+    """
+
+    step: Annotated[int, Field(ge=1)]
+    report: dict[str, Any]
+    seal: _Seal
+    best: NotRequired[dict[str, int | float]]
+    peak: NotRequired[dict[str, int | float]]
+    last_round: NotRequired[Annotated[int, Field(ge=0)]]
+
+
+_LINE, _FACTS = TypeAdapter(MetricsLine), TypeAdapter(_Facts)
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The lines of a run.
+
+    Attributes:
+        root: the run's SHA-256.
+        texts: the lines without their ends.
+        reports: the content of the lines.
+        torn: whether an incomplete line follows: one that a kill cut off, or that is being written.
+    """
+
+    root: str
+    texts: list[str]
+    reports: list[dict[str, Any]]
+    torn: bool
+
+    def head(self, step: int | None = None) -> str:
+        """Return the hash that the line after a step has under `previous`; by default after the last step."""
+        step = len(self.texts) if step is None else step
+        return hash_line(self.texts[step - 1]) if step else self.root
+
+    def check(self, saved: "Checkpoint") -> None:
+        """Check that these lines and a checkpoint belong to one run.
+
+        Raises:
+            CheckpointError: they do not.
+        """
+        facts = as_json(json.dumps(saved.facts), _FACTS, str(saved.folder))
+        step, seal, lines = facts["step"], facts["seal"], len(self.texts)
+        file = saved.folder.parent.parent / FILE
+        if seal["run"] != self.root:
+            raise CheckpointError(
+                f"{saved.folder}: the checkpoint belongs to another run ({seal['run'][:12]}, this one is "
+                f"{self.root[:12]}). Put the run's own checkpoint back.",
+                code="run.changed",
+                path=str(saved.folder),
+            )
+        if lines < step - 1:
+            raise _changed_log(
+                f"{file}: the file has {lines} lines, and the checkpoint after step {step} follows line {step - 1}. "
+                "Put the missing lines back.",
+                path=str(file),
+            )
+        if self.head(step - 1) != seal["line"]:
+            raise _changed_log(
+                f"{file}: line {step - 1} was changed after the checkpoint after step {step} was written, or belongs "
+                "to another run. Put the original back.",
+                path=str(file),
+                line=step - 1,
+            )
+        if lines >= step and (field := _difference(facts["report"], self.reports[step - 1])):
+            raise _changed_log(
+                f"{file}: line {step} was changed: {field} differs from the checkpoint after that step. Put the "
+                "original back.",
+                path=str(file),
+                line=step,
+                key=field,
+            )
+
+
+def as_record(report: RoundReport) -> dict[str, Any]:
+    """Return a report as JSON has it: keys are texts."""
+    return json.loads(json.dumps(report.record()))
+
+
+def write_line(report: dict[str, Any], previous: str, date: str | None) -> str:
+    """Return the line of a report, without its end."""
+    return json.dumps({"schema": SCHEMA, "previous": previous, "date": date, **report})
+
+
+def restored_line(saved: "Checkpoint", previous: str) -> str:
+    """Return the line of a checkpoint's step, for a run that was killed before it wrote the line; its date is null."""
+    text = write_line(saved.facts["report"], previous, None)
+    as_json(text, _LINE, f"{saved.folder}: its report")
+    return text
+
+
+def hash_line(text: str) -> str:
+    """Return the SHA-256 of a line."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_lines(folder: Folder, root: str, most: int | None = None) -> Lines:
+    """Read the lines of a run folder.
+
+    Args:
+        root: the run's SHA-256.
+        most: number of lines to read; None for all.
+
+    Raises:
+        CheckpointError: a line is damaged, missing, changed or of another run; the message names its number.
+    """
+    content = folder.read(FILE, LIMIT) if FILE in folder.names() else b""
+    *lines, rest = content.split(b"\n")
+    texts: list[str] = []
+    reports: list[dict[str, Any]] = []
+    previous = root
+    for number, line in enumerate(lines[:most], 1):
+        report = _read_line(line, number, f"{folder.path / FILE}, line {number}")
+        if report["previous"] != previous:
+            cause = f"line {number - 1} or this line was changed, or one" if number > 1 else "it"
+            raise _changed_log(
+                f"{folder.path / FILE}, line {number}: {cause} belongs to another run. Put the original back.",
+                path=str(folder.path / FILE),
+                line=number,
+            )
+        texts.append(line.decode())
+        reports.append(report)
+        previous = hash_line(texts[-1])
+    return Lines(root, texts, reports, bool(rest))
+
+
+def was_saved(lines: Lines) -> bool:
+    """Return whether a checkpoint was written after some step; a line restored from one has no date."""
+    return any("checkpoint" in report["stages"] or report["date"] is None for report in lines.reports)
+
+
+def _read_line(line: bytes, number: int, where: str) -> dict[str, Any]:
+    as_json(line, _LINE, where)
+    report: dict[str, Any] = json.loads(line)
+    for name in JUDGED:
+        report.setdefault(name, None)  # a figure that was added after the line was written
+    if report["schema"] != SCHEMA:
+        raise CheckpointError(
+            f"{where}: the schema is {report['schema']}, this raylt reads {SCHEMA}. Run it again.",
+            code="run.changed",
+            schema=report["schema"],
+        )
+    if report["step"] != number:
+        raise _changed_log(
+            f"{where}: the line is that of step {report['step']}. Put the lines back in their order, each once.",
+            line=number,
+            step=report["step"],
+        )
+    return report
+
+
+def _changed_log(message: str, **details: object) -> CheckpointError:
+    return CheckpointError(message, code="run.changed", **details)
+
+
+def _difference(saved: dict[str, Any], line: dict[str, Any], path: str = "") -> str | None:
+    """Return the first figure of a checkpoint's report that differs in its line.
+
+    The line may have more: the seconds that the checkpoint took, and the judgements of a search.
+    """
+    for key, value in saved.items():
+        inner = f"{path}.{key}" if path else key
+        if isinstance(value, dict) and isinstance(line.get(key), dict):
+            if (difference := _difference(value, line[key], inner)) is not None:
+                return difference
+        elif line.get(key) != value and value == value:  # NaN differs from itself
+            return inner
+    return None

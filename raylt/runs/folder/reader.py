@@ -1,0 +1,242 @@
+"""`Files`: the files of a run folder, each validated on reading and checked against the other files of the run.
+
+A file that was changed, or that belongs to another run, raises a CheckpointError that names the file and the
+difference. A study's records, `Run` and `raylt verify` all read run folders through this class.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from raylt.config import Config, load
+from raylt.data.splits.split import LIMIT as SPLIT
+from raylt.data.splits.split import Split
+from raylt.disk import is_folder
+from raylt.errors import CheckpointError, DataError
+from raylt.runs.folder import provenance, summary
+from raylt.runs.folder.identity import (
+    Identity,
+    PluginRecord,
+    check_config,
+    check_data,
+    check_split,
+    check_version,
+    plugins_of,
+    read_identity,
+)
+from raylt.runs.folder.metrics_log import Lines, read_lines
+from raylt.store import Folder
+from raylt.typed_json import hash_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from raylt.core.checkpoint.checkpoint import Checkpoint
+    from raylt.core.evaluation.counts import Matrices
+    from raylt.data.task import Task, TaskOutline
+
+# Modules that import torch, or much else, are imported inside the functions: a list of runs should not wait for it.
+
+LOCK = ".lock"
+OUTLINE = "outline.json"
+RunState = Literal["missing", "running", "stopped", "done"]
+
+
+class Files:
+    """The files of a run folder, each read on request."""
+
+    def __init__(self, folder: Path):
+        self.path = folder
+
+    @property
+    def state(self) -> RunState:
+        """The state of the run.
+
+        "missing": there is no such run; "running": a process works at it; "stopped": it can be resumed; "done".
+        """
+        if not is_folder(self.path):
+            return "missing"
+        with self._open() as folder:
+            names = folder.names()
+        if "config.yaml" not in names:
+            return "missing"
+        if is_locked(self.path):
+            return "running"
+        return "done" if summary.FILE in names else "stopped"
+
+    @cached_property
+    def identity(self) -> Identity:
+        """The content of identity.json: everything that the result follows from."""
+        with self._open() as folder:
+            return read_identity(folder)
+
+    def config(self) -> Config:
+        """Return the configuration that the run was made with; resources and output may differ from it."""
+        with self._open() as folder:
+            config = load(folder.place("config.yaml"))
+            check_config(self.identity, config, folder)
+        return config
+
+    def plugins(self) -> list[PluginRecord]:
+        """Return the records of the run's plugins."""
+        with self._open() as folder:
+            return plugins_of(self.identity, folder)
+
+    def split(self) -> Split:
+        """Return the training samples of each client."""
+        with self._open() as folder:
+            try:
+                split = Split.from_json(folder.read("split.json", SPLIT))
+            except DataError as error:
+                path = self.path / "split.json"
+                raise DataError(f"{path}: {error}", code=error.code or "data.malformed", path=str(path)) from None
+            check_split(self.identity, split, folder)
+        return split
+
+    def outline(self) -> "TaskOutline | None":
+        """Return the description of the data; None for a run that was made without one."""
+        from raylt.data.fingerprint import OUTLINE as OUTLINE_HASH
+        from raylt.data.task import OUTLINE as OUTLINES
+
+        with self._open() as folder:
+            sha256 = self.identity["data"].get(OUTLINE_HASH)
+            if sha256 is None:
+                return None
+            outline = folder.read_json(OUTLINE, OUTLINES)
+        if hash_json(outline) != sha256:
+            path = self.path / OUTLINE
+            raise CheckpointError(
+                f"{path}: the file was changed after the run was made. Put the original back.",
+                code="run.changed",
+                path=str(path),
+            )
+        return outline
+
+    def check_data(self, task: "Task") -> None:
+        """Check that the data are those of the run.
+
+        Raises:
+            CheckpointError: they are not.
+        """
+        from raylt.data.fingerprint import hash_data
+
+        with self._open() as folder:
+            check_data(self.identity, hash_data(task), folder)
+
+    def check_version(self) -> None:
+        """Check that this version of raylt made the run.
+
+        Raises:
+            CheckpointError: another version made it.
+        """
+        with self._open() as folder:
+            check_version(self.identity, folder)
+
+    def lines(self) -> Lines:
+        """Return the lines of the committed steps."""
+        root = self.identity["sha256"]
+        with self._open() as folder:
+            return read_lines(folder, root)
+
+    def matrices(self, step: int | None = None) -> "Matrices":
+        """Return the counts of the evaluation after a step; by default of the last."""
+        hashes = {report["step"]: report["confusion"] for report in self.lines().reports if report["confusion"]}
+        if not hashes:
+            raise CheckpointError(
+                f"{self.path}: the run keeps no confusion matrices, since nothing was judged yet. Continue it with "
+                "raylt resume.",
+                code="run.not-judged",
+                path=str(self.path),
+            )
+        asked = max(hashes) if step is None else step
+        if asked not in hashes:
+            raise CheckpointError(
+                f"{self.path}: nothing was judged after step {asked}. Give one of {', '.join(map(str, hashes))}.",
+                code="run.not-judged",
+                path=str(self.path),
+                step=asked,
+            )
+        from raylt.core.evaluation import counts
+
+        return counts.read(self.path, asked, hashes[asked])
+
+    @property
+    def ended(self) -> bool:
+        """Return whether there is a summary."""
+        with self._open() as folder:
+            return summary.FILE in folder.names()
+
+    def summary(self) -> dict[str, Any]:
+        """Return the content of summary.json."""
+        lines = self.lines()
+        with self._open() as folder:
+            content = summary.read_summary(folder, lines)
+            provenance.check_summary(folder, content)
+        return content
+
+    def provenance(self) -> list[dict[str, Any]]:
+        """Return the descriptions of the processes that worked on the run, oldest first."""
+        return provenance.read(self.path)
+
+    def checkpoint(self) -> "Checkpoint | None":
+        """Return the newest undamaged checkpoint; None where none was committed, or none was kept."""
+        from raylt.core.checkpoint import checkpoint
+
+        saved = checkpoint.latest(self.path / "checkpoints")[0]
+        if saved is not None:
+            self.lines().check(saved)
+        return saved
+
+    def checkpoint_after(self, step: int) -> "Checkpoint":
+        """Return the checkpoint after a step."""
+        from raylt.core.checkpoint import checkpoint
+
+        try:
+            saved = checkpoint.at(self.path / "checkpoints", step)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{self.path}: the checkpoint after round {step} is damaged ({error}). Give another round.",
+                code="checkpoint.damaged",
+                path=str(self.path),
+                step=step,
+            ) from None
+        self.lines().check(saved)
+        return saved
+
+    def model(self) -> "dict[str, Tensor]":
+        """Return the tensors of a finished run's model."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        from raylt.core.checkpoint.checkpoint import hash_tensors
+
+        with self._open() as folder:
+            file = folder.place(summary.MODEL)
+        try:
+            tensors = load_file(file)
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{file}: the file cannot be read ({' '.join(str(error).split())}). Put the original back.",
+                code="file.unreadable",
+                path=str(file),
+            ) from None
+        if hash_tensors(tensors) != self.summary()["model_sha256"]:
+            raise CheckpointError(
+                f"{file}: the model is not that of {summary.FILE}. Put the original back.",
+                code="run.changed",
+                path=str(file),
+            )
+        return tensors
+
+    @contextmanager
+    def _open(self) -> Iterator[Folder]:
+        with Folder.open(self.path) as folder:
+            yield folder
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a process is running the run of this folder."""
+    with Folder.open(folder) as run:
+        return run.is_locked(LOCK)

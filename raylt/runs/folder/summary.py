@@ -1,0 +1,505 @@
+"""summary.json: the result of a run, bound to the run, and the tables that a person reads.
+
+The file has the run's SHA-256, that of the last line of metrics.jsonl, the model's, and under `sha256` the hash of all
+other fields.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, create_model
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from typing_extensions import TypedDict
+
+from raylt.core.report import (
+    FIGURES,
+    POOLED,
+    SHARED,
+    SHARES,
+    Count,
+    Fraction,
+    RoundReport,
+    Seconds,
+    Sha256,
+    Share,
+    Spread,
+    shown_figure,
+)
+from raylt.data.task import JudgedImages, Task
+from raylt.errors import CheckpointError
+from raylt.metrics import FEW_SAMPLES, LOCAL, client_figures, interval
+from raylt.runs.folder.metrics_log import Lines
+from raylt.runs.folder.provenance import SCHEMA
+from raylt.store import Folder
+from raylt.typed_json import as_json, closed, hash_json
+
+if TYPE_CHECKING:
+    from raylt.core.checkpoint.checkpoint import Seal
+
+FILE = "summary.json"
+MODEL = "model.safetensors"
+SHOWN = {"accuracy": "balanced test set", "local": "own test images", "matched": "own class mix"}
+NAMED = 5  # clients that a row of the table names
+SHORT_GROUPS = {"many": "many", "medium": "med.", "few": "few", "-": "-"}  # in columns of four letters
+ADDED = (*SHARES, "tests", "shown")  # figures that earlier versions did not write, in the order of their addition
+TROUBLES = ("lost", "retried", "rejected")
+SERVER_DEATHS = "server_deaths"
+MetricsLine = dict[str, Any]
+Groups = dict[str, Share]
+
+
+class _Accuracy(BaseModel):
+    """Accuracies of the deployed model."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    last: Annotated[Fraction, Field(description="After the last step.")]
+    last10: Annotated[Fraction, Field(description="Mean of the last ten judged rounds, or of all if there are fewer.")]
+    last10_values: Annotated[Count | None, Field(description="Number of rounds in that mean.")] = None
+    best: Annotated[Fraction, Field(description="The best round on the test set.")]
+
+
+class _Shown(BaseModel):
+    """The figure that is shown where there is room for one, over the judged rounds."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    figure: Annotated[Literal["accuracy", "local", "matched"], Field(description="Its name.")]
+    last: Fraction
+    last10: Fraction
+    best: Fraction
+    before_finish: Share
+
+
+class _Clients(BaseModel):
+    """Figures over clients, on their own class mix; each kind of figure under `by`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    mean: Share
+    worst_decile: Share
+    pooled: Annotated[
+        Share, Field(description="Accuracy over the own test images of all clients, each image counting once.")
+    ] = None
+    by: dict[str, Spread]
+    sampled: Annotated[dict[str, Any] | None, Field(description="Clients that took part in some round.")] = None
+    never_sampled: Annotated[dict[str, Any] | None, Field(description="Clients that took part in no round.")] = None
+
+
+@closed
+class _Bytes(TypedDict):
+    up: Count
+    down: Count
+
+
+class _SummaryFields(BaseModel):
+    """summary.json of a finished run of raylt. Shares are in [0, 1]; sizes are bytes, times seconds."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: Annotated[int, Field(alias="schema", description="Version of the format.")]
+    date: Annotated[str, Field(description="End of the run, UTC.")]
+    made: Annotated[dict[str, Any], Field(description="Provenance of the last process, see provenance.py.")]
+    method: str
+    split_sha256: Sha256
+    model_sha256: Sha256
+    task: str
+    rounds: Count
+    accuracy: _Accuracy
+    shown: Annotated[_Shown | None, Field(description="The figure that is shown where there is room for one.")] = None
+    before_finish: Annotated[Share, Field(description="Accuracy after the last round, where a finish follows.")]
+    groups: Groups
+    groups_before_finish: Groups | None
+    clients: _Clients
+    others: Annotated[dict[str, dict[str, Any]], Field(description="Figures of a client's other models, by name.")]
+    quality: Annotated[dict[str, Share] | None, Field(description="Of the global model's probabilities.")] = None
+    tests: Annotated[
+        JudgedImages | None, Field(description="Test images behind the figures, and thresholds of the groups.")
+    ] = None
+    bytes: _Bytes
+    seconds: Seconds
+    seconds_per_round: Seconds
+    figures: Annotated[dict[str, Any], Field(description="Figures that the method reports of its last step.")]
+    troubles: Annotated[
+        dict[str, Count], Field(description="Calls retried, clients lost, replies rejected, deaths of the server.")
+    ]
+    privacy: Annotated[
+        dict[str, Any] | None, Field(description="Guarantee for the uploads with noise, and what it does not cover.")
+    ] = None
+    run: Annotated[Sha256, Field(description="The run's: sha256 of identity.json.")]
+    line: Annotated[Sha256, Field(description="SHA-256 of the last line of metrics.jsonl.")]
+    provenance: Annotated[Sha256 | None, Field(description="Of the last line of provenance.jsonl.")] = None
+    sha256: Annotated[Sha256, Field(description="Over all other fields, as JSON with its keys in order.")]
+
+
+def _repeated_figures() -> Iterator[tuple[str, Any]]:
+    """Yield the fields that repeat a figure of the last line, as `create_model` takes them."""
+    for name in SHARES:
+        if name != "accuracy":
+            annotation = RoundReport.model_fields[name].annotation
+            yield name, (annotation, Field(default=None, description=FIGURES[name].title))
+
+
+Summary: type[BaseModel] = create_model(
+    "Summary", __base__=_SummaryFields, __doc__=_SummaryFields.__doc__, **dict(_repeated_figures())
+)
+_SUMMARY = TypeAdapter(Summary)
+
+
+def summarise(
+    reports: list[MetricsLine], method: str, split_sha256: str, tests: JudgedImages | None, model: dict[str, str]
+) -> dict[str, Any]:
+    """Compute the content of summary.json.
+
+    Args:
+        reports: lines of metrics.jsonl, oldest first; the last has an accuracy.
+        method: name of the method.
+        split_sha256: hash of the split.
+        tests: numbers of test images; None where they are not known.
+        model: the fields that `Experiment.export_model` returned.
+    """
+    rounds = [report for report in reports if report["phase"] == "round"]
+    final = reports[-1]
+    steps = rounds or [final]  # without rounds the one exchange counts
+    curve = [report["accuracy"] for report in steps if report["accuracy"] is not None]
+    last10 = curve[-10:]
+    before_finish = rounds[-1] if rounds and final["phase"] == "finish" else {}
+    budgets = [report["figures"]["privacy"] for report in reports if "privacy" in report["figures"]]
+    traffic = [calls for report in reports for calls in report["traffic"].values()]
+    return {
+        "method": method,
+        "split_sha256": split_sha256,
+        "rounds": len(rounds),
+        "accuracy": {
+            "last": final["accuracy"],
+            "last10": sum(last10) / len(last10),
+            "last10_values": len(last10),
+            "best": max([*curve, final["accuracy"]]),
+        },
+        **{name: final[name] for name in POOLED if name != "accuracy"},
+        "shown": _shown(reports),
+        "before_finish": before_finish.get("accuracy"),
+        "groups_before_finish": before_finish.get("groups"),
+        **{name: final[name] for name in SHARED},
+        "quality": final["quality"],
+        "tests": tests,
+        "groups": final["groups"],
+        "clients": final["clients"]["matched"]
+        | {"pooled": _pooled(final["by_client"], tests), "by": final["clients"]}
+        | _by_participation(reports),
+        "others": {
+            name: {key: value for key, value in figures.items() if key != "by_client"}
+            for name, figures in (final["others"] or {}).items()
+        },
+        "bytes": {"up": sum(calls["up"] for calls in traffic), "down": sum(calls["down"] for calls in traffic)},
+        "seconds": sum(report["seconds"] + report["evaluation_seconds"] for report in reports),
+        "seconds_per_round": sum(report["seconds"] for report in steps) / len(steps),
+        "figures": final["figures"],
+        "troubles": {kind: sum(len(report[kind]) for report in reports) for kind in TROUBLES},
+        **({"privacy": budgets[-1]} if budgets else {}),
+        **model,
+    }
+
+
+def _shown(reports: list[MetricsLine]) -> dict[str, Any]:
+    """Return the main figure: its last value, best, mean of the last ten, and value before the finish."""
+    name, last = shown_figure(reports[-1])
+    rounds = [report for report in reports if report["phase"] == "round"]
+    values = [value for kind, value in map(shown_figure, rounds) if kind == name and value is not None]
+    before = shown_figure(rounds[-1])[1] if rounds and reports[-1]["phase"] == "finish" else None
+    assert last is not None
+    return {
+        "figure": name,
+        "last": last,
+        "last10": sum(values[-10:]) / len(values[-10:]) if values else last,
+        "best": max([*values, last]),
+        "before_finish": before,
+    }
+
+
+def _pooled(by_client: dict[str, list[float | None]], tests: JudgedImages | None) -> float | None:
+    """Return the accuracy over the own test images of all clients; None where clients have none."""
+    if tests is None or tests["own"] is None or LOCAL not in by_client:
+        return None
+    judged = [(value, n) for value, n in zip(by_client[LOCAL], tests["own"], strict=True) if value is not None]
+    return sum(value * n for value, n in judged) / sum(n for _, n in judged) if judged else None
+
+
+def _by_participation(reports: list[MetricsLine]) -> dict[str, dict[str, Any] | None]:
+    """Return the figures of the judged clients that took part in some round, and of those that never did.
+
+    A group without clients is None.
+    """
+    participants = {id for report in reports for id in report["participants"]}
+    by_client: dict[str, list[float | None]] = reports[-1]["by_client"]
+    clients = range(len(next(iter(by_client.values()))))
+    return {
+        "sampled": _figures_of([id for id in clients if id in participants], by_client),
+        "never_sampled": _figures_of([id for id in clients if id not in participants], by_client),
+    }
+
+
+def _figures_of(ids: list[int], by_client: dict[str, list[float | None]]) -> dict[str, Any] | None:
+    judged = {kind: [values[id] for id in ids if values[id] is not None] for kind, values in by_client.items()}
+    count = len(judged["matched"])
+    return {"count": count, **client_figures(judged)} if count else None
+
+
+def seal(summary: dict[str, Any], of: "Seal") -> dict[str, Any]:
+    """Return a summary with the hashes that bind it to its run, and its own hash."""
+    content = json.loads(json.dumps({**summary, "run": of.run, "line": of.line}))
+    return {**content, "sha256": hash_json(content)}
+
+
+def write(folder: Folder, summary: dict[str, Any]) -> None:
+    """Write summary.json into a run folder."""
+    folder.write(FILE, json.dumps(summary, indent=2) + "\n")
+
+
+def read_summary(folder: Folder, lines: Lines) -> dict[str, Any]:
+    """Read the summary of a finished run.
+
+    Args:
+        lines: the lines of metrics.jsonl.
+
+    Raises:
+        CheckpointError: the file was changed, or belongs to another run.
+    """
+    path = folder.path / FILE
+    content = folder.read(FILE)
+    as_json(content, _SUMMARY, str(path))
+    summary: dict[str, Any] = json.loads(content)
+    if summary["schema"] != SCHEMA:
+        raise _changed(f"{path}: the schema is {summary['schema']}, this raylt reads {SCHEMA}. Run it again.", path)
+    if summary["sha256"] != hash_json({key: value for key, value in summary.items() if key != "sha256"}):
+        raise _changed(f"{path}: the file was changed after the run ended. Put the original back.", path)
+    if summary["run"] != lines.root:
+        raise _changed(
+            f"{path}: the file belongs to another run ({summary['run'][:12]}, this one is {lines.root[:12]}). Put the "
+            "run's own file back.",
+            path,
+        )
+    if summary["line"] != lines.head() or lines.torn:
+        raise _changed(
+            f"{path}: metrics.jsonl does not end with the line that the run ended with. Put the original back.", path
+        )
+    for name in ADDED:
+        summary.setdefault(name, None)  # a figure that was added after the run ended
+    return summary
+
+
+def check_figures(summary: dict[str, Any], where: str) -> None:
+    """Check the fields of a summary that was recorded without its hashes; older ones lack fields.
+
+    Raises:
+        CheckpointError: a field has another type or range; the message names it.
+    """
+    hashes = dict.fromkeys(("run", "line", "sha256"), "0" * 64)
+    as_json(json.dumps({"others": {}, **hashes, **summary}), _SUMMARY, where)
+
+
+def _changed(message: str, path: Path) -> CheckpointError:
+    return CheckpointError(message, code="run.changed", path=str(path))
+
+
+def table_of(summary: dict[str, Any], folder: str) -> Table:
+    """Return the summary as a table; accuracies in percent."""
+    table = Table(show_header=False, title=f"{summary['method']}, rounds: {summary['rounds']}", title_justify="left")
+    table.add_column()
+    table.add_column(overflow="fold")
+    for rows in (_accuracy_rows, _client_rows, _cost_rows):
+        for name, value in rows(summary):
+            table.add_row(name, value)
+    table.add_row("run folder", folder)
+    return table
+
+
+def _accuracy_rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    accuracy, by_kind = summary["accuracy"], summary["clients"]["by"]
+    tests = summary.get("tests")
+    if local := by_kind.get(LOCAL):
+        yield from _own_rows(local, summary["clients"].get("pooled"), tests)
+    shown = summary.get("shown") or {"figure": "accuracy", "before_finish": summary["before_finish"], **accuracy}
+    if shown["figure"] == "accuracy":
+        yield "accuracy, last", with_images(shown["last"], tests and tests["images"])
+    else:
+        yield "accuracy, last", f"{percent(shown['last'])} (own models, {SHOWN[shown['figure']]})"
+        yield "  over all classes", with_images(accuracy["last"], tests and tests["images"])
+    if shown["before_finish"] is not None:
+        yield "accuracy, before the last phase", percent(shown["before_finish"])
+    yield _last10_title(accuracy.get("last10_values")), percent(shown["last10"])
+    yield "accuracy, best", percent(shown["best"])
+    if summary["task"] == "segmentation":
+        yield "mIoU, mAcc", f"{percent(summary['miou'])}, {percent(summary['macro'])}"
+        yield (
+            "global model: mIoU, mAcc, aAcc",
+            ", ".join(percent(summary[f"global_{name}"]) for name in ("miou", "macro", "accuracy")),
+        )
+        yield "clients' mIoU, mean (own classes)", percent(by_kind["miou"]["mean"])
+    yield "many / medium / few", _percents(summary["groups"])
+    if summary["groups_before_finish"] is not None:
+        yield "many / medium / few, before it", _percents(summary["groups_before_finish"])
+    if tests:
+        low, high = tests["thresholds"]
+        unit = "pixels" if summary["task"] == "segmentation" else "images"
+        tested = " / ".join(map(str, tests["groups"].values()))
+        yield f"  training {unit} of a class; n", f"> {high} / {low} to {high} / < {low}; {tested}"
+        if unit == "images" and (intervals := _intervals(summary["groups"], tests["groups"])):
+            yield "  95 % intervals", intervals
+
+
+def _own_rows(local: Spread, pooled: float | None, tests: JudgedImages | None) -> Iterator[tuple[str, str]]:
+    """Yield the rows on clients' own test images, with the numbers of images where these are recorded."""
+    sizes = [n for n in (tests and tests["own"]) or () if n]
+    counted = f" ({len(sizes)} clients, {min(sizes)} to {max(sizes)} images each)" if sizes else ""
+    yield "clients, mean (own test images)", percent(local["mean"]) + counted
+    if pooled is not None:
+        yield "  all these images together", with_images(pooled, sum(sizes))
+    yield "  worst decile", percent(local["worst_decile"])
+
+
+def _intervals(groups: Groups, tested: dict[str, int]) -> str:
+    """Return the intervals of the groups with few test images; empty where no group has few."""
+    few = {name: n for name, n in tested.items() if 0 < n < FEW_SAMPLES and groups[name] is not None}
+    texts = ["-" if name not in few else interval_text(groups[name] or 0.0, few[name]) for name in groups]
+    return " / ".join(texts) if few else ""
+
+
+def _client_rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    clients = summary["clients"]
+    yield "clients, mean (own class mix)", percent(clients["mean"])
+    yield "clients, worst decile", percent(clients["worst_decile"])
+    if alone := (summary.get("tests") or {}).get("one_class"):
+        names = ", ".join(alone[:NAMED]) + ", .." * (len(alone) > NAMED)
+        yield "clients judged by one class", f"{len(alone)}, whose figures say nothing: {names}"
+    if quality := summary.get("quality"):
+        values = (quality["auc"], quality["calibration_error"])
+        yield "global model: AUC, calibration error", ", ".join("-" if v is None else f"{v:.4f}" for v in values)
+    for name, figures in summary["others"].items():
+        yield f"  judged by {name}", percent(figures["clients"]["matched"]["mean"])
+    if "privacy" in summary:
+        budget = summary["privacy"]
+        excluded = budget["not_covered"].partition(":")[0]
+        yield "epsilon, delta", f"{budget['epsilon']:g}, {budget['delta']:g} for {budget['unit']}; without {excluded}"
+    groups = clients["sampled"], clients["never_sampled"]
+    if all(groups):
+        yield (
+            "clients, ever / never sampled",
+            " / ".join(f"{percent(group['matched']['mean'])} ({group['count']})" for group in groups),
+        )
+    if (new := summary["figures"].get("new_clients")) is not None:
+        yield "new clients, mean (own class mix)", f"{percent(new['matched'])} ({new['count']})"
+
+
+def _cost_rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "bytes up / down", f"{size(summary['bytes']['up'])} / {size(summary['bytes']['down'])}"
+    yield "seconds per round", f"{summary['seconds_per_round']:.2f}"
+    troubles = [f"{count} {kind}" for kind in TROUBLES if (count := summary["troubles"].get(kind))]
+    if troubles:
+        yield "client calls", ", ".join(troubles)
+    if deaths := summary["troubles"].get(SERVER_DEATHS):
+        yield "server's process died", f"{deaths} times" if deaths > 1 else "once"
+    for name, value in summary["figures"].items():
+        if isinstance(value, str):  # a remark that the result must be read with
+            yield name, value
+    yield "split sha256", summary["split_sha256"][:16]
+    yield "model sha256", summary["model_sha256"][:16]
+
+
+def _last10_title(values: int | None) -> str:
+    if values in (None, 10):
+        return "accuracy, mean of the last 10"
+    return "accuracy, the one judged round" if values == 1 else f"accuracy, mean of all {values} judged rounds"
+
+
+def split_table(task: Task, width: int) -> Table:
+    """Return the samples of each client by class; where `width` columns are too few, each client in short.
+
+    Columns are named by their classes, or where these do not fit by numbers, with the names below the table.
+    """
+    console = Console(width=10_000)
+    numbers = tuple(map(str, range(task.classes)))
+    for heads, groups in ((task.class_names, task.groups), (numbers, [SHORT_GROUPS[group] for group in task.groups])):
+        table = _class_table(task, heads, groups)
+        if heads is numbers:
+            table.padding = 0
+        if Measurement.get(console, console.options, table).maximum <= width:
+            if heads is numbers and numbers != tuple(task.class_names):
+                table.caption = ", ".join(f"{c} {name}" for c, name in enumerate(task.class_names))
+                table.caption_justify = "left"
+            return table
+    table = _counts_table("client", "samples", "classes", "of the largest")
+    for k, (row, size) in enumerate(zip(task.client_counts, task.sizes, strict=True)):
+        largest = f"{task.class_names[row.argmax()]} {percent(row.max() / row.sum())}" if row.any() else ""
+        table.add_row(task.client_names[k], str(size), str((row > 0).sum()), largest)
+    table.add_section()
+    table.add_row("all", str(task.sizes.sum()), str(task.classes), "")
+    return table
+
+
+def _class_table(task: Task, heads: Sequence[str], groups: Sequence[str]) -> Table:
+    """Return the samples of each client by class, with the group of each class in the last row."""
+    table = _counts_table("client", *heads, "samples")
+    for k, (row, size) in enumerate(zip(task.client_counts, task.sizes, strict=True)):
+        table.add_row(task.client_names[k], *(_short(n) if n else "·" for n in row), str(size))
+    table.add_section()
+    table.add_row("all", *(_short(n) for n in task.counts), str(task.sizes.sum()))
+    table.add_row("group", *groups, "")
+    return table
+
+
+def _counts_table(*heads: str) -> Table:
+    """Return an empty table whose columns of figures are to the right."""
+    table = Table(*heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def _short(count: int) -> str:
+    """Return a number of samples as it is, and a number of pixels in thousands or millions."""
+    if count < 100_000:
+        return str(count)
+    return f"{count / 1e3:.0f}k" if count < 1e7 else f"{count / 1e6:.0f}M"
+
+
+def percent(value: float | None) -> str:
+    """Return a share in percent; "-" for None."""
+    return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def with_images(value: float | None, images: int | None) -> str:
+    """Return a share in percent with its number of test images, and with its interval where these are few.
+
+    Args:
+        value: in [0, 1]; None where nothing was judged.
+        images: None where the number is not known.
+    """
+    if value is None or not images:
+        return percent(value)
+    few = f", {interval_text(value, images)}" if images < FEW_SAMPLES else ""
+    return f"{percent(value)} (n = {images}{few})"
+
+
+def interval_text(value: float, images: int) -> str:
+    """Return Wilson's 95 % interval in percent."""
+    low, high = interval(value, images)
+    return f"{100 * low:.1f} to {100 * high:.1f} %"
+
+
+def _percents(groups: dict[str, float | None]) -> str:
+    return " / ".join(percent(value) for value in groups.values())
+
+
+def size(count: float) -> str:
+    """Return a number of bytes in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,260 @@
+"""`Journal`: the run folder, for the process that writes it. `Run` (run.py) reads it.
+
+    identity.json    what the result follows from, see identity.py
+    config.yaml      the resolved configuration, which `raylt resume` runs
+    split.json       index lists per client and their SHA-256
+    outline.json     the description of the data that models need, see raylt/data/task.py
+    origins.json     sources of the plugins, with their SHA-256; absent where there are none
+    metrics.jsonl    one line per committed step, see metrics_log.py
+    checkpoints/     see raylt/core/checkpoint/checkpoint.py
+    confusions/      the counts of each evaluation, whose hash the line has, see raylt/core/evaluation/counts.py
+    events.*         TensorBoard
+    provenance.jsonl versions and machine, one line for each start, see provenance.py
+    notes.log        problems and their remedies; absent where there were none
+    summary.json     once the run is done, see summary.py; with model.safetensors
+
+A step is committed in this order: the checkpoint is renamed into its place, then the line is appended. For a run that
+was killed in between, the checkpoint holds the line.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from raylt.config import Config, notation
+from raylt.core.checkpoint import checkpoint, client_states
+from raylt.core.checkpoint.checkpoint import Checkpoint, Seal
+from raylt.core.report import RoundReport
+from raylt.data.splits.split import Split
+from raylt.data.task import TaskOutline
+from raylt.disk import make
+from raylt.errors import CheckpointError, FolderHeld, resume_call
+from raylt.runs.callbacks.prediction_grid import Picture
+from raylt.runs.callbacks.tensorboard import Board
+from raylt.runs.folder import identity, metrics_log, provenance, summary
+from raylt.runs.folder.reader import LOCK, OUTLINE, is_locked
+from raylt.store import Folder
+
+LOCK_ATTEMPTS = 5
+NOTES = "notes.log"
+SERVER_DIED = "the server's process died"  # the start of the note
+
+
+class Journal:
+    """A run folder, locked by one process at a time.
+
+    Raises:
+        CheckpointError: the folder cannot be written to, or another process has it locked.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._open = Folder.open(folder)
+        try:
+            self._lock: int | None = self._acquire()
+        except CheckpointError:
+            self._open.__exit__()
+            raise
+        self._board = Board(lambda: identity.read_identity(self._open)["config"])
+        self._head: str | None = None
+
+    def _acquire(self) -> int:
+        for _ in range(LOCK_ATTEMPTS):
+            if (handle := self._open.lock(LOCK)) is not None:
+                return handle
+            time.sleep(0.05)  # a reader may just be testing the lock
+        raise FolderHeld(
+            f"{self.folder}: another process is running this. Wait for it, or stop it.",
+            code="run.busy",
+            path=str(self.folder),
+        )
+
+    @classmethod
+    def create(
+        cls,
+        folder: Path,
+        config: Config,
+        split: Split,
+        data: Mapping[str, str],
+        origins: Sequence[Mapping[str, Any]] = (),
+        parent: Mapping[str, Any] | None = None,
+        outline: TaskOutline | None = None,
+    ) -> "Journal":
+        """Create a run folder.
+
+        Args:
+            data: hashes of the data, see raylt/data/fingerprint.py.
+            origins: records of the plugins that the configuration names, see raylt/registry.py.
+            parent: the run that this one is branched from, see raylt/runs/folder/identity.py.
+            outline: description of the data; without one the models can only be opened with the data.
+
+        Raises:
+            CheckpointError: the folder exists already; a FolderHeld where another process has it locked.
+        """
+        _make_folder(folder)
+        journal = cls(folder)
+        split.save(folder / "split.json")
+        if origins:
+            journal._open.write(identity.ORIGINS, identity.as_text(list(origins)))
+        if outline is not None:
+            # compact: with a hundred thousand clients it has megabytes, which only programs read
+            journal._open.write(OUTLINE, json.dumps(outline, separators=(",", ":")) + "\n")
+        identity.write(journal._open, identity.identify(config, split, data, origins, parent))
+        if parent is None:  # a branched run has steps to adopt first
+            journal._make_resumable(config)
+        return journal
+
+    def _make_resumable(self, config: Config) -> None:
+        """Write config.yaml, the last of the files: a folder that has one can be resumed."""
+        self._open.write("config.yaml", notation.write(config.model_dump(mode="json")))
+
+    @property
+    def seal(self) -> Seal:
+        """The hashes that bind the next step to the steps before it."""
+        if self._head is None:
+            self._head = self._lines().head()
+        return Seal(self._root, self._head)
+
+    def append(self, report: RoundReport) -> None:
+        """Record a committed step."""
+        self._append(metrics_log.as_record(report))
+
+    def note(self, text: str) -> None:
+        """Add a line to the run's notes: a problem and its remedy."""
+        self._open.append(NOTES, text + "\n")
+
+    def server_deaths(self) -> int:
+        """Return how many times the server's process died, by the run's notes."""
+        if not self._open.has(NOTES):
+            return 0
+        return sum(line.startswith(SERVER_DIED) for line in self._open.read(NOTES).decode().splitlines())
+
+    def adopt(self, reports: Sequence[dict[str, Any]], saved: Checkpoint, config: Config) -> None:
+        """Take over the first steps of another run: their reports, and the checkpoint after the last.
+
+        The run can be resumed only after that. A kill before leaves a folder that is no run.
+        """
+        *earlier, last = reports
+        for content in earlier:
+            self._append(content)
+        facts = {"step": len(reports), "report": last, "seal": asdict(self.seal)}
+        checkpoint.write(
+            self.folder / "checkpoints",
+            len(reports),
+            client_states.copied(len(reports), saved),
+            facts,
+            None,
+            config.output.keep,
+        )
+        self._append(last)
+        self._make_resumable(config)
+
+    def _append(self, content: dict[str, Any]) -> None:
+        text = metrics_log.write_line(content, self.seal.line, provenance.now())
+        self._open.append(metrics_log.FILE, text + "\n")
+        self._head = metrics_log.hash_line(text)
+        self._board.show(self._open, content)
+
+    def reports(self) -> list[dict[str, Any]]:
+        """Return the reports of the committed steps, oldest first."""
+        return self._lines().reports
+
+    def rewind(self) -> tuple[Checkpoint | None, list[str]]:
+        """Drop the lines after the newest usable checkpoint.
+
+        Returns:
+            The checkpoint to continue from, and a warning for each damaged one.
+
+        Raises:
+            CheckpointError: steps were committed and no checkpoint is usable, or the files are not of one run.
+        """
+        checkpoint.sweep(self._open)
+        lines = self._lines()
+        saved, faults = checkpoint.latest(self.folder / "checkpoints")
+        if saved is None and metrics_log.was_saved(lines):
+            raise CheckpointError(
+                f"{self.folder}: the checkpoints are gone; {len(lines.reports)} steps were committed, and without a "
+                "checkpoint none can follow. Put one back, or start a new run.",
+                code="checkpoint.not-found",
+                path=str(self.folder),
+                steps=len(lines.reports),
+            )
+        texts: list[str] = []
+        if saved is not None:
+            lines.check(saved)
+            texts = lines.texts[: saved.facts["step"]]
+            if len(texts) < saved.facts["step"]:  # killed between the checkpoint and its line
+                texts.append(metrics_log.restored_line(saved, lines.head()))
+        if lines.torn or texts != lines.texts:
+            self._open.write(metrics_log.FILE, "".join(text + "\n" for text in texts))
+        self._head = metrics_log.hash_line(texts[-1]) if texts else lines.root
+        return saved, faults
+
+    def discard(self) -> None:
+        """Remove the folder of a run that committed nothing, unless another process has continued it."""
+        with Folder.open(self.folder) as folder:
+            lock = folder.lock(LOCK) if self._lock is None else self._lock
+            if lock is None:
+                return
+            if not folder.has(metrics_log.FILE):
+                shutil.rmtree(self.folder)
+            if lock != self._lock:
+                os.close(lock)
+
+    def show(self, picture: Picture) -> None:
+        """Add a picture of predictions of the final model to TensorBoard."""
+        self._board.picture(self._open, len(self.reports()), picture)
+
+    def write_summary(self, figures: dict[str, Any]) -> dict[str, Any]:
+        """Write summary.json, which marks the run as done.
+
+        Returns:
+            The content of the file.
+        """
+        complete = summary.seal(figures, self.seal)
+        summary.write(self._open, complete)
+        return complete
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Release the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._open.__exit__()
+            self._lock = None
+
+    def _lines(self) -> metrics_log.Lines:
+        return metrics_log.read_lines(self._open, self._root)
+
+    @cached_property
+    def _root(self) -> str:
+        return identity.read_identity(self._open)["sha256"]
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        make(folder)
+    except FileExistsError:
+        if folder.is_dir() and is_locked(folder):
+            raise FolderHeld(
+                f"{folder}: another process is making it. Give another folder.", code="run.busy", path=str(folder)
+            ) from None
+        is_run = (folder / "config.yaml").exists()
+        remedy = f"continue it with {resume_call(folder)}" if is_run else "remove it: it is no run, or none yet"
+        raise CheckpointError(
+            f"{folder}: exists already. Give another folder, or {remedy}.", code="run.exists", path=str(folder)
+        ) from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: the folder cannot be made ({error.strerror}). Give another --out.",
+            code="file.unwritable",
+            path=str(folder),
+        ) from None

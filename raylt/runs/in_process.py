@@ -1,0 +1,67 @@
+"""An experiment in this process, continued from a checkpoint."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from raylt.config import Config
+from raylt.core.checkpoint.checkpoint import Checkpoint
+from raylt.core.device import open_device
+from raylt.core.encoding import encode
+from raylt.core.experiment import Experiment
+from raylt.core.fleet.client_host import ClientHost
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.local_fleet import LocalFleet
+from raylt.core.setup import Setup
+from raylt.data.task import Task
+
+
+def open_in_process(
+    setup: Setup,
+    task: Task,
+    folder: Path,
+    saved: Checkpoint | None,
+    fleet: Callable[[Config, Task, ClientHost], Fleet] = LocalFleet,
+) -> Experiment:
+    """Open the experiment of a run folder with all clients in this process.
+
+    Args:
+        saved: the checkpoint to continue from; None for the beginning.
+        fleet: called as `LocalFleet` is.
+
+    Raises:
+        ConfigError: the device of the configuration cannot be used.
+    """
+    setup, task = encode(setup, task)
+    device = open_device(setup.config)
+    clients = fleet(setup.config, task, ClientHost(setup, task.spec, task.test, device))
+    experiment = Experiment(setup, task, clients, device, folder)
+    if saved is not None:
+        experiment.load(saved)
+    return experiment
+
+
+def with_device(setup: Setup, device: Literal["auto", "cpu", "cuda"]) -> Setup:
+    """Return the setup with another `resources.device`."""
+    resources = setup.config.resources.model_copy(update={"device": device})
+    return replace(setup, config=setup.config.model_copy(update={"resources": resources}))
+
+
+def on_any_device(setup: Setup) -> Setup:
+    """Return the setup for reading a run: one that was made on a GPU can be read where there is none."""
+    return with_device(setup, "auto") if setup.config.resources.device == "cuda" else setup
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread inside the block: weights must not depend on the machine's cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,86 @@
+"""`ServedModel`: everything that a process needs to answer with a model, as one value that can be sent to it."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from raylt import store
+from raylt.disk import is_folder
+from raylt.runs.export.artefact import read
+from raylt.runs.export.export import card_of, export
+from raylt.runs.export.graph_formats import GraphModel
+from raylt.runs.export.load import load_model
+from raylt.runs.export.trained_model import TrainedModel
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The content of an exported file.
+
+    Attributes:
+        name: of the file.
+        content: the file's bytes.
+        card: its model card, in Markdown.
+    """
+
+    name: str
+    content: bytes
+    card: str
+
+    def open(self) -> "OpenedModel":
+        """Return the models in the file, ready to predict."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / self.name
+            file.write_bytes(self.content)
+            return OpenedModel(self, *_models_in(file))
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """The models of a file by the client's name; None is the name of an only model.
+
+    Attributes:
+        clients: names of the clients, where each has a model of its own; else empty.
+    """
+
+    served: ServedModel
+    clients: list[str]
+    models: dict[str | None, TrainedModel | GraphModel]
+
+    @property
+    def any(self) -> TrainedModel | GraphModel:
+        """One of the models: all take the same images and know the same classes."""
+        return next(iter(self.models.values()))
+
+
+def served_model(path: Path) -> ServedModel:
+    """Return the model of a run folder or of an exported file, which was opened once.
+
+    Raises:
+        ConfigError: the file is of another kind, the model cannot be exported, or a plugin or a package is missing.
+        CheckpointError: the run has committed nothing, or a file cannot be read.
+    """
+    if is_folder(path):
+        with tempfile.TemporaryDirectory() as folder:
+            return _read(export(path, Path(folder) / f"{path.resolve().name}.safetensors"))
+    return _read(path)
+
+
+def _read(path: Path) -> ServedModel:
+    """Return the content of a file, after its models were opened: an error names the user's file, not a copy."""
+    _models_in(path)
+    file = store.plain(path)
+    card = card_of(path)
+    text = store.read(card).decode("utf-8", "replace") if card.is_file() else f"# {path.name}\n"
+    return ServedModel(path.name, file.read_bytes(), text)
+
+
+def _models_in(path: Path) -> tuple[list[str], dict[str | None, TrainedModel | GraphModel]]:
+    """Return the names of the clients that have models of their own in a file, and the models by name."""
+    if path.suffix != ".safetensors":
+        return [], {None: load_model(path)}
+    artefact = read(path)
+    clients = [client["name"] for client in artefact.clients]
+    if len(clients) < 2:
+        return [], {None: artefact.model()}
+    return clients, {name: artefact.model(name) for name in clients}

@@ -1,0 +1,250 @@
+"""`Service`: answers requests with a model. It knows no server, so Ray Serve is one way to run it.
+
+    POST /predict?client=NAME   an image file as the body -> {"class": ..., "shares": {class: share}}
+    GET /                       the page that one drops images on
+    GET /card                   the model card, in Markdown
+    GET /health                 {"status": "ok", ...}
+
+Errors are {"code": ..., "error": ...} with the code and the line that the command line shows. The token, where there is
+one, is asked for by /predict and /card; the page asks its user for it.
+"""
+
+import hmac
+import html
+import io
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raylt.data.images.decoding import FORMATS, Undecodable
+from raylt.errors import RayltError, describe_error
+from raylt.runs.export.load import load_image
+from raylt.runs.serving.model import OpenedModel
+
+MOST_BYTES = 10 * 2**20  # of a request's body
+MOST_PIXELS = 2**25  # of an image; a decoded one takes at least as many bytes
+ADDRESSES = 10_000  # whose rates are remembered
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src blob:; connect-src 'self'"
+HEADERS = {
+    "Content-Security-Policy": f"{POLICY}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a service.
+
+    Args:
+        token: that requests must bear; None asks for none.
+        rate: images a second from one address; None for any number.
+        most_bytes: of an image file.
+    """
+
+    token: str | None = None
+    rate: float | None = None
+    most_bytes: int = MOST_BYTES
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request.
+
+    Args:
+        headers: by their names in lower case.
+        address: of the sender.
+        body: reads the body up to a number of bytes, and one more byte where it is longer.
+    """
+
+    method: str
+    path: str
+    query: Mapping[str, str]
+    headers: Mapping[str, str]
+    address: str
+    body: Callable[[int], Awaitable[bytes]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer to a request."""
+
+    status: int
+    body: bytes
+    type: str = "application/json"
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+Predict = Callable[[str | None, np.ndarray], Awaitable[dict[str, float]]]  # client and image to the shares of classes
+
+
+class Refused(RayltError):
+    """A request that is not answered.
+
+    Args:
+        status: of HTTP.
+    """
+
+    def __init__(self, status: int, message: str, code: str, **details: Any):
+        super().__init__(message, code=code, **details)
+        self.status = status
+
+
+class Service:
+    """Answers requests with a model.
+
+    Args:
+        predict: computes the shares of classes; it may wait for other requests, to take several images at once.
+    """
+
+    def __init__(self, model: OpenedModel, limits: Limits, predict: Predict, now: Callable[[], float] = time.monotonic):
+        self._model = model
+        self._limits = limits
+        self._predict = predict
+        self._now = now
+        self._allowance: OrderedDict[str, tuple[float, float]] = OrderedDict()  # by address: images, and since when
+
+    async def answer(self, request: Request) -> Answer:
+        """Return the answer to a request; an error becomes one with its status."""
+        try:
+            return await self._route(request)
+        except Refused as error:
+            return _refusal(error.status, error.code, str(error))
+        except RayltError as error:
+            return _refusal(400, error.code, str(error))
+        except Exception as error:
+            return _refusal(500, "serve.failed", describe_error(error))
+
+    async def _route(self, request: Request) -> Answer:
+        routes = {"/": "GET", "/health": "GET", "/card": "GET", "/predict": "POST"}
+        verb = routes.get(request.path)
+        if verb is None:
+            raise Refused(404, f"{request.path}: is not here. There are {', '.join(routes)}.", "serve.no-such-path")
+        if request.method not in (verb, "HEAD" if verb == "GET" else verb):
+            raise Refused(405, f"{request.path}: takes {verb} ({request.method}). Send that.", "serve.wrong-verb")
+        if request.path == "/":
+            return Answer(200, self._page.encode(), "text/html; charset=utf-8", HEADERS)
+        if request.path == "/health":
+            return _as_json(200, {"status": "ok", "model": self._model.served.name})
+        self._check_token(request)
+        if request.path == "/card":
+            return Answer(200, self._model.served.card.encode(), "text/markdown; charset=utf-8", HEADERS)
+        self._check_rate(request.address)
+        client = self._client(request.query.get("client"))
+        shares = await self._predict(client, await self._image(request))
+        return _as_json(200, {"class": max(shares, key=shares.__getitem__), "shares": shares})
+
+    def _check_token(self, request: Request) -> None:
+        token = self._limits.token
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
+            raise Refused(
+                401,
+                "Authorization: no token, or another than the service's. Send Authorization: Bearer TOKEN.",
+                "serve.token-refused",
+            )
+
+    def _check_rate(self, address: str) -> None:
+        """Count an image of an address: it may send as many as a second allows at once, and then one by one."""
+        rate = self._limits.rate
+        if rate is None:
+            return
+        now = self._now()
+        most = max(1.0, rate)
+        left, since = self._allowance.pop(address, (most, now))
+        left = min(most, left + (now - since) * rate)
+        self._allowance[address] = (left - 1 if left >= 1 else left), now
+        if len(self._allowance) > ADDRESSES:
+            self._allowance.popitem(last=False)
+        if left < 1:
+            raise Refused(
+                429, f"rate: more than {rate:g} images a second from one address. Send fewer.", "serve.too-many"
+            )
+
+    def _client(self, name: str | None) -> str | None:
+        clients = self._model.clients
+        if name is None and clients:
+            raise Refused(
+                400,
+                f"client: each client has a model of its own, and none is named. Add ?client=NAME, one of "
+                f"{_listed(clients)}.",
+                "client.not-named",
+            )
+        if name is not None and name not in clients:
+            choice = f"one of {_listed(clients)}" if clients else "no client: all use one model"
+            raise Refused(404, f"client: there is none of this name ({name}). Name {choice}.", "client.unknown")
+        return name
+
+    async def _image(self, request: Request) -> np.ndarray:
+        if request.headers.get("content-type", "").startswith("multipart/"):
+            raise Refused(
+                415, "Content-Type: a form (multipart). Send the image file itself as the body.", "serve.wrong-type"
+            )
+        most = self._limits.most_bytes
+        content = await request.body(most)
+        if len(content) > most:
+            raise Refused(413, f"body: more than {most} bytes. Send a smaller image.", "serve.too-large", most=most)
+        if not content:
+            raise Refused(400, "body: is empty. Send an image file as the body.", "data.undecodable")
+        _check_pixels(content)
+        model = self._model.any
+        try:
+            return load_image(content, model.shape, model.fit, model.depth)
+        except Undecodable as error:
+            raise Refused(
+                400, f"body: not an image that can be decoded ({error.cause}). Send another.", "data.undecodable"
+            ) from None
+
+    @property
+    def _page(self) -> str:
+        described = {
+            "model": self._model.served.name,
+            "clients": self._model.clients,
+            "token": self._limits.token is not None,
+            "most": self._limits.most_bytes,
+        }
+        return (
+            _template()
+            .replace("{{title}}", html.escape(self._model.served.name))
+            .replace("{{described}}", json.dumps(described).replace("<", "\\u003c"))
+        )
+
+
+@cache
+def _template() -> str:
+    return Path(__file__).with_name("page.html").read_text()
+
+
+def _check_pixels(content: bytes) -> None:
+    """Refuse an image with more pixels than a service decodes; what is no image is left to the decoder."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            pixels = image.width * image.height
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return
+    if pixels > MOST_PIXELS:
+        raise Refused(
+            413, f"image: more than {MOST_PIXELS} pixels ({pixels}). Send a smaller image.", "serve.too-large"
+        )
+
+
+def _refusal(status: int, code: str, message: str) -> Answer:
+    return _as_json(status, {"code": code, "error": message})
+
+
+def _as_json(status: int, tree: Any) -> Answer:
+    headers = HEADERS | ({"WWW-Authenticate": "Bearer"} if status == 401 else {})
+    return Answer(status, json.dumps(tree).encode(), headers=headers)
+
+
+def _listed(names: list[str], most: int = 20) -> str:
+    return ", ".join(names[:most]) + (" ..." if len(names) > most else "")

@@ -1,0 +1,45 @@
+"""The request that a run stop at its next checkpoint.
+
+It is a file in the run folder, so it reaches a run on another machine that shares the folder.
+"""
+
+from pathlib import Path
+
+from raylt.errors import RayltError, quoted
+from raylt.runs.folder.reader import is_locked
+from raylt.store import Folder
+
+FILE = "stop"
+
+
+class StopAsked(KeyboardInterrupt):
+    """A run has stopped after a checkpoint, as it was asked to. It can be resumed."""
+
+
+def ask_to_stop(folder: Path) -> None:
+    """Ask the run in a folder to stop at its next checkpoint.
+
+    Raises:
+        CheckpointError: the folder cannot be written to.
+        RayltError: no process is running it.
+    """
+    if not is_locked(folder):
+        raise RayltError(
+            f"{folder}: no process is running this. Look at it with raylt ls {quoted(folder.parent)}.",
+            code="run.not-running",
+            path=str(folder),
+        )
+    with Folder.open(folder) as run_folder:
+        run_folder.write(FILE, "")
+
+
+def is_asked(folder: Path) -> bool:
+    """Return whether the run in a folder was asked to stop."""
+    with Folder.open(folder) as run_folder:
+        return run_folder.has(FILE)
+
+
+def withdraw(folder: Path) -> None:
+    """Remove a request, which may be older than the process that runs the run."""
+    with Folder.open(folder) as run_folder:
+        run_folder.remove(FILE)

@@ -1,0 +1,1 @@
+"""Analysis of a study: measures, statistics, comparisons and claims."""

@@ -1,0 +1,179 @@
+"""`Claim`: the statement that one arm of a study is better than another, and `judge`, which tests it on the runs."""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from raylt.errors import ConfigError
+from raylt.studies.analysis.measures import At, measure_of
+from raylt.studies.analysis.statistics import Paired, holm, paired
+
+SIGNIFICANT = 0.05
+Values = dict[tuple[str, str], dict[int, float]]  # by (arm, cell) and seed
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The claim that `better` has a higher (or lower) `measure` than `worse`.
+
+    Attributes:
+        models: the model that counts on either side, where a method judges several models of a client; "" for the one
+            that it judges first.
+        printed: the difference that a paper prints, in the unit of the tables, as in points of accuracy.
+    """
+
+    better: str
+    worse: str
+    measure: str
+    models: tuple[str, str] = ("", "")
+    printed: float | None = None
+
+    @property
+    def measures(self) -> tuple[str, str]:
+        """The measure of either side, in the form that `measure_of` takes."""
+        better, worse = (f"{self.measure}@{model}" if model else self.measure for model in self.models)
+        return better, worse
+
+    def __str__(self) -> str:
+        better, worse = (
+            f"{arm}@{model}" if model else arm
+            for arm, model in zip((self.better, self.worse), self.models, strict=True)
+        )
+        return f"{better} > {worse} on {self.measure}"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A claim with its verdict in one cell.
+
+    Attributes:
+        at: the rounds whose figures count.
+        p: adjusted by Holm over all claims and cells that have a p value; None with too few seeds or without spread.
+        verdict: "holds", "refuted" (the opposite is significant), "open" or "too few seeds". Where all differences are
+            the same it is "no difference" if each is 0, and "no spread" otherwise.
+    """
+
+    claim: Claim
+    cell: str
+    at: At
+    difference: Paired
+    p: float | None
+    verdict: str
+
+
+def read_claim(text: str, arms: Sequence[str], measure: str, printed: float | None = None) -> Claim:
+    """Read "a > b" or "a < b", also with "on MEASURE"; "a@MODEL" is that model of the clients of a.
+
+    Args:
+        text: the claim.
+        arms: names of the study's arms.
+        measure: used where the claim names none.
+        printed: the difference that a paper prints.
+
+    Raises:
+        ConfigError: the claim cannot be read or names an unknown arm.
+    """
+    parts = re.fullmatch(r"(.+?)\s*([<>])\s*(.+?)(?:\s+on\s+([\w@]+))?", text.strip())
+    if parts is None:
+        raise ConfigError(
+            f"study.claims: cannot be read ({text!r}). Write ARM > ARM, or ARM > ARM on few.",
+            code="study.bad-claim",
+            key="study.claims",
+            value=text,
+        )
+    left, sign, right, named = parts.groups()
+    sides = (left, right) if sign == ">" else (right, left)
+    (better, _, better_model), (worse, _, worse_model) = (side.partition("@") for side in sides)
+    for arm in (better, worse):
+        if arm not in arms:
+            raise ConfigError(
+                f"study.claims: no such arm in {text!r} ({arm}). Choose from {', '.join(arms)}.",
+                code="config.unknown-name",
+                key="study.claims",
+                value=text,
+                name=arm,
+            )
+    if (better_model or worse_model) and "@" in (named or measure):
+        raise ConfigError(
+            f"study.claims: both an arm and the measure name a model ({text!r}). Leave one of them out.",
+            code="study.bad-claim",
+            key="study.claims",
+            value=text,
+        )
+    return Claim(better, worse, named or measure, (better_model, worse_model), printed)
+
+
+@dataclass(frozen=True)
+class ClaimFigures:
+    """A claim with the figures of both its arms, of the rounds `at`."""
+
+    claim: Claim
+    at: At
+    better: Values
+    worse: Values
+
+    def difference(self, cell: str, level: float) -> Paired | None:
+        """Return the paired difference in a cell; None where the arms have no seed in common."""
+        better, worse = self._by_seed(cell)
+        return difference(better, worse, level)
+
+    def unjudged(self, cell: str, finished: Collection[tuple[str, str]]) -> list[str]:
+        """List the reasons why the claim is not judged in a cell.
+
+        There are none where the claim is judged, or where an arm has no finished run, which other lines name.
+
+        Args:
+            cell: the cell.
+            finished: arms and cells that have finished runs.
+        """
+        if (self.claim.better, cell) not in finished or (self.claim.worse, cell) not in finished:
+            return []
+        name = f"claim {self.claim}{f' in {cell}' if cell else ''}"
+        arms = (self.claim.better, self.claim.worse)
+        sides = zip(arms, self.claim.measures, (self.better, self.worse), strict=True)
+        lacking = [f"{name}: {arm} has no {measure}" for arm, measure, values in sides if (arm, cell) not in values]
+        better, worse = self._by_seed(cell)
+        apart = [] if better.keys() & worse.keys() else [f"{name}: its arms have no seed in common"]
+        return lacking or apart
+
+    def _by_seed(self, cell: str) -> tuple[dict[int, float], dict[int, float]]:
+        return self.better.get((self.claim.better, cell), {}), self.worse.get((self.claim.worse, cell), {})
+
+
+def judge(claims: Sequence[ClaimFigures], cells: Sequence[str], level: float) -> list[Judged]:
+    """Judge every claim in each cell that has both its arms; all of them are one family of tests."""
+    pairs: list[tuple[ClaimFigures, str, Paired]] = []
+    for figures in claims:
+        for cell in cells:
+            pair = figures.difference(cell, level)
+            if pair is not None:
+                pairs.append((figures, cell, pair))
+    p_values = {index: pair.p for index, (_, _, pair) in enumerate(pairs) if pair.p is not None}
+    adjusted = dict(zip(p_values, holm(list(p_values.values())), strict=True))
+    return [
+        Judged(
+            figures.claim,
+            cell,
+            figures.at,
+            pair,
+            adjusted.get(index),
+            _verdict(figures.claim, pair, adjusted.get(index)),
+        )
+        for index, (figures, cell, pair) in enumerate(pairs)
+    ]
+
+
+def difference(values: Mapping[int, float], reference: Mapping[int, float], level: float) -> Paired | None:
+    """Return the difference to a reference over the seeds that both have; None where they have none in common."""
+    both = [seed for seed in values if seed in reference]
+    return paired([values[seed] for seed in both], [reference[seed] for seed in both], level) if both else None
+
+
+def _verdict(claim: Claim, pair: Paired, p: float | None) -> str:
+    if p is None:
+        return pair.untested
+    if p >= SIGNIFICANT:
+        return "open"
+    estimate = pair.difference.estimate
+    as_claimed = estimate > 0 if measure_of(claim.measure).higher else estimate < 0
+    return "holds" if as_claimed else "refuted"

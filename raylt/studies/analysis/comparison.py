@@ -1,0 +1,483 @@
+"""`Comparison`: arms next to each other, cell by cell, with the differences and claims that the seeds support.
+
+Runs can be compared where they have the same split, budget, optimiser, evaluation and code.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+from raylt.config import completed
+from raylt.errors import CheckpointError, ConfigError, spoken
+from raylt.notebook import later
+from raylt.studies.analysis.claims import Claim, ClaimFigures, Judged, Values, difference, judge
+from raylt.studies.analysis.measures import At, measure_of, value_of
+from raylt.studies.analysis.statistics import Interval, Paired, improvement, mean_interval, over_cells
+from raylt.studies.records.record import RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_PASSES = (
+    "epochs",
+    "steps",
+    "batch",
+)  # settings of the local section that are the budget; the others are the optimiser
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm in one cell.
+
+    Attributes:
+        values: by seed, of the finished runs.
+        planned: number of seeds of the cell.
+        sd: standard deviation over the seeds; None for a single seed.
+        difference: to the reference arm over the seeds that both have; None for the reference itself.
+        optimism: mean difference of the best to the last round on the test set; None where the measure has no curve.
+    """
+
+    cell: str
+    arm: str
+    values: dict[int, float]
+    planned: int
+    mean: Interval
+    sd: float | None
+    difference: Paired | None
+    optimism: float | None
+
+
+@dataclass(frozen=True)
+class Overall:
+    """One arm over all cells: the interquartile mean, and the probability that it is better than the reference arm."""
+
+    arm: str
+    iqm: Interval
+    improvement: Interval | None
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """The content of a study's tables; equal records give an equal comparison.
+
+    Attributes:
+        whole: the cells that `overall` covers, in which all arms have the same seeds.
+        left_out: one line for each run that is not averaged and each claim that is not judged, with the reason.
+        apart: one line for each arm that has settings of its own besides its method.
+        tuned: one line for each arm and cell that was tuned.
+        versions: one line for each version of the code, where several made the runs.
+        unsealed: one line for each arm and cell with runs that no hash binds to their summaries.
+        tests: one line for each cell on the numbers of test images behind its figures, where its runs recorded them.
+    """
+
+    measure: str
+    at: At
+    reference: str
+    level: float
+    rows: list[Row]
+    claims: list[Judged]
+    overall: list[Overall]
+    whole: list[str]
+    left_out: list[str]
+    apart: list[str]
+    tuned: list[str]
+    versions: list[str]
+    unsealed: list[str]
+    tests: list[str]
+
+    def __repr__(self) -> str:
+        arms = ", ".join(_in_order(row.arm for row in self.rows))
+        return f"Comparison({self.measure!r}, {len(self.rows)} rows, arms {arms or 'none'})"
+
+    def _repr_html_(self) -> str:
+        """Return the table that `raylt compare` prints."""
+        return later("raylt.studies.report.comparison_tables", "comparison_table")(self).html()
+
+    def plot(self, path: Path | str | None = None) -> "Figure":
+        """Draw means with intervals and the value of every seed, and return a figure that a notebook shows.
+
+        Args:
+            path: file that the picture is written to as well, .png, .pdf or .svg.
+
+        Raises:
+            ConfigError: there is nothing to draw, or the file cannot be written.
+        """
+        return later("raylt.plots.objects", "draw_comparison")(self, path)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the comparison as plain values."""
+        return {"schema": 1, **asdict(self)}
+
+    def frame(self) -> Any:
+        """Return the values as a pandas frame, one line per arm, cell and seed."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            [
+                {"cell": row.cell, "arm": row.arm, "seed": seed, self.measure: value}
+                for row in self.rows
+                for seed, value in row.values.items()
+            ]
+        )
+
+
+def compare(
+    records: Sequence[RunRecord],
+    reference: str,
+    claims: Sequence[Claim] = (),
+    measure: str = "accuracy",
+    at: At = "last",
+    level: float = 0.95,
+    own: Mapping[str, Mapping[str, Any]] | None = None,
+    searched: Mapping[str, Collection[str]] | None = None,
+    tuned: Sequence[str] = (),
+    mix_versions: bool = False,
+    may_lack: bool = False,
+) -> Comparison:
+    """Compare the finished runs; the comparison names the other runs.
+
+    Args:
+        records: runs in any state.
+        reference: the arm that the others are compared to.
+        claims: statements to judge.
+        measure: figure of the runs, see `MEASURES`.
+        at: rounds whose figures count.
+        level: confidence of the intervals.
+        own: by arm the settings outside its method, by dotted key; in these the arm may differ from the others.
+        searched: by arm the settings that it was tuned in, by dotted key; in these, too, the arm may differ.
+        tuned: lines that say what the arms were tuned to.
+        mix_versions: whether runs of several versions of the code may be compared.
+        may_lack: whether a measure that no finished run has gives a comparison without rows, and no error.
+
+    Raises:
+        ConfigError: no such measure or arm, no finished run has the measure, or the measure is known of the last round
+            only.
+        CheckpointError: runs of one cell and seed differ in split, budget, optimiser, evaluation or code.
+    """
+    if at != "last" and measure_of(measure).every_round is None:
+        raise ConfigError(
+            f"at: {measure} is known after the last round only ({at}). Give "
+            f"{spoken('--at last', 'at=' + repr('last'))}.",
+            code="config.conflict",
+            key="at",
+            value=at,
+            measure=measure,
+        )
+    done = [record for record in records if record.state == "done"]
+    own = {arm: settings for arm, settings in (own or {}).items() if settings}
+    searched = searched or {}
+    differing = {arm: {*own.get(arm, ()), *searched.get(arm, ())} for arm in {*own, *searched}}
+    check_comparable(done, differing, mix_versions)
+    cells = _in_order(record.cell for record in records)
+    arms = _in_order(record.arm for record in records)
+    if reference not in arms:
+        raise ConfigError(
+            f"reference: no such arm ({reference}). Choose from {', '.join(arms)}.",
+            code="config.unknown-name",
+            key="reference",
+            name=reference,
+        )
+    values, lacking = _values(done, measure, at)
+    if done and not values and not may_lack:
+        raise _no_figure(done, measure, at)
+    rows = _rows(records, values, cells, arms, reference, measure, level)
+    figures = [_claim_figures(done, claim, at) for claim in claims]
+    finished = {(record.arm, record.cell) for record in done}
+    unjudged = [line for each in figures for cell in cells for line in each.unjudged(cell, finished)]
+    whole = _whole(values, arms, cells)
+    arms_in_rows = {row.arm for row in rows}
+    return Comparison(
+        measure=measure,
+        at=at,
+        reference=reference,
+        level=level,
+        rows=rows,
+        claims=judge(figures, cells, level),
+        overall=_overall(values, arms, whole, reference, level, measure_of(measure).higher),
+        whole=whole,
+        left_out=[_unfinished(record) for record in records if record.state != "done"] + lacking + unjudged,
+        apart=[_settings_line(arm, settings) for arm, settings in own.items() if arm in arms_in_rows],
+        tuned=list(tuned),
+        versions=_versions(done),
+        unsealed=_unsealed(done),
+        tests=[
+            f"{cell}: {line}" if cell else line
+            for cell in cells
+            if (line := judged_on([record for record in done if record.cell == cell]))
+        ],
+    )
+
+
+def judged_on(done: Sequence[RunRecord]) -> str:
+    """Return the test images and thresholds of the class groups of a cell's runs; empty where none recorded them."""
+    tests = next((tests for run in done if run.summary and (tests := run.summary.get("tests"))), None)
+    if tests is None:
+        return ""
+    low, high = tests["thresholds"]
+    groups = ", ".join(f"{group} {n}" for group, n in tests["groups"].items())
+    text = (
+        f"n = {tests['images']} test images ({groups}); many-shot classes have more than {high} training samples, "
+        f"few-shot classes fewer than {low}"
+    )
+    if tests["own"] is not None:
+        sizes = [n for n in tests["own"] if n]
+        text += f"; {len(sizes)} clients have {min(sizes)} to {max(sizes)} test images each"
+    if tests["one_class"]:
+        text += f"; clients judged by one class, whose figures say nothing: {', '.join(tests['one_class'][:10])}"
+    return text
+
+
+def check_comparable(done: Sequence[RunRecord], own: Mapping[str, Collection[str]], mix_versions: bool = False) -> None:
+    """Check that finished runs of one cell can be compared.
+
+    An arm may differ in what its own settings decide. Settings under `data` decide the split. Settings under
+    `federation` and the passes over the data decide the budget, other settings under `local` the optimiser, and
+    settings under `evaluation` the judged rounds.
+
+    Args:
+        done: finished runs.
+        own: by arm its own settings, by dotted key.
+        mix_versions: whether the code may differ.
+
+    Raises:
+        CheckpointError: two runs differ; the error names both runs and the difference.
+    """
+    first: dict[tuple[str, str], RunRecord] = {}
+    decided = {arm: {_condition_of(key) for key in settings} for arm, settings in own.items()}
+    for record in done:
+        codes = record.made.get("codes", ["unknown"])
+        if len(codes) > 1 and not mix_versions:
+            raise CheckpointError(
+                f"{record.folder}: was made by several versions of the code ({len(codes)}). Run it again, or compare "
+                f"it with {spoken('--mix-versions', 'mix_versions=True')}.",
+                code="study.other-code",
+                path=record.folder,
+                codes=list(codes),
+            )
+        for name, condition in _conditions(record).items():
+            if name in decided.get(record.arm, ()) or (name == "code" and mix_versions):
+                continue
+            scope = {"split": f"{record.cell}\0{record.seed}", "code": ""}.get(name, record.cell)
+            other = first.setdefault((name, scope), record)
+            if _conditions(other)[name] != condition:
+                raise _not_comparable(record, other, name)
+
+
+def _conditions(record: RunRecord) -> dict[str, str]:
+    """Return the conditions that must be equal in compared runs, each in words."""
+    assert record.summary is not None
+    return {
+        "split": record.summary["split_sha256"][:12],
+        "budget": _budget(record.config),
+        "optimiser": _optimiser(record.config),
+        "evaluation": _evaluation(record.config),
+        "code": record.made.get("codes", ["unknown"])[0][:12],
+    }
+
+
+def _condition_of(key: str) -> str:
+    """Return the condition that a setting decides; "" for a setting that decides none."""
+    section, _, name = key.partition(".")
+    if section == "local":
+        return "budget" if name in _PASSES else "optimiser"
+    return {"data": "split", "federation": "budget", "evaluation": "evaluation"}.get(section, "")
+
+
+def _budget(config: dict[str, Any]) -> str:
+    federation = config["federation"]
+    local = completed(config)["local"]
+    amount = f"{local['epochs']} epochs" if local["steps"] is None else f"{local['steps']} steps"
+    patience = federation.get("patience")
+    early = "" if patience is None else f", patience of {patience} rounds"
+    return (
+        f"{federation['rounds']} rounds{early}, {federation['participation']:g} of the clients, {amount} "
+        f"in batches of {local['batch']}"
+    )
+
+
+def _optimiser(config: dict[str, Any]) -> str:
+    """Return how clients train; a setting that an older record lacks has its default."""
+    local = completed(config)["local"]
+    return ", ".join(f"local.{name} {local[name]}" for name in sorted(local) if name not in _PASSES)
+
+
+def _evaluation(config: dict[str, Any]) -> str:
+    judged = completed(config)["evaluation"]
+    return f"every {judged['every']} rounds, personal models {judged['personal'] or 'last'}"
+
+
+def _not_comparable(record: RunRecord, other: RunRecord, name: str) -> CheckpointError:
+    condition = _conditions(record)[name]
+    condition_of_other = _conditions(other)[name]
+    remedy = "Compare runs of one study, or run one of them again"
+    mixed = f", or compare them with {spoken('--mix-versions', 'mix_versions=True')}"
+    return CheckpointError(
+        f"{record.folder} and {other.folder}: {name} differs ({_parts_only_in(condition, condition_of_other)}; "
+        f"{_parts_only_in(condition_of_other, condition)}). {remedy}"
+        f"{mixed if name == 'code' else ''}.",
+        code="study.not-comparable",
+        paths=[record.folder, other.folder],
+        condition=name,
+        values=[condition, condition_of_other],
+    )
+
+
+def _parts_only_in(condition: str, other: str) -> str:
+    return ", ".join(part for part in condition.split(", ") if part not in other.split(", "))
+
+
+def _versions(done: Sequence[RunRecord]) -> list[str]:
+    """Return how many runs each version of the code made; nothing where there is one version."""
+    made = Counter(" and ".join(code[:12] for code in record.made.get("codes", ["unknown"])) for record in done)
+    return [f"{code}: {runs} runs" for code, runs in made.items()] if len(made) > 1 else []
+
+
+def _unsealed(done: Sequence[RunRecord]) -> list[str]:
+    """Return how many runs have no seal, by cell and arm."""
+    counts = Counter((record.cell, record.arm) for record in done if not record.sealed)
+    return [f"{f'{cell}, ' if cell else ''}{arm}: {runs} runs" for (cell, arm), runs in counts.items()]
+
+
+def _values(done: Sequence[RunRecord], measure: str, at: At) -> tuple[Values, list[str]]:
+    """Return the values by arm, cell and seed, and a line for the runs of each arm and cell that lack the measure."""
+    values: Values = {}
+    lacking: dict[tuple[str, str], list[RunRecord]] = {}
+    for record in sorted(done, key=lambda r: r.seed):
+        value = value_of(record, measure, at)
+        if value is None:
+            lacking.setdefault((record.cell, record.arm), []).append(record)
+        else:
+            values.setdefault((record.arm, record.cell), {})[record.seed] = value
+    missing = measure
+    if at == "validation":
+        missing += " of a round chosen on validation samples; set data.validation"
+    return values, [_lacking_line(runs, missing) for runs in lacking.values()]
+
+
+def _lacking_line(runs: Sequence[RunRecord], missing: str) -> str:
+    first = runs[0].folder
+    others = len(runs) - 1
+    return f"{first} (and {others} more of this arm): no {missing}" if others else f"{first}: no {missing}"
+
+
+def _no_figure(done: Sequence[RunRecord], measure: str, at: At) -> ConfigError:
+    """Return the error that no finished run has the measure."""
+    word, _, model = measure.partition("@")
+    if model:
+        models = _in_order(name for record in done for name in (record.summary or {}).get("others", {}))
+        problem = "no finished run judged this model of its clients"
+        remedy = f"Choose from {', '.join(f'{word}@{each}' for each in models)}." if models else f"Give {word}."
+    elif at == "validation":
+        problem = "no finished run has a round that was chosen on validation samples"
+        remedy = "Set data.validation."
+    else:
+        problem = "no finished run has it"
+        remedy = "Give another measure."
+    return ConfigError(
+        f"measure: {problem} ({measure}). {remedy}", code="study.no-figure", key="measure", name=measure, at=at
+    )
+
+
+def _rows(
+    records: Sequence[RunRecord],
+    values: Values,
+    cells: Sequence[str],
+    arms: Sequence[str],
+    reference: str,
+    measure: str,
+    level: float,
+) -> list[Row]:
+    rows = []
+    done = [record for record in records if record.state == "done"]
+    for cell in cells:
+        seeds = len({record.seed for record in records if record.cell == cell})
+        for arm in arms:
+            by_seed = values.get((arm, cell))
+            if not by_seed:
+                continue
+            of_reference = values.get((reference, cell), {})
+            rows.append(
+                Row(
+                    cell,
+                    arm,
+                    by_seed,
+                    seeds,
+                    mean_interval(list(by_seed.values()), level),
+                    stdev(by_seed.values()) if len(by_seed) > 1 else None,
+                    None if arm == reference else difference(by_seed, of_reference, level),
+                    _optimism(done, arm, cell, measure),
+                )
+            )
+    return rows
+
+
+def _optimism(done: Sequence[RunRecord], arm: str, cell: str, measure: str) -> float | None:
+    if measure_of(measure).every_round is None:
+        return None
+    gaps = []
+    for record in done:
+        if (record.arm, record.cell) == (arm, cell):
+            best = value_of(record, measure, "best")
+            last = value_of(record, measure, "last")
+            if best is not None and last is not None:
+                gaps.append(best - last)
+    return fmean(gaps) if gaps else None
+
+
+def _claim_figures(done: Sequence[RunRecord], claim: Claim, at: At) -> ClaimFigures:
+    """Return the figures of both sides of a claim, of the last round unless both are known of other rounds."""
+    common = at if all(measure_of(name).every_round for name in claim.measures) else "last"
+    better, worse = (_values(done, name, common)[0] for name in claim.measures)
+    return ClaimFigures(claim, common, better, worse)
+
+
+def _whole(values: Values, arms: Sequence[str], cells: Sequence[str]) -> list[str]:
+    """Return the cells in which every arm has the same seeds."""
+    whole = []
+    for cell in cells:
+        seeds = [values.get((arm, cell), {}).keys() for arm in arms]
+        if seeds[0] and all(each == seeds[0] for each in seeds):
+            whole.append(cell)
+    return whole
+
+
+def _overall(
+    values: Values, arms: Sequence[str], whole: Sequence[str], reference: str, level: float, higher: bool
+) -> list[Overall]:
+    """Return the figures over those cells; nothing where there are fewer than two.
+
+    Args:
+        values: by arm, cell and seed.
+        arms: names of the arms.
+        whole: the cells.
+        reference: the arm that the others are compared to.
+        level: confidence of the intervals.
+        higher: whether a higher value is better.
+    """
+    if len(whole) < 2:
+        return []
+    by_arm = {arm: [list(values[arm, cell].values()) for cell in whole] for arm in arms}
+    of_reference = by_arm[reference]
+    overall = []
+    for arm, of_arm in by_arm.items():
+        better, worse = (of_arm, of_reference) if higher else (of_reference, of_arm)
+        probability = None if arm == reference else improvement(better, worse, level)
+        overall.append(Overall(arm, over_cells(of_arm, level), probability))
+    return overall
+
+
+def _unfinished(record: RunRecord) -> str:
+    problem = f": {record.problem}" if record.problem else ""
+    steps = f" after step {record.steps} of {record.planned_steps}" if record.state in ("stopped", "running") else ""
+    return f"{record.folder}: {record.state}{steps}{problem}"
+
+
+def _settings_line(arm: str, settings: Mapping[str, Any]) -> str:
+    return f"{arm}: {', '.join(f'{key} {value}' for key, value in settings.items())}"
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))

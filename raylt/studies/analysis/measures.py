@@ -1,0 +1,137 @@
+"""`MEASURES`: the figures of a run that studies compare, by name; `value_of` reads one from a record.
+
+Where a method judges several models of a client, `matched@post_local` is that figure of the model `post_local`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any, Literal
+
+from raylt.core.report import FIGURES, POOLED, SHARED
+from raylt.errors import ConfigError
+from raylt.studies.records.record import RunRecord
+
+At = Literal["last", "last10", "validation", "best"]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A figure of a finished run.
+
+    Attributes:
+        what: description for the heading of a table.
+        read: returns the figure from summary.json; None where the run has no such figure.
+        every_round: key of the curve that `last10`, `validation` and `best` use; None where only the last figure is
+            known.
+        higher: whether a higher value is better.
+    """
+
+    what: str
+    read: Callable[[Mapping[str, Any]], float | None]
+    every_round: str | None = None
+    higher: bool = True
+
+
+def _at(*path: str) -> Callable[[Mapping[str, Any]], float | None]:
+    def read(summary: Mapping[str, Any]) -> float | None:
+        value: Any = summary
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+    return read
+
+
+# path of a measure among the figures of one model
+_OF_MODELS: dict[str, tuple[str, ...]] = {
+    **{name: (name,) for name in POOLED},
+    **{group: ("groups", group) for group in ("many", "medium", "few")},
+    "owned": ("clients", "owned", "mean"),
+    "matched": ("clients", "matched", "mean"),
+    "clients": ("clients", "global", "mean"),
+    "local": ("clients", "local", "mean"),
+    "client_miou": ("clients", "miou", "mean"),
+    "worst_decile": ("clients", "matched", "worst_decile"),
+}
+
+MEASURES: dict[str, Measure] = {
+    "accuracy": Measure(FIGURES["accuracy"].title, _at("accuracy", "last"), "accuracy"),
+    "many": Measure("accuracy, many-shot classes", _at("groups", "many"), "many"),
+    "medium": Measure("accuracy, medium-shot classes", _at("groups", "medium"), "medium"),
+    "few": Measure("accuracy, few-shot classes", _at("groups", "few"), "few"),
+    **{name: Measure(FIGURES[name].title, _at(name)) for name in (*POOLED, *SHARED) if name != "accuracy"},
+    "owned": Measure("mean over clients, classes that they own", _at("clients", "by", "owned", "mean")),
+    "matched": Measure("mean over clients, own class mix", _at("clients", "by", "matched", "mean")),
+    "clients": Measure("mean over clients, all classes", _at("clients", "by", "global", "mean")),
+    "client_miou": Measure("mean IoU over clients, own classes", _at("clients", "by", "miou", "mean")),
+    "worst_decile": Measure(
+        "worst tenth of the clients, own class mix", _at("clients", "by", "matched", "worst_decile")
+    ),
+    "local": Measure("mean over clients, own test images", _at("clients", "by", "local", "mean")),
+    **{
+        f"new_{kind}": Measure(f"clients that join after training, {what}", _at("figures", "new_clients", kind))
+        for kind, what in (
+            ("owned", "classes that they own"),
+            ("matched", "own class mix"),
+            ("worst_decile", "worst tenth, own class mix"),
+        )
+    },
+    "bytes_up": Measure("bytes sent by clients", _at("bytes", "up"), higher=False),
+    "seconds": Measure("seconds of the run, judging among them", _at("seconds"), higher=False),
+    "bytes_down": Measure("bytes sent to clients", _at("bytes", "down"), higher=False),
+}
+
+
+def measure_of(name: str) -> Measure:
+    """Return the measure with a name, or with `NAME@MODEL`.
+
+    Raises:
+        ConfigError: there is no such measure.
+    """
+    word, at, model = name.partition("@")
+    if word not in MEASURES or (at and (word not in _OF_MODELS or not model)):
+        names = _OF_MODELS if at else MEASURES
+        raise ConfigError(
+            f"measure: no such measure ({name}). Choose from {', '.join(names)}{', each with @MODEL' if at else ''}.",
+            code="config.unknown-name",
+            key="measure",
+            name=name,
+        )
+    if not at:
+        return MEASURES[word]
+    return replace(
+        MEASURES[word],
+        what=f"{MEASURES[word].what}, model {model}",
+        every_round=None,
+        read=_at("others", model, *_OF_MODELS[word]),
+    )
+
+
+def value_of(record: RunRecord, measure: str, at: At) -> float | None:
+    """Return a figure of a finished run; None where the run does not have it."""
+    assert record.summary is not None
+    definition = measure_of(measure)
+    last = definition.read(record.summary)
+    if at == "last" or definition.every_round is None or last is None:
+        return last
+    if at == "validation":
+        return _chosen(record, definition.every_round)
+    # of the rounds that were taken: federation.patience may have ended them early
+    curve = [value for value in record.curve[definition.every_round][: record.summary["rounds"]] if value is not None]
+    if not curve:
+        return None
+    return fmean(curve[-10:]) if at == "last10" else max([*curve, last])
+
+
+def _chosen(record: RunRecord, key: str) -> float | None:
+    """Return the figure of the step with the best model on validation samples, the first of several equal ones.
+
+    The step may be the finish.
+    """
+    judged = [
+        (chosen, value)
+        for chosen, value in zip(record.curve.get("validation", []), record.curve[key], strict=False)
+        if chosen is not None and value is not None
+    ]
+    return max(judged, key=lambda pair: pair[0])[1] if judged else None

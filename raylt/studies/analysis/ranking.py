@@ -1,0 +1,224 @@
+"""`rank`: order the arms of one or several studies by paired comparisons, with the uncertainty over seeds.
+
+A block is one seed of one cell of one study: its runs share split and initial weights. Within a block each pair of arms
+is compared, and a tie counts half. From all pairs follow the strengths of the model of Bradley and Terry (Biometrika
+1952), in which arm i is better than arm j with probability 1 / (1 + exp(s_j - s_i)). Arms that never met are comparable
+through arms that both met.
+
+A run that failed is a result: it is worse than each finished run of its block. Runs that are missing or not finished
+count neither way.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from raylt.contract.costs import measure as measure_calls
+from raylt.contract.costs import relative_cost
+from raylt.errors import ConfigError
+from raylt.methods import METHODS, make_method
+from raylt.models import MODELS
+from raylt.studies.analysis.measures import At, measure_of, value_of
+from raylt.studies.analysis.statistics import Interval
+from raylt.studies.records.record import RunRecord
+
+PRIOR = 0.5  # wins and losses of each arm against one of strength 0, so that an arm that always wins has a strength
+RESAMPLES = 1000
+SWEEPS = 200  # of the fit; the strengths then move by less than a thousandth
+Block = Mapping[str, float | None]  # value by arm; None for a run that failed
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One arm.
+
+    Attributes:
+        strength: log-odds against an arm of mean strength, with a bootstrap over the seeds of each cell.
+        chance: probability to be better than an arm drawn from the others.
+        rank: mean rank in its blocks, 1 for the best; arms that tie share their mean.
+        finished: number of finished runs.
+        planned: number of seeds of the cells in which the arm has a run in any state.
+        failed: number of failed runs.
+        cost: forward and backward passes of a client in a round, as a multiple of FedAvg's; None where not measured.
+    """
+
+    arm: str
+    strength: Interval
+    chance: float
+    rank: float
+    finished: int
+    planned: int
+    failed: int
+    cost: float | None = None
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The arms, the strongest first.
+
+    Attributes:
+        studies: names of the studies.
+        cells: number of pairs of a study and a cell.
+        blocks: number of blocks with at least two arms.
+    """
+
+    measure: str
+    at: At
+    level: float
+    studies: list[str]
+    cells: int
+    blocks: int
+    arms: list[Ranked]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the ranking as plain values."""
+        return {"schema": 1, **asdict(self)}
+
+
+def rank(
+    studies: Mapping[str, Sequence[RunRecord]], measure: str = "accuracy", at: At = "last", level: float = 0.95
+) -> Ranking:
+    """Rank the arms of studies; arms of one name are one method.
+
+    Args:
+        studies: records by the study's name, in any state.
+        measure: name of the measure.
+        at: the round whose figure counts.
+        level: confidence of the intervals.
+
+    Raises:
+        ConfigError: no such measure, or no block has two arms that have it.
+    """
+    cells = _cells(studies, measure, at)
+    blocks = [block for each in cells.values() for block in each]
+    arms = sorted({arm for block in blocks for arm in block})
+    if not blocks:
+        raise ConfigError(
+            f"measure: no seed has two arms with this figure ({measure}). Run more arms, or choose another measure.",
+            code="study.no-figure",
+            key="measure",
+            value=measure,
+        )
+    higher = measure_of(measure).higher
+    wins = [np.stack([_wins(block, arms, higher) for block in each]) for each in cells.values()]  # [B, A, A] each
+    strengths = fit(np.concatenate(wins).sum(0, keepdims=True))[0]
+    drawn = fit(_resampled(wins))
+    tail = 50 * (1 - level)
+    low, high = np.percentile(drawn, [tail, 100 - tail], axis=0)
+    records = [record for each in studies.values() for record in each]
+    planned = _planned(studies)
+    ranked = [
+        Ranked(
+            arm,
+            Interval(float(strengths[i]), float(low[i]), float(high[i])),
+            fmean(float(1 / (1 + np.exp(strengths[j] - strengths[i]))) for j in range(len(arms)) if j != i),
+            fmean(_ranks(block, higher)[arm] for block in blocks if arm in block),
+            sum(record.arm == arm and record.state == "done" for record in records),
+            planned[arm],
+            sum(record.arm == arm and record.state == "failed" for record in records),
+        )
+        for i, arm in enumerate(arms)
+    ]
+    ranked.sort(key=lambda each: (-each.strength.estimate, each.arm))
+    return Ranking(measure, at, level, list(studies), len(cells), len(blocks), ranked)
+
+
+def with_costs(ranking: Ranking, studies: Mapping[str, Sequence[RunRecord]]) -> Ranking:
+    """Return the ranking with the costs of each arm, measured on a tiny run with the fields of its first record.
+
+    A method that is not raylt's own is not measured.
+    """
+    settings: dict[str, Mapping[str, Any]] = {}
+    for records in studies.values():
+        for record in records:
+            if record.config:
+                settings.setdefault(record.arm, record.config)
+    arms = [replace(arm, cost=_cost(settings[arm.arm])) if arm.arm in settings else arm for arm in ranking.arms]
+    return replace(ranking, arms=arms)
+
+
+def _cost(config: Mapping[str, Any]) -> float | None:
+    if config["method"]["name"] not in METHODS:
+        return None
+    epochs = config["local"]["epochs"]
+    calls = measure_calls(make_method(dict(config["method"])), MODELS["small"], (8, 8, 1), 4, True, epochs)
+    return relative_cost(calls, epochs)
+
+
+def fit(wins: np.ndarray) -> np.ndarray:
+    """Return the strengths of the model of Bradley and Terry, with mean 0, float64 [R, A].
+
+    The fit is the minorisation of Hunter (Annals of Statistics 2004).
+
+    Args:
+        wins: number of comparisons that the first arm won against the second, [R, A, A]; halves for ties.
+    """
+    met = wins + wins.swapaxes(1, 2)
+    won = wins.sum(2) + PRIOR
+    p = np.ones(won.shape)
+    for _ in range(SWEEPS):
+        expected = (met / (p[:, :, None] + p[:, None, :])).sum(2) + 2 * PRIOR / (p + 1)
+        p = won / expected
+    strengths = np.log(p)
+    return strengths - strengths.mean(1, keepdims=True)
+
+
+def _cells(
+    studies: Mapping[str, Sequence[RunRecord]], measure: str, at: At
+) -> dict[tuple[str, str], list[dict[str, float | None]]]:
+    """Return the blocks of each cell of each study that have at least two arms."""
+    cells: dict[tuple[str, str], dict[int, dict[str, float | None]]] = {}
+    for name, records in studies.items():
+        for record in records:
+            value = value_of(record, measure, at) if record.state == "done" else None
+            if value is not None or record.state == "failed":
+                cells.setdefault((name, record.cell), {}).setdefault(record.seed, {})[record.arm] = value
+    kept = {key: [block for block in each.values() if len(block) > 1] for key, each in cells.items()}
+    return {key: each for key, each in kept.items() if each}
+
+
+def _planned(studies: Mapping[str, Sequence[RunRecord]]) -> Counter[str]:
+    """Return by arm the number of seeds of the cells in which it has a run."""
+    planned: Counter[str] = Counter()
+    for records in studies.values():
+        for cell in {record.cell for record in records}:
+            own = [record for record in records if record.cell == cell]
+            seeds = len({record.seed for record in own})
+            planned.update(dict.fromkeys({record.arm for record in own}, seeds))
+    return planned
+
+
+def _wins(block: Block, arms: Sequence[str], higher: bool) -> np.ndarray:
+    """Return which arm is better than which in a block, float64 [A, A]; 1/2 for ties, 0 where one is not there."""
+    values = np.array([_signed(block[arm], higher) if arm in block else np.nan for arm in arms])
+    present = ~np.isnan(values)
+    better = (values[:, None] > values[None]) + 0.5 * (values[:, None] == values[None])
+    return better * (present[:, None] & present[None] & ~np.eye(len(arms), dtype=bool))
+
+
+def _signed(value: float | None, higher: bool) -> float:
+    """Return a value of which more is better; minus infinity for a run that failed."""
+    if value is None:
+        return -np.inf
+    return value if higher else -value
+
+
+def _ranks(block: Block, higher: bool) -> dict[str, float]:
+    """Return the rank of each arm of a block, 1 for the best."""
+    arms = list(block)
+    wins = _wins(block, arms, higher)
+    return {arm: float(len(arms) - wins[i].sum()) for i, arm in enumerate(arms)}
+
+
+def _resampled(wins: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the wins of RESAMPLES draws of as many blocks of each cell, with replacement, [R, A, A]."""
+    rng = np.random.default_rng(0)
+    drawn = np.zeros((RESAMPLES, *wins[0].shape[1:]))
+    for blocks in wins:
+        times = rng.multinomial(len(blocks), np.full(len(blocks), 1 / len(blocks)), size=RESAMPLES)
+        drawn += np.tensordot(times, blocks, axes=1)
+    return drawn

@@ -1,0 +1,1 @@
+"""The papers' printed tables, and verdicts of recorded runs on them."""

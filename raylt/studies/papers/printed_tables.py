@@ -1,0 +1,281 @@
+"""Every cell that the papers' tables print, as data, with the run of raylt that corresponds to it.
+
+papers.csv has the figures, one row per printed cell, and known errors in print in the column `note`. This module turns
+a row into a run: the recipe of its setting and the settings of its method, or the reason why there is no such run. The
+usual reason is a method that raylt does not have; with that method its rows can be run.
+"""
+
+import csv
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from raylt.config import Config, completed, recipes
+from raylt.methods import METHODS
+from raylt.studies.analysis.measures import At
+from raylt.studies.settings import merge, read_recipe, resolved
+
+PAPERS = {
+    "SFD": "SFD, KDD 2025; mean of 3 runs",
+    "FedSM": "FedSM (semantic mixup), IoT-J 2026 and AAAI 2026; mean of 5 runs, of 3 on ImageNet-LT",
+    "MuPFL": "MuPFL; number of runs not stated",
+    "BPFed": "BPFed; number of runs not stated",
+}
+# the authors' code of FedSM reports the best round on the test set; the other papers state or suggest the last round
+_AT: dict[str, At] = {"FedSM": "best"}
+_MEASURES = {
+    "acc_top1": "accuracy",
+    "acc_top1_overall": "accuracy",
+    "acc_top1_many": "many",
+    "acc_top1_medium": "medium",
+    "acc_top1_few": "few",
+    "mean_client_acc": "matched",
+    "mean_client_owned_class_acc": "owned",
+    # Cityscapes: of the global model; the figures printed as mAcc are those of FedSeg's log for aAcc
+    "mIoU": "global_miou",
+    "mAcc": "global_accuracy",
+}
+_SOURCES = {
+    "cifar10_lt": "cifar10",
+    "cifar100_lt": "cifar100",
+    "cinic10_lt": "cinic10",
+    "fmnist_lt": "fashion_mnist",
+    "imagenet_lt": "imagenet_lt",
+    "cityscapes": "cityscapes",
+}
+_ROWS: dict[str, dict[str, Any]] = {  # rows that are a method of raylt with other fields
+    "SFD-CE": {"abbl": "ce"},
+    "SFD-LA": {"abbl": "la"},
+    "SFD w/o improved pi": {"beta_pi": 0},
+    "SFD w/o Delta in A-SCL": {"delta": "none", "scl_self": False},
+    "SFD w/o SAFS and fine-tune": {"safs": False},
+    "SFD w/o MeanCov aligner": {"aligner": False},
+    "SFD w/o L_MMD": {"mmd": False},
+    "SFD w/o L_ARR": {"arr": False},
+    "FedSM+CLIP": {},
+    "FedSM+MetaCLIP": {"teacher": "ViT-B-32/metaclip_400m"},
+    "FedSM probabilistic SR": {},
+    "FedSM deterministic SR": {"partner": "deterministic"},
+    "FedSM w/o SR": {"partner": "random"},
+    "FedSM w/o CLIP fine-tuning": {},
+    "FedSM w/ CLIP fine-tuning": {"finetune": True},
+    "MuPFL[BAVD]": {"acmu": False, "pkcf": False},
+    "MuPFL[ACMU]": {"bavd": False, "pkcf": False},
+    "MuPFL[PKCF]": {"bavd": False, "acmu": False},
+    "MuPFL[BAVD+ACMU]": {"pkcf": False},
+    "MuPFL[ACMU+PKCF]": {"bavd": False},
+    "MuPFL[BAVD+PKCF]": {"acmu": False},
+    "MuPFL[BAVD+ACMU+PKCF]": {},
+    "BPFed[no mixup, no FA, CE]": {"alpha": 0, "fa": False, "loss": "ce"},
+    "BPFed[mixup, no FA, CE]": {"fa": False, "loss": "ce"},
+    "BPFed[mixup, FA, CE]": {"loss": "ce"},
+    "BPFed[mixup, FA, LS all classes]": {"loss": "ls_all"},
+    "BPFed[mixup, FA, LS owned classes]": {},
+    "BPFed[mixup alpha=0]": {"alpha": 0},
+}
+# rows of ablations; the two of FedSM that are its headline with another teacher are not
+_ABLATIONS = _ROWS.keys() - {"FedSM+CLIP", "FedSM+MetaCLIP"}
+_FIELDS: dict[str, dict[str, Any]] = {"FedProx": {"mu": 0.01}}  # no paper states mu
+# personal methods whose generic classifier a table of global models shows, as SFD states in appendix C
+_GENERIC = ("FedRoD", "FedLoGe")
+_SETTINGS: dict[str, dict[str, Any]] = {"RatioLoss": {"data.auxiliary": 63}}  # per class, as in its code
+_UNCLEAR = {"FedAvg with clustering": "the paper does not say what FedAvg with clustering does with its clusters"}
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """A printed cell.
+
+    Attributes:
+        number: row in papers.csv, from 1.
+        method: label of the row in print.
+        value: in [0, 1].
+        std: printed standard deviation, in the unit of `value`; None where none is printed.
+        setting: data set and parameters, by the papers' letters.
+        note: what is wrong in print or inferred; empty for most cells.
+        measure: figure of a run that the cell prints.
+        at: rounds of that figure.
+        recipe: name of the recipe of the setting.
+        changes: settings of the method, laid over the recipe's.
+        problem: reason why the cell cannot be run; None where it can.
+        ablation: True for a row that is the paper's method with parts removed or fixed. Its level says little, since
+            several rows of a table lie close together: it is judged by its difference to FedAvg.
+    """
+
+    number: int
+    paper: str
+    table: str
+    method: str
+    value: float
+    std: float | None
+    setting: dict[str, str]
+    note: str
+    measure: str
+    at: At
+    recipe: str
+    changes: dict[str, Any]
+    problem: str | None
+    ablation: bool
+
+    @property
+    def cell(self) -> str:
+        """The setting in words: cifar10, IF 100, alpha 0.5, K 20."""
+        words = [f"{key} {value}" for key, value in self.setting.items() if key not in ("dataset", "r")]
+        return ", ".join([self.setting["dataset"], *words])
+
+    @property
+    def arm(self) -> str:
+        """The label of the method with the other parameters that the row fixes."""
+        more = {key: value for key, value in self.setting.items() if key in ("lambda", "clusters", "E")}
+        return " ".join([self.method, *(f"{key}={value}" for key, value in more.items())])
+
+    def config(self) -> Config:
+        """Return the settings of the run, with seed 0 and all fields of its method."""
+        assert self.problem is None
+        return resolved(merge(_recipe(self.recipe), self.changes))
+
+    def identity(self) -> str:
+        """Return the hash that all runs of this cell share, of settings without seed, rounds and paths."""
+        return _identity_of(self.number)
+
+
+@cache
+def expectations() -> tuple[Expectation, ...]:
+    """Return all printed cells, in the order of papers.csv."""
+    with (Path(__file__).with_name("papers.csv")).open(newline="") as stream:
+        return tuple(_expectation(number, row) for number, row in enumerate(csv.DictReader(stream), 1))
+
+
+def identity(config: Mapping[str, Any]) -> str:
+    """Return a hash that runs share when they differ at most in seeds, number of rounds, paths and resources.
+
+    Args:
+        config: content of config.yaml; a setting that an older file lacks has its default.
+    """
+    tree = json.loads(json.dumps(completed(config)))
+    for key in ("resources", "output", "evaluation"):
+        tree.pop(key, None)
+    tree.pop("seed", None)
+    tree["federation"].pop("rounds", None)
+    for key in ("seed", "root", "download", "split"):
+        tree["data"].pop(key, None)
+    return hashlib.sha256(json.dumps(_numbers(tree), sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def _recipe_names() -> frozenset[str]:
+    return frozenset(recipes())
+
+
+@cache
+def _identity_of(number: int) -> str:
+    return identity(expectations()[number - 1].config().model_dump(mode="json"))
+
+
+@cache
+def _recipe(name: str) -> dict[str, Any]:
+    return read_recipe(name)
+
+
+def _expectation(number: int, row: dict[str, str]) -> Expectation:
+    row = _corrected(row)
+    setting = {"dataset": _SOURCES[row["dataset"]]}
+    for column, letter in (
+        ("IF", "IF"),
+        ("alpha", "alpha"),
+        ("beta", "beta"),
+        ("K", "K"),
+        ("participation", "r"),
+        ("lam", "lambda"),
+        ("clusters", "clusters"),
+        ("epochs", "E"),
+    ):
+        if row[column]:
+            setting[letter] = row[column]
+    changes, problem = _changes(row)
+    recipe = _recipe_of(row)
+    measure = _MEASURES[row["metric"]]
+    if measure == "accuracy" and row["method"] in _GENERIC:
+        measure = "global_accuracy"
+    if problem is None and recipe not in _recipe_names():
+        problem = f"there is no recipe {recipe}"
+    return Expectation(
+        number,
+        row["paper"],
+        row["table"],
+        row["method"],
+        float(row["value"]) / 100,
+        float(row["std"]) / 100 if row["std"] else None,
+        setting,
+        row["note"],
+        measure,
+        _AT.get(row["paper"], "last"),
+        recipe,
+        changes,
+        problem,
+        row["method"] in _ABLATIONS or bool(row["lam"] or row["clusters"].isdecimal() or row["epochs"]),
+    )
+
+
+def _corrected(row: dict[str, str]) -> dict[str, str]:
+    """Return the row with its actual setting, where a heading is wrong or missing; see its note.
+
+    The two IF headings of MuPFL's Table 2 are taken to be swapped. The captions of Tables 5 and 6 then agree with it,
+    and so do Figs. 6 and 8, which count rounds to 70 % at IF 10. Table 1 repeats figures of Table 2 without a setting.
+    """
+    if row["paper"] == "MuPFL" and row["table"] == "2":
+        return row | {"IF": {"10": "100", "100": "10"}[row["IF"]]}
+    if row["paper"] == "MuPFL" and row["table"] == "1":
+        return row | {"IF": "100", "alpha": "1.0" if row["method"] == "MuPFL" else "0.5"}
+    return row
+
+
+def _recipe_of(row: dict[str, str]) -> str:
+    source = _SOURCES[row["dataset"]]
+    folder = row["paper"].lower()
+    if source == "cityscapes":
+        return f"mupfl/segmentation/cityscapes_if{row['IF']}_beta{row['beta']}"
+    imbalance = f"_if{row['IF']}" if row["IF"] else ""
+    return f"{folder}/{source}{imbalance}_alpha{row['alpha']}_k{row['K']}"
+
+
+def _changes(row: dict[str, str]) -> tuple[dict[str, Any], str | None]:
+    """Return the settings of the method over the recipe's, and the reason where the row cannot be run."""
+    label = row["method"]
+    paper = row["paper"]
+    changes: dict[str, Any] = {}
+    if label in _UNCLEAR:
+        return {}, _UNCLEAR[label]
+    if label in _ROWS or label == paper:
+        fields = dict(_ROWS.get(label, {}))
+        if row["lam"]:
+            fields |= {"lam_low": float(row["lam"]), "lam_high": float(row["lam"])}
+        if row["clusters"].isdecimal():
+            fields["kappa"] = int(row["clusters"])
+        if fields:
+            changes["method"] = fields
+    else:
+        name = {"FedAvg w/o clustering": "fedavg"}.get(label, label.lower().replace("-", "").replace(" ", ""))
+        if name not in METHODS:
+            return {}, f"raylt has no method {name}"
+        if row["dataset"] == "cityscapes" and "segmentation" not in METHODS[name].problems:
+            return {}, f"{name} is not defined for label maps here"
+        changes |= {"method": {"name": name, **_FIELDS.get(label, {})}, **_SETTINGS.get(label, {})}
+        if paper == "FedSM" and name != "clip2fl":  # only FedSM and CLIP2FL have the recipe's projection
+            changes["model"] = "resnet50" if row["dataset"] == "imagenet_lt" else "resnet8"
+    if row["epochs"]:
+        changes["local.epochs"] = int(row["epochs"])
+    return changes, None
+
+
+def _numbers(tree: Any) -> Any:
+    """Return settings with every integer as a float, so that 1 and 1.0 are equal."""
+    if isinstance(tree, dict):
+        return {key: _numbers(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_numbers(value) for value in tree]
+    return float(tree) if isinstance(tree, int) and not isinstance(tree, bool) else tree

@@ -1,0 +1,153 @@
+"""Studies of the papers' printed tables: the selected cells, at full or reduced scale."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raylt.errors import ConfigError
+from raylt.studies.definition import Definition, define
+from raylt.studies.papers.printed_tables import PAPERS, Expectation, expectations
+from raylt.studies.settings import slug
+
+KEYS = ("dataset", "IF", "alpha", "beta", "K", "E", "lambda", "clusters")
+
+
+def select(
+    paper: str, table: str | None = None, where: Mapping[str, str] | None = None, arms: Sequence[str] | None = None
+) -> list[Expectation]:
+    """Return the selected printed cells, also those that cannot be run.
+
+    Args:
+        paper: sfd, fedsm, mupfl or bpfed.
+        table: number in print, such as 2 or III; by default all tables.
+        where: letters and values, as in {"IF": "100", "alpha": "0.5", "dataset": "cifar10"}.
+        arms: labels in print, in upper or lower case.
+
+    Raises:
+        ConfigError: no cell matches; the error names the choices.
+    """
+    cells = [cell for cell in expectations() if cell.paper.lower() == paper.lower()]
+    if not cells:
+        raise _unknown("paper", "no such paper", paper, f"Choose from {', '.join(name.lower() for name in PAPERS)}.")
+    if table is not None:
+        tables = list(dict.fromkeys(cell.table for cell in cells))
+        cells = [cell for cell in cells if table.upper() in cell.table.upper().replace("=", " ").split()]
+        if not cells:
+            raise _unknown("table", f"{paper} has no such table", table, f"Choose from {', '.join(tables)}.")
+    for key, value in (where or {}).items():
+        values = list(dict.fromkeys(cell.setting[key] for cell in cells if key in cell.setting))
+        cells = [cell for cell in cells if _same(cell.setting.get(key), value)]
+        if not cells:
+            choices = f"{key} has {', '.join(values)}" if values else f"The keys are {', '.join(KEYS)}"
+            raise _unknown("--cells", "no cell matches", f"{key}={value}", f"{choices}.")
+    if not arms:
+        return cells
+    labels = list(dict.fromkeys(cell.arm for cell in cells))
+    lower = {label.lower() for label in labels}
+    for arm in arms:
+        if arm.lower() not in lower:
+            near = difflib.get_close_matches(arm, labels, 1)
+            hint = f"Did you mean {near[0]}? " if near else ""
+            raise _unknown("--arms", "no such row", arm, f"{hint}Choose from {', '.join(labels)}.")
+    return [cell for cell in cells if cell.arm.lower() in {arm.lower() for arm in arms}]
+
+
+def plan(cells: Sequence[Expectation], name: str, seeds: int, scale: float) -> Definition:
+    """Return a study of those cells that can be run.
+
+    Args:
+        cells: printed cells.
+        name: of the study.
+        seeds: runs of each arm in each cell.
+        scale: share of the paper's rounds; at least one round is run.
+
+    Raises:
+        ConfigError: none of the cells can be run.
+    """
+    runnable = [cell for cell in cells if cell.problem is None]
+    if not runnable:
+        reasons = list(dict.fromkeys(cell.problem for cell in cells if cell.problem))
+        raise ConfigError(
+            f"paper: none of the cells can be run ({len(cells)} cells: {'; '.join(reasons)}). Select other cells.",
+            code="study.not-runnable",
+            cells=len(cells),
+            reasons=reasons,
+        )
+    arms: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    only: dict[str, list[str]] = {}
+    identities: dict[str, set[str]] = {}
+    for each in runnable:
+        cell = _cell_name(each)
+        if each.identity() in identities.setdefault(cell, set()):
+            continue  # two tables, or two figures, have the same run
+        identities[cell].add(each.identity())
+        arm = _arm_name(each, arms)
+        arms[arm] = each.changes
+        rounds = each.config().federation.rounds
+        settings[cell] = {"recipe": each.recipe, "federation.rounds": max(1, round(rounds * scale))}
+        only.setdefault(cell, []).append(arm)
+    first = runnable[0]
+    reference = "FedAvg" if all("FedAvg" in names for names in only.values()) else None
+    return define(
+        {
+            "name": name,
+            "about": f"{PAPERS[first.paper]}: {len(runnable)} printed cells, {scale:g} of the rounds",
+            "arms": arms,
+            "cells": settings,
+            "only": only,
+            "seeds": seeds,
+            "measure": first.measure,
+            "at": first.at,
+            "reference": reference,
+            "paper": first.paper,
+            "scale": scale,
+        }
+    )
+
+
+def name_of(paper: str, table: str | None, where: Mapping[str, str], scale: float) -> str:
+    """Return the default name of a study of these cells."""
+    parts = [
+        paper.lower(),
+        f"table{table}" if table else "",
+        *(f"{key}{value}" for key, value in where.items()),
+        "" if scale == 1 else f"scale{scale:g}",
+    ]
+    return slug("-".join(part for part in parts if part))
+
+
+def command(cell: Expectation) -> str:
+    """Return the command that runs a cell; "" for a cell that cannot be run."""
+    if cell.problem is not None:
+        return ""
+    method = cell.changes.get("method", {})
+    words = [f"method={method['name']}"] if "name" in method else []
+    words += [f"method.{key}={_word(value)}" for key, value in method.items() if key != "name"]
+    words += [f"{key}={_word(value)}" for key, value in cell.changes.items() if key != "method"]
+    return " ".join([f"raylt run recipe:{cell.recipe}", *words])
+
+
+def _unknown(key: str, problem: str, value: str, remedy: str) -> ConfigError:
+    return ConfigError(f"{key}: {problem} ({value}). {remedy}", code="config.unknown-name", key=key, name=value)
+
+
+def _cell_name(each: Expectation) -> str:
+    return ", ".join(part for part in each.cell.split(", ") if not part.startswith(("lambda", "clusters", "E ")))
+
+
+def _arm_name(each: Expectation, arms: Mapping[str, dict[str, Any]]) -> str:
+    """Return the label of the row, with the data set where another cell uses the label for other settings."""
+    name = each.arm.replace("[", "(").replace("]", ")")
+    return name if arms.get(name, each.changes) == each.changes else f"{name} ({each.setting['dataset']})"
+
+
+def _same(value: str | None, wanted: str) -> bool:
+    try:
+        return value is not None and float(value) == float(wanted)
+    except ValueError:
+        return value == wanted
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

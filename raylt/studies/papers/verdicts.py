@@ -1,0 +1,295 @@
+"""Verdicts: the comparison of recorded runs with each cell that the papers print."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+from raylt.studies.analysis.measures import value_of
+from raylt.studies.analysis.statistics import Interval, Paired, mean_interval, paired
+from raylt.studies.papers.printed_tables import Expectation, expectations, identity
+from raylt.studies.records.record import RunRecord
+
+VerdictKind = Literal[
+    "reproduced",
+    "difference reproduced",
+    "outside",
+    "cannot be told",
+    "too few seeds",
+    "at reduced scale",
+    "longer than the paper",
+    "not run",
+    "cannot be run",
+]
+KINDS: tuple[VerdictKind, ...] = get_args(VerdictKind)
+LEAST_SEEDS = 3  # with fewer seeds the interval is too uncertain for a verdict
+WIDEST = 0.05  # half width of an interval; a wider one contains nearly any figure and reproduces none
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A printed cell and its runs.
+
+    Attributes:
+        ours: mean and t interval over the seeds; None without runs.
+        seeds: number of seeds.
+        printed_difference: difference to FedAvg of the same setting, in print; None where the paper has none, and for
+            FedAvg itself.
+        difference: the same difference in the recorded runs, paired by seed where the splits are equal.
+        scale: number of rounds in the runs, relative to the paper.
+        why: reasons where the kind alone does not say enough.
+        splits: first characters of the hashes of the splits, by seed.
+        models: first characters of the hashes of the models, by seed.
+        made: versions and device of the last run.
+    """
+
+    cell: Expectation
+    kind: VerdictKind
+    ours: Interval | None = None
+    seeds: int = 0
+    printed_difference: float | None = None
+    difference: Paired | None = None
+    scale: float | None = None
+    why: str = ""
+    splits: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    made: str = ""
+
+
+def verdicts(
+    records: Sequence[RunRecord], cells: Sequence[Expectation] | None = None, mix_versions: bool = False
+) -> list[Verdict]:
+    """Return a verdict for each printed cell; unfinished runs and runs of no cell do not count.
+
+    Args:
+        records: runs in any state.
+        cells: printed cells; by default all.
+        mix_versions: whether runs of several versions of the code count together. Otherwise only those count for a
+            cell that were made by the version with the most runs of it.
+    """
+    runs: dict[str, list[RunRecord]] = defaultdict(list)
+    for record in records:
+        if record.state == "done":
+            runs[identity(record.config)].append(record)
+    return [judge(cell, runs, mix_versions) for cell in cells or expectations()]
+
+
+def judge(cell: Expectation, runs: dict[str, list[RunRecord]], mix_versions: bool) -> Verdict:
+    """Return the verdict of one cell.
+
+    With the paper's number of rounds, a cell is reproduced when the t interval over the seeds contains the printed
+    value. Its difference is reproduced when the interval of the paired differences to FedAvg contains the printed
+    difference. A row of an ablation needs the difference in either case.
+
+    With another number of rounds or too few seeds there is no verdict, and an interval that is too wide
+    confirms nothing.
+
+    Args:
+        cell: the printed cell.
+        runs: finished runs by identity.
+        mix_versions: as in `verdicts`.
+    """
+    if cell.problem is not None:
+        return Verdict(cell, "cannot be run", why=cell.problem)
+    of_cell = runs.get(cell.identity(), [])
+    code = None if mix_versions else _leading_code(of_cell)
+    taken = _made_by(code, of_cell)
+    seeds = _by_seed(cell, taken)
+    if not seeds.values:
+        return Verdict(cell, "not run")
+    base = _base(cell)
+    of_base = [] if base is None else runs.get(base.identity(), [])
+    base_taken = _made_by(code, of_base)
+    base_values = {} if base is None else _by_seed(base, base_taken, seeds.scale).values
+    common = [seed for seed in seeds.values if seed in base_values]
+    same_split = [seed for seed in common if _split(seeds.values[seed][1]) == _split(base_values[seed][1])]
+    difference = None
+    if same_split:
+        difference = paired(
+            [seeds.values[seed][0] for seed in same_split], [base_values[seed][0] for seed in same_split]
+        )
+    ours = mean_interval([value for value, _ in seeds.values.values()])
+    printed_difference = None if base is None else cell.value - base.value
+    kind, reason = _kind(cell, ours, printed_difference, difference, len(seeds.values), seeds.scale)
+    notes = [
+        reason,
+        _repeated_note(seeds.repeated),
+        _other_code_note(len(of_cell) - len(taken), ""),
+        _other_code_note(len(of_base) - len(base_taken), " of FedAvg"),
+        _other_split_note(len(common) - len(same_split), len(common)),
+    ]
+    records = [record for _, record in seeds.values.values()]
+    return Verdict(
+        cell,
+        kind,
+        ours,
+        len(seeds.values),
+        printed_difference,
+        difference,
+        seeds.scale,
+        "; ".join(note for note in notes if note),
+        tuple(_split(record) for record in records),
+        tuple(_short(record, "model_sha256") for record in records),
+        _made(records),
+    )
+
+
+def count(judged: Sequence[Verdict]) -> dict[VerdictKind, int]:
+    """Return the number of cells by kind of verdict."""
+    counts = Counter(verdict.kind for verdict in judged)
+    return {kind: counts[kind] for kind in KINDS}
+
+
+def _kind(
+    cell: Expectation, ours: Interval, printed: float | None, difference: Paired | None, seeds: int, scale: float
+) -> tuple[VerdictKind, str]:
+    """Return the kind of a verdict, and the reason where the kind does not say enough.
+
+    Args:
+        cell: the printed cell.
+        ours: interval of the measured value.
+        printed: printed difference.
+        difference: measured difference.
+        seeds: number of seeds.
+        scale: number of rounds, relative to the paper.
+    """
+    if scale != 1:
+        return ("at reduced scale" if scale < 1 else "longer than the paper"), ""
+    if seeds < LEAST_SEEDS:
+        return "too few seeds", f"{LEAST_SEEDS} are the least; nothing is claimed"
+    if ours.half == 0:
+        return "cannot be told", "all seeds have the same value, so there is no interval"
+    if cell.ablation:
+        return _kind_of_ablation(cell, ours, printed, difference)
+    if ours.holds(cell.value):
+        return ("reproduced", "") if ours.half <= WIDEST else ("cannot be told", f"± {100 * ours.half:.1f} points")
+    away = f"by {100 * (ours.estimate - cell.value):+.2f} points"
+    if difference is None or printed is None or difference.n < LEAST_SEEDS or not difference.difference.holds(printed):
+        return "outside", away
+    half = difference.difference.half
+    if half <= WIDEST:
+        return "difference reproduced", ""
+    return "cannot be told", f"the value is outside {away}, the difference is known to ± {100 * half:.1f} points"
+
+
+def _kind_of_ablation(
+    cell: Expectation, ours: Interval, printed: float | None, difference: Paired | None
+) -> tuple[VerdictKind, str]:
+    """Return the kind for a row of an ablation, which is never reproduced by its level alone."""
+    if printed is None:
+        return "cannot be told", "the paper prints no FedAvg of this setting to take the difference to"
+    if difference is None or difference.n < LEAST_SEEDS:
+        return "cannot be told", f"fewer than {LEAST_SEEDS} runs of FedAvg on the same splits"
+    interval = difference.difference
+    if interval.half == 0:
+        return "cannot be told", "all seeds have the same difference, so there is no interval"
+    if not interval.holds(printed):
+        return "outside", f"the difference by {100 * (interval.estimate - printed):+.2f} points"
+    if interval.half > WIDEST:
+        return "cannot be told", f"the difference is known to ± {100 * interval.half:.1f} points"
+    reproduced = ours.holds(cell.value) and ours.half <= WIDEST
+    return ("reproduced" if reproduced else "difference reproduced"), ""
+
+
+class _Seeds(NamedTuple):
+    """The runs of a cell at one scale.
+
+    Attributes:
+        scale: number of rounds, relative to the paper.
+        values: value and run by seed; of several runs of a seed the first.
+        repeated: seeds that have several runs with different models.
+    """
+
+    scale: float
+    values: dict[int, tuple[float, RunRecord]]
+    repeated: list[int]
+
+
+def _by_seed(cell: Expectation, records: list[RunRecord], scale: float | None = None) -> _Seeds:
+    """Return the runs of a cell at a scale; by default that of the paper, else the largest that was run."""
+    paper_rounds = cell.config().federation.rounds
+    scales = {record.config["federation"]["rounds"] / paper_rounds for record in records}
+    default = 1.0 if 1.0 in scales else max(scales, default=1.0)
+    chosen = default if scale is None else scale
+    values: dict[int, tuple[float, RunRecord]] = {}
+    repeated: set[int] = set()
+    for record in sorted(records, key=lambda r: r.seed):
+        value = value_of(record, cell.measure, cell.at)
+        if value is None or record.config["federation"]["rounds"] / paper_rounds != chosen:
+            continue
+        seed = record.config["seed"]
+        _, first = values.setdefault(seed, (value, record))
+        if _short(first, "model_sha256") != _short(record, "model_sha256"):
+            repeated.add(seed)
+    return _Seeds(chosen, values, sorted(repeated))
+
+
+def _repeated_note(seeds: list[int]) -> str:
+    return f"several runs of seed {', '.join(map(str, seeds))}: the first of each" if seeds else ""
+
+
+def _other_code_note(runs: int, arm: str) -> str:
+    if not runs:
+        return ""
+    plural = "s" if runs > 1 else ""
+    return f"left out, by another version of the code: {runs} run{plural}{arm}; --mix-versions takes them too"
+
+
+def _other_split_note(seeds: int, of: int) -> str:
+    return f"{seeds} of {of} seeds have another split than FedAvg's, not paired" if seeds else ""
+
+
+def _base(cell: Expectation) -> Expectation | None:
+    """Return FedAvg's cell in the same setting and figure, of the same table where it has one.
+
+    There is none for FedAvg itself, and where the paper prints none.
+    """
+
+    def setting(each: Expectation) -> tuple[Any, ...]:
+        fixed = {key: value for key, value in each.setting.items() if key not in ("lambda", "clusters")}
+        return each.paper, each.measure, tuple(sorted(fixed.items()))
+
+    if cell.method.startswith("FedAvg"):
+        return None
+    bases = [
+        each
+        for each in expectations()
+        if each.method in ("FedAvg", "FedAvg w/o clustering")
+        and each.problem is None
+        and setting(each) == setting(cell)
+    ]
+    of_table = [each for each in bases if each.table == cell.table]
+    return next(iter([*of_table, *bases]), None)
+
+
+def _code(record: RunRecord) -> tuple[str, ...]:
+    return tuple(record.made.get("codes", []))
+
+
+def _leading_code(records: Sequence[RunRecord]) -> tuple[str, ...] | None:
+    """Return the version of the code that made most of the runs; None without runs."""
+    counts = Counter(map(_code, records))
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def _made_by(code: tuple[str, ...] | None, records: list[RunRecord]) -> list[RunRecord]:
+    """Return the runs that one version of the code made; all for None."""
+    return [record for record in records if code is None or _code(record) == code]
+
+
+def _split(record: RunRecord) -> str:
+    return _short(record, "split_sha256")
+
+
+def _short(record: RunRecord, key: str) -> str:
+    return str((record.summary or {}).get(key, ""))[:8]
+
+
+def _made(records: Sequence[RunRecord]) -> str:
+    """Return versions and device of the last run, and the number of versions of the code that made the runs."""
+    made = records[-1].made
+    if not made:
+        return "unknown"
+    codes = {code for record in records for code in record.made.get("codes", [])}
+    several = f", {len(codes)} versions of the code" if len(codes) > 1 else ""
+    return f"raylt {made.get('commit') or made.get('raylt')}, torch {made.get('torch')}, {made.get('device')}{several}"

@@ -1,0 +1,229 @@
+"""`RunRecord`: everything that a comparison needs of one run, read from its folder.
+
+Comparisons use only records with the state "done". The states:
+
+    missing     there is no folder
+    running     a process holds the run
+    stopped     the run has begun, no process holds it, and it can continue
+    failed      the last attempt ended with an error
+    damaged     files contradict each other, were changed or cannot be read
+    done        every round and the summary are there and agree
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, TypeAdapter
+from typing_extensions import TypedDict
+
+from raylt import store
+from raylt.core.report import shown_figure
+from raylt.errors import RayltError, on_one_line
+from raylt.runs.folder import provenance
+from raylt.runs.folder.reader import Files
+from raylt.typed_json import as_json, closed, printable
+
+RecordState = Literal["missing", "running", "stopped", "failed", "damaged", "done"]
+GROUPS = ("many", "medium", "few")
+CURVES = ("step", "accuracy", "shown", *GROUPS, "validation", "up", "down", "seconds")
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Printable = Annotated[str, AfterValidator(printable)]
+
+
+def _with_codes(made: dict[str, Any]) -> dict[str, Any]:
+    """Return the provenance of a record, whose code hashes, if it has them, are a list of texts."""
+    codes = made.get("codes", ["unknown"])
+    if (
+        not isinstance(codes, list)
+        or not codes
+        or not all(isinstance(code, str) and code.isprintable() for code in codes)
+    ):
+        raise ValueError("has codes that are no list of hashes")
+    return made
+
+
+@closed
+class _Record(TypedDict):
+    """A record as JSON."""
+
+    cell: Printable
+    arm: Printable
+    seed: int
+    folder: Printable
+    state: RecordState
+    problem: Printable | None
+    steps: int
+    planned_steps: int
+    config: dict[str, Any]
+    summary: dict[str, Any] | None
+    curve: dict[str, list[Finite | None]]
+    made: Annotated[dict[str, Any], AfterValidator(_with_codes)]
+    by_client: dict[str, list[Finite | None]]
+
+
+_RECORD = TypeAdapter(_Record)
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run of a study.
+
+    Attributes:
+        folder: of the run, relative to the study's folder where it belongs to a study.
+        problem: the reason why the run is failed or damaged.
+        steps: number of committed steps.
+        planned_steps: number of rounds, without what a method does after the last round.
+        config: content of config.yaml.
+        summary: content of summary.json; None unless the run is done.
+        curve: lists by step: "step", "accuracy", "shown" (the figure that is shown where there is room for one), the
+            groups, "validation" (accuracy on the validation part), and the cumulated "up", "down" (bytes) and
+            "seconds". A round that was not judged has None.
+        made: provenance of the last process that worked on the run, see provenance.py. "codes" lists the code hashes
+            of all processes.
+        by_client: accuracies of each client by id, from the last evaluation; None for a client that is not judged.
+        sealed: whether hashes bind the record to its run: it was read from a run folder, or from a file of results
+            that has its seal (seal.py).
+    """
+
+    cell: str
+    arm: str
+    seed: int
+    folder: str
+    state: RecordState = "missing"
+    problem: str | None = None
+    steps: int = 0
+    planned_steps: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] | None = None
+    curve: dict[str, list[Any]] = field(default_factory=dict)
+    made: dict[str, Any] = field(default_factory=dict)
+    by_client: dict[str, list[float | None]] = field(default_factory=dict)
+    sealed: bool = True
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds that a finished run took: fewer than planned where federation.patience ended them."""
+        return self.planned_steps if self.summary is None else self.summary["rounds"]
+
+    @property
+    def seconds(self) -> float:
+        """Duration of all committed steps, training and evaluation."""
+        return self.curve["seconds"][-1] if self.curve.get("seconds") else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as plain values."""
+        return {key: value for key, value in asdict(self).items() if key != "sealed"}
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any], name: str = "record") -> "RunRecord":
+        """Return the record that `to_json` wrote.
+
+        Args:
+            tree: plain values.
+            name: name of the source in error messages.
+
+        Raises:
+            CheckpointError: the values are not a record.
+        """
+        return cls(**as_json(json.dumps(tree), _RECORD, name))
+
+
+def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: str | None = None) -> RunRecord:
+    """Return the record of a run folder in any state; a broken folder gives a record and no error.
+
+    Args:
+        folder: of the run.
+        cell: the run's cell in its study.
+        arm: the run's arm in its study.
+        seed: the run's seed in its study.
+        name: the folder in the record; by default `folder`.
+    """
+    fields: dict[str, Any] = {"cell": cell, "arm": arm, "seed": seed, "folder": name or str(folder)}
+    files = Files(folder)
+    failure = failure_file(folder)
+    state = files.state
+    try:
+        if state == "missing":  # a process that died while it created the folder may have left files
+            return _unfinished(fields, "missing", failure)
+        config = files.config()
+        fields["config"] = config.model_dump(mode="json")
+        fields["planned_steps"] = config.federation.rounds
+        fields["made"] = _made(folder)
+        lines = files.lines()
+        fields["curve"] = _curve(lines.reports)
+        fields["steps"] = len(lines.reports)
+        if state == "running":
+            return RunRecord(**fields, state="running")
+        if state == "stopped":
+            return _unfinished(fields, "stopped", failure)
+        files.split()
+        summary = files.summary()
+    except RayltError as error:
+        fields["curve"] = {}
+        return RunRecord(**fields, state="damaged", problem=str(error))
+    by_client = lines.reports[-1]["by_client"] or {}
+    fields["by_client"] = {kind: by_client[kind] for kind in ("local", "owned", "matched") if kind in by_client}
+    return RunRecord(**fields, state="done", summary=summary)
+
+
+def failure_file(folder: Path) -> Path:
+    """Return the file in which a study notes the error that ended a run.
+
+    It is next to the run's folder, since a run that cannot start leaves no folder.
+    """
+    return folder.with_name(folder.name + ".failed")
+
+
+def age(folder: Path) -> float | None:
+    """Return the seconds since the run wrote a line or was created; None where there is no run."""
+    for name in ("summary.json", "metrics.jsonl", "config.yaml"):
+        if (folder / name).exists():
+            return max(0.0, datetime.now().timestamp() - (folder / name).stat().st_mtime)
+    return None
+
+
+def _unfinished(fields: dict[str, Any], state: RecordState, failure: Path) -> RunRecord:
+    """Return the record of a run that no process holds; it is failed where a study noted an error."""
+    if not failure.parent.is_dir():
+        return RunRecord(**fields, state=state)
+    with store.Folder.open(failure.parent) as folder:
+        if failure.name not in folder.names():
+            return RunRecord(**fields, state=state)
+        problem = on_one_line(folder.read(failure.name).decode(errors="replace").strip())
+    return RunRecord(**fields, state="failed", problem=problem)
+
+
+def _made(folder: Path) -> dict[str, Any]:
+    lines = provenance.read(folder)
+    if not lines:
+        return {}
+    hidden = provenance.LINKS | {provenance.START}
+    last = {key: value for key, value in lines[-1].items() if key not in hidden}
+    return last | {"codes": sorted({str(line.get("code")) for line in lines})}
+
+
+def _curve(reports: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    curve: dict[str, list[Any]] = {key: [] for key in CURVES}
+    up = 0
+    down = 0
+    seconds = 0.0
+    for report in reports:
+        up += sum(call["up"] for call in report["traffic"].values())
+        down += sum(call["down"] for call in report["traffic"].values())
+        seconds += report["seconds"] + report["evaluation_seconds"]
+        groups = report["groups"] or {}
+        validation = report["figures"].get("validation") or {}
+        curve["step"].append(report["step"])
+        curve["accuracy"].append(report["accuracy"])
+        curve["shown"].append(shown_figure(report)[1])
+        for group in GROUPS:
+            curve[group].append(groups.get(group))
+        curve["validation"].append(validation.get("accuracy"))
+        curve["up"].append(up)
+        curve["down"].append(down)
+        curve["seconds"].append(round(seconds, 3))
+    return curve

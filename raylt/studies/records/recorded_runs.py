@@ -1,0 +1,427 @@
+"""Results of studies, and runs on record: finished runs that a study takes from a file instead of running them.
+
+results.json has the definition of a study and every record, from which all tables and reports are made. A seal binds
+all of it, see seal.py. A file of schema 1 was written before there were seals: its records count, and every table
+names them as unsealed. `seal_results` seals such a file as far as the summaries in it still have their hashes.
+
+Next to a study's file, `results/NAME.json` keeps its finished runs in the same form. Those runs count as done, and the
+study does only the rest. A recorded run counts where it is done, has the settings that the study plans, and was made by
+the same code unless versions may be mixed. What its arm was tuned to must agree, too. The study's folder keeps the
+runs that it took in recorded.json.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NotRequired
+
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
+from raylt import store
+from raylt.config import Config, DataConfig, check, completed
+from raylt.data.task import build_task
+from raylt.disk import exists
+from raylt.errors import CheckpointError, ConfigError, DataError
+from raylt.runs.folder import provenance
+from raylt.runs.folder.reader import Files
+from raylt.runs.folder.summary import check_figures
+from raylt.studies.definition import Definition, Planned
+from raylt.studies.records.record import RunRecord
+from raylt.studies.records.seal import (
+    FileSeal,
+    changed,
+    check_seal,
+    contradiction,
+    is_intact,
+    seal_file,
+)
+from raylt.studies.running.tuning import Outcomes, joined, search_hash
+from raylt.studies.settings import differences, file_names
+from raylt.typed_json import as_json, closed, hash_json
+
+FILE = "results.json"
+RECORDED = "recorded.json"
+SCHEMA = 2
+UNSEALED = 1  # the schema before there were seals
+LIMIT = 2**30  # bytes of a file of results
+Key = tuple[str, str, int]  # cell, arm and seed
+
+
+@closed
+class Holding(TypedDict):
+    """The clients' class counts in a cell, see `Study.holdings`."""
+
+    names: list[str]
+    groups: list[str]
+    counts: list[list[int]]
+
+
+Holdings = dict[str, Holding]  # by cell
+
+
+@closed
+class _Results(TypedDict):
+    """The content of results.json."""
+
+    schema: int
+    definition: dict[str, Any]
+    records: list[dict[str, Any]]
+    holdings: Holdings
+    tuned: NotRequired[Outcomes]
+    seal: NotRequired[FileSeal]
+
+
+_RESULTS = TypeAdapter(_Results)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Runs that a study takes from a record.
+
+    Attributes:
+        records: by cell, arm and seed.
+        holdings: class counts of their cells, see `Study.holdings`.
+        passed_over: one line for each reason why recorded runs were not taken.
+    """
+
+    records: dict[Key, RunRecord] = field(default_factory=dict)
+    holdings: Holdings = field(default_factory=dict)
+    passed_over: list[str] = field(default_factory=list)
+
+
+def write_results(
+    path: Path, definition: Definition, records: list[RunRecord], holdings: Holdings, tuned: Outcomes
+) -> None:
+    """Write the results of a study to a JSON file."""
+    content: dict[str, Any] = {
+        "schema": SCHEMA,
+        "definition": definition.model_dump(mode="json"),
+        "records": [record.to_json() for record in records],
+        "holdings": holdings,
+    }
+    if tuned:
+        content["tuned"] = tuned
+    content = json.loads(json.dumps(content))  # as a reader sees it: keys are texts
+    content["seal"] = seal_file(content["definition"], content["holdings"], content.get("tuned", {}), records)
+    store.write(path, json.dumps(content, separators=(",", ":")) + "\n")
+
+
+def read_results(path: Path) -> tuple[Definition, list[RunRecord], Holdings, Outcomes]:
+    """Return the content that `write_results` wrote.
+
+    Raises:
+        CheckpointError: the file cannot be read, was changed after it was written, or has another schema.
+    """
+    where = str(path)
+    content = as_json(store.read(path, LIMIT), _RESULTS, f"{path}: not the results of a study")
+    if content["schema"] not in (SCHEMA, UNSEALED):
+        raise CheckpointError(
+            f"{path}: this raylt reads schema {SCHEMA} ({content['schema']}). Read it with the raylt that wrote it.",
+            code="record.other-schema",
+            path=where,
+            value=content["schema"],
+        )
+    seal = content.get("seal")
+    if (seal is None) != (content["schema"] == UNSEALED):
+        raise changed(where, "seal", "does not belong to this schema" if seal else "is missing")
+    records = [RunRecord.from_json(record, where) for record in content["records"]]
+    for record in records:
+        if record.state == "done":
+            _check_form(record, where)
+    sealed = [False] * len(records) if seal is None else check_seal(seal, {"tuned": {}, **content}, records, where)
+    records = [replace(record, sealed=each) for record, each in zip(records, sealed, strict=True)]
+    definition = check(Definition, content["definition"])
+    return definition, records, content["holdings"], content.get("tuned", {})
+
+
+def seal_results(path: Path) -> list[str]:
+    """Seal a file from before seals existed, except for records whose summaries have no hashes.
+
+    Returns:
+        One line for each record that stays unsealed.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is sealed already and was changed.
+    """
+    definition, records, holdings, tuned = read_results(path)
+    lines = []
+    sealed = []
+    for record in records:
+        problem = _unsealable(record)
+        if problem:
+            lines.append(f"{record.folder}: stays unsealed, since {problem}")
+        sealed.append(replace(record, sealed=not problem))
+    write_results(path, definition, sealed, holdings, tuned)
+    return lines
+
+
+def _unsealable(record: RunRecord) -> str | None:
+    if record.summary is not None and not is_intact(record.summary):
+        return "its summary does not have the hash that its run gave it"
+    problem = contradiction(record)
+    return f"its {problem} contradicts its summary" if problem else None
+
+
+def _check_form(record: RunRecord, where: str) -> None:
+    """Check the fields of a finished run's record that tables and reports use, also if no hash protects it.
+
+    Raises:
+        CheckpointError: a part has another form than a run's, or contradicts another part; the message names it.
+    """
+    name = f"{where}: {record.folder}"
+    if record.summary is None:
+        raise changed(where, f"{record.folder}: summary", "is missing")
+    check_figures(record.summary, name)
+    try:
+        check(Config, record.config)
+        completed(record.config)
+        problem = contradiction(record)
+    except ConfigError as error:
+        raise CheckpointError(f"{name}: {error}", code="file.malformed", path=where, key="config") from None
+    except (KeyError, TypeError, AttributeError):  # a section of the settings, or a group of figures, is none
+        raise CheckpointError(
+            f"{name}: a part has another form than a run's. Put the original back.", code="file.malformed", path=where
+        ) from None
+    if problem:
+        raise changed(where, f"{record.folder}: {problem}", "contradicts the summary of its run")
+
+
+def read_holdings(config: dict[str, Any], folder: Path) -> Holding | None:
+    """Return the clients' class counts in a run, see `Study.holdings`; None where its data are not on this machine."""
+    try:
+        task = build_task(DataConfig(**config["data"]), Files(folder).split(), provenance.start_of(folder))
+    except (DataError, ConfigError):
+        return None
+    return {"names": list(task.class_names), "groups": list(task.groups), "counts": task.client_counts.tolist()}
+
+
+def record_path(file: Path, definition: Definition) -> Path:
+    """Return the file that keeps the runs of the study in `file`."""
+    return file.parent / "results" / f"{definition.name}.json"
+
+
+def load_planned(path: Path, planned: Sequence[Planned], mix_versions: bool) -> Recorded:
+    """Load the planned runs that are on record; none where the file does not exist.
+
+    Raises:
+        CheckpointError: the file exists and cannot be read.
+    """
+    if not exists(path):
+        return Recorded()
+    plans = {(plan.cell, plan.arm, plan.seed): plan for plan in planned}
+    _, records, holdings, _ = read_results(path)
+    current = provenance.code_sha256()
+    taken: dict[Key, RunRecord] = {}
+    other_code: list[RunRecord] = []
+    other_settings: list[tuple[RunRecord, str]] = []
+    for record in records:
+        plan = plans.get(_key(record))
+        if record.state != "done" or plan is None:
+            continue
+        if not mix_versions and record.made.get("codes") != [current]:
+            other_code.append(record)
+        elif changed := _differences(record, plan):
+            other_settings.append((record, changed))
+        else:
+            taken[_key(record)] = record
+    passed_over = []
+    if other_code:
+        passed_over.append(
+            f"{path}: another version of the code made {len(other_code)} recorded runs, which are repeated. "
+            "Use them with --mix-versions."
+        )
+    if other_settings:
+        first, changed = other_settings[0]
+        passed_over.append(
+            f"{path}: {len(other_settings)} recorded runs had other settings and are repeated. "
+            f"The first is {first.folder} ({changed})."
+        )
+    return Recorded(taken, holdings if taken else {}, passed_over)
+
+
+def load_tuned(path: Path, definition: Definition, mix_versions: bool) -> Outcomes:
+    """Load the recorded outcomes of those searches that the study would repeat with the same settings.
+
+    There are none where this code made none of the recorded runs, unless versions may be mixed. Another version made
+    the searches, too.
+
+    Raises:
+        CheckpointError: the file exists and cannot be read.
+    """
+    if definition.tune is None or not exists(path):
+        return {}
+    _, records, _, tuned = read_results(path)
+    current = provenance.code_sha256()
+    if not mix_versions and not any(record.made.get("codes") == [current] for record in records):
+        return {}
+    planned = {(cell, arm) for cell in definition.all_cells for arm in definition.arms_of(cell)}
+    outcomes: Outcomes = {}
+    for cell, arms in tuned.items():
+        outcomes[cell] = {}
+        for arm, outcome in arms.items():
+            if (cell, arm) in planned and outcome["asked"] == _search_hash(definition, cell, arm):
+                outcomes[cell][arm] = outcome
+    return outcomes
+
+
+def store_taken(folder: Path, definition: Definition, recorded: Recorded) -> None:
+    """Write the runs that a study took from a record to its folder, in place of earlier ones."""
+    if recorded.records:
+        write_results(folder / RECORDED, definition, list(recorded.records.values()), recorded.holdings, {})
+    else:
+        with store.Folder.open(folder) as opened:
+            opened.remove(RECORDED)
+
+
+def load_stored(folder: Path, definition: Definition, tuned: Outcomes) -> Recorded:
+    """Load the runs that `store_taken` wrote, as far as the study still plans them.
+
+    The version of their code was checked when they were stored.
+    """
+    if not (folder / RECORDED).exists():
+        return Recorded()
+    return load_planned(folder / RECORDED, definition.runs(tuned), mix_versions=True)
+
+
+def update(
+    path: Path, definition: Definition, done: Sequence[RunRecord], holdings: Holdings, tuned: Outcomes
+) -> list[str]:
+    """Put finished runs on record, in place of those with the same cell, arm and seed.
+
+    Other recorded runs stay where the study would still make them with the same settings. For this the study is taken
+    with their seeds, and with the arms and cells that it had when they were recorded. The rest is removed, since it
+    cannot be compared with the new runs.
+
+    A record is meant to be shared. Of files and folders in settings it has only the names.
+
+    Args:
+        path: file of the record, which need not exist.
+        definition: the study as of now.
+        done: finished runs.
+        holdings: class counts of their cells.
+        tuned: outcomes of tuning.
+
+    Returns:
+        One line that names the removed runs, or nothing.
+    """
+    former = definition
+    records: list[RunRecord] = []
+    former_holdings: Holdings = {}
+    former_tuned: Outcomes = {}
+    if exists(path):
+        former, records, former_holdings, former_tuned = read_results(path)
+    wide = _with_former(definition, former)
+    outcomes = joined(former_tuned, tuned) if definition.tune else {}
+
+    new = {_key(record): _portable(record) for record in done}
+    older = [record for record in records if _key(record) not in new]
+    changes = {_key(record): _changes(record, wide, outcomes) for record in older}
+    kept = {_key(record): record for record in older if not changes[_key(record)]}
+    removed = [f"{record.folder} ({changes[_key(record)]})" for record in older if changes[_key(record)]]
+
+    cells_of_kept = {cell for cell, _, _ in kept}
+    with store.folder_for(path.parent):
+        write_results(
+            path,
+            _restricted(wide, definition, kept),
+            _in_order(new | kept, kept, definition.runs(tuned)),
+            {cell: each for cell, each in former_holdings.items() if cell in cells_of_kept} | holdings,
+            joined(_outcomes_of(kept, outcomes), tuned),
+        )
+    if not removed:
+        return []
+    return [
+        f"{path}: {len(removed)} recorded runs are removed, since the study would make them differently. "
+        f"The first is {removed[0]}."
+    ]
+
+
+def _key(record: RunRecord) -> Key:
+    return record.cell, record.arm, record.seed
+
+
+def _with_former(definition: Definition, former: Definition) -> Definition:
+    """Return a study with the arms and cells that it had before, unless it has others with their names now."""
+    arms = {arm: changes for arm, changes in former.arms.items() if arm not in definition.arms}
+    return _with(definition, arms=definition.arms | arms, cells=former.all_cells | definition.all_cells)
+
+
+def _restricted(wide: Definition, definition: Definition, kept: Mapping[Key, RunRecord]) -> Definition:
+    """Return a study with, of its former arms and cells, only those that have kept runs."""
+    cells = {cell for cell, _, _ in kept}
+    arms = {arm for _, arm, _ in kept} | definition.arms.keys()
+    fields: dict[str, Any] = {"arms": {arm: changes for arm, changes in wide.arms.items() if arm in arms}}
+    former_cells = {cell: settings for cell, settings in wide.all_cells.items() if cell in cells}
+    # the field stays empty in a study without cells, unless kept runs are of a former cell
+    if former_cells.keys() - definition.all_cells.keys():
+        fields["cells"] = former_cells | definition.all_cells
+    return _with(definition, **fields)
+
+
+def _in_order(
+    records: Mapping[Key, RunRecord], kept: Mapping[Key, RunRecord], planned: Sequence[Planned]
+) -> list[RunRecord]:
+    """Return the planned runs in their order, then the other kept runs."""
+    keys = [(plan.cell, plan.arm, plan.seed) for plan in planned]
+    ordered = dict.fromkeys([*(key for key in keys if key in records), *kept])
+    return [records[key] for key in ordered]
+
+
+def _outcomes_of(kept: Mapping[Key, RunRecord], outcomes: Outcomes) -> Outcomes:
+    """Return the outcomes of tuning for the cells and arms of the kept runs."""
+    pairs = {(cell, arm) for cell, arm, _ in kept}
+    return {
+        cell: {arm: outcome for arm, outcome in arms.items() if (cell, arm) in pairs} for cell, arms in outcomes.items()
+    }
+
+
+def _portable(record: RunRecord) -> RunRecord:
+    """Return a record without the paths of a machine, also where its figures quote them."""
+    tree = record.to_json()
+    tree["config"]["data"]["root"] = Path(tree["config"]["data"]["root"]).name
+    text = json.dumps(tree)
+    for path, name in file_names(record.config).items():
+        text = text.replace(json.dumps(path)[1:-1], json.dumps(name)[1:-1])
+    portable: dict[str, Any] = json.loads(text)
+    if record.summary is not None and portable["summary"] != record.summary and is_intact(record.summary):
+        # the hash was right until names took the place of paths
+        portable["summary"]["sha256"] = hash_json(
+            {key: value for key, value in portable["summary"].items() if key != "sha256"}
+        )
+    return replace(RunRecord.from_json(portable), sealed=record.sealed)
+
+
+def _with(definition: Definition, **fields: Any) -> Definition:
+    return Definition.model_validate(definition.model_dump(mode="json") | fields)
+
+
+def _changes(record: RunRecord, wide: Definition, outcomes: Outcomes) -> str:
+    """Return the reason why a study would make a recorded run differently; "" where it would not."""
+    cell = record.cell
+    arm = record.arm
+    if cell not in wide.all_cells or arm not in wide.arms:
+        return "the study has no such cell or arm"
+    outcome = outcomes.get(cell, {}).get(arm)
+    try:
+        if outcome and wide.tune and outcome["asked"] != _search_hash(wide, cell, arm):
+            return "its arm was tuned for something else"
+        return _differences(record, wide.run(cell, arm, record.seed, outcomes))
+    except ConfigError as error:
+        return str(error)
+
+
+def _search_hash(definition: Definition, cell: str, arm: str) -> str:
+    assert definition.tune is not None
+    base = definition.base_of(cell, arm)
+    reference = definition.base_of(cell, definition.compared_to)
+    return search_hash(definition.tune, arm, base, reference)
+
+
+def _differences(record: RunRecord, plan: Planned) -> str:
+    """Return the settings in which a recorded run differs from its plan; "" where it does not."""
+    try:
+        return "; ".join(differences(record.config, plan.config, elsewhere=True))
+    except ConfigError as error:
+        return str(error)

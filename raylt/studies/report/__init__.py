@@ -1,0 +1,1 @@
+"""Tables, drawings and the HTML report of a study."""

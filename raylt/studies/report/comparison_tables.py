@@ -1,0 +1,367 @@
+"""Tables of comparisons: accuracies in percent, differences in points.
+
+Tables of equal runs are equal: nothing depends on the duration of a run unless the measure is `seconds`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from raylt.errors import ConfigError
+from raylt.studies.analysis.claims import Judged
+from raylt.studies.analysis.comparison import Comparison, Row
+from raylt.studies.analysis.measures import At, measure_of
+from raylt.studies.analysis.statistics import Interval
+from raylt.studies.report.table import Places, TextTable
+
+UNSEALED = "unsealed: no hash binds these figures to their runs"
+HEADINGS = {
+    "last": "last round",
+    "last10": "mean of the last ten judged rounds",
+    "validation": "round with the best accuracy on validation samples",
+    "best": "best round on the test set",
+}
+Spread = Literal["interval", "sd"]  # what stands behind ± next to a mean
+
+
+def comparison_table(comparison: Comparison, spread: Spread = "interval") -> TextTable:
+    """Return the table of one measure: every arm in every cell, its difference to the reference arm, and the claims.
+
+    Args:
+        comparison: of the measure.
+        spread: what stands behind ± next to a mean: half of its interval, or the standard deviation over the seeds.
+    """
+    cells = _has_cells(comparison)
+    figures = _figure_names(comparison, spread)
+    left_out = list(comparison.left_out)
+    if not comparison.overall and len({row.cell for row in comparison.rows}) > 1:
+        left_out.append("over cells: no table, since all arms have the same seeds in fewer than two of them")
+    return TextTable(
+        title=_title(comparison, spread),
+        head=[*_if(cells, "cell"), "arm", *figures],
+        rows=[[*_if(cells, row.cell), row.arm, *_figures(comparison, row, spread)] for row in comparison.rows],
+        places=_places(comparison.rows, [comparison], {comparison.measure: 2 + cells}),
+        columns=("ll" if cells else "l") + "r" * (len(figures) - 1) + "l",
+        grouped=cells,
+        naming=1 + cells,
+        further=_further(comparison),
+        notes=_notes(comparison, left_out),
+    )
+
+
+def measures_table(comparisons: Sequence[Comparison], spread: Spread = "interval") -> TextTable:
+    """Return the table of several measures of the same runs, in each cell ordered by the first measure that a run has.
+
+    The column of a measure that no run has is empty.
+
+    Args:
+        comparisons: one for each measure.
+        spread: see `comparison_table`.
+
+    Raises:
+        ConfigError: a measure is named twice.
+    """
+    first = next((comparison for comparison in comparisons if comparison.rows), comparisons[0])
+    names = [comparison.measure for comparison in comparisons]
+    if len(set(names)) < len(names):
+        twice = max(names, key=names.count)
+        raise ConfigError(
+            f"measure: given twice ({twice}). Name each measure once.",
+            code="config.conflict",
+            key="measure",
+            name=twice,
+        )
+    rows_by_measure = {(row.cell, row.arm, each.measure): row for each in comparisons for row in each.rows}
+    cells = list(dict.fromkeys(row.cell for row in first.rows))
+    several = len(cells) > 1
+    sign = -1 if measure_of(first.measure).higher else 1
+    ordered = sorted(first.rows, key=lambda row: (cells.index(row.cell), sign * row.mean.estimate))
+    rows = []
+    for row in ordered:
+        figures = [_mean_text(rows_by_measure.get((row.cell, row.arm, name)), name, spread) for name in names]
+        rows.append([*_if(several, row.cell), row.arm, finished(row), *figures])
+    columns = [name if name == "seconds" else f"{name}, {unit(name)}" for name in names]
+    title = f"ordered by {measure_of(first.measure).what}, {HEADINGS[first.at]}; {_spread_text(first, spread)}"
+    return TextTable(
+        title=title,
+        head=[*_if(several, "cell"), "arm", "seeds", *columns],
+        rows=rows,
+        columns=("ll" if several else "l") + "r" * (1 + len(names)),
+        grouped=several,
+        naming=1 + several,
+        places=_places(ordered, comparisons, {name: 2 + several + number for number, name in enumerate(names)}),
+        notes=_notes(first, _left_out_of_several(comparisons)),
+    )
+
+
+def claims_table(studies: Mapping[str, Comparison]) -> TextTable:
+    """Return the table of the claims of several studies, by the study's name.
+
+    Raises:
+        ConfigError: no study has a claim that its finished runs can decide.
+    """
+    tables = [
+        (f"{name}, {HEADINGS[each.at]}: {family(each)}", *_claims(each))
+        for name, each in studies.items()
+        if each.claims
+    ]
+    if not tables:
+        raise ConfigError(
+            f"claims: finished runs can decide none ({', '.join(studies)}). Write claims in the study's file, or run "
+            "the study.",
+            code="study.no-figure",
+            key="claims",
+            studies=list(studies),
+        )
+    (title, head, rows), *further = tables
+    left_out = [f"{name}: {line}" for name, each in studies.items() for line in each.left_out]
+    unsealed = [f"{name}: {line}" for name, each in studies.items() for line in each.unsealed]
+    notes = {UNSEALED: unsealed, "left out": left_out}
+    return TextTable(title, head, rows, "l" * len(head), grouped=False, further=further, notes=notes)
+
+
+def finished(row: Row) -> str:
+    """Return the number of seeds that a row has, as "4 of 6" where the cell has more."""
+    n = len(row.values)
+    return str(n) if n == row.planned else f"{n} of {row.planned}"
+
+
+def shown(measure: str) -> Callable[[float], str]:
+    """Return the function that writes a value of a measure without its unit: shares in percent, bytes in MiB."""
+    if measure == "seconds":
+        return lambda value: f"{value:.0f}"
+    return lambda value: f"{scale(measure) * value:.2f}"
+
+
+def scale(measure: str) -> float:
+    """Return the factor from a value to the number that tables show with its `unit`."""
+    if measure == "seconds":
+        return 1
+    return 2**-20 if measure.startswith("bytes") else 100
+
+
+def unit(measure: str) -> str:
+    """Return the unit of a measure in tables."""
+    if measure.startswith("bytes"):
+        return "MiB"
+    return "s" if measure == "seconds" else "%"
+
+
+def within(low: float, high: float, measure: str) -> tuple[float, float]:
+    """Return both ends of an interval inside the values that a measure can have: no bytes below 0, no share above 1."""
+    return max(0.0, low), min(1.0, high) if unit(measure) == "%" else high
+
+
+def interval(each: Interval, show: Callable[[float], str]) -> str:
+    """Return "1.20 [0.40, 2.00]", or the estimate alone where there is no interval."""
+    text = show(each.estimate)
+    return text if each.low is None or each.high is None else f"{text} [{show(each.low)}, {show(each.high)}]"
+
+
+def margin(each: Interval, show: Callable[[float], str], sign: bool = False) -> str:
+    """Return "1.20 ± 0.80" for a symmetric interval, or the estimate alone where there is no interval.
+
+    Args:
+        each: the interval.
+        show: writes a value.
+        sign: whether positive values have a plus sign.
+    """
+    text = show(each.estimate)
+    if sign and not text.startswith("-"):
+        text = f"+{text}"
+    return text if each.high is None else f"{text} ± {show(each.high - each.estimate)}"
+
+
+def probability(p: float | None) -> str:
+    """Return a p value with three digits; "-" for None."""
+    if p is None:
+        return "-"
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def printed_text(judged: Judged) -> str:
+    """Return the difference that a paper prints and whether it lies in the interval; "" for a claim without one.
+
+    Differences that are all the same have no interval, so nothing is in it or out of it.
+    """
+    if (printed := judged.claim.printed) is None:
+        return ""
+    measured = judged.difference.difference
+    value = printed / scale(judged.claim.measure)
+    if measured.high is None or measured.half == 0:
+        return f"{printed:+.2f}"
+    return f"{printed:+.2f}, {'in' if measured.holds(value) else 'out'}"
+
+
+def claim_text(judged: Judged, at: At) -> str:
+    """Return a claim, with its rounds where they are not those of the whole table."""
+    return str(judged.claim) if judged.at == at else f"{judged.claim}, {HEADINGS[judged.at]}"
+
+
+def family(comparison: Comparison) -> str:
+    """Return the heading of the claims, with the number of tests that the p values are adjusted for."""
+    tested = sum(judged.p is not None for judged in comparison.claims)
+    chosen = ", of rounds chosen on the test set" if comparison.at == "best" else ""
+    has_printed = any(judged.claim.printed is not None for judged in comparison.claims)
+    printed = "; printed: as the paper has it, in or out of the interval" if has_printed else ""
+    if not tested:
+        return f"claims{chosen}; no p values under six seeds{printed}"
+    return f"claims{chosen}, one family of {tested} with a p value; adjusted by Holm, none under six seeds{printed}"
+
+
+def _if(condition: bool, text: str) -> list[str]:
+    return [text] if condition else []
+
+
+def _has_cells(comparison: Comparison) -> bool:
+    return any(row.cell for row in comparison.rows)
+
+
+def _title(comparison: Comparison, spread: Spread) -> str:
+    measure = measure_of(comparison.measure)
+    differences = f"differences to {comparison.reference}, paired by seed"
+    if spread == "sd":
+        differences += f", ± {100 * comparison.level:g} % t interval"
+    return (
+        f"{measure.what}, {unit(comparison.measure)}, {HEADINGS[comparison.at]}; {_spread_text(comparison, spread)} "
+        f"over seeds; {differences}"
+    )
+
+
+def _spread_text(comparison: Comparison, spread: Spread) -> str:
+    return "± standard deviation" if spread == "sd" else f"± {100 * comparison.level:g} % t interval"
+
+
+def _places(rows: Sequence[Row], comparisons: Sequence[Comparison], columns: Mapping[str, int]) -> Places:
+    """Return the places of the two best means of each cell and measure, by row and column of the table.
+
+    Equal means, as shown, have the same place. Where all arms of a cell are equal, or there is one arm, none has one.
+    """
+    places: Places = {}
+    for comparison in comparisons:
+        measure = comparison.measure
+        by_row = {(row.cell, row.arm): row.mean.estimate for row in comparison.rows}
+        sign = 1 if measure_of(measure).higher else -1
+        show = shown(measure)
+        for cell in dict.fromkeys(row.cell for row in rows):
+            values = {
+                index: sign * float(show(by_row[row.cell, row.arm]))
+                for index, row in enumerate(rows)
+                if row.cell == cell and (row.cell, row.arm) in by_row
+            }
+            best_first = sorted(set(values.values()), reverse=True)
+            if len(best_first) > 1:
+                places |= {
+                    (index, columns[measure]): best_first.index(value) + 1
+                    for index, value in values.items()
+                    if value in best_first[:2]
+                }
+    return places
+
+
+def _notes(comparison: Comparison, left_out: list[str]) -> dict[str, list[str]]:
+    return {
+        "judged on": comparison.tests,
+        "arms with settings of their own": comparison.apart,
+        "tuned on validation samples": comparison.tuned,
+        "versions of the code": comparison.versions,
+        UNSEALED: comparison.unsealed,
+        "left out": left_out,
+    }
+
+
+def _figure_names(comparison: Comparison, spread: Spread) -> list[str]:
+    """Return the names of the columns behind the arm."""
+    has_optimism = any(row.optimism is not None for row in comparison.rows)
+    return [
+        "seeds",
+        "mean",
+        *_if(spread == "interval", "sd"),
+        "difference",
+        *_if(has_optimism, "best - last"),
+        "values",
+    ]
+
+
+def _figures(comparison: Comparison, row: Row, spread: Spread) -> list[str]:
+    show = shown(comparison.measure)
+    deviation = "-" if row.sd is None else show(row.sd)
+    optimism = "-" if row.optimism is None else show(row.optimism)
+    return [
+        finished(row),
+        _mean_text(row, comparison.measure, spread),
+        *_if(spread == "interval", deviation),
+        "-" if row.difference is None else margin(row.difference.difference, show, sign=True),
+        *_if("best - last" in _figure_names(comparison, spread), optimism),
+        " ".join(show(value) for value in row.values.values()),
+    ]
+
+
+def _mean_text(row: Row | None, measure: str, spread: Spread) -> str:
+    if row is None:
+        return "-"
+    show = shown(measure)
+    if spread == "sd":
+        return show(row.mean.estimate) + ("" if row.sd is None else f" ± {show(row.sd)}")
+    return margin(row.mean, show)
+
+
+def _left_out_of_several(comparisons: Sequence[Comparison]) -> list[str]:
+    """Return the lines of runs that are left out.
+
+    A "-" in the table says that an arm has a figure in no run. Runs are named where a mean covers fewer runs than the
+    table says.
+    """
+    first = next((comparison for comparison in comparisons if comparison.rows), comparisons[0])
+    seeds = {(row.cell, row.arm): len(row.values) for row in first.rows}
+    named = [
+        each
+        for each in comparisons
+        if each is first or any(len(row.values) < seeds.get((row.cell, row.arm), 0) for row in each.rows)
+    ]
+    return list(dict.fromkeys(line for each in named for line in each.left_out))
+
+
+def _further(comparison: Comparison) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Return title, heading and rows of the tables of claims and over cells, where there are any."""
+    tables = []
+    if comparison.claims:
+        tables.append((family(comparison), *_claims(comparison)))
+    if comparison.overall:
+        tables.append(_overall(comparison))
+    return tables
+
+
+def _overall(comparison: Comparison) -> tuple[str, list[str], list[list[str]]]:
+    show = shown(comparison.measure)
+    rows = []
+    for each in comparison.overall:
+        better = "-" if each.improvement is None else interval(each.improvement, lambda value: f"{value:.2f}")
+        rows.append([each.arm, interval(each.iqm, show), better])
+    in_all_cells = len(comparison.whole) == len({row.cell for row in comparison.rows})
+    cells = "" if in_all_cells else f" {'; '.join(comparison.whole)} (all arms have the same seeds there)"
+    title = (
+        f"over cells{cells}: interquartile mean, and probability that a run beats one of "
+        f"{comparison.reference}; bootstrap within cells"
+    )
+    return title, ["arm", "interquartile mean", "probability of improvement"], rows
+
+
+def _claims(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Return heading and rows of the claims."""
+    claims = comparison.claims
+    cells = len({row.cell for row in comparison.rows}) > 1
+    printed = any(each.claim.printed is not None for each in claims)
+    heading = ["claim", *_if(cells, "cell"), "seeds", "difference", *_if(printed, "printed"), "p", "verdict"]
+    rows = [
+        [
+            claim_text(each, comparison.at),
+            *_if(cells, each.cell),
+            str(each.difference.n),
+            margin(each.difference.difference, shown(each.claim.measure), sign=True),
+            *_if(printed, printed_text(each)),
+            probability(each.p),
+            each.verdict,
+        ]
+        for each in claims
+    ]
+    return heading, rows

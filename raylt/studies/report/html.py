@@ -1,0 +1,322 @@
+"""The report of a study: one HTML file that contains everything and needs no server, network or script."""
+
+import inspect
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from raylt import store
+from raylt.errors import CheckpointError, ConfigError
+from raylt.methods import METHODS
+from raylt.studies.analysis.comparison import Comparison, Row, judged_on
+from raylt.studies.analysis.measures import measure_of, value_of
+from raylt.studies.papers.verdicts import verdicts
+from raylt.studies.records.record import GROUPS, RunRecord
+from raylt.studies.report import svg
+from raylt.studies.report.comparison_tables import (
+    HEADINGS,
+    claim_text,
+    family,
+    interval,
+    margin,
+    printed_text,
+    probability,
+    scale,
+    shown,
+    unit,
+    within,
+)
+from raylt.studies.report.svg import Bars, Curve, Detail, Estimate, Strip
+from raylt.studies.study import Study
+
+_PROVENANCE = {  # heading of each entry of a record's provenance
+    "raylt": "raylt",
+    "commit": "commit",
+    "code": "SHA-256 of the code",
+    "torch": "torch",
+    "ray": "Ray",
+    "python": "Python",
+    "system": "system",
+    "cpu": "processor",
+    "device": "device",
+    "fleet": "fleet",
+}
+
+
+def write_report(study: Study, path: Path, mix_versions: bool = False) -> Path:
+    """Write the report of the finished runs; the report names the other runs.
+
+    Args:
+        study: the study.
+        path: the HTML file.
+        mix_versions: whether runs of several versions of the code may be compared.
+
+    Raises:
+        ConfigError: no run is finished, or the file cannot be written.
+    """
+    text = render(study, mix_versions)
+    try:
+        store.write(path, text)
+    except CheckpointError as error:
+        raise ConfigError(
+            f"{str(error).rstrip('.')}. Give a file that can be written with --to.",
+            code="file.unwritable",
+            path=str(path),
+        ) from None
+    return path
+
+
+def render(study: Study, mix_versions: bool = False) -> str:
+    """Return the report as HTML; see `write_report`."""
+    done = [record for record in study.records if record.state == "done"]
+    if not done:
+        raise ConfigError(
+            f"{study.definition.name}: no run is finished. Run the study with raylt study.",
+            code="study.nothing-finished",
+            name=study.definition.name,
+        )
+    comparison = study.compare(mix_versions=mix_versions)
+    colours = {arm: number for number, arm in enumerate(dict.fromkeys(record.arm for record in study.records))}
+    cells = list(dict.fromkeys(record.cell for record in done))
+    detail = Detail.of(len(cells), len({(record.arm, record.cell) for record in done}))
+    content = {
+        "study": study.definition,
+        "what": measure_of(comparison.measure).what,
+        "unit": unit(comparison.measure),
+        "at": HEADINGS[comparison.at],
+        "level": f"{100 * comparison.level:g}",
+        "reference": comparison.reference,
+        "arms": [(arm, svg.looks(colour)) for arm, colour in colours.items()],
+        "counts": _state_counts(study.records),
+        "rows": _rows(comparison),
+        "optimism": any(row.optimism is not None for row in comparison.rows),
+        "family": family(comparison),
+        "claims": _claims(comparison),
+        "printed": any(each.claim.printed is not None for each in comparison.claims),
+        "overall": _overall(comparison),
+        "left_out": comparison.left_out,
+        "apart": comparison.apart,
+        "tuned": comparison.tuned,
+        "cells": [_cell(study, comparison, cell, colours, detail) for cell in cells],
+        "verdicts": _verdicts(study, done, mix_versions),
+        "costs": _costs(done),
+        "runs": done,
+        "made": _provenance(done),
+        "departures": _departures({record.config["method"]["name"] for record in done}),
+    }
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("raylt.studies.report", "."),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template("report.html.j2").render(**content)
+
+
+def _state_counts(records: Sequence[RunRecord]) -> str:
+    states = [record.state for record in records]
+    return f"{len(states)} runs: " + ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+
+
+def _rows(comparison: Comparison) -> list[tuple[Any, ...]]:
+    """Return each row with the texts of its mean, standard deviation, difference and optimism."""
+    show = shown(comparison.measure)
+    return [
+        (
+            row,
+            margin(row.mean, show),
+            "" if row.sd is None else show(row.sd),
+            "" if row.difference is None else margin(row.difference.difference, show, sign=True),
+            "" if row.optimism is None else show(row.optimism),
+        )
+        for row in comparison.rows
+    ]
+
+
+def _claims(comparison: Comparison) -> list[tuple[Any, ...]]:
+    """Return the text of each claim, the judged claim, its p value, its difference and that of the paper."""
+    return [
+        (
+            claim_text(each, comparison.at),
+            each,
+            probability(each.p),
+            margin(each.difference.difference, shown(each.claim.measure), sign=True),
+            printed_text(each),
+        )
+        for each in comparison.claims
+    ]
+
+
+def _overall(comparison: Comparison) -> list[tuple[str, str, str]]:
+    """Return each arm with its interquartile mean and its probability of improvement."""
+    show = shown(comparison.measure)
+    return [
+        (
+            each.arm,
+            interval(each.iqm, show),
+            "" if each.improvement is None else interval(each.improvement, lambda value: f"{value:.2f}"),
+        )
+        for each in comparison.overall
+    ]
+
+
+def _cell(study: Study, comparison: Comparison, cell: str, colours: dict[str, int], detail: Detail) -> dict[str, Any]:
+    """Return the drawings of a cell."""
+    done = [record for record in study.records if record.state == "done" and record.cell == cell]
+    runs_by_arm = {arm: [record for record in done if record.arm == arm] for arm in colours}
+    runs_by_arm = {arm: runs for arm, runs in runs_by_arm.items() if runs}
+    estimates = [_estimate(row, colours[row.arm], comparison.measure) for row in comparison.rows if row.cell == cell]
+    bars = [Bars(arm, colours[arm], *_group_means(runs)) for arm, runs in runs_by_arm.items()]
+    strips = [Strip(arm, colours[arm], values) for arm, runs in runs_by_arm.items() if (values := _clients(runs))]
+    drawings = {
+        "name": cell,
+        "panels": _panels(cell, runs_by_arm, colours, detail),
+        "estimates": _safe(
+            svg.estimates(
+                estimates,
+                f"{comparison.measure} of every seed, {cell}",
+                unit(comparison.measure),
+                scale(comparison.measure),
+            )
+        ),
+        "bars": _safe(svg.bars(GROUPS, bars, f"accuracy by group, {cell}")),
+        "basis": judged_on(done),
+        "clients": "",
+        "holdings": "",
+        "groups": "",
+    }
+    if strips:
+        title = f"accuracy of every client on its own class mix, {cell}"
+        drawings["clients"] = _safe(svg.strips(strips, title, detail))
+    if holdings := study.holdings.get(cell):
+        title = f"samples of every client by class, {cell}"
+        drawings["holdings"] = _safe(svg.holdings(holdings["counts"], holdings["names"], title, detail))
+        classes = {group: sum(name == group for name in holdings["groups"]) for group in GROUPS}
+        drawings["groups"] = ", ".join(f"{count} {group}" for group, count in classes.items())
+    return drawings
+
+
+def _estimate(row: Row, colour: int, measure: str) -> Estimate:
+    """Return the mean of an arm with its interval, which is drawn only over values that the measure can have."""
+    low, high = row.mean.low, row.mean.high
+    if low is not None and high is not None:
+        low, high = within(low, high, measure)
+    return Estimate(row.arm, colour, row.mean.estimate, low, high, list(row.values.values()))
+
+
+def _panels(
+    cell: str, runs_by_arm: dict[str, list[RunRecord]], colours: dict[str, int], detail: Detail
+) -> list[tuple[str, Markup]]:
+    """Return title and drawing of the learning curves that have more than one point."""
+    lines: dict[str, list[Curve]] = {}
+    for key in ("accuracy", *GROUPS):
+        curves = [_curve(arm, colours[arm], runs, key) for arm, runs in runs_by_arm.items()]
+        lines[key] = [curve for curve in curves if curve is not None]
+    highest = max((max(line.high) for each in lines.values() for line in each), default=1.0)
+    panels = []
+    for key, each in lines.items():
+        if any(len(line.rounds) > 1 for line in each):
+            name = key if key == "accuracy" else f"{key}-shot classes"
+            panels.append((f"{name}, %", _safe(svg.curves(each, f"{name} by round, {cell}", highest, detail))))
+    return panels
+
+
+def _curve(arm: str, colour: int, runs: Sequence[RunRecord], key: str) -> Curve | None:
+    """Return the mean over the seeds in the rounds that were judged in all runs; None where there is no such round."""
+    columns = [dict(zip(run.curve["step"], run.curve[key], strict=True)) for run in runs]
+    # a results file has JSON's single type of number
+    steps = [int(step) for step in columns[0] if all(column.get(step) is not None for column in columns)]
+    if not steps:
+        return None
+    values = [[float(column[step]) for column in columns] for step in steps]
+    return Curve(
+        arm,
+        colour,
+        rounds=steps,
+        mean=[fmean(of_step) for of_step in values],
+        low=[min(of_step) for of_step in values],
+        high=[max(of_step) for of_step in values],
+        finish=steps[-1] > runs[0].rounds,
+    )
+
+
+def _group_means(runs: Sequence[RunRecord]) -> tuple[list[float | None], list[list[float]]]:
+    """Return the mean accuracy of each group, and its values of the seeds."""
+    seeds = [[value for run in runs if (value := value_of(run, group, "last")) is not None] for group in GROUPS]
+    return [fmean(values) if values else None for values in seeds], seeds
+
+
+def _clients(runs: Sequence[RunRecord]) -> list[float]:
+    """Return the accuracy of every judged client of the first seed, the lowest first."""
+    values = min(runs, key=lambda run: run.seed).by_client.get("matched", [])
+    return sorted(value for value in values if value is not None)
+
+
+def _verdicts(study: Study, done: Sequence[RunRecord], mix_versions: bool) -> list[tuple[Any, str, str, str]]:
+    """Return each verdict with the texts of the printed value, the measured value and the difference to FedAvg."""
+    if study.definition.paper is None:
+        return []
+    return [
+        (
+            verdict,
+            _percent(verdict.cell.value),
+            margin(verdict.ours, _percent),
+            "" if verdict.difference is None else margin(verdict.difference.difference, _percent, sign=True),
+        )
+        for verdict in verdicts(done, mix_versions=mix_versions)
+        if verdict.ours is not None
+    ]
+
+
+def _costs(done: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Return traffic and time of each arm in each cell, as means over its runs."""
+    groups: dict[tuple[str, str], list[RunRecord]] = {}
+    for record in done:
+        groups.setdefault((record.cell, record.arm), []).append(record)
+    return [
+        {
+            "cell": cell,
+            "arm": arm,
+            "steps": max(run.steps for run in runs),
+            "up": fmean(run.curve["up"][-1] for run in runs) / 2**20,
+            "down": fmean(run.curve["down"][-1] for run in runs) / 2**20,
+            "seconds": fmean(run.seconds for run in runs),
+        }
+        for (cell, arm), runs in groups.items()
+    ]
+
+
+def _provenance(done: Sequence[RunRecord]) -> list[tuple[str, str]]:
+    """Return versions and machines, each with all its values."""
+    entries = []
+    for key, heading in _PROVENANCE.items():
+        values = list(dict.fromkeys(str(run.made[key]) for run in done if run.made.get(key) is not None))
+        entries.append((heading, "; ".join(values) or "not recorded"))
+    dates = sorted(str(run.made["date"]) for run in done if run.made.get("date"))
+    return [*entries, ("start of the runs", f"{dates[0]} to {dates[-1]}" if dates else "not recorded")]
+
+
+def _departures(names: set[str]) -> list[tuple[str, str, str]]:
+    """Return each method with its paper and the docstring of its file, which lists departures from the paper."""
+    departures = []
+    for name in sorted(names):
+        method = METHODS.get(name)
+        if method is not None:
+            text = inspect.cleandoc(sys.modules[method.__module__].__doc__ or "")
+            departures.append((name, method.paper, text))
+    return departures
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f}"
+
+
+def _safe(drawing: str) -> Markup:
+    """Mark a drawing as HTML; its texts are escaped."""
+    return Markup(drawing)

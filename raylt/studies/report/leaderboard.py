@@ -1,0 +1,130 @@
+"""The leaderboard: a ranking as a table, as a page in Markdown and as a picture."""
+
+from collections.abc import Callable
+from html import escape
+from math import ceil, floor
+
+from raylt.studies.analysis.measures import measure_of
+from raylt.studies.analysis.ranking import Ranked, Ranking
+from raylt.studies.report.comparison_tables import HEADINGS
+from raylt.studies.report.table import TextTable
+
+HEAD = ["arm", "strength, log-odds", "better than another arm", "mean rank", "finished"]
+WIDTH = 760
+NAMES = 190  # width of the column of names
+ROW = 20
+MARGIN = 34
+
+
+def ranking_table(ranking: Ranking) -> TextTable:
+    """Return the table of a ranking, one line for each arm, with the arms' costs if they were measured."""
+    costs = any(arm.cost is not None for arm in ranking.arms)
+    rows = [
+        [
+            arm.arm,
+            f"{arm.strength.estimate:+.2f} [{arm.strength.low:+.2f}, {arm.strength.high:+.2f}]",
+            f"{100 * arm.chance:.0f} %",
+            f"{arm.rank:.1f}",
+            f"{arm.finished} of {arm.planned}",
+            *([_cost(arm)] if costs else []),
+        ]
+        for arm in ranking.arms
+    ]
+    failed = [f"{arm.arm}: {arm.failed} of {arm.planned} runs" for arm in ranking.arms if arm.failed]
+    return TextTable(
+        title=_title(ranking),
+        head=[
+            "arm",
+            "strength, log-odds",
+            "better than another arm",
+            "mean rank",
+            "finished",
+            *(["passes"] if costs else []),
+        ],
+        rows=rows,
+        columns="lrrrr" + "r" * costs,
+        grouped=False,
+        naming=1,
+        notes={
+            "passes": ["of a client in a round, forward and backward, as a multiple of FedAvg's"] if costs else [],
+            "failed, which counts as worse than every finished run of the same seed": failed,
+        },
+    )
+
+
+def leaderboard_page(ranking: Ranking, picture: str, command: str) -> str:
+    """Return the page of a ranking.
+
+    Args:
+        ranking: the ranking.
+        picture: address of its picture.
+        command: the command that writes the page.
+    """
+    return "\n".join(
+        [
+            "# Leaderboard",
+            "",
+            f"`{command}` writes this page from recorded runs.",
+            "",
+            "A seed of a cell is a block: its runs share split and initial weights, and each pair of its arms is",
+            "compared. Strengths are those of the model of Bradley and Terry, as log-odds against an arm of mean",
+            "strength. Intervals come from a bootstrap over the seeds of each cell, so they hold for these grounds.",
+            "With three seeds a cell they are too narrow. Arms whose intervals overlap are not told apart. A failed",
+            "run counts as worse than every finished run of its seed. Runs count as recorded, also where the code of",
+            "their method has changed since.",
+            "",
+            f"![Strengths of the arms with intervals]({picture})",
+            "",
+            ranking_table(ranking).markdown(),
+        ]
+    )
+
+
+def ranking_svg(ranking: Ranking) -> str:
+    """Draw a ranking: a line for each arm with its strength and interval, the strongest at the top."""
+    low = floor(min(arm.strength.low or 0.0 for arm in ranking.arms))
+    high = ceil(max(arm.strength.high or 0.0 for arm in ranking.arms))
+    height = MARGIN + ROW * len(ranking.arms) + MARGIN
+
+    def x(value: float) -> float:
+        return NAMES + (WIDTH - NAMES - 12) * (value - low) / (high - low)
+
+    bottom = MARGIN + ROW * len(ranking.arms)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
+        f'font-size="12" role="img"><title>{escape(_title(ranking))}</title>',
+        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+        f'<text x="8" y="20">{escape(_title(ranking))}</text>',
+    ]
+    for tick in range(low, high + 1):
+        colour = "#888888" if tick == 0 else "#dddddd"
+        parts.append(f'<line x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{MARGIN}" y2="{bottom}" stroke="{colour}"/>')
+        parts.append(f'<text x="{x(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{tick:+d}</text>')
+    for number, arm in enumerate(ranking.arms):
+        parts += _line(arm, MARGIN + ROW * number + ROW // 2, x(arm.strength.estimate), _ends(arm, x))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _cost(arm: Ranked) -> str:
+    return "-" if arm.cost is None else f"{arm.cost:.1f}"
+
+
+def _ends(arm: Ranked, x: Callable[[float], float]) -> tuple[float, float]:
+    assert arm.strength.low is not None
+    assert arm.strength.high is not None
+    return x(arm.strength.low), x(arm.strength.high)
+
+
+def _line(arm: Ranked, y: int, centre: float, ends: tuple[float, float]) -> list[str]:
+    finished = f"{arm.finished} of {arm.planned} runs finished"
+    text = f"{arm.arm}: {arm.strength.estimate:+.2f}, {finished}"
+    return [
+        f'<text x="{NAMES - 10}" y="{y + 4}" text-anchor="end">{escape(arm.arm)}</text>',
+        f'<line x1="{ends[0]:.1f}" x2="{ends[1]:.1f}" y1="{y}" y2="{y}" stroke="#1f5fa8" stroke-width="2"/>',
+        f'<circle cx="{centre:.1f}" cy="{y}" r="4" fill="#1f5fa8"><title>{escape(text)}</title></circle>',
+    ]
+
+
+def _title(ranking: Ranking) -> str:
+    where = f"{', '.join(ranking.studies)}: {ranking.blocks} seeds in {ranking.cells} cells"
+    return f"{measure_of(ranking.measure).what}, {HEADINGS[ranking.at]}; {where}; {100 * ranking.level:g} % intervals"

@@ -1,0 +1,169 @@
+"""Lists of the runs and studies in a folder, for `raylt ls`."""
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
+
+from raylt.config.notation import read_file
+from raylt.disk import is_folder
+from raylt.errors import CheckpointError, ConfigError
+from raylt.store import Folder
+from raylt.studies.records.record import age, read_run
+
+STUDY = "study.yaml"
+RECORDED = "recorded.json"
+LIMIT = 2**30  # bytes of recorded.json
+
+
+class _RecordedRun(TypedDict):
+    """The part of a record that a list needs."""
+
+    folder: str
+
+
+class _RecordedRuns(TypedDict):
+    """The part of recorded.json that a list needs."""
+
+    records: list[_RecordedRun]
+
+
+_RECORDED = TypeAdapter(_RecordedRuns)
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """A run, or a study with its number of finished runs.
+
+    Attributes:
+        name: folder, relative to the listed folder.
+        kind: "run" or "study".
+        progress: committed rounds of all rounds, or for a study finished runs of all runs.
+        accuracy: of the last judged round; of clients' own models on their own test images or class mix.
+        age_s: seconds since a file was written.
+        images: test images behind the accuracy; None for a study, and where the run is not finished or did not
+            record them.
+    """
+
+    name: str
+    kind: str
+    method: str
+    state: str
+    progress: str
+    accuracy: float | None
+    age_s: float | None
+    images: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry as plain values."""
+        return asdict(self)
+
+
+def listing(folder: Path) -> list[ListedRun]:
+    """List the runs and studies in a folder, newest first.
+
+    In the folder of a study its runs are listed; in other folders they are counted.
+
+    Raises:
+        ConfigError: no such folder.
+    """
+    if not is_folder(folder):
+        raise ConfigError(
+            f"{folder}: no such folder. Give a folder that holds run folders.",
+            code="file.not-found",
+            path=str(folder),
+        )
+    if (folder / STUDY).is_file():
+        entries = [_run(run, str(run.relative_to(folder))) for run in _runs(folder)]
+    else:
+        entries = [
+            _study(path) if (path / STUDY).is_file() else _run(path, path.name)
+            for path in folder.iterdir()
+            if (path / STUDY).is_file() or (path / "config.yaml").is_file()
+        ]
+    return sorted(entries, key=lambda entry: (entry.age_s if entry.age_s is not None else float("inf"), entry.name))
+
+
+def _runs(study: Path) -> list[Path]:
+    """Return the run folders of a study, at any depth.
+
+    Folders inside a run are not entered. An active run deletes old checkpoints at any time, and a folder that vanishes
+    during the walk would end the listing.
+    """
+    runs = []
+    for path, folders, files in os.walk(study):
+        if "config.yaml" in files:
+            runs.append(Path(path))
+            folders.clear()
+    return runs
+
+
+def _run(folder: Path, name: str) -> ListedRun:
+    record = read_run(folder)
+    judged = [value for value in record.curve.get("shown", []) if value is not None]
+    method = record.config.get("method", {}).get("name", "") if record.config else ""
+    return ListedRun(
+        name,
+        "run",
+        method,
+        record.state,
+        f"{record.rounds if record.summary else min(record.steps, record.planned_steps)}/{record.planned_steps}",
+        judged[-1] if judged else None,
+        age(folder),
+        _images(record.summary),
+    )
+
+
+def _images(summary: Mapping[str, Any] | None) -> int | None:
+    """Return the number of test images behind the figure that is shown of a finished run."""
+    tests = (summary or {}).get("tests")
+    if tests is None:
+        return None
+    shown = (summary or {}).get("shown") or {}
+    return sum(tests["own"]) if shown.get("figure") == "local" and tests["own"] else tests["images"]
+
+
+def _study(folder: Path) -> ListedRun:
+    runs = _runs(folder)
+    records = [read_run(run) for run in runs]
+    states = Counter(record.state for record in records)
+    methods = sorted({record.config["method"]["name"] for record in records if record.config})
+    ages = [seconds for run in runs if (seconds := age(run)) is not None]
+    total = _planned(folder / STUDY)
+    done = states["done"] + len(_recorded(folder) - set(runs))
+    state = next(
+        (state for state in ("running", "failed", "damaged") if states[state]),
+        "done" if total and done >= total else "stopped",
+    )
+    return ListedRun(
+        folder.name, "study", ", ".join(methods), state, f"{done}/{total or '?'} runs", None, min(ages, default=None)
+    )
+
+
+def _recorded(study: Path) -> set[Path]:
+    """Return the folders that runs on record would have; none where recorded.json cannot be read."""
+    with suppress(CheckpointError), Folder.open(study) as opened:
+        return {study / each["folder"] for each in opened.read_json(RECORDED, _RECORDED, LIMIT)["records"]}
+    return set()
+
+
+def _planned(file: Path) -> int | None:
+    """Return the number of a study's runs, without `Definition`, whose import of torch takes a second."""
+    try:
+        tree = read_file(file)
+        cells = tree.get("cells") or [{}]
+        seeds = tree.get("seeds", 3)
+        arms = len(tree["arms"])
+        product = isinstance(cells, dict) and not any(isinstance(each, dict) for each in cells.values())
+        count = prod(map(len, cells.values())) if isinstance(cells, dict) and product else len(cells)
+        fewer = sum(arms - len(only) for only in tree.get("only", {}).values())
+        return (arms * count - fewer) * (seeds if isinstance(seeds, int) else len(seeds))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ConfigError):
+        return None

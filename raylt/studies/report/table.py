@@ -1,0 +1,196 @@
+"""`TextTable`: a table with further tables and notes below it, for a terminal, as Markdown and as LaTeX."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from raylt.notebook import html_table
+
+_TEX = str.maketrans(
+    {
+        **{sign: f"\\{sign}" for sign in "%&_#${}"},
+        "\\": r"\textbackslash{}",
+        "^": r"\textasciicircum{}",
+        "~": r"\textasciitilde{}",
+        "|": r"\textbar{}",
+        ">": "$>$",
+        "<": "$<$",
+        "±": r"$\pm$",
+    }
+)
+_NEGATIVE = re.compile(r"-\d")
+Places = dict[tuple[int, int], int]  # by row and column: 1 for the best, 2 for the second
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """Rows of text under a heading, further tables, and lists of lines.
+
+    Attributes:
+        columns: one letter for each column: l, or r for figures, which are not wrapped.
+        grouped: whether rows are grouped by their first cell, which is then written once for each group.
+        naming: number of first columns that name a row. On a terminal that is too narrow, the other columns are split
+            into several tables, each with the naming columns. With 0 the columns stay together and cells are wrapped.
+        further: title, heading and rows of the tables below.
+        notes: heading and lines of the lists below; empty lists are left out.
+        places: cells with the best and the second figure, which LaTeX sets in bold and underlines.
+    """
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+    columns: str
+    grouped: bool = True
+    naming: int = 0
+    further: list[tuple[str, list[str], list[list[str]]]] = field(default_factory=list)
+    notes: dict[str, list[str]] = field(default_factory=dict)
+    places: Places = field(default_factory=dict)
+
+    def screen(self) -> Group:
+        """Return the table for a terminal."""
+        parts: list[_AsWideAsFits | Table | Text] = [_AsWideAsFits(self)]
+        for title, head, rows in self.further:
+            more = _table(title, head)
+            for row in rows:
+                more.add_row(*row)
+            parts += [Text(""), more]
+        parts += [
+            Text(f"\n{heading}:\n" + "\n".join(f"  {line}" for line in lines))
+            for heading, lines in self.notes.items()
+            if lines
+        ]
+        return Group(*parts)
+
+    def table(self, columns: Sequence[int], title: str | None) -> Table:
+        """Return a table of rich with some of the columns."""
+        table = _table(title, [self.head[index] for index in columns])
+        for column, index in zip(table.columns, columns, strict=True):
+            if self.columns[index] == "r":
+                column.justify = "right"
+                column.no_wrap = True
+        for row, starts in zip(self._rows(), self._starts(), strict=True):
+            if starts:
+                table.add_section()
+            table.add_row(*(row[index] for index in columns))
+        return table
+
+    def html(self) -> str:
+        """Return HTML for a notebook: the table, further tables and notes below each other."""
+        right = [number for number, letter in enumerate(self.columns) if letter == "r"]
+        parts = [html_table(self.head, self._rows(), self.title, right)]
+        parts += [html_table(head, rows, title) for title, head, rows in self.further]
+        parts += [
+            f"<div>{escape(heading)}: {escape('; '.join(lines))}</div>"
+            for heading, lines in self.notes.items()
+            if lines
+        ]
+        return "".join(parts)
+
+    def markdown(self) -> str:
+        """Return Markdown with pipe tables, which GitHub draws."""
+        lines = [f"**{self.title}**", "", *_pipes(self.head, self.rows)]
+        for title, head, rows in self.further:
+            lines += ["", f"**{title}**", "", *_pipes(head, rows)]
+        for heading, entries in self.notes.items():
+            if entries:
+                lines += ["", f"{heading[0].upper()}{heading[1:]}:", "", *(f"- {entry}" for entry in entries)]
+        return "\n".join(lines) + "\n"
+
+    def latex(self) -> str:
+        """Return a tabular for booktabs: the best figure of a column in bold, the second underlined.
+
+        Everything that a caption must say, further tables and notes are comments.
+        """
+        ranked = ["in each column the best mean is bold, the second underlined"] if self.places else []
+        lines = [
+            r"% \usepackage{booktabs}",
+            *(f"% {line}" for line in [self.title, *ranked]),
+            rf"\begin{{tabular}}{{{self.columns}}}",
+            r"\toprule",
+            " & ".join(map(_tex, self.head)) + r" \\",
+            r"\midrule",
+        ]
+        for index, (row, starts) in enumerate(zip(self._rows(), self._starts(), strict=True)):
+            cells = [self._ranked(_tex(cell), index, column) for column, cell in enumerate(row)]
+            lines += [*([r"\midrule"] if starts else []), " & ".join(cells) + r" \\"]
+        lines += [r"\bottomrule", r"\end{tabular}"]
+        for title, _, rows in self.further:
+            lines += [f"% {title}", *(f"%   {', '.join(row)}" for row in rows)]
+        lines += [f"% {heading}: {entry}" for heading, entries in self.notes.items() for entry in entries]
+        return "\n".join(lines) + "\n"
+
+    def _ranked(self, cell: str, row: int, column: int) -> str:
+        """Return a cell of LaTeX, its figure in bold where it is the best, underlined where it is the second.
+
+        What stands behind ± is set as it is: a bold interval would say that the interval is better.
+        """
+        command = {1: r"\textbf", 2: r"\underline"}.get(self.places.get((row, column), 0))
+        if command is None:
+            return cell
+        figure, sign, spread = cell.partition(r" $\pm$")
+        return f"{command}{{{figure}}}{sign}{spread}"
+
+    def _starts(self) -> list[bool]:
+        """Return for each row whether a new group starts with it; the first row counts as no new group."""
+        return [self.grouped and index > 0 and row[0] != self.rows[index - 1][0] for index, row in enumerate(self.rows)]
+
+    def _rows(self) -> list[list[str]]:
+        """Return the rows with the name of a group in its first row only."""
+        return [
+            row if not self.grouped or index == 0 or starts else ["", *row[1:]]
+            for index, (row, starts) in enumerate(zip(self.rows, self._starts(), strict=True))
+        ]
+
+
+@dataclass(frozen=True)
+class _AsWideAsFits:
+    """The rows as one table, or as several tables below each other where the columns do not fit next to each other."""
+
+    table: TextTable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text]:
+        table = self.table
+        naming = list(range(table.naming))
+        if not naming:
+            yield table.table(range(len(table.head)), table.title)
+            return
+        part: list[int] = []
+        title: str | None = table.title
+        for column in range(len(naming), len(table.head)):
+            wider = table.table([*naming, *part, column], None)
+            width = Measurement.get(console, options.update(width=10_000), wider).maximum
+            if part and width > options.max_width:
+                yield table.table([*naming, *part], title)
+                yield Text("")
+                part = []
+                title = None
+            part.append(column)
+        yield table.table([*naming, *part], title)
+
+
+def _table(title: str | None, head: Sequence[str]) -> Table:
+    return Table(*head, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+
+
+def _pipes(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [
+        f"| {' | '.join(head)} |",
+        "|" + "---|" * len(head),
+        *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows),
+    ]
+
+
+def _tex(text: str) -> str:
+    """Return a cell as LaTeX; a [ or * at its start would be an argument of the end of the row before."""
+    if text == "-":
+        return "--"
+    sign = "$-$" if _NEGATIVE.match(text) else ""
+    text = text.removeprefix("-" if sign else "").translate(_TEX)
+    return sign + (f"{{{text[0]}}}{text[1:]}" if text[:1] in ("[", "*") else text)

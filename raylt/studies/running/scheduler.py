@@ -1,0 +1,308 @@
+"""The scheduler of a study: each run in a process of its own, the longest first, over the cores of the machine.
+
+The run folders hold the whole state of a study, so it can be killed at any time and continued. On the cores of one
+machine, whole runs in parallel are faster than the clients of one run in parallel: no round waits for its slowest
+client.
+"""
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from raylt import store
+from raylt.registry import plugin_files
+from raylt.runs.callbacks.base import Callback, StudyStatus
+from raylt.studies.definition import Planned
+from raylt.studies.records.record import RunRecord, failure_file
+from raylt.studies.running.shared_training import stems
+from raylt.studies.running.time_left import Pace
+from raylt.studies.running.worker_slots import WorkerSlot, worker_slots
+
+ATTEMPTS = 2  # times that a run is started when its process dies
+
+
+def run_all(
+    planned: Sequence[Planned],
+    records: Sequence[RunRecord],
+    folder: Path,
+    callback: Callback,
+    parallel: int | None,
+    fleet: Literal["local", "ray"],
+    address: str | None,
+    pace: Pace,
+) -> list[str]:
+    """Do every run that is neither finished nor held by another process.
+
+    Args:
+        planned: runs of the study.
+        records: of the same runs, in the same order.
+        folder: of the study.
+        callback: receives messages and the progress.
+        parallel: runs at once; by default one per core, or per GPU where there are GPUs, and one with Ray.
+        fleet: "local" or "ray".
+        address: of a running Ray cluster.
+        pace: durations of earlier runs; new durations are added.
+
+    Returns:
+        Folders of the runs that failed.
+    """
+    done = sum(record.state == "done" for record in records)
+    jobs = [
+        Job(plan, folder / plan.folder, record.steps)
+        for plan, record in zip(planned, records, strict=True)
+        if record.state in ("missing", "stopped", "failed")
+    ]
+    if not jobs:
+        return []
+    stem_by_folder = stems(planned)
+    for job in jobs:
+        if stem := stem_by_folder.get(job.planned.folder):
+            job.stem = folder / stem.folder
+            job.shared = stem.steps
+    slots = worker_slots(parallel, fleet, [job.planned.config for job in jobs])
+    return _Pool(jobs, slots, pace, callback, folder, fleet, address, done).run()
+
+
+def makespan(seconds: Iterable[float], slots: int) -> float:
+    """Return the time until all runs are done when each free slot takes the longest run that is left."""
+    loads = [0.0] * slots
+    for each in sorted(seconds, reverse=True):
+        loads[loads.index(min(loads))] += each
+    return max(loads)
+
+
+@dataclass
+class Job:
+    """A run that is to be done.
+
+    Attributes:
+        planned: the run.
+        folder: of the run.
+        steps: number of steps that it has done.
+        seconds: duration of the steps since this process started the run.
+        attempts: times that it was started.
+        stem: folder of the run with which it shares its first steps, and which is done before.
+        shared: number of those steps.
+    """
+
+    planned: Planned
+    folder: Path
+    steps: int
+    seconds: float = 0.0
+    attempts: int = 0
+    stem: Path | None = None
+    shared: int = 0
+
+
+@dataclass
+class Worker:
+    """A process and its current run."""
+
+    process: "subprocess.Popen[str]"
+    job: Job | None = None
+    reader: threading.Thread = field(default_factory=threading.Thread)
+
+
+class _Pool:
+    """The workers, the waiting jobs and the messages of the workers."""
+
+    def __init__(
+        self,
+        jobs: list[Job],
+        slots: list[WorkerSlot],
+        pace: Pace,
+        callback: Callback,
+        folder: Path,
+        fleet: str,
+        address: str | None,
+        done: int,
+    ):
+        self._slots = slots
+        self._pace = pace
+        self._callback = callback
+        self._folder = folder
+        self._fleet = fleet
+        self._address = address
+        self._waiting = sorted(jobs, key=lambda job: -self._left(job))
+        self._workers: dict[int, Worker] = {}
+        self._messages: queue.SimpleQueue[tuple[int, Worker, dict[str, Any] | None]] = queue.SimpleQueue()
+        self._done = done
+        self._total = done + len(jobs)
+        self._failed: list[str] = []
+        self._shown: set[str] = set()
+        self._plugins = plugin_files()
+
+    def run(self) -> list[str]:
+        """Do all jobs.
+
+        Returns:
+            Folders of the runs that failed.
+        """
+        with store.folder_for(self._folder) as folder, folder.log("workers.log") as log:
+            try:
+                self._assign_all(log)
+                while any(worker.job for worker in self._workers.values()):
+                    self._show()
+                    number, worker, message = self._messages.get()
+                    if worker is not self._workers.get(number):
+                        continue  # the end of a process that was replaced
+                    if message is None:
+                        self._worker_died(number, worker, log)
+                    else:
+                        self._handle(worker, message, log)
+            finally:
+                self._stop_workers()
+        self._show()
+        return self._failed
+
+    def _assign_all(self, log: Any) -> None:
+        """Give jobs to all free workers; the end of one run may free several jobs that waited for it."""
+        for number in range(len(self._slots)):
+            self._assign(number, log)
+
+    def _assign(self, number: int, log: Any) -> None:
+        """Give the next job to the worker of a slot, and start a process where the slot has none."""
+        worker = self._workers.get(number)
+        job = self._next()
+        if job is None or (worker is not None and worker.job):
+            return
+        if worker is None:
+            worker = self._start(number, log)
+            self._workers[number] = worker
+        self._waiting.remove(job)
+        worker.job = job
+        job.attempts += 1
+        content = {
+            "folder": str(job.folder),
+            "config": job.planned.config.model_dump(mode="json"),
+            "fleet": self._fleet,
+            "address": self._address,
+            "plugins": self._plugins,
+            "stem": None if job.stem is None else str(job.stem),
+        }
+        assert worker.process.stdin is not None
+        with suppress(BrokenPipeError):  # the process died: its output ends, too, and the reader reports that
+            worker.process.stdin.write(json.dumps(content) + "\n")
+            worker.process.stdin.flush()
+
+    def _next(self) -> Job | None:
+        """Return the longest job whose stem is neither waiting nor running."""
+        pending = {job.folder for job in self._waiting}
+        pending |= {worker.job.folder for worker in self._workers.values() if worker.job}
+        return next((job for job in self._waiting if job.stem not in pending), None)
+
+    def _start(self, number: int, log: Any) -> Worker:
+        # in a session of its own, so that Ctrl-C reaches only the study, which then stops its workers
+        slot = self._slots[number]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "raylt.studies.running.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+            env=os.environ | slot.environment,
+        )
+        if slot.cores and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(process.pid, slot.cores)
+        worker = Worker(process)
+        worker.reader = threading.Thread(target=self._read_messages, args=(number, worker), daemon=True)
+        worker.reader.start()
+        return worker
+
+    def _read_messages(self, number: int, worker: Worker) -> None:
+        assert worker.process.stdout is not None
+        for line in worker.process.stdout:
+            self._messages.put((number, worker, json.loads(line)))
+        self._messages.put((number, worker, None))
+
+    def _handle(self, worker: Worker, message: dict[str, Any], log: Any) -> None:
+        job = worker.job
+        assert job is not None
+        match message["event"]:
+            case "says":
+                text = message["text"]
+                if text not in self._shown:  # all runs may send the same text, which is shown once
+                    self._shown.add(text)
+                    self._callback.on_message(f"{job.planned.folder}: {text}")
+                return
+            case "starts":
+                job.steps = message["steps"]
+                job.seconds = 0.0
+                return
+            case "step":
+                job.steps = message["step"]
+                job.seconds += message["seconds"]
+                self._pace.learn(job.planned, job.steps, message["seconds"])
+                return
+            case "done":
+                self._done += 1
+                self._callback.on_message(f"{self._done}/{self._total}  {job.planned.folder}  {job.seconds:.0f} s")
+            case "elsewhere":  # the other process finishes this run, and counts it
+                self._total -= 1
+                self._callback.on_message(f"{job.planned.folder}: another process is doing this run")
+            case "failed":
+                self._give_up(job, message["problem"])
+        worker.job = None
+        self._assign_all(log)
+
+    def _worker_died(self, number: int, worker: Worker, log: Any) -> None:
+        """Restart the job of a process that was killed or ran out of memory, or give it up."""
+        del self._workers[number]
+        job = worker.job
+        code = worker.process.wait()
+        if job is None:
+            return
+        reason = f"its process died ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
+        if job.attempts < ATTEMPTS:
+            self._callback.on_message(f"{job.planned.folder}: {reason}; starting it again")
+            self._waiting.insert(0, job)
+        else:
+            with store.folder_for(job.folder.parent) as parent:
+                parent.write(failure_file(job.folder).name, reason + "\n")
+            self._give_up(job, reason)
+        self._assign_all(log)
+
+    def _give_up(self, job: Job, reason: str) -> None:
+        self._failed.append(job.planned.folder)
+        self._callback.on_message(f"{job.planned.folder} failed: {reason}")
+
+    def _left(self, job: Job) -> float:
+        return self._pace.left(job.planned, max(job.steps, job.shared))
+
+    def _show(self) -> None:
+        running = [worker.job for worker in self._workers.values() if worker.job]
+        jobs = [*running, *self._waiting]
+        left = [self._left(job) for job in jobs]
+        whole = [self._pace.left(job.planned, job.shared) for job in jobs]
+        ended = self._done + len(self._failed)
+        share = ended + sum(1 - a / b for a, b in zip(left, whole, strict=True) if b > 0)
+        status = StudyStatus(
+            done=self._done,
+            total=self._total,
+            running=[job.planned.folder for job in running],
+            share=share / max(1, self._total),  # the total is 0 where another process does the only run
+            left_s=makespan(left, len(self._slots)) if self._pace.measured else None,
+            untimed_finish=any(self._pace.lacks_finish(job.planned, max(job.steps, job.shared)) for job in jobs),
+        )
+        self._callback.on_study_progress(status)
+
+    def _stop_workers(self) -> None:
+        for worker in self._workers.values():
+            assert worker.process.stdin is not None
+            with suppress(BrokenPipeError):
+                worker.process.stdin.close()
+        for worker in self._workers.values():
+            try:
+                worker.process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()

@@ -1,0 +1,81 @@
+"""`Pace`: the duration of runs, from the steps that were timed; before the first, in proportion to their work."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean
+
+from raylt.config import Config
+from raylt.registry import resolve
+from raylt.studies.definition import Planned
+from raylt.studies.records.record import RunRecord
+
+FINISH = 0  # stands for the step that a method does after the last round
+StepSeconds = dict[int, list[float]]  # durations by number of the round
+
+
+class Pace:
+    """Durations of every round and of the finish, by arm and cell.
+
+    Attributes:
+        measured: whether a step was timed. `left` is then in seconds, and in client epochs before.
+    """
+
+    def __init__(self, records: Sequence[RunRecord]):
+        self._seconds: dict[tuple[str, str], StepSeconds] = defaultdict(dict)
+        for record in records:
+            for step, (before, after) in enumerate(pairwise([0.0, *record.curve.get("seconds", [])]), 1):
+                self._note(record.arm, record.cell, step, record.planned_steps, after - before)
+
+    @property
+    def measured(self) -> bool:
+        return bool(self._seconds)
+
+    def lacks_finish(self, planned: Planned, steps: int) -> bool:
+        """Return whether `left` lacks the last phase of a run, because none of its arm was timed yet.
+
+        Args:
+            planned: the run.
+            steps: as for `left`.
+        """
+        if steps > planned.config.federation.rounds or not resolve(planned.config).method.finishes:
+            return False
+        return not self.measured or FINISH not in self._nearest(planned)
+
+    def learn(self, planned: Planned, step: int, seconds: float) -> None:
+        """Add the duration of a step that a run has done."""
+        self._note(planned.arm, planned.cell, step, planned.config.federation.rounds, seconds)
+
+    def left(self, planned: Planned, steps: int) -> float:
+        """Return the time that a run needs after `steps` steps, which it did itself or took from another run."""
+        rounds = planned.config.federation.rounds
+        if not self.measured:
+            return max(0, rounds - steps) * _work(planned.config)
+        means = {step: fmean(seconds) for step, seconds in self._nearest(planned).items()}
+        usual = fmean([seconds for step, seconds in means.items() if step != FINISH] or means.values())
+        finish = means.get(FINISH, 0.0) if steps <= rounds else 0.0
+        return sum(means.get(step, usual) for step in range(steps + 1, rounds + 1)) + finish
+
+    def _nearest(self, planned: Planned) -> StepSeconds:
+        """Return the durations of the run's arm in its cell, else of its arm, else of all runs."""
+        in_cell = self._seconds.get((planned.arm, planned.cell))
+        if in_cell:
+            return in_cell
+        of_arm = [seconds for (arm, _), seconds in self._seconds.items() if arm == planned.arm]
+        return _joined(of_arm or list(self._seconds.values()))
+
+    def _note(self, arm: str, cell: str, step: int, rounds: int, seconds: float) -> None:
+        self._seconds[arm, cell].setdefault(FINISH if step > rounds else step, []).append(seconds)
+
+
+def _joined(several: Sequence[StepSeconds]) -> StepSeconds:
+    steps = {step for seconds in several for step in seconds}
+    return {step: [value for seconds in several for value in seconds.get(step, [])] for step in steps}
+
+
+def _work(config: Config) -> float:
+    """Return the work of one round: passes over the data of the share of clients that take part.
+
+    The sizes of clients are not known here, so a step counts as a pass where the work is set in steps.
+    """
+    return config.federation.participation * (config.local.steps or config.local.epochs)

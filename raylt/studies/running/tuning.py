@@ -1,0 +1,303 @@
+"""Tuning: every arm of a study gets the same budget of client-steps for a search on validation samples.
+
+    tune: {runs: 8, ranges: {local.lr: "loguniform(0.003, 0.1)"}}
+
+An arm is searched over the ranges that the fields of its method declare, except for fields that the study gives, and
+over the ranges given for all arms. Its runs then use the best values. The search of an arm is a folder next to its runs
+(`CELL/ARM/search`, see tune/search.py). Its outcome is in tuned.json, and the search is not repeated.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict
+
+from raylt import store
+from raylt.config import Config, Section
+from raylt.core.method import Method
+from raylt.errors import CheckpointError, ConfigError, RayltError
+from raylt.registry import plugin_files, resolve
+from raylt.runs.callbacks.base import Callback
+from raylt.studies.running.worker_slots import WorkerSlot, worker_slots
+from raylt.studies.settings import portable, slug
+from raylt.typed_json import as_json, closed, hash_json
+
+FILE = "tuned.json"
+LIMIT = 2**26  # bytes of that file
+# the code of an arm's process; `python -m tune.arm` would import a tune.py of the current folder instead
+ARM = "from raylt.own_code.top_level_names import claim; claim(); from tune.arm import main; main()"
+
+
+class Tuning(Section):
+    """The settings of a study's searches.
+
+    Attributes:
+        runs: budget of every arm, in whole runs of the reference arm in that cell; its unit is client-steps.
+        ranges: range of each setting that is searched for every arm, as in loguniform(0.003, 0.1). A range of a
+            method's field is for the arms whose method has it.
+        fields: fields of the methods, by arm, that are searched; by default all that the study does not give.
+        metric: figure on the validation samples that is maximised.
+        searcher: Tree-structured Parzen estimator, or random search.
+    """
+
+    runs: float = Field(gt=0, le=1000)
+    ranges: dict[str, str] = Field(default={})
+    fields: dict[str, list[str]] = Field(default={})
+    metric: Literal["accuracy", "many", "medium", "few", "owned", "matched", "miou"] = "accuracy"
+    searcher: Literal["tpe", "random"] = "tpe"
+
+
+@closed
+class Tuned(TypedDict):
+    """The outcome of an arm's search in a cell.
+
+    `asked` is the hash of the search, see `search_hash`. `values` are settings by dotted key. `score` is the metric on
+    validation samples; None where there was nothing to search.
+    """
+
+    asked: str
+    values: dict[str, Any]
+    score: float | None
+    trials: int
+    client_steps: int
+    budget: int
+
+
+Outcomes = dict[str, dict[str, Tuned]]  # by cell and arm
+
+
+@closed
+class _File(TypedDict):
+    """The content of tuned.json."""
+
+    outcomes: Outcomes
+    sha256: str
+
+
+_FILE = TypeAdapter(_File)
+
+
+def search_arms(
+    bases: Mapping[tuple[str, str], Config],
+    tuning: Tuning,
+    reference: str,
+    folder: Path,
+    callback: Callback,
+    parallel: int | None,
+    fleet: Literal["local", "ray"],
+    address: str | None,
+) -> Outcomes:
+    """Search for every arm in every cell that has no outcome in tuned.json; an interrupted search continues.
+
+    Args:
+        bases: settings by cell and arm, with only those fields of the method that the study gives.
+        tuning: settings of the searches.
+        reference: the arm whose runs are the unit of the budget.
+        folder: of the study.
+        callback: receives a message for each outcome.
+        parallel: searches at once, as in `Study.run`.
+        fleet: as in `Study.run`.
+        address: as in `Study.run`.
+
+    Returns:
+        The outcomes of all arms and cells.
+
+    Raises:
+        CheckpointError: an arm was tuned with other settings.
+        ConfigError: a range cannot be used, or one trial takes more than the budget; the error names the arm.
+        RayltError: a search failed; the error names the arm.
+    """
+    outcomes = read_tuned(folder)
+    hashes = {key: search_hash(tuning, key[1], base, bases[key[0], reference]) for key, base in bases.items()}
+    for (cell, arm), expected in hashes.items():
+        outcome = outcomes.get(cell, {}).get(arm)
+        if outcome is not None and outcome["asked"] != expected:
+            raise CheckpointError(
+                f"{folder / FILE}: arm {arm!r} was tuned with other settings. Give the study another name, or remove "
+                "that file and the folder of the arm.",
+                code="study.changed",
+                path=str(folder / FILE),
+                arm=arm,
+                cell=cell,
+            )
+    waiting = [(cell, arm) for cell, arm in bases if arm not in outcomes.get(cell, {})]
+    if not waiting:
+        return outcomes
+    jobs = [
+        {
+            "cell": cell,
+            "arm": arm,
+            "folder": str(folder / slug(cell) / slug(arm)),
+            "base": bases[cell, arm].model_dump(mode="json"),
+            "reference": bases[cell, reference].model_dump(mode="json"),
+            "tune": tuning.model_dump(mode="json"),
+            "fleet": fleet,
+            "address": address,
+            "plugins": plugin_files(),
+        }
+        for cell, arm in waiting
+    ]
+    slots = worker_slots(parallel, fleet, [bases[key] for key in waiting])
+    for job, outcome in _run_searches(jobs, slots, folder):
+        cell = job["cell"]
+        arm = job["arm"]
+        outcome["asked"] = hashes[cell, arm]
+        outcomes.setdefault(cell, {})[arm] = outcome
+        write_tuned(folder, outcomes)
+        callback.on_message(describe(cell, arm, outcome))
+    return outcomes
+
+
+def search_hash(tuning: Tuning, arm: str, base: Config, reference: Config) -> str:
+    """Return a hash of everything that the search of an arm depends on, the same wherever its files are.
+
+    Settings for other arms do not count. The reference arm counts, since its runs are the unit of the budget.
+    """
+    method = resolve(base).method
+    return hash_json(
+        {
+            "runs": tuning.runs,
+            "metric": tuning.metric,
+            "searcher": tuning.searcher,
+            "fields": tuning.fields.get(arm),
+            "ranges": applying(tuning.ranges, type(method)),
+            "base": portable(base),
+            "reference": portable(reference),
+        }
+    )
+
+
+def applying(ranges: Mapping[str, str], method: type[Method]) -> dict[str, str]:
+    """Return the ranges without those of fields that a method does not have; these are for other arms."""
+    return {
+        key: text
+        for key, text in ranges.items()
+        if not key.startswith("method.") or key.removeprefix("method.") in method.model_fields
+    }
+
+
+def read_tuned(folder: Path) -> Outcomes:
+    """Return the outcomes in a study's folder.
+
+    Raises:
+        CheckpointError: tuned.json cannot be read, or was changed.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return {}
+    content = as_json(store.read(path, LIMIT), _FILE, str(path))
+    if content["sha256"] != hash_json(content["outcomes"]):
+        raise CheckpointError(
+            f"{path}: was changed after the arms were tuned. Restore the original, or remove the file; raylt then "
+            "reads the finished searches again.",
+            code="record.changed",
+            path=str(path),
+        )
+    return content["outcomes"]
+
+
+def write_tuned(folder: Path, outcomes: Outcomes) -> None:
+    """Write the outcomes to a study's folder."""
+    content = {"outcomes": outcomes, "sha256": hash_json(outcomes)}
+    store.write(folder / FILE, json.dumps(content, indent=1) + "\n")
+
+
+def joined(outcomes: Outcomes, more: Outcomes) -> Outcomes:
+    """Return the outcomes of both; where both have one for an arm in a cell, that of `more`."""
+    return {cell: outcomes.get(cell, {}) | more.get(cell, {}) for cell in outcomes | more}
+
+
+def searched(outcomes: Outcomes) -> dict[str, set[str]]:
+    """Return the settings, by dotted key, that each arm was tuned in."""
+    settings: dict[str, set[str]] = {}
+    for arms in outcomes.values():
+        for arm, outcome in arms.items():
+            settings.setdefault(arm, set()).update(outcome["values"])
+    return settings
+
+
+def describe(cell: str, arm: str, outcome: Tuned) -> str:
+    """Return one line with the values, the cost and the score of a search."""
+    name = f"{arm} in {cell}" if cell else arm
+    if outcome["score"] is None:
+        return f"{name}: nothing to tune"
+    values = ", ".join(f"{key} {value}" for key, value in outcome["values"].items())
+    return (
+        f"{name}: {values} ({outcome['trials']} trials, {outcome['client_steps']:,} of {outcome['budget']:,} "
+        f"client-steps, {100 * outcome['score']:.2f} % on validation samples)"
+    )
+
+
+def _run_searches(
+    jobs: list[dict[str, Any]], slots: list[WorkerSlot], folder: Path
+) -> Iterator[tuple[dict[str, Any], Tuned]]:
+    """Run one process for each job, at most one per slot at a time.
+
+    Yields:
+        Each job with its outcome, in the order of the jobs.
+    """
+    free = list(slots)
+    running: set[subprocess.Popen[str]] = set()
+
+    def search(job: dict[str, Any]) -> Tuned:
+        slot = free.pop()
+        try:
+            # in a session of its own, so that Ctrl-C reaches only the study, which then closes the process's input
+            with subprocess.Popen(
+                [sys.executable, "-c", ARM, json.dumps(job)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+                env=os.environ | slot.environment,
+            ) as process:
+                running.add(process)
+                if slot.cores and hasattr(os, "sched_setaffinity"):
+                    os.sched_setaffinity(process.pid, slot.cores)
+                assert process.stdout is not None
+                answer = process.stdout.read()
+                running.discard(process)
+            return _outcome(job["arm"], answer)
+        finally:
+            free.append(slot)
+
+    with store.folder_for(folder) as opened, opened.log("tuning.log") as log, ThreadPoolExecutor(len(slots)) as pool:
+        try:
+            futures = [pool.submit(search, job) for job in jobs]
+            for job, future in zip(jobs, futures, strict=True):
+                yield job, future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(running):
+                assert process.stdin is not None
+                with suppress(OSError):
+                    process.stdin.close()
+
+
+def _outcome(arm: str, answer: str) -> Tuned:
+    """Return the outcome that an arm's process printed.
+
+    Raises:
+        ConfigError: the process reported a mistake in the settings.
+        RayltError: the process failed or died.
+    """
+    if not answer:
+        raise RayltError(
+            f"tuning of arm {arm!r}: its process died. Repeat the command to continue the search.",
+            code="study.tuning-failed",
+            arm=arm,
+        )
+    message: Any = json.loads(answer)
+    if "problem" not in message:
+        return message
+    kind = ConfigError if message.get("input") else RayltError
+    raise kind(f"tuning of arm {arm!r}: {message['problem']}", code="study.tuning-failed", arm=arm)

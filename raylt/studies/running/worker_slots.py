@@ -1,0 +1,55 @@
+"""Worker slots: one worker per core, or per GPU where there are GPUs and a run may use them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raylt.config import Config
+from raylt.machine import cores
+
+
+@dataclass(frozen=True)
+class WorkerSlot:
+    """Resources of one worker process.
+
+    Attributes:
+        cores: that the process may use; empty for all.
+        environment: variables that select its GPU and its number of threads.
+    """
+
+    cores: frozenset[int]
+    environment: dict[str, str]
+
+
+def slot_count(parallel: int | None, fleet: str, runs: Sequence[Config]) -> int:
+    """Return how many of these runs are done at once.
+
+    With Ray it is one run, since Ray spreads the clients of a run itself. Otherwise it is one run per GPU, or per core
+    where there is no GPU that a run may use.
+    """
+    return parallel or (1 if fleet == "ray" else _gpus(runs) or len(cores()))
+
+
+def worker_slots(parallel: int | None, fleet: str, runs: Sequence[Config]) -> list[WorkerSlot]:
+    """Return the slots of the workers that do these runs, at most one for each run."""
+    count = min(slot_count(parallel, fleet, runs), len(runs))
+    if fleet == "ray":
+        return [WorkerSlot(frozenset(), {})] * count
+    gpus = _gpus(runs)
+    usable = cores()
+    slots = []
+    for number in range(count):
+        own_cores = frozenset(usable[number % len(usable) :: count])  # evaluation uses all cores of its process
+        environment = {"OMP_NUM_THREADS": str(max(1, len(own_cores)))}
+        if gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
+        slots.append(WorkerSlot(own_cores or frozenset(usable), environment))
+    return slots
+
+
+def _gpus(runs: Sequence[Config]) -> int:
+    """Return the number of GPUs of this machine; 0 where no run may use one."""
+    if all(config.resources.gpu_share == 0 for config in runs):
+        return 0
+    from raylt.core.device import gpus  # imports torch, which a study without open runs does not need
+
+    return gpus()

@@ -1,0 +1,123 @@
+"""A run as a Ray job, on a real cluster with a token: sent, listed, followed, stopped at a checkpoint, resumed."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+import raylt
+
+pytestmark = pytest.mark.slow
+
+PATIENCE_S = 240
+ROUNDS = 150
+SLOWLY = '''
+import time
+
+from raylt import Method
+
+
+class Slowly(Method):
+    """FedAvg that takes its time."""
+
+    name = "slowly"
+    paper = "none"
+
+    def round(self, server, fleet):
+        time.sleep(0.5)
+        super().round(server, fleet)
+'''
+PLUGIN = ["--plugin", "slowly.py"]
+SETTINGS = ["method=slowly", "data.clients=2", "local.epochs=1", "resources.actors=1", f"federation.rounds={ROUNDS}"]
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A cluster of one node in a process of its own: the address of its dashboard, and a runner of commands."""
+    folder = tmp_path_factory.mktemp("cluster")
+    home = folder / "home"
+    project = folder / "project"
+    home.mkdir()
+    project.mkdir()
+    (project / "slowly.py").write_text(SLOWLY)
+    (folder / "token").write_text("a" * 64)
+    (folder / "token").chmod(0o600)
+    variables = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "RAYLT_ADDRESS")}
+    variables["PATH"] = f"{Path(sys.executable).parent}:{variables['PATH']}"  # a job starts `python`
+    variables |= {"HOME": str(home), "RAY_AUTH_TOKEN_PATH": str(folder / "token"), "RAY_USAGE_STATS_ENABLED": "0"}
+    port, dashboard = free_port(), free_port()
+    short = tempfile.mkdtemp(prefix="raylt-", dir="/tmp")  # Ray's sockets need a short path
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=2"]
+    ports = [f"--port={port}", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={free_port()}"]
+    storage = [f"--object-store-memory={100 * 2**20}", "--dashboard-host=127.0.0.1", f"--temp-dir={short}"]
+    with (folder / "log").open("wb") as log:
+        head = subprocess.Popen(
+            [*command, *ports, *storage], env=variables | {"RAY_AUTH_MODE": "token"}, stdout=log, stderr=log
+        )
+
+    def call(*arguments, **more):
+        done = subprocess.run(
+            [sys.executable, "-m", "raylt", *map(str, arguments)],
+            cwd=project,
+            env={key: value for key, value in variables.items() if key != "RAY_AUTH_MODE"} | more,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+        return done
+
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while b"Ray runtime started" not in (folder / "log").read_bytes():
+            assert head.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{dashboard}", call, home / "raylt/runs"
+    finally:
+        head.terminate()
+        head.wait(60)
+        shutil.rmtree(short, ignore_errors=True)
+
+
+def test_a_run_survives_its_terminal_is_followed_stopped_at_a_checkpoint_and_resumed(cluster):
+    url, call, runs = cluster
+    refused = call("ls", "--address", url, RAY_AUTH_TOKEN_PATH="/nowhere")
+    assert "[cluster.token-missing]" in refused.stderr
+    sent = call("submit", "--address", url, "run", *PLUGIN, *SETTINGS, "--name", "one")
+    assert sent.returncode == 0, sent.stderr
+    job = sent.stdout.split(":")[0]
+
+    folder = runs / "one"
+    deadline = time.monotonic() + PATIENCE_S
+    while not (folder / "metrics.jsonl").is_file():
+        assert time.monotonic() < deadline
+        [listed] = json.loads(call("ls", "--address", url, "--format", "json").stdout)
+        assert listed["state"] in ("PENDING", "RUNNING"), call("follow", job, "--address", url).stdout
+    [listed] = json.loads(call("ls", "--address", url, "--format", "json").stdout)
+    assert (listed["id"], listed["state"]) == (job, "RUNNING")
+    stopped = call("stop", "one", "--address", url)
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    followed = call("follow", job, "--address", url)
+    assert "continue with raylt resume" in followed.stdout
+    run = raylt.Run.open(folder)
+    assert run.state == "stopped"
+    assert 0 < len(run.reports) < ROUNDS
+
+    again = call("submit", "--address", url, "resume", *PLUGIN, str(folder))
+    assert again.returncode == 0, again.stderr
+    ended = call("follow", again.stdout.split(":")[0], "--address", url)
+    assert "succeeded" in ended.stdout, ended.stdout
+    assert raylt.Run.open(folder).state == "done"

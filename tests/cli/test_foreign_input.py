@@ -1,0 +1,91 @@
+"""Files, names and code of others at the command line: one line, exit code 2, nothing else."""
+
+import io
+import shlex
+import subprocess
+import sys
+
+import pytest
+from refusals import refused
+
+import raylt
+from raylt.cli.main import main
+from raylt.cli.options import Output
+from raylt.runs.export.model_card import model_card
+
+EXITS = {
+    "import": "import sys\nsys.exit()\n",
+    "round": (
+        "import sys, raylt\nclass Quiet(raylt.Method):\n    name = 'quiet'\n"
+        "    def round(self, server, fleet):\n        sys.exit(0)\n"
+    ),
+    "model": "import sys, raylt\ndef net(classes, shape):\n    sys.exit()\nraylt.register(net, 'net', kind='model')\n",
+}
+SMALL = ["data.clients=3", "federation.rounds=1", "local.epochs=1", "--fleet", "local"]
+
+
+@pytest.mark.parametrize("place", EXITS)
+def test_code_that_exits_is_an_error_with_its_file(tmp_path, monkeypatch, capsys, place):
+    file = tmp_path / "own.py"
+    file.write_text(EXITS[place])
+    named = {"import": "method=fedavg", "round": "method=quiet", "model": "model=net method=fedavg"}[place].split()
+    arguments = ["raylt", "run", *named, *SMALL, "--plugin", str(file), "--out", str(tmp_path / "runs")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "plugin.failed" in error
+    assert "own.py" in error
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\x1b[2J", "\udcff", "x" * 300, "a/b", ""])
+def test_a_name_that_cannot_be_printed_is_refused(tmp_path, name):
+    with refused("config.out-of-range", key="name"):
+        raylt.run("fedavg", out=tmp_path, name=name, fleet="local", quiet=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_escape_sequence_reaches_the_terminal():
+    from rich.table import Table
+
+    table = Table("name")
+    table.add_row("\x1b]0;owned\x07\x1b[2J\x9b31m\u202eabc")
+    console = Output()
+    console.file = io.StringIO()
+    console.print(table)
+    console.print("x\x1b[31my")
+    text = console.file.getvalue()
+    assert "owned" in text
+    assert not any(mark in text for mark in "\x1b\x07\x9b\u202e")
+
+
+def test_a_model_card_quotes_names(tmp_path):
+    name = f"$(touch {tmp_path / 'ran'})`touch {tmp_path / 'ran'}`\"; touch {tmp_path / 'ran'}; '"
+    client = {"name": name, "own": {}, "figures": {}}
+    description = {
+        "format": 1,
+        "task": "classification",
+        "class_names": ["a", "b"],
+        "input": {"height": 8, "width": 8, "channels": 1, "mean": [0.5], "std": [0.2], "fit": "crop"},
+        "model": "small",
+        "method": {"name": "fedper"},
+        "batch": 32,
+        "source": f"folder:`{name}`",
+        "rounds": 3,
+        "run": "0" * 64,
+        "split_sha256": "1" * 64,
+        "figures": {},
+        "versions": {"raylt": "0.1.0"},
+        "guests": [],
+        "clients": [{"id": 0, **client}, {"id": 1, **client}],
+    }
+    card = model_card(description, "m $(x).safetensors")  # pyright: ignore[reportArgumentType]
+    (line,) = [line for line in card.splitlines() if line.startswith("raylt predict")]
+    assert shlex.split(line) == ["raylt", "predict", "m $(x).safetensors", "IMAGE", "...", "--client", name]
+    subprocess.run(["sh", "-c", line.replace("raylt predict", "true", 1)], check=True, cwd=tmp_path)
+    assert not (tmp_path / "ran").exists()
+    (call,) = [line for line in card.splitlines() if line.startswith("model = ")]
+    calls = []
+    exec(call, {"raylt": type("Raylt", (), {"load_model": lambda *given, **options: calls.append((given, options))})})
+    assert calls == [(("m $(x).safetensors",), {"client": name})]

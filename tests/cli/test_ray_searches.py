@@ -1,0 +1,44 @@
+"""`raylt tune --scheduler pbt|hyperband|median`."""
+
+import json
+
+import pytest
+
+SETTINGS = ["method=fedprox", "data.clients=4", "data.imbalance=5", "federation.rounds=4", "local.epochs=1"]
+RANGE = "local.lr=loguniform(0.01,0.3)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--scheduler", "hyperband", "--fleet", "local"], "config.conflict"),
+        (["--scheduler", "hyperband", "--budget", "900"], "config.conflict"),
+        (["--scheduler", "median", "--methods", "fedprox,fedavg"], "config.conflict"),
+        (["--scheduler", "pbt", "seed=choice(0,1)"], "search.fixed-setting"),
+        (["--scheduler", "pbt", "--name", "taken"], "search.exists"),
+        (["--scheduler", "bohb"], "command.usage"),
+    ],
+)
+def test_what_does_not_go_with_a_scheduler_of_ray_is_refused_before_ray_starts(raylt, tmp_path, arguments, code):
+    (tmp_path / "runs/taken").mkdir(parents=True)
+    ended = raylt("tune", *SETTINGS, RANGE, *arguments)
+    assert ended.code == 2
+    assert f"[{code}]" in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", ["hyperband", "pbt", "median"])
+def test_a_search_with_a_scheduler_of_ray_leaves_its_tables_and_can_be_resumed(raylt, ray_session, tmp_path, scheduler):
+    where = ["--name", "s", "--samples", "3", "--format", "json"]
+    ended = raylt("tune", *SETTINGS, RANGE, "--fields", "mu", "--scheduler", scheduler, "--grace", "2", *where)
+    assert ended.code == 0, ended.err
+    shown = json.loads(ended.out[ended.out.index("{\n") :])
+    assert [row["failed"] for row in shown["trials"]] == [None] * 3
+    scores = [row["accuracy"] for row in shown["trials"]]
+    assert scores == sorted(scores, reverse=True)
+    folder = tmp_path / "runs/s"
+    assert {"best.yaml", "trials.csv", "ray_search.json"} <= {file.name for file in folder.iterdir()}
+    again = raylt("tune", "--resume", folder)
+    assert again.code == 0, again.err
+    assert f"best: {shown['trials'][0]['trial']}" in again.out
+    assert ("pbt changed values" in again.out) == (folder / "pbt_global.txt").is_file()

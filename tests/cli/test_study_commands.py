@@ -1,0 +1,208 @@
+"""The commands as people type them, over run folders that were made by hand."""
+
+import json
+import re
+import threading
+
+import pytest
+from made import report, write_run
+from refusals import refused
+
+from raylt.cli.main import app
+from raylt.errors import ConfigError
+from raylt.runs.folder.writer import Journal
+from raylt.studies.definition import define
+from raylt.studies.study import Study
+
+TREE = {
+    "name": "s",
+    "arms": {"fedavg": "fedavg", "prox": {"method": "fedprox"}},
+    "seeds": 2,
+    "base": {"federation": {"rounds": 3}, "data": {"clients": 3}},
+    "cells": {"data.imbalance": [10, 50]},
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A study of eight runs, of which six are done, one is stopped and one is missing."""
+    monkeypatch.chdir(tmp_path)
+    study = Study.create(define(TREE), tmp_path / "runs")
+    for place, plan in enumerate(study.definition.runs()[:-1]):
+        write_run(
+            study.folder / plan.folder,
+            plan,
+            [0.1, 0.2, 0.3 + place / 100],
+            done=place < 6,
+            split=10 * plan.seed + len(plan.cell),
+        )
+    (tmp_path / "s.yaml").write_text(json.dumps(TREE))
+    return study.folder
+
+
+def printed(capsys, *arguments):
+    app([str(a) for a in arguments], standalone_mode=False)
+    return capsys.readouterr().out
+
+
+def test_compare_prints_every_format(folder, capsys):
+    assert "| IF 10 | fedavg | 2 |" in printed(capsys, "compare", folder, "--format", "markdown")
+    assert r"\toprule" in printed(capsys, "compare", folder, "--format", "latex")
+    content = json.loads(printed(capsys, "compare", folder, "--format", "json", "--measure", "few", "--target", "0.3"))
+    assert content["measure"] == "few"
+    assert content["rows"][0]["values"] == {"0": 0.3, "1": 0.32}
+    assert content["target"][0]["rounds"] == 3
+    assert len(content["left_out"]) == 2
+    assert "left out:" in printed(capsys, "compare", folder)
+
+
+def test_compare_prints_the_claims_of_several_studies(tmp_path, capsys):
+    studies = []
+    for name, claims in (("plain", ["prox > fedavg"]), ("printed", [{"prox > fedavg": 9.99}])):
+        made = Study.create(define(TREE | {"name": name, "claims": claims}), tmp_path / "runs")
+        # prox is a point above fedavg with both seeds: without spread nothing is in or out of an interval
+        for plan in made.definition.runs():
+            write_run(
+                made.folder / plan.folder,
+                plan,
+                [0.1, 0.2, 0.31 if plan.arm == "prox" else 0.3],
+                split=10 * plan.seed + len(plan.cell),
+            )
+        studies.append(made.folder)
+    out = printed(capsys, "compare", *studies, "--claims", "--format", "markdown")
+    assert "| prox > fedavg on accuracy | IF 10 | 2 | +1.00 ± 0.00 | - | too few seeds |" in out
+    assert "| prox > fedavg on accuracy | IF 10 | 2 | +1.00 ± 0.00 | +9.99 | - | too few seeds |" in out
+    content = json.loads(printed(capsys, "compare", *studies, "--claims", "--format", "json"))
+    assert [each["claim"]["printed"] for each in content["claims"]["printed"]] == [9.99, 9.99]
+    assert "prox > fedavg" in printed(capsys, "compare", studies[0], "--claims")
+    twice, measured = [studies[0], studies[0]], [studies[0], "--measure", "few"]
+    for arguments in (twice, measured):
+        with refused("config.conflict", ConfigError, key="--claims"):
+            app(["compare", *map(str, arguments), "--claims"], standalone_mode=False)
+
+
+def test_compare_takes_runs_by_themselves(folder, capsys):
+    out = printed(
+        capsys, "compare", *sorted(folder.glob("if10/*/seed-*")), "--reference", "fedprox", "--format", "markdown"
+    )
+    assert "differences to fedprox" in out
+
+
+def test_compare_has_the_table_of_a_target_in_every_format(folder, capsys):
+    for format, row in (
+        ("table", "2 of 2"),
+        ("markdown", "| IF 10 | fedavg | 2 of 2 | 3.0 |"),
+        ("latex", "%   IF 10, fedavg, 2 of 2, 3.0"),
+    ):
+        out = printed(capsys, "compare", folder, "--target", "0.3", "--format", format)
+        assert "until accuracy 30 %" in out
+        assert row in out
+
+
+def test_a_study_among_runs_is_refused_by_what_it_is(folder, tmp_path):
+    run = folder / "if10" / "fedavg" / "seed-0"
+    Study.open(folder).save_results()
+    for paths in ((folder, run), (run, folder), (folder / "results.json", folder / "results.json")):
+        with refused("config.conflict", ConfigError):
+            app(["compare", *map(str, paths)], standalone_mode=False)
+
+
+def test_a_measure_that_no_run_has_leaves_its_column_empty(folder, capsys):
+    measures = ["--measure", "local", "--measure", "accuracy"]
+    rows = printed(capsys, "compare", folder, *measures, "--format", "markdown").splitlines()
+    assert "| cell | arm | seeds | local, % | accuracy, % |" in rows
+    row = next(row for row in rows if row.startswith("| IF 10 | fedavg "))
+    assert row.split("|")[4].strip() == "-"
+    assert float(row.split("|")[5].split("±")[0]) == 31  # the mean of 30 and 32
+    content = json.loads(printed(capsys, "compare", folder, *measures, "--format", "json"))
+    assert content["measures"]["local"]["rows"] == []
+    with refused("study.no-figure", ConfigError, name="local"):
+        app(["compare", str(folder), "--measure", "local"], standalone_mode=False)
+    with refused("study.no-figure", ConfigError, name="local"):
+        app(["compare", str(folder), "--measure", "local", "--measure", "new_owned"], standalone_mode=False)
+
+
+def test_claim_on_a_group_without_classes_is_refused_in_a_dry_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tree = TREE | {"claims": ["prox > fedavg on few"], "cells": {"data.imbalance": [1, 2]}}
+    (tmp_path / "s.yaml").write_text(json.dumps(tree))
+    with refused("study.empty-group", ConfigError, key="study.claims", group="few", groups=[20, 60]) as caught:
+        app(["study", "s.yaml", "--dry-run"], standalone_mode=False)
+    assert "data.groups" in str(caught.value)
+    base = TREE["base"] | {"data": {"clients": 3, "groups": [100, 1000]}}
+    (tmp_path / "s.yaml").write_text(json.dumps(tree | {"base": base}))
+    assert "8 runs" in printed(capsys, "study", "s.yaml", "--dry-run")
+
+
+def test_dry_run_says_what_a_last_phase_costs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    fields = {"rf_dim": 60, "m_min": 80, "m_max": 120}
+    arms = {"fedavg": "fedavg", "whole": {"method": {"name": "sfd", **fields}}}
+    (tmp_path / "s.yaml").write_text(json.dumps(TREE | {"arms": arms, "cells": {}, "seeds": 1}))
+    lines = printed(capsys, "study", "s.yaml", "--dry-run").splitlines()
+    assert lines[-1].startswith("last phase of whole: synthesis of 10 classes in 100 steps each, about ")
+
+
+def test_dry_run_lists_what_is_left_and_makes_nothing(folder, capsys, tmp_path):
+    out = printed(capsys, "study", "s.yaml", "--dry-run", "--parallel", "2")
+    assert re.search(r"8 runs, 2 to do: .*\b6 s, 2 at once", out)  # 3 rounds of 2 s; the stopped one has 0 of 3 left
+    printed(capsys, "study", "s.yaml", "--dry-run", "--out", "elsewhere")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_ls_lists_studies_and_inside_them_runs(folder, capsys):
+    entries = json.loads(printed(capsys, "ls", "--format", "json"))
+    assert [(e["name"], e["state"], e["progress"]) for e in entries] == [("s", "stopped", "6/8 runs")]
+    assert len(json.loads(printed(capsys, "ls", folder, "--format", "json"))) == 7
+    with refused("file.not-found", ConfigError, path="nowhere"):
+        printed(capsys, "ls", "nowhere")
+
+
+def test_report_is_written_beside_the_study(folder, capsys):
+    assert printed(capsys, "report", folder).strip() == str(folder / "report.html")
+    assert "IF 50" in (folder / "report.html").read_text()
+
+
+def test_follow_shows_a_run_until_it_ends(folder, capsys):
+    run = folder / "if10/fedavg/seed-0"
+    (run / "summary.json").unlink()
+    journal = Journal(run)
+
+    def go_on():
+        with journal:
+            journal.append(report(4, 0.75, "finish"))
+
+    threading.Timer(0.4, go_on).start()
+    out = printed(capsys, "follow", run, "--every", "0.1")
+    assert "round 1/3  accuracy 10.00 %" in out
+    assert "finish  accuracy 75.00 %" in out
+    assert "stopped after step 4" in out
+    with refused("study.not-a-study", ConfigError, path="nowhere"):
+        printed(capsys, "follow", "nowhere")
+
+
+def test_reproduce_plans_and_says_what_cannot_be_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = printed(
+        capsys,
+        "reproduce",
+        "mupfl",
+        "2",
+        "--cells",
+        "dataset=fashion_mnist,IF=100,alpha=0.5",
+        "--scale",
+        "0.1",
+        "--arms",
+        "MuPFL,FedAvg,FedRep",
+        "--dry-run",
+    )
+    assert "to do" in out
+    assert "3 cells: " in out
+    with refused("config.wrong-type", ConfigError, key="--cells", value="IF"):
+        printed(capsys, "reproduce", "mupfl", "--cells", "IF")
+
+
+def test_verdicts_writes_the_page(capsys, tmp_path, folder):
+    out = printed(capsys, "verdicts", folder, "--page", tmp_path / "page.md")
+    assert "640 cells" in out
+    assert "640 printed cells, 0 have recorded runs" in (tmp_path / "page.md").read_text()

@@ -1,0 +1,68 @@
+"""`raylt submit | stop`, `raylt ls | follow --address`: what becomes of a command, and what is refused."""
+
+import pytest
+
+from actors.cluster.jobs import _on_cluster
+from raylt.cli.jobs import complete
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        ("method=sfd", "method=sfd"),
+        ("local.lr=loguniform(0.01,0.3)", "'local.lr=loguniform(0.01,0.3)'"),
+        ("~/raylt/runs", '"$HOME"/raylt/runs'),
+        ("data.root=~/my data", "data.root="),
+        ("; rm -rf ~", "'; rm -rf ~'"),
+        ("$(id)", "'$(id)'"),
+        ("~/$(id)", "\"$HOME\"/'$(id)'"),
+    ],
+)
+def test_words_reach_the_cluster_as_they_are_but_for_the_home_folder(word, shown):
+    assert _on_cluster(word).startswith(shown)
+
+
+def test_a_run_gets_the_folders_on_the_cluster_that_it_lacks():
+    words = ["method=sfd"]
+    folder = complete("run", words)
+    assert folder == f"~/raylt/runs/{words[words.index('--name') + 1]}"
+    assert words[words.index("--out") + 1] == "~/raylt/runs"
+    assert "data.root=~/raylt/data" in words
+    words = ["method=sfd", "--out=/nfs", "--name", "one", "data.root=/nfs/data"]
+    assert complete("run", words) == "/nfs/one"
+    assert words == ["method=sfd", "--out=/nfs", "--name", "one", "data.root=/nfs/data"]
+
+
+def test_other_commands_get_what_they_know():
+    words = ["study.yaml"]
+    assert complete("study", words) is None
+    assert words == ["study.yaml", "--out", "~/raylt/runs"]
+    words = ["/nfs/one", "federation.rounds=9"]
+    assert complete("resume", words) == "/nfs/one"
+    assert words == ["/nfs/one", "federation.rounds=9"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["submit", "run", "method=fedavg"], "config.missing"),
+        (["submit", "run", "method=fedavgg", "--address", "http://127.0.0.1:1"], "config.unknown-name"),
+        (["submit", "run", "/etc/hosts.yaml", "--address", "http://127.0.0.1:1"], "job.file-elsewhere"),
+        (["submit", "data", "--address", "http://127.0.0.1:1"], "command.usage"),
+        (["submit", "run", "method=fedavg", "--address", "http://127.0.0.1:1"], "cluster.no-answer"),
+        (["ls", "--address", "head:6379"], "cluster.bad-address"),
+        (["follow", "job", "--address", "http://127.0.0.1:1"], "cluster.no-answer"),
+        (["stop", "job", "--address", "http://127.0.0.1:1"], "cluster.no-answer"),
+    ],
+)
+def test_what_cannot_work_is_refused(raylt, monkeypatch, arguments, code):
+    monkeypatch.delenv("RAYLT_DASHBOARD", raising=False)
+    ended = raylt(*arguments)
+    assert f"[{code}]" in ended.err
+    assert ended.code == 2
+
+
+def test_stopping_a_run_that_is_not_running_says_so(raylt, tmp_path):
+    (tmp_path / "run").mkdir()
+    ended = raylt("stop", tmp_path / "run")
+    assert "[run.not-running]" in ended.err

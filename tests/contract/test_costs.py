@@ -1,0 +1,68 @@
+"""What is measured of a method: bytes, passes over the samples, and what the server sees."""
+
+import pytest
+
+from raylt import tree
+from raylt.contract.costs import measure
+from raylt.core.method import Method
+from raylt.methods import METHODS
+from raylt.models import MODELS, build_model
+
+OURS = {name: method for name, method in METHODS.items() if method.__module__.startswith("raylt.")}
+
+
+def calls(method: Method, cut: bool = True):
+    return measure(method, MODELS["small"], (8, 8, 1), 4, cut)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OURS)
+def test_no_client_is_asked_after_the_servers_own_work_in_the_last_phase(name):
+    """Else the measurement that ends there would miss it."""
+    method = OURS[name](**{"rf_dim": 60, "m_min": 80, "m_max": 120} if name == "sfd" else {})
+    assert calls(method, cut=True) == calls(method, cut=False)
+
+
+def test_fedavgs_bytes_are_the_models_and_one_number():
+    for model, image in (("small", (8, 8, 1)), ("resnet8", (8, 8, 3))):
+        (one,) = measure(METHODS["fedavg"](), MODELS[model], image, 10)
+        size = tree.nbytes(dict(build_model(model, 10, image).state_dict()))
+        assert (one.when, one.name, one.up, one.down) == ("round", "train", size + 8, size)
+        assert one.sends == {"model": "mean", "loss": "mean"}
+        assert (one.trained, one.read) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "passes"),
+    [
+        ("fedprox", {}, [(1, 0)]),
+        ("ditto", {}, [(2, 0)]),
+        ("fedrep", {"head_epochs": 4}, [(5, 0), (4, 0)]),
+        ("moon", {}, [(1, 2)]),
+        ("balancefl", {}, [(1, 1)]),
+        ("balancefl", {"fa": False}, [(1, 0)]),
+        ("qfedavg", {}, [(1, 1)]),
+        ("fedncm", {}, [(1, 0), (0, 1)]),
+        ("creff", {"per_class": 2}, [(1, 1)]),
+    ],
+    ids=str,
+)
+def test_passes_are_counted_copies_of_the_model_included(name, fields, passes):
+    assert [(call.trained, call.read) for call in calls(METHODS[name](**fields))] == passes
+
+
+def test_parts_seen_client_by_client_are_marked_and_sums_are_not():
+    (scaffold,) = calls(METHODS["scaffold"]())
+    assert "each" not in scaffold.sends.values()
+    mupfl = {call.name: call for call in calls(METHODS["mupfl"](m=2, tau=1))}
+    assert mupfl["train"].sends["update"] == "each"
+    assert mupfl["keep"].sends == {}
+    assert calls(METHODS["local"]())[0].up == 8  # the loss alone
+
+
+def test_hidden_hooks_are_gone_after_a_measurement():
+    from torch.nn.modules import module
+
+    before = len(module._global_forward_pre_hooks)
+    calls(METHODS["fedavg"]())
+    assert len(module._global_forward_pre_hooks) == before

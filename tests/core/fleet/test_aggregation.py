@@ -1,0 +1,188 @@
+"""Robust rules by hand, against numpy and scipy, and with hostile clients in whole rounds."""
+
+import numpy as np
+import pytest
+import torch
+from refusals import refused
+from rounds import flat, run
+from scipy.stats import trim_mean
+from tiny import configure, make_experiment
+from torch import tensor
+
+from raylt.config import completed, differences, load, settled
+from raylt.contract.case import Case
+from raylt.core.fleet.aggregation import combine
+from raylt.core.fleet.local_fleet import LocalFleet
+from raylt.errors import ConfigError
+from raylt.methods import METHODS
+from raylt.methods.fedavg import FedAvg
+from raylt.methods.local import Local
+from raylt.methods.mupfl.method import MuPFL
+
+RULES = "median", "trimmed_mean", "norm_clipped_mean"
+QUICK = {
+    "sfd": {"rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 1, "epochs": 1},
+    "ccvr": {"virtual": 20},
+    "creff": {"per_class": 5, "matching_steps": 1, "epochs": 1},
+    "mupfl": {"m": 5, "tau": 2, "matching_steps": 1},
+    "fedsm": {"teacher": "none", "rounds": 1, "size": 5, "epochs": 1},
+    "clip2fl": {"per_class": 5, "matching_steps": 1, "epochs": 1, "kd": 0, "contrast": 0},
+}
+
+
+class Hostile(FedAvg):
+    """FedAvg whose first client sends an update that is reversed and a hundred times as long."""
+
+    def train(self, client, message):
+        reply = super().train(client, message)
+        if client.id:
+            return reply
+        start = message["model"]
+        return client.reply(
+            loss=reply.tree["loss"],
+            model={
+                name: start[name] - 100 * (value - start[name]) if value.is_floating_point() else value
+                for name, value in reply.tree["model"].items()
+            },
+        )
+
+
+class Noting(LocalFleet):
+    """Notes the parts that are asked for as `each`."""
+
+    def ask(self, fn, cohort, message, weights=None, /, **parts):
+        if fn.__name__ != "judge":
+            seen = self.__dict__.setdefault("seen", set())
+            seen.update(name for name, part in parts.items() if part.kind == "each")
+        return super().ask(fn, cohort, message, weights, **parts)
+
+
+def part(*rows):
+    return [{"w": tensor(row), "n": number} for row, number in rows]
+
+
+@pytest.fixture
+def values():
+    """Return a matrix, a batch counter and a number of 11 clients."""
+    rng = torch.Generator().manual_seed(0)
+    return [
+        {"deep": {"w.x": torch.randn(3, 4, generator=rng)}, "count": tensor(i), "loss": float(i * i)} for i in range(11)
+    ]
+
+
+def test_median_of_an_even_number_is_between_the_two_in_the_middle():
+    rows = part(([1.0, 9.0], 4.0), ([3.0, -50.0], 1.0), ([100.0, 8.0], 2.0), ([2.0, 7.0], -9.0))
+    got = combine("median", rows, [1, 1, 1000, 1])
+    assert got["w"].tolist() == [2.5, 7.5]
+    assert got["n"] == 1.5
+
+
+def test_trimmed_mean_leaves_one_of_three_on_either_side():
+    got = combine("trimmed_mean", part(([1.0], 0.0), ([5.0], 0.0), ([1e6], 0.0)), [1, 1, 1])
+    assert got["w"].tolist() == [5.0]
+
+
+def test_norm_clipped_mean_draws_in_what_is_far():
+    # medians (0, 0), lengths 1, 1, 0, 1, 1000: radius 1; (1 - 1 + 0 + 0 + 1) / 5 and (0 + 0 + 0 - 1 + 0) / 5
+    rows = [{"w": tensor(row)} for row in ([1.0, 0.0], [-1.0, 0.0], [0.0, 0.0], [0.0, -1.0], [1000.0, 0.0])]
+    got = combine("norm_clipped_mean", rows, [2, 2, 2, 2, 2])
+    assert torch.allclose(got["w"], tensor([0.2, -0.2]))
+
+
+def test_norm_clipped_mean_of_what_lies_near_is_the_weighted_mean():
+    # lengths from the median 0 are 1, 0, 1, of which the middle is 1
+    got = combine("norm_clipped_mean", [{"w": tensor([x])} for x in (-1.0, 0.0, 1.0)], [1, 1, 2])
+    assert got["w"].item() == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("rule", "oracle"), [("median", lambda x: np.median(x, 0)), ("trimmed_mean", lambda x: trim_mean(x, 0.2, 0))]
+)
+def test_entries_are_those_of_numpy_and_scipy(values, rule, oracle):
+    got = combine(rule, values, [1.0] * 11)
+    assert np.allclose(got["deep"]["w.x"], oracle(np.stack([v["deep"]["w.x"].numpy() for v in values])))
+    assert got["loss"] == pytest.approx(float(oracle(np.array([v["loss"] for v in values]))))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_types_and_names_stay_and_counters_take_their_median(values, rule):
+    got = combine(rule, values, [1.0] * 11)
+    assert got["deep"]["w.x"].dtype == torch.float32
+    assert (got["count"].item(), got["count"].dtype) == (5, torch.int64)
+    assert list(got) == ["deep", "count", "loss"]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_a_client_leaves_out_counts_as_zero(rule):
+    got = combine(rule, [{"a": tensor([3.0])}, {}, {}], [1, 1, 1])
+    assert got["a"].item() == 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("k", [1, 2])
+def test_one_or_two_replies_have_no_outlier(rule, k):
+    got = combine(rule, [{"w": tensor([2.0])}, {"w": tensor([4.0])}][:k], [1, 1][:k])
+    assert got["w"].item() == (2.0 if k == 1 else 3.0)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_hostile_client_moves_a_robust_model_little_and_a_mean_far(tiny_task, tmp_path, rule):
+    honest, plain, robust = (
+        flat(run(tiny_task, tmp_path, method, 1, federation={"robust": chosen}))
+        for method, chosen in ((FedAvg(), None), (Hostile(), None), (Hostile(), rule))
+    )
+    assert (robust - honest).norm() < 0.1 * (plain - honest).norm()
+
+
+def test_a_rule_is_not_the_plain_mean_and_repeats(tiny_task, tmp_path):
+    plain, *robust = (
+        flat(run(tiny_task, tmp_path, FedAvg(), 1, federation={"robust": rule}))
+        for rule in (None, "median", "median", "trimmed_mean", "norm_clipped_mean")
+    )
+    assert torch.equal(robust[0], robust[1])
+    assert not any(torch.equal(plain, model) for model in robust)
+
+
+@pytest.mark.parametrize("method", [Local(), MuPFL()], ids=lambda method: method.name)
+def test_methods_that_average_nothing_are_refused_by_name(tiny_task, tmp_path, method):
+    with refused("config.conflict", ConfigError, key="federation.robust", excludes="method") as caught:
+        make_experiment(configure(federation={"robust": "median"}), tiny_task, tmp_path, method)
+    assert method.name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("fedavg", "ccvr", "mupfl") else pytest.param(name, marks=pytest.mark.slow)
+        for name, method in METHODS.items()
+        if "classification" in method.problems
+    ],
+)
+def test_methods_say_which_parts_they_see_of_each_client(tmp_path, name):
+    case = Case(METHODS[name](**QUICK.get(name, {})), "classification", tmp_path)
+    trace = case.run(fleet=Noting)
+    assert trace.experiment.fleet.seen == set(case.method.sees_each)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fednova",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("scaffold", "fedrod", "bpfed", "sfd", "fedadam")),
+    ],
+)
+def test_methods_with_other_parts_than_a_model_run_with_every_rule(tmp_path, name, rule):
+    case = Case(METHODS[name](**QUICK.get(name, {})), "classification", tmp_path)
+    report = case.run(case.config(federation={"robust": rule})).reports[-1]
+    assert report.accuracy is not None
+    assert not report.rejected
+
+
+def test_a_rule_is_part_of_what_a_run_is_and_runs_from_before_had_none():
+    plain, robust = (settled(load(None, ["method=fedavg", *more])) for more in ([], ["federation.robust=median"]))
+    assert list(differences(plain, robust)) == [("federation.robust", None, "median")]
+    for name in ("robust", "secure", "sampling"):
+        del plain["federation"][name]
+    del plain["privacy"]
+    assert completed(plain) == settled(load(None, ["method=fedavg"]))

@@ -1,0 +1,71 @@
+"""The clients that a process keeps: it drops data where it has no room, and no result depends on that."""
+
+import torch
+from tiny import configure, make_setup
+
+from raylt.core.client import Reply
+from raylt.core.fleet.client_host import ClientHost
+from raylt.core.fleet.local_fleet import LocalFleet
+from raylt.core.fleet.reductions import each
+from raylt.core.fleet.wire import plain
+from raylt.methods.fedavg import FedAvg
+
+CPU = torch.device("cpu")
+
+
+def loss(client, message):
+    return client.reply(loss=float(client.samples.batch(torch.arange(len(client))).x.sum()))
+
+
+def host_of(task, **room):
+    setup = make_setup(configure())
+    return ClientHost(setup, task.spec, task.test, CPU, **room)
+
+
+def test_the_data_of_the_client_whose_call_is_longest_ago_are_dropped(tiny_task):
+    # bytes of a sample: 8 * 8 pixels and an int64 label
+    sizes = {id: 72 * len(tiny_task.shards[id]) for id in (0, 1, 2)}
+    host = host_of(tiny_task, room=sizes[0] + sizes[1])
+    for id, kept in ((0, [0]), (1, [0, 1]), (0, [1, 0]), (2, [0, 2])):
+        host.run(loss, {}, 1, id, tiny_task.shards[id], None)
+        assert list(host.clients) == kept
+
+
+def test_one_client_stays_however_large_it_is_and_results_are_the_same(tiny_task):
+    config = configure()
+    roomy, tight = host_of(tiny_task), host_of(tiny_task, room=1)
+    got = []
+    for host in (roomy, tight):
+        fleet = LocalFleet(config, tiny_task, host)
+        fleet.begin(1)
+        for _ in range(2):
+            got.append(
+                fleet.ask(
+                    FedAvg().train,
+                    fleet.ids,
+                    {"model": dict(host_of(tiny_task).model.state_dict())},
+                    model=each,
+                    loss=each,
+                )["loss"]
+            )
+    assert (len(roomy.clients), len(tight.clients)) == (5, 1)
+    assert got[0] == got[2]
+    assert got[1] == got[3]
+
+
+def test_what_is_sent_takes_no_larger_tensor_along():
+    large = torch.arange(1000.0)
+    reply, private = plain(Reply(1.0, {"few": large[:2]}), {"model": {"one": large[5:6]}, "state": {}}, 10_000)
+    assert isinstance(reply, Reply)
+    for part, values in ((reply.tree["few"], [0, 1]), (private["model"]["one"], [5])):
+        assert part.tolist() == values
+        assert part.untyped_storage().nbytes() == part.nbytes
+
+
+def test_dropping_leaves_one_and_says_whether_there_were_others(tiny_task):
+    host = host_of(tiny_task)
+    for id in (0, 1):
+        host.run(loss, {}, 1, id, tiny_task.shards[id], None)
+    assert host.drop(all_but=1)
+    assert list(host.clients) == [1]
+    assert not host.drop(all_but=1)

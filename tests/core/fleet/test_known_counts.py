@@ -1,0 +1,308 @@
+"""What the server knows of its clients' samples: counts and sums that contradict it are refused, by client."""
+
+import math
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from refusals import refused
+from tiny import configure, make_experiment
+
+from raylt.contract.case import Case
+from raylt.contract.checks import believes_no_wrong_count, fault_of
+from raylt.core.client import Reply
+from raylt.core.fleet.reductions import each, mean, total
+from raylt.core.fleet.schema import Schema
+from raylt.errors import Diverged
+from raylt.methods.classifiers.ccvr import CCVR
+from raylt.methods.classifiers.fed3r import Fed3R
+from raylt.methods.classifiers.posthoc import PostHoc
+from raylt.methods.fedavg import FedAvg
+from raylt.methods.fednova import FedNova
+from raylt.methods.qfedavg import step_fault
+
+COUNTS_LIKE = torch.empty(3, dtype=torch.int64, device="meta")
+
+
+def fault(part, value, samples=5, labels=1, **others):
+    schema = Schema({"part": part} | dict.fromkeys(others, total), {7: samples}, labels=labels)
+    return schema.fault(7, Reply(samples, {"part": value} | others))
+
+
+@pytest.mark.parametrize(
+    ("counts", "code"),
+    [
+        ([3, 2, 0], None),
+        ([0, 0, 0], "reply.wrong-sums"),
+        ([5, 1, 0], "reply.wrong-sums"),
+        ([6, -1, 0], "reply.wrong-sums"),
+        ([2**53, 0, 0], "reply.wrong-sums"),
+        ([2**62, 2**62, 2**62], "reply.out-of-range"),
+    ],
+)
+def test_counts_add_up_to_the_samples(counts, code):
+    found = fault(total.like(COUNTS_LIKE).counting(), torch.tensor(counts))
+    assert (found and found.code) == code
+
+
+@pytest.mark.parametrize("part", [total, total.like(COUNTS_LIKE)])
+def test_an_undeclared_total_counts_no_more_than_the_samples(part):
+    assert fault(part, torch.tensor([4, 0, 0])) is None
+    for counts in ([4, 2, 0], [-1, 0, 0], [2**53, 0, 0]):
+        assert fault(part, torch.tensor(counts)).code == "reply.wrong-sums"
+    assert fault(part.up_to(1e9), torch.tensor([4, 2, 0])) is None
+
+
+def test_counts_of_entries_are_added_up_over_the_classes():
+    undeclared = total.within({c: {"n": 1, "z": torch.empty(1, device="meta")} for c in range(4)})
+    declared = undeclared.counting("n")
+    z = torch.ones(1)
+    for part, few in ((undeclared, None), (declared, "reply.wrong-sums")):
+        assert fault(part, {0: {"n": 2, "z": z}, 3: {"n": 3, "z": z}}) is None
+        assert fault(part, {0: {"n": 3, "z": z}, 3: {"n": 3, "z": z}}).code == "reply.wrong-sums"
+        less = fault(part, {0: {"n": 2, "z": z}})
+        assert (less and less.code) == few
+    assert fault(declared, {}).code == "reply.wrong-sums"
+
+
+def test_sums_of_floats_are_bounded_by_the_samples():
+    for value in (torch.tensor([5e8]), 5e8):
+        assert fault(total, value) is None
+    for value in (torch.tensor([6e8]), -6e8):
+        assert fault(total, value).code == "reply.out-of-range"
+    assert fault(total, torch.tensor([6e8]), labels=64) is None  # of pixels
+    assert fault(total.up_to(1), torch.tensor([2.0])).code == "reply.out-of-range"
+
+
+def test_values_by_client_count_only_where_they_are_declared_to():
+    like = {0: {"n": 1}, 1: {"n": 1}}
+    assert fault(each.within(like), {0: {"n": 2**53}}) is None
+    assert fault(each.within(like).counting("n"), {0: {"n": 2**53}}).code == "reply.wrong-sums"
+
+
+def test_a_condition_that_raises_is_not_met():
+    assert fault(total.where(lambda value: value.absent), torch.zeros(1)).code == "reply.condition"
+    assert fault(total.over_samples(lambda n, parts: 1 / 0), torch.zeros(1)).code == "reply.wrong-sums"
+
+
+class Forgetful(FedAvg):
+    """Sums counts of classes and does not declare that they are of all samples."""
+
+    name: ClassVar[str] = "forgetful"
+    declared: ClassVar[bool] = False
+
+    def join(self, client, message):
+        return client.reply(counts=client.counts)
+
+    def start(self, server, fleet):
+        counts = total.like(torch.empty(4, dtype=torch.int64, device="meta"))
+        fleet.ask(self.join, fleet.everyone, {}, counts=counts.counting() if self.declared else counts)
+
+
+class Mindful(Forgetful):
+    name: ClassVar[str] = "mindful"
+    declared: ClassVar[bool] = True
+
+
+def test_the_contract_finds_counts_that_are_not_declared(tmp_path):
+    assert fault_of(believes_no_wrong_count, Case(Mindful(), "classification", tmp_path)) is None
+    assert "join accepts the part counts" in fault_of(
+        believes_no_wrong_count, Case(Forgetful(), "classification", tmp_path)
+    )
+
+
+def lying(method, change):
+    """Return a method whose client 0 changes its reply of the last phase."""
+
+    class Lying(type(method)):
+        def statistics(self, client, message):
+            reply = super().statistics(client, message)
+            return client.reply(**change(reply.tree)) if client.id == 0 else reply
+
+    return Lying(**method.model_dump())
+
+
+def of_class(name, value):
+    def change(parts):
+        classes = dict(parts["classes"])
+        c = next(iter(classes))
+        classes[c] = classes[c] | {name: value(classes[c][name])}
+        return {"classes": classes}
+
+    return change
+
+
+def moved(parts):
+    """Fed3R's sums with samples of another class than A has features of."""
+    b = parts["b"].clone()
+    b[:-1] += 1
+    return parts | {"b": b}
+
+
+QUICK = {"virtual": 20, "epochs": 1}
+
+
+@pytest.mark.parametrize(
+    ("method", "change"),
+    [
+        (CCVR(**QUICK), of_class("n", lambda n: n + 1)),
+        (CCVR(**QUICK), of_class("n", lambda n: 2**53)),
+        (CCVR(**QUICK), of_class("z", lambda z: 1e9 * z)),
+        (CCVR(**QUICK), of_class("zz", lambda zz: 1e9 + zz)),
+        (PostHoc(), lambda parts: {"counts": torch.tensor([2**53, 0, 0, 0])}),
+        (PostHoc(), lambda parts: {"counts": -parts["counts"]}),
+        (Fed3R(), lambda parts: {"a": 2 * parts["a"], "b": 2 * parts["b"]}),
+        (Fed3R(), lambda parts: {"a": -parts["a"], "b": parts["b"]}),
+        (Fed3R(), moved),
+    ],
+    ids=lambda value: value.name if hasattr(value, "name") else None,
+)
+def test_a_lie_about_samples_costs_the_liar_alone(tiny_task, tmp_path, method, change):
+    config = configure(federation={"rounds": 1, "quorum": 0.5})
+    experiment = make_experiment(config, tiny_task, tmp_path, lying(method, change))
+    reports = []
+    while not experiment.done:
+        reports.append(experiment.step())
+    assert [list(report.rejected) for report in reports] == [[], [0]]
+    assert not any(report.lost for report in reports)
+
+
+class Stepping(FedNova):
+    """One client says that it took more steps than its samples make."""
+
+    name: ClassVar[str] = "stepping"
+
+    def train(self, client, message):
+        reply = super().train(client, message)
+        more = 1e30 if client.id == 0 else 1
+        return client.reply(**reply.tree | {"mass": more * reply.tree["mass"]})
+
+
+def test_steps_follow_from_the_samples(tiny_task, tmp_path):
+    report = make_experiment(configure(federation={"quorum": 0.5}), tiny_task, tmp_path, Stepping()).step()
+    assert list(report.rejected) == [0]
+
+
+@pytest.mark.parametrize("q", [0.0, 0.1, 1.0, 5.0])
+def test_the_denominator_of_q_fedavg_belongs_to_its_step(q):
+    lipschitz, dw = 20.0, 0.3
+    for f in (1e-10, 0.01, 1.0, 3.0):
+        h = q * f ** (q - 1) * dw**2 + lipschitz * f**q
+        parts = {"delta": {"w": torch.tensor([f**q * dw], dtype=torch.float64)}}
+        assert step_fault(5, parts | {"h": h}, q, lipschitz) is None
+    assert step_fault(5, {"delta": {"w": torch.tensor([1e6])}, "h": 1e-9}, q, lipschitz)
+
+
+class Other(FedAvg):
+    """One client's model has another shape, and the part has no template."""
+
+    name: ClassVar[str] = "other"
+    change: ClassVar[Any] = None
+
+    def train(self, client, message):
+        reply = super().train(client, message)
+        if client.id != 0:
+            return reply
+        return client.reply(model=type(self).change(reply.tree["model"]), loss=0.5)
+
+    def round(self, server, fleet):
+        got = fleet.ask(self.train, fleet.everyone, self.message(server), model=mean, loss=mean)
+        server.step(got["model"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: {name: value[:1] if value.dim() else value for name, value in model.items()},
+        lambda model: {"additional": torch.zeros(3)},
+        lambda model: {name: value for name, value in model.items() if not value.is_floating_point()},
+    ],
+)
+def test_noise_on_updates_survives_a_model_of_another_shape(tiny_task, tmp_path, change):
+    pytest.importorskip("opacus")
+    Other.change = staticmethod(change)
+    config = configure(
+        federation={"quorum": 0.5}, privacy={"update_epsilon": 500.0, "noise_multiplier": 1.0, "delta": 1e-3}
+    )
+    report = make_experiment(config, tiny_task, tmp_path, Other()).step()
+    assert list(report.rejected) == [0]
+
+
+# ---- divergence
+
+
+class Diverging(FedAvg):
+    """Clients' models are too large from the second round on, those of some from the first."""
+
+    name: ClassVar[str] = "diverging"
+
+    def train(self, client, message):
+        reply = super().train(client, message)
+        if client.round == 1 and client.id != 0:
+            return reply
+        large = {
+            name: value + 1e12 if value.is_floating_point() else value for name, value in reply.tree["model"].items()
+        }
+        return client.reply(model=large, loss=reply.tree["loss"])
+
+
+def test_divergence_is_an_error_of_its_own_with_round_size_and_remedy(tiny_task, tmp_path):
+    experiment = make_experiment(configure(), tiny_task, tmp_path, Diverging())
+    assert list(experiment.step().rejected) == [0]
+    details = {"round": 1, "key": "local.lr", "value": 0.05, "client": 0, "function": "train"}
+    with refused("training.diverged", Diverged, **details) as caught:
+        experiment.step()
+    assert caught.value.details["size"] == pytest.approx(1e12, rel=1e-3)
+    assert "up_to" not in str(caught.value)
+
+
+class Broken(FedAvg):
+    """The server writes what is not a number, where `where` says."""
+
+    name: ClassVar[str] = "broken"
+    where: str = "model"
+
+    def round(self, server, fleet):
+        super().round(server, fleet)
+        match self.where:
+            case "model":
+                server.model.classifier.weight.data[0, 0] = math.nan
+            case "infinite":
+                server.model.classifier.weight.data[0, 0] = math.inf
+            case "figure":
+                server.log(drift={"of": math.nan})
+
+    def message(self, server):
+        more = {"more": torch.tensor([math.nan])} if self.where == "message" else {}
+        return super().message(server) | more
+
+
+@pytest.mark.parametrize(
+    ("where", "code"),
+    [
+        ("model", "server.not-finite"),
+        ("infinite", "server.not-finite"),
+        ("figure", "server.not-finite"),
+        ("message", "server.not-finite"),
+    ],
+)
+def test_the_result_of_a_step_is_finite(tiny_task, tmp_path, where, code):
+    with refused(code, key="local.lr"):
+        make_experiment(configure(), tiny_task, tmp_path, Broken(where=where)).step()
+
+
+class Raising(FedAvg):
+    """A client function that raises because its model is no longer finite."""
+
+    name: ClassVar[str] = "raising"
+
+    def train(self, client, message):
+        reply = super().train(client, message)
+        next(client.model.parameters()).data.fill_(math.nan)
+        torch.multinomial(next(client.model.parameters()).flatten()[:3], 1)
+        return reply
+
+
+def test_an_exception_of_a_diverged_model_counts_as_divergence(tiny_task, tmp_path):
+    with refused("training.diverged", Diverged, cause="reply.not-finite"):
+        make_experiment(configure(federation={"retries": 0}), tiny_task, tmp_path, Raising()).step()

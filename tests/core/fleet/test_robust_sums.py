@@ -1,0 +1,102 @@
+"""Robust rules for sums over samples: by hand, against hostile clients, and consistent with their counts."""
+
+import pytest
+import torch
+from tiny import configure, make_experiment
+from torch import tensor
+
+from raylt.core.fleet.reductions import total
+from raylt.core.fleet.robust_sums import robust_sum
+from raylt.methods.classifiers.ccvr import CCVR
+from raylt.methods.classifiers.fed3r import Fed3R
+from raylt.methods.classifiers.fedncm import FedNCM
+from raylt.ops.moments import class_sums, moments, moments_fault, nearest_moments
+
+RULES = "median", "trimmed_mean", "norm_clipped_mean"
+CLASSES = total.within({c: {"n": 1, "z": torch.empty(1)} for c in range(3)})
+
+
+def entry(n, mean):
+    return {"n": n, "z": n * tensor([mean])}
+
+
+@pytest.mark.parametrize(
+    ("rule", "mean"),
+    [
+        ("median", 2.0),
+        ("trimmed_mean", (1 * 1 + 2 * 2 + 3 * 3) / 6),
+        # drawn in to the distance 1 of the median 2.5: 1.5, 2, 3 and 3.5
+        ("norm_clipped_mean", (1 * 1.5 + 2 * 2 + 3 * 3 + 4 * 3.5) / 10),
+    ],
+)
+def test_a_class_is_summed_by_the_means_of_its_clients(rule, mean):
+    values = [{0: entry(1, 1.0)}, {0: entry(2, 2.0)}, {0: entry(3, 3.0)}, {0: entry(4, 1e4)}, {1: entry(7, 5.0)}]
+    if rule == "median":
+        values.append({0: entry(1, 2.0)})
+    summed = robust_sum(rule, CLASSES, values, [9] * len(values))
+    n = 11 if rule == "median" else 10
+    assert summed[0]["n"] == n
+    assert summed[0]["z"].item() == pytest.approx(n * mean)
+    assert summed[1] == {"n": 7, "z": tensor([35.0])}  # one client: the plain sum
+
+
+def test_blocks_are_of_two_clients_where_ten_have_the_class():
+    values = [{0: entry(1, float(i))} for i in range(10)]  # means of blocks 0.5, 2.5, 4.5, ...
+    assert robust_sum("median", CLASSES, values, [1] * 10)[0]["z"].item() == pytest.approx(10 * 4.5)
+    values[0] = {0: entry(1, 1e6)}
+    assert robust_sum("median", CLASSES, values, [1] * 10)[0]["z"].item() == pytest.approx(10 * 6.5)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_columns_are_classes_and_counts_stay(rule):
+    # D + 1 = 2, C = 2; five clients with two samples of class 0, one of them hostile; one with class 1
+    honest = tensor([[2.0, 0.0], [2.0, 0.0]], dtype=torch.float64)
+    hostile = tensor([[-2e3, 0.0], [2.0, 0.0]], dtype=torch.float64)
+    other = tensor([[0.0, 9.0], [0.0, 3.0]], dtype=torch.float64)
+    summed = robust_sum(rule, total.by_column(), [honest] * 4 + [hostile, other], [2] * 5 + [3])
+    assert summed.tolist() == [[10.0, 9.0], [10.0, 3.0]]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_part_without_classes_is_trimmed(rule):
+    values = [n * tensor([1.0, 2.0]) for n in (1, 2, 3)] + [4 * tensor([1e3, -1e3])]
+    assert robust_sum(rule, total, values, [1, 2, 3, 4]).tolist() == [10.0, 20.0]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("hostile", [0, 1, 2])
+def test_two_of_ten_hostile_clients_move_no_mean_far(rule, hostile):
+    generator = torch.Generator().manual_seed(0)
+    values = []
+    for k in range(10):
+        z = 5 + torch.randn(3 + k, 4, generator=generator, dtype=torch.float64)
+        values.append(class_sums(-10 * z if k < hostile else z, torch.zeros(len(z), dtype=torch.int64)))
+    part = total.within({0: {"n": 1, "z": torch.empty(4), "zz": torch.empty(10)}}).bounded({}, nearest_moments)
+    summed = robust_sum(rule, part, values, [3 + k for k in range(10)])
+    n, mean, cov = moments(summed[0])
+    assert n == sum(3 + k for k in range(10))
+    assert (mean - 5).abs().max() < 1.5
+    assert moments_fault(summed) is None
+    assert cov.diagonal().max() < 50
+
+
+class Enlarged(FedNCM):
+    def statistics(self, client, message):
+        reply = super().statistics(client, message)
+        if client.id != 0:
+            return reply
+        return client.reply(
+            classes={c: of_class | {"z": 10 * of_class["z"]} for c, of_class in reply.tree["classes"].items()}
+        )
+
+
+@pytest.mark.parametrize("method", [CCVR(virtual=20, epochs=1), Fed3R(), Enlarged()], ids=lambda method: method.name)
+@pytest.mark.parametrize("rule", RULES)
+def test_methods_finish_with_robust_sums(tiny_task, tmp_path, method, rule):
+    config = configure(federation={"rounds": 1, "robust": rule})
+    experiment = make_experiment(config, tiny_task, tmp_path, method)
+    reports = []
+    while not experiment.done:
+        reports.append(experiment.step())
+    assert not any(report.rejected or report.lost for report in reports)
+    assert reports[-1].accuracy is not None

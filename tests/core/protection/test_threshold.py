@@ -1,0 +1,24 @@
+"""A run without secure sums needs no library of masks."""
+
+import subprocess
+import sys
+
+import pytest
+
+from raylt.core.protection.threshold import threshold_of
+
+WITHOUT = """
+import sys
+sys.modules["cryptography"] = None  # as where the package is not installed
+import raylt.core.experiment
+"""
+
+
+@pytest.mark.parametrize(("members", "needed"), [(2, 2), (3, 2), (4, 3), (10, 7)])
+def test_two_thirds_of_the_members_must_survive(members, needed):
+    assert threshold_of(members) == needed
+
+
+def test_an_experiment_needs_no_cryptography():
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

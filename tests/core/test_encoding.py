@@ -1,0 +1,258 @@
+"""Frozen encoders run once: features are cached by weights and pixels, and training on them is the same run."""
+
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import pytest
+import torch
+from refusals import refused
+from small_runs import QUICK, make_tiny_run
+from tiny import configure, make_setup, make_task, tiny_pretrained
+
+import raylt
+from actors.shards import packs
+from raylt import metrics
+from raylt.contract.case import Case
+from raylt.core.encoding import encode
+from raylt.data.augment import crop_flip, draw_view, normalise
+from raylt.data.images.cache import caches, load
+from raylt.data.samples import Samples
+from raylt.data.task import Holdings, Shard, Task
+from raylt.errors import ConfigError, DataError
+from raylt.methods import METHODS
+from raylt.models import SplitModel
+from raylt.models.trainable import FrozenEncoder
+
+CPU = torch.device("cpu")
+NAME = "counting"
+encoded_batches = 0
+
+
+def counting(classes: int, shape: tuple[int, int, int]) -> SplitModel:
+    """The tiny model, whose encoder counts its calls."""
+    model = tiny_pretrained(classes, shape)
+
+    def count(*_: object) -> None:
+        global encoded_batches
+        encoded_batches += 1
+
+    model.encoder.register_forward_pre_hook(count)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    raylt.register(counting, NAME, kind="model")
+
+
+def setup_for(folder, seed=0, **parts):
+    config = configure(model=NAME, trainable="classifier", seed=seed, data={"clients": 6, "root": str(folder)}, **parts)
+    return make_setup(config)
+
+
+def features_of(shard: Shard) -> np.ndarray:
+    assert isinstance(shard.x, np.ndarray)
+    return shard.x
+
+
+def size_of(task) -> int:
+    return sum(len(part) for part in [*task.shards, task.test, task.validation, task.auxiliary] if part is not None)
+
+
+def test_features_are_those_of_the_encoder(tiny_task, tmp_path):
+    setup, task = encode(setup_for(tmp_path), tiny_task)
+    encoder = setup.new_model(tiny_task.spec).encoder
+    assert isinstance(encoder, FrozenEncoder)
+    mean, std = torch.tensor(tiny_task.mean), torch.tensor(tiny_task.std)
+    for before, after in zip([*tiny_task.shards, tiny_task.test], [*task.shards, task.test], strict=True):
+        assert after.x.shape == (len(before), 1, 5)
+        assert features_of(after).dtype == np.float32
+        if len(before):
+            z = encoder(normalise(torch.from_numpy(load(before.x)), mean, std))
+            assert torch.allclose(torch.from_numpy(features_of(after)[:, 0]), z, atol=1e-6)
+    assert task.spec.shape == tiny_task.spec.shape
+    assert encode(setup, task) == (setup, task)
+
+
+def test_an_image_is_encoded_once(tiny_task, tmp_path):
+    said = []
+    _, first = encode(setup_for(tmp_path), tiny_task, said.append)
+    before = encoded_batches
+    # other clients, another order, another method: the same images
+    shards = tuple(replace(shard, x=shard.x[::-1], y=shard.y[::-1]) for shard in reversed(tiny_task.shards))
+    _, second = encode(setup_for(tmp_path, method={"name": "scaffold"}), replace(tiny_task, shards=shards), said.append)
+    assert encoded_batches == before + 1  # the fixed images that identify the encoder
+    images = size_of(tiny_task)
+    assert f"{images} images encoded, 0 found" in said[0]
+    assert f"0 images encoded, {images} found" in said[1]
+    for a, b in zip(reversed(first.shards), second.shards, strict=True):
+        assert np.array_equal(features_of(a)[::-1], features_of(b))
+
+
+def test_a_feature_does_not_depend_on_the_images_beside_it(tiny_task, tmp_path):
+    _, whole = encode(setup_for(tmp_path / "a"), tiny_task)
+    few = replace(
+        tiny_task, shards=tuple(shard if id == 2 else shard_of_none(shard) for id, shard in enumerate(tiny_task.shards))
+    )
+    _, alone = encode(setup_for(tmp_path / "b"), few)
+    assert np.array_equal(features_of(whole.shards[2]), features_of(alone.shards[2]))
+
+
+def shard_of_none(shard):
+    return replace(shard, x=shard.x[:0], y=shard.y[:0])
+
+
+@pytest.mark.parametrize("change", ["weights", "normalisation", "precision"])
+def test_features_of_another_encoder_are_not_used(tiny_task, tmp_path, change):
+    setup = setup_for(tmp_path)
+    encode(setup, tiny_task)
+    task = replace(tiny_task, mean=(0.1,)) if change == "normalisation" else tiny_task
+    parts = {"local": {"precision": "bfloat16"}} if change == "precision" else {}
+    other = setup_for(tmp_path, seed=1 if change == "weights" else 0, **parts)
+    said = []
+    encode(other, task, said.append)
+    judged = len(task.test)
+    if change == "precision":  # the test set is judged in float32
+        assert f"{size_of(task) - judged} images encoded, {judged} found" in said[0]
+    else:
+        assert f"{size_of(task)} images encoded, 0 found" in said[0]
+
+
+def test_views_follow_from_the_pixels_and_batches_take_one_of_them(tiny_task, tmp_path):
+    setup, task = encode(setup_for(tmp_path, augment="crop_flip", views=3), tiny_task)
+    _, again = encode(setup_for(tmp_path / "other", augment="crop_flip", views=2, method={"name": "la"}), tiny_task)
+    x = features_of(task.shards[0])
+    assert x.shape == (len(tiny_task.shards[0]), 4, 5)
+    assert np.array_equal(x[:, :3], features_of(again.shards[0]))
+    assert task.test.x.shape[1] == 1
+    assert setup.augment is draw_view
+    samples = Samples(task.shards[0], task.spec, CPU)
+    rows = torch.arange(len(samples))
+    assert torch.equal(samples.batch(rows).x, torch.from_numpy(x[:, 0]))
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.stack([samples.batch(rows, setup.augment, generator).x for _ in range(40)])
+    among = (drawn[:, :, None] == torch.from_numpy(x)).all(-1)  # [40, n, 4]
+    assert among[..., 1:].any(-1).all()
+    assert among[..., 1:].any(0).all()
+    view = crop_flip(torch.from_numpy(tiny_task.shards[0].x[:1]), torch.zeros(1), generator)[0]
+    assert view.shape == tiny_task.shards[0].x[:1].shape
+
+
+def test_holdings_stay_holdings(tiny_task, tmp_path):
+    shards = tiny_task.shards
+    whole = replace(
+        shards[0], x=np.concatenate([s.x for s in shards]), y=np.concatenate([s.y for s in shards]), ids=None
+    )
+    held = Holdings(whole, np.cumsum([len(s) for s in shards]))
+    _, a = encode(setup_for(tmp_path), tiny_task)
+    _, b = encode(setup_for(tmp_path), replace(tiny_task, shards=held))
+    assert isinstance(b.shards, Holdings)
+    assert all(
+        np.array_equal(features_of(one), features_of(other)) for one, other in zip(a.shards, b.shards, strict=True)
+    )
+    pack = next(iter(packs(b.shards)))
+    assert np.array_equal(features_of(pack.shard(1)), features_of(a.shards[1]))
+
+
+def test_other_runs_keep_their_images(tiny_task, tmp_path):
+    for part in ("all", "last:1"):
+        setup = make_setup(configure(model=NAME, trainable=part))
+        assert encode(setup, tiny_task) == (setup, tiny_task)
+
+
+def test_a_damaged_cache_is_named(tiny_task, tmp_path):
+    encode(setup_for(tmp_path), tiny_task)
+    (cache,) = caches(tmp_path)
+    assert cache.images == size_of(tiny_task)
+    assert cache.of == f"features of {NAME}"
+    file = next((tmp_path / "cache" / cache.name).glob("features.*"))
+    file.write_bytes(file.read_bytes()[:200])
+    with refused("data.cache-unreadable", DataError, key="data.root", path=str(file)):
+        encode(setup_for(tmp_path), tiny_task)
+
+
+# whole runs
+
+
+def test_a_run_on_features_gives_the_model_that_was_judged(tmp_path):
+    run = make_tiny_run(tmp_path, "sfd", f"model={NAME}", "trainable=classifier", f"data.root={tmp_path}")
+    before = encoded_batches
+    other = make_tiny_run(tmp_path, "moon", f"model={NAME}", "trainable=classifier", f"data.root={tmp_path}")
+    assert encoded_batches - before < 12  # probes and the pictures of predictions; no training batch
+    for each in (run, other):
+        images = load(each.task.test.x)
+        labels = raylt.load_model(raylt.export(each)).predict(images).labels
+        truth = torch.from_numpy(np.asarray(each.task.test.y))
+        shared = each.matrices().shared
+        assert shared is not None
+        assert torch.equal(metrics.confusion(labels, truth, 4, None), shared)
+
+
+@pytest.mark.parametrize(
+    ("method", "code", "key"),
+    [
+        ({"name": "fedyoyo"}, "config.conflict", "trainable"),
+        ({"name": "sfd", "statistics_area": 0.9}, "config.conflict", "trainable"),
+        ({"name": "fedsm", "teacher": "ViT-B-32/openai"}, "config.conflict", "trainable"),
+        ({"name": "clip2fl", "kd": 1.0}, "config.conflict", "trainable"),
+        ({"name": "flea"}, "model.lacks-layer", "method.layer"),
+        ({"name": "fedafa"}, "model.lacks-layer", "method.cut"),
+        ({"name": "mupfl"}, "model.lacks-layer", "method.bavd_layers"),
+    ],
+    ids=lambda value: value["name"] if isinstance(value, dict) else None,
+)
+def test_methods_that_need_images_are_refused(tmp_path, method, code, key):
+    fields = [f"method.{name}={value}" for name, value in method.items() if name != "name"]
+    with refused(code, ConfigError, key=key):
+        make_tiny_run(
+            tmp_path, method["name"], f"model={NAME}", "trainable=classifier", f"data.root={tmp_path}", *fields
+        )
+
+
+FEATURES = sorted(set(METHODS) - {"fedyoyo", "flea", "fedafa", "fedper", "fedrep", "ratioloss"})
+
+
+class FrozenCase(Case):
+    @cached_property
+    def task(self) -> Task:
+        return encode(self.setup(self.config()), make_task())[1]
+
+    def config(self, *args, **parts):
+        return super().config(*args, data={"clients": 6, "root": str(self.folder)}, **parts)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("fedavg", "bpfed") else pytest.mark.slow) for n in FEATURES]
+)
+def test_methods_run_on_features(tmp_path, name):
+    fields = QUICK.get(name, {}) | ({"bavd": False} if name == "mupfl" else {})
+    case = FrozenCase(METHODS[name](**fields), "classification", tmp_path, "classifier")
+    twice = [case.run(case.config()) for _ in range(2)]
+    assert twice[0].bits == twice[1].bits
+    assert twice[0].reports[-1].accuracy is not None
+
+
+# no rounds
+
+
+@pytest.mark.parametrize("name", ["fedncm", "fed3r", "ccvr", "sfd"])
+def test_one_exchange_makes_a_classifier_without_rounds(tmp_path, name):
+    settings = (f"model={NAME}", "trainable=classifier", f"data.root={tmp_path}", "federation.rounds=0")
+    run = make_tiny_run(tmp_path, name, *settings)
+    (report,) = run.reports
+    assert report["phase"] == "finish"
+    assert run.summary["rounds"] == 0
+    assert run.summary["accuracy"]["last"] == report["accuracy"]
+    assert "train" not in report["traffic"]
+    model = raylt.load_model(raylt.export(run))
+    assert len(model.predict(load(run.task.test.x)).labels) == 42
+
+
+@pytest.mark.parametrize(
+    ("method", "trainable", "excludes"), [("fedavg", "classifier", "method"), ("ccvr", "last:1", "trainable")]
+)
+def test_no_rounds_are_refused_where_something_learns_in_them(tmp_path, method, trainable, excludes):
+    settings = (f"model={NAME}", f"trainable={trainable}", f"data.root={tmp_path}", "federation.rounds=0")
+    with refused("config.conflict", ConfigError, key="federation.rounds", value=0, excludes=excludes):
+        make_tiny_run(tmp_path, method, *settings)

@@ -1,0 +1,126 @@
+"""The table of settings that exclude each other: each row refuses its pair when a run is planned."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from refusals import refused
+from tiny import configure, make_experiment
+
+from raylt.core.exclusions import EXCLUSIONS
+from raylt.core.method import Method
+from raylt.methods import METHODS
+
+BUDGET = {"update_epsilon": 1000.0, "noise_multiplier": 2.0}
+EVERYBODY = {"participation": 1}
+
+
+class SeesEach(Method):
+    name: ClassVar[str] = "sees_each"
+    paper: ClassVar[str] = "for tests"
+
+    @property
+    def sees_each(self) -> tuple[str, ...]:
+        return ("map",)
+
+
+class SharesNothing(Method):
+    name: ClassVar[str] = "shares_nothing"
+    paper: ClassVar[str] = "for tests"
+
+    def shared(self, model):
+        return {}
+
+
+PAIRS = [
+    (
+        "federation.sampling",
+        "federation.over_select",
+        {"federation": {"sampling": "poisson", "over_select": 0.5}},
+        None,
+    ),
+    (
+        "federation.sampling",
+        "federation.participation",
+        {"federation": {"sampling": "poisson", "participation": 0.1}},
+        None,
+    ),
+    ("federation.secure", "federation.robust", {"federation": {"secure": True, "robust": "median"}}, None),
+    ("federation.secure", "method", {"federation": {"secure": True}}, SeesEach()),
+    ("federation.secure", "federation.participation", {"federation": {"secure": True, "participation": 0.01}}, None),
+    ("federation.robust", "method", {"federation": {"robust": "median"}}, SharesNothing()),
+    ("federation.robust", "method", {"federation": {"robust": "median"}}, SeesEach()),
+    ("privacy.epsilon", "privacy.update_epsilon", {"privacy": BUDGET | {"epsilon": 1.0}}, None),
+    ("privacy.epsilon", "method", {"privacy": {"epsilon": 1.0}}, None),
+    ("privacy.update_epsilon", "method", {"privacy": BUDGET, "federation": EVERYBODY}, METHODS["scaffold"]()),
+    ("privacy.update_epsilon", "method", {"privacy": BUDGET, "federation": EVERYBODY}, METHODS["fednova"]()),
+    ("privacy.update_epsilon", "method", {"privacy": BUDGET, "federation": EVERYBODY}, METHODS["qfedavg"]()),
+    ("privacy.update_epsilon", "method", {"privacy": BUDGET, "federation": EVERYBODY}, METHODS["creff"]()),
+    (
+        "privacy.update_epsilon",
+        "method",
+        {"privacy": BUDGET, "federation": EVERYBODY},
+        METHODS["la"](prior="global"),  # pyright: ignore[reportCallIssue]
+    ),
+    ("privacy.update_epsilon", "federation.robust", {"privacy": BUDGET, "federation": {"robust": "median"}}, None),
+    ("privacy.update_epsilon", "federation.sampling", {"privacy": BUDGET, "federation": {"participation": 0.5}}, None),
+    (
+        "privacy.update_epsilon",
+        "federation.rounds",
+        {"privacy": BUDGET | {"update_epsilon": 0.01}, "federation": EVERYBODY},
+        None,
+    ),
+    ("trainable", "method", {"trainable": "classifier"}, METHODS["fedper"]()),
+    ("data.erased", "local.unlabelled", {"data": {"erased": "unlabelled"}}, None),
+]
+
+
+@pytest.mark.parametrize(("setting", "excludes", "settings", "method"), PAIRS)
+def test_a_pair_is_refused_before_anything_starts(tiny_task, tmp_path, setting, excludes, settings, method):
+    with refused("config.conflict", key=setting, excludes=excludes):
+        make_experiment(configure(**settings), tiny_task, tmp_path, method)
+
+
+def test_every_row_names_its_setting_and_a_remedy_in_short_sentences():
+    for row in EXCLUSIONS:
+        assert row.remedy[0].isupper()
+        assert not row.remedy.endswith(".")
+        assert len(row.remedy.split()) <= 25
+
+
+def test_the_chance_of_an_empty_round_is_at_most_one(tiny_task, tmp_path):
+    # 1 - (1 - 0.9^10)^2 = 0.5758 with ten clients at 0.1 for two rounds
+    config = configure(federation={"sampling": "poisson", "participation": 0.1, "rounds": 2}, data={"clients": 10})
+    with refused("config.conflict", key="federation.sampling") as caught:
+        make_experiment(config, tiny_task, tmp_path)
+    assert "the chance that some round has no client is 0.58." in str(caught.value)
+    sparse = configure(federation={"sampling": "poisson", "participation": 0.01, "rounds": 2}, data={"clients": 10})
+    with refused("config.conflict", key="federation.sampling") as caught:
+        make_experiment(sparse, tiny_task, tmp_path)
+    assert "is 0.99." in str(caught.value)  # 1 - (1 - 0.99^10)^2; the sum over the rounds would be 1.8
+
+
+@pytest.mark.parametrize("name", sorted(METHODS))
+def test_a_method_says_whether_clients_upload_more_than_a_model(tiny_task, tmp_path, monkeypatch, name):
+    fields = {"fedsm": {"teacher": "none"}}
+    if name == "clip2fl":
+        pytest.skip("needs a teacher's files")
+    if name == "ratioloss":
+        pytest.skip("needs images at the server")
+    method = METHODS[name](**fields.get(name, {}))
+    if method.uploads_more:
+        return
+    torch.manual_seed(0)
+    experiment = make_experiment(configure(federation={"rounds": 1}), tiny_task, tmp_path, method)
+    uploaded = set()
+    ask = experiment.fleet.ask
+
+    def listening(fn, cohort, message, weights=None, /, **parts):
+        uploaded.update(parts if fn.__name__ != "_judge" else ())
+        return ask(fn, cohort, message, weights, **parts)
+
+    monkeypatch.setattr(experiment.fleet, "ask", listening)
+    monkeypatch.setattr(type(experiment.evaluator), "evaluate", lambda self, *given: ({}, None))
+    with pytest.raises(TypeError):  # a report needs what was judged
+        experiment.step()
+    assert uploaded <= {"model", "loss"}

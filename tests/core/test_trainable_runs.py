@@ -1,0 +1,157 @@
+"""Runs in which a part of the model learns: what travels, what is kept, what is exported and judged."""
+
+import numpy as np
+import pytest
+import torch
+from refusals import refused
+from safetensors.torch import load_file, save_file
+from small_runs import make_tiny_run
+from tiny import tiny_pretrained
+from torch import nn
+
+import raylt
+from raylt import metrics
+from raylt.contract.case import Case
+from raylt.contract.checks import CHECKS, fault_of
+from raylt.data.images.cache import load
+from raylt.errors import CheckpointError
+from raylt.methods import METHODS
+from raylt.models import build_model
+
+TINY = "tiny_pretrained"
+LIBRARY = "timm:test_efficientnet"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("trainable")
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    raylt.register(tiny_pretrained, TINY, kind="model")
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    raylt.register(tiny_pretrained, TINY, kind="model")
+    return {
+        part: make_tiny_run(folder, "fedavg", f"model={TINY}", f"trainable={part}", name=part.replace(":", "-"))
+        for part in ("all", "classifier", "norm", "last:1", "lora:2")
+    }
+
+
+def bytes_down(run) -> int:
+    return run.reports[0]["traffic"]["train"]["down"]
+
+
+def test_bytes_are_those_of_what_learns(runs):
+    sizes = {part: bytes_down(run) / 4 for part, run in runs.items()}  # a client's
+    classifier = 4 * (5 * 4 + 4)
+    assert sizes["classifier"] == classifier
+    assert sizes["last:1"] == classifier + 4 * (6 * 5 + 5)
+    assert sizes["lora:2"] == classifier + 4 * 2 * (4 + 6 + 6 + 5)
+    assert sizes["norm"] == classifier + 4 * 4 * (4 + 6) + 2 * 8  # and two counters of batches
+    assert sizes["all"] == sizes["norm"] + 4 * (4 * 9 + 6 * 4 + 6 * 5 + 5)
+
+
+@pytest.mark.parametrize("part", ["classifier", "norm", "last:1", "lora:2"])
+def test_checkpoints_hold_what_learns_and_exports_hold_all(runs, part):
+    run, whole = runs[part], runs["all"]
+    saved = run.checkpoint().read("server")
+    assert set(saved) == {"model", "state", "frozen"}
+    size = sum(value.nbytes for value in saved["model"].values())
+    assert size == bytes_down(run) / 4
+    assert load_file(run.folder / "model.safetensors").keys() == load_file(whole.folder / "model.safetensors").keys()
+
+
+@pytest.mark.parametrize("part", ["classifier", "norm", "last:1", "lora:2"])
+def test_exported_models_give_what_was_judged(runs, part):
+    run = runs[part]
+    model = raylt.load_model(raylt.export(run))
+    labels = model.predict(load(run.task.test.x)).labels
+    counts = counts_of(run, labels)
+    assert torch.equal(counts, run.matrices().shared)
+    assert torch.equal(run.model().predict(load(run.task.test.x)).labels, labels)
+
+
+def counts_of(run, labels: torch.Tensor) -> torch.Tensor:
+    return metrics.confusion(labels, torch.from_numpy(np.asarray(run.task.test.y)), run.task.classes, None)
+
+
+def test_personal_models_are_exported_whole(folder):
+    run = make_tiny_run(folder, "ditto", f"model={TINY}", "trainable=lora:2", name="ditto-lora")
+    file = raylt.export(run)
+    images = load(run.task.test.x)
+    own = run.matrices().clients
+    for id in (0, 3):
+        labels = raylt.load_model(file, id).predict(images).labels
+        assert torch.equal(counts_of(run, labels), own[id])
+
+
+def test_a_run_does_not_continue_with_other_frozen_weights(folder):
+    state = dict(build_model(LIBRARY, 4, (8, 8, 1)).encoder.get_submodule("body").state_dict())
+    file = folder / "tiny.safetensors"
+    save_file(state, file)
+    run = make_tiny_run(folder, "fedavg", f"model={LIBRARY}", f"weights={file}", "trainable=classifier", name="begun")
+    assert run.experiment() is not None
+    first = min(state)
+    save_file(state | {first: state[first] + 1}, file)
+    with refused("model.weights-mismatch", CheckpointError, key="weights", value=str(file)):
+        run.experiment()
+
+
+@pytest.mark.parametrize("fault", ["missing", "shape", "additional"])
+def test_weights_of_another_model_are_refused_by_their_first_entry(tmp_path, fault):
+    state = build_model(LIBRARY, 4, (8, 8, 1)).encoder.get_submodule("body").state_dict()
+    names = {"missing": "blocks.0.0.conv.weight", "shape": "conv_stem.weight", "additional": "zzz"}
+    name = names[fault]
+    if fault == "missing":
+        del state[name]
+    else:
+        state[name] = torch.zeros(3)
+    file = tmp_path / "other.safetensors"
+    save_file(state, file)
+    with refused("model.weights-mismatch", key="weights", value=str(file), entry=name):
+        build_model(LIBRARY, 4, (8, 8, 1), str(file))
+
+
+QUICK = ("resumed_after_every_step", "keeps_private_entries", "predicts_what_was_judged")
+CONTRACT = [
+    pytest.param(name, part, check, id=f"{name}-{part}-{check.__name__}", marks=[] if quick else pytest.mark.slow)
+    for name, part in [("fedavg", "classifier"), ("ditto", "last:1"), ("scaffold", "norm"), ("fedetf", "classifier")]
+    for check in CHECKS
+    # a frozen encoder's statistics never move, so no client has its own
+    if not (part == "classifier" and check.__name__ == "local_running_statistics")
+    for quick in [check.__name__ in QUICK]
+]
+
+
+@pytest.mark.parametrize(("name", "part", "check"), CONTRACT)
+def test_methods_keep_their_contract(tmp_path, name, part, check):
+    fields = {"turns": 1, "turn_epochs": 1} if name == "fedetf" else {}
+    assert fault_of(check, Case(METHODS[name](**fields), "classification", tmp_path, part)) is None
+
+
+def test_an_encoder_resizes_and_normalises_images_itself(folder):
+    settings = (f"model={LIBRARY}", "input=12", "trainable=classifier", f"data.root={folder}")
+    run = make_tiny_run(folder, "fed3r", *settings, "federation.rounds=0", name="resized")
+    assert run.task.mean == (0.0,)
+    encoder = run.experiment().server.model.encoder.get_submodule("body")
+    body = encoder.get_submodule("body")
+    pixels = torch.from_numpy(load(run.task.test.x)[:3]).permute(0, 3, 1, 2) / 255
+    resized = nn.functional.interpolate(pixels, (12, 12), mode="bilinear", align_corners=False)
+    mean = (0.485 + 0.456 + 0.406) / 3  # grey images have the colours' mean
+    expected = body((resized - mean) / ((0.229 + 0.224 + 0.225) / 3)).flatten(1)
+    assert torch.allclose(encoder(pixels), expected, atol=1e-6)
+    labels = raylt.load_model(raylt.export(run)).predict(load(run.task.test.x)).labels
+    shared = run.matrices().shared
+    assert shared is not None
+    assert torch.equal(counts_of(run, labels), shared)
+
+
+def test_input_is_refused_where_no_encoder_resizes_or_the_data_are_normalised_too(folder):
+    with refused("config.conflict", key="input", value=12):
+        make_tiny_run(folder, "fedavg", "model=small", "input=12")
+    with refused("config.conflict", key="input", excludes="data.normalise"):
+        make_tiny_run(folder, "fedavg", f"model={LIBRARY}", "input=12", "data.normalise=true")

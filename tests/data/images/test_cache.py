@@ -1,0 +1,197 @@
+import json
+import os
+import pickle
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from refusals import refused
+
+from raylt.data.images import cache_builder, decoding
+from raylt.data.images.cache import Mapped, load, take
+from raylt.data.images.decoding import fitted_image
+from raylt.data.images.image_trees import How, decode_tree
+from raylt.errors import DataError
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Six one-coloured PNGs, 20 x 12; image i has the red value 40 * i."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for i in range(6):
+        Image.new("RGB", (20, 12), (40 * i, 10, 200)).save(folder / f"{i}.png")
+    return folder
+
+
+FILES = [f"{i}.png" for i in range(6)]
+
+
+def decode(name, folder, files, size, cache, **how):
+    return decode_tree(name, folder, files, How(size, **how), cache)[0]
+
+
+def test_images_are_decoded_in_order_to_the_asked_size(tree, tmp_path):
+    x = decode("it", tree, FILES, 8, tmp_path / "cache")
+    assert x.shape == (6, 8, 8, 3)
+    assert x.load()[:, 0, 0].tolist() == [[40 * i, 10, 200] for i in range(6)]
+
+
+def test_the_centre_is_kept(tmp_path):
+    # 24 x 8: columns 8..15, the centre square, are white
+    pixels = np.zeros((8, 24, 3), dtype=np.uint8)
+    pixels[:, 8:16] = 255
+    Image.fromarray(pixels).save(tmp_path / "wide.png")
+    assert (decode("it", tmp_path, ["wide.png"], 8, tmp_path / "cache").load() == 255).all()
+
+
+@pytest.mark.parametrize(("mode", "name"), [("L", "grey.png"), ("P", "palette.gif"), ("RGB", "photo.jpg")])
+def test_every_kind_of_image_becomes_rgb(tmp_path, mode, name):
+    Image.new("RGB", (64, 48), (102, 102, 102)).convert(mode).save(tmp_path / name)
+    image = decode("it", tmp_path, [name], 16, tmp_path / "cache").load()
+    assert image.shape == (1, 16, 16, 3)
+    assert np.abs(image.astype(int) - 102).max() <= 3
+
+
+def test_a_second_opening_does_not_decode_again(tree, tmp_path, monkeypatch):
+    first = decode("it", tree, FILES, 8, tmp_path / "cache")
+    monkeypatch.setattr(decoding, "fitted_image", None)  # whoever calls it fails
+    second = decode("it", tree, FILES, 8, tmp_path / "cache")
+    assert second.path == first.path
+    assert (second.load() == first.load()).all()
+
+
+@pytest.mark.parametrize("keep_time", [True, False])
+def test_an_image_that_was_replaced_is_decoded_again(tree, tmp_path, keep_time):
+    before = decode("it", tree, FILES, 8, tmp_path / "cache").load()
+    status = (tree / "2.png").stat()
+    Image.new("RGB", (20, 13), (255, 10, 200)).save(tree / "2.png")
+    if keep_time:
+        with (tree / "2.png").open("ab") as file:
+            file.write(b"longer")
+        os.utime(tree / "2.png", ns=(status.st_atime_ns, status.st_mtime_ns))
+    after = decode("it", tree, FILES, 8, tmp_path / "cache").load()
+    assert [row for row in range(6) if (before[row] != after[row]).any()] == [2]
+
+
+def test_another_size_folder_or_list_has_a_cache_of_its_own(tree, tmp_path):
+    other = tmp_path / "other"
+    caches = [
+        decode("it", tree, FILES, 8, tmp_path / "cache"),
+        decode("it", tree, FILES, 9, tmp_path / "cache"),
+        decode("it", tree, FILES[1:], 8, tmp_path / "cache"),
+    ]
+    tree.rename(other)
+    caches.append(decode("it", other, FILES, 8, tmp_path / "cache"))
+    assert len({x.path for x in caches}) == 4
+
+
+def test_broken_images_are_all_named_and_leave_no_cache(tree, tmp_path):
+    (tree / "3.png").write_bytes(b"not a picture")
+    (tree / "1.png").write_bytes(b"")
+    with refused("data.undecodable", DataError, count=2) as caught:
+        decode("it", tree, FILES, 8, tmp_path / "cache")
+    assert re.search(r"1\.png \(is empty\); .*3\.png \(it is none, or .*data\.bad=skip", str(caught.value))
+    assert not list((tmp_path / "cache").rglob("*.npy"))
+    for name in ("1.png", "3.png"):
+        Image.new("RGB", (20, 12)).save(tree / name)
+    assert len(decode("it", tree, FILES, 8, tmp_path / "cache")) == 6
+
+
+def test_of_very_many_broken_images_the_first_are_named_and_all_are_listed(tree, tmp_path):
+    files = [f"no{i:02}.png" for i in range(30)]
+    with refused("data.undecodable", DataError, count=30) as caught:
+        decode("it", tree, [*FILES, *files], 8, tmp_path / "cache")
+    assert re.search(r"no19\.png \(No such file or directory\); and 10 more, listed in", str(caught.value))
+    (listed,) = (tmp_path / "cache").rglob("images.bad.json")
+    assert sorted(map(int, json.loads(listed.read_text()))) == list(range(6, 36))
+
+
+def test_broken_images_can_be_left_out(tree, tmp_path):
+    (tree / "3.png").write_bytes(b"not a picture")
+    for _ in range(2):  # the second time from the cache
+        x, rows, told = decode_tree("it", tree, FILES, How(8, bad="skip"), tmp_path / "cache")
+        assert rows.tolist() == [0, 1, 2, 4, 5]
+        assert x.load()[:, 0, 0, 0].tolist() == [0, 40, 80, 160, 200]
+        assert told == (
+            f"left out: 1 images cannot be decoded: {tree}/3.png (it is none, or of a kind that is not read)",
+        )
+
+
+def test_grey_stays_grey_where_all_images_are(tree, tmp_path):
+    for i in range(3):
+        Image.new("L", (20, 12), 40 * i).save(tree / f"grey{i}.png")
+    Image.new("LA", (20, 12), (7, 255)).save(tree / "grey3.png")
+    greys = [f"grey{i}.png" for i in range(4)]
+    assert decode("it", tree, greys, 8, tmp_path / "cache", channels="auto").load()[:, 0, 0].tolist() == [
+        [0],
+        [40],
+        [80],
+        [7],
+    ]
+    mixed = decode("it", tree, [*greys, "1.png"], 8, tmp_path / "cache", channels="auto")
+    assert mixed.load()[:, 0, 0].tolist() == [[0] * 3, [40] * 3, [80] * 3, [7] * 3, [40, 10, 200]]
+    assert decode("it", tree, greys, 8, tmp_path / "cache").shape == (4, 8, 8, 3)
+    # 0.299 * 40 + 0.587 * 10 + 0.114 * 200 = 40.63
+    assert decode("it", tree, ["1.png"], 8, tmp_path / "cache", channels=1).load()[0, 0, 0].tolist() == [41]
+
+
+def test_a_killed_process_s_rows_are_not_decoded_again(tree, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_builder, "SHARE", 2)
+    whole = decode("other", tree, FILES, 8, tmp_path / "cache").load()
+    decoded = []
+
+    def counted(path, *how):
+        if len(decoded) == 4:
+            raise KeyboardInterrupt
+        decoded.append(Path(path).name)
+        return fitted_image(path, *how)
+
+    monkeypatch.setattr(decoding, "fitted_image", counted)
+    with pytest.raises(KeyboardInterrupt):
+        decode("it", tree, FILES, 8, tmp_path / "cache")
+    assert sorted(decoded) == FILES[:4]
+    monkeypatch.setattr(
+        decoding, "fitted_image", lambda path, *how: decoded.append(Path(path).name) or fitted_image(path, *how)
+    )
+    assert (decode("it", tree, FILES, 8, tmp_path / "cache").load() == whole).all()
+    assert sorted(decoded) == FILES
+
+
+def test_a_half_made_cache_of_another_size_is_replaced(tree, tmp_path):
+    x = decode("it", tree, FILES, 8, tmp_path / "cache")
+    path, whole = Path(x.path), x.load()
+    path.with_name("images.partial").write_bytes(path.read_bytes()[:300])
+    path.with_name("images.state").write_bytes(bytes([1] * 6))
+    path.unlink()
+    assert (decode("it", tree, FILES, 8, tmp_path / "cache").load() == whole).all()
+    assert sorted(file.name for file in path.parent.iterdir()) == ["about.json", "images.npy", "lock"]
+
+
+def test_a_cache_larger_than_the_disk_is_refused(tree, tmp_path):
+    with refused("disk.full", DataError, key="data.size", value=10_000_000):
+        decode("it", tree, FILES, 10_000_000, tmp_path / "cache")
+
+
+def test_rows_are_taken_alike_from_arrays_and_mapped_images(tree, tmp_path):
+    mapped = decode("it", tree, FILES, 8, tmp_path / "cache")
+    array, rows = mapped.load(), np.array([4, 1, 1])
+    for x in (array, mapped):
+        taken = take(take(x, rows), np.array([0, 2]))
+        assert len(taken) == 2
+        assert load(taken)[:, 0, 0, 0].tolist() == [160, 40]
+    assert load(take(mapped, np.array([], dtype=np.int64))).shape == (0, 8, 8, 3)
+
+
+def test_mapped_images_travel_as_a_path(tree, tmp_path):
+    mapped = decode("it", tree, FILES, 64, tmp_path / "cache")
+    letter = pickle.dumps(mapped)
+    assert len(letter) < 1000
+    assert (pickle.loads(letter).load() == mapped.load()).all()
+
+
+def test_a_cache_that_this_node_cannot_see_is_explained(tmp_path):
+    with refused("data.cache-unreadable", DataError, path=str(tmp_path / "gone.npy")):
+        Mapped(str(tmp_path / "gone.npy"), np.arange(3)).load()

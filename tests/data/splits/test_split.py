@@ -1,0 +1,96 @@
+"""Many clients' indices and shards as a few arrays: what is read is what was given, and little is kept for each."""
+
+import gc
+import pickle
+import tracemalloc
+
+import numpy as np
+import pytest
+from tiny import make_scenes, make_task
+
+from raylt.config import DataConfig
+from raylt.data.images.cache import Mapped, load
+from raylt.data.splits.split import IndexLists, Split, grouped
+from raylt.data.task import Holdings, Shard, build_task
+
+CLIENTS, EACH = 2500, 4
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Clients of four images of one pixel: nearly all that a task takes is who holds what."""
+    rng, n = np.random.default_rng(0), CLIENTS * EACH
+    np.savez(
+        tmp_path / "many.npz",
+        x_train=rng.integers(0, 256, (n, 1, 1, 1), dtype=np.uint8),
+        y_train=np.arange(n) % 4,
+        x_test=np.zeros((4, 1, 1, 1), np.uint8),
+        y_test=np.arange(4),
+        class_names=np.array(list("abcd")),
+    )
+    return DataConfig(source=f"npz:{tmp_path / 'many.npz'}", clients=CLIENTS, partition="iid", imbalance=1)
+
+
+def test_index_lists_are_the_lists_that_were_given():
+    lists = [np.array([3, 5]), np.array([], dtype=np.int64), np.array([1]), np.array([0, 2, 9])]
+    made = pickle.loads(pickle.dumps(IndexLists.of(lists)))
+    assert [its.tolist() for its in made] == [its.tolist() for its in lists]
+    assert [its.tolist() for its in made[1:3]] == [[], [1]]
+    assert (made[-1].tolist(), made.sizes.tolist(), len(made)) == ([0, 2, 9], [2, 0, 1, 3], 4)
+    assert made[3].base is made.flat
+    with pytest.raises(IndexError):
+        made[4]
+    assert len(IndexLists.of([])) == 0
+
+
+def test_grouped_finds_the_places_of_each_id_in_order_and_no_others():
+    rng = np.random.default_rng(0)
+    ids, known = rng.integers(0, 30, 400), np.array([-1, 0, 3, 4, 29, 40])
+    assert [its.tolist() for its in grouped(ids, known)] == [np.flatnonzero(ids == one).tolist() for one in known]
+
+
+@pytest.mark.parametrize("make", [make_task, make_scenes])
+def test_a_shard_is_a_view_of_what_all_hold(make):
+    shards = make().shards
+    ends, views = np.cumsum([len(shard) for shard in shards]), [shard.view for shard in shards]
+    whole = Shard(np.concatenate([shard.x for shard in shards]), np.concatenate([shard.y for shard in shards]))
+    held = Holdings(whole, ends, views)
+    assert [len(shard) for shard in held] == held.sizes.tolist() == [len(shard) for shard in shards]
+    for own, shard in zip(held, shards, strict=True):
+        assert np.array_equal(own.x, shard.x)
+        assert np.array_equal(own.labels(), shard.labels())
+        assert own.x.base is whole.x
+    mapped = Holdings(Shard(Mapped("/images.npy", np.array([4, 7, 1])), np.arange(3)), np.array([1, 3]))
+    assert mapped[1].x.rows.tolist() == [7, 1]
+
+
+def test_what_a_server_is_sent_of_a_client_is_its_indices_and_its_counts(config):
+    task = build_task(config)
+    sent = pickle.dumps(task.without_data(), protocol=5)
+    assert len(sent) / CLIENTS < 8 * EACH + 8 * 4 + 40  # indices, counts of four classes; ends and a name
+    known = pickle.loads(sent)
+    assert [len(shard) for shard in known.shards[:3]] == [EACH] * 3
+    assert not any(load(known.shards.whole.x).shape[1:])
+    assert (known.views == task.views).all()
+
+
+def test_a_task_keeps_no_objects_for_each_client(config):
+    build_task(config)  # what is imported on the way does not count
+    gc.collect()
+    tracemalloc.start()
+    task = build_task(config)
+    gc.collect()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # images, labels, ids, indices and counts, two ends, a name of a text's size
+    assert kept / CLIENTS < EACH * (1 + 3 * 8) + 4 * 8 + 2 * 8 + 80
+    assert task.clients == CLIENTS
+
+
+def test_a_split_of_more_clients_than_are_written_at_once_has_one_hash(config, monkeypatch):
+    task = build_task(config)
+    assert Split.from_json(task.split.as_text()).seal == task.split.seal
+    monkeypatch.setattr("raylt.data.splits.split.AT_ONCE", 10**6)
+    whole = Split.from_json(task.split.as_text())
+    assert whole.as_text() == task.split.as_text()
+    assert whole.sha256 == task.split.sha256

@@ -1,0 +1,229 @@
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms import v2
+
+from raylt.data.augment import (
+    AUGMENTATIONS,
+    apply_boxes,
+    apply_boxes_to_maps,
+    apply_crops,
+    cutout,
+    draw_boxes,
+    draw_crops,
+    draw_scaled_boxes,
+    normalise,
+)
+from raylt.data.label_maps import VOID
+
+Y = torch.arange(8)
+OWN = {name: AUGMENTATIONS[name] for name in ("crop_flip", "resized_crop_flip", "scale_crop_flip")}
+every_augmentation = pytest.mark.parametrize("augment", OWN.values(), ids=OWN)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def images(batch: int, height: int = 32, width: int = 32, channels: int = 3) -> torch.Tensor:
+    return torch.randint(0, 256, (batch, height, width, channels), dtype=torch.uint8, generator=seeded(9))
+
+
+@pytest.mark.parametrize("shape", [(32, 32, 3), (28, 28, 1), (8, 12, 3)])
+def test_crop_flip_equals_a_loop_over_samples(shape):
+    x = images(24, *shape)
+    offsets, flips = draw_crops(24, seeded())
+    expected = []
+    for image, (top, left), flip in zip(x.numpy(), offsets.tolist(), flips.tolist(), strict=True):
+        padded = np.pad(image, ((4, 4), (4, 4), (0, 0)))
+        cut = padded[top : top + shape[0], left : left + shape[1]]
+        expected.append(cut[:, ::-1] if flip else cut)
+    assert np.array_equal(apply_crops(x, offsets, flips).numpy(), np.stack(expected))
+
+
+@pytest.mark.parametrize("shape", [(32, 32, 3), (28, 28, 1), (8, 12, 3)])
+def test_resized_crop_flip_equals_torchvisions_on_each_sample(shape):
+    x = images(24, *shape)
+    boxes, flips = draw_boxes(24, shape[:2], seeded())
+    expected = []
+    for image, box, flip in zip(x.float(), boxes.tolist(), flips.tolist(), strict=True):
+        part = v2.functional.resized_crop(image.permute(2, 0, 1), *box, size=list(shape[:2]), antialias=False)
+        expected.append((part.flip(2) if flip else part).permute(1, 2, 0))
+    assert torch.allclose(apply_boxes(x, boxes, flips), torch.stack(expected), atol=0.01)  # of 255
+
+
+def test_resized_crop_of_the_whole_image_is_the_identity():
+    x = images(4)
+    whole = torch.tensor([[0, 0, 32, 32]]).expand(4, 4)
+    unmirrored = torch.zeros(4, dtype=torch.bool)
+    assert torch.allclose(apply_boxes(x, whole, unmirrored), x.float(), atol=1e-2)
+    assert torch.allclose(apply_boxes(x, whole, ~unmirrored), x.float().flip(2), atol=1e-2)
+
+
+def test_draws_of_crops_are_uniform_and_independent():
+    n = 18_000
+    offsets, flips = draw_crops(n, seeded())
+    cells = torch.bincount(offsets[:, 0] * 9 + offsets[:, 1], minlength=81)
+    assert ((cells - n / 81) ** 2 / (n / 81)).sum() < 131  # chi-square, 80 degrees: p = 0.0003
+    assert abs(flips.float().mean() - 0.5) < 4 * 0.5 / n**0.5
+    assert abs(torch.corrcoef(torch.stack([offsets[:, 0], offsets[:, 1], flips]).float()).triu(1)).max() < 0.03
+
+
+def test_draws_of_boxes_lie_inside_and_cover_64_to_100_percent():
+    n = 20_000
+    boxes, flips = draw_boxes(n, (32, 32), seeded())
+    corners, sides = boxes[:, :2], boxes[:, 2:]
+    assert torch.equal(sides[:, 0], sides[:, 1])
+    # side = round(32 sqrt(s)), s uniform in 0.64..1: 26 = round(25.6) to 32
+    assert sides.unique().tolist() == [26, 27, 28, 29, 30, 31, 32]
+    assert abs((sides[:, 0] / 32).square().mean() - 0.82) < 0.005
+    room = 32 - sides
+    assert (corners >= 0).all()
+    assert (corners <= room).all()
+    for side in (26, 30):
+        tops = torch.bincount(corners[sides[:, 0] == side][:, 0], minlength=33 - side)
+        expected = tops.sum() / (33 - side)
+        assert len(tops) == 33 - side
+        assert ((tops - expected).abs() < 5 * expected.sqrt()).all()
+    assert abs(flips.float().mean() - 0.5) < 4 * 0.5 / n**0.5
+
+
+@every_augmentation
+def test_equal_seeds_give_equal_images_and_others_do_not(augment):
+    x = images(8)
+    first, again, other = (augment(x, Y, seeded(seed))[0] for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@every_augmentation
+def test_augmentation_leaves_its_argument_and_the_global_generator_alone(augment):
+    x, state = images(8), torch.get_rng_state()
+    before = x.clone()
+    assert augment(x, Y, seeded())[0].shape == x.shape
+    assert torch.equal(x, before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_normalise_equals_torchvisions(channels):
+    x = images(6, channels=channels)
+    mean, std = torch.tensor([0.4914, 0.4822, 0.4465])[:channels], torch.tensor([0.2023, 0.1994, 0.2010])[:channels]
+    expected = x.permute(0, 3, 1, 2).float() / 255
+    expected = v2.functional.normalize(expected, mean.tolist(), std.tolist())
+    assert torch.allclose(normalise(x, mean, std), expected, atol=1e-6, rtol=0)
+    assert torch.equal(normalise(x.float(), mean, std), normalise(x, mean, std))
+
+
+@pytest.mark.parametrize("augment", AUGMENTATIONS.values(), ids=AUGMENTATIONS.keys())
+@pytest.mark.parametrize("channels", [1, 3])
+def test_normalised_batches_are_channels_last(augment, channels):
+    x = images(5, 8, 12, channels)
+    if augment is not None:
+        x, _ = augment(x, Y[:5], seeded())
+    y = normalise(x, torch.zeros(channels), torch.ones(channels))
+    assert y.shape == (5, channels, 8, 12)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+def coded(batch: int, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images whose grey value tells the label of their map: blocks of 8 x 8 pixels, class c is 40 * c."""
+    blocks = torch.randint(0, 6, (batch, height // 8, width // 8), generator=seeded(5), dtype=torch.uint8)
+    maps = blocks.repeat_interleave(8, 1).repeat_interleave(8, 2)
+    return (40 * maps)[..., None].repeat(1, 1, 1, 3), maps
+
+
+def inner(maps: torch.Tensor) -> torch.Tensor:
+    """Pixels whose whole neighbourhood has their label: interpolation mixes nothing else into them."""
+    near = torch.nn.functional.unfold(maps[:, None].float(), 5, padding=2).view(len(maps), 25, *maps.shape[1:])
+    return (near == near[:, :1]).all(1)
+
+
+@every_augmentation
+@pytest.mark.parametrize("seed", range(5))
+def test_image_and_map_stay_aligned(augment, seed):
+    x, y = coded(16, 48, 64)
+    moved, maps = augment(x, y, seeded(seed))
+    assert (moved.shape, maps.shape, maps.dtype) == (x.shape, y.shape, y.dtype)
+    seen = inner(maps) & (maps != VOID)
+    assert seen.float().mean() > 0.1
+    assert (moved[seen].float() - 40.0 * maps[seen][:, None]).abs().max() < 0.02
+    assert not torch.equal(maps, y)
+
+
+@every_augmentation
+def test_images_are_moved_alike_whatever_their_labels_are(augment):
+    x, y = coded(16, 48, 64)
+    moved, labels = augment(x, torch.arange(16), seeded())
+    assert torch.equal(moved, augment(x, y, seeded())[0])
+    assert torch.equal(labels, torch.arange(16))
+
+
+def test_scaled_boxes_are_of_half_to_double_scale_and_cover_or_lie_in_the_image():
+    n = 20_000
+    boxes, _ = draw_scaled_boxes(n, (48, 64), seeded())
+    corners, sides, full = boxes[:, :2], boxes[:, 2:], torch.tensor([48, 64])
+    scale = 48 / sides[:, 0]
+    assert sides[:, 0].min() == 24
+    assert sides[:, 0].max() == 96
+    # s is uniform in 0.5..2, with the mean 1.25
+    assert abs(scale.mean() - 1.25) < 0.01
+    assert ((sides[:, 1] - sides[:, 0] * 64 / 48).abs() < 0.5 * (1 + 64 / 48)).all()  # both are rounded
+    inside, around = sides <= full, sides >= full
+    assert (corners >= 0)[inside].all()
+    assert (corners + sides <= full)[inside].all()
+    assert (corners <= 0)[around].all()
+    assert (corners + sides >= full)[around].all()
+
+
+def test_what_lies_outside_a_scaled_image_is_void_and_looks_like_its_border():
+    x, y = coded(1, 48, 64)
+    boxes = torch.tensor([[-24, -32, 96, 128]])  # half the size, in the middle
+    flips = torch.zeros(1, dtype=torch.bool)
+    maps = apply_boxes_to_maps(y[..., None], boxes, flips)[..., 0]
+    assert (maps[0, 12:36, 16:48] != VOID).all()
+    assert (maps == VOID).sum() == 48 * 64 - 24 * 32
+    moved = apply_boxes(x, boxes, flips)
+    assert torch.allclose(moved[0, 0, 32], moved[0, 12, 32], atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["color_jitter", "rand_augment", "trivial_augment", "auto_augment"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_torchvisions_transforms_draw_for_each_image_and_disturb_no_other_draw(name, channels):
+    x = images(1, channels=channels).expand(12, -1, -1, -1).contiguous()
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    first, labels = AUGMENTATIONS[name](x, torch.arange(12), seeded(1))
+    assert torch.equal(torch.rand(1), expected)  # what training draws next is what it would have drawn
+    again, _ = AUGMENTATIONS[name](x.float(), torch.arange(12), seeded(1))
+    assert torch.equal(first, again)
+    assert torch.equal(labels, torch.arange(12))
+    assert first.shape == x.shape
+    assert len({image.numpy().tobytes() for image in first}) >= 6  # changes of colour leave grey as it is
+
+
+def test_a_transform_is_torchvisions_on_single_images():
+    x = images(3)
+    found, _ = AUGMENTATIONS["rand_augment"](x, torch.arange(3), seeded(2))
+    torch.manual_seed(int(torch.randint(2**62, (), generator=seeded(2))))
+    transform = v2.RandAugment()
+    for image, expected in zip(x, found, strict=True):
+        assert torch.equal(transform(image.permute(2, 0, 1)).permute(1, 2, 0), expected)
+
+
+@pytest.mark.parametrize("shape", [(32, 32, 3), (8, 12, 1)])
+def test_cutout_blackens_a_square_about_a_drawn_pixel(shape):
+    height, width, _ = shape
+    x = images(40, *shape).clamp(min=1)
+    cut, labels = cutout(x, torch.arange(40), seeded(3))
+    rows, columns = (
+        torch.randint(side, (40, 1), generator=generator).flatten().tolist()
+        for generator in [seeded(3)]
+        for side in (height, width)
+    )
+    for image, made, row, column in zip(x, cut, rows, columns, strict=True):
+        expected = image.clone()
+        expected[max(row - height // 4, 0) : row + height // 4, max(column - width // 4, 0) : column + width // 4] = 0
+        assert torch.equal(made, expected)
+    assert torch.equal(labels, torch.arange(40))

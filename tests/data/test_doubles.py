@@ -1,0 +1,86 @@
+"""Test images that are also training images: counted, left out, or refused."""
+
+import numpy as np
+import pytest
+from PIL import Image
+from refusals import refused
+
+from raylt.config import DataConfig
+from raylt.data.doubles import repeated
+from raylt.data.images.cache import Mapped, load
+from raylt.data.task import build_task
+from raylt.errors import DataError
+
+
+@pytest.fixture
+def pictures():
+    """30 different pictures; the last two differ from the first two in one pixel outside their middle row."""
+    x = np.random.default_rng(0).integers(0, 256, (30, 8, 8, 1), dtype=np.uint8)
+    x[28:] = x[:2]
+    x[28:, 0, 0] ^= 1
+    return x
+
+
+@pytest.fixture
+def file(pictures, tmp_path):
+    """Of 10 test images 4 are training images, one of them twice."""
+    tests = np.concatenate([pictures[:3], pictures[:1], pictures[20:26]])
+    np.savez(
+        tmp_path / "it.npz",
+        x_train=pictures[:20],
+        y_train=np.arange(20) % 2,
+        x_test=tests,
+        y_test=np.arange(10) % 2,
+        id_train=np.arange(20) % 3,
+        id_test=np.arange(10) % 3,
+        class_names=np.array(["a", "b"]),
+    )
+    return f"npz:{tmp_path / 'it.npz'}"
+
+
+def test_doubles_are_compared_pixel_by_pixel_in_memory_and_on_disk(pictures, tmp_path):
+    np.save(tmp_path / "images.npy", pictures)
+    on_disk = Mapped(str(tmp_path / "images.npy"), np.arange(20, 30))
+    tests = np.concatenate([pictures[25:], pictures[:2]])
+    assert repeated(on_disk, tests).tolist() == [True] * 5 + [False] * 2  # 28 and 29 only look like 0 and 1
+    assert repeated(pictures[:20], on_disk).tolist() == [False] * 10
+
+
+def test_doubles_are_counted_in_a_line_and_kept(file):
+    task = build_task(DataConfig(source=file))
+    assert len(task.test) == 10
+    assert any(note.startswith("4 of 10 test images are also training images") for note in task.notes)
+
+
+def test_doubles_are_left_out_with_their_labels_and_clients(file, pictures):
+    task = build_task(DataConfig(source=file, doubles="drop"))
+    assert np.array_equal(load(task.test.x), pictures[20:26])
+    assert load(task.test.y).tolist() == [0, 1, 0, 1, 0, 1]
+    assert [rows.tolist() for rows in task.own_tests] == [[2, 5], [0, 3], [1, 4]]  # ids 1, 2, 0, 1, 2, 0
+    assert task.sizes.sum() == 20
+    assert any(note.startswith("4 of 10 test images") for note in task.notes)
+
+
+def test_doubles_are_refused_with_their_number(file):
+    with refused("data.doubles", DataError, key="data.doubles", value="refuse", doubles=4):
+        build_task(DataConfig(source=file, doubles="refuse"))
+
+
+def test_data_without_doubles_give_no_line(tmp_path):
+    task = build_task(DataConfig(source="digits", doubles="refuse"))
+    assert not any("also training images" in note for note in task.notes)
+
+
+def test_of_a_folder_with_every_photo_twice_one_copy_is_kept(pictures, tmp_path):
+    for index, picture in enumerate(pictures[:24]):
+        folder = tmp_path / "shops" / ("wien", "graz")[index % 2] / ("a", "b")[index // 2 % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (f"{index:02}.png", f"{index:02} copy.png"):
+            Image.fromarray(picture[..., 0]).save(folder / name)
+    config = DataConfig(source=f"folder:{tmp_path / 'shops'}", size=8, root=str(tmp_path))
+    twice = build_task(config)
+    assert any("test images are also training images" in note for note in twice.notes)
+    once = build_task(config.model_copy(update={"doubles": "drop"}))
+    assert once.sizes.sum() + len(once.test) == 24
+    assert not repeated(load(once.shards.whole.x), load(once.test.x)).any()
+    assert any(note.startswith("24 of 48 training images are copies") for note in once.notes)

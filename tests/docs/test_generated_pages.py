@@ -1,0 +1,187 @@
+"""The pages that docs/generate.py writes, and the site that they are part of."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import generate
+import pytest
+import typer
+from latex2mathml.converter import convert
+
+import raylt
+from raylt.cli.main import app
+from raylt.config import settings
+from raylt.contract.checks import CHECKS
+from raylt.errors import CODES
+from raylt.methods import METHODS
+
+DOCS = Path(__file__).parents[2] / "docs"
+PARTS = DOCS / "generated" / "methods"
+METHOD_PAGES = generate.method_pages()
+OURS = [name for name, method in METHODS.items() if method.__module__.startswith("raylt.")]
+# what a browser fetches when it opens a page; a link that a reader may follow is none of it
+FETCHED = re.compile(
+    r"""<(?:script|img|iframe|source|embed)\b[^>]*\bsrc=["']?(?:https?:)?//[^>]*>"""
+    r"""|<link\b(?=[^>]*\brel=["']?(?:stylesheet|preload|preconnect|icon))[^>]*\bhref=["']?(?:https?:)?//[^>]*>"""
+)
+FETCHED_BY_STYLE = re.compile(r"""@import\s+["']?https?:|url\(["']?(?:https?:)?//[^)]*\)""")
+
+
+def commands(command, path="raylt"):
+    inner = getattr(command, "commands", None)
+    return [path] if not inner else [name for key, each in inner.items() for name in commands(each, f"{path} {key}")]
+
+
+def test_settings_page_has_a_row_with_every_setting():
+    rows = re.findall(r"^\| `([\w.]+)` \|", generate.settings_page(), re.M)
+    assert rows == [key for key, _ in settings()]
+    assert len(rows) > 40
+
+
+def test_settings_page_shows_defaults_as_yaml():
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (`[^`]*`|) \|", generate.settings_page(), re.M))
+    assert rows["data.download"] == "`false`"
+    assert rows["data.imbalance"] == "`null`"
+    assert rows["data.source"] == "`digits`"
+    assert "Undefined" not in str(rows)
+
+
+def test_commands_page_has_a_section_with_every_command():
+    titles = re.findall(r"^## (.+)$", generate.commands_page(), re.M)
+    assert titles == commands(typer.main.get_command(app))
+    assert {"raylt run", "raylt plot data"} <= set(titles)
+
+
+def test_commands_page_has_arguments_by_their_metavar_and_options_by_their_names():
+    section = generate.commands_page().partition("## raylt resume\n")[2].partition("\n## ")[0]
+    assert "| `RUN` |" in section
+    assert "| `--fleet` | `ray` |" in section
+
+
+def test_contract_page_has_every_check_of_raylt_check():
+    rules = re.findall(r"^\d+\. (.+)$", generate.contract_page(), re.M)
+    assert len(rules) == len(CHECKS)
+    assert all(rule.endswith(".") for rule in rules)
+
+
+def test_error_codes_page_has_every_code():
+    rows = dict(re.findall(r"^\| `([\w.-]+)` \| (.+) \|$", generate.error_codes_page(), re.M))
+    assert rows == CODES
+
+
+def test_api_page_has_every_public_name_once():
+    names = re.findall(r"^\.\. [\w:]+:: raylt\.(\w+)$", generate.api_page(), re.M)
+    assert sorted(names) == sorted(set(raylt.__all__) - {"__version__"})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Augmentation", "Message", "Objective", "Params", "ProblemKind", "Tree", "each", "mean", "total"],
+)
+def test_api_page_describes_every_alias_and_value(name):
+    assert generate._comment(name) != []
+
+
+def test_page_of_an_earlier_build_is_kept_until_a_module_changes(tmp_path, monkeypatch):
+    (tmp_path / "raylt").mkdir()
+    module, page = tmp_path / "raylt" / "a.py", tmp_path / "methods.md"
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    module.touch()
+    assert not generate._is_newer_than_code(page)
+    page.write_text("measured")
+    os.utime(module, (1, 1))
+    assert generate._is_newer_than_code(page)
+    os.utime(page, (0, 0))
+    assert not generate._is_newer_than_code(page)
+
+
+@pytest.mark.parametrize("page", METHOD_PAGES, ids=lambda page: page.stem)
+def test_equations_of_a_method_page_are_drawn_as_mathml(page):
+    text = page.read_text()
+    equations = re.findall(r"\$\$(.+?)\$\$", text, re.S)
+    equations += re.findall(r"(?<!\$)\$([^$]+)\$(?!\$)", text)
+    assert len(equations) >= 3
+    for equation in equations:
+        drawn = convert(equation)
+        assert drawn.startswith("<math")
+        assert "\\" not in drawn, equation  # a command that the converter does not know stays as it is
+
+
+@pytest.mark.parametrize("page", METHOD_PAGES, ids=lambda page: page.stem)
+def test_method_page_has_every_field_and_departure_and_says_whether_it_was_run(page):
+    method = METHODS[page.stem]
+    part = generate.method_part(page.stem, "")
+    assert all(f"| `{field}` |" in part for field in method.model_fields)
+    notes = sys.modules[method.__module__].__doc__ or ""
+    numbers = [int(number) for number in re.findall(r"^- \[(\d+)\]", part, re.M)]
+    assert numbers == list(range(1, max(map(int, re.findall(r"^\[(\d+)\]", notes, re.M)), default=0) + 1))
+    assert "Departure from the text" not in notes or numbers or "\n- " in part
+    was_run = re.search(rf"^\| {page.stem}\b", part, re.M) is not None
+    assert was_run != ("It was not run on the" in part)
+    included = re.findall(rf"\{{include\}} \.\./generated/methods/{page.stem}\.md", page.read_text())
+    assert len(included) == 2
+
+
+def test_placeholders_of_help_texts_are_no_elements_of_html():
+    assert generate._escaped("<class>/<image>, `<client>`, 3 < 4") == "&lt;class>/&lt;image>, `<client>`, 3 < 4"
+    assert not re.search(r"<\w", re.sub(r"`[^`]*`", "", generate.commands_page()))
+
+
+def test_a_single_departure_needs_no_number():
+    assert generate.departures("M.\n\nDeparture from the text: the solver\nis SGD.\n\nmu = 0 is FedAvg.") == [
+        "- The solver is SGD."
+    ]
+    assert generate.departures("M.\n\n[1] First\n    line.\n[2] Second.") == ["- [1] First line.", "- [2] Second."]
+
+
+@pytest.mark.parametrize("page", METHOD_PAGES, ids=lambda page: page.stem)
+def test_method_page_names_tests_that_there_are(page):
+    named = re.findall(r"`(tests/[\w/.]+)`", page.read_text())
+    assert named
+    assert all((DOCS.parent / file).exists() for file in named)
+
+
+@pytest.mark.parametrize(
+    ("html", "found"),
+    [
+        ('<script async="async" src="https://cdn.example/mathjax.js"></script>', True),
+        ('<link rel="stylesheet" href="//fonts.example/css">', True),
+        ('<link href="https://fonts.example" rel="preconnect">', True),
+        ('<img src="http://badge.example/a.svg">', True),
+        ('<a href="https://arxiv.org/abs/1602.05629">paper</a><script src="_static/a.js"></script>', False),
+        ('<link rel="next" href="https://x.example/">', False),
+    ],
+)
+def test_what_a_page_fetches_from_elsewhere_is_found(html, found):
+    assert bool(FETCHED.search(html)) == found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_site_builds_without_warnings_and_fetches_nothing_from_elsewhere(tmp_path):
+    source, site = tmp_path / "docs", tmp_path / "site"
+    shutil.copytree(DOCS, source, ignore=shutil.ignore_patterns("_build"))
+    # pages link to files of the repository, and generate.py reads the recorded studies
+    for name in ("raylt", "studies", "examples", "SECURITY.md", "README.md", "pyproject.toml"):
+        (tmp_path / name).symlink_to(DOCS.parent / name)
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", source, site], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    pages = {page.relative_to(site).as_posix(): page.read_text() for page in site.rglob("*.html")}
+    written = {file.relative_to(DOCS) for file in DOCS.rglob("*.md") if PARTS not in file.parents}
+    assert {file.with_suffix(".html").as_posix() for file in written} <= pages.keys()
+    assert {name: found for name, text in pages.items() if (found := FETCHED.findall(text))} == {}
+    styles = [file for file in site.rglob("*.css") if FETCHED_BY_STYLE.search(file.read_text())]
+    assert styles == []
+    for name in OURS:
+        assert f'id="{name}"' in pages["generated/methods.html"]
+    for page in METHOD_PAGES:
+        html = pages[f"methods/{page.stem}.html"]
+        assert html.count("<math") >= 3
+        assert "merror" not in html
+        assert page.stem in generate.WITHOUT_PAPER or "Departures from the paper" in html

@@ -1,0 +1,44 @@
+"""The page of methods that `raylt methods --page` writes."""
+
+import re
+
+import pytest
+
+from raylt.cli.method_page import GROUPS, PAGE_MODEL, entries, group, markdown, year
+from raylt.hyper import range_of
+from raylt.methods import METHODS
+
+OURS = {name: method for name, method in METHODS.items() if method.__module__.startswith("raylt.")}
+
+
+def test_page_has_a_section_with_every_field_of_every_method():
+    page = markdown(entries(OURS, None, "8x8x3", 10))
+    sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", page, re.M | re.S))
+    assert sections.keys() == OURS.keys()
+    for name, method in OURS.items():
+        assert method.paper in sections[name]
+        for field, info in method.model_fields.items():
+            assert f"| `{field}` | {info.default} | {range_of(info)} |" in sections[name], (name, field)
+
+
+def test_page_has_the_measured_costs_of_a_method():
+    page = markdown(entries({name: OURS[name] for name in ("fedavg", "fedncm")}, "small", "8x8x3", 10))
+    assert re.search(
+        r"^\| \[`fedavg`\]\(#fedavg\) \| model, loss \| [\d.]+ KiB \| [\d.]+ KiB \| 1 trained \|  \|$", page, re.M
+    )
+    assert re.search(r"^- finish, `statistics`: classes; [\d.]+ KiB up, [\d.]+ KiB down, passes: 1 read$", page, re.M)
+
+
+@pytest.mark.slow
+def test_every_method_can_be_measured_for_the_page():
+    listing = entries(OURS, PAGE_MODEL, "8x8x3", 10)
+    rows = re.findall(r"^\| \[`(\w+)`\]\(#\w+\) \| (.+) \| (.+) \| (.+) \| (.+) \| (.*) \|$", markdown(listing), re.M)
+    assert sorted(name for name, *_ in rows) == sorted(OURS)
+    assert all(re.fullmatch(r"[\d.]+ (B|KiB|MiB)", up) for _, _, up, *_ in rows)
+
+
+def test_every_method_has_a_group_and_most_a_year():
+    for name, method in OURS.items():
+        assert group(method) in GROUPS
+        assert (group(method) == "personal") == method.personal, name
+    assert [year(METHODS[name]) for name in ("fedavg", "fedsm", "local")] == [2017, 2026, None]

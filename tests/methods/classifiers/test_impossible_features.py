@@ -1,0 +1,39 @@
+"""Sums of features that an encoder behind a ReLU cannot have are rejected, and their sender alone is named."""
+
+import pytest
+import torch
+from small_runs import QUICK
+from tiny import configure, make_experiment
+
+from raylt.methods import METHODS
+
+METHOD_NAMES = ("ccvr", "noisymeans", "fedncm", "sfd", "fed3r")
+
+
+def negated(parts):
+    """Return the sums of a reply as those of features of the other sign."""
+    if "b" in parts:  # Fed3R's, whose last row counts
+        sign = torch.ones(len(parts["b"]), 1)
+        sign[:-1] = -1
+        return parts | {"b": sign * parts["b"]}
+    return parts | {"classes": {c: sums | {"z": -sums["z"]} for c, sums in parts["classes"].items()}}
+
+
+def lying(name):
+    """Return a method of which client 0 claims negative features."""
+    kind = METHODS[name]
+
+    def statistics(self, client, message):
+        reply = kind.statistics(self, client, message)
+        return reply if client.id else client.reply(**negated(reply.tree))
+
+    return type(kind.__name__, (kind,), {"statistics": statistics, "__module__": __name__})(**QUICK.get(name, {}))
+
+
+@pytest.mark.parametrize("name", METHOD_NAMES)
+def test_a_client_that_claims_negative_features_is_rejected(tiny_task, tmp_path, name):
+    experiment = make_experiment(configure(federation={"rounds": 1}), tiny_task, tmp_path, lying(name))
+    experiment.step()
+    rejected = experiment.step().rejected
+    assert list(rejected) == [0]
+    assert "negative" in rejected[0]

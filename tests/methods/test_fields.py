@@ -1,0 +1,99 @@
+"""Every field of every method changes a run: one without an effect is a promise that the code does not keep."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_runs import QUICK
+from teachers import feature_arrays
+
+from raylt.contract.case import Case, make_task
+from raylt.contract.fields import others
+from raylt.contract.trace import Trace
+from raylt.core.method import Method
+from raylt.errors import ConfigError
+from raylt.hyper import Choice, range_of
+from raylt.methods import METHODS
+
+# what else must be set for a field to act on so few images
+WITH: dict[tuple[str, str], dict[str, Any]] = {
+    ("fedafa", "c"): {"accept": 0.0, "epochs": 5, "steps": 10},
+    ("fedafa", "batch"): {"epochs": 5},
+    ("fedafa", "momentum"): {"epochs": 5},
+    ("ratioloss", "clip"): {"rival": 1e-6},
+    ("fedsm", "texts"): {"similarity": "l2"},
+    ("mupfl", "dropout"): {"bavd": False},
+    ("bpfed", "argmax"): {"restart": True, "epochs": 0},
+}
+# values outside of the range that is searched, of fields that it moves too little on so few images
+VALUES: dict[tuple[str, str], Any] = {
+    ("fedafa", "batch"): 3,
+    ("creff", "batch"): 4,
+    ("fedsm", "batch"): 4,
+    ("clip2fl", "batch"): 4,
+    ("rucr", "batch"): 4,
+    ("fedic", "batch"): 2,
+    ("fedrela", "after"): 0.0,
+    ("ratioloss", "clip"): 1e-3,
+    ("mupfl", "kappa_max"): 2,
+}
+# fields of FedSM that act on a fine-tuned image tower only
+FINE_TUNING = "squares", "target", "margin", "teacher_lr"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_every_field_changes_a_run(name, tmp_path, clip_folder):
+    base = QUICK.get(name, {})
+    if "teacher" in METHODS[name].model_fields:
+        base = base | {"teacher": teacher_of_many_lengths(tmp_path / "teacher.npz"), "kd": 1.0}
+        base |= {"contrast": 1.0} if name == "clip2fl" else {}
+    fields = [field for field in METHODS[name].model_fields if field not in ("teacher", "preset")]
+    tuned = {"teacher": f"local-dir:{clip_folder}", "finetune": True}
+    inert = [
+        field
+        for field in fields
+        if not acts(name, base | (tuned if name == "fedsm" and field in FINE_TUNING else {}), field, tmp_path)
+    ]
+    assert inert == []
+
+
+def teacher_of_many_lengths(file: Path) -> str:
+    """Write a feature file whose texts are neither orthogonal nor of length 1; return the teacher's name."""
+    arrays = feature_arrays(make_task())
+    text = arrays["text"]
+    arrays["text"] = np.arange(1, len(text) + 1, dtype=np.float32)[:, None] * (text + 0.5 * text[0])
+    np.savez(file, **arrays)
+    return f"npz:{file}"
+
+
+@pytest.mark.parametrize("name", [name for name, kind in METHODS.items() if "preset" in kind.model_fields])
+def test_a_preset_sets_other_fields(name):
+    kind = METHODS[name]
+    searched = range_of(kind.model_fields["preset"])
+    assert isinstance(searched, Choice)
+    without = [kind(preset=value).model_dump(exclude={"preset"}) for value in searched.values]
+    assert all(one != other for place, one in enumerate(without) for other in without[:place])
+
+
+def acts(name: str, base: dict[str, Any], field: str, folder: Path) -> bool:
+    """Return whether some other value of a field changes the run's models or its figures, or is refused beside the
+    other fields."""
+    kind = METHODS[name]
+    method = kind(**base | WITH.get((name, field), {}))
+    values = [kind(**method.model_dump() | {field: VALUES[name, field]})] if (name, field) in VALUES else []
+    own = bits_of(method, folder)
+    for other in [*values, *others(method, field)]:
+        try:
+            if bits_of(other, folder) != own:
+                return True
+        except ConfigError:
+            return True
+    return False
+
+
+def bits_of(method: Method, folder: Path) -> tuple[Any, ...]:
+    trace: Trace = Case(method, method.problems[0], folder).run()
+    return trace.bits, [(report.accuracy, report.clients, json.dumps(report.figures)) for report in trace.reports]

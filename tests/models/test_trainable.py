@@ -1,0 +1,153 @@
+"""The part of a model that learns: frozen entries are hidden, adapters merge, frozen BatchNorm stays as it is."""
+
+import copy
+from collections import OrderedDict
+
+import pytest
+import torch
+from pydantic import ValidationError
+from refusals import refused
+from tiny import configure, tiny_pretrained
+from torch import nn
+
+from raylt.models import SplitModel
+from raylt.models.trainable import FrozenEncoder, LowRankLinear, blocks_of, frozen_entries, limit, whole_model
+
+
+def model(trainable: str) -> SplitModel:
+    torch.manual_seed(0)
+    return limit(tiny_pretrained(3, (6, 6, 1)), trainable)
+
+
+X = torch.randn(7, 1, 6, 6, generator=torch.Generator().manual_seed(1))
+CLASSIFIER = {"classifier.weight", "classifier.bias"}
+LAST = {"encoder.last.weight", "encoder.last.bias"}
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def train(model: SplitModel, steps: int = 3) -> None:
+    model.train()
+    for _ in range(steps):
+        loss = nn.functional.cross_entropy(model(X), torch.arange(7) % 3)
+        learning = [value for value in model.parameters() if value.requires_grad]
+        gradients = torch.autograd.grad(loss, learning)
+        with torch.no_grad():
+            for value, gradient in zip(learning, gradients, strict=True):
+                value -= 0.5 * gradient
+
+
+@pytest.mark.parametrize(
+    ("trainable", "entries"),
+    [
+        ("classifier", CLASSIFIER),
+        ("last:1", CLASSIFIER | LAST),
+        (
+            "norm",
+            CLASSIFIER
+            | {f"encoder.{at}.1.{name}" for at in ("stem", "narrow") for name in ("weight", "bias", *BUFFERS)},
+        ),
+        (
+            "lora:2",
+            CLASSIFIER | {f"encoder.{at}.{name}" for at in ("narrow.0", "last") for name in ("down", "up")},
+        ),
+    ],
+)
+def test_only_what_learns_is_an_entry(trainable, entries):
+    limited = model(trainable)
+    assert limited.state_dict().keys() == limited.entries().keys() == entries
+    assert {name for name, value in limited.named_parameters() if value.requires_grad} == {
+        name for name in entries if not name.endswith(BUFFERS)
+    }
+    assert copy.deepcopy(limited).state_dict().keys() == entries
+    nested = nn.Sequential(OrderedDict(base=limited.encoder))
+    assert nested.state_dict().keys() == {
+        f"base.{name.removeprefix('encoder.')}" for name in entries if name.startswith("encoder.")
+    }
+
+
+@pytest.mark.parametrize("trainable", ["classifier", "last:1", "last:2", "norm", "lora:2"])
+def test_what_is_frozen_does_not_change(trainable):
+    limited = model(trainable)
+    before = {name: value.clone() for name, value in frozen_entries(limited).items()}
+    train(limited)
+    limited.encoder.train()  # as a method may call it
+    limited.encoder(X)
+    after = frozen_entries(limited)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_frozen_batchnorm_stays_in_evaluation_mode_and_learning_batchnorm_does_not():
+    for trainable, frozen in [("classifier", True), ("lora:2", True), ("last:1", True), ("norm", False)]:
+        limited = model(trainable)
+        norms = [module for module in limited.modules() if isinstance(module, nn.BatchNorm2d)]
+        train(limited)
+        assert all((norm.num_batches_tracked == 0) == frozen for norm in norms)
+
+
+def test_a_frozen_encoder_passes_features_on():
+    limited = model("classifier")
+    assert isinstance(limited.encoder, FrozenEncoder)
+    z = limited.encoder(X)
+    assert not z.requires_grad
+    assert torch.equal(limited(X), limited(z))
+
+
+@pytest.mark.parametrize("trainable", ["classifier", "last:1", "norm", "lora:2"])
+def test_the_whole_model_is_a_plain_one_with_the_same_logits(trainable):
+    limited = model(trainable)
+    train(limited)
+    whole = whole_model(limited)
+    plain = tiny_pretrained(3, (6, 6, 1))
+    plain.load_state_dict(whole.state_dict())
+    assert whole.state_dict().keys() == plain.state_dict().keys()
+    expected = limited.eval()(X)
+    assert torch.equal(whole.eval()(X), expected)
+    assert torch.equal(plain.eval()(X), expected)
+
+
+def test_a_model_that_learns_as_a_whole_is_left_alone():
+    limited = model("all")
+    assert whole_model(limited) is limited
+    assert not frozen_entries(limited)
+    assert limited.state_dict().keys() == tiny_pretrained(3, (6, 6, 1)).state_dict().keys()
+
+
+def test_adapters_start_at_zero_and_their_product_is_added():
+    limited = model("lora:2").eval()
+    plain = model("all").eval()
+    assert torch.equal(limited.encoder(X), plain.encoder(X))
+    layer = limited.encoder.get_submodule("last")
+    assert isinstance(layer, LowRankLinear)
+    assert layer.bias is not None
+    with torch.no_grad():
+        layer.up.fill_(0.5)
+    z = torch.randn(3, 6)
+    expected = z @ (layer.weight + 0.5 * layer.down.sum(0)).T + layer.bias  # every row of up @ down is half the sum
+    assert torch.allclose(layer(z), expected, atol=1e-6)
+    layer.train()
+    assert torch.allclose(layer(z), expected, atol=1e-6)
+
+
+def test_blocks_are_counted_from_the_end_and_take_their_norm_with_them():
+    body = nn.Module()
+    body.stem = nn.Conv2d(1, 2, 3)
+    body.bn = nn.BatchNorm2d(2)
+    body.stages = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
+    wrapped = nn.Module()
+    wrapped.body = body
+    kinds = [[type(module).__name__ for module in block] for block in blocks_of(wrapped)]
+    assert kinds == [["Conv2d", "BatchNorm2d"], ["Linear"], ["Linear"], ["Linear"]]
+
+
+@pytest.mark.parametrize("trainable", ["last:99", "norm", "lora:2"])
+def test_parts_that_an_encoder_does_not_have_are_refused(trainable):
+    plain = SplitModel(nn.Sequential(nn.Conv2d(1, 4, 3)), 4, 3)
+    with refused("model.lacks-layer", key="trainable", value=trainable):
+        limit(plain, trainable)
+
+
+@pytest.mark.parametrize("value", ["", "encoder", "last", "last:0", "lora:-1", "lora:x", "last:1:2", "ALL"])
+def test_other_words_are_refused(value):
+    with pytest.raises(ValidationError):
+        configure(trainable=value)

@@ -1,0 +1,123 @@
+"""`raylt plot curves`: the lines are the records' means, and the picture has the size and marks that a paper needs."""
+
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean, stdev
+
+import numpy as np
+import pytest
+from refusals import refused
+from scipy import stats
+
+from raylt.errors import ConfigError
+from raylt.plots.curves import caption, draw_curves
+from raylt.plots.style import COLOURS
+from raylt.studies.study import Study
+
+DIGITS = Path(__file__).parents[2] / "studies" / "results" / "digits.json"
+
+
+@pytest.fixture(scope="module")
+def study():
+    """The cell IF 10: three arms with six seeds, two of which have a last phase."""
+    opened = Study.open(DIGITS)
+    opened.records = [record for record in opened.records if record.cell == "IF 10"]
+    return opened
+
+
+@pytest.fixture(scope="module")
+def figure(study):
+    return draw_curves(study)
+
+
+def of(study: Study, arm: str, step: int, key: str = "accuracy") -> list[float]:
+    return [100 * record.curve[key][step - 1] for record in study.records if record.arm == arm]
+
+
+def line(ax, label):
+    return next(each for each in ax.lines if each.get_label() == label)
+
+
+def test_groups_are_panels_and_lines_are_means_over_seeds(study, figure):
+    assert [ax.get_title() for ax in figure.axes] == ["accuracy", "many-shot", "medium-shot", "few-shot"]
+    few = line(figure.axes[3], "fedavg")
+    assert list(few.get_xdata()) == list(range(1, 31))
+    assert few.get_ydata()[-1] == pytest.approx(fmean(of(study, "fedavg", 30, "few")))
+
+
+def test_bands_are_intervals_or_standard_deviations(study, figure):
+    values = of(study, "fedavg", 30)
+    half = stats.t.ppf(0.975, len(values) - 1) * stdev(values) / len(values) ** 0.5
+    for drawn, expected in ((figure, half), (draw_curves(study, ["accuracy"], spread="sd"), stdev(values))):
+        band = np.asarray(drawn.axes[0].collections[0].get_paths()[0].vertices)
+        ends = band[band[:, 0] == 30, 1]
+        assert (max(ends), min(ends)) == pytest.approx((fmean(values) + expected, fmean(values) - expected))
+
+
+def test_a_last_phase_is_a_marker_behind_a_dotted_line(study, figure):
+    ax = figure.axes[0]
+    assert len(line(ax, "sfd").get_xdata()) == 30
+    dotted = [each for each in ax.lines if each.get_linestyle() == ":"]
+    assert sorted(each.get_ydata()[1] for each in dotted) == pytest.approx(
+        sorted(fmean(of(study, arm, 31)) for arm in ("sfd", "sfd without aligner"))
+    )
+
+
+def test_the_axis_counts_bytes_or_seconds(study):
+    sent = np.asarray(line(draw_curves(study, ["accuracy"], "bytes").axes[0], "sfd").get_xdata())
+    sfd = [record.curve for record in study.records if record.arm == "sfd"]
+    assert sent[-1] == pytest.approx(fmean((curve["up"][29] + curve["down"][29]) / 2**20 for curve in sfd))
+    seconds = np.asarray(line(draw_curves(study, ["accuracy"], "seconds").axes[0], "sfd").get_xdata())
+    assert seconds[-1] == pytest.approx(fmean(curve["seconds"][29] for curve in sfd))
+
+
+def test_text_is_legible_at_the_width_of_a_column_and_lines_differ_without_colour(figure):
+    assert figure.get_figwidth() == pytest.approx(3.35)
+    texts = [*figure.legends[0].get_texts(), *(text for ax in figure.axes for text in ax.get_xticklabels())]
+    assert min(text.get_fontsize() for text in texts) >= 7
+    lines = [each for each in figure.axes[0].lines if not each.get_label().startswith("_")]
+    assert len({each.get_marker() for each in lines}) == len({str(each.get_linestyle()) for each in lines}) == 3
+
+
+def test_neighbouring_colours_differ_in_grey():
+    grey = [
+        sum(weight * int(colour[at : at + 2], 16) for weight, at in ((0.299, 1), (0.587, 3), (0.114, 5)))
+        for colour in COLOURS[:3]
+    ]
+    assert min(abs(one - other) for one, other in combinations(grey, 2)) > 40
+
+
+@pytest.mark.parametrize(("name", "start"), [("a.pdf", b"%PDF"), ("a.svg", b"<?xml"), ("a.png", b"\x89PNG")])
+def test_a_picture_has_the_format_of_its_name_and_the_same_bytes_again(study, tmp_path, name, start):
+    draw_curves(study, ["accuracy"], path=str(tmp_path / name))
+    first = (tmp_path / name).read_bytes()
+    assert first.startswith(start)
+    assert b"/Type3" not in first
+    draw_curves(study, ["accuracy"], path=tmp_path / name)
+    assert (tmp_path / name).read_bytes() == first
+
+
+def test_the_caption_says_what_lines_and_bands_are(study):
+    text = caption(study)
+    assert "6 seeds" in text
+    assert "95 % t interval" in text
+    assert "last phase" in text
+    one = Study(study.definition, None, [record for record in study.records if record.seed == 0])
+    assert "Bands" not in caption(one)
+
+
+def test_what_has_no_curve_is_refused(study):
+    with refused("config.conflict", ConfigError, key="measure", value="owned"):
+        draw_curves(study, ["owned"])
+    judged_once = [
+        replace(record, curve=record.curve | {"accuracy": [None] * (record.steps - 1) + record.curve["accuracy"][-1:]})
+        for record in study.records
+    ]
+    with refused("study.no-figure", ConfigError):
+        draw_curves(Study(study.definition, None, judged_once), ["accuracy"])
+
+
+def test_a_single_seed_has_no_band(study):
+    one = Study(study.definition, None, [record for record in study.records if record.seed == 0])
+    assert not draw_curves(one, ["accuracy"]).axes[0].collections

@@ -1,0 +1,69 @@
+"""Recipes against tests/recipes/papers.yaml: what the papers' texts state and their tables print."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import raylt
+from raylt.config import Config, load
+from raylt.methods import make_method
+
+FOLDER = Path(raylt.__path__[0]) / "recipes"
+PAPERS = yaml.safe_load((Path(__file__).parent / "papers.yaml").read_text())
+# of no paper's table: small data of our own choice; protocols that several papers share
+OURS = (
+    "mupfl/segmentation/shapes.yaml",
+    "mupfl/segmentation/camvid_beta1.yaml",
+    "ground/fashion_mnist_if100_alpha0.5_k20.yaml",
+)
+RECIPES = {
+    name: path
+    for path in sorted(FOLDER.rglob("*.yaml"))
+    if (name := str(path.relative_to(FOLDER))) not in OURS and path.parent not in (FOLDER, FOLDER / "protocols")
+}
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+
+
+def cell(name: str) -> tuple[str, Config]:
+    """A recipe's place in the papers' tables, told by its settings, and these."""
+    config = load(RECIPES[name])
+    data, paper = config.data, name.partition("/")[0]
+    if data.source == "cityscapes":
+        return f"{paper} {data.source} {data.imbalance:g} beta{data.beta}", config
+    imbalance = None if data.source == "imagenet_lt" else f"{data.imbalance:g}"
+    return f"{paper} {data.source} {imbalance} {data.alpha} {data.clients}", config
+
+
+def value(config: Config, key: str):
+    section, _, field = key.partition(".")
+    if section == "method":
+        return getattr(make_method(config.method), field)
+    part = getattr(config, section)
+    return getattr(part, field) if field else part
+
+
+@every_recipe
+def test_settings_are_those_that_the_paper_states(name):
+    place, config = cell(name)
+    words = {*place.split(), f"k{config.data.clients}"}
+    stated = {}
+    for key, settings in PAPERS["protocols"].items():
+        if set(key.split()) <= words:
+            stated |= settings
+    assert {key: value(config, key) for key in stated} == stated
+
+
+@every_recipe
+def test_figures_are_those_that_the_paper_prints(name):
+    place, _ = cell(name)
+    rows = PAPERS["figures"][place]
+    for line in RECIPES[name].read_text().splitlines():
+        if found := re.match(r"#   (\S+) +(\d+\.\d\d?)   raylt run \S+ ?(.*)$", line):
+            changed = [word for word in found[3].split() if not word.startswith(("model=", "method.mu="))]
+            assert float(found[2]) == rows[" ".join(changed)], line
+
+
+def test_every_cell_of_the_papers_has_a_recipe():
+    assert {cell(name)[0] for name in RECIPES} == set(PAPERS["figures"])

@@ -1,0 +1,382 @@
+"""Exported models reproduce the run's figures, for every method, without the run, its data or Ray."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from refusals import refused
+from safetensors import safe_open
+from small_runs import make_tiny_run
+from torch import nn
+
+import raylt
+from raylt import Run, metrics
+from raylt.data.images.cache import load
+from raylt.data.samples import Samples
+from raylt.errors import CheckpointError, ConfigError, DataError
+from raylt.methods import METHODS
+from raylt.runs.export import artefact, trained_model
+from raylt.runs.export.export import card_of
+from raylt.runs.export.load import load_images
+from raylt.runs.verify import verify
+
+CASES = [(name, "classification") for name in METHODS] + [(name, "segmentation") for name in ("fedavg", "mupfl")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("exported")
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    return make_tiny_run(folder, "fedavg", "federation.rounds=1", name="plain")
+
+
+@pytest.fixture(scope="module")
+def personal(folder):
+    return make_tiny_run(folder, "fedper", "data.partition=by_id", name="personal")
+
+
+def counts(run, model) -> torch.Tensor:
+    """Return the counts of a model's predictions on the run's test set."""
+    samples = Samples(run.task.test, run.task.spec, torch.device("cpu"))
+    labels = model.predict(load(run.task.test.x)).labels
+    truth = samples.y.long()
+    return metrics.confusion(labels, truth, run.task.classes, 255 if truth.ndim == 3 else None)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES, ids=["-".join(case) for case in CASES])
+def test_the_exported_file_gives_what_was_judged(folder, name, kind):
+    run = make_tiny_run(folder, name, "federation.rounds=1", name=f"{name}-{kind}", maps=kind == "segmentation")
+    file = raylt.export(run)
+    judged = run.matrices()
+    if not run.method.personal:
+        assert torch.equal(counts(run, raylt.load_model(file)), judged.shared)
+        return
+    matrices = {id: counts(run, raylt.load_model(file, id)) for id in range(4)}
+    assert all(torch.equal(matrices[id], judged.clients[id]) for id in range(4))
+    seen = metrics.seen_by_each(matrices, torch.from_numpy(run.task.views), range(4))
+    figures = metrics.by_client(seen, torch.from_numpy(run.task.client_counts))
+    assert figures == {kind: run.reports[-1]["by_client"][kind] for kind in figures}
+
+
+# what it says of itself
+
+
+def test_a_file_says_what_it_is(plain):
+    about = artefact.read(raylt.export(plain)).description
+    assert (about["model"], about["method"]["name"], about["rounds"], about["clients"]) == ("small", "fedavg", 1, None)
+    assert about["input"] == {
+        "height": 8,
+        "width": 8,
+        "channels": 1,
+        "mean": list(plain.task.mean),
+        "std": list(plain.task.std),
+        "fit": "crop",
+        "depth": None,
+    }
+    assert about["class_names"] == ["up left", "up right", "low left", "low right"]
+    assert (about["run"], about["split_sha256"]) == (plain.sha256, plain.split.sha256)
+    assert about["figures"]["accuracy"] == plain.summary["accuracy"]["last"]
+    assert about["figures"]["clients_matched"] == plain.summary["clients"]["mean"]
+    assert about["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("depth", [None, 12])
+def test_an_exported_model_scales_deep_images_as_its_training_did(tmp_path, depth):
+    for name, level in (("dark", 400), ("light", 3000)):
+        for i in range(6):
+            for part in ("train", "test"):
+                file = tmp_path / "scans" / part / name / f"{i}.png"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(np.full((8, 8), level + i, np.uint16)).save(file)
+    run = raylt.run(
+        "fedavg",
+        source=f"folder:{tmp_path / 'scans'}",
+        root=str(tmp_path / "root"),
+        size=8,
+        depth=depth,
+        clients=2,
+        partition="iid",
+        model="small",
+        rounds=1,
+        fleet="local",
+        out=tmp_path,
+    )
+    file = tmp_path / "scans/train/light/3.png"
+    level = 3003 * 255 / (65535 if depth is None else 4095)
+    for path in (raylt.export(run), raylt.export(run, tmp_path / "it.pt2", format="pt2")):
+        model = raylt.load_model(path)
+        assert model.depth == depth
+        images = load_images([file], model.shape, model.fit, model.depth)
+        assert np.abs(images - level).max() < 1
+    assert (load_images([file], (8, 16, 1), "crop", depth) == images[0, 0, 0, 0]).all()
+
+
+def test_the_model_of_an_earlier_round_is_that_of_a_shorter_run(folder):
+    settings = ["output.keep=9", "federation.rounds=3"]
+    run = make_tiny_run(folder, "fedavg", *settings, name="three")
+    short = make_tiny_run(folder, "fedavg", "federation.rounds=2", name="two")
+    file = raylt.export(run, folder / "second.safetensors", round=2)
+    assert torch.equal(counts(run, raylt.load_model(file)), short.matrices().shared)
+    about = artefact.read(file).description
+    assert (about["rounds"], about["figures"]["accuracy"]) == (2, run.reports[1]["accuracy"])
+    own = make_tiny_run(folder, "fedper", *settings, "data.partition=by_id", name="own three")
+    own_short = make_tiny_run(folder, "fedper", "federation.rounds=2", "data.partition=by_id", name="own two")
+    assert torch.equal(counts(own, own.client_model(1, 2)), counts(own, own_short.client_model(1)))
+
+
+@pytest.mark.parametrize("best", [1, 3])
+def test_the_best_round_by_validation_is_kept_and_exported(folder, monkeypatch, best):
+    def judge(method, server, fleet, task):
+        return {"accuracy": 0.9 if server.round == best else 0.1}
+
+    monkeypatch.setattr("raylt.core.evaluation.evaluator.validate", judge)
+    settings = ["federation.rounds=5", "data.validation=0.2", "output.keep=2"]
+    run = make_tiny_run(folder, "fedavg", *settings, name=f"best-{best}")
+    assert run.best_step() == best
+    short = make_tiny_run(folder, "fedavg", f"federation.rounds={best}", "data.validation=0.2", name=f"short-{best}")
+    file = raylt.export(run, folder / f"best-{best}.safetensors", round="best")
+    assert torch.equal(counts(run, raylt.load_model(file)), short.matrices().shared)
+    with refused("checkpoint.not-found", step=2):
+        raylt.export(run, round=2)
+
+
+def test_without_validation_images_no_round_is_the_best(plain):
+    with refused("run.not-judged", ConfigError, key="data.validation"):
+        raylt.export(plain, round="best")
+
+
+def test_a_model_card_is_written_next_to_the_file(plain, personal):
+    card = card_of(raylt.export(plain)).read_text()
+    assert "raylt predict exported.safetensors IMAGE ...\n" in card
+    assert f"| accuracy on the test set | {100 * plain.summary['accuracy']['last']:.2f} % |" in card
+    card = card_of(raylt.export(personal)).read_text()
+    assert "--client wien\n" in card
+    assert "\n| bregenz |" in card
+
+
+def test_entries_that_all_clients_share_stand_once(personal):
+    with safe_open(raylt.export(personal), framework="pt") as file:
+        names = set(file.keys())
+    network = personal.model().network.state_dict()
+    assert {name for name in network if name.startswith("encoder.")} < names
+    assert {name for name in names if name.startswith("classifier.")} == {
+        f"classifier.{part}@{id}" for part in ("weight", "bias") for id in range(4)
+    }
+
+
+def test_values_that_some_clients_share_stand_once():
+    values, same = artefact.DistinctEntries(), torch.tensor([float("nan"), 1.0])
+    for id, value in enumerate([same, same.clone(), torch.tensor([2.0, 1.0])]):
+        values.add(id, {"a": value, "b": torch.ones(())})
+    assert values.tensors().keys() == {"a@0", "a@2", "b"}
+    assert [values.own_of(id) for id in range(3)] == [{"a": 0}, {"a": 0}, {"a": 2}]
+
+
+# whose
+
+
+@pytest.mark.parametrize("client", ["linz", "2", 2])
+def test_one_client_has_a_file_of_its_own(personal, tmp_path, client):
+    file = raylt.export(personal, tmp_path / "one.safetensors", client=client)
+    images, expected = load(personal.task.test.x), personal.client_model(2)
+    assert torch.equal(raylt.load_model(file).predict(images).probabilities, expected.predict(images).probabilities)
+    assert [entry["name"] for entry in artefact.read(file).clients] == ["linz"]
+
+
+def test_clients_that_there_are_not_are_refused(plain, personal, tmp_path):
+    with refused("client.unknown", ConfigError, client="paris"):
+        raylt.export(personal, client="paris")
+    file = raylt.export(personal)
+    with refused("client.not-named", ConfigError) as caught:
+        raylt.load_model(file)
+    assert "wien, graz" in str(caught.value)
+    with refused("client.unknown", ConfigError, client="wien"):
+        raylt.load_model(raylt.export(plain), "wien")
+    with refused("client.not-named", ConfigError):
+        raylt.export(personal, tmp_path / "all.pt2", format="pt2")
+
+
+# without anything else
+
+
+def test_it_is_read_without_data_and_without_ray(tmp_path):
+    run = make_tiny_run(tmp_path, "fedper", "federation.rounds=1")
+    file = shutil.copy(raylt.export(run), tmp_path / "alone.safetensors")
+    np.save(tmp_path / "images.npy", load(run.task.test.x))
+    expected = run.client_model(1).predict(load(run.task.test.x)).labels.tolist()
+    shutil.rmtree(run.folder)
+    (tmp_path / "pictures.npz").unlink()
+    script = f"""
+import json, sys
+sys.modules["ray"] = None
+import numpy, raylt
+model = raylt.load_model({str(file)!r}, "1")
+print(json.dumps(model.predict(numpy.load({str(tmp_path / "images.npy")!r})).labels.tolist()))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == expected
+
+
+class Brightness(raylt.Method):
+    """Its logits are not those of its network alone: a bright image is of the last class."""
+
+    name: ClassVar[str] = "brightness"
+    paper: ClassVar[str] = "for tests"
+
+    bright: float = raylt.hp(0.0, raylt.hyper.Uniform(-1.0, 1.0), "for tests")
+
+    def predict(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        bright = x.mean((1, 2, 3)) > self.bright
+        return torch.where(bright[:, None] & (torch.arange(4) == 3), 9.0, model(x) - 5 * (torch.arange(4) == 3))
+
+
+@pytest.mark.parametrize("format", ["safetensors", "pt2"])
+def test_what_a_method_predicts_by_is_in_the_file(tmp_path, format):
+    raylt.register(Brightness)
+    run = make_tiny_run(tmp_path, "brightness", "federation.rounds=1", "method.bright=-0.1")
+    model = raylt.load_model(raylt.export(run, format=format))
+    matrix = counts(run, model)
+    assert 0 < matrix[:, 3].sum() < matrix.sum()
+    assert metrics.accuracy(matrix) == run.summary["global_accuracy"]
+    assert not torch.equal(
+        matrix,
+        metrics.confusion(
+            run.model().network(run.model().preprocess(load(run.task.test.x))).argmax(1),
+            torch.from_numpy(run.task.test.y),
+            4,
+        ),
+    )
+
+
+# graphs
+
+
+@pytest.mark.parametrize("format", ["pt2", "onnx"])
+@pytest.mark.parametrize(("method", "client"), [("fedavg", None), ("bpfed", "3")])
+def test_graphs_give_what_was_judged(folder, format, method, client):
+    if format == "onnx":
+        pytest.importorskip("onnx")
+        pytest.importorskip("onnxscript")
+        pytest.importorskip("onnxruntime")
+    owned = ["method.argmax=owned"] if method == "bpfed" else []
+    run = make_tiny_run(folder, method, "federation.rounds=1", *owned, name=f"{method}-{format}")
+    model = raylt.load_model(raylt.export(run, format=format, client=client))
+    expected = run.model() if client is None else run.client_model(int(client))
+    assert torch.equal(counts(run, model), counts(run, expected))
+    assert model.class_names == run.task.class_names
+    assert model.predict(load(run.task.test.x)[:1]).labels.shape == (1,)  # not as many as were traced
+    assert model.description["run"] == run.sha256
+
+
+# what is no such file
+
+
+def test_other_files_are_refused(plain, tmp_path):
+    for name in ("a.safetensors", "a.pt2"):
+        (tmp_path / name).write_bytes(b"nothing")
+        with refused("export.malformed", CheckpointError, path=str(tmp_path / name)):
+            raylt.load_model(tmp_path / name)
+    with refused("export.malformed", CheckpointError, path=str(plain.folder / "model.safetensors")):
+        raylt.load_model(plain.folder / "model.safetensors")
+    with refused("export.unknown-format", ConfigError, path=str(tmp_path / "a.bin")):
+        raylt.load_model(tmp_path / "a.bin")
+    with refused("config.conflict", ConfigError, key="--out", path="a.bin"):
+        raylt.export(plain, Path("a.bin"))
+
+
+def test_a_model_that_its_entries_do_not_say_is_refused(tmp_path):
+    class Doubled(raylt.Method):
+        name: ClassVar[str] = "doubled"
+        paper: ClassVar[str] = "for tests"
+
+        def global_model(self, server):
+            model = raylt.SplitModel(server.model.encoder, server.model.dim, server.model.classes)
+            model.classifier = nn.Sequential(nn.ReLU(), server.model.classifier)
+            return model
+
+    raylt.register(Doubled)
+    run = make_tiny_run(tmp_path, "doubled", "federation.rounds=1")
+    with refused("export.not-rebuildable", ConfigError, value="doubled"):
+        raylt.export(run)
+    matrix = counts(run, raylt.load_model(raylt.export(run, format="pt2")))
+    assert metrics.accuracy(matrix) == run.summary["global_accuracy"]
+
+
+# without the data
+
+
+@pytest.mark.parametrize("method", ["fedavg", "sfd", "bpfed", "mupfl", "fedloge", "fedrod"])
+def test_models_are_opened_where_the_data_are_gone(tmp_path, method):
+    run = make_tiny_run(tmp_path, method, "data.partition=by_id")
+    images = load(run.task.test.x)
+    experiment = run.experiment()  # with all data
+    ids = [0, 3] if run.method.personal else [0]
+    models = trained_model.client_models(experiment, run.setup, run.checkpoint(), ids)
+    expected = [model.predict(images).probabilities for _, model in models]
+    shared = trained_model.global_model(experiment, run._files.model()).predict(images).probabilities
+    (tmp_path / "pictures.npz").unlink()
+    again = Run.open(run.folder)
+    assert torch.equal(again.model().predict(images).probabilities, shared)
+    assert [
+        torch.equal(model.predict(images).probabilities, known)
+        for (_, model), known in zip(again.client_models(ids), expected, strict=True)
+    ] == [True] * len(ids)
+    assert raylt.export(again, client=3).exists()
+    with pytest.raises(DataError, match=r"pictures\.npz"):
+        _ = again.task
+
+
+def test_clients_with_label_maps_hold_as_many_pixels_of_each_class_as_they_did(tmp_path):
+    run = make_tiny_run(tmp_path, "fedavg", "federation.rounds=1", maps=True)
+    task, outline = run.task, run.outline
+    cpu = torch.device("cpu")
+    for id, shard in enumerate(outline.shards):
+        assert len(shard) == len(task.shards[id])
+        assert torch.equal(
+            Samples(shard, outline.spec, cpu).counts(task.classes),
+            Samples(task.shards[id], task.spec, cpu).counts(task.classes),
+        )
+
+
+def test_an_outline_that_was_changed_is_refused(tmp_path):
+    run = make_tiny_run(tmp_path, "fedavg", "federation.rounds=1")
+    file = run.folder / "outline.json"
+    file.write_text(file.read_text().replace("up left", "left up"))
+    with pytest.raises(CheckpointError, match=r"outline\.json: the file was changed after the run was made"):
+        Run.open(run.folder).model()
+    assert [finding.what for finding in verify(run.folder) if not finding.whole] == ["outline.json"]
+
+
+def test_the_figures_are_those_of_the_model_in_the_file(tmp_path):
+    class Stop(raylt.Callback):
+        def on_step(self, report):
+            if report.step == 4:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        raylt.run(
+            "fedavg",
+            out=tmp_path,
+            name="it",
+            fleet="local",
+            quiet=True,
+            callbacks=[Stop()],
+            rounds=5,
+            clients=3,
+            epochs=1,
+            output={"checkpoint_every": 3},
+        )
+    run = Run.open(tmp_path / "it")
+    about = artefact.read(raylt.export(run)).description
+    assert (len(run.reports), about["rounds"]) == (4, 3)
+    assert about["figures"]["accuracy"] == run.reports[2]["accuracy"]

@@ -1,0 +1,164 @@
+"""Requests to a model's service and their answers, without a server."""
+
+import asyncio
+import json
+import re
+
+import pytest
+from small_runs import make_tiny_run, picture
+
+from raylt.runs.export.export import export
+from raylt.runs.export.load import load_images, load_model
+from raylt.runs.serving import service as serving
+from raylt.runs.serving.model import served_model
+from raylt.runs.serving.service import Limits, Request, Service
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The exported file of one model, and that of a model for each client."""
+    folder = tmp_path_factory.mktemp("served")
+    return {
+        method: export(make_tiny_run(folder, method), folder / f"{method}.safetensors")
+        for method in ("fedavg", "fedper")
+    }
+
+
+class Asker:
+    """Sends requests to a service, and counts what its model was asked."""
+
+    def __init__(self, file, limits):
+        self.opened = served_model(file).open()
+        self.clock = 0.0
+        self.service = Service(self.opened, limits, self.predict, lambda: self.clock)
+
+    async def predict(self, client, pixels):
+        return self.opened.models[client].predict(pixels[None]).shares[0]
+
+    def __call__(self, path, method="GET", body=b"", query=None, headers=None, address="1.2.3.4"):
+        async def read(most):
+            return body[: most + 1]
+
+        request = Request(method, path, query or {}, headers or {}, address, read)
+        return asyncio.run(self.service.answer(request))
+
+    def post(self, body, **more):
+        return self("/predict", "POST", body, **more)
+
+
+@pytest.fixture
+def ask(files):
+    return Asker(files["fedavg"], Limits())
+
+
+def code_of(answer):
+    assert answer.type == "application/json"
+    tree = json.loads(answer.body)
+    assert "\n" not in tree["error"]
+    return answer.status, tree["code"]
+
+
+def test_an_image_is_answered_as_raylt_predict_does(files, ask, tmp_path):
+    file = tmp_path / "image.png"
+    file.write_bytes(picture())
+    answer = ask.post(picture())
+    model = load_model(files["fedavg"])
+    [expected] = model.predict(load_images([file], model.shape, model.fit)).shares
+    assert answer.status == 200
+    assert json.loads(answer.body) == {"class": max(expected, key=expected.__getitem__), "shares": expected}
+
+
+def test_each_client_has_its_own_model(files, tmp_path):
+    ask = Asker(files["fedper"], Limits())
+    names = ask.opened.clients
+    assert len(names) > 1
+    answers = [json.loads(ask.post(picture(), query={"client": name}).body) for name in names]
+    file = tmp_path / "image.png"
+    file.write_bytes(picture())
+    for name, answer in zip(names, answers, strict=True):
+        model = load_model(files["fedper"], name)
+        assert answer["shares"] == model.predict(load_images([file], model.shape, model.fit)).shares[0]
+    assert code_of(ask.post(picture())) == (400, "client.not-named")
+    assert code_of(ask.post(picture(), query={"client": "Wien"})) == (404, "client.unknown")
+
+
+def test_a_client_of_a_common_model_is_unknown(ask):
+    assert code_of(ask.post(picture(), query={"client": "0"})) == (404, "client.unknown")
+
+
+@pytest.mark.parametrize("body", [b"", b"no image", picture()[:60]])
+def test_what_is_no_image_is_refused(ask, body):
+    assert code_of(ask.post(body)) == (400, "data.undecodable")
+
+
+def test_an_image_of_too_many_bytes_or_pixels_is_refused(files, monkeypatch):
+    ask = Asker(files["fedavg"], Limits(most_bytes=500))
+    assert code_of(ask.post(picture(100))) == (413, "serve.too-large")
+    assert ask.post(picture(8)).status == 200
+    monkeypatch.setattr(serving, "MOST_PIXELS", 99)
+    assert ask.post(picture(9)).status == 200
+    assert code_of(ask.post(picture(10))) == (413, "serve.too-large")
+
+
+def test_a_form_is_refused_with_what_to_send(ask):
+    answer = ask.post(picture(), headers={"content-type": "multipart/form-data; boundary=x"})
+    assert code_of(answer) == (415, "serve.wrong-type")
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "expected"),
+    [
+        ("/nothing", "GET", (404, "serve.no-such-path")),
+        ("/predict", "GET", (405, "serve.wrong-verb")),
+        ("/card", "POST", (405, "serve.wrong-verb")),
+    ],
+)
+def test_other_paths_and_verbs_are_refused(ask, path, method, expected):
+    assert code_of(ask(path, method)) == expected
+
+
+@pytest.mark.parametrize("given", ["", "Bearer ", "Bearer other", "Basic secret", "Bearer sécret"])
+def test_a_request_without_the_token_is_refused(files, given):
+    ask = Asker(files["fedavg"], Limits(token="secret"))
+    assert code_of(ask.post(picture(), headers={"authorization": given})) == (401, "serve.token-refused")
+    assert code_of(ask("/card", headers={"authorization": given})) == (401, "serve.token-refused")
+    assert ask("/health").status == ask("/").status == 200
+    assert ask.post(picture(), headers={"authorization": "Bearer secret"}).status == 200
+
+
+def test_an_address_may_send_a_limited_number_of_images_a_second(files):
+    ask = Asker(files["fedavg"], Limits(rate=2))
+    assert [ask.post(picture()).status for _ in range(3)] == [200, 200, 429]
+    assert ask.post(picture(), address="5.6.7.8").status == 200
+    ask.clock = 0.5
+    assert [ask.post(picture()).status for _ in range(2)] == [200, 429]
+    assert code_of(ask.post(picture())) == (429, "serve.too-many")
+
+
+def test_an_unforeseen_error_is_one_line(files, monkeypatch):
+    ask = Asker(files["fedavg"], Limits())
+
+    async def fail(client, pixels):
+        raise ValueError("something\nelse")
+
+    ask.service._predict = fail
+    assert code_of(ask.post(picture())) == (500, "serve.failed")
+
+
+def test_the_card_is_that_of_the_export(files, ask):
+    assert ask("/card").body == files["fedavg"].with_name("fedavg.safetensors.md").read_bytes()
+    assert ask("/health").status == 200
+
+
+def test_the_page_loads_nothing_and_names_cannot_break_out_of_it(files, tmp_path):
+    folder = tmp_path / "x"
+    folder.mkdir()
+    file = folder / "a<script>&.safetensors"
+    file.write_bytes(files["fedper"].read_bytes())
+    answer = Asker(file, Limits(token="secret"))("/")
+    page = answer.body.decode()
+    assert answer.type.startswith("text/html")
+    assert "a<script>" not in page
+    assert "secret" not in page
+    assert not re.search(r"(src|href)=\"?(https?:)?//", page)
+    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]

@@ -1,0 +1,129 @@
+"""A run that is made longer is what a run of so many rounds from the start gives."""
+
+import shutil
+from typing import ClassVar
+
+import pytest
+from refusals import refused
+from small_runs import make_tiny_run
+
+import raylt
+from raylt import Run
+from raylt.core.checkpoint.checkpoint import steps
+from raylt.errors import CheckpointError, ConfigError
+from raylt.runs.verify import verify
+
+OF_TIME = {"seconds", "evaluation_seconds", "stages", "date", "previous"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def short(folder):
+    return make_tiny_run(folder, "fedavg", name="short")
+
+
+def without_times(run: Run) -> list[dict]:
+    return [{key: value for key, value in report.items() if key not in OF_TIME} for report in run.reports]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["method=fedavg"],
+        ["method=fedavgm", "evaluation.every=3"],
+        ["method=scaffold", "evaluation.every=4"],
+        ["method=fedper", "data.partition=by_id", "evaluation.personal=4"],
+        ["method=ditto", "evaluation.every=3"],
+        ["method=fedper", "evaluation.personal=2", "evaluation.every=9"],
+        ["method=fedavg", "federation.batchnorm=local"],
+    ],
+    ids=lambda settings: "-".join(settings[:2]),
+)
+def test_an_extended_run_equals_a_run_of_that_length(tmp_path, settings):
+    method = settings[0].removeprefix("method=")
+    long = make_tiny_run(tmp_path, method, *settings[1:], "federation.rounds=4", name="long")
+    before = make_tiny_run(tmp_path, method, *settings[1:], name="short")
+    files = {file: file.read_bytes() for file in before.folder.rglob("*") if file.is_file()}
+    after = raylt.resume(before.folder, ["federation.rounds=4"], fleet="local", quiet=True)
+    assert after.folder == tmp_path / "short-4"
+    assert after.summary["model_sha256"] == long.summary["model_sha256"] != before.summary["model_sha256"]
+    assert without_times(after) == without_times(long)
+    assert after.config == long.config
+    assert all(finding.whole for finding in verify(after.folder))
+    assert {file: file.read_bytes() for file in files} == files
+    assert [after.matrices(report["step"]).sha256 for report in long.reports if report["confusion"]] == [
+        report["confusion"] for report in long.reports if report["confusion"]
+    ]
+
+
+def test_its_identity_names_the_shorter_one(short):
+    after = raylt.resume(short.folder, ["federation.rounds=3", "output.keep=4"], fleet="local", quiet=True)
+    assert after._files.identity["parent"] == {"name": "short", "run": short.sha256, "stage": "rounds", "step": 2}
+    assert after.sha256 != short.sha256
+    assert steps(after.folder / "checkpoints") == [2, 3]
+    with pytest.raises(CheckpointError, match="short-3"):
+        raylt.resume(short.folder, ["federation.rounds=3"], fleet="local", quiet=True)
+
+
+def test_a_run_that_was_stopped_early_can_be_longer_too(short, tmp_path):
+    stopped = Run.open(shutil.copytree(short.folder, tmp_path / "stopped"))
+    (stopped.folder / "summary.json").unlink()
+    shutil.rmtree(stopped.folder / "checkpoints/000002")
+    after = raylt.resume(stopped.folder, ["federation.rounds=3"], fleet="local", quiet=True)
+    assert after._files.identity["parent"]["step"] == 1
+    long = make_tiny_run(tmp_path, "fedavg", "federation.rounds=3", name="long")
+    assert after.summary["model_sha256"] == long.summary["model_sha256"]
+
+
+def share_of(server):
+    return server.round / server.rounds
+
+
+class Indirect(raylt.Method):
+    name: ClassVar[str] = "indirect"
+    paper: ClassVar[str] = "for tests"
+
+    def message(self, server):
+        return super().message(server) | {"share": share_of(server)}
+
+
+class Warming(raylt.Method):
+    name: ClassVar[str] = "warming"
+    paper: ClassVar[str] = "for tests"
+
+    def message(self, server):
+        return super().message(server) | {"share": server.round / server.rounds}
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["method=bpfed"], "after the last round"),
+        (["method=fedsm", "method.teacher=none", "method.rounds=1"], "retraining"),
+        (["method=fedavg", "local.schedule=cosine"], "local.schedule"),
+        (["method=warming"], "it reads"),
+        (["method=indirect"], "it reads"),
+        (["method=fedrela"], "it reads"),
+    ],
+)
+def test_a_run_whose_rounds_depend_on_their_number_stays_as_long_as_it_is(folder, settings, reason):
+    raylt.register(Warming)
+    raylt.register(Indirect)
+    method = settings[0].removeprefix("method=")
+    name = "-".join(settings).replace("=", "-")
+    run = make_tiny_run(folder, method, *settings[1:], "federation.rounds=1", name=name)
+    with refused("run.not-extensible", ConfigError, key="federation.rounds", value=5) as caught:
+        raylt.resume(run.folder, ["federation.rounds=5"], fleet="local", quiet=True)
+    assert reason in str(caught.value)
+    assert not (folder / f"{name}-5").exists()
+
+
+def test_only_more_rounds_and_nothing_else(short):
+    with refused("config.out-of-range", ConfigError, key="federation.rounds", value=1, least=2):
+        raylt.resume(short.folder, ["federation.rounds=1"], fleet="local", quiet=True)
+    with pytest.raises(CheckpointError, match=r"local\.lr"):
+        raylt.resume(short.folder, ["federation.rounds=5", "local.lr=0.1"], fleet="local", quiet=True)

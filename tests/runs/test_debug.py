@@ -1,0 +1,69 @@
+"""`raylt debug`: a call of a finished run is made again, with the reply that it had."""
+
+import pytest
+import torch
+from refusals import refused
+from tiny import Recorder, configure, make_experiment
+
+from raylt import Run
+from raylt.data.fingerprint import hash_data
+from raylt.errors import CheckpointError, ConfigError
+from raylt.methods.fedprox import FedProx
+from raylt.runs.debug import replay
+from raylt.runs.folder.writer import Journal
+
+
+@pytest.fixture
+def recorded(tmp_path, tiny_task, monkeypatch):
+    """Three rounds of fedprox: the run folder, and what was replied, by round and client."""
+    threads = torch.get_num_threads()
+    config = configure(federation={"rounds": 3}, method={"name": "fedprox", "mu": 0.1})
+    folder = tmp_path / "r"
+    with Journal.create(folder, config, tiny_task.split, hash_data(tiny_task)) as journal:
+        experiment = make_experiment(config, tiny_task, folder, host=Recorder)
+        while not experiment.done:
+            journal.append(experiment.advance(journal.seal))
+    monkeypatch.setattr("raylt.runs.run.build_task", lambda data, split, start: tiny_task)
+    run = Run.open(folder)
+    host = experiment.fleet._host
+    yield run, {(round, id): tree for name, round, id, tree in host.replies if name == "train"}
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("round", "client"), [(1, 0), (3, 5)])
+def test_the_reply_is_the_one_of_the_run(recorded, round, client):
+    run, replies = recorded
+    call = replay(run, round, client, None)
+    assert call.function == "train"
+    before = replies[round, client]["model"]
+    assert all(torch.equal(value, before[name]) for name, value in call.reply.tree["model"].items())
+    assert ("loss", "float") in {(path, kind) for path, kind, _ in call.entries()}
+
+
+def test_how_clients_join_is_round_0(recorded, monkeypatch):
+    def join(self, client, message):
+        return client.reply()
+
+    monkeypatch.setattr(FedProx, "join", join)  # the empty one is not sent
+    assert replay(recorded[0], 0, 3, None).function == "join"
+
+
+def test_a_round_whose_checkpoint_is_gone_is_refused_with_those_that_are_there(recorded):
+    with refused("checkpoint.not-kept", CheckpointError, step=1, rounds=[1, 3, 4]):
+        replay(recorded[0], 2, 0, None)
+
+
+def test_a_call_that_was_not_made_is_named(recorded):
+    with refused("client.not-asked", ConfigError, client=4, round=3):  # it holds no samples
+        replay(recorded[0], 3, 4, None)
+    with refused("client.not-asked", ConfigError, client=0, round=3):
+        replay(recorded[0], 3, 0, "prototypes")
+
+
+def test_what_it_raises_is_raised_here(recorded, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("raylt.methods.fedprox.FedProx.objective", fail)
+    with pytest.raises(ZeroDivisionError):
+        replay(recorded[0], 3, 0, None)

@@ -1,0 +1,79 @@
+"""Runs over relative paths, opened from another folder."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from refusals import refused
+from sklearn.datasets import load_digits
+
+import raylt
+from raylt import Run
+from raylt.errors import DataError
+from raylt.runs.folder import provenance
+from raylt.studies.records.recorded_runs import read_holdings
+
+
+def save_digits(file):
+    x, y = load_digits(return_X_y=True)
+    x = (x.reshape(-1, 8, 8) * 15).astype(np.uint8)
+    names = np.array([str(label) for label in range(10)])
+    np.savez(file, x_train=x[:400], y_train=y[:400], x_test=x[400:600], y_test=y[400:600], class_names=names)
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """A run of two rounds over an npz file by its relative path; the working directory is another afterwards."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    save_digits(tmp_path / "here/digits.npz")
+    monkeypatch.chdir(tmp_path / "here")
+    raylt.run(
+        "fedavg", data="npz:digits.npz", model="small", rounds=2, clients=3, fleet="local", quiet=True, name="run",
+        overrides=["output.keep=2", "local.epochs=1"],
+    )  # fmt: skip
+    monkeypatch.chdir(tmp_path / "there")
+    return tmp_path / "here/runs/run"
+
+
+def test_data_are_looked_for_where_the_run_was_made(made):
+    run = Run.open(made)
+    assert run.task.name == "npz:digits.npz"
+    assert run.task.test.x.shape == (200, 8, 8, 1)
+    assert read_holdings(run.config.model_dump(), made) is not None
+
+
+def test_a_longer_run_keeps_the_folder_of_the_first(made, tmp_path, monkeypatch):
+    longer = raylt.resume(made, ["federation.rounds=3"], fleet="local", quiet=True)
+    assert longer.config.data.source == "npz:digits.npz"
+    assert provenance.start_of(longer.folder) == tmp_path / "here"
+    monkeypatch.chdir("/")
+    assert raylt.resume(longer.folder, ["federation.rounds=4"], fleet="local", quiet=True).state == "done"
+
+
+def test_a_stopped_run_is_resumed_to_the_same_model(made):
+    whole = Run.open(made).summary
+    (made / "summary.json").unlink()
+    shutil.rmtree(max((made / "checkpoints").iterdir()))
+    lines = (made / "metrics.jsonl").read_text().splitlines()
+    (made / "metrics.jsonl").write_text(lines[0] + "\n")
+    assert raylt.resume(made, fleet="local", quiet=True).summary["model_sha256"] == whole["model_sha256"]
+
+
+def test_the_message_names_the_path_that_was_looked_for(made, tmp_path):
+    (tmp_path / "here/digits.npz").unlink()
+    with refused("data.not-found", DataError) as caught:
+        _ = Run.open(made).task
+    assert str(tmp_path / "here/digits.npz") in str(caught.value)
+
+
+def test_a_copy_of_run_and_data_is_found_in_the_working_directory(made, tmp_path):
+    shutil.move(tmp_path / "here/digits.npz", tmp_path / "there/digits.npz")
+    copy = shutil.copytree(made, tmp_path / "there/run")
+    assert Run.open(copy).task.test.x.shape == (200, 8, 8, 1)
+
+
+def test_the_summary_does_not_publish_the_folder(made):
+    assert str(made.parents[1]) not in (made / "summary.json").read_text()
+    assert json.loads((made / provenance.FILE).read_text())["directory"] == str(made.parents[1])

@@ -1,0 +1,437 @@
+import json
+from dataclasses import replace
+
+import pytest
+from made import record
+from refusals import refused
+from rich.console import Console
+
+from raylt.config import load
+from raylt.errors import CheckpointError, ConfigError
+from raylt.studies.analysis.claims import Claim, read_claim
+from raylt.studies.analysis.comparison import compare
+from raylt.studies.analysis.measures import value_of
+from raylt.studies.analysis.time_to_accuracy import reached
+from raylt.studies.report import comparison_tables
+
+CELLS = ("IF 10", "IF 50")
+# of arm b, per seed, above arm a: 0.1 each in the first cell, 0.0 or 0.02 in turns in the second
+ABOVE = {"IF 10": [0.1, 0.11, 0.09, 0.1, 0.1, 0.1], "IF 50": [0.0, 0.02, 0.0, 0.02, -0.01, 0.01]}
+
+
+def records():
+    return [
+        record(arm, seed, 0.5 + 0.01 * seed + (ABOVE[cell][seed] if arm == "b" else 0.0), cell=cell)
+        for cell in CELLS
+        for seed in range(6)
+        for arm in "ab"
+    ]
+
+
+def not_comparable(condition):
+    """Expect the error that two runs differ in a condition."""
+    return refused("study.not-comparable", CheckpointError, condition=condition)
+
+
+def test_rows_by_hand():
+    compared = compare(records(), "a")
+    b = next(row for row in compared.rows if (row.cell, row.arm) == ("IF 10", "b"))
+    assert b.difference is not None
+    assert b.difference.difference.estimate == pytest.approx(0.1)
+    assert b.mean.estimate == pytest.approx(0.625)
+    assert list(b.values) == [0, 1, 2, 3, 4, 5]
+    assert b.optimism == pytest.approx(0)  # the curve rises to its last round
+    assert [overall.arm for overall in compared.overall] == ["a", "b"]
+
+
+def test_claims_are_one_family_and_each_has_its_verdict():
+    claims = [Claim("b", "a", "accuracy"), Claim("a", "b", "few")]
+    verdicts = {(j.claim.better, j.cell): j.verdict for j in compare(records(), "a", claims).claims}
+    assert verdicts == {
+        ("b", "IF 10"): "holds",
+        ("b", "IF 50"): "open",
+        ("a", "IF 10"): "refuted",
+        ("a", "IF 50"): "open",
+    }
+
+
+def test_under_six_seeds_nothing_is_claimed_whatever_the_difference():
+    few = [r for r in records() if r.seed < 5]
+    compared = compare(few, "a", [Claim("b", "a", "accuracy")])
+    assert {j.verdict for j in compared.claims} == {"too few seeds"}
+    assert all(j.p is None for j in compared.claims)
+
+
+def test_fewer_bytes_are_better():
+    compared = compare(records(), "a", [Claim("b", "a", "bytes_up")])
+    assert {j.verdict for j in compared.claims} == {"no difference"}  # all equal: no spread, no p
+
+
+def test_the_probability_to_be_better_is_that_of_fewer_seconds():
+    slow = [record(arm, seed, 0.5, cell=cell) for cell in CELLS for seed in range(3) for arm in "ab"]
+    for each in slow:
+        each.summary["seconds"] = {"a": 10.0, "b": 100.0}[each.arm] + each.seed
+    better = compare(slow, "a", measure="seconds").overall[1].improvement
+    assert (better.estimate, better.low, better.high) == (0, 0, 0)
+    assert compare(slow, "b", measure="seconds").overall[0].improvement.estimate == 1
+    assert compare(records(), "a").overall[1].improvement.estimate > 0.5
+
+
+@pytest.mark.parametrize(
+    ("above", "seeds", "verdict"),
+    [(0.0, 6, "no difference"), (0.0, 5, "too few seeds"), (0.1, 6, "no spread"), (0.1, 2, "too few seeds")],
+)
+def test_differences_that_are_all_the_same_have_no_p_value_and_a_verdict_that_says_so(above, seeds, verdict):
+    # 0.3 + 0.01 * seed + 0.1 is not exactly 0.1 above: what rounding leaves is no spread
+    same = [
+        record(arm, seed, 0.3 + 0.01 * seed + more) for seed in range(seeds) for arm, more in (("a", 0.0), ("b", above))
+    ]
+    (judged,) = compare(same, "a", [Claim("b", "a", "accuracy")]).claims
+    assert (judged.p, judged.verdict) == (None, verdict)
+
+
+@pytest.mark.parametrize("state", ["missing", "running", "stopped", "failed", "damaged"])
+def test_a_run_that_is_not_whole_is_named_and_never_averaged_in(state):
+    broken = [record("b", 6, 99.0, cell="IF 10", state=state, problem="why", steps=3)]
+    compared = compare([*records(), *broken], "a")
+    whole = compare(records(), "a").rows
+    assert [replace(row, planned=0) for row in compared.rows] == [replace(row, planned=0) for row in whole]
+    assert [row.planned for row in compared.rows if row.cell == "IF 10"] == [7] * sum(r.cell == "IF 10" for r in whole)
+    assert comparison_tables.comparison_table(compared).rows[0][2].endswith("6 of 7")
+    assert len(compared.left_out) == 1
+    assert compared.left_out[0].startswith(f"IF 10/b/seed-6: {state}")
+    assert compared.left_out[0] in comparison_tables.comparison_table(compared).markdown().replace("- ", "", 1)
+
+
+def test_pairs_are_of_the_same_seeds_only():
+    uneven = [r for r in records() if not (r.arm == "a" and r.seed > 2)]
+    row = next(row for row in compare(uneven, "a").rows if row.arm == "b")
+    assert len(row.values) == 6
+    assert row.difference is not None
+    assert row.difference.n == 3
+
+
+def changed(**sections):
+    config = record("a", 0, 0.5).config
+    return {"config": config | {name: config[name] | settings for name, settings in sections.items()}}
+
+
+@pytest.mark.parametrize(
+    ("change", "condition"),
+    [
+        ({"summary": {"split_sha256": "f" * 64, "groups": {}, "accuracy": {"last": 0.5}}}, "split"),
+        (changed(local={"epochs": 2}), "budget"),
+        (changed(evaluation={"every": 5}), "evaluation"),
+        (changed(local={"lr": 0.5}), "optimiser"),
+        ({"made": {"codes": ["d" * 64]}}, "code"),
+    ],
+)
+def test_runs_that_differ_in_a_condition_are_refused_by_name(change, condition):
+    with not_comparable(condition) as caught:
+        compare([record("a", 0, 0.5), record("b", 0, 0.5, **change)], "a")
+    assert caught.value.details["paths"] == ["/b/seed-0", "/a/seed-0"]
+
+
+def test_a_run_that_two_versions_of_the_code_made_is_refused():
+    mixed = record("b", 0, 0.5, made={"codes": ["c" * 64, "d" * 64]})
+    with refused("study.other-code", path="/b/seed-0"):
+        compare([record("a", 0, 0.5), mixed], "a")
+
+
+def test_an_arm_with_settings_of_its_own_may_differ_in_what_they_say_and_is_named():
+    central = record("b", 0, 0.9, summary=record("b", 7, 0.9).summary)  # a split of its own
+    own = {"b": {"data.clients": 1}, "a": {}, "not run": {"data.clients": 2}}
+    compared = compare([record("a", 0, 0.5), central], "a", own=own)
+    assert compared.apart == ["b: data.clients 1"]
+    assert "- b: data.clients 1" in comparison_tables.comparison_table(compared).markdown()
+    assert "% arms with settings of their own: b" in comparison_tables.comparison_table(compared).latex()
+    with not_comparable("split"):
+        compare([record("a", 0, 0.5), central], "a", own={"b": {"local.epochs": 1}})
+
+
+def test_an_arm_may_state_its_optimiser_and_then_still_has_the_budget_of_the_others():
+    local = {"epochs": 1, "batch": 32, "lr": 0.5}
+    one = record("a", 0, 0.5)
+    faster = record("b", 0, 0.9, config=one.config | {"local": local})
+    assert compare([one, faster], "a", own={"b": {"local.lr": 0.5}}).apart == ["b: local.lr 0.5"]
+    longer = record("b", 0, 0.9, config=one.config | {"local": local | {"epochs": 2}})
+    with not_comparable("budget"):
+        compare([one, longer], "a", own={"b": {"local.lr": 0.5}})
+    with not_comparable("optimiser"):
+        compare([one, longer], "a", own={"b": {"local.epochs": 2}})
+
+
+def test_an_arm_that_was_tuned_in_a_setting_may_differ_in_it_which_is_said_once():
+    one = record("a", 0, 0.5)
+    faster = record("b", 0, 0.9, config=one.config | {"local": {"epochs": 1, "batch": 32, "lr": 0.5}})
+    compared = compare([one, faster], "a", searched={"b": {"local.lr", "method.tau"}}, tuned=["b: local.lr 0.5"])
+    assert (compared.apart, compared.tuned) == ([], ["b: local.lr 0.5"])
+    with not_comparable("optimiser"):
+        compare([one, faster], "a", searched={"a": {"method.tau"}, "b": {"method.tau"}})
+
+
+def test_a_record_from_before_some_settings_of_the_optimiser_trained_as_their_defaults_say():
+    now = load(None, ["method=fedavg"]).model_dump(mode="json")["local"]
+    before = {name: now[name] for name in ("epochs", "batch", "lr", "precision")}  # now others stand between them
+    shared = record("a", 0, 0.5).config
+    older, newer = (record(arm, 0, 0.5, config=shared | {"local": local}) for arm, local in (("a", before), ("b", now)))
+    assert len(compare([older, newer], "a").rows) == 2
+    other = record("b", 0, 0.5, config=shared | {"local": now | {"schedule": "cosine"}})
+    with not_comparable("optimiser") as caught:
+        compare([older, other], "a")
+    assert "(local.schedule cosine; local.schedule step)" in str(caught.value)  # nothing else differs
+
+
+def test_last_ten_and_best_come_from_the_judged_rounds():
+    one = record(
+        "a",
+        0,
+        1.0,
+        curve={"accuracy": [0.1, None, 0.9, 0.5], "seconds": [1, 2, 3, 4]},
+        config={"federation": {"rounds": 3, "participation": 1.0}},
+    )
+    assert value_of(one, "accuracy", "last") == 1.0
+    assert value_of(one, "accuracy", "last10") == pytest.approx(0.5)  # of rounds 1..3: 0.1, 0.9
+    assert value_of(one, "accuracy", "best") == 1.0  # the finish counts
+
+
+def test_a_round_is_chosen_on_validation_samples_and_the_finish_may_be_it():
+    curve = {"accuracy": [0.1, 0.8, 0.9, 0.5], "few": [0.0, 0.2, 0.1, 0.4], "validation": [0.3, None, 0.6, 0.5]}
+    one = record("a", 0, 0.5, curve=curve, config={"federation": {"rounds": 3, "participation": 1.0}})
+    assert value_of(one, "accuracy", "validation") == 0.9  # neither the last nor, in all rounds, the best
+    assert value_of(one, "few", "validation") == 0.1  # of the same round
+    late = record("a", 0, 0.5, curve=curve | {"validation": [0.3, None, 0.6, 0.7]}, config=one.config)
+    assert value_of(late, "accuracy", "validation") == 0.5
+    chosen = record("a", 0, 0.5, curve=curve | {"seconds": [1.0] * 4})
+    without = compare([chosen, record("a", 1, 0.5)], "a", at="validation").left_out
+    assert len(without) == 1
+    assert "/a/seed-1" in without[0]
+    assert "set data.validation" in without[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "details"),
+    [
+        ({"measure": "acc"}, "config.unknown-name", {"key": "measure", "name": "acc"}),
+        ({"measure": "macro", "at": "best"}, "config.conflict", {"key": "at", "measure": "macro"}),
+        ({"reference": "c"}, "config.unknown-name", {"key": "reference", "name": "c"}),
+        ({"measure": "new_owned"}, "study.no-figure", {"name": "new_owned"}),
+        ({"at": "validation"}, "study.no-figure", {"at": "validation"}),
+        ({"measure": "matched@whole"}, "study.no-figure", {"name": "matched@whole"}),
+    ],
+)
+def test_a_comparison_that_the_runs_cannot_give_is_refused(options, code, details):
+    with refused(code, ConfigError, **details):
+        compare(records(), **{"reference": "a"} | options)
+
+
+def test_model_that_no_run_has_is_refused_with_those_that_they_have():
+    several = record("a", 0, 0.5)
+    several.summary["others"] = {name: {"clients": {"matched": {"mean": 0.7}}} for name in ("whole", "cluster")}
+    assert compare([several], "a", measure="matched@whole").rows[0].values == {0: 0.7}
+    with refused("study.no-figure", name="matched@wohle") as caught:
+        compare([several], "a", measure="matched@wohle")
+    assert "matched@whole, matched@cluster" in str(caught.value)
+
+
+def test_tables_of_equal_records_are_equal_whatever_the_order_and_the_seconds():
+    slower = [
+        record(r.arm, r.seed, r.summary["accuracy"]["last"], cell=r.cell, curve=r.curve | {"seconds": [9.0] * 10})
+        for r in records()
+    ]
+    first, second = (compare(each, "a", [Claim("b", "a", "few")]) for each in (records(), slower))
+    assert comparison_tables.comparison_table(first).markdown() == comparison_tables.comparison_table(second).markdown()
+    assert comparison_tables.comparison_table(first).latex() == comparison_tables.comparison_table(second).latex()
+    assert json.dumps(first.to_json()) == json.dumps(second.to_json())
+
+
+def test_markdown_and_latex_of_a_row():
+    compared = compare(records(), "a")
+    assert "| IF 10 | b | 6 | 62.50 ± " in comparison_tables.comparison_table(compared).markdown()
+    text = comparison_tables.comparison_table(compared).latex()
+    assert r" & b & 6 & \textbf{62.50} $\pm$ " in text
+    assert text.count(r"\\") == 5  # heading and four rows
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(comparison_tables.comparison_table(compared).screen())
+    assert "+10.00 ±" in console.export_text()
+
+
+def test_latex_marks_the_best_and_the_second_mean_of_each_column_by_its_direction():
+    arms = {"a": 0.5, "b": 0.7, "c": 0.7, "d": 0.6, "e": 0.1}
+    made = [record(arm, seed, value + seed / 100) for arm, value in arms.items() for seed in (0, 1)]
+    for each in made:
+        each.summary["bytes"] = {"up": 2**20 * (1 + "edcba".index(each.arm)), "down": 0}
+    both = [compare(made, "a", measure=name) for name in ("accuracy", "bytes_up")]
+    table = comparison_tables.measures_table(both, "sd")
+    rows = {row.split(" & ")[0]: row.split(" & ")[2:] for row in table.latex().splitlines() if " & " in row}
+    assert [rows[arm][0].split(" $")[0] for arm in "abcde"] == [
+        "50.50",
+        r"\textbf{70.50}",
+        r"\textbf{70.50}",
+        r"\underline{60.50}",
+        "10.50",
+    ]
+    assert rows["e"][1].startswith(r"\textbf{1.00}")
+    assert rows["d"][1].startswith(r"\underline{2.00}")
+    assert rows["b"][0].endswith(r"$\pm$ 0.71")  # the standard deviation of 0.70 and 0.71
+
+
+def test_latex_comments_say_what_a_caption_needs():
+    made = records()
+    for each in made:
+        each.summary["tests"] = {
+            "images": 300,
+            "groups": {"many": 90, "medium": 120, "few": 90},
+            "thresholds": [20, 60],
+            "own": None,
+            "one_class": [],
+        }
+    compared = compare(made, "a")
+    comments = [
+        line for line in comparison_tables.comparison_table(compared, "sd").latex().splitlines() if line[0] == "%"
+    ]
+    assert any("booktabs" in line for line in comments)
+    assert any("standard deviation" in line and "last round" in line for line in comments)
+    assert any("bold" in line for line in comments)
+    assert sum("n = 300" in line and "few 90" in line for line in comments) == len(CELLS)
+    assert len(compared.tests) == len(CELLS)
+
+
+def test_negative_differences_and_absent_figures_are_set_as_such_in_latex():
+    text = comparison_tables.comparison_table(compare(records(), "b")).latex()
+    assert "$-$10.00" in text
+    assert " & -- & " in text
+    assert " & - & " not in text
+
+
+def test_what_people_write_is_text_to_latex():
+    odd = [record("a", 0, 0.5, cell=r"[0.1|a] ~ {x}^2 \ %"), record("a", 0, 0.6, cell="*")]
+    rows = comparison_tables.comparison_table(compare(odd, "a")).latex().splitlines()
+    first = r"{[}0.1\textbar{}a] \textasciitilde{} \{x\}\textasciicircum{}2 \textbackslash{} \% & a & 1"
+    assert any(row.startswith(first) for row in rows)
+    assert any(row.startswith("{*} & a") for row in rows)
+
+
+def test_frame_has_a_line_per_run():
+    frame = compare(records(), "a").frame()
+    assert list(frame.columns) == ["cell", "arm", "seed", "accuracy"]
+    assert len(frame) == 24
+
+
+def test_first_round_bytes_and_seconds_at_a_target():
+    # accuracies rise by a tenth of the last each round: 0.5 reaches 0.4 in round 8, 0.3 never
+    (first,) = reached([record("a", 0, 0.5), record("a", 1, 0.3)], 0.4)
+    assert (first.reached, first.runs, first.rounds, first.bytes, first.seconds) == (1, 2, 8, 240, 16)
+
+
+def test_of_several_measures_runs_are_named_where_a_mean_is_over_fewer_of_them():
+    whole, none = [record("a", seed, 0.5) for seed in (0, 1)], [record("b", seed, 0.5) for seed in (0, 1)]
+    for each in whole:
+        each.summary["others"] = {"w": {"clients": {"matched": {"mean": 0.7}}}}
+    named = [compare(whole + none, "a", measure=name) for name in ("accuracy", "matched@w")]
+    assert named[1].left_out == ["/b/seed-0 (and 1 more of this arm): no matched@w"]
+    text = comparison_tables.measures_table(named).markdown()
+    assert "| b | 2 | 50.00 ± 0.00 | - |" in text
+    assert "no matched" not in text
+    del whole[1].summary["others"]["w"]
+    partly = comparison_tables.measures_table(
+        [compare(whole + none, "a", measure=each.measure) for each in named]
+    ).markdown()
+    assert "- /a/seed-1: no matched@w" in partly
+
+
+def test_claim_names_the_model_of_either_side():
+    several = [record("a", seed, 0.5) for seed in (0, 1)]
+    for each in several:
+        each.summary["others"] = {"own": {"clients": {"matched": {"mean": 0.7 + each.seed / 100}}}}
+        each.summary["clients"] = {"by": {"matched": {"mean": 0.2}}}
+    one = [record("b", seed, 0.5) for seed in (0, 1)]
+    for each in one:
+        each.summary["clients"] = {"by": {"matched": {"mean": 0.6}}}
+    claims = [read_claim(text, ["a", "b"], "matched") for text in ("a@own > b", "a > b", "b < a@own", "b@own < a")]
+    compared = compare(several + one, "a", claims, "matched")
+    assert [f"{each.claim}: {each.difference.difference.estimate:+.3f}" for each in compared.claims] == [
+        "a@own > b on matched: +0.105",
+        "a > b on matched: -0.400",
+        "a@own > b on matched: +0.105",
+    ]
+    assert compared.left_out == ["claim a > b@own on matched: b has no matched@own"]
+    with refused("study.bad-claim", value="a@own > b on matched@own"):
+        read_claim("a@own > b on matched@own", ["a", "b"], "matched")
+
+
+def test_a_claim_that_is_not_judged_in_a_cell_is_named_with_why():
+    rows = [record(arm, seed, 0.5, cell=cell) for arm in "ab" for cell in CELLS for seed in (0, 1)]
+    for each in rows:
+        if (each.arm, each.cell) == ("b", "IF 50"):
+            each.summary["groups"]["few"] = None
+    compared = compare(rows, "a", [read_claim("a > b on few", ["a", "b"], "accuracy")])
+    assert [each.cell for each in compared.claims] == ["IF 10"]
+    assert compared.left_out == ["claim a > b on few in IF 50: b has no few"]
+    apart = compare([record("a", 0, 0.5), record("b", 1, 0.6)], "a", [read_claim("a > b", ["a", "b"], "accuracy")])
+    assert apart.claims == []
+    assert apart.left_out == ["claim a > b on accuracy: its arms have no seed in common"]
+
+
+def test_tables_say_what_claims_are_of_and_what_their_family_is():
+    claims = [read_claim(text, ["a", "b"], "accuracy") for text in ("b > a", "b > a on bytes_up")]
+    text = comparison_tables.comparison_table(compare(records(), "a", claims, at="best")).markdown()
+    assert "| b > a on accuracy | IF 10 | 6 |" in text
+    assert "| b > a on bytes_up, last round | IF 10 | 6 |" in text
+    assert "of rounds chosen on the test set" in text
+    assert "one family of 2" in text
+    few = comparison_tables.comparison_table(
+        compare([each for each in records() if each.seed < 3], "a", claims)
+    ).markdown()
+    assert "one family" not in few  # no p values with so few seeds
+
+
+def test_a_difference_in_print_is_held_against_the_interval():
+    # b is above a by 10 points on average in the first cell, by 0.67 in the second
+    claims = [read_claim("b > a", ["a", "b"], "accuracy", printed) for printed in (10.0, 20.0, None)]
+    text = comparison_tables.comparison_table(compare(records(), "a", claims)).markdown()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| b > a")]
+    assert [(row[1], row[4]) for row in rows] == [
+        ("IF 10", "+10.00, in"),
+        ("IF 50", "+10.00, out"),
+        ("IF 10", "+20.00, out"),
+        ("IF 50", "+20.00, out"),
+        ("IF 10", ""),
+        ("IF 50", ""),
+    ]
+    single = [each for each in records() if each.seed == 0]
+    assert (
+        "| +10.00 |" in comparison_tables.comparison_table(compare(single, "a", claims[:1])).markdown()
+    )  # no interval: no word
+
+
+def test_claims_of_several_studies_stand_one_below_the_other():
+    claims = [read_claim("b > a", ["a", "b"], "accuracy")]
+    one_cell = [each for each in records() if each.cell == "IF 10"]
+    sheet = comparison_tables.claims_table(
+        {
+            "wide": compare(records(), "a", claims),
+            "narrow": compare(one_cell, "a", claims),
+            "silent": compare([*records()[:-1], record("a", 9, 0.0, state="failed")], "a"),
+        }
+    )
+    lines = [line for line in sheet.markdown().splitlines() if line]
+    assert lines[0].startswith("**wide, last round: claims, one family of 2 ")
+    assert lines[1] == "| claim | cell | seeds | difference | p | verdict |"
+    (narrow,) = [n for n, line in enumerate(lines) if line.startswith("**narrow, last round: claims, one family of 1 ")]
+    assert lines[narrow + 1] == "| claim | seeds | difference | p | verdict |"
+    assert lines[narrow + 3].startswith("| b > a on accuracy | 6 | +10.00 ± ")
+    assert any(line.startswith("- silent: ") and "failed" in line for line in lines)
+    with refused("study.no-figure", key="claims", studies=["silent"]):
+        comparison_tables.claims_table({"silent": compare(records(), "a")})
+
+
+def test_the_table_over_cells_names_those_that_it_is_over():
+    rows = [record(arm, seed, 0.5, cell=cell) for arm in "ab" for cell in ("x", "y", "z") for seed in (0, 1, 2)]
+    assert compare(rows, "a").whole == ["x", "y", "z"]
+    one_less = compare(rows[:-1], "a")
+    assert one_less.whole == ["x", "y"]
+    assert "**over cells x; y " in comparison_tables.comparison_table(one_less).markdown()
+    none = compare([each for each in rows if (each.arm, each.cell) not in (("b", "x"), ("b", "y"))], "a")
+    text = comparison_tables.comparison_table(none).markdown()
+    assert "- over cells: no table" in text

@@ -1,0 +1,50 @@
+import pytest
+from refusals import refused
+
+from raylt.errors import ConfigError
+from raylt.studies.analysis.measures import MEASURES, measure_of
+
+SUMMARY = {
+    "accuracy": {"last": 0.5},
+    "groups": {"few": 0.1},
+    "clients": {"by": {"matched": {"mean": 0.7, "worst_decile": 0.2}}},
+    "others": {
+        "w_i": {
+            "accuracy": 0.6,
+            "macro": 0.55,
+            "miou": 0.3,
+            "groups": {"many": 0.9, "few": None},
+            "clients": {"matched": {"mean": 0.8, "worst_decile": 0.3}, "owned": {"mean": 0.65}},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("accuracy", 0.5),
+        ("accuracy@w_i", 0.6),
+        ("matched", 0.7),
+        ("matched@w_i", 0.8),
+        ("worst_decile", 0.2),
+        ("worst_decile@w_i", 0.3),
+        ("owned@w_i", 0.65),
+        ("many@w_i", 0.9),
+        ("few@w_i", None),
+        ("macro@w_i", 0.55),
+        ("miou@w_i", 0.3),
+        ("matched@other", None),
+    ],
+)
+def test_figure_of_one_of_several_models_is_found_by_its_name(name, value):
+    measure = measure_of(name)
+    assert measure.read(SUMMARY) == value
+    assert (measure is MEASURES.get(name)) == ("@" not in name)
+    assert "@" not in name or (measure.every_round is None and name.partition("@")[2] in measure.what)
+
+
+@pytest.mark.parametrize("name", ["accuracies", "bytes_up@w_i", "matched@", "@w_i"])
+def test_measure_that_is_not_there_is_refused(name):
+    with refused("config.unknown-name", ConfigError, key="measure", name=name):
+        measure_of(name)

@@ -1,0 +1,148 @@
+"""Rankings: wins by hand, strengths against a maximised likelihood, and runs that failed."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from refusals import refused
+from scipy import optimize
+
+from raylt.cli.main import app
+from raylt.errors import ConfigError
+from raylt.studies.analysis.ranking import PRIOR, fit, rank, with_costs
+from raylt.studies.definition import Definition
+from raylt.studies.records.record import RecordState, RunRecord
+from raylt.studies.report.leaderboard import leaderboard_page, ranking_svg, ranking_table
+from raylt.studies.study import Study
+
+
+def record(
+    arm: str, seed: int, value: float | None, state: RecordState = "done", cell: str = "", up: int = 0
+) -> RunRecord:
+    summary = None if value is None else {"accuracy": {"last": value}, "bytes": {"up": up}}
+    return RunRecord(cell, arm, seed, f"{arm}-{seed}", state, summary=summary)
+
+
+def most_likely(wins: np.ndarray) -> np.ndarray:
+    """Strengths that maximise the likelihood, with PRIOR wins and losses against 0, one logarithm a comparison."""
+
+    def loss(s: np.ndarray) -> float:
+        value = 0.0
+        for i in range(len(s)):
+            value += PRIOR * (np.log1p(np.exp(-s[i])) + np.log1p(np.exp(s[i])))
+            for j in range(len(s)):
+                value += wins[i, j] * np.log1p(np.exp(s[j] - s[i]))
+        return value
+
+    s = optimize.minimize(loss, np.zeros(len(wins)), method="BFGS", options={"gtol": 1e-9}).x
+    return s - s.mean()
+
+
+def test_strengths_maximise_the_likelihood():
+    wins = np.array([[0, 5, 2.5, 0], [1, 0, 4, 0], [0.5, 2, 0, 3], [0, 0, 1, 0]], dtype=float)
+    assert fit(wins[None])[0] == pytest.approx(most_likely(wins), abs=1e-4)
+
+
+def test_two_arms_by_hand():
+    """Three wins and one loss; by symmetry about the mean the prior's opponent has strength 0."""
+    (a, b) = fit(np.array([[[0.0, 3.0], [1.0, 0.0]]]))[0]
+    # s = a = -b: 3.5 = 4 p(2s) + p(s), where p is the logistic function
+    p = [1 / (1 + np.exp(-x)) for x in (2 * a, a)]
+    assert 4 * p[0] + p[1] == pytest.approx(3.5, abs=1e-4)
+    assert a == pytest.approx(-b)
+
+
+RUNS = [
+    record(arm, seed, value + 0.01 * seed) for arm, value in (("a", 0.8), ("b", 0.6), ("c", 0.7)) for seed in (0, 1)
+]
+
+
+def test_order_ranks_and_counts():
+    ranking = rank({"ground": RUNS})
+    assert [arm.arm for arm in ranking.arms] == ["a", "c", "b"]
+    assert [arm.rank for arm in ranking.arms] == [1, 2, 3]
+    assert [(arm.finished, arm.planned, arm.failed) for arm in ranking.arms] == [(2, 2, 0)] * 3
+    assert (ranking.blocks, ranking.cells, ranking.studies) == (2, 1, ["ground"])
+    assert ranking.arms[0].chance > 0.7 > 0.5 > ranking.arms[2].chance
+
+
+def test_fewer_bytes_are_better():
+    runs = [record("a", 0, 0.5, up=10), record("b", 0, 0.5, up=20)]
+    assert [arm.arm for arm in rank({"ground": runs}, "bytes_up").arms] == ["a", "b"]
+    tied = rank({"ground": runs}).arms
+    assert [arm.rank for arm in tied] == [1.5, 1.5]
+    assert [arm.strength.estimate for arm in tied] == pytest.approx([0, 0], abs=1e-9)
+
+
+def test_a_failed_run_is_worse_than_all_and_a_missing_one_is_none():
+    failed = [*RUNS, record("d", 0, 0.9), record("d", 1, None, "failed")]
+    missing = [*RUNS, record("d", 0, 0.9), record("d", 1, None, "stopped")]
+    (lost,) = [arm for arm in rank({"g": failed}).arms if arm.arm == "d"]
+    (left_out,) = [arm for arm in rank({"g": missing}).arms if arm.arm == "d"]
+    assert (lost.rank, lost.finished, lost.planned, lost.failed) == (2.5, 1, 2, 1)
+    assert (left_out.rank, left_out.finished, left_out.planned, left_out.failed) == (1, 1, 2, 0)
+    assert lost.strength.estimate < left_out.strength.estimate
+
+
+def test_arms_that_never_met_are_compared_through_others():
+    first = [record("a", 0, 0.9), record("b", 0, 0.5)]
+    second = [record("b", 0, 0.9), record("c", 0, 0.5)]
+    ranking = rank({"one": first, "two": second})
+    assert [arm.arm for arm in ranking.arms] == ["a", "b", "c"]
+    assert ranking.cells == ranking.blocks == 2
+
+
+def test_intervals_cover_the_estimate_widen_with_disagreement_and_are_the_same_each_time():
+    agree = [record(arm, seed, value) for seed in range(6) for arm, value in (("a", 0.8), ("b", 0.6))]
+    differ = [
+        record(arm, seed, value) for seed in range(6) for arm, value in (("a", 0.5), ("b", 0.6 - 0.2 * (seed % 2)))
+    ]
+    (steady, _), (shaky, _) = rank({"g": agree}).arms, rank({"g": differ}).arms
+    assert steady.strength.half == pytest.approx(0, abs=1e-9)  # each draw of seeds has the same wins
+    assert shaky.strength.half > 0.5
+    assert shaky.strength.low <= shaky.strength.estimate <= shaky.strength.high
+    assert rank({"g": differ}) == rank({"g": differ})
+
+
+def test_nothing_to_compare_is_refused():
+    with refused("study.no-figure", ConfigError, key="measure"):
+        rank({"g": [record("a", 0, 0.5)]})
+
+
+def test_table_page_and_picture_name_every_arm():
+    ranking = rank({"g": [*RUNS, record("d & e", 1, None, "failed")]})
+    page, picture = leaderboard_page(ranking, "x.svg", "raylt rank g"), ranking_svg(ranking)
+    for arm in ("a", "b", "c"):
+        assert f">{arm}</text>" in picture
+        assert f"| {arm} |" in page
+    assert "d &amp; e" in picture
+    assert "0 of 2" in page
+    assert "![Strengths of the arms with intervals](x.svg)" in page
+    assert any("d & e: 1 of 2 runs" in line for lines in ranking_table(ranking).notes.values() for line in lines)
+
+
+def test_costs_are_passes_as_a_multiple_of_fedavgs():
+    def run(arm: str, value: float, **fields) -> RunRecord:
+        config = {"method": {"name": arm, **fields}, "local": {"epochs": 2}}
+        return replace(record(arm, 0, value), config=config)
+
+    runs = {"g": [run("fedavg", 0.5), run("ditto", 0.6), run("fedrep", 0.7, head_epochs=10), run("moon", 0.4)]}
+    runs["g"].append(run("elsewhere", 0.3))
+    costs = {arm.arm: arm.cost for arm in with_costs(rank(runs), runs).arms}
+    # FedRep: ten epochs of the head and two of the encoder; MOON: two more forward passes, one third each
+    assert costs == {"fedavg": 1, "ditto": 2, "fedrep": 6, "moon": pytest.approx(5 / 3), "elsewhere": None}
+    table = ranking_table(with_costs(rank(runs), runs))
+    assert table.head[-1] == "passes"
+    assert [row[-1] for row in table.rows] == ["6.0", "2.0", "1.0", "1.7", "-"]
+
+
+def test_command_writes_the_page_and_its_picture(tmp_path, capsys, monkeypatch):
+    definition = Definition(name="ground", arms={arm: {} for arm in "abc"}, seeds=[0, 1])
+    monkeypatch.setattr("raylt.cli.compare.open_any", lambda paths: Study(definition, None, RUNS))
+    app(["rank", "ground.json", "--to", str(tmp_path / "board.md")], standalone_mode=False)
+    assert "mean rank" in capsys.readouterr().out
+    assert "(board.svg)" in (tmp_path / "board.md").read_text()
+    assert (tmp_path / "board.svg").read_text().startswith("<svg")
+    app(["rank", "ground.json", "--format", "json"], standalone_mode=False)
+    assert [arm["arm"] for arm in json.loads(capsys.readouterr().out)["arms"]] == ["a", "c", "b"]

@@ -1,0 +1,101 @@
+import numpy as np
+import pytest
+from scipy import stats
+
+from raylt.studies.analysis.claims import Claim, ClaimFigures, judge
+from raylt.studies.analysis.statistics import holm, improvement, mean_interval, over_cells, paired
+
+
+def test_interval_of_the_mean_by_hand():
+    # mean 3, sd sqrt(2.5), n = 5: 3 +- t(0.975, 4) * sqrt(2.5 / 5) = 3 +- 2.776445 * 0.707107 = 3 +- 1.963243
+    found = mean_interval([1, 2, 3, 4, 5])
+    assert (found.estimate, found.low, found.high) == (3.0, pytest.approx(1.036757), pytest.approx(4.963243))
+
+
+def test_one_value_has_no_interval_and_equal_ones_have_one_without_width():
+    assert mean_interval([0.5]).low is None
+    assert not mean_interval([0.5]).holds(0.5)
+    same = mean_interval([0.5, 0.5])
+    assert (same.low, same.high) == (0.5, 0.5)
+
+
+def test_paired_agrees_with_scipys_test_of_related_samples():
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(0.6, 0.02, 8), rng.normal(0.5, 0.02, 8)
+    found, expected = paired(a.tolist(), b.tolist()), stats.ttest_rel(a, b)
+    assert found.p == pytest.approx(expected.pvalue)
+    low, high = expected.confidence_interval(0.95)
+    assert (found.difference.low, found.difference.high) == (pytest.approx(low), pytest.approx(high))
+
+
+def test_no_p_value_under_six_seeds_or_without_any_spread():
+    assert paired([1, 2, 3, 4, 6], [0, 0, 0, 0, 0]).p is None
+    assert paired([1, 2, 3, 4, 5, 7], [0] * 6).p is not None
+    assert paired([1] * 6, [0] * 6).p is None
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_rounding_leaves_is_no_spread():
+    reference = [0.3 + 0.01 * seed for seed in range(6)]
+    found = paired([value + 0.1 for value in reference], reference)
+    assert (found.p, found.difference.low) == (None, found.difference.high)
+
+
+def test_holm_by_hand():
+    # sorted 0.01 0.03 0.04 0.5: x4 = 0.04, x3 = 0.09, x2 = 0.08 -> not below 0.09, x1 = 0.5
+    assert holm([0.04, 0.01, 0.5, 0.03]) == pytest.approx([0.09, 0.04, 0.5, 0.09])
+    assert holm([]) == []
+
+
+def test_interquartile_mean_leaves_a_quarter_at_each_end_out():
+    # 8 values: the middle four are 3 4 5 6
+    found = over_cells([[1, 2, 3, 4], [5, 6, 7, 800]])
+    assert found.estimate == 4.5
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low <= 4.5 <= found.high
+
+
+def test_over_cells_draws_the_same_every_time_and_asks_for_two_cells_of_three_seeds():
+    cells = [[1.0, 2, 3], [4, 5, 6]]
+    assert over_cells(cells) == over_cells(cells)
+    assert over_cells([[1, 2, 3]]).low is None
+    assert over_cells([[1, 2], [3, 4]]).low is None
+
+
+def test_probability_of_improvement_counts_pairs_and_ties_half():
+    # cell 1: (2, 3) over (1, 2): 2>1, 2=2, 3>1, 3>2 -> 3.5 / 4; cell 2: never
+    assert improvement([[2, 3], [0, 0]], [[1, 2], [1, 1]]).estimate == (3.5 / 4 + 0) / 2
+
+
+def test_intervals_of_a_thousand_synthetic_studies_cover_the_truth_and_holm_keeps_false_claims_rare():
+    # per study: 3 arms, 2 cells, 6 seeds. A split is as hard for every arm (sd 0.03), each run has noise of its own
+    # (sd 0.01). "better" is 0.02 above the reference, "equal" is not, so four of the eight claims are false:
+    # equal > reference twice, and reference > equal twice.
+    rng = np.random.default_rng(17)
+    effects = {"reference": 0.0, "better": 0.02, "equal": 0.0}
+    claims = [
+        Claim("better", "reference", "accuracy"),
+        Claim("equal", "reference", "accuracy"),
+        Claim("reference", "equal", "accuracy"),
+        Claim("better", "equal", "accuracy"),
+    ]
+    cells = ["c0", "c1"]
+    covered, intervals, false_claims, true_ones = 0, 0, 0, 0
+    for _ in range(1000):
+        hard, noise = rng.normal(0, 0.03, (2, 6)), rng.normal(0, 0.01, (3, 2, 6))
+        values = {
+            (arm, cell): dict(enumerate(effect + hard[c] + noise[a, c]))
+            for a, (arm, effect) in enumerate(effects.items())
+            for c, cell in enumerate(cells)
+        }
+        judged = judge([ClaimFigures(claim, "last", values, values) for claim in claims], cells, 0.95)
+        assert len(judged) == 8
+        for each in judged:
+            intervals += 1
+            covered += each.difference.difference.holds(effects[each.claim.better] - effects[each.claim.worse])
+        false_claims += any(each.verdict == "holds" and each.claim.better != "better" for each in judged)
+        true_ones += sum(each.verdict == "holds" and each.claim.better == "better" for each in judged)
+    assert 0.93 <= covered / intervals <= 0.97
+    assert false_claims / 1000 < 0.05  # studies with any false claim, not claims
+    assert true_ones / 4000 > 0.3  # it does find what is there

@@ -1,0 +1,241 @@
+import re
+
+import pytest
+from refusals import refused
+
+from raylt.errors import ConfigError
+from raylt.studies.papers.printed_tables import expectations, identity
+from raylt.studies.papers.reproduce import command, name_of, plan, select
+from raylt.studies.papers.verdict_page import page
+from raylt.studies.papers.verdicts import count, verdicts
+from raylt.studies.records.record import RunRecord
+
+FASHION = select("mupfl", "2", {"dataset": "fashion_mnist", "IF": "10", "alpha": "0.5"})
+MUPFL = next(e for e in FASHION if e.method == "MuPFL")
+FEDAVG = next(e for e in FASHION if e.method == "FedAvg")
+
+
+def run(cell, seed, value, rounds=None, state="done"):
+    """A run of a printed cell with this figure; rounds of the paper by default."""
+    config = cell.config().model_dump(mode="json")
+    config["seed"] = config["data"]["seed"] = seed
+    config["federation"]["rounds"] = rounds or config["federation"]["rounds"]
+    figures = {"matched": {"mean": value, "worst_decile": 0.0}}
+    return RunRecord(
+        "",
+        cell.arm,
+        seed,
+        f"{cell.arm}/{seed}",
+        state=state,
+        config=config,
+        summary={"clients": {"by": figures}, "split_sha256": "ab" * 32, "model_sha256": "cd" * 32},
+    )
+
+
+def verdict(*records):
+    return next(v for v in verdicts(records, [MUPFL]))
+
+
+def test_printed_value_inside_our_interval_is_reproduced():
+    # 94.11 printed; mean 94.0, sd 0.5 over three: +- 4.30 * 0.5 / sqrt(3) = 1.24
+    judged = verdict(*(run(MUPFL, seed, 0.94 + d) for seed, d in enumerate((-0.005, 0.0, 0.005))))
+    assert (judged.kind, judged.seeds) == ("reproduced", 3)
+
+
+def test_printed_difference_inside_ours_is_the_difference_reproduced():
+    # 94.11 - 81.76 = 12.35 printed; ours 12.3 +- 0.25 around values that are ten points lower
+    records = [
+        run(cell, seed, value + d)
+        for cell, value, each in ((MUPFL, 0.84, (0, 0.011, 0.019)), (FEDAVG, 0.717, (0, 0.01, 0.02)))
+        for seed, d in enumerate(each)
+    ]
+    judged = verdict(*records)
+    assert judged.kind == "difference reproduced"
+    assert round(100 * judged.printed_difference, 2) == 12.35
+
+
+def test_neither_is_outside_with_how_far():
+    judged = verdict(*(run(MUPFL, seed, 0.84 + seed / 1000) for seed in range(3)))
+    assert (judged.kind, judged.why) == ("outside", "by -10.01 points")
+
+
+def test_fewer_rounds_and_one_seed_claim_nothing():
+    short = verdict(*(run(MUPFL, seed, 0.94 + seed / 1000, rounds=4) for seed in range(3)))
+    assert (short.kind, short.scale) == ("at reduced scale", 0.1)
+    assert verdict(run(MUPFL, 0, 0.9411)).kind == "too few seeds"
+
+
+def test_two_seeds_and_more_rounds_claim_nothing_either():
+    two = verdict(run(MUPFL, 0, 0.80), run(MUPFL, 1, 0.99))
+    assert (two.kind, two.seeds) == ("too few seeds", 2)
+    longer = [run(MUPFL, seed, 0.94 + seed / 1000, rounds=80) for seed in range(3)]
+    assert (verdict(*longer).kind, verdict(*longer).scale) == ("longer than the paper", 2)
+    assert "| longer than the paper (2 of the rounds) |" in page(verdicts(longer))
+    assert verdict(*longer, *(run(MUPFL, seed, 0.94 + seed / 1000) for seed in range(3))).kind == "reproduced"
+
+
+def test_an_interval_that_holds_nearly_anything_reproduces_nothing():
+    # mean 94, sd 5 over three: +- 4.30 * 5 / sqrt(3) = 12.4
+    wide = verdict(*(run(MUPFL, seed, 0.94 + d) for seed, d in enumerate((-0.05, 0.0, 0.05))))
+    assert (wide.kind, wide.why) == ("cannot be told", "± 12.4 points")
+    # the value is ten points off; differences of 7.9, 12 and 16.1 points hold the printed 12.35, and much else:
+    # +- 4.30 * 4.1 / sqrt(3) = 10.2
+    base = [run(FEDAVG, seed, 0.72 + d) for seed, d in enumerate((0.04, 0.0, -0.04))]
+    runs = [run(MUPFL, seed, 0.84 + d) for seed, d in enumerate((-0.001, 0.0, 0.001))]
+    judged = verdict(*base, *runs)
+    assert judged.kind == "cannot be told"
+    assert "outside by -10.11 points, the difference is known to ± 10.2 points" in judged.why
+
+
+def ablation(*differences, level=0.0):
+    """The verdict on Table 6's BAVD row: `differences` to FedAvg by seed, around the printed level plus `level`."""
+    table = select("mupfl", "6", {"dataset": "fashion_mnist"})
+    bavd = next(e for e in table if e.method == "MuPFL[BAVD]")
+    base = [run(FEDAVG, seed, bavd.value + level - 0.05 + seed / 500) for seed in range(len(differences))]
+    values = [
+        record.summary["clients"]["by"]["matched"]["mean"] + d for record, d in zip(base, differences, strict=True)
+    ]
+    return bavd, verdicts([*base, *(run(bavd, seed, value) for seed, value in enumerate(values))], [bavd])[0]
+
+
+def test_a_row_of_an_ablation_is_reproduced_by_its_difference_and_never_by_its_level_alone():
+    bavd, level_alone = ablation(0.049, 0.05, 0.051)
+    assert level_alone.ours.holds(bavd.value)
+    assert (bavd.ablation, level_alone.kind) == (True, "outside")
+    printed = bavd.value - FEDAVG.value
+    inside = (printed - 0.001, printed, printed + 0.001)
+    assert ablation(*inside, level=0.05 - printed)[1].kind == "reproduced"
+    assert ablation(*inside, level=-0.2)[1].kind == "difference reproduced"
+    assert ablation(printed - 0.1, printed, printed + 0.1)[1].kind == "cannot be told"
+    assert ablation(printed - 0.001, printed)[1].kind == "too few seeds"
+    alone = verdicts([run(bavd, seed, bavd.value + seed / 1000) for seed in range(3)], [bavd])[0]
+    assert alone.kind == "cannot be told"
+
+
+def test_the_base_of_an_ablation_is_fedavg_of_its_setting_in_another_table():
+    bavd, judged = ablation(0.01, 0.02, 0.03)
+    assert (bavd.table, FEDAVG.table) == ("6", "2")
+    assert judged.printed_difference == pytest.approx(bavd.value - FEDAVG.value)
+
+
+def test_seeds_without_any_spread_reproduce_nothing():
+    equal = verdict(*(run(MUPFL, seed, MUPFL.value) for seed in range(3)))
+    assert equal.kind == "cannot be told"
+
+
+def test_only_runs_of_one_split_are_paired_and_the_others_are_named():
+    runs = [run(MUPFL, seed, 0.84 + seed / 1000) for seed in range(3)]
+    base = [run(FEDAVG, seed, 0.7165 + seed / 1000) for seed in range(3)]
+    base[2].summary["split_sha256"] = "ef" * 32
+    judged = verdict(*runs, *base)
+    assert (judged.kind, judged.difference.n) == ("outside", 2)
+    assert "1 of 3 seeds have another split" in judged.why
+    assert verdict(*runs, *(run(FEDAVG, seed, 0.7165 + seed / 1000) for seed in range(3))).difference.n == 3
+
+
+def test_of_several_runs_of_a_seed_the_first_is_taken_and_that_is_said():
+    runs = [run(MUPFL, seed, 0.94 + seed / 1000) for seed in range(3)]
+    assert verdict(*runs, runs[1]).why == ""  # the same run in two files
+    other = run(MUPFL, 1, 0.2)
+    other.summary["model_sha256"] = "ef" * 32
+    judged = verdict(*runs, other)
+    assert (judged.kind, judged.why) == ("reproduced", "several runs of seed 1: the first of each")
+
+
+def test_runs_of_several_versions_of_the_code_are_counted():
+    runs = [run(MUPFL, seed, 0.94 + seed / 1000) for seed in range(3)]
+    for each in runs:
+        each.made.update({"raylt": "1", "torch": "2", "device": "cpu", "codes": ["a" if each.seed else "b"]})
+    (mixed,) = verdicts(runs, [MUPFL], mix_versions=True)
+    assert (mixed.seeds, mixed.made) == (3, "raylt 1, torch 2, cpu, 2 versions of the code")
+
+
+def test_runs_of_several_versions_of_the_code_are_combined_only_if_allowed():
+    runs, base = (
+        [run(cell, seed, value + seed / 1000) for seed in range(4)] for cell, value in ((MUPFL, 0.94), (FEDAVG, 0.82))
+    )
+    for each in [*runs, *base]:
+        each.made["codes"] = ["new" if each.seed or each.arm == FEDAVG.arm else "old"]
+    base[3].made["codes"] = ["old"]
+    judged = verdict(*runs, *base)
+    assert (judged.seeds, judged.difference.n) == (3, 2)  # three by the new code, of which two have a FedAvg by it
+    assert "left out, by another version of the code: 1 run; --mix-versions" in judged.why
+    assert "left out, by another version of the code: 1 run of FedAvg; --mix-versions" in judged.why
+    (mixed,) = verdicts([*runs, *base], [MUPFL], mix_versions=True)
+    assert (mixed.seeds, mixed.difference.n, mixed.why) == (4, 4, "")
+
+
+def test_full_runs_count_where_there_are_short_ones_too():
+    judged = verdict(run(MUPFL, 0, 0.2, rounds=4), *(run(MUPFL, seed, 0.94 + seed / 1000) for seed in range(3)))
+    assert (judged.kind, judged.seeds) == ("reproduced", 3)
+
+
+def test_runs_that_are_not_done_or_of_no_cell_are_not_looked_at():
+    other = run(MUPFL, 0, 0.94)
+    other.config["local"]["lr"] = 0.5
+    assert verdict(other, run(MUPFL, 1, 0.94, state="stopped")).kind == "not run"
+
+
+def test_without_a_method_a_cell_cannot_be_run_and_says_why():
+    missing = next(e for e in expectations() if e.problem)
+    judged = verdicts([], [missing])[0]
+    assert (judged.kind, judged.why) == ("cannot be run", missing.problem)
+
+
+def test_the_page_counts_all_cells_and_has_a_line_for_each():
+    judged = verdicts([run(MUPFL, seed, 0.94 + seed / 1000) for seed in range(3)])
+    text = page(judged)
+    # one run of MuPFL is Table 2's and Table 6's last row, which is one of an ablation and has no FedAvg here
+    assert (count(judged)["reproduced"], count(judged)["cannot be told"]) == (1, 1)
+    assert re.search(r"\b640 printed cells, 2 have recorded runs\b", text)
+    lines = [line for line in text.splitlines() if re.match(r"\| \S+.*\| .*\d\.\d\d", line)]
+    assert sum("`raylt run " in line for line in lines) == count(judged)["not run"]
+    reasons = {e.problem for e in expectations() if e.problem}
+    assert sum(any(reason in line for reason in reasons) for line in lines) == count(judged)["cannot be run"]
+    assert "abababab" in text
+
+
+def test_a_study_of_a_table_runs_each_cell_once_and_names_its_scale():
+    definition = plan(FASHION, "x", 2, 0.1)
+    runs = definition.runs()
+    assert {each.arm for each in runs} == {e.method for e in FASHION if e.problem is None}
+    assert len(runs) == 2 * len({each.arm for each in runs})
+    assert {each.config.federation.rounds for each in runs} == {4}
+    assert (definition.reference, definition.measure, definition.paper) == ("FedAvg", "matched", "MuPFL")
+    assert name_of("mupfl", "2", {"IF": "100"}, 0.1) == "mupfl-table2-if100-scale0.1"
+
+
+@pytest.mark.parametrize("paper", ["sfd", "fedsm", "mupfl", "bpfed"])
+def test_whole_papers_make_a_study_without_a_run_twice(paper):
+    definition = plan(select(paper), paper, 1, 1.0)
+    runs = [identity(each.config.model_dump(mode="json")) for each in definition.runs()]
+    assert len(set(runs)) == len(runs)
+    assert set(runs) == {e.identity() for e in select(paper) if e.problem is None}
+
+
+def test_commands_are_what_a_person_types():
+    sfd = next(e for e in expectations() if e.method == "SFD w/o MeanCov aligner")
+    assert command(sfd) == "raylt run recipe:sfd/cifar10_if100_alpha0.05_k10 method.aligner=false"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "value", "choices"),
+    [
+        (("fedsmm",), "paper", "fedsmm", "sfd, fedsm"),
+        (("sfd", "9"), "table", "9", "1, 2"),
+        (("sfd", "1", {"IF": "7"}), "--cells", "IF=7", "100, 50"),
+        (("sfd", "1", {"if": "100"}), "--cells", "if=100", "dataset, IF"),
+        (("sfd", "1", {}, ["SFDD"]), "--arms", "SFDD", "Did you mean SFD?"),
+    ],
+)
+def test_a_cell_that_is_not_printed_is_refused_with_the_choices(arguments, key, value, choices):
+    with refused("config.unknown-name", ConfigError, key=key, name=value) as caught:
+        select(*arguments)
+    assert choices in str(caught.value)
+
+
+def test_cells_without_any_method_cannot_be_planned():
+    cannot = [e for e in expectations() if e.problem][:3]
+    reasons = list(dict.fromkeys(e.problem for e in cannot))
+    with refused("study.not-runnable", ConfigError, cells=3, reasons=reasons):
+        plan(cannot, "x", 1, 1.0)

@@ -1,0 +1,187 @@
+import fcntl
+import json
+import os
+
+import pytest
+from made import write_run
+
+from raylt.studies.definition import define, read_definition
+from raylt.studies.records.record import RunRecord, failure_file, read_run
+from raylt.studies.report.listing import listing
+
+PLAN = define({"name": "s", "arms": {"fedavg": "fedavg"}, "base": {"federation": {"rounds": 3}}, "seeds": 1}).runs()[0]
+
+
+@pytest.fixture
+def run(tmp_path):
+    write_run(tmp_path / "run", PLAN, [0.1, 0.3, 0.2])
+    return tmp_path / "run"
+
+
+def test_a_finished_run(run):
+    record = read_run(run, "c", "a", 0)
+    assert (record.state, record.problem, record.steps, record.planned_steps) == ("done", None, 3, 3)
+    assert record.curve["accuracy"] == [0.1, 0.3, 0.2]
+    assert record.curve["up"] == [10, 20, 30]
+    assert record.seconds == 6.0
+    assert record == RunRecord.from_json(json.loads(json.dumps(record.to_json())))
+
+
+def test_no_folder_and_a_folder_that_was_never_begun_are_missing(tmp_path):
+    assert read_run(tmp_path / "none").state == "missing"
+    (tmp_path / "begun").mkdir()
+    assert read_run(tmp_path / "begun").state == "missing"
+
+
+def test_a_run_without_a_summary_is_stopped_and_its_half_line_is_nothing(run):
+    (run / "summary.json").unlink()
+    file = run / "metrics.jsonl"
+    file.write_text(file.read_text()[:-20])
+    record = read_run(run)
+    assert (record.state, record.steps) == ("stopped", 2)
+
+
+def test_a_run_that_a_process_holds_is_running(run):
+    (run / "summary.json").unlink()
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert read_run(run).state == "running"
+    assert read_run(run).state == "stopped"
+
+
+def test_a_failure_is_shown_until_the_run_is_done(run):
+    failure_file(run).write_text("out of memory\n")
+    assert read_run(run).state == "done"
+    (run / "summary.json").unlink()
+    assert (read_run(run).state, read_run(run).problem) == ("failed", "out of memory")
+
+
+def damage(run, how):
+    file, metrics = run / "summary.json", run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    summary = json.loads(file.read_text())
+    match how:
+        case "summary cut off":
+            file.write_text(file.read_text()[:40])
+        case "another accuracy":
+            file.write_text(json.dumps(summary | {"accuracy": {"last": 0.9, "last10": 0.9, "best": 0.9}}))
+        case "a round missing":
+            metrics.write_text("".join(lines[:2]))
+        case "a round left out":
+            metrics.write_text(lines[0] + lines[2])
+        case "a round twice":
+            metrics.write_text(lines[0] + lines[0] + lines[1] + lines[2])
+        case "a round changed":
+            metrics.write_text(lines[0] + lines[1].replace('"accuracy": 0.3', '"accuracy": 0.4') + lines[2])
+        case "last round changed":
+            metrics.write_text(lines[0] + lines[1] + lines[2].replace('"accuracy": 0.2', '"accuracy": 0.4'))
+        case "a line cut off":
+            metrics.write_text(lines[0] + lines[1][:30] + "\n" + lines[2])
+        case "a byte flipped":
+            metrics.write_bytes(metrics.read_bytes().replace(b'"step": 2', b'"step"\xff 2'))
+        case "more at the end":
+            metrics.write_text("".join(lines) + "{")
+        case "no split":
+            (run / "split.json").unlink()
+        case "no figures":
+            file.write_text("{}")
+        case "another setting":
+            config = run / "config.yaml"
+            config.write_text(config.read_text().replace("momentum: 0.9", "momentum: 0.8"))
+        case "config is a list":
+            (run / "config.yaml").write_text("[]")
+        case "config is not yaml":
+            (run / "config.yaml").write_text("a: [")
+        case "of an older raylt":
+            (run / "identity.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("summary cut off", "summary.json: is not JSON"),
+        ("another accuracy", "summary.json: the file was changed after"),
+        ("a round missing", "summary.json: metrics.jsonl does not end with"),
+        ("a round left out", "metrics.jsonl, line 2: the line is that of step 3"),
+        ("a round twice", "line 2: the line is that of step 1"),
+        ("a round changed", "line 3: line 2 or this line was changed"),
+        ("last round changed", "metrics.jsonl does not end with"),
+        ("a line cut off", "line 2: is not JSON"),
+        ("a byte flipped", "line 2: is not JSON"),
+        ("more at the end", "metrics.jsonl does not end with"),
+        ("no split", "split.json: cannot be used (No such file"),
+        ("no figures", "summary.json: schema: field required"),
+        ("another setting", "config.yaml: local.momentum is 0.8, the run was made with 0.9"),
+        ("config is a list", "is not a mapping"),
+        ("config is not yaml", "not YAML"),
+        ("of an older raylt", "the folder has no identity.json"),
+    ],
+)
+def test_a_damaged_run_says_what_is_wrong_and_has_no_figures(run, how, message):
+    damage(run, how)
+    record = read_run(run)
+    assert record.state == "damaged"
+    assert message in record.problem
+    assert "\n" not in record.problem
+    assert record.summary is None
+
+
+def test_a_finish_is_a_step_and_no_round(tmp_path):
+    write_run(tmp_path / "finished", PLAN, [0.1, 0.3, 0.2], finish=0.2)
+    record = read_run(tmp_path / "finished")
+    assert (record.state, record.steps, record.planned_steps) == ("done", 4, 3)
+
+
+def test_listing_has_runs_and_counts_those_of_a_study(tmp_path, run):
+    write_run(tmp_path / "study" / "fedavg" / "seed-0", PLAN, [0.1, 0.3, 0.2])
+    write_run(tmp_path / "study" / "fedavg" / "seed-1", PLAN, [0.1], done=False)
+    (tmp_path / "study" / "study.yaml").write_text("arms: {fedavg: fedavg}\nseeds: 3")
+    write_run(tmp_path / "study" / "fedavg" / "seed-0" / "checkpoints" / "copy", PLAN, [0.1])  # inside a run: none
+    (tmp_path / "else").mkdir()
+    entries = {entry.name: entry for entry in listing(tmp_path)}
+    assert set(entries) == {"run", "study"}
+    assert (entries["run"].state, entries["run"].accuracy, entries["run"].progress) == ("done", 0.2, "3/3")
+    assert (entries["study"].state, entries["study"].progress) == ("stopped", "1/3 runs")
+    assert {entry.name for entry in listing(tmp_path / "study")} == {"fedavg/seed-0", "fedavg/seed-1"}
+
+
+def test_a_study_of_somebody_else_is_listed_and_nothing_waits_or_is_followed(tmp_path, run):
+    theirs, secret = tmp_path / "theirs", tmp_path / "secret"
+    write_run(theirs / "fedavg" / "seed-0", PLAN, [0.1, 0.3, 0.2])
+    os.mkfifo(theirs / "study.yaml")
+    secret.write_text("precious")
+    (theirs / "fedavg" / "seed-0.failed").symlink_to(secret)
+    os.mkfifo(theirs / "fedavg" / "seed-1.failed")
+    assert [entry.name for entry in listing(tmp_path)] == ["run"]
+    assert read_run(theirs / "fedavg" / "seed-0").state == "done"
+    assert read_run(theirs / "fedavg" / "seed-1").state == "damaged"
+    (theirs / "fedavg" / "seed-0" / "summary.json").unlink()
+    assert "precious" not in str(read_run(theirs / "fedavg" / "seed-0").problem)
+
+
+@pytest.mark.parametrize(
+    ("settings", "runs"),
+    [
+        ("cells: {small: {data.imbalance: 5, data.alpha: 1.0}, large: {data.imbalance: 50, data.alpha: 0.1}}", 12),
+        ("cells: {data.imbalance: [5, 50], data.alpha: [0.1]}", 12),
+        ("cells: [{data.imbalance: 5}]", 6),
+        ("cells: {data.imbalance: [5, 50]}\nonly: {IF 5: [fedavg]}", 9),
+    ],
+)
+def test_listing_counts_the_runs_that_a_study_plans(tmp_path, settings, runs):
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "study.yaml").write_text(
+        f"name: study\narms: {{fedavg: fedavg, prox: fedprox}}\nseeds: 3\n{settings}"
+    )
+    assert len(read_definition(tmp_path / "study" / "study.yaml").runs()) == runs
+    assert [entry.progress for entry in listing(tmp_path)] == [f"0/{runs} runs"]
+
+
+def test_listing_counts_what_is_on_record(tmp_path):
+    write_run(tmp_path / "study" / "fedavg" / "seed-0", PLAN, [0.1, 0.3, 0.2])
+    (tmp_path / "study" / "study.yaml").write_text("arms: {fedavg: fedavg}\nseeds: 2")
+    places = [{"folder": f"fedavg/seed-{seed}"} for seed in (0, 1)]
+    (tmp_path / "study" / "recorded.json").write_text(json.dumps({"records": places}))
+    assert [(entry.state, entry.progress) for entry in listing(tmp_path)] == [("done", "2/2 runs")]
+    (tmp_path / "study" / "recorded.json").write_text("[")
+    assert [entry.progress for entry in listing(tmp_path)] == ["1/2 runs"]

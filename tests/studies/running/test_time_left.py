@@ -1,0 +1,118 @@
+"""How long what is left of a study takes."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from made import GROUPS, record, summary
+
+from raylt.cli.main import app
+from raylt.studies.definition import define
+from raylt.studies.records.recorded_runs import record_path, write_results
+from raylt.studies.running.time_left import Pace
+
+ARMS = {"fedavg": "fedavg", "ccvr": "ccvr", "prox": "fedprox"}
+STUDY = {"name": "timed", "base": {"federation": {"rounds": 4}, "local": {"epochs": 3}}, "arms": ARMS, "seeds": 2}
+
+
+def timed(arm, seconds, cell="", rounds=4, **more):
+    """A run whose steps took so long; what comes after its rounds is a finish."""
+    at = [sum(seconds[:step]) for step in range(1, len(seconds) + 1)]
+    return record(arm, 0, 0.5, cell, planned_steps=rounds, steps=len(seconds), curve={"seconds": at}, **more)
+
+
+def recorded(plan, seconds):
+    """The same with all that a file of results has."""
+    steps = len(seconds)
+    curve = {
+        "step": list(range(1, steps + 1)),
+        **dict.fromkeys(("accuracy", *GROUPS), [0.5] * steps),
+        "validation": [None] * steps,
+        "up": [10 * step for step in range(1, steps + 1)],
+        "down": [20 * step for step in range(1, steps + 1)],
+        "seconds": [float(sum(seconds[:step])) for step in range(1, steps + 1)],
+    }
+    figures = summary(0.5, 4, 0.5, steps=steps) | {"method": plan.arm, "seconds": sum(seconds)}
+    config = plan.config.model_dump(mode="json")
+    whole = record(plan.arm, 0, 0.5, planned_steps=4, steps=steps, curve=curve, config=config, summary=figures)
+    return replace(whole, folder=plan.folder)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """The first run of each arm."""
+    return {plan.arm: plan for plan in define(STUDY).runs() if plan.seed == 0}
+
+
+def test_before_anything_ran_it_is_work_that_is_left(planned):
+    pace = Pace([record("fedavg", 0, 0.5, state="missing", curve={})])
+    assert not pace.measured
+    assert [pace.left(planned["fedavg"], steps) for steps in (0, 3, 5)] == [12.0, 3.0, 0.0]
+
+
+def test_each_round_and_the_finish_take_what_they_took_before(planned):
+    pace = Pace([timed("ccvr", [1, 2, 3, 4, 50]), timed("ccvr", [3, 4, 5, 6])])
+    assert pace.measured
+    assert [pace.left(planned["ccvr"], steps) for steps in range(6)] == [64, 62, 59, 55, 50, 0]
+
+
+def test_a_run_that_branches_from_another_needs_only_its_finish(planned):
+    pace = Pace([timed("fedavg", [10] * 4), timed("ccvr", [10] * 4 + [7])])
+    assert (pace.left(planned["ccvr"], 4), pace.left(planned["fedavg"], 4)) == (7, 0)
+
+
+def test_rounds_that_were_not_timed_are_estimated_like_the_others(planned):
+    pace = Pace([timed("fedavg", [1, 3], state="stopped")])
+    assert [pace.left(planned["fedavg"], steps) for steps in (0, 2, 3)] == [8, 4, 2]
+    only_finish = Pace([])
+    only_finish.learn(planned["ccvr"], 5, 9.0)
+    assert only_finish.left(planned["ccvr"], 3) == 18
+
+
+def test_the_nearest_runs_count_its_cell_its_arm_and_then_all(planned):
+    others = [timed("prox", [100] * 4), timed("ccvr", [10] * 4, "elsewhere")]
+    assert Pace(others).left(planned["ccvr"], 0) == 40
+    assert Pace([*others, timed("ccvr", [1] * 4)]).left(planned["ccvr"], 0) == 4
+    assert Pace(others).left(planned["fedavg"], 0) == 4 * 55
+    # a finish is one after however many rounds
+    assert Pace([timed("ccvr", [10, 10, 7], "short", rounds=2)]).left(planned["ccvr"], 0) == 47
+
+
+def test_what_is_learnt_on_the_way_counts_at_once(planned):
+    pace = Pace([timed("prox", [100] * 4)])
+    pace.learn(planned["fedavg"], 1, 2.0)
+    assert pace.left(planned["fedavg"], 1) == 6
+    pace.learn(planned["fedavg"], 2, 4.0)
+    assert pace.left(planned["fedavg"], 2) == 6
+
+
+def test_plan_of_a_study_counts_shared_rounds_once(tmp_path, monkeypatch, capsys):
+    study = {
+        "name": "timed",
+        "base": {"data": {"clients": 3}, "federation": {"rounds": 4}, "local": {"epochs": 1}},
+        "seeds": 2,
+        "arms": {"fedavg": "fedavg", "ccvr": {"method": "ccvr"}},
+    }
+    file = tmp_path / "timed.yaml"
+    file.write_text(json.dumps(study))
+    definition = define(study)
+    first = [recorded(plan, [600] * 4 + [120] * (plan.arm == "ccvr")) for plan in definition.runs() if plan.seed == 0]
+    record_file = record_path(file, definition)
+    record_file.parent.mkdir()
+    write_results(record_file, definition, first, {}, {})
+    monkeypatch.chdir(tmp_path)
+    app(["study", "timed.yaml", "--dry-run", "--parallel", "1", "--mix-versions"], standalone_mode=False)
+    lines = capsys.readouterr().out.splitlines()
+    left = {line.split()[0]: " ".join(line.split()[3:5]) for line in lines if "missing" in line}
+    assert left == {"fedavg/seed-1": "40.0 min", "ccvr/seed-1": "2.0 min"}
+    assert re.search(r"4 runs, 1 training, .*; 2 to do: .*\b42\.0 min", " ".join(lines))
+
+
+def test_a_last_phase_that_was_never_timed_is_named(planned):
+    rounds_alone = Pace([timed("ccvr", [1] * 4, state="stopped")])
+    assert rounds_alone.left(planned["ccvr"], 4) == 0
+    assert rounds_alone.lacks_finish(planned["ccvr"], 4)
+    assert not rounds_alone.lacks_finish(planned["ccvr"], 5)  # it is over
+    assert not rounds_alone.lacks_finish(planned["fedavg"], 0)  # which has none
+    assert not Pace([timed("ccvr", [1] * 4 + [50])]).lacks_finish(planned["ccvr"], 4)

@@ -1,0 +1,234 @@
+"""Arms that are tuned with the same budget before their seeds run."""
+
+import pytest
+from made import record as finished
+from made import write_run
+from refusals import refused
+
+import raylt
+from raylt.errors import CheckpointError, ConfigError
+from raylt.studies import study as study_module
+from raylt.studies.analysis.comparison import compare
+from raylt.studies.definition import define
+from raylt.studies.report import comparison_tables
+from raylt.studies.running.tuning import FILE, Tuning, describe, search_arms, search_hash, write_tuned
+from raylt.studies.study import Study
+from tune.arm import tune_arm
+from tune.loop import sizes
+from tune.plan import client_steps
+
+TUNED = {
+    "name": "tuned",
+    "base": {"data": {"clients": 3}, "federation": {"rounds": 2}, "local": {"epochs": 1}},
+    "arms": {"fedavg": "fedavg", "prox": "fedprox", "prox 1": {"method": {"name": "fedprox", "mu": 1.0}}},
+    "seeds": 2,
+    "tune": {"runs": 3, "searcher": "random"},
+}
+
+
+class Recorder(raylt.Callback):
+    """Collects the messages of a study."""
+
+    def __init__(self, messages):
+        self.messages = messages
+
+    def on_message(self, text, minor=False):
+        self.messages.append(text)
+
+
+def outcome(definition, arm, cell="", **values):
+    bases = definition.bases()
+    wanted = search_hash(definition.tune, arm, bases[cell, arm], bases[cell, definition.compared_to])
+    return {"asked": wanted, "values": values, "score": 0.5, "trials": 3, "client_steps": 90, "budget": 99}
+
+
+def test_runs_have_what_their_arm_was_tuned_to_in_that_cell():
+    definition = define(TUNED | {"cells": {"data.imbalance": [5, 10]}})
+    first, second = definition.all_cells
+    tuning = {first: {"prox": outcome(definition, "prox", first, **{"method.mu": 0.5, "local.lr": 0.3})}}
+    by = {(p.cell, p.arm, p.seed): p.config for p in definition.runs(tuning)}
+    assert [by[first, "prox", seed].method["mu"] for seed in (0, 1)] == [0.5, 0.5]
+    assert by[first, "prox", 1].local.lr == 0.3
+    assert by[second, "prox", 0].method["mu"] == 0.01
+    assert by[first, "prox 1", 0].method["mu"] == 1.0
+
+
+def test_a_search_starts_from_the_fields_that_the_study_gives_alone():
+    bases = define(TUNED).bases()
+    assert bases["", "prox"].method == {"name": "fedprox"}
+    assert bases["", "prox 1"].method == {"name": "fedprox", "mu": 1.0}
+    assert bases["", "prox"].data.seed == 0
+
+
+def test_fields_of_an_unknown_arm_cannot_be_tuned():
+    with refused("config.unknown-name", ConfigError, key="study.tune.fields", name="sfd"):
+        define(TUNED | {"tune": TUNED["tune"] | {"fields": {"sfd": ["tau"]}}})
+
+
+@pytest.mark.parametrize(("changes", "key"), [({"runs": 0}, "study.tune.runs"), ({"trials": 3}, "study.tune.trials")])
+def test_a_wrong_setting_of_tuning_is_named(changes, key):
+    with pytest.raises(ConfigError, match=key):
+        define(TUNED | {"tune": TUNED["tune"] | changes})
+
+
+def test_the_reference_must_be_in_every_cell():
+    with refused("config.conflict", ConfigError, key="study.tune", cell="10"):
+        define(TUNED | {"cells": {"5": {}, "10": {}}, "only": {"10": ["prox"]}})
+
+
+def test_an_arm_is_searched_within_the_budget_and_resumes_after_an_interruption(tmp_path):
+    definition = define(TUNED)
+    base, reference = (definition.bases()["", arm] for arm in ("prox", "fedavg"))
+    tuned = tune_arm(tmp_path, base, reference, definition.tune, "prox")
+    one = client_steps(
+        reference.model_copy(update={"data": reference.data.model_copy(update={"validation": 0.2})}),
+        sizes(reference.model_copy(update={"data": reference.data.model_copy(update={"validation": 0.2})})),
+    )
+    assert tuned["budget"] == 3 * one
+    assert 0 < tuned["client_steps"] <= tuned["budget"]
+    assert tuned["trials"] >= 3
+    assert list(tuned["values"]) == ["method.mu"]
+    assert tune_arm(tmp_path, base, reference, definition.tune, "prox") == tuned  # nothing is done again
+    with pytest.raises(CheckpointError):
+        tune_arm(tmp_path, base, reference, definition.tune.model_copy(update={"runs": 4}), "prox")
+
+
+def test_ranges_of_other_methods_fields_and_given_fields_are_not_searched(tmp_path):
+    definition = define(TUNED)
+    tuning = Tuning(runs=3, ranges={"method.mu": "loguniform(0.1, 1)"}, fields={"prox 1": []})
+    assert (
+        tune_arm(tmp_path, definition.bases()["", "fedavg"], definition.bases()["", "fedavg"], tuning, "fedavg")[
+            "trials"
+        ]
+        == 0
+    )
+    with pytest.raises(ConfigError, match=r"tune\.runs"):
+        tune_arm(tmp_path, definition.bases()["", "prox"], definition.bases()["", "fedavg"], Tuning(runs=0.5), "prox")
+
+
+def test_what_was_tuned_for_something_else_is_refused(tmp_path):
+    definition = define(TUNED)
+    bases = {key: base for key, base in definition.bases().items() if key[1] != "prox"}
+    done = {"": {arm: outcome(definition, arm) for _, arm in bases}}
+    write_tuned(tmp_path, done)
+    assert search_arms(bases, definition.tune, "fedavg", tmp_path, None, 1, "local", None) == done
+    with refused("study.changed", CheckpointError, path=str(tmp_path / FILE)):
+        search_arms(bases, Tuning(runs=9), "fedavg", tmp_path, None, 1, "local", None)
+
+
+def test_a_search_is_the_same_wherever_its_files_lie_and_whatever_other_arms_have():
+    def hashed(changes, arm="prox", **fields):
+        definition = define({**TUNED, **fields, "base": TUNED["base"] | changes})
+        return outcome(definition, arm)["asked"]
+
+    first = hashed({})
+    assert hashed({"resources": {"device": "cpu"}, "data": {"clients": 3, "root": "/elsewhere"}}) == first
+    assert hashed({}, tune=TUNED["tune"] | {"fields": {"prox 1": []}}) == first
+    assert hashed({}, tune=TUNED["tune"] | {"fields": {"prox": []}}) != first
+    assert hashed({}, tune=TUNED["tune"] | {"ranges": {"method.q": "uniform(0, 1)"}}) == first  # FedProx has none
+    assert hashed({}, tune=TUNED["tune"] | {"ranges": {"method.mu": "uniform(0, 1)"}}) != first
+    assert hashed({}, reference="prox 1") != first  # the budget is counted in its runs
+    assert hashed({"local": {"epochs": 2}}) != first
+
+
+def test_nothing_is_searched_while_a_run_is_of_another_version_of_the_code(tmp_path, monkeypatch):
+    study = Study.create(define(TUNED), tmp_path)
+    plan = study.planned[0]
+    write_run(study.folder / plan.folder, plan, [0.1, 0.5], code="f" * 64)
+    monkeypatch.setattr(study_module, "search_arms", pytest.fail)
+    with refused("study.other-code", CheckpointError):
+        study.run()
+
+
+def test_a_changed_file_is_refused_and_one_that_the_study_does_not_ask_for_is_not_used(tmp_path):
+    definition = define(TUNED)
+    folder = tmp_path / "tuned"
+    folder.mkdir()
+    write_tuned(folder, {"": {"prox": outcome(definition, "prox", **{"method.mu": 0.5})}})
+    mu = {p.config.method["mu"] for p in Study.preview(definition, tmp_path).planned if p.arm == "prox"}
+    assert mu == {0.5}
+    without = define({key: value for key, value in TUNED.items() if key != "tune"})
+    mu = {p.config.method["mu"] for p in Study.preview(without, tmp_path).planned if p.arm == "prox"}
+    assert mu == {0.01}
+    (folder / FILE).write_text((folder / FILE).read_text().replace("0.5", "0.7"))
+    with refused("record.changed", CheckpointError, path=str(folder / FILE)):
+        Study.preview(definition, tmp_path)
+
+
+def test_a_tuned_study_is_taken_up_from_its_record_where_it_asks_the_same(tmp_path):
+    definition = define(TUNED)
+    values = {"fedavg": {}, "prox": {"method.mu": 0.5, "local.lr": 0.3}, "prox 1": {}}
+    (tmp_path / "first" / "tuned").mkdir(parents=True)
+    write_tuned(
+        tmp_path / "first" / "tuned", {"": {arm: outcome(definition, arm, **each) for arm, each in values.items()}}
+    )
+    first, record = Study.preview(definition, tmp_path / "first"), tmp_path / "results" / "tuned.json"
+    for plan in first.planned:
+        write_run(first.folder / plan.folder, plan, [0.1, 0.5], split=plan.seed)
+    first.run(record_file=record)
+    fresh = Study.create(definition, tmp_path / "second", record)
+    assert {each.state for each in fresh.records} == {"done"}
+    assert (fresh.tuned, fresh.recorded.passed_over) == (first.tuned, [])
+    assert fresh.run() == []  # nothing is searched and nothing is run
+    assert Study.open(fresh.folder).compare() == first.compare()
+    assert first.compare().apart == []  # a rate that was searched may differ: `tuned` has it
+    other = Study.preview(define(TUNED | {"tune": TUNED["tune"] | {"runs": 4}}), tmp_path / "third", record)
+    assert other.tuned == {"": {}}
+    assert {each.state for each in other.records if each.arm == "prox"} == {"missing"}
+
+
+def test_recorded_runs_of_an_arm_that_was_tuned_with_another_budget_are_taken_off_by_name(tmp_path):
+    def done(tree, place):
+        definition, lines = define(tree), []
+        (tmp_path / place / "tuned").mkdir(parents=True)
+        write_tuned(tmp_path / place / "tuned", {"": {arm: outcome(definition, arm) for arm in definition.arms}})
+        study = Study.preview(definition, tmp_path / place)
+        for plan in study.planned:
+            write_run(study.folder / plan.folder, plan, [0.1, 0.5], split=plan.seed)
+        study.run(Recorder(lines), record_file=tmp_path / "tuned.json")
+        return lines
+
+    assert done(TUNED, "first") == []
+    fewer = {arm: each for arm, each in TUNED["arms"].items() if arm != "prox 1"}
+    assert done(TUNED | {"arms": fewer}, "second") == []
+    assert len(Study.open(tmp_path / "tuned.json").records) == 6  # that arm stays: it was tuned for the same
+    (line,) = done(TUNED | {"arms": fewer, "tune": TUNED["tune"] | {"runs": 4}}, "third")
+    assert "prox1/seed-0 (its arm was tuned for something else)" in line
+    assert {each.arm for each in Study.open(tmp_path / "tuned.json").records} == {"fedavg", "prox"}
+
+
+def test_tables_say_what_was_tuned():
+    line = describe("IF 10", "prox", outcome(define(TUNED), "prox", **{"method.mu": 0.5}))
+    assert line == "prox in IF 10: method.mu 0.5 (3 trials, 90 of 99 client-steps, 50.00 % on validation samples)"
+    comparison = compare([finished("a", 0, 0.5)], "a", tuned=[line])
+    assert f"- {line}" in comparison_tables.comparison_table(comparison).markdown()
+    assert f"% tuned on validation samples: {line}" in comparison_tables.comparison_table(comparison).latex()
+
+
+@pytest.mark.slow
+def test_a_range_that_is_none_is_the_users_mistake_in_one_line(tmp_path):
+    study = Study.create(define(TUNED | {"tune": {"runs": 3, "ranges": {"local.lr": "banana"}}}), tmp_path)
+    with pytest.raises(ConfigError, match=r"tuning of arm 'fedavg': study\.tune\.ranges\.local\.lr.*banana") as caught:
+        study.run()
+    assert caught.value.details["arm"] == "fedavg"
+    assert not (study.folder / FILE).exists()
+
+
+@pytest.mark.slow
+def test_a_study_tunes_its_arms_then_runs_its_seeds_and_does_neither_again(tmp_path):
+    lines = []
+    study = Study.create(define(TUNED), tmp_path)
+    assert study.run(Recorder(lines)) == []
+    mu = study.tuned[""]["prox"]["values"]["method.mu"]
+    assert {r.config["method"]["mu"] for r in study.records if r.arm == "prox"} == {mu}
+    assert study.tuned[""]["fedavg"]["trials"] == study.tuned[""]["prox 1"]["trials"] == 0
+    assert all(record.state == "done" and record.config["data"]["validation"] == 0 for record in study.records)
+    again = Study.create(define(TUNED), tmp_path)
+    lines.clear()
+    assert again.run(Recorder(lines)) == []
+    assert lines == []
+    results = Study.open(study.folder / "results.json")
+    assert results.tuned == study.tuned
+    assert [line[:4] for line in results.compare().tuned] == ["feda", "prox", "prox"]
+    with refused("study.changed", CheckpointError):
+        Study.create(define(TUNED | {"tune": {"runs": 4}}), tmp_path).run()

@@ -1,0 +1,44 @@
+"""Where the runs of a study run: by GPU where one may be used, else by core."""
+
+import os
+
+import pytest
+import torch
+
+from raylt.config import Config
+from raylt.studies.running.worker_slots import slot_count, worker_slots
+
+CORES = len(os.sched_getaffinity(0))
+
+
+def runs(*resources):
+    return [Config.model_validate({"method": "fedavg", "resources": fields}) for fields in resources]
+
+
+@pytest.fixture(autouse=True)
+def three_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+
+
+def test_a_run_per_gpu_that_sees_no_other():
+    places = worker_slots(None, "local", runs(*[{}] * 5))
+    assert [place.environment["CUDA_VISIBLE_DEVICES"] for place in places] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("resources", [{"device": "cpu"}, {"gpus_per_client": 0.0}])
+def test_a_run_per_core_where_none_may_use_a_gpu(resources):
+    of_study = runs(*[resources] * (CORES + 2))
+    assert slot_count(None, "local", of_study) == CORES
+    places = worker_slots(None, "local", of_study)
+    assert len(places) == CORES
+    assert not any("CUDA_VISIBLE_DEVICES" in place.environment for place in places)
+
+
+def test_one_run_that_may_use_a_gpu_is_enough_for_places_by_gpu():
+    assert slot_count(None, "local", runs({"device": "cpu"}, {}, {"device": "cpu"}, {})) == 3
+
+
+def test_what_is_asked_for_is_taken_and_no_place_is_left_empty():
+    assert len(worker_slots(2, "local", runs({}, {}, {}))) == 2
+    assert len(worker_slots(4, "local", runs({}))) == 1
+    assert slot_count(None, "ray", runs({}, {})) == 1

@@ -1,0 +1,63 @@
+"""The manifest for KubeRay in docs/deployment.md: Kubernetes' schema of its pods, versions and what is public."""
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.version import Version
+
+from actors.cluster.doctor import FLOORS
+
+PAGE = Path(__file__).parents[1] / "docs/deployment.md"
+HEAD, WORKER = "head", "worker"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    [text] = re.findall(r"```yaml\n(apiVersion: ray.io.*?)```", PAGE.read_text(), re.DOTALL)
+    return yaml.safe_load(text)
+
+
+@pytest.fixture(scope="module")
+def pods(cluster):
+    """The pods' specifications, by the group."""
+    [group] = cluster["spec"]["workerGroupSpecs"]
+    return {HEAD: cluster["spec"]["headGroupSpec"]["template"]["spec"], WORKER: group["template"]["spec"]}
+
+
+def test_kubernetes_accepts_the_pods(pods):
+    schemas = pytest.importorskip("kubernetes_validate", reason="Kubernetes' schemas are not installed")
+    for group, spec in pods.items():
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": group}, "spec": spec}
+        schemas.validate(pod, schemas.latest_version(), strict=True)
+        misspelt = {**pod, "spec": {**spec, "volume": []}}
+        with pytest.raises(schemas.ValidationError):
+            schemas.validate(misspelt, schemas.latest_version(), strict=True)
+
+
+def test_ray_s_version_is_one_that_doctor_accepts_and_that_is_tested(cluster):
+    wanted = Version(cluster["spec"]["rayVersion"])
+    assert Version(FLOORS["ray"]) <= wanted <= Version(version("ray"))
+    images = re.findall(r"rayproject/ray:([0-9.]+)-", PAGE.read_text())
+    assert set(images) == {str(wanted)}
+
+
+def test_nobody_gets_in_without_the_token_or_from_outside(cluster):
+    assert cluster["spec"]["authOptions"] == {"mode": "token"}
+    head = cluster["spec"]["headGroupSpec"]
+    assert head["serviceType"] == "ClusterIP"
+    assert head["rayStartParams"]["dashboard-host"] == "127.0.0.1"
+
+
+def test_pods_reserve_what_they_may_use_and_mount_what_they_declare(pods, cluster):
+    for spec in pods.values():
+        [container] = spec["containers"]
+        assert container["resources"]["limits"] == container["resources"]["requests"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounts.keys() == {volume["name"] for volume in spec["volumes"]}
+        assert mounts["shm"] == "/dev/shm"  # Ray's objects; the default of 64 MB is too small
+        assert re.search(r":\d", container["image"])
+    labels = [cluster["spec"]["headGroupSpec"], cluster["spec"]["workerGroupSpecs"][0]]
+    assert [group["rayStartParams"]["labels"] for group in labels] == ["role=server", "role=client"]

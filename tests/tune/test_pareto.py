@@ -1,0 +1,32 @@
+"""The Pareto front of trials, and its picture."""
+
+import io
+
+import pytest
+from PIL import Image
+
+from tune import draw_pareto, pareto_front
+
+TRIALS = [
+    {"accuracy": 0.9, "few": 0.1},
+    {"accuracy": 0.8, "few": 0.4},
+    {"accuracy": 0.7, "few": 0.3},  # worse than the second by both
+    {"accuracy": 0.8, "few": 0.2},  # equal to the second by one
+    {"accuracy": 0.6, "few": 0.5},
+    {"accuracy": 0.95, "few": None},
+    {},
+]
+
+
+def test_the_front_has_the_trials_that_no_other_exceeds_best_first():
+    assert pareto_front(TRIALS, ("accuracy", "few")) == [0, 1, 4]
+
+
+def test_equal_trials_are_all_on_the_front():
+    assert pareto_front([{"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 1.0}], ("a", "b")) == [0, 1]
+
+
+@pytest.mark.parametrize("trials", [TRIALS, TRIALS[:1], []])
+def test_the_picture_is_drawn_for_any_number_of_trials(trials):
+    picture = draw_pareto(trials, ("accuracy", "few"), [str(index) for index in range(len(trials))])
+    assert Image.open(io.BytesIO(picture)).size > (600, 400)

@@ -1,0 +1,97 @@
+"""The class that Ray Tune trains: its figures, its checkpoints, and the two examples with Ray's own algorithms."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from refusals import refused
+
+import raylt
+from raylt.config import load
+from raylt.errors import ConfigError
+from tune.search import with_validation
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SETTINGS = ["data.clients=4", "data.imbalance=5", "federation.rounds=4", "local.epochs=1", "resources.actors=1"]
+
+pytestmark = pytest.mark.slow
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def figures(result):
+    return {key: result[key] for key in ("accuracy", "many", "medium", "local", "round", "loss") if key in result}
+
+
+@pytest.mark.parametrize("method", ["fedprox", "ccvr"])
+def test_a_trial_gives_the_figures_of_the_run_and_continues_to_the_same_bits(ray_session, tmp_path, method):
+    from tune import model_of, trainable
+
+    config = load(None, [f"method={method}", "evaluation.every=2", *SETTINGS])
+    run = raylt.run(with_validation(config), out=tmp_path, name="run", fleet="local", quiet=True)
+    kind = trainable(config)
+    straight = kind(config={"local": {"lr": 0.05}})  # the default, in nested form
+    halfway = figures(straight.train())
+    assert halfway["round"] == 2
+    in_middle = run.reports[1]["figures"]["validation"]["accuracy"]
+    assert (halfway["accuracy"] == in_middle) == (method == "fedprox")  # ccvr is judged with its last phase
+    saved = straight.save(str(tmp_path / "saved"))
+    end = straight.train()
+    straight.save(str(tmp_path / "end"))
+    straight.stop()
+    assert end["done"]
+    assert end["accuracy"] == run.reports[-1]["figures"]["validation"]["accuracy"]
+
+    continued = kind(config={"local.lr": 0.05})
+    continued.restore(saved)
+    assert figures(continued.train()) == figures(end)
+    continued.stop()
+
+    from ray.tune import Checkpoint
+
+    model = model_of(Checkpoint.from_directory(str(tmp_path / "end")))
+    images = run.task.test.x[:20]
+    assert model.predict(images).labels.tolist() == run.model().predict(images).labels.tolist()
+
+
+def test_a_checkpoint_of_a_trial_with_other_fixed_settings_is_refused(ray_session, tmp_path):
+    from tune import trainable
+
+    kind = trainable(load(None, ["method=fedprox", *SETTINGS]))
+    one = kind(config={})
+    one.train()
+    saved = one.save(str(tmp_path / "saved"))
+    one.stop()
+    other = kind(config={"data.alpha": 0.1})
+    with refused("search.fixed-setting", ConfigError, key="data.alpha"):
+        other.restore(saved)
+    other.stop()
+
+
+def test_a_trial_larger_than_the_cluster_is_refused(ray_session):
+    from tune import trainable
+
+    with refused("cluster.too-small", ConfigError):
+        trainable(load(None, ["method=fedprox", *SETTINGS, "resources.cpus_per_client=9"]))
+
+
+def test_population_based_training_changes_the_learning_rate_of_a_trial(ray_session, tmp_path):
+    results = example("population_based").tune_population(tmp_path)
+    assert not results.errors
+    assert [result.metrics["round"] for result in results] == [6, 6]
+    assert all(result.config["local.lr"] > 0.0005 for result in results)  # the worse one has taken over the better
+    assert list(tmp_path.glob("population/pbt_global.txt"))
+
+
+def test_a_search_with_two_objectives_ends_with_a_front_and_its_picture(ray_session, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["two_objectives.py", str(tmp_path), "--trials", "4", "--rounds", "2"])
+    example("two_objectives").main()
+    assert "few-shot" in capsys.readouterr().out
+    assert (tmp_path / "pareto.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,100 @@
+"""Asynchronous successive halving (ASHA, Li et al., MLSys 2020), in an order that timing cannot change.
+
+ASHA compares a trial at a rung with the trials that reached the rung before it. In other implementations these depend
+on which process was faster. Here a trial comes after the trials with smaller numbers, whenever it arrives. No process
+waits for that: a trial runs on while it is unknown whether an earlier one reaches the rung. If it is then stopped at
+the rung, its later steps do not count. So the outcome of a search is a function of its seed, and a search that was
+killed and resumed has the same outcome.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+ETA = 3  # one trial in this many continues at a rung
+
+
+@dataclass(frozen=True)
+class TrialProgress:
+    """The scores of a trial so far.
+
+    Args:
+        scores: by round, at rungs at least; higher is better.
+        end: the score of the deployed model, None before the end.
+        failed: whether the trial has failed for good.
+        over: whether no more scores will come although it neither ended nor failed: it was stopped before the search
+            was interrupted.
+    """
+
+    scores: Mapping[int, float]
+    end: float | None = None
+    failed: bool = False
+    over: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a trial.
+
+    Args:
+        state: "done", "stopped" at a rung, or "failed".
+        step: the step that it came to: the rung, or the number of rounds.
+        score: the score that counts; None for a failed trial.
+    """
+
+    state: str
+    step: int
+    score: float | None
+
+
+def rungs(rounds: int, grace: int | None = None) -> list[int]:
+    """Return the rounds after which trials are compared.
+
+    Args:
+        rounds: R; by default the rungs are R/9 and R/3.
+        grace: rounds before the first rung; each next rung is `ETA` times as far, up to R/2.
+    """
+    if grace is None:
+        steps = {rounds // ETA**k for k in (1, 2)}
+    else:
+        steps = {grace * ETA**k for k in range(32) if grace * ETA**k <= rounds // 2}
+    return sorted(step for step in steps if 0 < step < rounds)
+
+
+def outcomes(trials: Sequence[TrialProgress], steps: Sequence[int], rounds: int) -> list[Outcome | None]:
+    """Return the outcome of each trial, in their order; None while it is unknown.
+
+    Args:
+        trials: progress of the trials of one method, in the order of their numbers.
+        steps: the rungs, ascending; none for no halving.
+        rounds: R, the `step` of an outcome at the end.
+    """
+    recorded: dict[int, list[float]] = {step: [] for step in steps}
+    open_rungs: set[int] = set()  # rungs that an earlier trial may still reach
+    return [_outcome(trial, steps, rounds, recorded, open_rungs) for trial in trials]
+
+
+def _outcome(
+    trial: TrialProgress, steps: Sequence[int], rounds: int, recorded: dict[int, list[float]], open_rungs: set[int]
+) -> Outcome | None:
+    """Return the outcome of the next trial, and add its scores to `recorded`."""
+    passed: Outcome | None = None  # at the last rung that the trial has passed
+    for step in steps:
+        score = trial.scores.get(step)
+        if score is None and trial.failed:
+            return Outcome("failed", step, None)
+        if score is None and trial.over:
+            return passed  # an earlier trial that was run again made it pass the rung at which it was stopped
+        if score is None or step in open_rungs:
+            open_rungs.update(later for later in steps if later >= step)
+            return None
+        recorded[step].append(score)
+        better = sum(other > score for other in recorded[step])
+        passed = Outcome("stopped", step, score)
+        if better >= math.ceil(len(recorded[step]) / ETA):
+            return passed
+    if trial.end is not None:
+        return Outcome("done", rounds, trial.end)
+    if trial.failed:
+        return Outcome("failed", rounds, None)
+    return passed if trial.over else None

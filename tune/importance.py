@@ -1,0 +1,62 @@
+"""The importance of each searched setting, by fANOVA (Hutter et al., ICML 2014) over the trials of a search.
+
+Optuna's fANOVA fits a random forest to the scores and splits their variance between the settings. Trials are compared
+after the same step: the last one after which nearly all were judged. Under ASHA that is the first rung, because later
+rungs have only trials with good values.
+"""
+
+from collections.abc import Sequence
+
+from raylt.hyper import Range
+from raylt.seeds import seed_for
+from tune.plan import SearchPlan, SearchState, as_params, distributions_of
+from tune.records import TrialRecord
+from tune.space import Grid, Space
+
+LEAST = 8  # trials; with fewer, a forest finds what is not there
+NEARLY_ALL = 0.9  # of the trials: some fail
+
+
+def importance(plan: SearchPlan, state: SearchState, method: str) -> dict[str, float]:
+    """Return the share of each setting in the variance of the scores, largest first; they sum to 1.
+
+    Returns:
+        Empty where too few trials were judged after the same step, where all have the same score, or where fewer than
+        two settings are searched.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    space = _without_grids(plan.spaces[method])
+    scores = _scores_of_one_step(state.sequences[method].records)
+    if len(space) < 2 or len(set(scores.values())) < 2:
+        return {}
+    study = optuna.create_study(direction="maximize")
+    distributions = distributions_of(space)
+    for record in state.sequences[method].records:
+        if record.id in scores:
+            study.add_trial(
+                optuna.create_trial(
+                    value=scores[record.id], params=as_params(space, record.values), distributions=distributions
+                )
+            )
+    evaluator = optuna.importance.FanovaImportanceEvaluator(seed=seed_for(plan.seed, "importance", method) % 2**32)
+    return optuna.importance.get_param_importances(study, evaluator=evaluator)
+
+
+def _scores_of_one_step(records: Sequence[TrialRecord]) -> dict[str, float]:
+    """Return the scores after the last step after which nearly all trials were judged, by trial."""
+    by_step: dict[int, dict[str, float]] = {}
+    for record in records:
+        for score in record.counted_scores:
+            if score.kind != "proxy":
+                by_step.setdefault(score.step, {})[record.id] = score.value
+    most = max((len(scores) for scores in by_step.values()), default=0)
+    if most < LEAST:
+        return {}
+    return by_step[max(step for step, scores in by_step.items() if len(scores) >= NEARLY_ALL * most)]
+
+
+def _without_grids(space: Space) -> dict[str, Range]:
+    """Return the settings that are drawn; each value of a grid occurs as often as the others by design."""
+    return {key: axis for key, axis in space.items() if not isinstance(axis, Grid)}

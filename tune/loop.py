@@ -1,0 +1,110 @@
+"""`SearchLoop`: a search while it runs. It gives out trials and takes in their scores, wherever the trials run."""
+
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+from raylt.config import Config, DataConfig
+from raylt.data.task import Task, build_task
+from raylt.errors import CheckpointError
+from raylt.runs.callbacks.base import Callback, TrialReport
+from raylt.store import Folder
+from tune.plan import SearchPlan, SearchState
+from tune.records import Score, TrialRecord, append_trial, read_ended
+
+ERROR = "error.txt"  # in a trial's folder: the error of its last attempt
+
+
+@lru_cache(maxsize=64)
+def _task(data: str) -> Task:
+    return build_task(DataConfig.model_validate_json(data))
+
+
+def task_of(config: Config) -> Task:
+    """Return the task of a configuration; it is cached for the next configuration with the same data."""
+    return _task(config.data.model_dump_json())
+
+
+def sizes(config: Config) -> list[int]:
+    """Return the samples of each client that holds any and trains."""
+    task = task_of(config)
+    return [n for k, n in enumerate(task.sizes.tolist()) if n and k not in task.new_clients]
+
+
+class SearchLoop:
+    """A search while it runs: gives out trials, takes in their scores and writes down the trials that have ended.
+
+    Raises:
+        CheckpointError: trials.jsonl cannot be read.
+    """
+
+    def __init__(self, folder: Path, plan: SearchPlan, callback: Callback):
+        self.folder = folder
+        self.plan = plan
+        self.callback = callback
+        self.state = SearchState(plan, sizes)
+        self._records: dict[str, TrialRecord] = {}
+        with Folder.open(folder) as search_folder:
+            self._ended = read_ended(search_folder)
+
+    def next(self) -> TrialRecord | str:
+        """Return a trial to run, WAIT or OVER; restore the trials that ended before an interruption.
+
+        Raises:
+            CheckpointError: such a trial does not fit the search.
+        """
+        while True:
+            record = self.state.next()
+            if not isinstance(record, TrialRecord):
+                return record
+            self._records[record.id] = record
+            ended = self._ended.get(record.id)
+            if ended is None:
+                return record
+            record.restore(ended, self.folder / "trials" / record.id)
+            self.state.update(record)
+
+    def add_scores(self, id: str, scores: list[Score]) -> bool:
+        """Take in new scores of a trial; return whether the trial continues."""
+        record = self._records[id]
+        record.scores.update({score.step: score for score in scores})
+        self.state.update(record)
+        return record.outcome is None or record.outcome.state != "stopped"
+
+    def close_trial(self, id: str, failed: str | None) -> None:
+        """Record that a trial's process has finished with it.
+
+        Args:
+            failed: an error for a failed trial that has not written its own to its folder; None if it did not fail.
+        """
+        record = self._records[id]
+        folder = self.folder / "trials" / id
+        if record.closed:
+            return
+        record.closed = True
+        if failed is not None:
+            record.failed = failed
+            with suppress(CheckpointError), Folder.open(folder) as trial_folder:
+                record.failed = trial_folder.read_text(ERROR).strip()
+        self.state.update(record)
+        with Folder.open(self.folder) as search_folder:
+            append_trial(search_folder, record)
+        if record.failed is None:
+            with suppress(CheckpointError), Folder.open(folder) as trial_folder:
+                trial_folder.remove("checkpoints")
+        best = self.state.best()
+        ended = sum(other.closed for other in self.state.trials)
+        self.callback.on_trial_end(report_of(record), None if best is None else report_of(best), ended)
+
+
+def report_of(record: TrialRecord) -> TrialReport:
+    """Return the report that callbacks receive of a trial."""
+    outcome = record.outcome
+    return TrialReport(
+        trial=record.id,
+        values=record.values,
+        state="failed" if record.failed is not None else "open" if outcome is None else outcome.state,
+        round=None if outcome is None else outcome.step,
+        score=None if outcome is None else outcome.score,
+        failed=record.failed,
+    )

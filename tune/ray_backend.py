@@ -1,0 +1,244 @@
+"""Runs the trials of a search on Ray.
+
+Ray Tune starts their processes, reserves their resources and continues trials that fail.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # read by Tune when it is imported
+import ray
+import torch
+from ray import tune as ray_tune
+from ray.tune.schedulers import FIFOScheduler, TrialScheduler
+from ray.tune.search import Searcher as RaySearcher
+
+from actors.by_value import pack
+from actors.fleet import RayFleet
+from actors.placement import Placement
+from actors.shards import Shards
+from raylt.config import Config
+from raylt.core.fleet.fleet import Fleet
+from raylt.core.setup import Setup
+from raylt.data.task import Task
+from raylt.errors import describe_error
+from raylt.own_code.shipment import Shipment
+from raylt.store import Folder, folder_for
+from tune.loop import ERROR, SearchLoop
+from tune.placement import bundles_of
+from tune.plan import OVER
+from tune.records import Score, TrialRecord
+from tune.trial import Trial, TrialJob
+
+
+def run_trials(
+    loop: SearchLoop, job: TrialJob, placement: Placement, at_once: int, retries: int, track: Sequence[str]
+) -> None:
+    """Run the trials of a search until it is over.
+
+    Args:
+        placement: the client actors of one trial.
+        at_once: the number of trials that run at the same time.
+        retries: how many times a failed trial is continued.
+        track: the trackers that Ray logs trials to, "mlflow" or "wandb".
+    """
+    for name in ("ray.tune", "ray.air", "ray.train"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    adapter = RaySearchAdapter(loop, at_once)
+    trainable = ray_tune.with_resources(
+        ray_tune.with_parameters(TrialActor, shipped=pack(job), folder=job.folder, placement=placement),
+        ray_tune.PlacementGroupFactory(bundles_of(placement), strategy="PACK"),
+    )
+    with Folder.open(job.folder) as folder:
+        folder.remove("tune")  # Tune's own state of an earlier start; the search restores its trials itself
+    ray_tune.Tuner(
+        trainable,
+        tune_config=ray_tune.TuneConfig(
+            search_alg=_TrialSuggester(adapter),
+            scheduler=_TrialStopper(adapter),
+            num_samples=-1,
+            reuse_actors=True,
+            trial_name_creator=lambda trial: trial.config["trial"],
+            trial_dirname_creator=lambda trial: trial.config["trial"],
+        ),
+        run_config=ray_tune.RunConfig(
+            name="tune",
+            storage_path=str(job.folder),
+            verbose=0,
+            # trials write their own checkpoints
+            checkpoint_config=ray_tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
+            failure_config=ray_tune.FailureConfig(max_failures=retries),
+            callbacks=_callbacks(track, job.folder),
+        ),
+    ).fit()
+
+
+class TrialActor(ray_tune.Trainable):
+    """Hosts a `Trial`; its client actors live in the trial's placement group and end with it."""
+
+    def setup(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, config: dict[str, Any], shipped: Shipment, folder: Path, placement: Placement
+    ) -> None:
+        self._config = config
+        self._shipped = shipped
+        self._folder = folder
+        self._placement = placement
+        self._trial: Trial | None = None
+
+    def step(self) -> dict[str, Any]:
+        """Take one step of the trial; return its new scores as JSON, and figures for Ray's loggers."""
+        folder = self._folder / "trials" / self._config["trial"]
+        try:
+            if self._trial is None:  # not in `setup`: Tune continues a failed trial only after `setup` has succeeded
+                self._trial = self._open()
+            scores = self._trial.step()
+        except Exception as error:
+            with folder_for(folder) as trial_folder:
+                trial_folder.write(ERROR, describe_error(error) + "\n")
+            raise
+        with Folder.open(folder) as trial_folder:
+            trial_folder.remove(ERROR)
+        figures = {}
+        if scores:
+            last = scores[-1]
+            figures = {
+                "round": last.step,
+                "score": last.value,
+                "client_steps": last.client_steps,
+                "validation": _numbers(last.validation),
+                "test": _numbers(last.test),
+            }
+        return {**figures, "scores": json.dumps([score.to_json() for score in scores]), "done": self._trial.done}
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Take another trial in the same process."""
+        self.cleanup()
+        self._config = new_config
+        return True
+
+    def cleanup(self) -> None:
+        """Release the trial's clients and folder."""
+        if self._trial is not None:
+            self._trial.close()
+            self._trial = None
+
+    def _open(self) -> Trial:
+        job: TrialJob = self._shipped.open()
+        if Path(job.cwd).is_dir():
+            os.chdir(job.cwd)
+        config = Config.model_validate_json(self._config["config"])
+        return Trial(
+            job, self._config["trial"], config, self._config["cost"], self._fleet, leased=bool(ray.get_gpu_ids())
+        )
+
+    def _fleet(self, setup: Setup, task: Task, name: str, device: torch.device) -> Fleet:
+        # without a scheduling strategy Ray puts the actors into the trial's placement group
+        folder = self._folder / "trials" / self._config["trial"]
+        return RayFleet(setup, task, Shards.put(task.shards), ray.put(task.test), self._placement, name, folder)
+
+
+class RaySearchAdapter:
+    """The search loop, as shared by Tune's searcher and scheduler.
+
+    Tune copies and pickles its searcher and scheduler. The copies share one adapter, and a pickled one has no loop.
+
+    Attributes:
+        running: ids of the trials that are running, by Tune's names for them.
+    """
+
+    def __init__(self, loop: Any, at_once: int):
+        self.loop = loop
+        self.at_once = at_once
+        self.running: dict[str, str] = {}
+
+    def __deepcopy__(self, memo: Any) -> "RaySearchAdapter":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RaySearchAdapter, (None, 0)
+
+
+class _TrialSuggester(RaySearcher):
+    """Gives Tune the trials that the search loop begins."""
+
+    def __init__(self, adapter: RaySearchAdapter):
+        super().__init__()
+        self._adapter = adapter
+
+    def suggest(self, trial_id: str) -> Any:
+        adapter = self._adapter
+        if len(adapter.running) >= adapter.at_once:
+            return None
+        record = adapter.loop.next()
+        if not isinstance(record, TrialRecord):
+            return self.FINISHED if record == OVER and not adapter.running else None
+        adapter.running[trial_id] = record.id
+        # the values are for Ray's loggers, the configuration for the trial
+        return {
+            "trial": record.id,
+            "method": record.method,
+            "cost": record.cost,
+            "config": record.config.model_dump_json(),
+            "values": {key.replace(".", "_"): value for key, value in record.values.items()},
+        }
+
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
+        del self._adapter.running[trial_id]
+
+    def save(self, checkpoint_path: str) -> None:
+        """Do nothing: the records of the trials are the state."""
+
+    def restore(self, checkpoint_path: str) -> None:
+        raise NotImplementedError("a search is resumed from its own records")
+
+
+class _TrialStopper(FIFOScheduler):
+    """Passes scores to the search loop, and ends the trials that it stops."""
+
+    def __init__(self, adapter: RaySearchAdapter):
+        super().__init__()
+        self._adapter = adapter
+
+    def on_trial_result(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> str:
+        continues = self._adapter.loop.add_scores(trial.config["trial"], _scores_of(result))
+        return TrialScheduler.CONTINUE if continues else TrialScheduler.STOP
+
+    def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict[str, Any]) -> None:
+        if "scores" in result:  # Tune passes the last result of a trial that ended by itself only to this method
+            self._adapter.loop.add_scores(trial.config["trial"], _scores_of(result))
+        self._adapter.loop.close_trial(trial.config["trial"], None)
+
+    def on_trial_error(self, tune_controller: Any, trial: Any) -> None:
+        self._adapter.loop.close_trial(trial.config["trial"], "its process died")
+
+    def on_trial_remove(self, tune_controller: Any, trial: Any) -> None:
+        self._adapter.loop.close_trial(trial.config["trial"], "it could not be started")
+
+
+def _scores_of(result: Mapping[str, Any]) -> list[Score]:
+    """Return the scores in a result of `TrialActor.step`."""
+    return [Score.from_json(content) for content in json.loads(result["scores"])]
+
+
+def _numbers(figures: Mapping[str, float | None]) -> dict[str, float]:
+    return {key: value for key, value in figures.items() if value is not None}
+
+
+def _callbacks(track: Sequence[str], folder: Path) -> list[Any]:
+    """Return Ray's callbacks for MLflow and W&B."""
+    callbacks: list[Any] = []
+    for name in track:
+        if name == "mlflow":
+            from ray.air.integrations.mlflow import MLflowLoggerCallback
+
+            uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
+            callbacks.append(MLflowLoggerCallback(tracking_uri=uri, experiment_name=folder.name))
+        else:
+            from ray.air.integrations.wandb import WandbLoggerCallback
+
+            callbacks.append(WandbLoggerCallback(project="raylt", group=folder.name))
+    return callbacks

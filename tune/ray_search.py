@@ -1,0 +1,227 @@
+"""Searches that Ray Tune's own schedulers steer: `raylt tune --scheduler pbt|hyperband|median`.
+
+Which trials they stop or copy depends on which process is faster, so the same seed need not give the same search.
+raylt's own ASHA does not have this property, and stays the default (asha.py).
+
+The search's folder is Tune's own, with three more files:
+
+    ray_search.json  the settings of the search, for `raylt tune --resume`
+    trials.csv       one row for each trial
+    best.yaml        the best trial's configuration; a trial of pbt has another one for each stretch of its rounds
+"""
+
+import csv
+import io
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import optuna
+from pydantic import TypeAdapter
+from ray import tune as ray_tune
+from ray.tune.schedulers import HyperBandScheduler, MedianStoppingRule, PopulationBasedTraining, TrialScheduler
+from ray.tune.search.optuna import OptunaSearch
+
+from raylt.config import Config, check, notation
+from raylt.errors import RayltError, on_one_line
+from raylt.hyper import Choice
+from raylt.store import Folder, folder_for
+from raylt.typed_json import as_json
+from tune.ray_space import param_space
+from tune.ray_trainable import trainable
+from tune.records import Metric, Searcher
+from tune.search import with_validation
+from tune.space import Grid, Space, configure, parse
+
+RayScheduler = Literal["pbt", "hyperband", "median"]
+PLAN = "ray_search.json"
+
+
+@dataclass(frozen=True)
+class RaySearchPlan:
+    """The settings of a search with one of Ray's schedulers.
+
+    Args:
+        config: the settings that all trials share, as JSON values.
+        space: the ranges, as texts.
+        samples: trials.
+        grace: rounds before trials are compared for the first time, and for pbt between two exchanges.
+        retries: how many times a failed trial is continued from its last checkpoint.
+    """
+
+    config: dict[str, Any]
+    space: dict[str, str]
+    samples: int
+    metric: Metric
+    searcher: Searcher
+    scheduler: RayScheduler
+    grace: int | None
+    seed: int
+    parallel: int | None
+    retries: int
+
+
+@dataclass(frozen=True)
+class RaySearchResult:
+    """The result of such a search.
+
+    Args:
+        rows: one mapping for each trial, best first, as in trials.csv.
+        exchanged: whether trials took over others' models, so that a row has only the last values of its trial.
+        results: Tune's own; `model_of` (ray_trainable.py) opens a checkpoint in it.
+    """
+
+    folder: Path
+    rows: list[dict[str, Any]]
+    exchanged: bool
+    results: ray_tune.ResultGrid
+
+
+def ray_search(folder: Path, plan: RaySearchPlan) -> RaySearchResult:
+    """Search in a new folder, in this process's Ray session.
+
+    Raises:
+        ConfigError: a trial does not fit into the cluster.
+        RayltError: no trial reached an evaluation.
+    """
+    config, space = _opened(plan)
+    tuner = ray_tune.Tuner(
+        trainable(config, plan.parallel),
+        param_space=param_space(space, grid=plan.searcher == "grid"),
+        tune_config=ray_tune.TuneConfig(
+            metric=plan.metric,
+            mode="max",
+            num_samples=1 if plan.searcher == "grid" else plan.samples,
+            search_alg=_searcher(plan),
+            scheduler=_scheduler(plan, config, space),
+            max_concurrent_trials=plan.parallel,
+            reuse_actors=True,
+        ),
+        run_config=ray_tune.RunConfig(
+            name=folder.name,
+            storage_path=str(folder.parent),
+            verbose=0,
+            checkpoint_config=_checkpoints(plan, config),
+            failure_config=ray_tune.FailureConfig(max_failures=plan.retries),
+            callbacks=[_EndedTrials(plan.metric)],
+        ),
+    )
+    with folder_for(folder) as search_folder:
+        search_folder.write(PLAN, json.dumps(asdict(plan), indent=1) + "\n")
+    return _conclude(folder, plan, tuner.fit())
+
+
+def resume_ray_search(folder: Path) -> RaySearchResult:
+    """Continue an interrupted search; trials that failed are continued, too."""
+    with Folder.open(folder) as search_folder:
+        plan = RaySearchPlan(**as_json(search_folder.read(PLAN), TypeAdapter(dict[str, Any]), str(folder / PLAN)))
+    config, _ = _opened(plan)
+    tuner = ray_tune.Tuner.restore(str(folder), trainable(config, plan.parallel), resume_errored=True)
+    return _conclude(folder, plan, tuner.fit())
+
+
+def _checkpoints(plan: RaySearchPlan, config: Config) -> ray_tune.CheckpointConfig:
+    """Return when trials write checkpoints. Under pbt all are kept, because a slower trial may take over an old one."""
+    if plan.scheduler == "pbt":
+        return ray_tune.CheckpointConfig(checkpoint_frequency=_first_comparison(plan, config), checkpoint_at_end=True)
+    return ray_tune.CheckpointConfig(num_to_keep=2, checkpoint_frequency=1, checkpoint_at_end=True)
+
+
+def _first_comparison(plan: RaySearchPlan, config: Config) -> int:
+    """Return the number of evaluations before trials are compared."""
+    grace = plan.grace or max(1, config.federation.rounds // 9)
+    return math.ceil(grace / config.evaluation.every)
+
+
+def _searcher(plan: RaySearchPlan) -> OptunaSearch | None:
+    """Return Ray's searcher; None for values drawn at random, as pbt does."""
+    if plan.searcher != "tpe" or plan.scheduler == "pbt":
+        return None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return OptunaSearch(seed=plan.seed)
+
+
+class _EndedTrials(ray_tune.Callback):
+    """Prints a line on standard error for each trial that has ended."""
+
+    def __init__(self, metric: Metric):
+        self._metric = metric
+
+    def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+        figures = trial.last_result
+        score = figures.get(self._metric)
+        shown = "-" if score is None else f"{100 * score:.2f} %"
+        values = " ".join(f"{key}={value}" for key, value in trial.config.items())
+        print(f"{trial.trial_id}  ended after round {figures.get('round', 0)}  {shown}  {values}", file=sys.stderr)
+
+    def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+        print(f"{trial.trial_id}  failed", file=sys.stderr)
+
+
+def _opened(plan: RaySearchPlan) -> tuple[Config, Space]:
+    space: Space = {}
+    for key, text in plan.space.items():
+        axis = parse(text)
+        assert axis is not None
+        space[key] = axis
+    return with_validation(check(Config, plan.config)), space
+
+
+def _scheduler(plan: RaySearchPlan, config: Config, space: Space) -> TrialScheduler:
+    """Return Ray's scheduler; it counts evaluations, and a plan counts rounds."""
+    evaluations = math.ceil(config.federation.rounds / config.evaluation.every)
+    first = _first_comparison(plan, config)
+    if plan.scheduler == "pbt":
+        mutations = {
+            key: list(axis.values) if isinstance(axis, Choice | Grid) else domain
+            for (key, axis), domain in zip(space.items(), param_space(space).values(), strict=True)
+        }
+        return PopulationBasedTraining(perturbation_interval=first, hyperparam_mutations=mutations)
+    if plan.scheduler == "hyperband":
+        return HyperBandScheduler(max_t=evaluations)
+    return MedianStoppingRule(grace_period=first)
+
+
+def _conclude(folder: Path, plan: RaySearchPlan, results: ray_tune.ResultGrid) -> RaySearchResult:
+    rows = sorted(
+        (_row(result, plan) for result in results), key=lambda row: (-(row[plan.metric] or -math.inf), row["trial"])
+    )
+    if not rows or rows[0][plan.metric] is None:
+        cause = _last_line(results.errors[0]) if results.errors else "none was begun"
+        raise RayltError(
+            f"{folder}: no trial reached an evaluation ({cause}). Continue it with raylt tune --resume {folder}.",
+            code="search.no-result",
+            path=str(folder),
+            cause=cause,
+        )
+    table = io.StringIO()
+    writer = csv.DictWriter(table, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    config, _ = _opened(plan)
+    best = configure(config, config.method["name"], {key: rows[0][key] for key in plan.space})
+    with Folder.open(folder) as search_folder:
+        search_folder.write("trials.csv", table.getvalue())
+        search_folder.write("best.yaml", notation.write(best.model_dump(mode="json")))
+    return RaySearchResult(folder, rows, (folder / "pbt_global.txt").is_file(), results)
+
+
+def _row(result: ray_tune.Result, plan: RaySearchPlan) -> dict[str, Any]:
+    figures: Mapping[str, Any] = result.metrics or {}
+    config: Mapping[str, Any] = result.config or {}
+    return {
+        "trial": figures.get("trial_id"),
+        "round": figures.get("round"),
+        plan.metric: figures.get(plan.metric),
+        **{key: config.get(key) for key in plan.space},
+        "failed": None if result.error is None else _last_line(result.error),
+    }
+
+
+def _last_line(error: Exception) -> str:
+    """Return the message of an error of Tune, whose text is a traceback."""
+    return on_one_line(str(error).strip().splitlines()[-1])

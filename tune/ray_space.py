@@ -1,0 +1,40 @@
+"""Search spaces in the notation of Ray Tune."""
+
+from typing import Any
+
+from ray import tune as ray_tune
+
+from raylt.errors import ConfigError
+from raylt.hyper import Choice, LogUniform
+from tune.space import Grid, Space, to_text
+
+
+def param_space(space: Space, grid: bool = False) -> dict[str, Any]:
+    """Return a search space in the notation of Ray Tune, for `ray.tune.Tuner(param_space=...)`.
+
+    Args:
+        space: from `tune.space`.
+        grid: whether each value of a choice is taken in turn.
+
+    Raises:
+        ConfigError: a range of numbers has no grid.
+    """
+    domains: dict[str, Any] = {}
+    for key, axis in space.items():
+        if isinstance(axis, Grid) or (grid and isinstance(axis, Choice)):
+            domains[key] = ray_tune.grid_search(list(axis.values))
+        elif grid:
+            raise ConfigError(
+                f"{key}: a range of numbers has no grid with one of Ray's schedulers ({to_text(axis)}). Give the "
+                "values as grid(a, b, ...).",
+                code="search.bad-range",
+                key=key,
+                value=to_text(axis),
+            )
+        elif isinstance(axis, Choice):
+            domains[key] = ray_tune.choice(list(axis.values))
+        elif isinstance(axis, LogUniform):
+            domains[key] = ray_tune.loguniform(axis.low, axis.high)
+        else:
+            domains[key] = ray_tune.uniform(axis.low, axis.high)
+    return domains

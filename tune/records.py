@@ -1,0 +1,306 @@
+"""The scores and records of trials, and their form as JSON in the files of a search.
+
+`Score` is one judgement of a trial, a line of scores.jsonl. `TrialRecord` is a trial as its search sees it, a line of
+trials.jsonl once it has ended.
+"""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict
+
+from raylt.config import Config, followed
+from raylt.errors import CheckpointError
+from raylt.runs.folder.reader import Files
+from raylt.store import Folder
+from raylt.typed_json import as_json, chain, closed, is_chained
+from tune.asha import Outcome
+
+ScoreKind = Literal["round", "proxy", "rehearsal", "final"]
+Metric = Literal["accuracy", "many", "medium", "few", "owned", "matched", "miou", "local", "worst_decile"]
+Searcher = Literal["tpe", "random", "grid"]
+Scheduler = Literal["asha", "none"]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+SCORES = "scores.jsonl"  # in a trial's folder
+TRIALS = "trials.jsonl"  # in a search's folder
+PLAN = "search.json"  # in a search's folder
+
+
+@closed
+class ScoreJson(TypedDict):
+    """A score as JSON."""
+
+    step: Annotated[int, Field(ge=1)]
+    kind: ScoreKind
+    score: Share
+    steps: Annotated[int, Field(ge=0)]
+    validation: dict[str, Share | None]
+    test: dict[str, Share | None]
+
+
+@closed
+class EndedTrialJson(TypedDict):
+    """A line of trials.jsonl: a trial that has ended.
+
+    `previous` is the hash of the line before, of the first line that of search.json; `sha256` is that of all other
+    fields.
+    """
+
+    trial: str
+    values: dict[str, Any]
+    failed: str | None
+    points: list[ScoreJson]
+    previous: str
+    sha256: str
+
+
+@closed
+class SearchPlanJson(TypedDict):
+    """The content of search.json."""
+
+    base: dict[str, Any]
+    spaces: dict[str, dict[str, Any]]
+    samples: Annotated[int, Field(ge=1)] | None
+    budget: Annotated[int, Field(ge=1)] | None
+    searcher: Searcher
+    scheduler: Scheduler
+    grace: int | None
+    metric: Metric
+    seed: int
+    lag: Annotated[int, Field(ge=0)]
+    retries: Annotated[int, Field(ge=0)]
+    start: NotRequired[str]
+    sha256: str
+
+
+SCORE_JSON = TypeAdapter(ScoreJson)
+ENDED_TRIAL_JSON = TypeAdapter(EndedTrialJson)
+SEARCH_PLAN_JSON = TypeAdapter(SearchPlanJson)
+
+
+@dataclass(frozen=True)
+class Score:
+    """One judgement of a trial on the validation set.
+
+    Args:
+        step: the step of the run after which it was taken.
+        kind: "round" after a round, and "final" for the model that is deployed in the end. A method with a last phase
+            has "proxy" before that phase, which decides nothing, and "rehearsal" at a rung, where the phase runs on a
+            copy.
+        value: the metric of the search; higher is better.
+        client_steps: SGD steps of all clients until then.
+        validation: figures on the validation set, by name.
+        test: figures on the test set, which decide nothing; empty for a rehearsal.
+    """
+
+    step: int
+    kind: ScoreKind
+    value: float
+    client_steps: int
+    validation: dict[str, float | None]
+    test: dict[str, float | None]
+
+    @classmethod
+    def from_json(cls, content: ScoreJson) -> "Score":
+        """Return the score of a JSON object."""
+        return cls(
+            content["step"],
+            content["kind"],
+            content["score"],
+            content["steps"],
+            content["validation"],
+            content["test"],
+        )
+
+    def to_json(self) -> ScoreJson:
+        """Return the score as a JSON object."""
+        return {
+            "step": self.step,
+            "kind": self.kind,
+            "score": self.value,
+            "steps": self.client_steps,
+            "validation": self.validation,
+            "test": self.test,
+        }
+
+
+@dataclass
+class TrialRecord:
+    """A trial as its search sees it.
+
+    Attributes:
+        cost: client-steps of all its rounds.
+        scores: by step.
+        failed: the error of a failed trial.
+        closed: whether no more scores will come.
+        outcome: the result of the trial; None while it is unknown.
+    """
+
+    id: str
+    method: str
+    values: dict[str, Any]
+    config: Config
+    cost: int
+    scores: dict[int, Score] = field(default_factory=dict)
+    failed: str | None = None
+    closed: bool = False
+    outcome: Outcome | None = None
+
+    def restore(self, ended: EndedTrialJson, folder: Path) -> None:
+        """Take over the scores of this trial from before an interruption.
+
+        Args:
+            folder: of the trial.
+
+        Raises:
+            CheckpointError: the trial had other values, or its folder contradicts its line.
+        """
+        if ended["values"] != self.values:
+            raise CheckpointError(
+                f"{folder}: trial {self.id} ran with other values ({ended['values']}; the search now draws "
+                f"{self.values}). Continue the search with the versions that it was started with.",
+                code="search.changed",
+                path=str(folder),
+                trial=self.id,
+            )
+        files = Files(folder)
+        recorded = files.config()
+        if followed(self.config, recorded) != recorded:  # `recorded` has the settings that the data decided
+            raise CheckpointError(
+                f"{folder}: the trial has another configuration than the search. Put the trial's own files back.",
+                code="search.changed",
+                path=str(folder),
+                trial=self.id,
+            )
+        reports = files.lines().reports
+        for content in ended["points"]:
+            score = Score.from_json(content)
+            figures = reports[score.step - 1]["figures"] if score.step <= len(reports) else None
+            reported = {} if figures is None else figures.get(figures_of(score.kind))
+            if reported is not None and reported != score.validation:
+                file = folder.parent.parent / TRIALS
+                raise CheckpointError(
+                    f"{file}: trial {self.id} has other figures of step {score.step} than its metrics.jsonl. Put the "
+                    "original file back.",
+                    code="search.changed",
+                    path=str(file),
+                    trial=self.id,
+                    step=score.step,
+                )
+            self.scores[score.step] = score
+        if files.ended:
+            files.summary()
+        self.closed = True
+
+    def line(self, previous: str) -> str:
+        """Return the trial's line of trials.jsonl.
+
+        Args:
+            previous: the hash of the line before.
+        """
+        content = {
+            "trial": self.id,
+            "values": self.values,
+            "failed": self.failed,
+            "points": [score.to_json() for score in self.scores.values()],
+        }
+        return json.dumps(chain(content, previous))
+
+    @property
+    def spent(self) -> int:
+        """Client-steps that count towards the budget; the whole cost while the outcome is unknown."""
+        if self.outcome is None or self.outcome.state == "failed":
+            return self.cost
+        return self.cost * self.outcome.step // self.config.federation.rounds
+
+    @property
+    def counted_scores(self) -> list[Score]:
+        """The scores that count: a stopped trial may have run on while its outcome was unknown."""
+        last = self.outcome.step if self.outcome is not None and self.outcome.state == "stopped" else math.inf
+        return [score for score in self.scores.values() if score.step <= last]
+
+    @property
+    def deciding_score(self) -> Score | None:
+        """The score that decided the outcome; None without an outcome."""
+        if self.outcome is None or self.outcome.score is None:
+            return None
+        done = self.outcome.state == "done"
+        kinds = ("final",) if done else ("round", "rehearsal")
+        for score in self.scores.values():
+            if score.kind in kinds and score.value == self.outcome.score and (done or score.step == self.outcome.step):
+                return score
+        return None
+
+
+def figures_of(kind: ScoreKind) -> str:
+    """Return the name that metrics.jsonl gives to a judgement; a rehearsal judges another model than its step has."""
+    return "rehearsal" if kind == "rehearsal" else "validation"
+
+
+def read_scores(folder: Folder) -> list[Score]:
+    """Return the scores of a trial, from its folder.
+
+    Raises:
+        CheckpointError: a line cannot be read; the message has its number.
+    """
+    lines = folder.read_text(SCORES).splitlines() if SCORES in folder.names() else []
+    return [
+        Score.from_json(as_json(line, SCORE_JSON, f"{folder.path / SCORES}, line {number}"))
+        for number, line in enumerate(lines, 1)
+    ]
+
+
+def read_ended(folder: Folder) -> dict[str, EndedTrialJson]:
+    """Return the trials of a search that have ended without an error, by id; remove a line that a kill cut off.
+
+    Raises:
+        CheckpointError: a line cannot be read, was changed or does not follow the line before; the message has its
+            number.
+    """
+    trials, torn = read_trials(folder)
+    if torn:
+        whole, _, _ = folder.read_text(TRIALS).rpartition("\n")
+        folder.write(TRIALS, f"{whole}\n" if whole else "")
+    return {trial["trial"]: trial for trial in trials if trial["failed"] is None}
+
+
+def read_trials(folder: Folder) -> tuple[list[EndedTrialJson], bool]:
+    """Return the lines of trials.jsonl, and whether an incomplete line follows.
+
+    Raises:
+        CheckpointError: a line cannot be read, was changed or does not follow the line before.
+    """
+    text = folder.read_text(TRIALS) if TRIALS in folder.names() else ""
+    whole, _, rest = text.rpartition("\n")
+    trials: list[EndedTrialJson] = []
+    head = _root(folder)
+    for number, line in enumerate(whole.splitlines(), 1):
+        where = f"{folder.path / TRIALS}, line {number}"
+        trial = as_json(line, ENDED_TRIAL_JSON, where)
+        if not is_chained({**trial}, head):
+            raise CheckpointError(
+                f"{where}: was changed, or does not follow the line before it. Put the original back.",
+                code="search.changed",
+                path=str(folder.path / TRIALS),
+                line=number,
+            )
+        head = trial["sha256"]
+        trials.append(trial)
+    return trials, bool(rest)
+
+
+def append_trial(folder: Folder, record: TrialRecord) -> None:
+    """Add the line of a trial that has ended to trials.jsonl."""
+    trials, _ = read_trials(folder)
+    previous = trials[-1]["sha256"] if trials else _root(folder)
+    folder.append(TRIALS, record.line(previous) + "\n")
+
+
+def _root(folder: Folder) -> str:
+    """Return the hash of the search, which the first line of trials.jsonl names."""
+    return folder.read_json(PLAN, SEARCH_PLAN_JSON)["sha256"]

@@ -1,0 +1,60 @@
+"""Checks of a search's folder, for `raylt verify`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from raylt.errors import CheckpointError, RayltError
+from raylt.runs.folder.reader import Files
+from raylt.runs.verify import Finding, finding_of
+from raylt.store import Folder
+from tune.plan import SearchPlan
+from tune.records import PLAN, TRIALS, EndedTrialJson, figures_of, read_trials
+
+
+def verify_search(folder: Path) -> list[Finding]:
+    """Check a search's plan, the chain of its ended trials, and each trial's line against its run folder."""
+    return list(_findings(folder))
+
+
+def _findings(folder: Path) -> Iterator[Finding]:
+    with Folder.open(folder) as search_folder:
+        yield finding_of(PLAN, lambda: _describe_plan(search_folder))
+        try:
+            trials, torn = read_trials(search_folder)
+        except RayltError as error:
+            yield Finding(TRIALS, False, str(error))
+            return
+    detail = f"{len(trials)} trials in order"
+    yield Finding(TRIALS, not torn, f"{detail}, and a line that a kill cut off" if torn else detail)
+    for trial in trials:
+        if trial["failed"] is None:
+            name = f"trials/{trial['trial']}"
+            yield finding_of(name, lambda name=name, trial=trial: _describe_trial(folder / name, trial))
+
+
+def _describe_plan(folder: Folder) -> str:
+    plan = SearchPlan.from_json(folder.read(PLAN), str(folder.path / PLAN))
+    return f"search over {', '.join(plan.spaces)}"
+
+
+def _describe_trial(folder: Path, trial: EndedTrialJson) -> str:
+    """Return the steps of a trial; raise a RayltError if its files contradict each other or the search's line on it."""
+    files = Files(folder)
+    files.config()
+    files.split()
+    files.provenance()
+    reports = files.lines().reports
+    for point in trial["points"]:
+        figures = reports[point["step"] - 1]["figures"] if point["step"] <= len(reports) else {}
+        reported = figures.get(figures_of(point["kind"]))
+        if reported is not None and reported != point["validation"]:
+            raise CheckpointError(
+                f"{folder}: other figures of step {point['step']} than its line in {TRIALS}. Put the original back.",
+                code="search.changed",
+                path=str(folder),
+                step=point["step"],
+            )
+    if files.ended:
+        files.summary()
+        return f"done, {len(reports)} steps"
+    return f"stopped, {len(reports)} steps"
