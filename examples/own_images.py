@@ -1,19 +1,22 @@
 # Your own images, from folders to a model
 #
 # Run it from top to bottom (python own_images.py, some seconds), or cell by cell in an editor that knows `# %%`. The
-# images are drawn by eight_shops.py next to this file. For yours, leave `make` out and set SHOPS to your folder.
+# images are drawn by the script that `raylt new example` writes. For yours, leave the drawing out and set SHOPS.
 
 # %% Folders: <client>/<class>/<image>
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy
-from eight_shops import make
 from PIL import Image
 
 import raylt
 
 SHOPS = Path("shops")
-make(SHOPS, most=20)
+if not SHOPS.exists():
+    subprocess.run([sys.executable, "-m", "raylt", "new", "example"], check=True)
+    subprocess.run([sys.executable, "eight_shops.py", str(SHOPS), "--most", "20"], check=True)
 
 # %% Train: each shop keeps a classifier of its own on top of a shared encoder
 run = raylt.run(

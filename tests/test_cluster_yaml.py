@@ -9,7 +9,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 ROOT = Path(__file__).parents[1]
-FILE = ROOT / "cluster.yaml"
+FILE = ROOT / "raylt/templates/cluster.yaml"
 
 
 def aws():
@@ -17,7 +17,7 @@ def aws():
 
 
 def local():
-    return yaml.safe_load((ROOT / "cluster-local.yaml").read_text())
+    return yaml.safe_load((ROOT / "raylt/templates/cluster-local.yaml").read_text())
 
 
 @pytest.mark.parametrize("form", [aws, local])
@@ -75,7 +75,7 @@ def test_node_types_have_bounds_and_roles():
 
 
 def test_the_manifest_of_the_deployment_page_asks_for_the_token():
-    page = (FILE.parent / "docs/deployment.md").read_text()
+    page = (ROOT / "docs/deployment.md").read_text()
     spec = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])["spec"]
     assert spec["authOptions"] == {"mode": "token"}
     assert spec["headGroupSpec"]["rayStartParams"]["dashboard-host"] == "127.0.0.1"
@@ -148,7 +148,7 @@ RAY_CLUSTER = of(
 
 
 def test_the_manifest_has_the_fields_of_a_ray_cluster_and_of_pods():
-    page = (FILE.parent / "docs/deployment.md").read_text()
+    page = (ROOT / "docs/deployment.md").read_text()
     manifest = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
     jsonschema.validate(manifest, RAY_CLUSTER)
     for group in (manifest["spec"]["headGroupSpec"], *manifest["spec"]["workerGroupSpecs"]):

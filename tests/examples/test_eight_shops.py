@@ -13,7 +13,7 @@ from raylt.data.task import build_task
 from raylt.errors import DataError
 from raylt.runs.folder.summary import split_table
 
-EXAMPLE = Path(__file__).parents[2] / "examples/eight_shops.py"
+EXAMPLE = Path(__file__).parents[2] / "raylt/templates/eight_shops.py"
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,0 @@
-../raylt/templates/eight_shops.py
