@@ -21,7 +21,7 @@ from raylt.core.experiment import Experiment
 from raylt.core.report import RoundReport
 from raylt.core.setup import Setup
 from raylt.data.task import Task
-from raylt.errors import RayltError
+from raylt.errors import RayltError, spoken
 from raylt.own_code.shipment import Shipment
 from raylt.runs.callbacks.progress import progress_writer, remove_progress
 
@@ -113,5 +113,5 @@ class ServerActor:
         except Exception as error:
             cause = fault_of(error, self.device).text
             raise RayltError(
-                f"server: {cause}. Show the traceback with --debug.", code="server.failed", cause=cause
+                f"server: {cause}.{spoken(' Show the traceback with --debug.', '')}", code="server.failed", cause=cause
             ) from error

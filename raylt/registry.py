@@ -26,7 +26,7 @@ from raylt.core.training.schedules import SCHEDULES
 from raylt.data.augment import AUGMENTATIONS, in_turn
 from raylt.data.sources.sources import NAMES, SOURCES
 from raylt.data.splits.partitions import PARTITIONS
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, spoken
 from raylt.methods import METHODS, make_method
 from raylt.models import MODELS, build
 from raylt.own_code.module_sources import PLUGIN
@@ -277,8 +277,8 @@ def _check_name(kind: PluginKind, name: str, key: str) -> None:
         nearest = difflib.get_close_matches(name, table, 1)
         hint = f" Did you mean {nearest[0]}?" if nearest else ""
         raise ConfigError(
-            f"{key}: there is no such {kind} ({name!r}).{hint} Give one of: {', '.join(table)}; or --plugin FILE with "
-            "your own.",
+            f"{key}: there is no such {kind} ({name!r}).{hint} Give one of: {', '.join(table)}; or "
+            f"{spoken('--plugin FILE with your own', 'your own by raylt.register')}.",
             code="config.unknown-name",
             key=key,
             value=name,

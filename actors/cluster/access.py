@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, spoken
 
 PATIENCE_S = 10.0
 TOKEN_BYTES = 4096  # a larger file is not a token
@@ -40,7 +40,7 @@ class Joined:
     def source(self) -> str:
         """The option or variable that gave the address; errors begin with it."""
         if self.asked_by == "--address":
-            return f"--address {self.address}"
+            return f"{spoken('--address', 'address')} {self.address}"
         return f"{self.asked_by}, address {self.address}"
 
 
@@ -189,7 +189,7 @@ def _resolve(joined: Joined) -> str:
         cause = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"{joined.source}{source}: no server answers there ({cause}). Start a cluster with ray start --head, or "
-            "leave --address out for a local one.",
+            f"leave {spoken('--address', 'address')} out for a local one.",
             code="cluster.no-answer",
             address=address,
             cause=str(cause),

@@ -19,7 +19,7 @@ from typing import Any
 
 from actors.cluster import reaper
 from actors.cluster.access import Joined, cluster_to_join, entry
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, spoken
 from raylt.own_code.top_level_names import check_session, worker_environment
 from raylt.signals import interrupt_on_sigterm
 
@@ -141,7 +141,8 @@ def _without_reports(ray: Any) -> Iterator[None]:
 def _not_connected(joined: Joined | None, cause: str) -> ConfigError:
     if joined is None:
         return ConfigError(
-            f"fleet: a new local Ray cluster does not start ({cause}). Free disk and memory, or set --fleet local.",
+            f"fleet: a new local Ray cluster does not start ({cause}). Free disk and memory, or set "
+            f"{spoken('--fleet local', 'fleet=' + repr('local'))}.",
             code="cluster.not-started",
             cause=cause,
         )
@@ -161,7 +162,7 @@ def _current(address: str | None, joined: Joined | None) -> Cluster:
     core: Any = importlib.import_module("ray._raylet")
     current = ray.get_runtime_context().gcs_address
     if address == "local" or (joined is not None and joined.address not in ("auto", current)):
-        source = joined.source if joined else f"--address {address}"
+        source = joined.source if joined else f"{spoken('--address', 'address')} {address}"
         raise ConfigError(
             f"{source}: this process is in the Ray cluster at {current} already. End that session with ray.shutdown(), "
             "or leave the address out to work in it.",

@@ -31,9 +31,12 @@ def features(
 
     runs = [Run.open(folder) for folder in run_folders]
     if len(runs) == 1:
-        _print_path(draw_features(runs[0], picture))
+        path = picture or run_folders[0] / "features.png"
+        draw_features(runs[0], path)
     else:
-        _print_path(draw_encoders(runs, picture or run_folders[0] / "encoders.png"))
+        path = picture or run_folders[0] / "encoders.png"
+        draw_encoders(runs, path)
+    _print_path(path)
 
 
 @app.command()
@@ -46,7 +49,9 @@ def clusters(
     from raylt.plots.client_groups import draw_clusters
     from raylt.runs.run import Run
 
-    _print_path(draw_clusters(Run.open(run_folder), round, picture))
+    path = picture or run_folder / "clusters.png"
+    draw_clusters(Run.open(run_folder), round, path)
+    _print_path(path)
 
 
 @app.command()
@@ -69,7 +74,9 @@ def predictions(
     from raylt.plots.predictions import draw_predictions
     from raylt.runs.run import Run
 
-    _print_path(draw_predictions(Run.open(run_folder), image or (), client, picture))
+    path = picture or run_folder / "predictions.png"
+    draw_predictions(Run.open(run_folder), image or (), client, path)
+    _print_path(path)
 
 
 @app.command()

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from raylt.config.notation import parse, read_file
 from raylt.config.sections import Config, DataConfig, allowed, branches, settings
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, spoken
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 DEMO = "demo"  # the recipe that `raylt run` without settings runs
@@ -46,12 +46,6 @@ def recipe(name: str) -> Path:
             value=name,
         )
     return FOLDER / f"{name}.yaml"
-
-
-NO_METHOD = (
-    "method: no method is named. Give one that raylt methods lists, as in method=sfd; raylt run without settings runs "
-    "a demonstration."
-)
 
 
 def load(path: Path | str | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -204,7 +198,10 @@ def _refusal(kind: type[BaseModel], mistake: Any, prefix: str) -> ConfigError:
     code = next((code for start, (code, _) in MISTAKES.items() if mistake["type"].startswith(start)), "")
     code = code or "config.wrong-type"
     if kind is Config and mistake["type"] == "missing" and mistake["loc"] == ("method",):
-        return ConfigError(NO_METHOD, code=code, key=key)
+        example = spoken("method=sfd; raylt run without settings runs a demonstration", "raylt.run('sfd')")
+        return ConfigError(
+            f"method: no method is named. Give one that raylt methods lists, as in {example}.", code=code, key=key
+        )
     if mistake["type"] == "extra_forbidden":
         return ConfigError(_unknown_key(key, prefix, model), code=code, key=key)
     value = mistake["input"]

@@ -207,8 +207,8 @@ def _read(folder: Folder, keys: Sequence[bytes]) -> dict[bytes, np.ndarray]:
                 raise ValueError(f"{len(there)} keys, {len(rows)} features")
         except (OSError, ValueError) as error:
             raise DataError(
-                f"data.root: the cache of features {path} cannot be read ({error}). Remove it with raylt data --clear "
-                f"{folder.path.name}.",
+                f"data.root: the cache of features {path} cannot be read ({error}). Remove it with raylt data "
+                f"--clear-cache {folder.path.name}.",
                 code="data.cache-unreadable",
                 key="data.root",
                 path=str(path),

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raylt.errors import ConfigError, spoken
-from raylt.plots.style import COLOURS, INK, new_figure, plain_text, save, style_axes
+from raylt.plots.style import COLOURS, INK, new_figure, plain_text, save_if_asked, style_axes
 from raylt.studies.analysis.comparison import Comparison, Row
 from raylt.studies.analysis.measures import measure_of
 from raylt.studies.report.comparison_tables import scale, unit, within
@@ -67,9 +67,7 @@ def draw_arms(comparisons: Sequence[Comparison], path: Path | str | None = None)
         fontsize=9,
         color=INK,
     )
-    if path is not None:
-        save(figure, path)
-    return figure
+    return save_if_asked(figure, path)
 
 
 def _draw(ax: "Axes", y: int, row: Row, measure: str, reference: bool) -> None:

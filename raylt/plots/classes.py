@@ -12,7 +12,7 @@ from torch import Tensor
 from raylt import metrics
 from raylt.core.evaluation.counts import Matrices
 from raylt.data.task import Task
-from raylt.plots.style import COLOURS, new_figure, plain_text, save, style_axes
+from raylt.plots.style import COLOURS, new_figure, plain_text, save_if_asked, style_axes
 from raylt.runs.export.artefact import choose_client
 from raylt.runs.export.export import clients_of, has_client_models
 from raylt.runs.folder.summary import percent
@@ -186,9 +186,7 @@ def draw_confusion(confusion: Confusion, path: Path | str | None = None) -> "Fig
         ax.set_yticks(range(len(names)), names)
     ax.set(xlabel="predicted", ylabel="true", title=plain_text(confusion.title))
     figure.colorbar(image, ax=ax, shrink=0.8, label="share of the true class")
-    if path is not None:
-        save(figure, path)
-    return figure
+    return save_if_asked(figure, path)
 
 
 def draw_classes(confusion: Confusion, path: Path | str | None = None) -> "Figure":
@@ -224,6 +222,4 @@ def draw_classes(confusion: Confusion, path: Path | str | None = None) -> "Figur
         lower.set_xticks(positions, [plain_text(str(row["class"])) for row in rows], rotation=90)
     for ax in (upper, lower):
         style_axes(ax)
-    if path is not None:
-        save(figure, path)
-    return figure
+    return save_if_asked(figure, path)

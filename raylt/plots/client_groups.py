@@ -12,7 +12,7 @@ from torch import Tensor
 
 from raylt.errors import CheckpointError, spoken
 from raylt.methods.mupfl.clustering import embed
-from raylt.plots.style import ACCENT, COLOURS, INK, new_figure, plain_text, save
+from raylt.plots.style import ACCENT, COLOURS, INK, new_figure, plain_text, save_if_asked
 from raylt.runs.run import Run
 
 if TYPE_CHECKING:
@@ -45,21 +45,18 @@ class ClientGroups:
     kappas: dict[int, int]
 
 
-def draw_clusters(run: Run, round: int | None = None, path: Path | None = None) -> Path:
+def draw_clusters(run: Run, round: int | None = None, path: Path | str | None = None) -> "Figure":
     """Draw the client groups of a round; the run need not be finished.
 
     Args:
         round: a round whose similarities are kept; by default the last of these.
-        path: of the picture; by default clusters.png in the run folder.
-
-    Returns:
-        The picture's path.
+        path: file that the picture is written to as well, .png, .pdf or .svg.
 
     Raises:
         CheckpointError: the run's method makes no groups, or the round's similarities are not kept.
         ConfigError: the picture cannot be written.
     """
-    return save(_plot(run.name, read_client_groups(run, round)), path or run.folder / "clusters.png")
+    return save_if_asked(_plot(run.name, read_client_groups(run, round)), path)
 
 
 def read_client_groups(run: Run, round: int | None = None) -> ClientGroups:

@@ -11,7 +11,7 @@ from rich.table import Table
 from raylt.data.task import judged_images_of
 from raylt.errors import CheckpointError, spoken
 from raylt.metrics import FEW_SAMPLES, LOCAL, worst_decile
-from raylt.plots.style import COLOURS, new_figure, plain_text, save, style_axes
+from raylt.plots.style import COLOURS, new_figure, plain_text, save_if_asked, style_axes
 from raylt.runs.folder.summary import interval_text, percent
 from raylt.runs.run import Run
 
@@ -170,9 +170,7 @@ def draw_clients(comparison: ClientComparison, path: Path | str | None = None) -
     )
     style_axes(ax)
     figure.legend(loc="outside lower center", ncols=max(1, min(len(runs), int(inches / 3))), frameon=False)
-    if path is not None:
-        save(figure, path)
-    return figure
+    return save_if_asked(figure, path)
 
 
 def compare_clients(runs: Sequence[Run], metric: Metric | None = None) -> ClientComparison:

@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Literal
 
 from raylt.errors import ConfigError
-from raylt.plots.style import COLOURS, DASHES, MARKERS, new_figure, plain_text, save, style_axes
+from raylt.plots.style import COLOURS, DASHES, MARKERS, new_figure, plain_text, save_if_asked, style_axes
 from raylt.studies.analysis.measures import measure_of
 from raylt.studies.analysis.statistics import mean_interval
 from raylt.studies.records.record import GROUPS, RunRecord
@@ -101,9 +101,7 @@ def draw_curves(
             name=study.definition.name,
         )
     figure = _figure(curves, cells, names, arms, over)
-    if path is not None:
-        save(figure, Path(path))
-    return figure
+    return save_if_asked(figure, path)
 
 
 def caption(study: Study, over: Over = "rounds", spread: Spread = "interval", level: float = 0.95) -> str:

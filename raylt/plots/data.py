@@ -10,7 +10,7 @@ import numpy as np
 
 from raylt.data.heterogeneity import heterogeneity
 from raylt.data.task import Task
-from raylt.plots.style import COLOURS, INK, new_figure, plain_text, save, style_axes
+from raylt.plots.style import COLOURS, INK, new_figure, plain_text, save_if_asked, style_axes
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -62,9 +62,7 @@ def draw_data(task: Task, path: Path | str | None = None) -> "Figure":
         f"class mix {figures.distance:.2f} from that of all",
         fontsize=11,
     )
-    if path is not None:
-        save(figure, path)
-    return figure
+    return save_if_asked(figure, path)
 
 
 def _draw_counts(ax: "Axes", task: Task, order: "npt.NDArray[np.int64]") -> "AxesImage":

@@ -20,7 +20,7 @@ from raylt.data.samples import Samples
 from raylt.data.task import Shard, Task
 from raylt.errors import CheckpointError
 from raylt.plots.clients import other_split
-from raylt.plots.style import COLOURS, GRID, new_figure, plain_text, save
+from raylt.plots.style import COLOURS, GRID, new_figure, plain_text, save_if_asked
 from raylt.runs.run import Run
 from raylt.seeds import seed_for
 
@@ -31,16 +31,13 @@ if TYPE_CHECKING:
 SHOWN_CLASSES, SHOWN_FEATURES = 10, 200
 
 
-def draw_features(run: Run, path: Path | None = None) -> Path:
+def draw_features(run: Run, path: Path | str | None = None) -> "Figure":
     """Draw a t-SNE of real and synthetic features, fitted to both together.
 
     The real features are of training samples of all clients, which only a simulation can see.
 
     Args:
-        path: of the picture; by default features.png in the run folder.
-
-    Returns:
-        The picture's path.
+        path: file that the picture is written to as well, .png, .pdf or .svg.
 
     Raises:
         CheckpointError: the run is not finished, or its method synthesises no features.
@@ -68,16 +65,19 @@ def draw_features(run: Run, path: Path | None = None) -> Path:
         [int(task.counts[c]) for c in classes],
         {"real": points[: len(classes)], "synthetic": points[len(classes) :]},
     )
-    return save(figure, path or run.folder / "features.png")
+    return save_if_asked(figure, path)
 
 
-def draw_encoders(runs: Sequence[Run], path: Path) -> Path:
+def draw_encoders(runs: Sequence[Run], path: Path | str | None = None) -> "Figure":
     """Draw the features of the same training samples by the encoders of several runs.
 
     The classes are spread evenly over the sizes, and include the most frequent and the rarest. Features are divided by
     their run's mean length, so that no encoder's scale decides. t-SNE is fitted to the features of all runs together,
     and each run has a panel of that map. Its title has the mean silhouette of the features, in [-1, 1]: how well the
     classes are separated before they are drawn.
+
+    Args:
+        path: file that the picture is written to as well, .png, .pdf or .svg.
 
     Raises:
         CheckpointError: a run is not finished, the splits differ, or labels are maps.
@@ -127,7 +127,7 @@ def draw_encoders(runs: Sequence[Run], path: Path) -> Path:
         _draw(ax, clouds, title, "o")
     _legend(figure, [first.task.class_names[c] for c in classes], [int(counts[c]) for c in classes])
     figure.suptitle("Features of training samples, one t-SNE over all encoders", fontsize=14)
-    return save(figure, path)
+    return save_if_asked(figure, path)
 
 
 def spread(ranked: Sequence[int], most: int) -> list[int]:

@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from raylt.errors import ConfigError
 from raylt.plots.arms import draw_arms
 from raylt.plots.classes import confusion_of, draw_classes, draw_confusion
+from raylt.plots.client_groups import draw_clusters
 from raylt.plots.clients import compare_clients, draw_clients
 from raylt.plots.curves import Over, draw_curves
 from raylt.plots.data import draw_data
+from raylt.plots.features import draw_features
+from raylt.plots.predictions import draw_predictions
 from raylt.runs.run import PictureKind, Run
 from raylt.studies.analysis.comparison import Comparison
 from raylt.studies.report.comparison_tables import Spread
@@ -23,7 +26,13 @@ def draw_run(run: Run, kind: PictureKind, path: Path | str | None) -> "Figure":
     """Return a picture of a run, see `Run.plot`."""
     if kind == "data":
         return draw_data(run.task, path)
+    if kind == "clusters":
+        return draw_clusters(run, path=path)
     run = run.finished()
+    if kind == "features":
+        return draw_features(run, path)
+    if kind == "predictions":
+        return draw_predictions(run, path=path)
     if kind == "curves":
         return draw_curves(of_runs([run.folder]), path=path)
     if kind == "clients":
@@ -33,7 +42,7 @@ def draw_run(run: Run, kind: PictureKind, path: Path | str | None) -> "Figure":
     if kind == "confusion":
         return draw_confusion(confusion_of(run), path)
     raise ConfigError(
-        f"kind: no such picture of a run ({kind}). Give curves, data, clients, classes or confusion.",
+        f"kind: no such picture of a run ({kind}). Give one of {', '.join(get_args(PictureKind))}.",
         code="config.unknown-name",
         key="kind",
         value=kind,

@@ -10,7 +10,7 @@ from raylt.data.images.cache import load, take
 from raylt.data.label_maps import VOID, relabel
 from raylt.data.task import Task
 from raylt.errors import CheckpointError, ConfigError, spoken
-from raylt.plots.style import new_figure, plain_text, save
+from raylt.plots.style import new_figure, plain_text, save_if_asked
 from raylt.runs.callbacks.prediction_grid import palette_of
 from raylt.runs.export.artefact import choose_client
 from raylt.runs.export.export import clients_of, has_client_models
@@ -24,18 +24,15 @@ SHOWN = 4
 
 
 def draw_predictions(
-    run: Run, images: Sequence[int] = (), client: str | int | None = None, path: Path | None = None
-) -> Path:
+    run: Run, images: Sequence[int] = (), client: str | int | None = None, path: Path | str | None = None
+) -> "Figure":
     """Draw a row per image: its input, its true map and the predicted map.
 
     Args:
         images: indices in the test set; by default four, evenly spaced.
         client: name or id of the client whose model and view of the classes is shown. By default it is the global
             model, or with a personal method the model of the first client that holds samples.
-        path: of the picture; by default predictions.png in the run folder.
-
-    Returns:
-        The picture's path.
+        path: file that the picture is written to as well, .png, .pdf or .svg.
 
     Raises:
         CheckpointError: the run is not finished, or not of segmentation.
@@ -44,7 +41,8 @@ def draw_predictions(
     task = run.finished().task
     if task.kind != "segmentation":
         raise CheckpointError(
-            f"{run.folder}: the task has no label maps ({task.name}). Draw its accuracies with raylt plot clients.",
+            f"{run.folder}: the task has no label maps ({task.name}). Draw its accuracies with "
+            f"{spoken('raylt plot clients', 'run.plot(' + repr('clients') + ')')}.",
             code="run.wrong-kind",
             path=str(run.folder),
             task=task.kind,
@@ -73,7 +71,7 @@ def draw_predictions(
         pictures,
         {"truth": truth, "prediction": predicted},
     )
-    return save(figure, path or run.folder / "predictions.png")
+    return save_if_asked(figure, path)
 
 
 def _model_to_draw(run: Run, client: str | int | None) -> tuple[int | None, TrainedModel, str]:

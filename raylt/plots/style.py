@@ -63,6 +63,13 @@ def save(figure: "Figure", path: Path | str) -> Path:
     return path
 
 
+def save_if_asked(figure: "Figure", path: Path | str | None) -> "Figure":
+    """Return a picture, after it was written to a path where there is one; see `save`."""
+    if path is not None:
+        save(figure, path)
+    return figure
+
+
 def _content(figure: "Figure", format: str) -> bytes:
     """Return the bytes of a picture, which have no date, so that equal pictures are equal files."""
     import matplotlib

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-PictureKind = Literal["curves", "data", "clients", "classes", "confusion"]
+PictureKind = Literal["curves", "data", "clients", "classes", "confusion", "features", "clusters", "predictions"]
 MetricsLine = dict[str, Any]
 WHOLE = "all"  # the group of a figure that covers everything
 
@@ -64,7 +64,7 @@ class Run:
         run = cls(folder)
         if run.state == "missing":
             raise CheckpointError(
-                f"{folder}: not a run folder (it has no config.yaml). Give one that raylt run made.",
+                f"{folder}: not a run folder (it has no config.yaml). Give one that a run made.",
                 code="run.not-found",
                 path=str(folder),
             )
@@ -93,7 +93,8 @@ class Run:
 
         Args:
             kind: "curves" (accuracy and groups over rounds), "data" (the split), "clients" (the accuracy of each),
-                "classes" (recall, precision and F1 of each) or "confusion".
+                "classes" (recall, precision and F1 of each), "confusion"; "features" (of sfd), "clusters" (of mupfl) or
+                "predictions" (of segmentation).
             path: file that the picture is written to as well, .png, .pdf or .svg.
 
         Raises:

@@ -267,7 +267,8 @@ class Study:
         folder = out / definition.name
         if folder.exists() and not (folder / FILE).is_file() and any(folder.iterdir()):
             raise CheckpointError(
-                f"{folder}: exists and is not a study. Give the study another name, or another --out.",
+                f"{folder}: exists and is not a study. Give the study another name, or another "
+                f"{spoken('--out', 'out')}.",
                 code="study.not-a-study",
                 path=str(folder),
             )
@@ -301,7 +302,7 @@ class Study:
             opened.check_settings(path)
             opened.check_whole()
             return opened
-        remedy = f"Give a folder that raylt study made, or its {recorded_runs.FILE}."
+        remedy = f"Give a folder that a study made, or its {recorded_runs.FILE}."
         if not exists(path):
             raise CheckpointError(f"{path}: no such file or folder. {remedy}", code="file.not-found", path=str(path))
         raise CheckpointError(
@@ -525,14 +526,15 @@ def check_definition_seal(folder: Path) -> None:
     with store.Folder.open(folder) as opened:
         if SEAL not in opened.names():
             raise CheckpointError(
-                f"{folder / SEAL}: is missing. Put it back, or run the study's file again with raylt study.",
+                f"{folder / SEAL}: is missing. Put it back, or run the study's file again with "
+                f"{spoken('raylt study', 'raylt.study')}.",
                 code="record.changed",
                 path=str(folder / SEAL),
             )
         if opened.read_json(SEAL, _SEAL) != {FILE: opened.hash(FILE)}:
             raise CheckpointError(
                 f"{folder / FILE}: was changed after raylt wrote it. Put the original back, or run the study's file "
-                "again with raylt study.",
+                f"again with {spoken('raylt study', 'raylt.study')}.",
                 code="record.changed",
                 path=str(folder / FILE),
             )
@@ -553,7 +555,7 @@ def _readable(record: RunRecord) -> RunRecord:
     if not record.config:
         raise CheckpointError(
             f"{record.folder}: is not a run folder that can be read ({record.problem or 'it has no config.yaml'}). "
-            "Give folders that raylt run made.",
+            "Give folders that runs made.",
             code="study.not-a-study",
             path=record.folder,
         )

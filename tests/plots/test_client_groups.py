@@ -26,9 +26,9 @@ def finished(tmp_path_factory) -> Run:
     return make_run(tmp_path_factory.mktemp("clusters"), "one", *MUPFL)
 
 
-def test_picture_is_written_into_the_folder(finished):
-    path = draw_clusters(finished)
-    assert path == finished.folder / "clusters.png"
+def test_picture_is_a_figure_that_is_also_written(finished, tmp_path):
+    path = tmp_path / "clusters.png"
+    assert draw_clusters(finished, path=path)._repr_png_().startswith(b"\x89PNG")
     with Image.open(path) as image:
         assert image.size == (1950, 990)
         assert len(image.convert("RGB").getcolors(1950 * 990) or []) > 50
@@ -57,7 +57,7 @@ def test_unfinished_runs_can_be_drawn(finished, tmp_path):
     copy = tmp_path / "unfinished"
     shutil.copytree(finished.folder, copy)
     (copy / "summary.json").unlink()
-    assert draw_clusters(Run.open(copy)).exists()
+    assert draw_clusters(Run.open(copy)).axes
 
 
 def test_other_methods_and_rounds_are_refused(finished, tmp_path):

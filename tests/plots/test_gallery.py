@@ -1,3 +1,5 @@
+from io import BytesIO
+
 import pytest
 from PIL import Image
 from refusals import refused
@@ -31,17 +33,17 @@ def finished(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("runs"), "plain", *SHAPES, "data.partition=iid", "method=fedavg")
 
 
-def colours(path) -> set[tuple[int, int, int]]:
-    with Image.open(path) as image:
+def colours(figure) -> set[tuple[int, int, int]]:
+    with Image.open(BytesIO(figure._repr_png_())) as image:
         return {colour for n, colour in image.convert("RGB").getcolors(image.width * image.height) if n > 2000}
 
 
-def test_picture_shows_chosen_images_in_the_colours_of_their_classes(finished):
-    path = draw_predictions(finished, [0, 5])
-    assert path == finished.folder / "predictions.png"
+def test_picture_shows_chosen_images_in_the_colours_of_their_classes(finished, tmp_path):
+    path = tmp_path / "two.png"
+    figure = draw_predictions(finished, [0, 5], path=str(path))
     with Image.open(path) as image:
         assert image.size == (1560, round(120 * (1.5 + 2 * 4.2)))
-    assert {(48, 18, 59), (255, 255, 255)} < colours(path)  # the first of turbo is sky; void is white
+    assert {(48, 18, 59), (255, 255, 255)} < colours(figure)  # the first of turbo is sky; void is white
 
 
 def test_a_client_of_a_personal_method_sees_its_classes_and_background(tmp_path):

@@ -43,8 +43,8 @@ def run_of(folder, source: str, *settings: str) -> Run:
 @pytest.mark.slow
 def test_pictures_of_features_and_data(tmp_path, sources):
     run = run_of(tmp_path, sources["images"], "model=small", *SFD)
-    assert draw_features(run).is_file()
-    assert draw_encoders([run], tmp_path / "encoders.png").is_file()
+    draw_features(run, tmp_path / "features.png")
+    draw_encoders([run], tmp_path / "encoders.png")
     draw_data(run.task, str(tmp_path / "data.png"))
     assert (tmp_path / "data.png").is_file()
     draw_confusion(confusion_of(run), tmp_path / "confusion.png")
@@ -53,9 +53,9 @@ def test_pictures_of_features_and_data(tmp_path, sources):
 
 
 def test_picture_of_clusters(tmp_path, sources):
-    assert draw_clusters(run_of(tmp_path, sources["images"], "model=small", *MUPFL)).is_file()
+    draw_clusters(run_of(tmp_path, sources["images"], "model=small", *MUPFL), path=tmp_path / "clusters.png")
 
 
 @pytest.mark.slow
 def test_picture_of_label_maps(tmp_path, sources):
-    assert draw_predictions(run_of(tmp_path, sources["maps"], *MAPS)).is_file()
+    draw_predictions(run_of(tmp_path, sources["maps"], *MAPS), path=tmp_path / "predictions.png")

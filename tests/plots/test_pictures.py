@@ -18,14 +18,13 @@ QUICK = (
 
 
 @pytest.mark.slow
-def test_picture_of_a_finished_run_is_written_into_its_folder_or_elsewhere(tmp_path):
+def test_picture_of_a_finished_run_is_a_figure_that_is_also_written(tmp_path):
     run = make_run(tmp_path, "one", *QUICK)
-    path = draw_features(run)
-    assert path == tmp_path / "one" / "features.png"
+    path = tmp_path / "it.png"
+    assert draw_features(run, path)._repr_png_().startswith(b"\x89PNG")
     with Image.open(path) as image:
         assert image.size == (1800, 960)
         assert len(image.convert("RGB").getcolors(1800 * 960) or []) > 50
-    assert draw_features(run, tmp_path / "it.png").is_file()
     for place in ("absent/it.png", "it.abc"):
         with refused("file.unwritable", ConfigError, key="--picture", path=str(tmp_path / place)):
             draw_features(run, tmp_path / place)
@@ -54,7 +53,8 @@ def test_encoders_of_several_runs_are_drawn_in_one_map(tmp_path, monkeypatch):
         "raylt.plots.features._map", lambda parts: drawn.append(parts) or [part[:, :2].numpy() for part in parts]
     )
     runs = [make_run(tmp_path, name, f"method={name}") for name in ("fedavg", "fedprox")]
-    path = draw_encoders(runs, tmp_path / "both.png")
+    path = tmp_path / "both.png"
+    draw_encoders(runs, path)
     with Image.open(path) as image:
         assert image.size == (1800, 960)
     (parts,) = drawn  # one fit for both

@@ -2,7 +2,7 @@
 
 import pytest
 from refusals import refused
-from small_runs import make_tiny_run
+from small_runs import make_run, make_tiny_run
 
 import raylt
 from raylt.errors import CheckpointError, ConfigError, at_the_shell, spoken
@@ -45,6 +45,21 @@ def test_plots_are_figures_that_a_notebook_shows(run, tmp_path, kind):
     assert (tmp_path / f"{kind}.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("clusters", ("method=mupfl", "method.m=5", "method.tau=2", "method.matching_steps=2")),
+        ("features", ("method=sfd", "method.rf_dim=60", "method.m_min=80", "method.m_max=90", "method.epochs=2")),
+    ],
+)
+def test_pictures_of_one_method_are_figures_too(run, tmp_path, kind, settings):
+    drawn = make_run(tmp_path, kind, *settings, "federation.rounds=3").plot(kind, str(tmp_path / "it.pdf"))
+    assert drawn._repr_png_().startswith(b"\x89PNG")
+    assert (tmp_path / "it.pdf").is_file()
+    with refused("run.wrong-kind", CheckpointError):
+        run.plot(kind)
+
+
 def test_studies_and_comparisons_are_drawn_too(run, tmp_path):
     study = of_runs([run.folder])
     assert study.plot(["accuracy"], path=str(tmp_path / "a.pdf")).axes
@@ -70,6 +85,33 @@ def test_errors_name_the_python_call_or_the_command(run, tmp_path):
     with pytest.raises(ConfigError) as caught:
         of_runs([run.folder]).compare("local", at="best")
     assert "at='last'" in str(caught.value)
+    with pytest.raises(CheckpointError) as caught:
+        run.plot("predictions")
+    assert "run.plot('clients')" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "shell", "python"),
+    [
+        ({"what": "empty.yaml"}, "raylt run", "raylt.run('sfd')"),
+        ({"what": "fedavg", "data": "nothing"}, "--plugin FILE", "raylt.register"),
+        ({"what": "fedavg", "data": {"partition": "nothing"}}, "--plugin FILE", "raylt.register"),
+        ({"what": "fedavg", "model": "nothing"}, "--plugin FILE", "raylt.register"),
+    ],
+)
+def test_refusals_before_a_run_name_the_call_too(tmp_path, monkeypatch, settings, shell, python):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.yaml").write_text("seed: 1\n")
+
+    def message() -> str:
+        with pytest.raises(ConfigError) as caught:
+            raylt.run(settings["what"], tmp_path, fleet="local", quiet=True, **rest)
+        return str(caught.value)
+
+    rest = {key: value for key, value in settings.items() if key != "what"}
+    assert python in message()
+    with at_the_shell():
+        assert shell in message()
 
 
 def test_words_are_those_of_the_shell_only_inside_a_command():

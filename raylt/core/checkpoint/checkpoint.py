@@ -33,7 +33,7 @@ from typing_extensions import TypedDict
 
 from raylt import tree
 from raylt.disk import sync
-from raylt.errors import CheckpointError
+from raylt.errors import CheckpointError, spoken
 from raylt.store import WRITING, Folder, folder_for
 from raylt.tree import Tree
 from raylt.typed_json import closed, hash_json
@@ -374,7 +374,7 @@ class _EarlierCheckpoints:
             path = self._previous.folder / file
             raise CheckpointError(
                 f"{path}: the file was damaged after it was written. Continue from the checkpoint before with "
-                "raylt resume.",
+                f"{spoken('raylt resume', 'raylt.resume')}.",
                 code="checkpoint.damaged",
                 path=str(path),
             )

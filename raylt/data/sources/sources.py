@@ -20,7 +20,7 @@ from raylt.data.sources.arrays import PUBLISHED, SCOPE, Arrays, ProblemKind, Sou
 from raylt.data.sources.folders import open_parts, read_parts
 from raylt.data.sources.huggingface import open_hub
 from raylt.data.sources.scenes import camvid, cityscapes, shapes
-from raylt.errors import CheckpointError, ConfigError, DataError
+from raylt.errors import CheckpointError, ConfigError, DataError, spoken
 from raylt.seeds import seed_for
 
 __all__ = ["NAMES", "SOURCES", "ProblemKind", "Source", "channel_statistics", "group_thresholds", "open_source"]
@@ -132,7 +132,7 @@ def _unknown_source(source: str) -> ConfigError:
         hint = f"Did you mean {nearest[0]}? " if nearest else ""
         problem = (
             f"no such source ({source!r}). {hint}{SCOPE}. There are: {', '.join(NAMES[:-3])}, folder:PATH, npz:PATH, "
-            "hf:NAME@REVISION; --plugin FILE adds your own."
+            f"hf:NAME@REVISION; {spoken('--plugin FILE', 'raylt.register')} adds your own."
         )
     return ConfigError(f"data.source: {problem}", code="config.unknown-name", key="data.source", value=source)
 

@@ -12,7 +12,7 @@ import numpy as np
 from raylt.config import DataConfig
 from raylt.data.splits.long_tail import own_tail
 from raylt.data.splits.split import grouped
-from raylt.errors import ConfigError, DataError
+from raylt.errors import ConfigError, DataError, spoken
 from raylt.seeds import seed_for
 
 RETRIES = 1000
@@ -160,8 +160,8 @@ def _own_partition(name: str, labels: np.ndarray, config: DataConfig, rng: np.ra
         nearest = difflib.get_close_matches(name, BUILT_IN, 1)
         hint = f"Did you mean {nearest[0]}? " if nearest else ""
         raise ConfigError(
-            f"data.partition: no such partition ({name!r}). {hint}There are: {', '.join(PARTITIONS)}; --plugin FILE "
-            "adds your own.",
+            f"data.partition: no such partition ({name!r}). {hint}There are: {', '.join(PARTITIONS)}; "
+            f"{spoken('--plugin FILE', 'raylt.register')} adds your own.",
             code="config.unknown-name",
             key="data.partition",
             value=name,

@@ -361,7 +361,7 @@ def _check_sizes(setup: Setup, spec: TaskSpec, entries: Params) -> None:
 def _not_rebuildable(setup: Setup, reason: str) -> ConfigError:
     return ConfigError(
         f"method: its model cannot be built from its entries ({setup.method.name}: {reason}). Export it with "
-        "--format pt2.",
+        f"{spoken('--format pt2', 'format=' + repr('pt2'))}.",
         code="export.not-rebuildable",
         key="method",
         value=setup.method.name,

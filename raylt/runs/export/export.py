@@ -232,7 +232,7 @@ def _check_rebuilt(model: TrainedModel, description: ModelDescription, path: Pat
     if not torch.equal(model(model.preprocess(images)), rebuilt(rebuilt.preprocess(images))):
         raise ConfigError(
             f"method: the entries of its model do not determine its output ({setup.method.name}). Export it with "
-            "--format pt2.",
+            f"{spoken('--format pt2', 'format=' + repr('pt2'))}.",
             code="export.not-rebuildable",
             key="method",
             value=setup.method.name,

@@ -14,7 +14,7 @@ from raylt.config import Config, load
 from raylt.data.splits.split import LIMIT as SPLIT
 from raylt.data.splits.split import Split
 from raylt.disk import is_folder
-from raylt.errors import CheckpointError, DataError
+from raylt.errors import CheckpointError, DataError, spoken
 from raylt.runs.folder import provenance, summary
 from raylt.runs.folder.identity import (
     Identity,
@@ -146,7 +146,7 @@ class Files:
         if not hashes:
             raise CheckpointError(
                 f"{self.path}: the run keeps no confusion matrices, since nothing was judged yet. Continue it with "
-                "raylt resume.",
+                f"{spoken('raylt resume', 'raylt.resume')}.",
                 code="run.not-judged",
                 path=str(self.path),
             )

@@ -34,7 +34,7 @@ from raylt.core.report import RoundReport
 from raylt.data.splits.split import Split
 from raylt.data.task import TaskOutline
 from raylt.disk import make
-from raylt.errors import CheckpointError, FolderHeld, resume_call
+from raylt.errors import CheckpointError, FolderHeld, resume_call, spoken
 from raylt.runs.callbacks.prediction_grid import Picture
 from raylt.runs.callbacks.tensorboard import Board
 from raylt.runs.folder import identity, metrics_log, provenance, summary
@@ -254,7 +254,7 @@ def _make_folder(folder: Path) -> None:
         ) from None
     except OSError as error:
         raise CheckpointError(
-            f"{folder}: the folder cannot be made ({error.strerror}). Give another --out.",
+            f"{folder}: the folder cannot be made ({error.strerror}). Give another {spoken('--out', 'out')}.",
             code="file.unwritable",
             path=str(folder),
         ) from None

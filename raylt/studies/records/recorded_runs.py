@@ -23,7 +23,7 @@ from raylt import store
 from raylt.config import Config, DataConfig, check, completed
 from raylt.data.task import build_task
 from raylt.disk import exists
-from raylt.errors import CheckpointError, ConfigError, DataError
+from raylt.errors import CheckpointError, ConfigError, DataError, spoken
 from raylt.runs.folder import provenance
 from raylt.runs.folder.reader import Files
 from raylt.runs.folder.summary import check_figures
@@ -230,7 +230,7 @@ def load_planned(path: Path, planned: Sequence[Planned], mix_versions: bool) -> 
     if other_code:
         passed_over.append(
             f"{path}: another version of the code made {len(other_code)} recorded runs, which are repeated. "
-            "Use them with --mix-versions."
+            f"Use them with {spoken('--mix-versions', 'mix_versions=True')}."
         )
     if other_settings:
         first, changed = other_settings[0]

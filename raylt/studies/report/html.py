@@ -11,7 +11,7 @@ import jinja2
 from markupsafe import Markup
 
 from raylt import store
-from raylt.errors import CheckpointError, ConfigError
+from raylt.errors import CheckpointError, ConfigError, spoken
 from raylt.methods import METHODS
 from raylt.studies.analysis.comparison import Comparison, Row, judged_on
 from raylt.studies.analysis.measures import measure_of, value_of
@@ -64,7 +64,7 @@ def write_report(study: Study, path: Path, mix_versions: bool = False) -> Path:
         store.write(path, text)
     except CheckpointError as error:
         raise ConfigError(
-            f"{str(error).rstrip('.')}. Give a file that can be written with --to.",
+            f"{str(error).rstrip('.')}. Give a file that can be written{spoken(' with --to', '')}.",
             code="file.unwritable",
             path=str(path),
         ) from None
@@ -76,7 +76,7 @@ def render(study: Study, mix_versions: bool = False) -> str:
     done = [record for record in study.records if record.state == "done"]
     if not done:
         raise ConfigError(
-            f"{study.definition.name}: no run is finished. Run the study with raylt study.",
+            f"{study.definition.name}: no run is finished. Run the study with {spoken('raylt study', 'raylt.study')}.",
             code="study.nothing-finished",
             name=study.definition.name,
         )

@@ -88,7 +88,7 @@ def test_runs_of_other_code_are_skipped_unless_allowed_and_tables_say_so(tmp_pat
     assert {each.state for each in study.records} == {"missing"}
     (line,) = study.recorded.passed_over
     assert "4 recorded runs" in line
-    assert "--mix-versions" in line
+    assert "mix_versions=True" in line
     study = Study.create(define(TINY | {"seeds": 3}), tmp_path / "third", record, mix_versions=True)
     for plan in study.planned[4:]:
         write_run(study.folder / plan.folder, plan, [0.9], split=plan.seed)
