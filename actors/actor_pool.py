@@ -15,8 +15,8 @@ from ray.exceptions import (
 from ray.util import get_current_placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.capacity import Placement, count_of, nodes_of, reserve, room
 from actors.client import DeviceFull
-from actors.placement import Placement, count_of, nodes_of, reserve, room
 from raylt.errors import ConfigError, RayltError
 
 LOOK_S = 2.0  # seconds between looks at a cluster that may have become smaller
@@ -244,3 +244,15 @@ def _not_started(slot: ActorSlot, error: Exception) -> RayltError:
         name=slot.name,
         cause=last_line,
     )
+
+
+def deal_clients(run: str, ids: list[int], actors: int) -> list[ActorSlot]:
+    """Deal the clients of a run to actors in turn; return a slot for each actor."""
+    count = min(actors, len(ids))
+    slots = []
+    for number in range(count):
+        home = ids[number::count]
+        more = f"-and-{len(home) - 3}-more" if len(home) > 3 else ""
+        name = f"client{'s' * (len(home) > 1)}-{'-'.join(f'{id:03d}' for id in home[:3])}{more}"
+        slots.append(ActorSlot(f"{run}/{name}", home, number))
+    return slots

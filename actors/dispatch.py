@@ -2,7 +2,7 @@
 
 A `Job` knows which call to make next and what its results mean. The dispatcher knows the actors. It replaces an actor
 that died, gives up half the actors when a device is full, and keeps actors busy with late calls out of the way. Both
-jobs, client functions and the items of `Fleet.map`, are in `actors.jobs`.
+jobs, client functions and the items of `Fleet.map`, are in `actors.calls`.
 """
 
 import time

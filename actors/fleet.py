@@ -13,12 +13,12 @@ from typing import Any
 
 import ray
 
-from actors.actor_pool import ActorPool, ActorSlot
+from actors.actor_pool import ActorPool, ActorSlot, deal_clients
 from actors.by_value import pack
+from actors.calls import ClientCalls, ServerItems
+from actors.capacity import Placement, nodes_of
 from actors.client import ClientActor, label_of, name_clients
 from actors.dispatch import Dispatcher
-from actors.jobs import ClientCalls, ServerItems
-from actors.placement import Placement, nodes_of
 from actors.shards import Shards
 from raylt.core.client import ClientFunction, Message
 from raylt.core.fleet.fleet import Answer, Arrived, Fleet, ItemFunction
@@ -70,7 +70,11 @@ class RayFleet(Fleet):
         self._longest: dict[str, float] = {}  # seconds, by client function
         self.seconds: dict[int, float] = {}  # of each client's calls since `begin`
         self.slots = ActorPool(
-            _slots(run, list(self.all_sizes), placement.actors), placement, self._start, self.note, START_TIMEOUT_S
+            deal_clients(run, list(self.all_sizes), placement.actors),
+            placement,
+            self._start,
+            self.note,
+            START_TIMEOUT_S,
         )
 
     def begin(self, round: int) -> None:
@@ -199,15 +203,3 @@ def _process_state(slot: ActorSlot) -> str:
     if state in "Tt":
         return f"its process {pid} is stopped; kill -CONT {pid} continues it"
     return f"its process {pid} does not answer (state {state})"
-
-
-def _slots(run: str, ids: list[int], actors: int) -> list[ActorSlot]:
-    """Return the slots of a run, with the clients dealt out in turn."""
-    count = min(actors, len(ids))
-    slots = []
-    for number in range(count):
-        home = ids[number::count]
-        more = f"-and-{len(home) - 3}-more" if len(home) > 3 else ""
-        name = f"client{'s' * (len(home) > 1)}-{'-'.join(f'{id:03d}' for id in home[:3])}{more}"
-        slots.append(ActorSlot(f"{run}/{name}", home, number))
-    return slots

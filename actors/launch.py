@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from actors.capacity import Node, PlacementPlan, nodes_of, parse_nodes, plan
 from actors.cluster.access import cluster_to_join
 from actors.cluster.session import session
-from actors.placement import Node, PlacementPlan, nodes_of, parse_nodes, plan
 from raylt.config import Config
 from raylt.data.task import Task, build_task
 from raylt.machine import cores

@@ -9,8 +9,8 @@ import ray
 import torch
 
 from actors.by_value import pack
+from actors.capacity import Need
 from actors.client import own_device
-from actors.placement import Need
 from raylt.core.experiment import Experiment
 from raylt.core.fleet.client_host import ClientHost
 from raylt.core.fleet.local_fleet import LocalFleet

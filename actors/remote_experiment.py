@@ -14,9 +14,9 @@ from ray.util import remove_placement_group
 
 from actors.actor_pool import LOST
 from actors.by_value import pack
+from actors.capacity import PlacementPlan, nodes_of, place, plan
 from actors.cluster.session import Cluster, dashboard
 from actors.fleet import START_TIMEOUT_S
-from actors.placement import PlacementPlan, nodes_of, place, plan
 from actors.probe import probe
 from actors.server import ServerActor
 from actors.shards import Shards

@@ -11,9 +11,9 @@ from typing import Any
 import ray
 import torch
 
+from actors.capacity import Placement
 from actors.client import fault_of, own_device
 from actors.fleet import RayFleet
-from actors.placement import Placement
 from actors.prometheus import RunMetrics
 from actors.shards import Shards
 from raylt.core.checkpoint.checkpoint import Seal, latest

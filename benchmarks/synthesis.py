@@ -41,7 +41,7 @@ from raylt.methods.sfd.synthesis import (
     mmd,
 )
 from raylt.models.split import linear
-from raylt.ops.moments import class_sums, moments
+from raylt.ops.moments import class_sums, moments_from_sums
 from raylt.tree import Tree
 
 SEED = 0
@@ -112,7 +112,7 @@ def sums_of(method: SFD, n: int, dim: int, c: int) -> Tree:
 def compare(method: SFD, dim: int) -> None:
     """One step's gradient in closed form and by autograd."""
     sums = sums_of(method, 3000, dim, 0)
-    of_class = moments(sums)
+    of_class = moments_from_sums(sums)
     target = Target(
         of_class.mean,
         cholesky(of_class.cov, 1e-5)[0],

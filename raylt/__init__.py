@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from raylt.ops.moments import class_means, pooled_means
     from raylt.plots.clients import compare_clients, draw_clients
     from raylt.plots.data import draw_data
-    from raylt.recording import recordable
+    from raylt.recordability import recordable
     from raylt.registry import register
     from raylt.runs.callbacks.base import Callback
     from raylt.runs.callbacks.prediction_grid import Picture
@@ -193,7 +193,7 @@ _PLACES = {
     "raylt.ops.moments": ("class_means", "pooled_means"),
     "raylt.plots.clients": ("compare_clients", "draw_clients"),
     "raylt.plots.data": ("draw_data",),
-    "raylt.recording": ("recordable",),
+    "raylt.recordability": ("recordable",),
     "raylt.registry": ("register",),
     "raylt.runs.callbacks.base": ("Callback",),
     "raylt.runs.callbacks.prediction_grid": ("Picture",),

@@ -45,7 +45,7 @@ def accuracy(matrix: Tensor) -> float:
     return (matrix.diagonal().sum().double() / matrix.sum()).item()
 
 
-def interval(share: float, samples: int) -> tuple[float, float]:
+def wilson_interval(share: float, samples: int) -> tuple[float, float]:
     """Return Wilson's 95 % score interval of a share of independent samples (Wilson, JASA 1927, Eq. 7).
 
     Args:

@@ -5,7 +5,7 @@ numbers, such as class indices.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from raylt.staging import moved
 
 #: A nested dict whose leaves are tensors, numbers, strings or None. Messages, replies and states are trees.
 Tree = dict[Any, Any]
+LeafPath = tuple[Any, ...]
 
 
 def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -26,6 +27,18 @@ def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, place)
         else:
             yield place, value
+
+
+def leaf_paths(value: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, Any]]:
+    """Yield every leaf with its path, a tuple of keys: a dot in a key is not a dict in a dict.
+
+    A value that is no tree is a leaf itself.
+    """
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from leaf_paths(inner, (*path, key))
+    else:
+        yield path, value
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:

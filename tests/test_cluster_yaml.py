@@ -9,7 +9,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 ROOT = Path(__file__).parents[1]
-FILE = ROOT / "raylt/templates/cluster.yaml"
+FILE = ROOT / "cluster.yaml"
 
 
 def aws():
@@ -17,7 +17,7 @@ def aws():
 
 
 def local():
-    return yaml.safe_load((ROOT / "raylt/templates/cluster-local.yaml").read_text())
+    return yaml.safe_load((ROOT / "cluster-local.yaml").read_text())
 
 
 @pytest.mark.parametrize("form", [aws, local])

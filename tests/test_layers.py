@@ -24,7 +24,7 @@ LAYERS = (
         "raylt.own_code",
         "raylt.typed_json",
         "raylt.disk",
-        "raylt.recording",
+        "raylt.recordability",
         "raylt.staging",
     ),
     ("raylt.config",),

@@ -16,7 +16,6 @@ from raylt.metrics import (
     client_figures,
     confusion,
     group_accuracy,
-    interval,
     macro,
     matched_accuracy,
     mean_iou,
@@ -25,6 +24,7 @@ from raylt.metrics import (
     pooled,
     quality,
     seen_by_each,
+    wilson_interval,
     worst_decile,
 )
 
@@ -227,12 +227,13 @@ def test_each_client_judges_the_classes_it_keeps_and_background():
 
 
 def test_wilson_interval_is_that_of_the_score_test():
-    low, high = interval(1.0, 1)
+    low, high = wilson_interval(1.0, 1)
     assert (low, high) == (pytest.approx(0.2065, abs=1e-4), 1.0)
-    low, high = interval(0.0, 10)
+    low, high = wilson_interval(0.0, 10)
     assert (low, high) == (0.0, pytest.approx(0.2775, abs=1e-4))
     for share, n in ((0.3, 10), (0.5, 40), (0.81, 99)):
-        for bound in interval(share, n):  # each bound is a share from which the observed one is 1.96 deviations away
+        for bound in wilson_interval(share, n):
+            # each bound is a share from which the observed one is 1.96 deviations away
             deviation = (bound * (1 - bound) / n) ** 0.5
             assert abs(share - bound) == pytest.approx(1.959964 * deviation, rel=1e-6)
 

@@ -6,7 +6,7 @@ Where processes share a GPU, `need_of` measures before the first trial what one 
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from actors.placement import SERVER_GPUS, USABLE, Need, Placement, count_of
+from actors.capacity import SERVER_GPUS, USABLE, Need, Placement, count_of
 from actors.probe import probe
 from raylt.config import Config
 from raylt.errors import ConfigError

@@ -18,8 +18,8 @@ from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import Searcher as RaySearcher
 
 from actors.by_value import pack
+from actors.capacity import Placement
 from actors.fleet import RayFleet
-from actors.placement import Placement
 from actors.shards import Shards
 from raylt.config import Config
 from raylt.core.fleet.fleet import Fleet

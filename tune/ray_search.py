@@ -26,7 +26,7 @@ from ray import tune as ray_tune
 from ray.tune.schedulers import HyperBandScheduler, MedianStoppingRule, PopulationBasedTraining, TrialScheduler
 from ray.tune.search.optuna import OptunaSearch
 
-from raylt.config import Config, check, notation
+from raylt.config import Config, check, yaml_text
 from raylt.errors import RayltError, on_one_line
 from raylt.hyper import Choice
 from raylt.store import Folder, folder_for
@@ -206,7 +206,7 @@ def _conclude(folder: Path, plan: RaySearchPlan, results: ray_tune.ResultGrid) -
     best = configure(config, config.method["name"], {key: rows[0][key] for key in plan.space})
     with Folder.open(folder) as search_folder:
         search_folder.write("trials.csv", table.getvalue())
-        search_folder.write("best.yaml", notation.write(best.model_dump(mode="json")))
+        search_folder.write("best.yaml", yaml_text.write(best.model_dump(mode="json")))
     return RaySearchResult(folder, rows, (folder / "pbt_global.txt").is_file(), results)
 
 

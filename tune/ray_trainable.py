@@ -21,8 +21,8 @@ import torch
 from ray import tune as ray_tune
 
 from actors.by_value import pack
+from actors.capacity import Placement
 from actors.fleet import RayFleet
-from actors.placement import Placement
 from actors.probe import probe
 from actors.shards import Shards
 from raylt.config import Config

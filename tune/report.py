@@ -11,7 +11,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from raylt.config import notation
+from raylt.config import yaml_text
 from raylt.hyper import Choice, LogUniform
 from raylt.registry import plugin_files
 from raylt.runs.folder.reader import Files
@@ -79,7 +79,7 @@ def best_yaml(folder: Path, plan: SearchPlan, best: TrialRecord) -> str:
         f"It was chosen for {plan.metric} {percent(deciding.value)} on {share:g} of the training samples, which no",
         "client has here either; train on all of them with data.validation=0.",
     ]
-    body = notation.write(best.config.model_dump(mode="json"))
+    body = yaml_text.write(best.config.model_dump(mode="json"))
     return "".join(f"# {line}\n" for line in head) + body
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from raylt.config import Config, check, notation
+from raylt.config import Config, check, yaml_text
 from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Range, Uniform, range_of
 from raylt.methods import METHODS, make_method
@@ -303,7 +303,7 @@ def _bad_range(text: str, fault: str, remedy: str) -> ConfigError:
 
 def _values(text: str, inner: str) -> list[Any]:
     try:
-        values = notation.parse(f"[{inner}]")
+        values = yaml_text.parse(f"[{inner}]")
     except ValueError:
         values = None
     if values is None or any(isinstance(v, list | dict) for v in values):

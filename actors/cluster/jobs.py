@@ -28,7 +28,7 @@ ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
 @dataclass(frozen=True)
-class Job:
+class SubmittedJob:
     """A job of raylt on a cluster.
 
     Attributes:
@@ -81,12 +81,12 @@ class JobClient:
                 path=str(working_directory),
             ) from None
 
-    def list(self) -> list[Job]:
+    def list(self) -> list[SubmittedJob]:
         """Return the jobs of raylt, oldest first."""
         jobs = [_job_of(details) for details in self._client.list_jobs() if KEY in (details.metadata or {})]
         return sorted(jobs, key=lambda job: job.started or float("inf"))
 
-    def find(self, name: str) -> Job:
+    def find(self, name: str) -> SubmittedJob:
         """Return the job with an id, or the last one whose run folder has a name.
 
         Raises:
@@ -101,7 +101,7 @@ class JobClient:
             )
         return jobs[-1]
 
-    def lines(self, job: Job, every_s: float) -> Iterator[str]:
+    def lines(self, job: SubmittedJob, every_s: float) -> Iterator[str]:
         """Yield the output of a job until it ends, in pieces."""
         shown = 0
         while True:
@@ -114,7 +114,7 @@ class JobClient:
                 return
             time.sleep(every_s)
 
-    def wait(self, id: str) -> Job:
+    def wait(self, id: str) -> SubmittedJob:
         """Return a job when it has ended."""
         while (job := self.find(id)).state not in ENDED:
             time.sleep(0.5)
@@ -124,7 +124,7 @@ class JobClient:
         """Return what a job has printed."""
         return self._client.get_job_logs(id)
 
-    def interrupt(self, job: Job) -> None:
+    def interrupt(self, job: SubmittedJob) -> None:
         """End a job's process with a signal; what it runs can be resumed."""
         self._client.stop_job(job.id)
 
@@ -199,10 +199,10 @@ def _no_dashboard(address: str, cause: str) -> ConfigError:
     )
 
 
-def _job_of(details: Any) -> Job:
+def _job_of(details: Any) -> SubmittedJob:
     started = None if details.start_time is None else details.start_time / 1000
     metadata = details.metadata
-    return Job(details.submission_id, str(details.status.value), metadata[KEY], metadata.get(FOLDER), started)
+    return SubmittedJob(details.submission_id, str(details.status.value), metadata[KEY], metadata.get(FOLDER), started)
 
 
 def _on_cluster(word: str) -> str:

@@ -14,7 +14,7 @@ from raylt.disk import is_file
 from raylt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from raylt.studies.report.table import TextTable
+    from raylt.studies.report.text_table import TextTable
     from raylt.studies.study import Study
 
 Paths = Annotated[

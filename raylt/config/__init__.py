@@ -1,4 +1,4 @@
-"""The configuration: its settings (sections), reading (reading, notation) and comparison (comparing).
+"""The configuration: its settings (sections), reading (reading, yaml_text) and comparison (comparing).
 
 Imports no torch.
 """

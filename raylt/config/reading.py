@@ -13,8 +13,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from raylt.config.notation import parse, read_file
 from raylt.config.sections import Config, DataConfig, allowed, branches, settings
+from raylt.config.yaml_text import parse, read_file
 from raylt.errors import ConfigError, spoken
 
 FOLDER = Path(__file__).parents[1] / "recipes"

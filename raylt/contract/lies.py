@@ -13,7 +13,7 @@ from raylt.core.fleet.fleet import Answer
 from raylt.core.fleet.local_fleet import LocalFleet
 from raylt.core.fleet.schema import LARGEST_COUNT, Schema
 from raylt.errors import ClientError
-from raylt.tree import Tree
+from raylt.tree import Tree, leaf_paths
 
 LIAR = 0  # the client that lies; it has samples of every class
 
@@ -55,7 +55,7 @@ def is_whole(leaf: Any) -> bool:
 def counts_of_part(value: Any) -> dict[str, int]:
     """Return the sums of the whole numbers of a part, by their last names; "" is the part itself."""
     sums: dict[str, int] = {}
-    for path, leaf in _leaves(value, ()):
+    for path, leaf in leaf_paths(value, ()):
         if is_whole(leaf):
             name = str(path[-1]) if path else ""
             sums[name] = sums.get(name, 0) + int(leaf.sum() if isinstance(leaf, Tensor) else leaf)
@@ -74,14 +74,14 @@ def wrong_leaves(value: Any, counted: set[str]) -> Iterator[tuple[str, Any]]:
     Args:
         counted: names of the counts that add up to the client's samples.
     """
-    for path, leaf in _leaves(value, ()):
+    for path, leaf in leaf_paths(value, ()):
         name = ".".join(map(str, path)) or "the part"
         for what, wrong in _wrong_numbers(leaf) if is_whole(leaf) else _wrong_floats(leaf):
             yield f"{name} {what}", _with(value, path, wrong)
     for name in counted:
         chosen = replaced(value, lambda leaf: leaf * 0, name)
         yield f"all counts {name} 0".replace("  ", " "), chosen
-        first = next(path for path, leaf in _leaves(value, ()) if is_whole(leaf) and (path[-1:] or ("",))[0] == name)
+        first = next(path for path, leaf in leaf_paths(value, ()) if is_whole(leaf) and (path[-1:] or ("",))[0] == name)
         more = _at(value, first) + 1
         yield f"one more in {'.'.join(map(str, first)) or 'the part'}", _with(value, first, more)
 
@@ -92,7 +92,7 @@ def replaced(value: Any, change: Callable[[Any], Any], name: str | None = None) 
     Args:
         name: the last name of the leaves; None: all.
     """
-    for path, leaf in list(_leaves(value, ())):
+    for path, leaf in list(leaf_paths(value, ())):
         if name is not None and (not is_whole(leaf) or (str(path[-1]) if path else "") != name):
             continue
         new = change(leaf)
@@ -124,14 +124,6 @@ def _wrong_floats(leaf: Any) -> Iterator[tuple[str, Any]]:
     elif type(leaf) is float:
         for wrong in (math.nan, -math.inf, 1e300):
             yield f"= {wrong}", wrong
-
-
-def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _leaves(inner, (*path, name))
-    else:
-        yield path, value
 
 
 def _at(value: Any, path: tuple[Any, ...]) -> Any:

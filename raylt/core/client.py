@@ -21,7 +21,7 @@ from raylt.data.augment import in_turn
 from raylt.data.samples import IGNORED, Augmentation, Batch, Samples
 from raylt.errors import LateWrite
 from raylt.models.split import Params, SplitModel, load_entries
-from raylt.recording import recordable
+from raylt.recordability import recordable
 from raylt.seeds import seed_for
 from raylt.tree import Stamps, Tree
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from raylt.config import Config
 from raylt.core.method import Method
-from raylt.core.protection.client_dp import epsilon_of, rate_of
+from raylt.core.protection.accounting import epsilon_of, rate_of
 from raylt.data.augment import moves_pixels, needs_grey_or_colour
 from raylt.data.samples import Augmentation
 from raylt.data.task import TaskSpec

@@ -29,7 +29,7 @@ from raylt.core.training.sgd import Objective, sgd, take_statistics
 from raylt.data.sources.sources import ProblemKind
 from raylt.data.task import Task, TaskSpec
 from raylt.models.split import Params, SplitModel
-from raylt.recording import recordable
+from raylt.recordability import recordable
 from raylt.tree import Tree
 
 Group = Literal["global", "personal", "statistics", "aggregation"]

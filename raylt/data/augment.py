@@ -19,7 +19,7 @@ from torch import Tensor
 
 from raylt.data.colour_jitter import color_jitter
 from raylt.data.label_maps import VOID
-from raylt.recording import is_recordable, recordable
+from raylt.recordability import is_recordable, recordable
 
 #: A function (x, y, generator) -> (x, y) on images uint8 [B, H, W, channels] and their labels.
 Augmentation = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]
@@ -277,7 +277,7 @@ class InTurn:
 
     @property
     def recordable(self) -> bool:
-        """True if each step is recordable, see `raylt.recording.recordable`."""
+        """True if each step is recordable, see `raylt.recordability.recordable`."""
         return all(map(is_recordable, self.steps))
 
     def __call__(self, x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:

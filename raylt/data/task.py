@@ -20,10 +20,11 @@ from raylt.data.splits.auxiliary import auxiliary_rows
 from raylt.data.splits.check import check, drawn_otherwise, own_tests
 from raylt.data.splits.draw import draw, hold_out_validation, notes
 from raylt.data.splits.imported import open_split
-from raylt.data.splits.long_tail import GROUPS, group_of
+from raylt.data.splits.long_tail import shot_groups
 from raylt.data.splits.new_clients import draw_new_clients
 from raylt.data.splits.split import IndexLists, PerClient, Split
 from raylt.errors import DataError
+from raylt.metrics import GROUPS
 from raylt.typed_json import closed
 
 LONGEST_NAME = 255  # letters of a class or client: a folder can have as many
@@ -285,7 +286,7 @@ def _classes(
         thresholds = group_thresholds(config, 0, int(counts.sum()))
     else:
         thresholds = group_thresholds(config, int(class_counts(load(source.y_train), len(names)).max()))
-    groups = tuple(group_of(counts, *thresholds))
+    groups = tuple(shot_groups(counts, *thresholds))
     if split.beta is None:
         return names, groups, thresholds, None
     views = class_views(len(split.clients), len(names), split.beta, config.erased)

@@ -27,7 +27,7 @@ from raylt.data.task import TaskSpec
 from raylt.hyper import Choice, LogUniform, hp
 from raylt.models.split import SplitModel
 from raylt.ops.moments import class_scatter, perturb
-from raylt.recording import not_recordable
+from raylt.recordability import not_recordable
 
 POOL = 500
 

@@ -35,7 +35,7 @@ from raylt.core.training.sgd import Objective
 from raylt.data.augment import InTurn, auto_augment, cutout
 from raylt.data.samples import Batch
 from raylt.hyper import Choice, LogUniform, Uniform, hp
-from raylt.recording import not_recordable
+from raylt.recordability import not_recordable
 from raylt.tree import Tree
 
 STRONG = InTurn((auto_augment, cutout))

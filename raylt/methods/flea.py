@@ -36,7 +36,7 @@ from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.models.split import SplitModel
 from raylt.ops.moments import LONGEST_FEATURE
-from raylt.recording import not_recordable
+from raylt.recordability import not_recordable
 from raylt.tree import Tree
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylt.models.split import SplitModel
-from raylt.recording import recordable
+from raylt.recordability import recordable
 
 
 @recordable

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from raylt.models import pretrained
 from raylt.models.split import PixelModel
-from raylt.recording import recordable
+from raylt.recordability import recordable
 
 LOW, WIDE, HIGH = 24, 576, 128
 

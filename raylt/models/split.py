@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from raylt.recording import recordable
+from raylt.recordability import recordable
 
 #: Parameters and buffers of a model by name.
 Params = dict[str, Tensor]

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raylt.config.notation import parse
+from raylt.config.yaml_text import parse
 from raylt.errors import ConfigError
 from raylt.models import pretrained
 from raylt.models.split import SplitModel
-from raylt.recording import recordable
+from raylt.recordability import recordable
 
 # of the images that torchvision's models were trained on
 IMAGENET_MEAN = (0.485, 0.456, 0.406)

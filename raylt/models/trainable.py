@@ -24,7 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from raylt.errors import ConfigError
 from raylt.models.split import Params, SplitModel
-from raylt.recording import recordable
+from raylt.recordability import recordable
 
 NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
 # layers that drop whole residual branches, in timm and torchvision

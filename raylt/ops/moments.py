@@ -67,7 +67,7 @@ def pooled_means(sums: Tree, classes: int) -> Tree:
     return {"means": means, "present": present}
 
 
-def moments(sums: Tree) -> Moments:
+def moments_from_sums(sums: Tree) -> Moments:
     """Return count, mean and covariance from the sums of one class, Eq. 10 of SFD."""
     mean = sums["z"] / sums["n"]
     return Moments(sums["n"], mean, unpack(sums["zz"], len(mean)) / sums["n"] - torch.outer(mean, mean))
@@ -85,7 +85,7 @@ def moments_fault(sums: Tree) -> str | None:
     Such sums would make the variance of some direction negative.
     """
     for c, of_class in sums.items():
-        cov = moments(of_class).cov
+        cov = moments_from_sums(of_class).cov
         rounding = 1e-9 * cov.diagonal().abs().max() + 1e-12 * of_class["zz"].abs().max() / of_class["n"] + 1e-30
         if torch.linalg.cholesky_ex(cov + rounding * torch.eye(len(cov), dtype=cov.dtype)).info:
             return f"has no covariance in class {c}"

@@ -12,10 +12,11 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Literal
 
 from raylt.errors import ConfigError
+from raylt.metrics import GROUPS
 from raylt.plots.style import COLOURS, DASHES, MARKERS, new_figure, plain_text, save_if_asked, style_axes
 from raylt.studies.analysis.measures import measure_of
 from raylt.studies.analysis.statistics import mean_interval
-from raylt.studies.records.record import GROUPS, RunRecord
+from raylt.studies.records.record import RunRecord
 from raylt.studies.report.comparison_tables import Spread
 from raylt.studies.study import Study
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from raylt.config import Config, check, followed, recipe, settled
-from raylt.config.notation import read_file
+from raylt.config.yaml_text import read_file
 from raylt.errors import ConfigError
 from raylt.registry import resolve
 

@@ -21,6 +21,7 @@ from raylt.config import differences as setting_differences
 from raylt.data.task import build_task, judged_images_of
 from raylt.disk import exists, is_file
 from raylt.errors import CheckpointError, ConfigError, DataError, quoted, spoken
+from raylt.metrics import GROUPS
 from raylt.notebook import html_table, in_notebook, later
 from raylt.runs.callbacks.base import Callback
 from raylt.runs.callbacks.notebook_progress import NotebookProgress
@@ -29,7 +30,7 @@ from raylt.studies.analysis.comparison import Comparison, compare
 from raylt.studies.analysis.measures import At, value_of
 from raylt.studies.definition import Definition, Planned, define, read_definition
 from raylt.studies.records import recorded_runs
-from raylt.studies.records.record import GROUPS, RunRecord, read_run
+from raylt.studies.records.record import RunRecord, read_run
 from raylt.studies.records.recorded_runs import Holdings, Recorded
 from raylt.studies.report.comparison_tables import shown, unit
 from raylt.studies.running import scheduler

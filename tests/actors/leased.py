@@ -14,7 +14,7 @@ from ray.util import placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import raylt
-from actors.placement import nodes_of, plan, reserve
+from actors.capacity import nodes_of, plan, reserve
 from raylt.config import Config, load
 from raylt.core import device
 from raylt.core.client import Client, Message, Reply

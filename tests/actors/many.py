@@ -6,8 +6,8 @@ import numpy as np
 import ray
 from tiny import make_setup
 
+from actors.capacity import Placement
 from actors.fleet import RayFleet
-from actors.placement import Placement
 from actors.shards import Shards
 from raylt.config import Config
 from raylt.data.splits.split import Split

@@ -16,7 +16,7 @@ import trouble
 from many import configure, make_fleet, make_many
 from tiny import CPU, fingerprint, make_setup
 
-from actors.jobs import ClientCalls
+from actors.calls import ClientCalls
 from raylt.core.experiment import Experiment
 from raylt.core.fleet.block_sums import SummedReply
 from raylt.core.fleet.reductions import total

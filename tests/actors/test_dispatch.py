@@ -8,7 +8,7 @@ from many import LARGE, NOBODY, configure, make_fleet, make_many
 from tiny import CPU, fingerprint, make_experiment, make_setup
 from trouble import Private
 
-from actors.jobs import ClientCalls
+from actors.calls import ClientCalls
 from raylt.core.checkpoint.checkpoint import latest
 from raylt.core.experiment import Experiment
 from raylt.core.fleet.block_sums import BLOCK, SummedReply, split_into_blocks

@@ -13,9 +13,9 @@ from refusals import refused
 from tiny import make_setup
 from trouble import IDS, configure
 
+from actors.capacity import Placement
 from actors.client import LOST_DEVICE_EXIT, data_room, fault_of, is_lost
 from actors.fleet import RayFleet
-from actors.placement import Placement
 from actors.shards import Shards
 from raylt.core.device import is_full
 from raylt.core.fleet.reductions import each

@@ -7,9 +7,9 @@ import ray
 from refusals import refused
 from tiny import configure
 
+from actors.capacity import SERVER_GPUS, Node, Placement, place, plan
 from actors.cluster.session import Cluster, environment, session
 from actors.launch import open_experiment
-from actors.placement import SERVER_GPUS, Node, Placement, place, plan
 from raylt.config import Config
 from raylt.errors import ConfigError
 from raylt.registry import resolve

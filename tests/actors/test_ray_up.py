@@ -54,7 +54,7 @@ class Lab:
             (home / ".bashrc").write_text("export PYTHONPATH=~/raylt\n")  # what `ray up` has copied there
             (home / ".venv-raylt").symlink_to(sys.prefix)  # no network to install from
         save_token(folder / "home-1")
-        config = (ROOT / "raylt/templates/cluster-local.yaml").read_text()
+        config = (ROOT / "cluster-local.yaml").read_text()
         for set_here, here in {
             "head_ip: 192.168.1.10 ": "head_ip: 10.77.0.2 ",
             "ssh_user: you": "ssh_user: root",

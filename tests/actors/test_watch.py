@@ -13,8 +13,8 @@ import ray
 from tiny import make_setup
 from trouble import IDS, configure
 
+from actors.capacity import Placement
 from actors.fleet import PATIENCE_S, STACKS, RayFleet
-from actors.placement import Placement
 from actors.probe import probe
 from actors.shards import Shards
 from raylt.core.fleet.reductions import each

@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 from refusals import refused
 
-from raylt.config import Config, allowed, load, load_data, notation, settings
+from raylt.config import Config, allowed, load, load_data, settings, yaml_text
 from raylt.errors import ConfigError, UnknownMethod
 from raylt.methods import make_method
 
@@ -367,7 +367,7 @@ def test_a_file_that_could_be_misread_is_refused_with_its_place(file, text, plac
 @pytest.mark.parametrize("value", ["1e5", "010", "yes", "1:30", "0o17", "~", "null", "1.", "<<", "on", "'", "a: b"])
 def test_a_text_that_looks_like_something_else_survives_being_written(file, value):
     config = load(None, [FEDAVG]).model_copy(update={"weights": value})
-    assert load(file(notation.write(config.model_dump(mode="json")))).weights == value
+    assert load(file(yaml_text.write(config.model_dump(mode="json")))).weights == value
 
 
 def test_pipe_device_folder_and_long_file_are_refused_without_waiting(tmp_path):

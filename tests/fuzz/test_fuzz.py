@@ -144,8 +144,8 @@ def _survives(config: Config, folder: Path) -> bool:
     """Whether it is the same after it was written as it is in run folders."""
     from raylt.runs.folder import writer
 
-    if hasattr(writer, "notation"):
-        text = writer.notation.write(config.model_dump(mode="json"))
+    if hasattr(writer, "yaml_text"):
+        text = writer.yaml_text.write(config.model_dump(mode="json"))
     else:
         import yaml
 

@@ -17,7 +17,7 @@ import yaml
 from refusals import refused
 
 import raylt
-from actors.placement import Need
+from actors.capacity import Need
 from raylt.config import load
 from raylt.errors import CheckpointError, ConfigError
 from tune import resume, search, space, spaces_of

@@ -17,16 +17,17 @@ together are no matrix of any features: there every rule trims.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from raylt.core.fleet.reductions import Reduction
+from raylt.tree import leaf_paths
 
 Rule = Literal["median", "trimmed_mean", "norm_clipped_mean"]
-TRIMMED = 0.25  # one client of three or four, two of five to eight
+DROPPED_CLIENTS = 0.25  # one client of three or four, two of five to eight
 MANY = 10  # clients from which on two of them are a block
 COUNT = "n"
 
@@ -71,7 +72,7 @@ def _columns_summed(rule: Rule, values: Sequence[Tensor]) -> Tensor:
 
 def _unit_sum(rule: Rule, values: Sequence[Any], counts: Sequence[float]) -> Any:
     """Sum trees, tensors or numbers of one layout: whole numbers plainly, floats by the rule."""
-    leaves = [dict(_leaves(value, ())) for value in values]
+    leaves = [dict(leaf_paths(value, ())) for value in values]
     floats = [path for path, leaf in leaves[0].items() if not _is_whole(leaf)]
     whole = [path for path in leaves[0] if path not in floats]
     summed: dict[tuple[Any, ...], Any] = {path: sum(of_client[path] for of_client in leaves) for path in whole}
@@ -100,7 +101,7 @@ def _robust_mean(rule: Rule, means: Tensor, weights: Tensor) -> Tensor:
     middle = _median(means)
     distances = (means - middle).norm(dim=1)  # [K]
     if rule == "trimmed_mean":
-        kept = distances.argsort(stable=True)[: len(means) - math.ceil(TRIMMED * len(means))]
+        kept = distances.argsort(stable=True)[: len(means) - math.ceil(DROPPED_CLIENTS * len(means))]
         return _weighted(means[kept], weights[kept])
     radius = _median(distances[:, None])[0]
     shares = (radius / distances.clamp(min=1e-300)).clamp(max=1)
@@ -124,14 +125,6 @@ def _is_whole(leaf: Any) -> bool:
 
 def _flat(leaf: Any) -> Tensor:
     return torch.as_tensor(leaf, dtype=torch.float64).reshape(-1)
-
-
-def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _leaves(inner, (*path, name))
-    else:
-        yield path, value
 
 
 def _as_tree(leaves: dict[tuple[Any, ...], Any]) -> Any:

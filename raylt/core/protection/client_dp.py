@@ -14,7 +14,6 @@ and running variances positive.
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,30 +25,12 @@ from raylt.core.client import Message, Reply
 from raylt.core.fleet.aggregation import Aggregator, Replies
 from raylt.core.fleet.block_sums import SummedReply
 from raylt.core.fleet.reductions import Reduction
+from raylt.core.protection.accounting import epsilon_of, rate_of
 from raylt.errors import BudgetSpent, ConfigError
 from raylt.tree import Tree
 
 RELEASED = "model"  # the part that carries the update
 LEAST_VARIANCE = 1e-3
-
-
-@cache
-def epsilon_of(noise_multiplier: float, rate: float, rounds: int, delta: float) -> float:
-    """Return the epsilon of a number of rounds, by Opacus's RDP accountant.
-
-    Args:
-        rate: the chance of each client to take part in a round; 1 claims nothing for sampling.
-    """
-    from opacus.accountants import RDPAccountant  # pyright: ignore[reportMissingImports]
-
-    accountant = RDPAccountant()
-    accountant.history = [(noise_multiplier, rate, rounds)]
-    return float(accountant.get_epsilon(delta=delta))
-
-
-def rate_of(config: Config) -> float:
-    """Return the sampling rate that the accountant may assume."""
-    return config.federation.participation if config.federation.sampling == "poisson" else 1.0
 
 
 @dataclass(frozen=True)

@@ -32,30 +32,8 @@ from raylt.core.client import Reply
 from raylt.core.fleet.aggregation import Aggregator, Replies
 from raylt.core.fleet.block_sums import SummedReply
 from raylt.core.fleet.reductions import Reduction
+from raylt.core.protection.accounting import calibrated_sigma
 from raylt.tree import Tree
-
-
-def delta_of(sigma: float, epsilon: float) -> float:
-    """Return delta of the Gaussian mechanism with sensitivity 1: Phi(1/2s - es) - exp(e) Phi(-1/2s - es)."""
-    from scipy.special import log_ndtr
-
-    half = 1 / (2 * sigma)
-    return math.exp(log_ndtr(half - epsilon * sigma)) - math.exp(epsilon + log_ndtr(-half - epsilon * sigma))
-
-
-def sigma_of(epsilon: float, delta: float) -> float:
-    """Return the least deviation of the mechanism that keeps to epsilon and delta."""
-    low = 1e-4
-    high = 1.0
-    while delta_of(high, epsilon) > delta:
-        high *= 2
-    for _ in range(200):
-        middle = (low + high) / 2
-        if delta_of(middle, epsilon) <= delta:
-            high = middle
-        else:
-            low = middle
-    return high
 
 
 @dataclass(frozen=True)
@@ -78,7 +56,7 @@ class Noise:
         if budget.epsilon is None or not bounded:
             return None
         leaves = sum(len(lengths) if isinstance(lengths, Mapping) else 1 for lengths in bounded.values())
-        sigma = sigma_of(budget.epsilon, budget.delta)
+        sigma = calibrated_sigma(budget.epsilon, budget.delta)
         scale = sigma * math.sqrt(leaves)
         deviations: dict[str, Mapping[str, float] | float] = {}
         for name, lengths in bounded.items():

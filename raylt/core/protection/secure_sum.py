@@ -11,7 +11,7 @@ depend on their order, and can be masked and unmasked modulo 2^64 without a trac
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from raylt.core.fleet.reductions import Reduction
 from raylt.core.protection.masking import HASH_BYTES, KEY_BYTES, SHARE_BYTES, Collector, Member, introduce
 from raylt.core.protection.threshold import threshold_of
 from raylt.errors import ConfigError, Overflow
-from raylt.tree import Tree
+from raylt.tree import LeafPath, Tree, leaf_paths
 
 # Magnitudes for which digits are set aside where a part declares none, or larger ones: of parameters and gradients, and
 # of sums over a client's samples. Whole numbers may use everything within 62 bits.
@@ -36,7 +36,6 @@ LARGEST = {"mean": 1e6, "total": 1e9}
 BITS = 62
 COUNTER = 2.0**36  # batches that a normalisation layer has seen, at most
 SEALED_BYTES = 2 * SHARE_BYTES + 16  # two shares and their authentication tag
-Path = tuple[Any, ...]
 
 
 class Secure(Aggregator):
@@ -105,7 +104,7 @@ class VectorEntry:
         largest: magnitude up to which a value fits.
     """
 
-    path: Path
+    path: LeafPath
     kind: str
     like: Any
     step: float
@@ -134,12 +133,12 @@ class FixedPoint:
         self._parts = parts
         self._heaviest = heaviest
         self._entries: list[VectorEntry] = []
-        self._optional: list[Path] = []
+        self._optional: list[LeafPath] = []
         for name, part in parts.items():
             _check_summable(name, part)
             largest = min(LARGEST[part.kind], part.largest or math.inf)
             step = 2.0 ** -math.floor(BITS - math.log2(clients * largest))
-            for path, like in _leaves(part.template, (name,)):
+            for path, like in leaf_paths(part.template, (name,)):
                 entry_step, entry_largest = _step_and_largest(like, part.kind, step, largest, clients)
                 self._entries.append(VectorEntry(path, part.kind, like, entry_step, entry_largest))
             if part.partial:
@@ -155,7 +154,7 @@ class FixedPoint:
         Raises:
             Overflow: a value does not fit; names its entry.
         """
-        flat = dict(_leaves(tree, ()))
+        flat = dict(leaf_paths(tree, ()))
         vector = []
         for entry in self._entries:
             value = flat.get(entry.path)
@@ -245,12 +244,3 @@ def _step_and_largest(like: Any, kind: str, step: float, largest: float, clients
     if whole and kind == "mean":
         return 2.0 ** -math.floor(BITS - math.log2(clients * COUNTER)), COUNTER
     return (1.0, 2.0**BITS / clients) if whole else (step, largest)
-
-
-def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield each leaf with its path, a tuple of names: a dot in a name is not a dict in a dict."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _leaves(inner, (*path, name))
-    else:
-        yield path, value

@@ -1,7 +1,7 @@
 """`Repeated`: a repeated training step that is recorded once as a CUDA graph and then replayed.
 
 The time of a small network's step is that of its launches, some hundreds of them; a graph is one launch. A step is
-recorded only where each part is known to launch the same kernels every time (`raylt.recordable` defines this): the
+recorded only where each part is known to launch the same kernels every time (`raylt.recordability` defines this): the
 objective and the augmentation declare it, the optimiser's steps are alike, and the model consists of `steady` layers.
 Any other step runs kernel by kernel, as on a CPU.
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from raylt.errors import RayltError
-from raylt.recording import is_recordable
+from raylt.recordability import is_recordable
 
 WARM_UP = 3  # steps before the recording, in which libraries choose their kernels and allocate state
 # modules whose layers only launch kernels in their forward functions: inspected, and replayed in the tests

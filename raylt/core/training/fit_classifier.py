@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from raylt.core.training.cuda_graphs import Repeated
 from raylt.core.training.optimisers import SGD
-from raylt.recording import recordable
+from raylt.recordability import recordable
 
 Schedule = Literal["epoch", "iteration", "constant"]
 WORTH = 10  # replays that make a recording worthwhile

@@ -15,7 +15,7 @@ from torch import Tensor
 from raylt.core.client import Client
 from raylt.core.fleet.reductions import Reduction, mean
 from raylt.data.samples import Batch
-from raylt.recording import is_recordable
+from raylt.recordability import is_recordable
 
 #: A function from a batch to its loss, a tensor of shape [].
 Objective = Callable[[Batch], Tensor]

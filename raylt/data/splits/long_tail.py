@@ -7,8 +7,6 @@ import numpy as np
 from raylt.errors import DataError
 from raylt.seeds import seed_for
 
-GROUPS = ("many", "medium", "few")  # of classes, by their training samples
-
 
 def long_tail_counts(available: np.ndarray, imbalance: float) -> np.ndarray:
     """Return the samples per class of a long-tailed subset; class 0 is the largest, class C-1 the smallest.
@@ -100,7 +98,7 @@ def own_tail(labels: np.ndarray, imbalance: float, rng: np.random.Generator) -> 
     return np.sort(np.concatenate(chosen))
 
 
-def group_of(counts: np.ndarray, low: int, high: int) -> list[str]:
+def shot_groups(counts: np.ndarray, low: int, high: int) -> list[str]:
     """Return the group of each class: "many" above `high` training samples, "few" below `low`, otherwise "medium"."""
     return ["many" if n > high else "few" if n < low else "medium" for n in counts]
 

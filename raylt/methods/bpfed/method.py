@@ -42,7 +42,7 @@ from raylt.data.task import TaskSpec
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.models.split import Params, SplitModel, with_classifier
 from raylt.ops.moments import class_scatter, pack, perturb, scatter_fault, unpack
-from raylt.recording import not_recordable
+from raylt.recordability import not_recordable
 from raylt.seeds import seed_for
 
 

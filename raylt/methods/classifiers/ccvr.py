@@ -14,12 +14,12 @@ from torch import Tensor
 
 from raylt.config import Config
 from raylt.core.fleet.fleet import Fleet
-from raylt.core.fleet.uploads import check_class_sums
+from raylt.core.fleet.upload_size import check_class_sums
 from raylt.core.server import Server
 from raylt.data.task import Task
 from raylt.methods.classifiers.family import Calibrated
 from raylt.models.split import SplitModel
-from raylt.ops.moments import moments, perturb
+from raylt.ops.moments import moments_from_sums, perturb
 from raylt.tree import Tree
 
 
@@ -39,5 +39,5 @@ class CCVR(Calibrated):
 
     def gaussian(self, sums: Tree, generator: torch.Generator) -> Tensor:
         """Draw M_c features from N(mu_c, Sigma_c), float32 [M_c, d]; Sigma_c is unbiased, as in Eq. 5."""
-        n, mean, covariance = moments(sums)
+        n, mean, covariance = moments_from_sums(sums)
         return (mean + perturb(covariance * n / max(n - 1, 1), self.virtual, generator)).float()

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from raylt.config import Config
 from raylt.core.fleet.fleet import Fleet
-from raylt.core.fleet.uploads import check_class_sums
+from raylt.core.fleet.upload_size import check_class_sums
 from raylt.core.server import Server
 from raylt.data.task import Task
 from raylt.hyper import LogUniform, hp
 from raylt.methods.classifiers.family import Calibrated
 from raylt.models.split import SplitModel
-from raylt.ops.moments import isotropic_deviation, moments
+from raylt.ops.moments import isotropic_deviation, moments_from_sums
 
 
 class NoisyMeans(Calibrated):
@@ -38,7 +38,7 @@ class NoisyMeans(Calibrated):
 
     def draw(self, server: Server, fleet: Fleet, generator: torch.Generator) -> dict[int, Tensor]:
         """Return mu_c + noise s xi for each class c."""
-        class_moments = {c: moments(sums) for c, sums in self.class_moments(server, fleet).items()}  # [2]
+        class_moments = {c: moments_from_sums(sums) for c, sums in self.class_moments(server, fleet).items()}  # [2]
         deviation = self.noise * isotropic_deviation(list(class_moments.values()))
         shape = self.virtual, server.model.dim
         return {

@@ -63,7 +63,7 @@ from raylt.models.split import SplitModel, with_classifier
 from raylt.models.teacher import Wording
 from raylt.ops.distillation import distillation
 from raylt.ops.moments import class_means, pooled_means, sums_fault
-from raylt.recording import not_recordable
+from raylt.recordability import not_recordable
 from raylt.seeds import seed_for
 from raylt.tree import Tree
 

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from raylt.core.client import Client
 from raylt.core.training.sgd import autocast
-from raylt.data.splits.long_tail import group_of
+from raylt.data.splits.long_tail import shot_groups
 from raylt.metrics import GROUPS
 from raylt.tree import Tree
 
@@ -33,11 +33,11 @@ def zero_shot(n: Tensor, right: Tensor, thresholds: tuple[int, int]) -> dict[str
     Args:
         n: Sum of the `n` of `answers`, int64 [C].
         right: Sum of the `right` of `answers`, int64 [C].
-        thresholds: Samples per class that divide the groups, as for `group_of`.
+        thresholds: Samples per class that divide the groups, as for `shot_groups`.
     """
     present = n > 0
     accuracy = right[present] / n[present]
-    groups = group_of(n[present].numpy(), *thresholds)
+    groups = shot_groups(n[present].numpy(), *thresholds)
     members = {group: torch.tensor([of == group for of in groups]) for group in GROUPS}
     return {"all": accuracy.mean().item()} | {
         group: accuracy[of].mean().item() for group, of in members.items() if of.any()

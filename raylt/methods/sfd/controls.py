@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from raylt.models.split import Params
 from raylt.ops.closed_form import nearest_mean_classifier, ridge_classifier
-from raylt.ops.moments import isotropic_deviation, moments, perturb, unpack
+from raylt.ops.moments import isotropic_deviation, moments_from_sums, perturb, unpack
 from raylt.seeds import seed_for
 from raylt.tree import Tree
 
@@ -26,7 +26,7 @@ def draws(kind: Classifier, sums: Mapping[int, Tree], sizes: list[int], seed: in
 
     They follow N(mu_c, Sigma_c), or have mean mu_c and the same deviation in every direction and for every class.
     """
-    class_moments = [moments(of_class) for of_class in sums.values()]
+    class_moments = [moments_from_sums(of_class) for of_class in sums.values()]
     deviation = isotropic_deviation(class_moments)
     made = []
     for c, of_class, size in zip(sums, class_moments, sizes, strict=True):

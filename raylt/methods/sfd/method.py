@@ -39,7 +39,7 @@ from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import each, total
-from raylt.core.fleet.uploads import check_class_sums
+from raylt.core.fleet.upload_size import check_class_sums
 from raylt.core.method import Group, Method, train_clients
 from raylt.core.server import Server, StageProgress
 from raylt.core.training.features import features
@@ -53,15 +53,15 @@ from raylt.errors import ConfigError
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.methods.sfd.controls import Classifier, closed_form, draws
 from raylt.methods.sfd.fourier import bootstrap_floor, draw_frequencies, fourier_sum
-from raylt.methods.sfd.losses import adaptive_supcon, adjusted_prior, logit_shift
+from raylt.methods.sfd.local_losses import adaptive_supcon, adjusted_prior, logit_shift
 from raylt.methods.sfd.synthesis import Parts, Start, Target, bank_sizes, cholesky, synthesise
 from raylt.models.split import Params, SplitModel, with_classifier
 from raylt.ops.bootstrap import bootstrap_of_clients, class_bootstrap
 from raylt.ops.moments import (
     LONGEST_FEATURE,
     class_sums,
-    moments,
     moments_fault,
+    moments_from_sums,
     nearest_moments,
     sample_lengths,
     sums_fault,
@@ -432,7 +432,7 @@ class SFD(Method):
     def synthesise(self, item: Tree) -> Tree:
         """Run Algorithm 1 for one class."""
         sums = item["sums"]
-        of_class = moments(sums)  # Eq. 10 [2]
+        of_class = moments_from_sums(sums)  # Eq. 10 [2]
         factor, jitter = cholesky(of_class.cov, 1e-5)  # Eq. 11 and appendix B
         target = Target(
             of_class.mean,

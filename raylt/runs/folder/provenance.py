@@ -42,7 +42,7 @@ _DECISIVE = (
     "seeds",
     "tree",
     "registry",
-    "recording",
+    "recordability",
     "data",
     "models",
     "core",

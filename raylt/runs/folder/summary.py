@@ -32,7 +32,7 @@ from raylt.core.report import (
 )
 from raylt.data.task import JudgedImages, Task
 from raylt.errors import CheckpointError
-from raylt.metrics import FEW_SAMPLES, LOCAL, client_figures, interval
+from raylt.metrics import FEW_SAMPLES, LOCAL, client_figures, wilson_interval
 from raylt.runs.folder.metrics_log import Lines
 from raylt.runs.folder.provenance import SCHEMA
 from raylt.store import Folder
@@ -488,7 +488,7 @@ def with_images(value: float | None, images: int | None) -> str:
 
 def interval_text(value: float, images: int) -> str:
     """Return Wilson's 95 % interval in percent."""
-    low, high = interval(value, images)
+    low, high = wilson_interval(value, images)
     return f"{100 * low:.1f} to {100 * high:.1f} %"
 
 

@@ -27,7 +27,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from raylt.config import Config, notation
+from raylt.config import Config, yaml_text
 from raylt.core.checkpoint import checkpoint, client_states
 from raylt.core.checkpoint.checkpoint import Checkpoint, Seal
 from raylt.core.report import RoundReport
@@ -112,7 +112,7 @@ class Journal:
 
     def _make_resumable(self, config: Config) -> None:
         """Write config.yaml, the last of the files: a folder that has one can be resumed."""
-        self._open.write("config.yaml", notation.write(config.model_dump(mode="json")))
+        self._open.write("config.yaml", yaml_text.write(config.model_dump(mode="json")))
 
     @property
     def seal(self) -> Seal:

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from raylt.studies.records.record import RunRecord
-from raylt.studies.report.table import TextTable
+from raylt.studies.report.text_table import TextTable
 
 
 @dataclass(frozen=True)

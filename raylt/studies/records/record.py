@@ -23,12 +23,12 @@ from typing_extensions import TypedDict
 from raylt import store
 from raylt.core.report import shown_figure
 from raylt.errors import RayltError, on_one_line
+from raylt.metrics import GROUPS
 from raylt.runs.folder import provenance
 from raylt.runs.folder.reader import Files
 from raylt.typed_json import as_json, closed, printable
 
 RecordState = Literal["missing", "running", "stopped", "failed", "damaged", "done"]
-GROUPS = ("many", "medium", "few")
 CURVES = ("step", "accuracy", "shown", *GROUPS, "validation", "up", "down", "seconds")
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Printable = Annotated[str, AfterValidator(printable)]

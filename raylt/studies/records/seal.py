@@ -17,8 +17,9 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from raylt.errors import CheckpointError
+from raylt.metrics import GROUPS
 from raylt.runs.folder.summary import ADDED
-from raylt.studies.records.record import CURVES, GROUPS, RunRecord
+from raylt.studies.records.record import CURVES, RunRecord
 from raylt.typed_json import closed, hash_json
 
 _PLACE = ("cell", "arm", "seed", "folder", "state", "problem", "steps", "planned_steps")

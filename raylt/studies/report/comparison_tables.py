@@ -11,7 +11,7 @@ from raylt.studies.analysis.claims import Judged
 from raylt.studies.analysis.comparison import Comparison, Row
 from raylt.studies.analysis.measures import At, measure_of
 from raylt.studies.analysis.statistics import Interval
-from raylt.studies.report.table import Places, TextTable
+from raylt.studies.report.text_table import Places, TextTable
 
 UNSEALED = "unsealed: no hash binds these figures to their runs"
 HEADINGS = {

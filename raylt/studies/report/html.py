@@ -13,10 +13,11 @@ from markupsafe import Markup
 from raylt import store
 from raylt.errors import CheckpointError, ConfigError, spoken
 from raylt.methods import METHODS
+from raylt.metrics import GROUPS
 from raylt.studies.analysis.comparison import Comparison, Row, judged_on
 from raylt.studies.analysis.measures import measure_of, value_of
 from raylt.studies.papers.verdicts import verdicts
-from raylt.studies.records.record import GROUPS, RunRecord
+from raylt.studies.records.record import RunRecord
 from raylt.studies.report import svg
 from raylt.studies.report.comparison_tables import (
     HEADINGS,

@@ -7,7 +7,7 @@ from math import ceil, floor
 from raylt.studies.analysis.measures import measure_of
 from raylt.studies.analysis.ranking import Ranked, Ranking
 from raylt.studies.report.comparison_tables import HEADINGS
-from raylt.studies.report.table import TextTable
+from raylt.studies.report.text_table import TextTable
 
 HEAD = ["arm", "strength, log-odds", "better than another arm", "mean rank", "finished"]
 WIDTH = 760

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from raylt.config.notation import read_file
+from raylt.config.yaml_text import read_file
 from raylt.disk import is_folder
 from raylt.errors import CheckpointError, ConfigError
 from raylt.store import Folder

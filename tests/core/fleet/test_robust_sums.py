@@ -10,7 +10,7 @@ from raylt.core.fleet.robust_sums import robust_sum
 from raylt.methods.classifiers.ccvr import CCVR
 from raylt.methods.classifiers.fed3r import Fed3R
 from raylt.methods.classifiers.fedncm import FedNCM
-from raylt.ops.moments import class_sums, moments, moments_fault, nearest_moments
+from raylt.ops.moments import class_sums, moments_fault, moments_from_sums, nearest_moments
 
 RULES = "median", "trimmed_mean", "norm_clipped_mean"
 CLASSES = total.within({c: {"n": 1, "z": torch.empty(1)} for c in range(3)})
@@ -73,7 +73,7 @@ def test_two_of_ten_hostile_clients_move_no_mean_far(rule, hostile):
         values.append(class_sums(-10 * z if k < hostile else z, torch.zeros(len(z), dtype=torch.int64)))
     part = total.within({0: {"n": 1, "z": torch.empty(4), "zz": torch.empty(10)}}).bounded({}, nearest_moments)
     summed = robust_sum(rule, part, values, [3 + k for k in range(10)])
-    n, mean, cov = moments(summed[0])
+    n, mean, cov = moments_from_sums(summed[0])
     assert n == sum(3 + k for k in range(10))
     assert (mean - 5).abs().max() < 1.5
     assert moments_fault(summed) is None

@@ -13,8 +13,8 @@ from tiny import configure, make_experiment
 from raylt.core.client import Reply
 from raylt.core.fleet.aggregation import Plain
 from raylt.core.fleet.reductions import mean
-from raylt.core.protection.client_dp import ClientDP, ClientNoise, epsilon_of
-from raylt.core.protection.sample_dp import delta_of
+from raylt.core.protection.accounting import delta_of, epsilon_of
+from raylt.core.protection.client_dp import ClientDP, ClientNoise
 from raylt.errors import BudgetSpent, ConfigError
 from raylt.methods.classifiers.ccvr import CCVR
 from raylt.methods.fedavg import FedAvg

@@ -15,7 +15,8 @@ from torch import tensor
 import raylt
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet.reductions import total
-from raylt.core.protection.sample_dp import Noise, delta_of, sigma_of
+from raylt.core.protection.accounting import calibrated_sigma, delta_of
+from raylt.core.protection.sample_dp import Noise
 from raylt.core.training.features import features
 from raylt.data.samples import Samples
 from raylt.errors import BudgetSpent, ConfigError
@@ -49,7 +50,7 @@ def wanted(dim=50):
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 8.0])
 @pytest.mark.parametrize("delta", [1e-2, 1e-5])
 def test_delta_is_the_integral_of_what_one_density_has_beyond_e_to_epsilon_of_the_other(epsilon, delta):
-    sigma = sigma_of(epsilon, delta)
+    sigma = calibrated_sigma(epsilon, delta)
     with_sample, without = stats.norm(1, sigma), stats.norm(0, sigma)
     # the densities cross at e^epsilon where x = 1/2 + epsilon sigma^2
     crossing = 0.5 + epsilon * sigma**2
@@ -66,9 +67,9 @@ def test_delta_is_the_integral_of_what_one_density_has_beyond_e_to_epsilon_of_th
 
 
 def test_sigma_is_that_of_the_papers_algorithm():
-    assert sigma_of(1.0, 1e-5) == pytest.approx(3.7306, abs=1e-3)
+    assert calibrated_sigma(1.0, 1e-5) == pytest.approx(3.7306, abs=1e-3)
     # the classical bound, which holds for epsilon < 1 and is larger
-    assert sigma_of(0.5, 1e-5) < math.sqrt(2 * math.log(1.25e5)) / 0.5
+    assert calibrated_sigma(0.5, 1e-5) < math.sqrt(2 * math.log(1.25e5)) / 0.5
 
 
 @pytest.mark.parametrize("clip", [0.5, 2.0])
@@ -103,7 +104,9 @@ def test_leaf_by_leaf_a_sample_is_hidden_as_by_one_mechanism():
     noise = Noise.of(wanted(), configure(privacy=BUDGET, method={"name": "fedncm"}))
     deviations = noise.deviations["classes"]
     # sum over the leaves of (length / deviation)^2 is 1 / sigma^2
-    assert (1 / deviations["n"]) ** 2 + (3 / deviations["z"]) ** 2 == pytest.approx(1 / sigma_of(2.0, 1e-4) ** 2)
+    assert (1 / deviations["n"]) ** 2 + (3 / deviations["z"]) ** 2 == pytest.approx(
+        1 / calibrated_sigma(2.0, 1e-4) ** 2
+    )
 
 
 @pytest.mark.parametrize("secure", [False, True])

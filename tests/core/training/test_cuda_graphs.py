@@ -26,7 +26,7 @@ from raylt.methods import METHODS
 from raylt.methods.bpfed.method import ScaledLinear
 from raylt.models import MODELS
 from raylt.models.split import SplitModel
-from raylt.recording import is_recordable, recordable
+from raylt.recordability import is_recordable, recordable
 
 # steps that draw on the host, with the fields of the tests, and loops of two models that `sgd` does not run
 EAGER = {"balancefl", "fedgrab", "fedyoyo", "apfl", "pfedme"}

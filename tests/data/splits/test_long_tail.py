@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from raylt.data.splits.long_tail import group_of, long_tail_counts, long_tail_subset
+from raylt.data.splits.long_tail import long_tail_counts, long_tail_subset, shot_groups
 from raylt.errors import DataError
 
 CIFAR10 = {
@@ -84,12 +84,12 @@ def test_subset_has_the_counts_and_depends_on_the_seed_alone():
 
 
 def test_thresholds_themselves_are_medium():
-    assert group_of(np.array([101, 100, 20, 19]), 20, 100) == ["many", "medium", "medium", "few"]
+    assert shot_groups(np.array([101, 100, 20, 19]), 20, 100) == ["many", "medium", "medium", "few"]
 
 
 def test_groups_of_the_long_tailed_sets_have_the_published_sizes():
-    cifar10 = group_of(np.array(CIFAR10[100]), 200, 1000)
+    cifar10 = shot_groups(np.array(CIFAR10[100]), 200, 1000)
     assert [cifar10.count(g) for g in ("many", "medium", "few")] == [4, 3, 3]
     for imbalance, sizes in ((100, [35, 35, 30]), (50, [41, 41, 18]), (10, [69, 31, 0])):
-        cifar100 = group_of(long_tail_counts(np.full(100, 500), imbalance), 20, 100)
+        cifar100 = shot_groups(long_tail_counts(np.full(100, 500), imbalance), 20, 100)
         assert [cifar100.count(g) for g in ("many", "medium", "few")] == sizes

@@ -18,7 +18,7 @@ from raylt.methods.classifiers.posthoc import PostHoc
 from raylt.methods.fedavg import FedAvg
 from raylt.models.split import linear
 from raylt.ops.bootstrap import bootstrap_of_clients, class_bootstrap
-from raylt.ops.moments import NEVER, class_sums, isotropic_deviation, moments
+from raylt.ops.moments import NEVER, class_sums, isotropic_deviation, moments_from_sums
 
 QUICK = {"virtual": 40, "epochs": 2}
 
@@ -75,7 +75,9 @@ def test_isotropic_deviation_by_hand():
     # class 0: 0 and 2 along the first of two directions, variance (1, 0), 2 samples; class 1: one sample; mean over 3
     # samples of the mean over two directions: (2 * 0.5 + 1 * 0) / 3
     z, y = torch.tensor([[0.0, 0.0], [2.0, 0.0], [7.0, 7.0]]), torch.tensor([0, 0, 1])
-    assert isotropic_deviation([moments(sums) for sums in class_sums(z, y).values()]) == pytest.approx((1 / 3) ** 0.5)
+    assert isotropic_deviation([moments_from_sums(sums) for sums in class_sums(z, y).values()]) == pytest.approx(
+        (1 / 3) ** 0.5
+    )
 
 
 def test_bootstrap_of_clients_is_that_of_the_pooled_features():

@@ -11,7 +11,7 @@ from torch import tensor
 from raylt.contract.hosts import Backwards, FailsFirst, NewHosts
 from raylt.core.training.features import features
 from raylt.core.training.sgd import sgd
-from raylt.data.splits.long_tail import group_of
+from raylt.data.splits.long_tail import shot_groups
 from raylt.methods.fedsm.method import FedSM
 from raylt.methods.fedsm.monitors import drift, zero_shot
 
@@ -38,7 +38,7 @@ def test_teachers_accuracy_is_that_of_its_features_against_its_texts(tiny_task, 
     rows = np.concatenate(tiny_task.split.clients)
     y = np.concatenate([shard.y for shard in tiny_task.shards])
     by_class = [(answers[rows][y == c] == c).mean() for c in range(4)]
-    groups = group_of(tiny_task.counts, 20, 29)
+    groups = shot_groups(tiny_task.counts, 20, 29)
     expected = {"all": np.mean(by_class)} | {
         group: np.mean([share for share, of in zip(by_class, groups, strict=True) if of == group])
         for group in set(groups)

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from raylt import tree
 from raylt.core.training.features import features
-from raylt.methods.sfd.losses import adaptive_supcon
+from raylt.methods.sfd.local_losses import adaptive_supcon
 from raylt.methods.sfd.method import SFD
 
 

@@ -11,8 +11,8 @@ from torch import tensor
 
 from raylt.config import completed, differences, load, settled
 from raylt.contract.case import Case
-from raylt.core.fleet.aggregation import combine
 from raylt.core.fleet.local_fleet import LocalFleet
+from raylt.core.fleet.robust_means import robust_mean
 from raylt.errors import ConfigError
 from raylt.methods import METHODS
 from raylt.methods.fedavg import FedAvg
@@ -72,26 +72,26 @@ def values():
 
 def test_median_of_an_even_number_is_between_the_two_in_the_middle():
     rows = part(([1.0, 9.0], 4.0), ([3.0, -50.0], 1.0), ([100.0, 8.0], 2.0), ([2.0, 7.0], -9.0))
-    got = combine("median", rows, [1, 1, 1000, 1])
+    got = robust_mean("median", rows, [1, 1, 1000, 1])
     assert got["w"].tolist() == [2.5, 7.5]
     assert got["n"] == 1.5
 
 
 def test_trimmed_mean_leaves_one_of_three_on_either_side():
-    got = combine("trimmed_mean", part(([1.0], 0.0), ([5.0], 0.0), ([1e6], 0.0)), [1, 1, 1])
+    got = robust_mean("trimmed_mean", part(([1.0], 0.0), ([5.0], 0.0), ([1e6], 0.0)), [1, 1, 1])
     assert got["w"].tolist() == [5.0]
 
 
 def test_norm_clipped_mean_draws_in_what_is_far():
     # medians (0, 0), lengths 1, 1, 0, 1, 1000: radius 1; (1 - 1 + 0 + 0 + 1) / 5 and (0 + 0 + 0 - 1 + 0) / 5
     rows = [{"w": tensor(row)} for row in ([1.0, 0.0], [-1.0, 0.0], [0.0, 0.0], [0.0, -1.0], [1000.0, 0.0])]
-    got = combine("norm_clipped_mean", rows, [2, 2, 2, 2, 2])
+    got = robust_mean("norm_clipped_mean", rows, [2, 2, 2, 2, 2])
     assert torch.allclose(got["w"], tensor([0.2, -0.2]))
 
 
 def test_norm_clipped_mean_of_what_lies_near_is_the_weighted_mean():
     # lengths from the median 0 are 1, 0, 1, of which the middle is 1
-    got = combine("norm_clipped_mean", [{"w": tensor([x])} for x in (-1.0, 0.0, 1.0)], [1, 1, 2])
+    got = robust_mean("norm_clipped_mean", [{"w": tensor([x])} for x in (-1.0, 0.0, 1.0)], [1, 1, 2])
     assert got["w"].item() == pytest.approx(0.25)
 
 
@@ -99,14 +99,14 @@ def test_norm_clipped_mean_of_what_lies_near_is_the_weighted_mean():
     ("rule", "oracle"), [("median", lambda x: np.median(x, 0)), ("trimmed_mean", lambda x: trim_mean(x, 0.2, 0))]
 )
 def test_entries_are_those_of_numpy_and_scipy(values, rule, oracle):
-    got = combine(rule, values, [1.0] * 11)
+    got = robust_mean(rule, values, [1.0] * 11)
     assert np.allclose(got["deep"]["w.x"], oracle(np.stack([v["deep"]["w.x"].numpy() for v in values])))
     assert got["loss"] == pytest.approx(float(oracle(np.array([v["loss"] for v in values]))))
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_types_and_names_stay_and_counters_take_their_median(values, rule):
-    got = combine(rule, values, [1.0] * 11)
+    got = robust_mean(rule, values, [1.0] * 11)
     assert got["deep"]["w.x"].dtype == torch.float32
     assert (got["count"].item(), got["count"].dtype) == (5, torch.int64)
     assert list(got) == ["deep", "count", "loss"]
@@ -114,14 +114,14 @@ def test_types_and_names_stay_and_counters_take_their_median(values, rule):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_what_a_client_leaves_out_counts_as_zero(rule):
-    got = combine(rule, [{"a": tensor([3.0])}, {}, {}], [1, 1, 1])
+    got = robust_mean(rule, [{"a": tensor([3.0])}, {}, {}], [1, 1, 1])
     assert got["a"].item() == 0
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("k", [1, 2])
 def test_one_or_two_replies_have_no_outlier(rule, k):
-    got = combine(rule, [{"w": tensor([2.0])}, {"w": tensor([4.0])}][:k], [1, 1][:k])
+    got = robust_mean(rule, [{"w": tensor([2.0])}, {"w": tensor([4.0])}][:k], [1, 1][:k])
     assert got["w"].item() == (2.0 if k == 1 else 3.0)
 
 

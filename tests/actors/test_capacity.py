@@ -6,7 +6,7 @@ import time
 import pytest
 from refusals import refused
 
-from actors.placement import SERVER_GPUS, Need, Node, Placement, nodes_of, parse_nodes, plan, room
+from actors.capacity import SERVER_GPUS, Need, Node, Placement, nodes_of, parse_nodes, plan, room
 from raylt.cli import main as cli
 from raylt.config import Config
 from raylt.errors import ConfigError

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from raylt.methods.sfd.losses import adaptive_supcon, adjusted_prior, logit_shift
+from raylt.methods.sfd.local_losses import adaptive_supcon, adjusted_prior, logit_shift
 
 COUNTS = torch.tensor([40, 0, 10, 4])
 

@@ -1,0 +1,52 @@
+"""Epsilon, delta and the deviation of Gaussian noise: what a noise costs, and the least noise for a budget.
+
+`calibrated_sigma` serves `privacy.epsilon` (one upload of sums over samples); `epsilon_of` serves
+`privacy.noise_multiplier` (rounds of clients' models).
+"""
+
+import math
+from functools import cache
+
+from raylt.config import Config
+
+
+def delta_of(sigma: float, epsilon: float) -> float:
+    """Return delta of the Gaussian mechanism with sensitivity 1: Phi(1/2s - es) - exp(e) Phi(-1/2s - es)."""
+    from scipy.special import log_ndtr
+
+    half = 1 / (2 * sigma)
+    return math.exp(log_ndtr(half - epsilon * sigma)) - math.exp(epsilon + log_ndtr(-half - epsilon * sigma))
+
+
+def calibrated_sigma(epsilon: float, delta: float) -> float:
+    """Return the least deviation of the mechanism that keeps to epsilon and delta."""
+    low = 1e-4
+    high = 1.0
+    while delta_of(high, epsilon) > delta:
+        high *= 2
+    for _ in range(200):
+        middle = (low + high) / 2
+        if delta_of(middle, epsilon) <= delta:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+@cache
+def epsilon_of(noise_multiplier: float, rate: float, rounds: int, delta: float) -> float:
+    """Return the epsilon of a number of rounds, by Opacus's RDP accountant.
+
+    Args:
+        rate: the chance of each client to take part in a round; 1 claims nothing for sampling.
+    """
+    from opacus.accountants import RDPAccountant  # pyright: ignore[reportMissingImports]
+
+    accountant = RDPAccountant()
+    accountant.history = [(noise_multiplier, rate, rounds)]
+    return float(accountant.get_epsilon(delta=delta))
+
+
+def rate_of(config: Config) -> float:
+    """Return the sampling rate that the accountant may assume."""
+    return config.federation.participation if config.federation.sampling == "poisson" else 1.0
