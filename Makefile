@@ -21,7 +21,8 @@ endif
 # clusters and wait for them, so one by one
 PAIRED = -n 2 --dist loadfile
 FAST = $(BIN)/pytest -m "not slow" $(PAIRED)
-COMPUTE = $(addprefix tests/,core data fuzz methods models ops plots privacy test_accelerator.py test_contract.py)
+COMPUTE = $(addprefix tests/,core data fuzz methods models ops own_code plots privacy recipes test_accelerator.py \
+	test_contract.py)
 
 .PHONY: install run test fast mutants bench fuzz docs
 

@@ -59,6 +59,7 @@ def marked(name: str, kind: str) -> Any:
     return pytest.param(name, kind, marks=[] if quick else pytest.mark.slow, id=f"{name}-{kind}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [marked(*case) for case in CASES])
 def test_a_run_on_an_accelerator_has_the_bits_of_a_cpu(device, tmp_path, name, kind):
     case = Case(METHODS[name](**QUICK.get(name, {})), kind, tmp_path)

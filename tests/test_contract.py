@@ -13,6 +13,7 @@ from small_runs import QUICK
 
 from raylt.contract.case import SOME, Case
 from raylt.contract.checks import CHECKS, fault_of, run_checks
+from raylt.contract.fields import acts_from_its_stage_on
 from raylt.core.fleet.cohort import Cohort
 from raylt.core.method import Method
 from raylt.core.training.sgd import sgd
@@ -36,7 +37,13 @@ def case_of(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, marks=pytest.mark.slow if check is acts_from_its_stage_on else [], id=check.__name__)
+        for check in CHECKS
+    ],
+)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -185,6 +192,7 @@ def test_a_method_that_breaks_the_contract_fails_the_check(tmp_path, method, che
     assert re.search(violation, fault), fault
 
 
+@pytest.mark.slow
 def test_a_method_that_keeps_the_contract_passes_every_check():
     results = list(run_checks(Base()))
     assert len(results) == len(CHECKS)

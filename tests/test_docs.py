@@ -30,6 +30,7 @@ def blocks(page: Path) -> str:
     return "\n".join(source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["library.md"])
 def test_the_blocks_of_a_page_run(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -42,6 +43,7 @@ def test_the_blocks_of_a_page_run(name, tmp_path, monkeypatch, capsys):
     assert {path.name for path in tmp_path.glob("runs/first/*.png")} == {"data.png", "clients.png"}
 
 
+@pytest.mark.slow
 def test_the_blocks_of_the_page_on_notebooks_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")

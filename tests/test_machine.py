@@ -48,6 +48,7 @@ def test_a_whole_run_needs_no_affinity(monkeypatch, tmp_path):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["plan", "doctor"])
 def test_commands_about_the_machine_need_no_affinity(setting):
     script = (

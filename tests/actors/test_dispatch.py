@@ -69,6 +69,7 @@ def undisturbed(task, tmp_path_factory):
     return held_by(experiment)
 
 
+@pytest.mark.slow
 def test_blocks_give_the_bits_of_one_client_at_a_time(fleet, task, undisturbed, blocks, tmp_path):
     experiment, _ = train(configure(CLIENTS), task, fleet, Private(), tmp_path)
     assert held_by(experiment) == undisturbed

@@ -91,6 +91,7 @@ def test_clients_that_die_are_asked_again_with_the_same_result(pool, undisturbed
     assert [(sorted(report.retried), report.lost) for report in reports] == [([0, 5], []), ([], [])]
 
 
+@pytest.mark.slow
 def test_an_actor_killed_from_outside_is_replaced(pool, tmp_path):
     fleet = pool(2)
     killer = threading.Thread(target=kill_when_written, args=(tmp_path / "1-0",))
@@ -121,6 +122,7 @@ def test_a_client_that_dies_too_often_is_lost_and_the_quorum_decides(pool, tmp_p
     assert (caught.value.details["usable"], caught.value.details["asked"], caught.value.details["needed"]) == (4, 5, 5)
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_its_process_is_lost(pool):
     fleet = pool(2, retries=0)
     with pytest.raises(TooFewReplies, match=r"0 of 1 clients .* client 3, round 1, leave: its process died"):
@@ -145,6 +147,7 @@ def test_reply_that_cannot_travel_is_rejected_and_not_asked_for_again(pool):
     assert (fleet.round_stats.retried, sorted(fleet.round_stats.rejected)) == ([], [0, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("actors", [1, 2])
 def test_a_client_that_hangs_is_left_behind_at_the_deadline(pool, tmp_path, actors):
     fleet = pool(actors, deadline_s=1.0, quorum=0.2)
@@ -156,12 +159,14 @@ def test_a_client_that_hangs_is_left_behind_at_the_deadline(pool, tmp_path, acto
     assert fleet.ask(trouble.stall, IDS, message, **COUNTED)["calls"] == dict.fromkeys(IDS, 2) | {3: 1}
 
 
+@pytest.mark.slow
 def test_a_hung_client_below_the_quorum_is_named(pool, tmp_path):
     fleet = pool(2, deadline_s=0.5, quorum=1.0)
     with pytest.raises(TooFewReplies, match=r"client 1, .* not done after federation.deadline_s = 0.5 s"):
         fleet.ask(trouble.stall, [1], {"victims": [1], "seconds": 60.0, "folder": str(tmp_path)}, **COUNTED)
 
 
+@pytest.mark.slow
 def test_a_process_that_starts_does_not_use_up_the_deadline(pool, tmp_path):
     fleet = pool(1, deadline_s=2.0, quorum=1.0)  # an actor takes longer than that to start
     message = {"victims": [1], "times": 1, "folder": str(tmp_path)}
@@ -231,6 +236,7 @@ def test_each_client_is_served_by_its_own_actor_while_that_is_free(pool):
         assert fleet.ask(trouble.count, ids, {}, **COUNTED)["pid"] == {id: pids[id] for id in ids}
 
 
+@pytest.mark.slow
 def test_more_actors_than_clients_with_samples_are_not_started(pool):
     assert [slot.home for slot in pool(5).slots] == [[id] for id in IDS]
     assert [slot.name.split("/")[1] for slot in pool(2).slots] == ["clients-000-002-005", "clients-001-003"]
@@ -244,6 +250,7 @@ def test_an_actor_that_is_lost_before_the_first_call_is_described_and_then_repla
     assert fleet.round_stats.lost == []
 
 
+@pytest.mark.slow
 def test_an_actor_that_cannot_start_is_one_line(make_fleet):
     with refused("client.not-started") as raised:
         make_fleet(configure(), 1, Broken())
@@ -257,6 +264,7 @@ def test_actors_without_room_are_named(make_fleet, monkeypatch):
         make_fleet(configure(), 1, cpus=99.0)
 
 
+@pytest.mark.slow
 def test_all_actors_get_their_places_or_none_does(make_fleet, monkeypatch):
     free = math.floor(ray.available_resources()["CPU"])  # enough for one of the two, not for both
     monkeypatch.setattr("actors.fleet.START_TIMEOUT_S", 3)

@@ -246,6 +246,7 @@ def test_the_networks_of_the_speed_table_are_raylts(name, shape):
     assert torch.equal(net(x), ours(x))
 
 
+@pytest.mark.slow
 def test_time_and_memory_of_a_command_are_those_of_all_its_processes(tmp_path):
     child = "import time; x = bytearray(50_000_000)\nwhile time.process_time() < 1: pass"
     command = (

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 GOOD = """
 from typing import ClassVar
 import raylt
@@ -27,6 +29,7 @@ def test_a_typo_is_one_paragraph_that_names_the_users_line_and_ends_the_checks(r
     assert [result["fault"] is None for result in results] == [True] * (len(results) - 1) + [False]
 
 
+@pytest.mark.slow
 def test_a_method_that_another_process_sees_otherwise_is_found_out(raylt, tmp_path, no_guests):
     text = GOOD.replace("import raylt\n", "import raylt, os, sys\nHERE = 'pytest' in sys.modules\n")
     text = text.replace("batch.y)", "batch.y) * (1 if HERE else 2)")
@@ -37,6 +40,7 @@ def test_a_method_that_another_process_sees_otherwise_is_found_out(raylt, tmp_pa
     assert "the bits differ in another process" in out
 
 
+@pytest.mark.slow
 def test_a_method_that_does_not_import_elsewhere_is_found_out(raylt, tmp_path, no_guests):
     text = GOOD.replace("import raylt\n", "import raylt, sys\nassert 'pytest' in sys.modules, 'only there'\n")
     (tmp_path / "own.py").write_text(text)

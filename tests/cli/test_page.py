@@ -103,6 +103,7 @@ def test_of_several_pages_none_is_written_where_one_cannot_be(raylt, tmp_path):
     assert first.read_text() == second.read_text() != content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", sorted(f"results/{p.name}" for p in (ROOT / "docs/results").glob("*.md")))
 def test_a_copy_of_a_page_of_results_can_be_updated_and_has_the_recorded_means(page, tmp_path, monkeypatch, raylt):
     monkeypatch.chdir(ROOT)

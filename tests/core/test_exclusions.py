@@ -100,6 +100,7 @@ def test_the_chance_of_an_empty_round_is_at_most_one(tiny_task, tmp_path):
     assert "is 0.99." in str(caught.value)  # 1 - (1 - 0.99^10)^2; the sum over the rounds would be 1.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_a_method_says_whether_clients_upload_more_than_a_model(tiny_task, tmp_path, monkeypatch, name):
     fields = {"fedsm": {"teacher": "none"}}

@@ -127,6 +127,7 @@ CONTRACT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "part", "check"), CONTRACT)
 def test_methods_keep_their_contract(tmp_path, name, part, check):
     fields = {"turns": 1, "turn_epochs": 1} if name == "fedetf" else {}

@@ -189,6 +189,7 @@ MESSAGES = (
 )
 
 
+@pytest.mark.slow
 def test_classes_of_a_script_travel_whatever_names_they_use_or_are_refused_by_their_line(tmp_path):
     done = script(tmp_path, SCRIPT)
     assert done.returncode == 0, done.stderr
@@ -239,6 +240,7 @@ def test_a_plugin_that_does_not_run_is_refused_with_its_line_and_forgotten(tmp_p
     assert str(tmp_path / "own.py") not in registry.plugin_files()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["actors", "tune"])
 def test_a_file_beside_a_script_does_not_take_the_place_of_a_package_of_raylt(tmp_path, name):
     (tmp_path / f"{name}.py").write_text("print('the user\\'s file ran')\nimport threading\n")

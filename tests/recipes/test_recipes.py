@@ -70,6 +70,7 @@ def test_every_cell_of_mupfls_tables_3_and_4_that_a_method_here_has_is_in_a_reci
     assert "shapes.yaml" in files  # one that needs no data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((Path(raylt.__path__[0]).parent / "studies").glob("*.yaml")), ids=str)
 def test_arms_of_the_studies_are_what_their_methods_take(path):
     runs = [planned.config for planned in read_definition(path).runs()]

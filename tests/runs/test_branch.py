@@ -39,6 +39,7 @@ MUPFL = ("method=mupfl", "method.m=4", "method.tau=1", "method.matching_steps=1"
 ALSO = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "overrides", "stage", "step"),
     [

@@ -154,6 +154,7 @@ def test_a_file_gives_its_name_and_may_start_from_a_recipe(tmp_path):
         read_definition(tmp_path / "none.yaml")
 
 
+@pytest.mark.slow
 def test_the_studies_at_the_root_can_be_run():
     for file in (Path(__file__).parents[2] / "studies").glob("*.yaml"):
         assert read_definition(file).runs()

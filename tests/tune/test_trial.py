@@ -149,6 +149,7 @@ def test_halving_keeps_trials_that_gain_in_their_last_phase(tmp_path):
             assert states[False] == ["stopped"] * 3
 
 
+@pytest.mark.slow
 def test_an_interrupted_trial_continues_to_the_same_bits(tmp_path):
     straight = finish(trial(tmp_path / "straight", "method=late", "federation.rounds=6"))
     for steps in (1, 2, 6):

@@ -36,6 +36,7 @@ def test_everything_off_is_fedavg_to_the_bit(tiny_task, tmp_path, fields, partic
         assert (reports[-1].clients, reports[-1].by_client) == (figures.clients, figures.by_client)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kappa", [None, 1, 2, 3])
 def test_clusters_change_nothing_in_the_global_model_of_clients_of_equal_size(tiny_task, tmp_path, kappa):  # T-MUP-9
     task, parts = equal_task(tiny_task), {"data": {"clients": 4}, "federation": {"rounds": 3}}

@@ -209,6 +209,7 @@ def test_clients_that_there_are_not_are_refused(plain, personal, tmp_path):
 # without anything else
 
 
+@pytest.mark.slow
 def test_it_is_read_without_data_and_without_ray(tmp_path):
     run = make_tiny_run(tmp_path, "fedper", "federation.rounds=1")
     file = shutil.copy(raylt.export(run), tmp_path / "alone.safetensors")

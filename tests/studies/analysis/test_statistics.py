@@ -68,6 +68,7 @@ def test_probability_of_improvement_counts_pairs_and_ties_half():
     assert improvement([[2, 3], [0, 0]], [[1, 2], [1, 1]]).estimate == (3.5 / 4 + 0) / 2
 
 
+@pytest.mark.slow
 def test_intervals_of_a_thousand_synthetic_studies_cover_the_truth_and_holm_keeps_false_claims_rare():
     # per study: 3 arms, 2 cells, 6 seeds. A split is as hard for every arm (sd 0.03), each run has noise of its own
     # (sd 0.01). "better" is 0.02 above the reference, "equal" is not, so four of the eight claims are false:

@@ -4,6 +4,7 @@ import io
 import re
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from raylt.studies.papers.verdict_page import page, verdict_tables
@@ -53,6 +54,7 @@ def printed(renderable, width):
     return text.getvalue()
 
 
+@pytest.mark.slow
 def test_verdicts_stand_at_eighty_columns_uncut():
     records = [record for file in RESULTS for record in Study.open(file).records]
     judged = [verdict for verdict in verdicts(records) if verdict.ours is not None]

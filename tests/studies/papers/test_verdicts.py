@@ -205,6 +205,7 @@ def test_a_study_of_a_table_runs_each_cell_once_and_names_its_scale():
     assert name_of("mupfl", "2", {"IF": "100"}, 0.1) == "mupfl-table2-if100-scale0.1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("paper", ["sfd", "fedsm", "mupfl", "bpfed"])
 def test_whole_papers_make_a_study_without_a_run_twice(paper):
     definition = plan(select(paper), paper, 1, 1.0)
