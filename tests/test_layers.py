@@ -226,6 +226,28 @@ def test_actors_do_not_know_tune():
     assert [f"{a} imports {b}" for a, b, _ in edges() if a.startswith("actors") and b.startswith("tune")] == []
 
 
+# the methods of a run, a study and a comparison that draw or print what a later layer makes
+OFFERED = {
+    ("raylt.runs.run", "raylt.plots.objects", "draw_run"),
+    ("raylt.studies.study", "raylt.plots.objects", "draw_study"),
+    ("raylt.studies.analysis.comparison", "raylt.plots.objects", "draw_comparison"),
+    ("raylt.studies.analysis.comparison", "raylt.studies.report.comparison_tables", "comparison_table"),
+}
+
+
+def test_functions_of_later_layers_are_named_in_three_objects_only():
+    found = set()
+    for module in modules():
+        file = ROOT / f"{module.replace('.', '/')}.py"
+        source = file.read_text() if file.is_file() else ""
+        for call in ast.walk(ast.parse(source)):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "later":
+                found.add((module, *(ast.literal_eval(argument) for argument in call.args)))
+    assert found == OFFERED
+    for _, module, name in OFFERED:
+        assert f"def {name}(" in (ROOT / f"{module.replace('.', '/')}.py").read_text()
+
+
 def test_methods_never_import_each_other():
     inside = "raylt.methods."
 

@@ -39,8 +39,7 @@ class SearchPlan:
         grace: rounds before the first rung.
         lag: see the module's docstring.
         retries: how many times a failed trial is continued.
-        start: folder in which relative paths of the settings start; None for a search of an earlier version, which has
-            no record of it.
+        start: folder in which relative paths of the settings start; None until the search has a folder.
     """
 
     base: Config
@@ -65,8 +64,6 @@ class SearchPlan:
         spaces = {method: {key: to_text(axis) for key, axis in space.items()} for method, space in self.spaces.items()}
         rest = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("base", "spaces")}
         content = {**rest, "spaces": spaces, "base": self.base.model_dump(mode="json")}
-        if self.start is None:
-            del content["start"]
         return {**content, "sha256": hash_json(content)}
 
     @classmethod

@@ -8,7 +8,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
@@ -74,7 +74,7 @@ class SearchPlanJson(TypedDict):
     seed: int
     lag: Annotated[int, Field(ge=0)]
     retries: Annotated[int, Field(ge=0)]
-    start: NotRequired[str]
+    start: str | None
     sha256: str
 
 
