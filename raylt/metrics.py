@@ -7,7 +7,7 @@ Accuracies are in [0, 1]. A class without test samples has accuracy NaN and is l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -156,7 +156,7 @@ def as_seen(matrix: Tensor, view: Tensor) -> Tensor:
     return torch.zeros_like(matrix).index_add_(1, view, rows)
 
 
-def seen_by_each(matrices: dict[int, Tensor] | Tensor, views: Tensor, ids: Iterable[int]) -> dict[int, Tensor]:
+def seen_by_each(matrices: Mapping[int, Tensor] | Tensor, views: Tensor, ids: Iterable[int]) -> Mapping[int, Tensor]:
     """Return counts by client id, each with that client's view of the classes.
 
     Args:
@@ -166,21 +166,54 @@ def seen_by_each(matrices: dict[int, Tensor] | Tensor, views: Tensor, ids: Itera
     """
     import torch
 
-    own = matrices if isinstance(matrices, dict) else dict.fromkeys(ids, matrices)
+    own = matrices if isinstance(matrices, Mapping) else dict.fromkeys(ids, matrices)
     plain = (views == torch.arange(views.shape[1])).all(1).tolist()
-    return {k: matrix if plain[k] else as_seen(matrix, views[k]) for k, matrix in own.items()}
+    return Computed(own, lambda k: own[k] if plain[k] else as_seen(own[k], views[k]))
+
+
+class Computed(Mapping[int, "Tensor"]):
+    """Matrices by client id, each computed when it is asked for, so that few are in memory at a time.
+
+    Args:
+        ids: The clients, in their order.
+        matrix: Returns a client's matrix.
+    """
+
+    def __init__(self, ids: Iterable[int], matrix: Callable[[int], Tensor]):
+        self._ids = dict.fromkeys(ids)
+        self._matrix = matrix
+
+    def __getitem__(self, id: int) -> Tensor:
+        if id not in self._ids:
+            raise KeyError(id)
+        return self._matrix(id)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __contains__(self, id: object) -> bool:
+        return id in self._ids
 
 
 def pooled(matrices: Iterable[Tensor]) -> Tensor:
-    """Return the sum of at least one matrix of counts; a matrix that clients of one model share is added up once."""
-    distinct: dict[int, tuple[Tensor, int]] = {}
-    for matrix in matrices:
-        _, times = distinct.get(id(matrix), (matrix, 0))
-        distinct[id(matrix)] = matrix, times + 1
-    first, *others = (matrix * times for matrix, times in distinct.values())
-    for matrix in others:
-        first += matrix
-    return first
+    """Return the sum of at least one matrix of counts.
+
+    A matrix that neighbours share, since their clients have one model, is added up once. No other matrix than the sum
+    and the last one is kept.
+    """
+    left = iter(matrices)
+    last, times = next(left), 1
+    total = last * 0
+    for matrix in left:
+        if matrix is last:
+            times += 1
+        else:
+            total += last * times
+            last, times = matrix, 1
+    return total.add_(last * times)
 
 
 def worst_decile(values: Sequence[float]) -> float:
@@ -190,7 +223,7 @@ def worst_decile(values: Sequence[float]) -> float:
 
 
 def by_client(
-    matrices: dict[int, Tensor], client_counts: Tensor, own: dict[int, Tensor] | None = None
+    matrices: Mapping[int, Tensor], client_counts: Tensor, own: Mapping[int, Tensor] | None = None
 ) -> dict[str, list[float | None]]:
     """Return the figures of each client by kind, lists of length K; None for a client that is not judged.
 
@@ -222,7 +255,10 @@ def by_client(
             for k, value, is_judged in zip(ids, values.tolist(), judged, strict=True):
                 figures[kind][k] = value if is_judged else None
     if own is not None:
-        figures[LOCAL] = [accuracy(own[k]) if k in own and own[k].any() else None for k in range(len(client_counts))]
+        figures[LOCAL] = [None] * len(client_counts)
+        for k, matrix in own.items():
+            if matrix.any():
+                figures[LOCAL][k] = accuracy(matrix)
     return figures
 
 

@@ -31,17 +31,6 @@ class Other:
     weight, tree = 1.0, {}
 
 
-class Liar:
-    """A stand-in for a client's test set, and for the counts on it."""
-
-    def __init__(self, counts: Any):
-        self.all = counts
-        self.not_numbers = 0
-
-    def counts(self, *_: Any) -> Any:
-        return self
-
-
 def _first(model: dict[str, Any]) -> str:
     return next(name for name, value in model.items() if value.is_floating_point() and value.dim() > 1)
 
@@ -244,14 +233,29 @@ KINDS: dict[str, tuple[str, Callable[[Client, Reply], Any]]] = {
     "another client's state": ("harmless", of_state({"last": torch.tensor(3.0)})),
 }
 
-# judgements of a personal method; the test set of the tiny task has 10 samples of each of 4 classes
+
+def _cells(counts: dict[int, int]) -> Tensor:
+    return torch.tensor(list(counts.items()), dtype=torch.int32)
+
+
+# judgements of a personal method, as cells of a matrix 4 x 4; the tiny task's test set has 10 samples of each class
+RIGHT = {0: 10, 5: 10, 10: 10, 15: 10}
 COUNTS: dict[str, Any] = {
-    "a million of each": torch.eye(4, dtype=torch.int64) * 10**6,
-    "negative": torch.tensor([[-10, 20, 0, 0]] * 4),
-    "3x3": torch.eye(3, dtype=torch.int64) * 10,
-    "5x5": torch.eye(5, dtype=torch.int64) * 10,
-    "float": torch.eye(4) * 10,
-    "a missing row": torch.tensor([[10, 0, 0, 0]] * 3 + [[0] * 4]),
+    "a million of each": _cells(dict.fromkeys(RIGHT, 10**6)),
+    "negative": _cells({0: -10, 1: 20, 4: -10, 5: 20, 8: -10, 9: 20, 12: -10, 13: 20}),
+    "3x3": _cells({0: 10, 4: 10, 8: 10}),
+    "5x5": _cells({0: 10, 6: 10, 12: 10, 18: 10, 24: 10}),
+    "float": _cells(RIGHT).float(),
+    "long": _cells(RIGHT).long(),
+    "dense": torch.eye(4, dtype=torch.int32) * 10,
+    "one column": _cells(RIGHT)[:, :1],
+    "one row": _cells(RIGHT)[0],
+    "a missing row": _cells({0: 10, 4: 10, 8: 10}),
+    "a cell twice": torch.cat([_cells({0: 5}), _cells({0: 5, 5: 10, 10: 10, 15: 10})]),
+    "descending": _cells(RIGHT).flip(0),
+    "before the first": _cells({-1: 10, 4: 10, 8: 10, 12: 10}),
+    "more than the matrix has": torch.cat([_cells(RIGHT), _cells(dict.fromkeys(range(16, 40), 0))]),
+    "nothing": torch.empty(0, 2, dtype=torch.int32),
     "none": None,
 }
 
@@ -290,5 +294,6 @@ class Judged(Hostile):
         if client.id == self.culprit and self.kind:
             if self.kind == "lost":
                 raise ValueError("gone")
-            client.test = Liar(COUNTS[self.kind])  # pyright: ignore[reportAttributeAccessIssue]
+            lie = COUNTS[self.kind]
+            client.reply = lambda **parts: Reply(len(client), parts | {"confusion": lie})
         return client.model

@@ -271,7 +271,7 @@ def _as_any_round(report: MetricsLine, config: Config, method: Method, run: Run,
     if not report.get("confusion"):
         return
     matrices = run.matrices(step)
-    of_clients = (matrices.clients, matrices.own) if clients_due else ({}, {})
+    of_clients = (matrices.clients, matrices.own) if clients_due else ()
     matrices = Matrices(matrices.shared if shared_due else None, *of_clients)
     report["confusion"] = matrices.sha256 if matrices else None
     if matrices:

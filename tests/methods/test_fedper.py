@@ -3,7 +3,7 @@ import torch
 from tiny import COUNTS, CPU, Recorder, configure, fingerprint, make_experiment, make_setup, private_states
 
 from raylt import tree
-from raylt.core.evaluation.client_models import Judge, judged_entries
+from raylt.core.evaluation.client_models import Judge, counts_on, judged_entries
 from raylt.core.evaluation.counts import EvaluationSet
 from raylt.core.fleet.reductions import each
 from raylt.methods import make_method
@@ -87,12 +87,13 @@ def test_private_state_of_clients_that_are_not_sampled_stays(tiny_task, tmp_path
 def test_clients_are_judged_as_if_each_had_encoded_the_test_set_itself(tiny_task, tmp_path, method, monkeypatch):
     experiment, _ = run(tiny_task, tmp_path, method, federation={"rounds": 2})
     fleet, encodings = experiment.fleet, []
+    cells = counts_on(tiny_task.test, tiny_task.classes)
     fleet._host.model.encoder.register_forward_hook(lambda *_: encodings.append(1))
 
     def judged():
         encodings.clear()
         message = {"model": judged_entries(experiment.server, method)}
-        got = fleet.ask(Judge(method).judge, fleet.everyone, message, confusion=each, not_numbers=each)
+        got = fleet.ask(Judge(method).judge, fleet.everyone, message, confusion=cells, not_numbers=each)
         return {id: counts.tolist() for id, counts in got["confusion"].items()}, len(encodings)
 
     found, passes = judged()

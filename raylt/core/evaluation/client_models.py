@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raylt import tree
 from raylt.core.client import Client, Message, Reply
-from raylt.core.evaluation.counts import NO_CLIENT
+from raylt.core.evaluation.counts import NO_CLIENT, Counts, cell_type, cells_of
 from raylt.core.fleet.reductions import Reduction, each
 from raylt.core.method import Method
 from raylt.core.server import Server
@@ -35,8 +35,8 @@ class Judge:
     def judge(self, client: Client, message: Message) -> Reply:
         """Count (true, predicted) classes of this client's model on the test set.
 
-        The reply has counts [C, C]. Where the message names the owners of the test images it has [2, C, C]: the counts
-        on the whole test set, and on the client's own test images. It also has the number of predictions that are not
+        The reply has the cells of these counts. Where the message names the owners of the test images, each cell also
+        has the count on the client's own test images. The reply also has the number of predictions that are not
         numbers.
         """
         model = judged_model(self.method, client, message["model"], self.other)
@@ -45,10 +45,8 @@ class Judge:
             owners = owners.where(owners == client.id, NO_CLIENT)
         counts = client.test.counts(model, self.method.predict, client.config.evaluation.batch, owners)
         unusable = int(counts.not_numbers)
-        if owners is None:
-            return client.reply(confusion=counts.all, not_numbers=unusable)
-        own = counts.own.get(client.id, torch.zeros_like(counts.all))
-        return client.reply(confusion=torch.stack([counts.all, own]), not_numbers=unusable)
+        cells = cells_of(counts.all) if owners is None else cells_with_own(counts, client.id)
+        return client.reply(confusion=cells, not_numbers=unusable)
 
 
 @dataclass(frozen=True)
@@ -108,24 +106,28 @@ def judged_model(method: Method, client: Client, entries: Params, other: str | N
     return model
 
 
+def cells_with_own(counts: Counts, id: int) -> Tensor:
+    """Return the cells of a model's counts on all images, each with the count on one client's own images, [m, 3]."""
+    return cells_of(counts.all, counts.own.get(id, torch.zeros_like(counts.all)))
+
+
 def counts_on(shard: Shard, classes: int) -> Reduction:
-    """Return the reduction for counts [C, C] on a test set.
+    """Return the reduction for the cells of counts on a test set, [m, 2], see `cells_of`.
 
     It rejects negative counts, and rows whose sums are not the numbers of samples, or labelled pixels, of the classes.
     """
-    like = torch.empty(classes, classes, dtype=torch.int64, device="meta")
-    return each.like(like).where(partial(_count_fault, expected=totals(shard, classes)))
+    expected = totals(shard, classes)
+    return _cells_like(expected, 2).where(partial(_count_fault, expected=expected))
 
 
 def counts_on_own(shard: Shard, classes: int, own: Mapping[int, Tensor]) -> Reduction:
-    """Return the reduction for counts [2, C, C], on the whole test set and on the client's own test images.
+    """Return the reduction for the cells of counts on a test set and on the client's own test images, [m, 3].
 
     Args:
         own: samples per class, int64 [C], of each client that has test images.
     """
-    like = torch.empty(2, classes, classes, dtype=torch.int64, device="meta")
-    condition = partial(_own_fault, on_all=totals(shard, classes), own=own)
-    return each.like(like).where_of(condition)
+    on_all = totals(shard, classes)
+    return _cells_like(on_all, 3).where_of(partial(_own_fault, on_all=on_all, own=own))
 
 
 def not_numbers_on(shard: Shard) -> Reduction:
@@ -140,18 +142,31 @@ def totals(shard: Shard, classes: int, rows: np.ndarray | None = None) -> Tensor
     return torch.from_numpy(class_counts(labels if rows is None else labels[rows], classes))
 
 
-def _count_fault(counts: Tensor, expected: Tensor, what: str = "the test set") -> str | None:
+def _cells_like(expected: Tensor, columns: int) -> Reduction:
+    """Return the reduction for cells of counts; the test set has at least as many labels as a matrix has cells."""
+    classes, labels = len(expected), int(expected.sum())
+    most = min(classes**2, labels)
+    return each.like(torch.empty(most, columns, dtype=cell_type(classes, labels), device="meta")).or_shorter()
+
+
+def _count_fault(cells: Tensor, expected: Tensor, what: str = "the test set") -> str | None:
+    """Return why cells and counts [m, 2] cannot be those of a test set, or None."""
+    places, counts = cells.long().unbind(1)
+    classes = len(expected)
+    if len(places) and (places[0] < 0 or places[-1] >= classes**2 or (places.diff() <= 0).any()):
+        return "has no ascending cells of the matrix"
     if (counts < 0).any():
         return "has negative counts"
-    return None if torch.equal(counts.sum(1), expected) else f"has not as many counts of each class as {what}"
+    rows = torch.zeros_like(expected).index_add_(0, places // classes, counts)
+    return None if torch.equal(rows, expected) else f"has not as many counts of each class as {what}"
 
 
-def _own_fault(id: int, counts: Tensor, on_all: Tensor, own: Mapping[int, Tensor]) -> str | None:
-    all_counts, own_counts = counts
-    if fault := _count_fault(all_counts, on_all):
+def _own_fault(id: int, cells: Tensor, on_all: Tensor, own: Mapping[int, Tensor]) -> str | None:
+    if fault := _count_fault(cells[:, :2], on_all):
         return fault
-    if fault := _count_fault(own_counts, own.get(id, torch.zeros_like(on_all)), "the client's own test images"):
+    owned = own.get(id, torch.zeros_like(on_all))
+    if fault := _count_fault(cells[:, ::2], owned, "the client's own test images"):
         return fault
-    if (own_counts > all_counts).any():
+    if (cells[:, 2] > cells[:, 1]).any():
         return "has more counts on the client's own test images than on all"
     return None

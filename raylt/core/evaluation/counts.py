@@ -1,12 +1,13 @@
 """Counts of (true, predicted) classes, and the files of a run folder that keep them (confusions/000012.npz).
 
 `EvaluationSet` is the test set of one process, `Counts` the running counts of one model's answers, and `Matrices` the
-counts of one whole evaluation.
+counts of one whole evaluation. Matrices of clients are kept as their cells that are not zero, `CountsByClient`: with
+many classes nearly all cells are, and K dense matrices of C classes would take 8 K C^2 bytes.
 """
 
 import io
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from raylt.data.images.decoding import read_npz
 from raylt.data.samples import IGNORED, Batch, Samples
 from raylt.data.task import Shard, TaskSpec
 from raylt.errors import CheckpointError, DataError
+from raylt.machine import total_memory
 from raylt.metrics import confusion
 from raylt.models.split import SplitModel, with_encoder
 from raylt.store import Folder
@@ -29,7 +31,83 @@ NO_CLIENT = -1  # owner of a test image that belongs to no client
 FOLDER = "confusions"
 KEPT = 100  # evaluations whose counts a run folder keeps, besides those with a checkpoint
 _STACKS = ("clients", "own")
+_SUFFIXES = ("", "_ids", "_sizes", "_cells", "_classes")  # of arrays in a file; "": dense, as raylt wrote them before
 _NAME = re.compile(r"[0-9]{6,}\.npz")
+
+
+def cell_type(classes: int, labels: int) -> torch.dtype:
+    """Return the type that holds the numbers of all cells of a matrix, and counts of this many labels."""
+    return torch.int32 if max(classes**2, labels) < 2**31 else torch.int64
+
+
+def cells_of(*matrices: Tensor) -> Tensor:
+    """Return the cells of counts that are not zero in every matrix.
+
+    Args:
+        matrices: counts, int64 [C, C], of some labels and of parts of them.
+
+    Returns:
+        The number of each cell, row * C + column, ascending, then its count in each matrix: [m, 1 + matrices], of the
+        type that `cell_type` gives for the first matrix.
+    """
+    flat = torch.stack([matrix.flatten() for matrix in matrices], 1)
+    cells = flat.any(1).nonzero()
+    kind = cell_type(len(matrices[0]), int(flat[:, 0].sum()))
+    return torch.cat([cells, flat[cells[:, 0]]], 1).to(kind)
+
+
+class CountsByClient(Mapping[int, Tensor]):
+    """Counts int64 [C, C] by client id, of which only the cells that are not zero are in memory.
+
+    A matrix has no more such cells than the test set has labels. Each access makes the matrix.
+
+    Args:
+        classes: number of classes, C.
+        cells: by client id, as `cells_of` returns them for one matrix.
+    """
+
+    def __init__(self, classes: int, cells: Mapping[int, Tensor]):
+        self.classes = classes
+        self.cells = dict(cells)
+
+    def __getitem__(self, id: int) -> Tensor:
+        cells, counts = self.cells[id].long().unbind(1)
+        matrix = torch.zeros(self.classes**2, dtype=torch.int64)
+        matrix[cells] = counts
+        return matrix.view(self.classes, self.classes)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.cells)
+
+    def __len__(self) -> int:
+        return len(self.cells)
+
+    def __contains__(self, id: object) -> bool:
+        return id in self.cells
+
+    def of(self, ids: Collection[int]) -> "CountsByClient":
+        """Return the counts of some of the clients, in the same order."""
+        return CountsByClient(self.classes, {id: cells for id, cells in self.cells.items() if id in ids})
+
+    @classmethod
+    def gathered(cls, classes: int, keys: Tensor, counts: Tensor) -> "CountsByClient":
+        """Add counts up by client and cell.
+
+        Args:
+            keys: client id times C^2 plus the number of a cell, int64 [n], in any order and perhaps several times.
+            counts: of each key, int64 [n].
+        """
+        keys, places = keys.unique(return_inverse=True)
+        counts = torch.zeros_like(keys).index_add_(0, places, counts)
+        clients, sizes = (keys // classes**2).unique_consecutive(return_counts=True)
+        both = torch.stack([keys % classes**2, counts], 1).split(sizes.tolist())
+        return cls(
+            classes,
+            {
+                id: cells.to(cell_type(classes, int(cells[:, 1].sum())))
+                for id, cells in zip(clients.tolist(), both, strict=True)
+            },
+        )
 
 
 class Counts:
@@ -40,7 +118,7 @@ class Counts:
 
     Attributes:
         all: int64 [C, C].
-        own: int64 [C, C] by client, for each client that has test images.
+        own: for each client that has test images, once `cpu` has ended the counting.
         not_numbers: int64, how many predictions are not numbers; each counts as a wrong class.
     """
 
@@ -48,7 +126,9 @@ class Counts:
         self._classes = classes
         self._owners = None if owners is None else owners.to(device)
         self.all = torch.zeros(classes, classes, dtype=torch.int64, device=device)
-        self.own: dict[int, Tensor] = {}
+        self.own = CountsByClient(classes, {})
+        self._own_keys: list[Tensor] = []  # of each batch, as `CountsByClient.gathered` takes them
+        self._own_counts: list[Tensor] = []
         self.not_numbers = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, logits: Tensor, batch: Batch) -> None:
@@ -60,18 +140,20 @@ class Counts:
         self.all += confusion(predicted, batch.y, self._classes, IGNORED)
         if self._owners is None:
             return
-        owners = self._owners[batch.rows]
-        for id in owners.unique().tolist():
-            if id != NO_CLIENT:
-                one = owners == id
-                counts = confusion(predicted[one], batch.y[one], self._classes, IGNORED)
-                self.own[id] = self.own[id] + counts if id in self.own else counts
+        owners = self._owners[batch.rows].view(-1, *[1] * (batch.y.dim() - 1)).expand_as(batch.y)
+        counted = (owners != NO_CLIENT) & (batch.y != IGNORED)
+        cells = batch.y[counted] * self._classes + predicted[counted]
+        keys, counts = (owners[counted] * self._classes**2 + cells).unique(return_counts=True)
+        self._own_keys.append(keys)
+        self._own_counts.append(counts)
 
     def cpu(self) -> "Counts":
-        """Move the counts to the CPU and return them."""
+        """End the counting, move the counts to the CPU and return them."""
         self.all = self.all.cpu()
-        self.own = {id: counts.cpu() for id, counts in self.own.items()}
         self.not_numbers = self.not_numbers.cpu()
+        if self._own_keys:
+            keys, counts = torch.cat(self._own_keys).cpu(), torch.cat(self._own_counts).cpu()
+            self.own = CountsByClient.gathered(self._classes, keys, counts)
         return self
 
 
@@ -191,31 +273,37 @@ class Matrices:
     """
 
     shared: Tensor | None = None
-    clients: dict[int, Tensor] = field(default_factory=dict)
-    own: dict[int, Tensor] = field(default_factory=dict)
+    clients: CountsByClient = field(default_factory=lambda: CountsByClient(0, {}))
+    own: CountsByClient = field(default_factory=lambda: CountsByClient(0, {}))
 
     @property
     def sha256(self) -> str:
-        """The SHA-256 over names, ids and counts."""
-        return hash_tensors(self._tensors())
+        """The SHA-256 over the tensors of the file."""
+        return hash_tensors(self.tensors())
 
     def __bool__(self) -> bool:
         return self.shared is not None or bool(self.clients or self.own)
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the counts as the tensors of a file: of clients the ids, the numbers of cells, and all their cells."""
         tensors = {} if self.shared is None else {"shared": self.shared}
         for name in _STACKS:
-            by_client = dict(sorted(getattr(self, name).items()))
-            if by_client:
-                tensors[name] = torch.stack(list(by_client.values()))
-                tensors[f"{name}_ids"] = torch.tensor(list(by_client))
+            counts: CountsByClient = getattr(self, name)
+            cells = [counts.cells[id] for id in sorted(counts)]
+            if cells:
+                tensors |= {
+                    f"{name}_ids": torch.tensor(sorted(counts)),
+                    f"{name}_sizes": torch.tensor([len(own) for own in cells]),
+                    f"{name}_cells": torch.cat(cells),
+                    f"{name}_classes": torch.tensor(counts.classes),
+                }
         return tensors
 
 
 def write(folder: Path, step: int, matrices: Matrices) -> None:
     """Write the counts of an evaluation into a run folder."""
     content = io.BytesIO()
-    arrays = {name: value.numpy() for name, value in matrices._tensors().items()}
+    arrays = {name: value.numpy() for name, value in matrices.tensors().items()}
     np.savez_compressed(content, **arrays)  # pyright: ignore[reportArgumentType]
     with Folder.open(folder) as run, run.inner(FOLDER, make=True) as inner:
         inner.write(_name(step), content.getvalue())
@@ -238,19 +326,22 @@ def read(folder: Path, step: int, sha256: str) -> Matrices:
             code="file.unreadable",
             path=str(path),
         )
-    names = ["shared", *_STACKS, *(f"{name}_ids" for name in _STACKS)]
+    names = ["shared", *(f"{name}{suffix}" for name in _STACKS for suffix in _SUFFIXES)]
     try:
         with Folder.open(folder) as run, run.inner(FOLDER) as inner:
             inner.place(path.name)
         entries = {name: torch.from_numpy(value) for name, value in read_npz(path, names).items()}
-    except (CheckpointError, DataError, TypeError) as error:
+        changed = hash_tensors(entries) != sha256
+        matrices = (
+            None if changed else Matrices(entries.get("shared"), *(_by_client(entries, name) for name in _STACKS))
+        )
+    except (CheckpointError, DataError, TypeError, ValueError, RuntimeError, IndexError) as error:
         raise CheckpointError(
             f"{path}: the file cannot be read ({error}). Put the original back.",
             code="file.unreadable",
             path=str(path),
         ) from None
-    matrices = Matrices(entries.get("shared"), _by_client(entries, "clients"), _by_client(entries, "own"))
-    if matrices.sha256 != sha256:
+    if matrices is None:
         raise CheckpointError(
             f"{path}: the counts are not those of the evaluation after step {step}. Put the original back.",
             code="run.changed",
@@ -303,10 +394,23 @@ def remove(folder: Path, step: int) -> None:
         inner.remove(_name(step))
 
 
-def _by_client(entries: dict[str, Tensor], name: str) -> dict[int, Tensor]:
-    if name not in entries or f"{name}_ids" not in entries:
-        return {}
-    return dict(zip(entries[f"{name}_ids"].tolist(), entries[name], strict=False))
+def _by_client(entries: dict[str, Tensor], name: str) -> CountsByClient:
+    """Return the counts of clients from the arrays of a file.
+
+    Raises:
+        ValueError, RuntimeError, IndexError: the arrays do not fit each other.
+    """
+    dense, ids, sizes, cells, classes = (entries.get(f"{name}{suffix}") for suffix in _SUFFIXES)
+    if dense is not None and ids is not None:
+        return CountsByClient(dense.shape[1], {id: cells_of(one) for id, one in zip(ids.tolist(), dense, strict=False)})
+    if ids is None or sizes is None or cells is None or classes is None:
+        return CountsByClient(0, {})
+    most = int(classes) ** 2
+    if 8 * most > total_memory() or cells.shape != (len(cells), 2) or cells.is_floating_point():
+        raise ValueError(f"cells of the form {list(cells.shape)} of {int(classes)} classes")
+    if len(cells) and (cells[:, 0].min() < 0 or cells[:, 0].max() >= most):
+        raise ValueError(f"cells that a matrix of {int(classes)} classes does not have")
+    return CountsByClient(int(classes), dict(zip(ids.tolist(), cells.split(sizes.tolist()), strict=True)))
 
 
 def _name(step: int) -> str:

@@ -4,7 +4,7 @@
 """
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from raylt.core.device import InHalves, all_threads
 from raylt.core.evaluation.client_models import (
     Judge,
     NewClient,
+    cells_with_own,
     counts_on,
     counts_on_own,
     judged_entries,
@@ -26,7 +27,7 @@ from raylt.core.evaluation.client_models import (
     not_numbers_on,
     totals,
 )
-from raylt.core.evaluation.counts import NO_CLIENT, Counts, Matrices, counts_of
+from raylt.core.evaluation.counts import NO_CLIENT, Counts, CountsByClient, Matrices, counts_of
 from raylt.core.fleet.cohort import Cohort
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.reductions import Reduction
@@ -82,8 +83,8 @@ class Evaluator:
 
         matrices = Matrices(
             shared=None if shared is None else shared.all,
-            clients={} if clients is None else clients.clients,
-            own=deployed.own if deployed else {},
+            clients=CountsByClient(0, {}) if clients is None else clients.clients,
+            own=deployed.own if deployed else CountsByClient(0, {}),
         )
         return judged | {"confusion": matrices.sha256}, matrices
 
@@ -145,13 +146,7 @@ class Evaluator:
             )
         self._say_not_numbers(sum(got["not_numbers"].values()), "clients' models")
         del self.fleet.round_stats.traffic["judge"]  # a federation would not send these
-        counts: dict[int, Tensor] = got["confusion"]
-        if self.task.own_tests is None:
-            return Matrices(clients=counts)
-        return Matrices(
-            clients={id: both[0] for id, both in counts.items()},
-            own={id: both[1] for id, both in counts.items() if both[1].any()},
-        )
+        return Matrices(None, *_split(got["confusion"], self.task.classes))
 
     def _judge_new_clients(self, deployed: Matrices | None) -> dict[str, Any]:
         """Judge the clients that join after training; neither the server nor these clients change.
@@ -193,8 +188,7 @@ class Evaluator:
         seen = metrics.seen_by_each(everyone, views, ids)
         own = None
         if self.task.own_tests is not None:
-            chosen = set(ids)
-            own = metrics.seen_by_each({id: counts for id, counts in matrices.own.items() if id in chosen}, views, ())
+            own = metrics.seen_by_each(matrices.own.of(set(ids)), views, ())
         pooled = metrics.pooled(seen.values())
         by_client = metrics.by_client(seen, owned, own)
         return {
@@ -265,8 +259,8 @@ def validate(method: Method, server: Server, fleet: Fleet, task: Task) -> dict[s
         with fleet.judging():
             got = fleet.ask(ValidationJudge(method).judge, fleet.everyone, message, confusion=reduction)
         del fleet.round_stats.traffic["judge"]  # a federation would not send these
-        judged = {id: balance(both[0]) for id, both in got["confusion"].items()}
-        own = {id: both[1] for id, both in got["confusion"].items() if both[1].any()}
+        on_all, own = _split(got["confusion"], task.classes)
+        judged = metrics.Computed(on_all, lambda id: balance(on_all[id]))
     else:
         model = method.global_model(server).eval()
         samples = Samples(shard, task.spec, server.device)
@@ -277,7 +271,7 @@ def validate(method: Method, server: Server, fleet: Fleet, task: Task) -> dict[s
     views = torch.from_numpy(task.views)
     seen = metrics.seen_by_each(judged, views, fleet.ids)
     pooled = sum(seen.values(), start=torch.zeros_like(next(iter(seen.values()))))
-    own_seen = metrics.seen_by_each({id: own[id] for id in fleet.ids if id in own}, views, ())
+    own_seen = metrics.seen_by_each(own.of(set(fleet.ids)), views, ())
     clients = metrics.client_figures(metrics.by_client(seen, torch.from_numpy(task.client_counts), own_seen))
     return {
         "accuracy": metrics.accuracy(pooled),
@@ -299,7 +293,7 @@ class ValidationJudge:
     def judge(self, client: Client, message: Message) -> Reply:
         """Count (true, predicted) classes of this client's model on the images in the message.
 
-        The counts are [2, C, C]: on all of them, and on those that were taken from this client.
+        The reply has the cells of these counts, with those on the images that were taken from this client.
         """
         model = judged_model(self.method, client, message["model"]).eval()
         images = message["judged"]
@@ -313,8 +307,7 @@ class ValidationJudge:
         owners = message["owners"]
         taken = owners.where(owners == client.id, NO_CLIENT)
         counts = counts_of(lambda x: self.method.predict(model, x), samples, client.model.classes, batch, taken)
-        own = counts.own.get(client.id, torch.zeros_like(counts.all))
-        return client.reply(confusion=torch.stack([counts.all, own]))
+        return client.reply(confusion=cells_with_own(counts, client.id))
 
 
 def balance(matrix: Tensor) -> Tensor:
@@ -324,6 +317,17 @@ def balance(matrix: Tensor) -> Tensor:
         float64 [C, C]; rows of absent classes stay 0.
     """
     return matrix.double() / matrix.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def _split(cells: Mapping[int, Tensor], classes: int) -> tuple[CountsByClient, CountsByClient]:
+    """Return clients' counts on all images, and on the images of their own where a client has any.
+
+    Args:
+        cells: of each client, [m, 2], or [m, 3] with the counts on its own images; see `cells_of`.
+    """
+    on_all = {id: both[:, :2].clone() for id, both in cells.items()}
+    own = {id: both[both[:, 2] > 0][:, ::2].clone() for id, both in cells.items() if both.shape[1] == 3}
+    return CountsByClient(classes, on_all), CountsByClient(classes, {id: some for id, some in own.items() if len(some)})
 
 
 def _as_message(shard: Shard) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class Reduction:
             meta device; 0.0 stands for any number, a whole number n for a count of at least n. None: the part must look
             as in most of the replies.
         partial: whether a reply may leave entries of the template's first level out; they count as zero.
+        shorter: whether the part's tensors may have fewer rows than the template's.
         condition: returns why a part that fits the template cannot be used all the same ("has negative counts"), or
             None.
         own_condition: the same, with the id of the reply's client as its first argument.
@@ -48,6 +49,7 @@ class Reduction:
     kind: ReductionKind
     template: Any = None
     partial: bool = False
+    shorter: bool = False
     condition: Callable[[Any], str | None] | None = None
     own_condition: Callable[[int, Any], str | None] | None = None
     counted: tuple[str, ...] = ()
@@ -64,6 +66,10 @@ class Reduction:
     def within(self, template: Any) -> "Reduction":
         """Return a reduction for a part that has some of these entries (of classes, say), each of them complete."""
         return replace(self, template=template, partial=True)
+
+    def or_shorter(self) -> "Reduction":
+        """Return a reduction for a part whose tensors may have fewer rows than those of the template."""
+        return replace(self, shorter=True)
 
     def where(self, condition: Callable[[Any], str | None]) -> "Reduction":
         """Return a reduction for a part that also meets a condition.

@@ -125,7 +125,7 @@ class Schema:
         part = self.parts[name]
         template = self._templates.get(name)
         leaves = dict(_leaves(value, (name,)))
-        if template is not None and (fault := _template_fault(leaves, template, part.partial)):
+        if template is not None and (fault := _template_fault(leaves, template, part)):
             return fault
         samples = self._sizes[id]
         largest = self._largest(part, samples)
@@ -216,14 +216,15 @@ def layout_fault(layout: ReplyLayout, usual: ReplyLayout, usual_replies: str = "
     raise AssertionError("the layouts are equal")
 
 
-def _template_fault(leaves: dict[Path, Any], template: dict[Path, Any], partial: bool) -> Fault | None:
+def _template_fault(leaves: dict[Path, Any], template: dict[Path, Any], part: Reduction) -> Fault | None:
     entries = {path[:2] for path in leaves}  # an entry is left out as a whole
     for path, expected in template.items():
         if path not in leaves:
-            if partial and path[:2] not in entries:
+            if part.partial and path[:2] not in entries:
                 continue
             return Fault("reply.missing", f"{dotted(path)} is missing")
-        if fault := _leaf_fault(leaves[path], expected):
+        fault = None if part.shorter and _is_shorter(leaves[path], expected) else _leaf_fault(leaves[path], expected)
+        if fault is not None:
             return Fault(fault.code, f"{dotted(path)} is {fault}")
     additional = [dotted(path) for path in leaves if path not in template]
     if not additional:
@@ -243,6 +244,18 @@ def _leaf_fault(leaf: Any, expected: Any) -> Fault | None:
         return None
     wanted = "count" if type(expected) is int else _leaf_kind(expected)
     return Fault("reply.wrong-shape", f"{_leaf_kind(leaf)}, expected {wanted}")
+
+
+def _is_shorter(leaf: Any, expected: Any) -> bool:
+    """Return whether a leaf is a tensor of the expected type and shape, but for fewer rows."""
+    return (
+        isinstance(leaf, Tensor)
+        and isinstance(expected, Tensor)
+        and leaf.dtype == expected.dtype
+        and leaf.dim() == expected.dim() > 0
+        and leaf.shape[1:] == expected.shape[1:]
+        and len(leaf) < len(expected)
+    )
 
 
 def _reason(condition: Callable[..., str | None] | None, *arguments: Any) -> str | None:

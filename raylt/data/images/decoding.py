@@ -17,6 +17,7 @@ import numpy as np
 from raylt.data.images.image_files import shown_name
 from raylt.disk import exists
 from raylt.errors import DataError
+from raylt.machine import total_memory
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -358,7 +359,7 @@ def _check_sizes(stream: BinaryIO, keys: Sequence[str]) -> ArrayHeaders:
                 )
             needed += size
             headers[entry.filename.removesuffix(".npy")] = shape, dtype
-    memory = _memory()
+    memory = total_memory()
     if needed > memory:
         raise ValueError(f"its arrays take {needed:,} bytes, this machine has {memory:,}")
     stream.seek(0)
@@ -372,8 +373,3 @@ def _header(member: Any) -> tuple[tuple[int, ...], np.dtype]:
     else:
         shape, _, dtype = np.lib.format.read_array_header_2_0(member)
     return shape, dtype
-
-
-def _memory() -> int:
-    """Return the bytes of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

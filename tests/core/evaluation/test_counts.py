@@ -3,16 +3,18 @@
 import shutil
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from refusals import refused
 from tiny import CPU, configure, make_experiment
 
 import raylt
-from raylt import Run
+from raylt import Run, metrics
+from raylt.core.checkpoint.checkpoint import hash_tensors
 from raylt.core.evaluation import counts
-from raylt.core.evaluation.counts import Matrices
-from raylt.data.samples import Samples
+from raylt.core.evaluation.counts import CountsByClient, Matrices
+from raylt.data.samples import IGNORED, Batch, Samples
 from raylt.errors import CheckpointError
 from raylt.methods.fedavg import FedAvg
 from raylt.runs.verify import verify
@@ -57,6 +59,107 @@ def test_few_counts_may_lack_none(tmp_path, monkeypatch, kept):
     run = raylt.run("fedavg", out=tmp_path, name="r", fleet="local", quiet=True, overrides=settings)
     (run.folder / f"confusions/{kept:06d}.npz").unlink()
     assert [finding.what for finding in verify(run.folder) if not finding.whole] == [f"confusions/{kept:06d}.npz"]
+
+
+# counts of clients, of which only the cells that are not zero are kept
+
+
+def random_counts(clients, classes, labels, seed=0):
+    chance = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(classes, (2, clients, labels), generator=chance)
+    return {
+        3 * id: metrics.confusion(predicted, truth, classes) for id, (truth, predicted) in enumerate(drawn.unbind(1))
+    }
+
+
+def test_matrices_of_clients_are_those_that_their_cells_were_taken_from():
+    dense = random_counts(5, 7, 20)
+    kept = CountsByClient(7, {id: counts.cells_of(matrix) for id, matrix in dense.items()})
+    assert list(kept) == list(dense)
+    assert all(torch.equal(kept[id], matrix) for id, matrix in dense.items())
+    assert list(kept.of({3, 6, 7})) == [3, 6]
+    assert 4 not in kept
+    with pytest.raises(KeyError):
+        kept[4]
+
+
+@pytest.mark.parametrize("shape", [(), (3, 2)], ids=["images", "maps"])
+def test_counts_on_each_clients_own_images_are_those_of_its_images_alone(shape):
+    chance = torch.Generator().manual_seed(1)
+    y, predicted = torch.randint(4, (2, 50, *shape), generator=chance)
+    y[::7] = IGNORED
+    owners = torch.randint(-1, 3, (50,), generator=chance)
+    judged = counts.Counts(4, CPU, owners)
+    for rows in torch.arange(50).split(8):
+        logits = torch.nn.functional.one_hot(predicted[rows], 4).movedim(-1, 1).float()
+        judged.add(logits, Batch(torch.empty(0), y[rows], rows))
+    judged.cpu()
+    assert list(judged.own) == [0, 1, 2]
+    for id, matrix in judged.own.items():
+        mine = owners == id
+        assert torch.equal(matrix, metrics.confusion(predicted[mine], y[mine], 4, IGNORED))
+    assert torch.equal(judged.all, metrics.confusion(predicted, y, 4, IGNORED))
+
+
+def test_figures_of_kept_cells_are_those_of_dense_matrices_to_the_bit():
+    dense = random_counts(40, 11, 60)
+    kept = CountsByClient(11, {id: counts.cells_of(matrix) for id, matrix in dense.items()})
+    chance = torch.Generator().manual_seed(2)
+    views = torch.arange(11).repeat(200, 1)
+    views[::2, 3:] = 10
+    owned = torch.randint(4, (200, 11), generator=chance)
+    seen = metrics.seen_by_each(kept, views, ())
+    by_hand = {id: matrix if id % 2 else metrics.as_seen(matrix, views[id]) for id, matrix in dense.items()}
+    assert torch.equal(metrics.pooled(seen.values()), sum(by_hand.values()))
+    assert metrics.by_client(seen, owned, seen) == metrics.by_client(by_hand, owned, by_hand)
+
+
+def test_many_classes_take_no_more_memory_than_the_test_set_has_labels():
+    dense = random_counts(3, 1000, 5000)
+    kept = CountsByClient(1000, {id: counts.cells_of(matrix) for id, matrix in dense.items()})
+    assert all(cells.nbytes <= 8 * 5000 for cells in kept.cells.values())  # of 8,000,000
+    assert counts.cell_type(1000, 2**31) == counts.cell_type(46_341, 1) == torch.int64
+
+
+def test_counts_in_the_form_of_earlier_versions_are_read(tmp_path):
+    dense, shared = random_counts(3, 5, 9), torch.eye(5, dtype=torch.int64)
+    stacked = torch.stack(list(dense.values()))
+    earlier = {"shared": shared, "clients": stacked, "clients_ids": torch.tensor(list(dense)), "own": stacked}
+    earlier["own_ids"] = earlier["clients_ids"]
+    (tmp_path / "confusions").mkdir()
+    np.savez_compressed(tmp_path / "confusions/000004.npz", **{name: value.numpy() for name, value in earlier.items()})
+    read = counts.read(tmp_path, 4, hash_tensors(earlier))
+    assert torch.equal(read.shared, shared)
+    assert all(torch.equal(found[id], dense[id]) for found in (read.clients, read.own) for id in dense)
+    counts.write(tmp_path, 5, read)
+    again = counts.read(tmp_path, 5, read.sha256)
+    assert list(again.own) == list(dense)
+    assert all(torch.equal(again.clients[id], dense[id]) for id in dense)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"clients_classes": torch.tensor(4)},
+        {"clients_classes": torch.tensor(10**9)},
+        {"clients_classes": torch.tensor([5, 5])},
+        {"clients_sizes": torch.tensor([1, 1, 1])},
+        {"clients_sizes": torch.tensor([-1, 1, 1])},
+        {"clients_ids": torch.tensor([0, 1])},
+        {"clients_cells": torch.ones(3, 3, dtype=torch.int32)},
+        {"clients_cells": torch.ones(3)},
+        {"clients_cells": torch.tensor(3)},
+    ],
+    ids=str,
+)
+def test_cells_that_no_matrix_has_are_refused_in_one_line(tmp_path, wrong):
+    dense = random_counts(3, 5, 9)
+    cells = {id: counts.cells_of(matrix) for id, matrix in dense.items()}
+    tensors = Matrices(clients=CountsByClient(5, cells)).tensors() | wrong
+    (tmp_path / "confusions").mkdir()
+    np.savez_compressed(tmp_path / "confusions/000004.npz", **{name: value.numpy() for name, value in tensors.items()})
+    with refused("file.unreadable", CheckpointError, path=str(tmp_path / "confusions/000004.npz")):
+        counts.read(tmp_path, 4, hash_tensors(tensors))
 
 
 # predictions that are not numbers

@@ -151,14 +151,19 @@ def test_a_client_cannot_say_what_it_is_not_judged_on(made):
     task = made("fedper").task
     own = {id: client_models.totals(task.test, 4, rows) for id, rows in enumerate(task.own_tests)}
     schema = client_models.counts_on_own(task.test, 4, own)
-    honest = torch.stack([torch.diag(client_models.totals(task.test, 4)), torch.diag(own[1])])
+    on_all, on_own = torch.diag(client_models.totals(task.test, 4)), torch.diag(own[1])
+    honest = counts.cells_of(on_all, on_own)
     condition = schema.own_condition
     assert condition(1, honest) is None
     assert condition(2, honest) == "has not as many counts of each class as the client's own test images"
-    doubled = torch.stack([honest[0] * 2, honest[1]])
+    doubled = counts.cells_of(on_all * 2, on_own)
     assert condition(1, doubled) == "has not as many counts of each class as the test set"
-    moved = torch.stack([honest[0].roll(1, 1), honest[1]])
+    moved = counts.cells_of(on_all.roll(1, 1), on_own)
     assert condition(1, moved) == "has more counts on the client's own test images than on all"
+    assert condition(1, honest.flip(0)) == "has no ascending cells of the matrix"
+    assert condition(1, honest + torch.tensor([4, 0, 0])) == "has no ascending cells of the matrix"
+    negative = torch.cat([honest, torch.tensor([[15, -1, -1]])])
+    assert condition(1, negative[negative[:, 0].argsort()].unique(dim=0)[1:]) is not None
 
 
 def test_a_lie_about_its_own_images_is_rejected(made, tmp_path):

@@ -34,6 +34,10 @@ def tell_partly(client: Client, message: Message) -> Reply:
     return client.reply(owners={f"class{c}": tensor([1.0]) for c in range(4) if client.counts[c] > 0})
 
 
+def tell_rows(client: Client, message: Message) -> Reply:
+    return client.reply(rows=torch.ones(client.id, 2))
+
+
 def parts_of_tell(kind: Reduction) -> dict[str, Reduction]:
     """Ask for the parts of `tell`."""
     return {"w": kind, "deep": kind, "id": kind}
@@ -481,6 +485,20 @@ def test_names_of_a_template_may_be_left_out_within_it_but_not_like_it(make_flee
     assert [sorted(owned) for owned in got["owners"].values()] == [sorted(template), ["class1"]]
     with refused("reply.too-few", TooFewReplies, client=2, cause="reply.missing"):
         fleet.ask(tell_partly, [0, 2], {}, owners=each.like(template))
+
+
+def test_a_part_may_have_fewer_rows_than_its_template_where_that_is_asked_for(make_fleet):
+    fleet = make_fleet(quorum=0.1)
+    template = torch.empty(2, 2)
+    got = fleet.ask(tell_rows, IDS, {}, rows=each.like(template).or_shorter())
+    assert {id: len(rows) for id, rows in got["rows"].items()} == {0: 0, 1: 1, 2: 2}
+    assert fleet.round_stats.rejected == dict.fromkeys([3, 5]) | {
+        3: "rows is float32 [3, 2], expected float32 [2, 2]",
+        5: "rows is float32 [5, 2], expected float32 [2, 2]",
+    }
+    for other in (torch.empty(2, 3), torch.empty(2, 2, dtype=torch.float64), torch.empty(2), torch.tensor(0.0), 0.0):
+        with refused("reply.too-few", TooFewReplies, cause="reply.wrong-shape"):
+            make_fleet().ask(tell_rows, [1], {}, rows=each.like(other).or_shorter())
 
 
 def test_only_values_by_client_may_be_texts(make_fleet):

@@ -47,9 +47,9 @@ def test_a_header_that_claims_what_the_archive_cannot_hold_is_refused_at_once(tm
 
 def test_what_is_larger_than_the_memory_is_refused(tmp_path, monkeypatch):
     np.savez_compressed(tmp_path / "it.npz", x_train=np.zeros(2**20, np.uint8), other=np.zeros(2**20, np.uint8))
-    monkeypatch.setattr(decoding, "_memory", lambda: 2**20)
+    monkeypatch.setattr(decoding, "total_memory", lambda: 2**20)
     assert read_npz(tmp_path / "it.npz", ["x_train"])["x_train"].shape == (2**20,)
-    monkeypatch.setattr(decoding, "_memory", lambda: 2**20 - 1)
+    monkeypatch.setattr(decoding, "total_memory", lambda: 2**20 - 1)
     with refused("data.malformed", DataError, path=str(tmp_path / "it.npz")) as caught:
         read_npz(tmp_path / "it.npz", ["x_train"])
     assert "1,048,576 bytes, this machine has 1,048,575" in str(caught.value)
