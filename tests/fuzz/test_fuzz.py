@@ -161,6 +161,8 @@ def _as_written(config: Config, key: str, text: str) -> bool:
     section, _, name = key.rpartition(".")
     value = getattr(getattr(config, section) if section else config, name)
     text = text.strip()
+    if text in ("", "~", "null"):  # no number: the data decide
+        return True
     if isinstance(value, bool):
         return text.lower() == str(value).lower()
     if isinstance(value, int | float):

@@ -130,12 +130,13 @@ def _client(path: Path, name: Any, value: Any) -> _Lists:
 
 
 def _from_csv(path: Path, text: str) -> dict[str, _Lists]:
-    reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
+    reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
     try:
         columns, table = reader.fieldnames or [], list(reader)
     except csv.Error as error:
         raise _malformed(path, f"it is no CSV ({error})") from None
-    if not {"sample", "client"} <= {*columns} or len({*columns}) < len(columns):
+    readable = len({*columns}) == len(columns) and all(map(str.isprintable, columns))
+    if not readable or not {"sample", "client"} <= {*columns}:
         raise _malformed(path, f"it has the columns {', '.join(map(shortened, columns[:5])) or 'none'}")
     lists: dict[str, _Lists] = {}
     for number, line in enumerate(table, start=2):

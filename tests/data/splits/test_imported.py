@@ -177,6 +177,8 @@ def test_a_run_over_imported_lists_continues_without_the_file(tmp_path):
         "sample,client\n1_0,a\n2,b\n",
         "sample,client\n\u0663,a\n2,b\n",
         "sample,client,client\n1,a,b\n",
+        'sample,client,"a\nb"part\n1,a,train\n2,b,judged\n',
+        'sample,client,"a\nb"\n1,a,train\n2,b,judged\n',
         f"sample,client\n1,{'x' * 200_000}\n",
     ],
 )
