@@ -1,4 +1,4 @@
-"""`ActorPool`: the client actors, each in its slot, and the replacement of actors that are lost."""
+"""`ActorPool`: the client actors, each in a slot, and the replacement of lost actors."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +56,7 @@ class ActorSlot:
 
 
 class ActorPool:
-    """The slots of all client actors; their number falls when a device or the cluster has too little room.
+    """The slots of all client actors; there are fewer if a device or the cluster has too little room.
 
     Args:
         start: starts the actor of a slot under a name, with Ray's scheduling strategy.
@@ -111,7 +111,7 @@ class ActorPool:
         self._await(in_pool, starts=STARTS)
 
     def halve(self) -> list[ActorSlot]:
-        """Give up every second slot, when there is more than one, and return the given-up slots.
+        """Give up every second slot if there is more than one, and return these slots.
 
         A process frees its device memory when it has ended, which is later than `ray.kill` returns. The remaining
         actors on its node wait for that before their next call.
@@ -143,7 +143,7 @@ class ActorPool:
         slot.actor = self._start(slot, name, strategy)
 
     def _await(self, slots: Sequence[ActorSlot], starts: int) -> None:
-        """Wait until all actors have started, or have been given up.
+        """Wait until each actor has started or been given up.
 
         Args:
             starts: how many times an actor that dies while it starts is started.
@@ -176,7 +176,7 @@ class ActorPool:
             self._give_up(waiting)
 
     def _make_room(self, full: dict[int, DeviceFull], waiting: dict[Any, ActorSlot]) -> dict[Any, ActorSlot]:
-        """Give up half the slots when a device had no room for some actors that start.
+        """Give up half of the slots if a device has no room for some of the starting actors.
 
         Actors that had no room and keep their slots try again after the others have ended.
 
@@ -206,7 +206,7 @@ class ActorPool:
         return {slot.actor.ready.remote(again=True): slot for slot in self._slots if id(slot) in full}
 
     def _give_up(self, waiting: dict[Any, ActorSlot]) -> None:
-        """Give up slots that the cluster has no room for any more; the other actors take over their clients."""
+        """Give up slots that no longer fit the cluster; the other actors take over their clients."""
         if not waiting or len(waiting) == len(self):
             return
         fits = room(self._placement, nodes_of(ray.nodes()))
@@ -232,7 +232,7 @@ class ActorPool:
 
 
 def _without_traceback(error: Any) -> Any:
-    """Return the error that an actor raised; Ray's own exception prints a whole traceback."""
+    """Return the error that an actor raised, in place of Ray's own exception, which prints a whole traceback."""
     return getattr(error, "cause", error)
 
 

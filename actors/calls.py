@@ -1,4 +1,4 @@
-"""The two jobs of a `Dispatcher`: `ClientCalls` runs a client function, `ServerItems` the items of `Fleet.map`.
+"""The two jobs of a `Dispatcher`: `ClientCalls` for a client function, `ServerItems` for `Fleet.map`.
 
 Small clients travel in blocks, one call of Ray's for several clients: the call costs more than what they compute. A
 client with more than `SMALL` samples has a call of its own. So has every client where few are asked, or where the
@@ -31,7 +31,7 @@ SPREAD = 4  # calls that an actor gets at least, so that no actor waits long for
 
 
 class ClientDirectory(Protocol):
-    """The view of a fleet that `ClientCalls` needs.
+    """What `ClientCalls` needs to know of a fleet.
 
     Attributes:
         all_sizes: samples per client, by id.
@@ -53,7 +53,7 @@ class ClientDirectory(Protocol):
         """Return a reference to the same state that survives the loss of the client's node."""
 
     def patience(self, name: str, clients: int) -> float:
-        """Return the seconds after which a call of this function for some clients is reported as stuck."""
+        """Return the seconds after which a call of this function for some clients counts as stuck."""
         ...
 
     def record_seconds(self, name: str, id: int, seconds: float) -> None:
@@ -63,11 +63,11 @@ class ClientDirectory(Protocol):
         """Add a line to the run's notes."""
 
     def note_stuck(self, ids: list[int], name: str, seconds: float, slot: ActorSlot) -> None:
-        """Note that a call has been running for a long time."""
+        """Note that a call has run for a long time."""
 
 
 class ClientCalls(Job):
-    """One client function on several clients, the largest client first.
+    """The calls of one client function at several clients, largest client first.
 
     The deadline counts from the construction. Retries are recorded in the fleet's `round_stats`.
 
@@ -129,7 +129,7 @@ class ClientCalls(Job):
         return None
 
     def _take(self, clients: Container[int] | None) -> list[int]:
-        """Remove the first clients that wait, as many as share a call, and return their ids.
+        """Remove from the queue as many of its first clients as share a call, and return their ids.
 
         Args:
             clients: the clients to choose from; by default all.
@@ -191,7 +191,7 @@ class ClientCalls(Job):
         self._fail(id, ClientError(id, self.fleet.round, self.name, fault.text, code=fault.code))
 
     def _fail(self, id: int, error: ClientError) -> None:
-        """Ask a client again, or record its error when it has no attempt left."""
+        """Ask a client again, or record its error if it has no attempt left."""
         if self._attempts[id] < self.fleet.config.federation.retries:
             self._attempts[id] += 1
             self.fleet.round_stats.retried.append(id)

@@ -1,4 +1,4 @@
-"""Plans the number of client actors, the resources of each, and their nodes.
+"""Plans the number, resources and nodes of client actors.
 
 `plan` counts what fits, node by node, before anything starts. One placement group then reserves the resources of all
 client actors. When a node is lost, Ray moves its reservations to nodes with room, if there are any.
@@ -19,7 +19,7 @@ USABLE = 0.9  # share of a memory; the rest is for Ray, fragmentation and other 
 
 @dataclass(frozen=True)
 class Node:
-    """Equal nodes of a cluster.
+    """Nodes of a cluster that are equal.
 
     Args:
         memory: in bytes.
@@ -72,7 +72,7 @@ class PlacementPlan:
 
 
 def place(config: Config, clients: int, have: Mapping[str, float]) -> Placement:
-    """Plan for the resources of all nodes together.
+    """Return the plan for the resources of all nodes together.
 
     Args:
         have: as from `ray.cluster_resources()`.
@@ -84,7 +84,7 @@ def place(config: Config, clients: int, have: Mapping[str, float]) -> Placement:
 
 
 def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None = None) -> PlacementPlan:
-    """Plan the client actors and the server of a run.
+    """Return the plan for the client actors and the server of a run.
 
     Every client gets its own actor where the nodes have enough slots; else there are as many actors as can work at
     the same time.
@@ -151,7 +151,7 @@ def count_of(number: float, unit: str) -> str:
 
 
 def room(placement: Placement, nodes: Sequence[Node]) -> int:
-    """Return the number of client actors of this size that the nodes can hold."""
+    """Return how many client actors of this size the nodes can hold."""
     total = 0
     for node in nodes:
         if not _selects(placement.labels.get("role", ""), node.role):
@@ -208,7 +208,7 @@ def parse_nodes(text: str) -> list[Node]:
 
 
 def reserve(placement: Placement, actors: int) -> Any:
-    """Request a placement group for client actors, spread evenly over the nodes where that is possible.
+    """Request a placement group for client actors, spread evenly over the nodes if possible.
 
     Ray reserves the resources of all actors at once or of none.
     """
@@ -219,7 +219,7 @@ def reserve(placement: Placement, actors: int) -> Any:
 
 
 def _homes(nodes: Sequence[Node], on_gpus: bool) -> tuple[list[Node], dict[str, str], str]:
-    """Return the nodes that clients may go to, the label selector for them, and words for them."""
+    """Return the nodes that may run clients, the label selector for them, and a description of them."""
     labels = {}
     where = "all nodes"
     homes = list(nodes)
@@ -239,7 +239,7 @@ def _homes(nodes: Sequence[Node], on_gpus: bool) -> tuple[list[Node], dict[str, 
 
 
 def _limits(wanted: ResourcesConfig, node: Node, need: Need) -> dict[str, int]:
-    """Return how many client actors a node can hold, by the resource that limits them."""
+    """Return, for each limiting resource, how many client actors a node can hold."""
     limits = {"CPUs": math.floor(node.cpus / wanted.cpus_per_client + 1e-9)}
     if wanted.gpu_share == "auto":
         if node.gpus and need.gpu_memory:
@@ -252,7 +252,7 @@ def _limits(wanted: ResourcesConfig, node: Node, need: Need) -> dict[str, int]:
 
 
 def _actors(wanted: ResourcesConfig, clients: int, active: int, slots: int, homes: Sequence[Node]) -> tuple[int, str]:
-    """Return the number of client actors, and the reason."""
+    """Return the number of client actors, and the reason for it."""
     if wanted.actors != "auto":
         actors = wanted.actors
         setting = f"actors = {wanted.actors}"
@@ -281,7 +281,7 @@ def _actors(wanted: ResourcesConfig, clients: int, active: int, slots: int, home
 def _gpu_share(
     wanted: ResourcesConfig, homes: Sequence[Node], limits: Sequence[Mapping[str, int]], actors: int
 ) -> float:
-    """Return the share of a GPU that each actor takes."""
+    """Return each actor's share of a GPU."""
     if wanted.gpu_share != "auto":
         return _share(wanted.gpu_share, 1)[1]
     # the smallest number of actors on a GPU with which all actors and the server fit
@@ -297,7 +297,7 @@ def _gpu_share(
 
 
 def _server(nodes: Sequence[Node], on_gpus: bool) -> tuple[float, dict[str, str], str]:
-    """Return the server's share of a GPU, its label selector, and the reason."""
+    """Return the server's share of a GPU, its label selector, and the reason for both."""
     labelled = [node for node in nodes if node.role == "server"]
     labels = {"role": "server"} if labelled else {}
     where = "the node labelled role=server" if labelled else "any node"
@@ -310,7 +310,7 @@ def _server(nodes: Sequence[Node], on_gpus: bool) -> tuple[float, dict[str, str]
 
 
 def _share(wanted: float, gpus: float) -> tuple[int, float]:
-    """Return how many actors of `wanted` GPUs fit, and the share of each that leaves the server its part."""
+    """Return how many actors of `wanted` GPUs fit, and each one's share after the server's has been set aside."""
     if wanted > 1:
         if wanted != int(wanted):
             raise ConfigError(
@@ -326,7 +326,7 @@ def _share(wanted: float, gpus: float) -> tuple[int, float]:
 
 
 def _rounded(whole: float, parts: int) -> float:
-    """Return `whole / parts`, rounded down to the step that Ray counts resources in."""
+    """Return `whole / parts`, rounded down to the smallest unit in which Ray counts resources."""
     return math.floor(whole / parts * 1e4 + 1e-6) / 1e4
 
 

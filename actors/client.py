@@ -1,4 +1,4 @@
-"""`ClientActor`: a Ray actor that holds clients and is pinned to its share of a GPU.
+"""`ClientActor`: a Ray actor that runs clients on its share of a GPU.
 
 A call that raises returns a `Fault`: Ray would send the exception without the place where it was raised.
 """
@@ -54,7 +54,7 @@ _STICKY = (
 
 
 class DeviceFull(RayltError):
-    """The device had no room for a client actor that starts."""
+    """The device has no room for another client actor."""
 
     def __init__(self, cause: str):
         super().__init__(
@@ -82,7 +82,7 @@ class Block:
 
 @ray.remote
 class ClientActor:
-    """Runs the client functions of one client, or of several where the cluster has fewer slots than clients.
+    """Runs the client functions of one client, or of several if the cluster has fewer slots than clients.
 
     Args:
         label: the name that Ray's dashboard shows.
@@ -104,7 +104,7 @@ class ClientActor:
         return self.label
 
     def _open(self) -> RayltError | None:
-        """Make the host, or return the error: Ray reports an error of a constructor as the actor's death."""
+        """Make the host, or return the error, since Ray reports an error in a constructor as the actor's death."""
         shipped, spec, test = self._parts
         try:
             setup = shipped.open()
@@ -119,7 +119,7 @@ class ClientActor:
         return None
 
     def ready(self, again: bool = False) -> tuple[str, int, dict[str, str | None]]:
-        """Return the node and pid of the actor once it has started, and the description of its device.
+        """Return the actor's node, its pid and a description of its device, once it has started.
 
         Args:
             again: whether to try again to use a device that was refused before.
@@ -195,7 +195,7 @@ class ClientActor:
 
     @contextmanager
     def _stacks_after(self, patience: float) -> Iterator[None]:
-        """Write this process's stacks when the block takes longer than `patience` seconds.
+        """Write this process's stacks to a file if the block takes longer than `patience` seconds.
 
         The interpreter's own timer writes them; it needs neither this thread nor the interpreter lock.
         """
@@ -229,7 +229,7 @@ def fault_of(error: BaseException, device: torch.device) -> Fault:
 
 
 def is_lost(error: BaseException, device: torch.device) -> bool:
-    """Return whether an error means that this process cannot compute on its device any more.
+    """Return whether an error means that this process can no longer compute on its device.
 
     Torch raises most of CUDA's errors as plain `RuntimeError`, so only their texts tell them apart. Some errors are
     sticky: after an illegal access or a failed assertion every later call of the process fails, whatever it computes.
@@ -256,7 +256,7 @@ def own_device(config: Config) -> torch.device:
 
 
 def data_room(device: torch.device) -> float:
-    """Return the bytes of samples that this process may keep on its device: `DATA_SHARE` of its part of a GPU."""
+    """Return how many bytes of samples this process may keep on its device: `DATA_SHARE` of its part of a GPU."""
     if device.type != "cuda":
         return math.inf
     share = min(1.0, ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0))
@@ -288,7 +288,7 @@ def label_of(ids: list[int], sizes: Any, counts: Any, names: Sequence[str] = ())
 
 
 def _copied(reply: Reply | Unusable, state: Tree) -> tuple[Reply | Unusable, Tree]:
-    """Copy a reply and a private state, which may share the memory of the model that the block's next client gets."""
+    """Copy a reply and a private state, whose memory may belong to the model that the next client gets."""
     return reply if isinstance(reply, Unusable) else Reply(reply.weight, snapshot(reply.tree)), snapshot(state)
 
 

@@ -41,7 +41,7 @@ class Call:
 
     @property
     def stuck_at(self) -> float | None:
-        """The time after which the call is reported as stuck; None if it never is, or has been reported."""
+        """Return the time after which the call counts as stuck; None if it never does or was already reported."""
         return None if self.patience is None or self.reported else self.start + self.patience
 
 
@@ -71,12 +71,12 @@ class Job(ABC):
     @property
     @abstractmethod
     def pending(self) -> bool:
-        """True while there are calls that have not been submitted."""
+        """Return whether some calls have not been submitted yet."""
 
     @property
     @abstractmethod
     def satisfied(self) -> bool:
-        """True once the job needs no further result."""
+        """Return whether the job needs no further result."""
 
     @abstractmethod
     def submit(self, slot: ActorSlot, own: bool) -> tuple[Any, Call] | None:
@@ -103,7 +103,7 @@ class Job(ABC):
 
     @abstractmethod
     def requeue(self, ids: Sequence[int]) -> None:
-        """Submit the calls of these clients or items again, without counting an attempt."""
+        """Submit the calls of these clients or items again, without counting another attempt."""
 
     @abstractmethod
     def lose(self, call: Call, error: Exception) -> None:
@@ -115,13 +115,13 @@ class Job(ABC):
 
     @abstractmethod
     def describe(self, id: int) -> str:
-        """Return words for a client or item, as in `client 3, round 2, train`."""
+        """Return a description of a client or item, as in `client 3, round 2, train`."""
 
     def expire(self, calls: Sequence[Call]) -> None:  # noqa: B027  (a job without a deadline has nothing to do)
-        """Give up the running calls and the pending ones at the deadline."""
+        """Give up running and pending calls at the deadline."""
 
     def report_stuck(self, call: Call, seconds: float) -> None:  # noqa: B027  (likewise without patience)
-        """Report a call that has been running for longer than its patience."""
+        """Report a call that has run for longer than its patience."""
 
 
 class Dispatcher:
@@ -202,14 +202,14 @@ class Dispatcher:
                 self.job.fail(outcome.id, fault)
 
     def _replace(self, slot: ActorSlot) -> None:
-        """Replace a dead actor; the time that this takes does not count towards the deadline."""
+        """Replace a dead actor; the time for this does not count towards the deadline."""
         start = time.monotonic()
         self.pool.replace([slot])
         if self.job.deadline is not None:
             self.job.deadline += time.monotonic() - start
 
     def _make_room(self, call: Call, id: int) -> None:
-        """Give up half the actors after a device was full, and submit the same calls again.
+        """Give up half of the actors after a device was full, and submit the same calls again.
 
         When other calls have made room since this call was submitted, the call is only submitted again.
         """
@@ -234,7 +234,7 @@ class Dispatcher:
                 self.job.report_stuck(call, now - call.start)
 
     def _release(self, ref: Any) -> None:
-        """Free the actor of a late call that has ended; replace the actor if it died."""
+        """Free the actor of a late call that has ended, or replace the actor if it died."""
         slot = next(slot for slot in self.pool if slot.late == ref)
         slot.late = None
         try:
@@ -245,13 +245,13 @@ class Dispatcher:
             pass
 
     def _end(self) -> None:
-        """End the job; an actor that is still running a call takes no new one before it is done."""
+        """End the job; an actor that is still busy with a call takes no new call before that one ends."""
         for ref, call in self.running.items():
             call.slot.late = ref
         self.over = True
 
     def _expire(self) -> None:
-        """End the job at its deadline; actors that are still running a call may be stuck, and are replaced."""
+        """End the job at its deadline; actors that are still busy may be stuck, and are replaced."""
         self.job.expire(list(self.running.values()))
         self.over = True
         late = [slot for slot in self.pool if slot.late is not None]

@@ -1,4 +1,4 @@
-"""`RayFleet`: the fleet whose clients live in Ray actors.
+"""`RayFleet`: the fleet that runs its clients in Ray actors.
 
 The fleet holds, for each client, a reference to its data and one to the private state that its last call left. So any
 actor can run any client's call: a lost actor is replaced and its call made again, and where an actor holds several
@@ -106,7 +106,7 @@ class RayFleet(Fleet):
                 folder.append(NOTES, text + "\n")
 
     def note_stuck(self, ids: list[int], name: str, seconds: float, slot: ActorSlot) -> None:
-        """Note that a call has been running for a long time, and where to read its stacks or why it has none."""
+        """Note that a call has run for long, and which file has its stacks or why there is none."""
         longest = self._longest.get(name)
         others = "no client has finished yet" if longest is None else f"other clients took at most {longest:.0f} s"
         self.note(
@@ -115,7 +115,7 @@ class RayFleet(Fleet):
         )
 
     def _stacks_of(self, slot: ActorSlot) -> str:
-        """Return a clause that names the file with the stacks of an actor's process, or says why there is none."""
+        """Return a clause that names the file with an actor process's stacks, or why there is none."""
         if self._folder is None:
             return "without a run folder it writes no stacks"
         file = self._folder / STACKS / _stacks_file(slot.current)
@@ -127,7 +127,7 @@ class RayFleet(Fleet):
         return f"{STACKS}/{file.name} has its stacks"
 
     def patience(self, name: str, clients: int) -> float:
-        """Return the seconds after which a call is reported as stuck: far more than other clients took.
+        """Return the seconds after which a call counts as stuck: far more than other clients took.
 
         Args:
             clients: how many the call is for, one after the other.
@@ -190,7 +190,7 @@ def _stacks_file(actor: str) -> str:
 
 
 def _process_state(slot: ActorSlot) -> str:
-    """Return what is known of an actor's process that does not answer, as a clause."""
+    """Return what is known about the process of an actor that does not answer, as a clause."""
     if slot.process is None:
         return "its process has not started"
     node, pid = slot.process

@@ -1,4 +1,4 @@
-"""The only module of `actors` that the runner imports; it imports no Ray at its top.
+"""The only module of `actors` that the runner imports; its top level does not import Ray.
 
 Environment variables that the cluster decides must be set before Ray is imported. So every module that imports Ray,
 such as `actors.remote_experiment`, is imported inside `session`.
@@ -31,7 +31,7 @@ def open_experiment(
     on_message: Callable[..., None] | None = None,
     on_progress: "ProgressHook | None" = None,
 ) -> "Iterator[RemoteExperiment]":
-    """Start the server and client actors of a run, on a new local cluster or on the one to be joined.
+    """Start the server and client actors of a run, on a new local cluster or the one to join.
 
     Args:
         address: of the cluster, see `actors.cluster.access.cluster_to_join`.
@@ -55,7 +55,7 @@ def open_experiment(
 
 
 def plan_placement(config: Config, address: str | None, description: str | None) -> PlacementPlan:
-    """Return the plan of the actors that `open_experiment` would start; start nothing.
+    """Return the plan of the actors that `open_experiment` would start, without starting any.
 
     Args:
         description: description of nodes for `parse_nodes`. Without it the plan is for the cluster that a run would
@@ -75,4 +75,4 @@ def plan_placement(config: Config, address: str | None, description: str | None)
 
 
 def _ignore(text: str, minor: bool = False) -> None:
-    """Drop a message."""
+    """Discard a message."""

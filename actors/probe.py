@@ -1,4 +1,4 @@
-"""Measures the memory of one client actor in a short run of a real client, to decide how many share a GPU."""
+"""Measures a client actor's memory in a short run of a real client, to decide how many actors share a GPU."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +27,7 @@ TIMEOUT_S = 120
 
 
 def probe(setup: Setup, task: Task, gpus: float) -> Need | None:
-    """Measure the need of the largest client.
+    """Measure the resources that the largest client needs.
 
     Returns:
         The need; None where it could not be measured, and the share of a GPU that Ray assigns decides alone.
@@ -52,7 +52,7 @@ def probe(setup: Setup, task: Task, gpus: float) -> Need | None:
 
 
 def _short_run(shipped: Shipment, task: Task, id: int, shard: Shard) -> tuple[float, float, float]:
-    """Run one client for one round, with the last phase and evaluation, and measure its memory.
+    """Run one client for one round, the phase after it and an evaluation, and measure its memory.
 
     The client has two training batches of samples, or one evaluation batch if that is larger. So everything that
     clients compute occurs at its full size.
@@ -93,6 +93,6 @@ def _short_run(shipped: Shipment, task: Task, id: int, shard: Shard) -> tuple[fl
 
 
 def _evenly(shard: Shard, size: int) -> Shard:
-    """Return `size` of a shard's samples, evenly spaced: the first ones may all be of one class."""
+    """Return `size` evenly spaced samples of a shard; its first samples may all be of one class."""
     rows = np.linspace(0, max(len(shard) - 1, 0), min(size, len(shard))).astype(np.int64)
     return Shard(load(shard.x)[rows], shard.labels()[rows], None if shard.ids is None else shard.ids[rows])

@@ -12,7 +12,7 @@ from raylt.core.report import RoundReport
 
 
 class RunMetrics:
-    """The Ray metrics of one run; call `show` after every step, and `show_progress` inside it."""
+    """The Ray metrics of one run; call `show` after every step, and `show_progress` inside a step."""
 
     def __init__(self, run: str):
         self._run = run
@@ -54,7 +54,7 @@ class RunMetrics:
                 self._troubles.inc(len(clients), {"kind": kind})
 
     def show_progress(self, stage: str, done: int, total: int) -> None:
-        """Set the share of the current stage that is done; that of the stage before returns to 0."""
+        """Set the finished share of the current stage, and reset that of the previous stage to 0."""
         if self._stage and stage != self._stage:
             self._progress.set(0.0, {"stage": self._stage})
         self._stage = stage

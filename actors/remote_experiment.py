@@ -1,4 +1,4 @@
-"""`RemoteExperiment`: the experiment of a run on Ray, as its driver sees it.
+"""`RemoteExperiment`: the driver's view of an experiment on Ray.
 
 This is a module of its own, and `actors.launch` imports it only inside a session, because it imports Ray.
 """
@@ -84,7 +84,7 @@ class RemoteExperiment:
             remove_placement_group(self._group)
 
     def _wait(self, ref: Any) -> Any:
-        """Wait for a call of the server, and show its notes and progress meanwhile."""
+        """Wait for a call to the server, and show its notes and progress meanwhile."""
         try:
             while not ray.wait([ref], timeout=LOOK_S)[0]:
                 self._show_notes()
@@ -112,7 +112,7 @@ def start_experiment(
     on_message: OnMessage,
     on_progress: ProgressHook | None = None,
 ) -> RemoteExperiment:
-    """Plan the run for this process's cluster, show the plan, and start the server actor.
+    """Plan the run for this process's cluster, display the plan, and start the server actor.
 
     Raises:
         ConfigError: the cluster is too small.
@@ -163,7 +163,7 @@ def _start_server(setup: Setup, task: Task, folder: Path, chosen: PlacementPlan)
 
 
 def _get(ref: Any, timeout_s: float | None = None) -> Any:
-    """Return the result of a server's call; raise its own error, or `ServerLost` when its process has died."""
+    """Return the result of a call to the server; raise its own error, or `ServerLost` if its process died."""
     try:
         return ray.get(ref, timeout=timeout_s)
     except RayTaskError as error:

@@ -1,4 +1,4 @@
-"""A model behind HTTP with Ray Serve: replicas that batch images, and the application that `serve run` deploys."""
+"""A model over HTTP with Ray Serve: replicas that batch images, and the application for `serve run`."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ QUEUE = 256  # requests that wait for a replica; more are answered with 503
 
 @serve.deployment(max_ongoing_requests=64, max_queued_requests=QUEUE)
 class ModelReplica:
-    """One process that holds the models of a file and answers requests with them."""
+    """A process that opens the models of a file and answers requests with them."""
 
     def __init__(self, shipped: Shipment, limits: Limits):
         torch.set_num_threads(1)
@@ -50,7 +50,7 @@ class ModelReplica:
 
     @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=WAIT_S)
     async def _predict_together(self, items: list[tuple[str | None, np.ndarray]]) -> list[dict[str, float]]:
-        """Return the shares of classes of several images, those of one client's model in one pass."""
+        """Return the class probabilities of several images; images for the same client's model share a pass."""
         return await asyncio.to_thread(self._shares, items)
 
     def _shares(self, items: list[tuple[str | None, np.ndarray]]) -> list[dict[str, float]]:
@@ -64,13 +64,13 @@ class ModelReplica:
 
 
 def application(served: ServedModel, limits: Limits, replicas: int) -> serve.Application:
-    """Return the Serve application of a model, to be deployed with `serve.run`."""
+    """Return the Serve application for a model, to be deployed with `serve.run`."""
     own_code: tuple[Plugin, ...] = tuple(plugins())
     return ModelReplica.options(num_replicas=replicas).bind(pack((served, own_code)), limits)
 
 
 def start(application: serve.Application, host: str, port: int) -> None:
-    """Deploy an application in this process's Ray session, and wait until it answers."""
+    """Deploy an application in this process's Ray session, and wait until it answers requests."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(http_options={"host": host, "port": port}, logging_config={"log_level": "WARNING"})
     serve.run(application, name="raylt", route_prefix="/")
@@ -82,7 +82,7 @@ def stop() -> None:
 
 
 async def _body(request: HttpRequest, most: int) -> bytes:
-    """Read a body up to `most` bytes, and one more where it is longer."""
+    """Read at most `most` bytes of a body, and one more byte if it is longer."""
     parts = bytearray()
     async for part in request.stream():
         parts += part

@@ -1,4 +1,4 @@
-"""Errors of the operating system about files as raylt's errors, and folders that only their user can open."""
+"""Turn file errors of the operating system into raylt's errors; make folders that only their user can open."""
 
 import errno
 import os
@@ -39,7 +39,7 @@ def file_errors(path: Path) -> Iterator[None]:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether there is a plain file; False also for a path that no file can have."""
+    """Return whether a path is a plain file; False also for a path that no file can have."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -47,7 +47,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether there is a folder; False also for a path that no folder can have."""
+    """Return whether a path is a folder; False also for a path that no folder can have."""
     try:
         return path.is_dir()
     except (OSError, ValueError):
@@ -55,7 +55,7 @@ def is_folder(path: Path) -> bool:
 
 
 def exists(path: Path) -> bool:
-    """Return whether a path exists; False also for a text that cannot be a path."""
+    """Return whether a path exists; False also for a string that cannot be a path."""
     try:
         return path.exists()
     except (OSError, ValueError):

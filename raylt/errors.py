@@ -274,7 +274,7 @@ class RayltError(Exception):
 
 
 def on_one_line(text: str) -> str:
-    """Return a text with a question mark for each character that cannot be printed, such as a newline or an escape."""
+    """Return a text with each unprintable character, such as a newline or an escape, replaced by a question mark."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
@@ -284,13 +284,13 @@ def quoted(path: object) -> str:
 
 
 def resume_call(folder: object) -> str:
-    """Return what continues a run, as the reader of a message would type it."""
+    """Return the command or call that continues a run, as the user would type it."""
     return spoken(f"raylt resume {quoted(folder)}", f"raylt.resume({str(folder)!r})")
 
 
 @contextmanager
 def at_the_shell() -> Iterator[None]:
-    """Make messages inside the block name commands and options, also in processes that it starts."""
+    """Make error messages inside the block name shell commands and options; child processes inherit this."""
     before = os.environ.get(_AT_THE_SHELL)
     os.environ[_AT_THE_SHELL] = "1"
     try:
@@ -302,7 +302,7 @@ def at_the_shell() -> Iterator[None]:
 
 
 def spoken(shell: str, python: str) -> str:
-    """Return a command or option as the reader types it: at a shell, or as a call or argument in Python."""
+    """Return a command or option as the user types it: at a shell, or as a call or argument in Python."""
     return shell if _AT_THE_SHELL in os.environ else python
 
 
@@ -488,7 +488,7 @@ def _is_user_code(file: str) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the type and message of an exception and the last line of project or user code that it passed through."""
+    """Return an exception in one line: its type, its message and the innermost line outside installed packages."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text = textwrap.shorten(" ".join(str(error).split()), 400, placeholder=" ...")
@@ -496,5 +496,5 @@ def one_line(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error as one line: the message of raylt's own errors, type and place of any other."""
+    """Return an error in one line: the message of raylt's own errors; type, message and place of any other."""
     return str(error) if isinstance(error, RayltError) else one_line(error)

@@ -5,14 +5,14 @@ import sys
 
 
 def cores() -> list[int]:
-    """Return the processors that this process may use; all of the machine where the system does not say (macOS)."""
+    """Return the number of processors that this process may use; all where the system does not say (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def peak_memory() -> int:
-    """Return the bytes of the largest memory that this process has had."""
+    """Return the largest memory that this process has used so far, in bytes."""
     import resource  # Windows has none, and is refused where raylt.store is imported
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -20,5 +20,5 @@ def peak_memory() -> int:
 
 
 def total_memory() -> int:
-    """Return the bytes of this machine's memory."""
+    """Return the memory of this machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

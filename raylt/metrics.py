@@ -1,4 +1,4 @@
-"""Figures of confusion matrices, int64 [C, C]: rows are true classes, columns predicted classes.
+"""Figures from confusion matrices, int64 [C, C]: rows are true classes, columns predicted classes.
 
 A matrix counts test samples, or for label maps their labelled pixels; `accuracy` is then aAcc and `macro` mAcc.
 Accuracies are in [0, 1]. A class without test samples has accuracy NaN and is left out of every mean.
@@ -144,7 +144,7 @@ def class_figures(matrix: Tensor) -> dict[str, Tensor]:
 
 
 def as_seen(matrix: Tensor, view: Tensor) -> Tensor:
-    """Return the counts after each class, true and predicted, is replaced by one client's view of it.
+    """Return the counts with each true and predicted class replaced by one client's view of it.
 
     Args:
         matrix: Counts [C, C].
@@ -217,7 +217,7 @@ def pooled(matrices: Iterable[Tensor]) -> Tensor:
 
 
 def worst_decile(values: Sequence[float]) -> float:
-    """Return the mean of the lowest tenth of the values, at least of one value."""
+    """Return the mean of the lowest tenth of the values; the tenth holds at least one value."""
     lowest = sorted(values)[: -(-len(values) // 10)]
     return sum(lowest) / len(lowest)
 
@@ -225,7 +225,7 @@ def worst_decile(values: Sequence[float]) -> float:
 def by_client(
     matrices: Mapping[int, Tensor], client_counts: Tensor, own: Mapping[int, Tensor] | None = None
 ) -> dict[str, list[float | None]]:
-    """Return the figures of each client by kind, lists of length K; None for a client that is not judged.
+    """Return the figures of each client by name of the figure, lists of length K; None for a client without evaluation.
 
     The kinds are owned, matched and global accuracy and the mean IoU of owned classes. Where clients have test images,
     "local" is the accuracy on them. A client is not judged if it has no model, or no sample of any tested class.
@@ -267,13 +267,13 @@ def _hits(matrix: Tensor) -> Tensor:
 
 
 def _mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted mean along the last dimension without NaN, summed in order whatever the batch size."""
+    """Return the weighted mean along the last dimension, ignoring NaN; the bits do not depend on the batch size."""
     weights = weights.where(~values.isnan(), 0.0)
     return (weights * values.nan_to_num()).cumsum(-1)[..., -1] / weights.cumsum(-1)[..., -1]
 
 
 def quality(probabilities: Tensor, truth: Tensor, bins: int = 15) -> dict[str, float | None] | None:
-    """Return the AUC and the calibration error of predicted probabilities; None for a model that has diverged.
+    """Return the AUC and the calibration error of predicted probabilities; None if the model has diverged.
 
     Args:
         probabilities: Rows that sum to 1, [n, C].
@@ -305,7 +305,7 @@ def quality(probabilities: Tensor, truth: Tensor, bins: int = 15) -> dict[str, f
 
 
 def _area(positive: np.ndarray, scores: np.ndarray) -> float:
-    """Return the area under the ROC curve, equal to the bits of scikit-learn's `roc_auc_score`.
+    """Return the area under the ROC curve, bit for bit that of scikit-learn's `roc_auc_score`.
 
     Importing scikit-learn would cost each process a second and 70 MB.
 
@@ -324,7 +324,7 @@ def _area(positive: np.ndarray, scores: np.ndarray) -> float:
 
 
 def client_figures(each: dict[str, list[float | None]]) -> dict[str, dict[str, float]]:
-    """Return the mean over judged clients and the mean of the worst tenth, for each list of `by_client`."""
+    """Return mean and mean of the worst tenth over the evaluated clients, for each list of `by_client`."""
     judged = {kind: judged for kind, values in each.items() if (judged := [v for v in values if v is not None])}
     return {
         kind: {"mean": sum(values) / len(values), "worst_decile": worst_decile(values)}

@@ -1,4 +1,4 @@
-"""`recordable`: the mark of a function whose launches may be recorded once and replayed, as a CUDA graph does.
+"""`recordable`: marks a function whose GPU launches may be recorded once as a CUDA graph and replayed.
 
 A replay launches on the same memory what was launched during the recording, whatever the host does meanwhile.
 A function that does more than launch is replayed wrongly, without an error. So a function counts as recordable only
@@ -15,7 +15,7 @@ _TESTED_MODULES = "raylt.methods."
 
 
 def recordable(fn: Function) -> Function:
-    """Declare that each call of a function launches the same work on a device, on the same tensors.
+    """Declare that every call of a function launches the same work on the same tensors of a device.
 
     - It draws no numbers on the host: neither from `client.order` nor with Python's or NumPy's generators. It may draw
       from `client.noise` and from torch's own generator of the device.
@@ -32,7 +32,7 @@ def recordable(fn: Function) -> Function:
 
 
 def not_recordable(fn: Function) -> Function:
-    """Declare that the calls of a function differ, for a function of raylt's own methods, which else count as alike."""
+    """Declare that the calls of a function differ; without this, functions of raylt's own methods count as alike."""
     setattr(fn, _MARK, False)
     return fn
 

@@ -1,4 +1,4 @@
-"""The registry: values for the names of a configuration. They are looked up once, in the process that starts a run.
+"""The registry: it maps names in a configuration to values, once, in the process that starts a run.
 
 Plugins are a user's own methods, models, data sources, augmentations, partitions and schedules. They come as values
 (`raylt.register`), from a file (`--plugin FILE`), or from an installed package through the entry points
@@ -126,7 +126,7 @@ def is_plugin(kind: PluginKind, name: str) -> bool:
 
 
 def plugins() -> list[Plugin]:
-    """Return all plugins of this process, for processes that resolve configurations themselves."""
+    """Return all plugins of this process, so that other processes can resolve configurations without this registry."""
     return list(_plugins.values())
 
 
@@ -158,7 +158,7 @@ def resolve(config: Config) -> Setup:
 
 
 def seek(config: Config) -> None:
-    """Register plugins of installed packages that a configuration names and that are not registered yet."""
+    """Load plugins of installed packages that a configuration names and that are not registered yet."""
     for kind, name in sorted(_named(config)):
         if name in TABLES[kind] or (kind == "source" and name.partition(":")[0] in NAMES):
             continue
@@ -177,7 +177,7 @@ def seek(config: Config) -> None:
 
 
 def plugin_files() -> list[str]:
-    """Return the plugin files of this process. Values registered by a call have no file that others could read."""
+    """Return the plugin files of this process; values registered by a call have no file for other processes."""
     return [str(module.__file__) for name, module in sys.modules.items() if name.startswith(PLUGIN)]
 
 
@@ -188,7 +188,7 @@ def origins(config: Config) -> list[dict[str, str | None]]:
 
 
 def _named(config: Config) -> set[tuple[PluginKind, str]]:
-    """Return kind and name of everything in a configuration that may be a plugin."""
+    """Return kind and name of each value in a configuration that a plugin may supply."""
     augmentations: set[tuple[PluginKind, str]] = {("augmentation", name) for name in config.augment.split("+")}
     named: set[tuple[PluginKind, str]] = {
         ("method", config.method["name"]),
@@ -262,7 +262,7 @@ def _add(value: Any, name: str | None, kind: PluginKind | None, origin: str) -> 
 
 
 def _place(value: Callable[..., Any]) -> tuple[str, str]:
-    """Return module and name of a value, by which a cell or file that is run again defines the same thing."""
+    """Return module and name of a value; a cell or file that is run again defines the same pair."""
     return value.__module__.removeprefix(PLUGIN), value.__qualname__
 
 

@@ -1,4 +1,4 @@
-"""The response of a command to SIGTERM, and to a reader that closes its pipe, as `head` does."""
+"""A command's response to SIGTERM, and to a reader that closes its pipe, as `head` does."""
 
 import io
 import os
@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 
 def interrupt_on_sigterm() -> None:
-    """Make SIGTERM end a command as Ctrl-C does. Otherwise the process, or Ray's handler, would end silently."""
+    """Make SIGTERM end a command as Ctrl-C does; otherwise the process, or Ray's handler, would end silently."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -20,7 +20,7 @@ def interrupt_on_sigterm() -> None:
 
 
 def outlive_pipes() -> None:
-    """Make output to a pipe that its reader has closed vanish; the command continues and ends with its own code."""
+    """Discard output to a pipe that its reader has closed; the command continues and ends with its own exit code."""
     sys.stdout = _outliving(sys.stdout)
     sys.stderr = _outliving(sys.stderr)
 
@@ -45,7 +45,7 @@ def _outliving(stream: TextIO) -> TextIO:
 
 
 class _Pipe(io.FileIO):
-    """A pipe of which nothing is left once its reader is gone: further output goes to /dev/null, of children too."""
+    """A pipe whose further output, also that of child processes, goes to /dev/null once its reader has closed it."""
 
     def write(self, data: Any, /) -> int:
         try:

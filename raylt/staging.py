@@ -17,7 +17,7 @@ ALIGNED = 512  # bytes, as in torch's own allocator; libraries choose kernels by
 
 
 def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return each tensor on a device, with the same bits and strides. Tensors that are there already are shared.
+    """Return each tensor on a device, with the same bits and strides; tensors already on it are shared.
 
     Tensors that arrive on the GPU share one piece of memory, which lives as long as any of them. Tensors that arrive
     on the CPU have memory of their own.
@@ -40,7 +40,7 @@ def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 class Buffer:
-    """Page-locked memory of the host for one parcel at a time, as large as the largest parcel so far."""
+    """Page-locked host memory for one parcel at a time, as large as the largest parcel so far."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class Buffer:
         self._read: Any = None  # event: the GPU has read the last parcel
 
     def send(self, tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-        """Return copies on a GPU of tensors on the CPU. The host does not wait for them."""
+        """Return GPU copies of tensors on the CPU; the host does not wait for them."""
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
@@ -65,7 +65,7 @@ class Buffer:
         return [_part(there, start, tensor).data for start, tensor in zip(starts, tensors, strict=True)]
 
     def receive(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return copies on the CPU of tensors on a GPU."""
+        """Return CPU copies of tensors on a GPU."""
         # the widest types first, so that every tensor starts at a multiple of its width
         kinds = sorted({tensor.dtype for tensor in tensors}, key=lambda kind: (-kind.itemsize, str(kind)))
         starts, end = {}, 0
@@ -82,7 +82,7 @@ class Buffer:
             return [_part(memory, starts[place], tensor).clone() for place, tensor in enumerate(tensors)]
 
     def _free(self, size: int) -> Tensor:
-        """Return this many bytes of the memory, after the GPU has read the last parcel."""
+        """Return this many bytes of the buffer, after the GPU has read the last parcel."""
         if self._read is not None:
             self._read.synchronize()
             self._read = None
@@ -95,7 +95,7 @@ _BUFFER = Buffer()  # of this process
 
 
 def _parcels(tensors: Sequence[Tensor], places: list[int]) -> Iterator[list[int]]:
-    """Yield the places in groups of at least two and at most MOST bytes; leave out the rest."""
+    """Yield the indices of tensors in groups of at least two tensors and at most MOST bytes; leave out the rest."""
     parcel: list[int] = []
     size = 0
     for place in places:
@@ -113,7 +113,7 @@ def _parcels(tensors: Sequence[Tensor], places: list[int]) -> Iterator[list[int]
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor fills one piece of memory without gaps, contiguous or channels-last."""
+    """Return whether a tensor fills one block of memory without gaps, contiguous or channels-last."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_neg() or tensor.is_conj():
         return False
     return tensor.numel() > 0 and (
@@ -122,10 +122,10 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return a dense tensor's numbers in the order of memory, [n]."""
+    """Return a dense tensor's numbers in memory order, [n]."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _part(whole: Tensor, start: int, like: Tensor) -> Tensor:
-    """Return the bytes from `start` on as a tensor of the type, shape and strides of another."""
+    """Return the bytes from `start` on as a tensor with the type, shape and strides of another tensor."""
     return whole[start : start + like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())

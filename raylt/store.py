@@ -45,7 +45,7 @@ _PLAIN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class Folder:
-    """A folder that is held open.
+    """A folder with an open handle, under which its files are found even if its path changes.
 
     Args:
         path: Path that errors name.
@@ -87,7 +87,7 @@ class Folder:
         return sorted(os.listdir(self._handle))
 
     def unfinished(self) -> list[str]:
-        """Return names of files that are being written, or were being written when a process was killed."""
+        """Return the names of files that a process is writing, or was writing when it was killed."""
         return [name for name in self.names() if name.startswith(".") and name.endswith(WRITING)]
 
     def has(self, name: str) -> bool:
@@ -140,7 +140,7 @@ class Folder:
         return self.path / name
 
     def write(self, name: str, content: bytes | str) -> None:
-        """Write a file in one step; a file of the same name is replaced."""
+        """Write a whole file in one step; it replaces a file of the same name."""
         content = content.encode() if isinstance(content, str) else content
         beside = f".{name}.{secrets.token_hex(8)}{WRITING}"
         with self._errors(name):
@@ -218,7 +218,7 @@ class Folder:
             os.fsync(target._handle)
 
     def link(self, name: str, target: "Folder") -> None:
-        """Link a file under the same name in another folder.
+        """Make a hard link to a file, under the same name, in another folder.
 
         Raises:
             OSError: The file system cannot link files.
@@ -257,7 +257,7 @@ class Folder:
         return handle
 
     def _errors(self, name: str) -> AbstractContextManager[None]:
-        """Check a name, and return the context in which errors name its path."""
+        """Check a name, and return a context in which file errors name its path."""
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise CheckpointError(
                 f"{self.path}: is asked for a name that no file can have ({name!r}). Give a plain name.",
@@ -275,7 +275,7 @@ def folder_for(path: Path) -> Folder:
 
 
 def read(path: Path, limit: int = LIMIT) -> bytes:
-    """Return the content of a file that the user named. The path may be a link."""
+    """Return the content of a file that the user named; the path may be a link."""
     path = _followed(path)
     with Folder.open(path.parent) as folder:
         return folder.read(path.name, limit)
@@ -300,7 +300,7 @@ def plain(path: Path, limit: int | None = None) -> Path:
 
 
 def check_archive(path: Path) -> None:
-    """Check that a zip file, of a library that does not compress, unpacks to no more than its own size.
+    """Check that a zip file from a library that does not compress unpacks to no more than its own size.
 
     Raises:
         CheckpointError: its entries claim more bytes than the file has, or it is damaged.

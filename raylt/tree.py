@@ -1,4 +1,4 @@
-"""Nested dicts of tensors, of which messages, replies and states consist.
+"""Nested dicts of tensors: messages, replies and states consist of them.
 
 Leaves are tensors, numbers, strings and None. Keys are strings; in messages and replies they may also be whole
 numbers, such as class indices.
@@ -50,19 +50,19 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:
 
 
 def to(tree: Tree, device: torch.device) -> Tree:
-    """Return the tree on a device, moved in one copy (raylt.staging). Tensors that are there already are shared."""
+    """Return the tree on a device, moved in one copy (raylt.staging); tensors already on it are shared."""
     arrived = iter(moved([leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)], device))
     return map_tensors(lambda _: next(arrived), tree)
 
 
 def snapshot(tree: Tree) -> Tree:
-    """Return a copy on the CPU that no later step can change."""
+    """Return a CPU copy of a tree, which later changes to the tree do not reach."""
     own = map_tensors(lambda t: t.detach().clone() if t.device.type == "cpu" else t.detach(), tree)
     return to(own, torch.device("cpu"))
 
 
 def view(array: np.ndarray) -> Tensor:
-    """Return a tensor over an array's memory. Do not write to it: arrays from an object store are read-only."""
+    """Return a tensor that shares an array's memory; do not write to it, as an object store's arrays are read-only."""
     if array.flags.writeable:  # the usual case; a filter of warnings would take ten times as long as the view
         return torch.from_numpy(array)
     with warnings.catch_warnings():
@@ -84,7 +84,7 @@ def from_arrays(tree: Tree) -> Tree:
 
 
 def nbytes(tree: Tree) -> int:
-    """Return the bytes of a plain encoding: those of the tensors, 8 for each number, the length of each string."""
+    """Return the size of a plain encoding in bytes: tensors' bytes, 8 for each number, the length of each string."""
     total = 0
     for _, leaf in leaves(tree):
         if isinstance(leaf, Tensor):
@@ -95,7 +95,7 @@ def nbytes(tree: Tree) -> int:
 
 
 def zip_tensors(fn: Callable[..., Any], *trees: Tree) -> Tree:
-    """Return a tree with `fn` of the tensors or numbers that the trees have under the same names.
+    """Return a tree whose leaves are `fn` of the tensors or numbers under the same name in several trees.
 
     Raises:
         KeyError: A tree lacks a name of the first tree.
@@ -110,12 +110,12 @@ def zip_tensors(fn: Callable[..., Any], *trees: Tree) -> Tree:
 
 
 def add(a: Tree, b: Tree) -> Tree:
-    """Return a + b, for the names of a."""
+    """Return a + b for the names in a."""
     return zip_tensors(lambda x, y: x + y, a, b)
 
 
 def sub(a: Tree, b: Tree) -> Tree:
-    """Return a - b, for the names of a."""
+    """Return a - b for the names in a."""
     return zip_tensors(lambda x, y: x - y, a, b)
 
 
@@ -125,7 +125,7 @@ def scale(a: Tree, factor: float) -> Tree:
 
 
 class Stamps:
-    """A record of tensors that were handed over, which finds those that are changed in place afterwards.
+    """A record of tensors that were handed over; it finds tensors that were changed in place afterwards.
 
     It makes no copy: torch counts the in-place changes of each tensor's memory, over all its views.
     """
@@ -145,7 +145,7 @@ class Stamps:
 
 
 class RunningSum:
-    """A sum or weighted mean of trees in float64, which takes one tree at a time and keeps none.
+    """A sum or weighted mean of trees in float64; it adds one tree at a time and keeps none of them.
 
     Float tensors and numbers are summed, times the weight. Integer and boolean tensors are summed in a sum; in a mean
     they take the maximum, as BatchNorm's batch counters need. A missing key counts as zero in a sum.
@@ -162,7 +162,7 @@ class RunningSum:
         self.weight += 0.0 if weight is None else weight
 
     def merge(self, later: "RunningSum", maximum: bool) -> None:
-        """Add another running sum, which stays unchanged.
+        """Add another running sum; the other sum stays unchanged.
 
         Args:
             later: The other sum.

@@ -13,7 +13,7 @@ closed = with_config(ConfigDict(extra="forbid"))  # for a TypedDict: refuses unk
 
 
 def as_json(content: bytes | str, kind: "TypeAdapter[T]", what: str, error: type[RayltError] = CheckpointError) -> T:
-    """Return the value of a JSON text, checked against a type without any conversion: a text is no number.
+    """Return the value of a JSON text, checked against a type without conversion: a string is not a number.
 
     Args:
         content: The JSON.
@@ -33,7 +33,7 @@ def as_json(content: bytes | str, kind: "TypeAdapter[T]", what: str, error: type
 
 
 def printable(text: str) -> str:
-    """Return a text, for a field that takes only printable characters.
+    """Return a string if all its characters can be printed, for fields that take no other characters.
 
     Raises:
         ValueError: it has a character that cannot be printed, such as a newline or an escape sequence.
@@ -49,7 +49,7 @@ def hash_json(tree: Any) -> str:
 
 
 def chain(content: dict[str, Any], previous: str) -> dict[str, Any]:
-    """Return the content of a line that names the line before it, with a hash over both.
+    """Return the content of a log line with the hash of the line before it and a hash over both.
 
     Args:
         previous: the hash of the line before; of the first line, that of the file it belongs to.
@@ -59,6 +59,6 @@ def chain(content: dict[str, Any], previous: str) -> dict[str, Any]:
 
 
 def is_chained(line: dict[str, Any], previous: str) -> bool:
-    """Return whether a line is as `chain` made it, and follows the line with this hash."""
+    """Return whether `chain` made a line and the line follows the line with this hash."""
     content = {key: value for key, value in line.items() if key != "sha256"}
     return line.get("previous") == previous and line.get("sha256") == hash_json(content)

@@ -1,4 +1,4 @@
-"""The process that tunes one arm of a study, started by raylt/studies/running/tuning.py with the job as its argument.
+"""The process that tunes one arm of a study; raylt/studies/running/tuning.py starts it with the job as argument.
 
 It writes its result as a line of JSON. It ends at once when its standard input ends, which happens when the study's
 process dies. The search can then be resumed from the last rounds of its trials.
@@ -108,7 +108,7 @@ def _check_same_search(folder: Path, method: str, arm_space: Space, budget: int,
 
 
 def _space(base: Config, tuning: Tuning, arm: str) -> Space:
-    """Return the search space of an arm, without ranges of fields that only other arms' methods have."""
+    """Return the search space of an arm, without ranges of fields that only other methods have."""
     method = base.method["name"]
     texts = applying(tuning.ranges, METHODS[method])
     ranges = {key: axis_of(f"study.tune.ranges.{key}", text) for key, text in texts.items()}

@@ -1,4 +1,4 @@
-"""Asynchronous successive halving (ASHA, Li et al., MLSys 2020), in an order that timing cannot change.
+"""Asynchronous successive halving (ASHA, Li et al., MLSys 2020) whose decisions do not depend on timing.
 
 ASHA compares a trial at a rung with the trials that reached the rung before it. In other implementations these depend
 on which process was faster. Here a trial comes after the trials with smaller numbers, whenever it arrives. No process
@@ -48,7 +48,7 @@ class Outcome:
 
 
 def rungs(rounds: int, grace: int | None = None) -> list[int]:
-    """Return the rounds after which trials are compared.
+    """Return the rounds (rungs) after which trials are compared.
 
     Args:
         rounds: R; by default the rungs are R/9 and R/3.
@@ -62,7 +62,7 @@ def rungs(rounds: int, grace: int | None = None) -> list[int]:
 
 
 def outcomes(trials: Sequence[TrialProgress], steps: Sequence[int], rounds: int) -> list[Outcome | None]:
-    """Return the outcome of each trial, in their order; None while it is unknown.
+    """Return the outcome of each trial, in order; None while it is unknown.
 
     Args:
         trials: progress of the trials of one method, in the order of their numbers.

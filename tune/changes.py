@@ -1,4 +1,4 @@
-"""The settings in which a trial may differ from the trial whose checkpoint it continues from.
+"""Limits the settings in which a trial may differ from the trial whose checkpoint it continues.
 
 Population-based training gives a trial another trial's checkpoint, and changes some settings at once. Settings of
 `local` take effect in every round. So does a field of a method, unless the method reads it before the first round:
@@ -19,7 +19,7 @@ BEFORE_ROUNDS = ("build", "shared", "prepare", "join", "start")  # functions of 
 
 
 def check_changes(before: Config, after: Config) -> None:
-    """Check that a trial can continue from a checkpoint that was written with other settings.
+    """Check that a trial can continue from a checkpoint of a trial with other settings.
 
     Args:
         before: the settings of the checkpoint, with all fields of the method.
@@ -39,7 +39,7 @@ def check_changes(before: Config, after: Config) -> None:
 
 
 def check_exchangeable(keys: Iterable[str], method: str) -> None:
-    """Check that population-based training can change these settings.
+    """Check that population-based training may change these settings.
 
     Raises:
         ConfigError: one acts before the first round.
@@ -65,7 +65,7 @@ def may_change(key: str, method: str) -> bool:
 
 
 def fields_before_rounds(method: str) -> set[str]:
-    """Return the fields that a method reads before the first round, as its source shows.
+    """Return the fields that a method reads before the first round, according to its source.
 
     Functions are followed as long as they belong to the method. Where the method passes itself to another function, or
     has no source, these are all fields.
@@ -91,7 +91,7 @@ def fields_before_rounds(method: str) -> set[str]:
 
 
 def _functions(kind: type[Method]) -> dict[str, list[ast.FunctionDef]] | None:
-    """Return the functions of a method and of the methods that it is made from; None where there is no source."""
+    """Return the functions of a method and of its base classes; None if there is no source."""
     functions: dict[str, list[ast.FunctionDef]] = {}
     for each in kind.__mro__:
         if each is Method or not issubclass(each, Method):

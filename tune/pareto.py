@@ -1,4 +1,4 @@
-"""Trials that are best by several metrics at once: the Pareto front, as a list and as a picture."""
+"""Trials that are best by several metrics at once: computes and draws the Pareto front."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from tune.report import COLOURS, INK, MUTED, PAPER, plain
 
 
 def pareto_front(trials: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> list[int]:
-    """Return the indices of the trials that no other trial equals or exceeds by every metric, with one above it.
+    """Return the indices of the trials that no trial dominates: none is as good by all metrics and better by one.
 
     Args:
         trials: figures by name, as in `result.metrics` of a `ResultGrid`; higher is better. Trials without one of the
@@ -27,7 +27,7 @@ def pareto_front(trials: Sequence[Mapping[str, Any]], metrics: Sequence[str]) ->
 
 
 def draw_pareto(trials: Sequence[Mapping[str, Any]], metrics: tuple[str, str], names: Sequence[str]) -> bytes:
-    """Return a PNG of the trials by two metrics, in percent, with the front as steps and its trials by name.
+    """Return a PNG of the trials by two metrics, in percent; the front is a step line with labelled trials.
 
     Args:
         names: of the trials.
@@ -59,5 +59,5 @@ def draw_pareto(trials: Sequence[Mapping[str, Any]], metrics: tuple[str, str], n
 
 
 def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Return whether a point is at least as good by every metric, and better by one."""
+    """Return whether a point is at least as good by every metric and better by one."""
     return all(a >= b for a, b in zip(one, other, strict=True)) and tuple(one) != tuple(other)

@@ -1,4 +1,4 @@
-"""Plans the resources of a search's trials: the client actors of each, and how many trials fit into a cluster.
+"""Plans the resources of a search: client actors per trial, and trials at once on a cluster.
 
 Where processes share a GPU, `need_of` measures before the first trial what one of them takes.
 """
@@ -21,7 +21,7 @@ SIZES = ("local.batch", "evaluation.batch", "method.batch")  # settings whose la
 
 
 def most_on_gpu(nodes: Sequence[Mapping[str, float]], need: Need) -> float:
-    """Return how many processes of this size can share a GPU, by its memory and the memory of its node."""
+    """Return how many processes of this size can share a GPU, given its memory and its node's."""
     bounds = [math.floor(USABLE / need.gpu_memory)] if need.gpu_memory else []
     if need.memory:
         bounds += [
@@ -94,7 +94,7 @@ def place_trial(
 
 
 def _share_with_servers(share: float) -> float:
-    """Return a client actor's share of a GPU, at most `share`, that leaves the servers of its trials their part.
+    """Return a client actor's share of a GPU, at most `share`, after the share for the trials' servers.
 
     It assumes as many trials of one actor each on a GPU as `share` allows.
     """
@@ -104,25 +104,25 @@ def _share_with_servers(share: float) -> float:
 
 
 def _on_gpu(trials: int, actors: int, gpus: float) -> tuple[int, int]:
-    """Return the numbers of servers and client actors on a GPU, when they are spread evenly."""
+    """Return the numbers of servers and client actors per GPU if they are spread evenly."""
     return -(-trials // int(gpus)), -(-trials * actors // int(gpus))
 
 
 def _largest(count: int, fit: Callable[[int], bool]) -> int:
-    """Return the largest number up to `count` that fits, and at least one."""
+    """Return the largest number up to `count` that fits, or else 1."""
     while count > 1 and not fit(count):
         count -= 1
     return max(1, count)
 
 
 def bundles_of(placement: Placement) -> list[Bundle]:
-    """Return the resources that a trial reserves: of its own process, which is the server, then of its actors."""
+    """Return the resources that a trial reserves: for its own process (the server), then for its client actors."""
     client = {"CPU": placement.cpus} | ({"GPU": placement.gpus} if placement.gpus else {})
     return [{"GPU": SERVER_GPUS} if placement.gpus else {}, *(dict(client) for _ in range(placement.actors))]
 
 
 def fitting(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], most: int) -> int:
-    """Return how many trials the nodes hold at once, up to `most`, with each bundle on the first node with room."""
+    """Return how many trials the nodes hold at once, up to `most`; each bundle goes to the first node with room."""
     left = [dict(node) for node in nodes]
     largest_first = sorted(bundles, key=lambda b: (-b.get("GPU", 0), -b.get("CPU", 0)))
     for count in range(most):
@@ -162,7 +162,7 @@ def check_fit(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], m
 
 
 def need_of(plan: SearchPlan) -> Need | None:
-    """Measure the most that a short run of any method takes, with each model and the largest batches of the search.
+    """Measure the largest need in short runs of the methods, with each model and the largest batches of the search.
 
     Returns:
         The need; None where nothing could be measured.
@@ -178,7 +178,7 @@ def need_of(plan: SearchPlan) -> Need | None:
 
 
 def largest(base: Config, method: str, space: Space) -> list[Config]:
-    """Return the configurations of a method that may take the most memory, one for each model of the search."""
+    """Return a method's configurations that may take the most memory, one for each model of the search."""
     sizes = {key: max(probes(space[key])) for key in SIZES if key in space}
     models = [{"model": name} for name in probes(space["model"])] if "model" in space else [{}]
     return [configure(base, method, sizes | model) for model in models]

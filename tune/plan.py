@@ -1,4 +1,4 @@
-"""`SearchPlan`, the settings of a search, and `SearchState`, which decides the next trial from the trials so far.
+"""`SearchPlan`: the settings of a search; `SearchState`: decides the next trial from the trials so far.
 
 Each method has a sequence of numbered trials. Trial k is a function of (seed, method, k) and, for TPE, of the outcomes
 of trials 0 .. k - lag, which it waits for. `lag` is the number of trials that could run at once when the search was
@@ -101,7 +101,7 @@ class SearchPlan:
 
 
 class SearchState:
-    """The trials of a search so far, a sequence for each method.
+    """The trials of a search so far, as one sequence per method.
 
     Args:
         sizes: returns the samples of each client that holds any, for a configuration.
@@ -113,11 +113,11 @@ class SearchState:
 
     @property
     def trials(self) -> list[TrialRecord]:
-        """The trials that were begun, method by method."""
+        """Return the trials that have begun, method by method."""
         return [record for sequence in self.sequences.values() for record in sequence.records]
 
     def next(self) -> TrialRecord | str:
-        """Return the trial to begin now, of the method with the fewest trials that has one; else WAIT or OVER."""
+        """Return the trial to begin next, of the method with the fewest trials; else WAIT or OVER."""
         answers = []
         for sequence in sorted(self.sequences.values(), key=lambda sequence: len(sequence.records)):
             answer = sequence.next()
@@ -127,11 +127,11 @@ class SearchState:
         return WAIT if WAIT in answers else OVER
 
     def update(self, record: TrialRecord) -> None:
-        """Update the outcomes after new scores of a trial, or its end."""
+        """Update the outcomes after new scores or the end of a trial."""
         self.sequences[record.method].update_outcomes()
 
     def best(self, method: str | None = None) -> TrialRecord | None:
-        """Return the trial with the best score among those that are done, the first of equals.
+        """Return the trial with the best score among the finished ones, the first if several are equal.
 
         Args:
             method: to choose from; by default all methods.
@@ -156,7 +156,7 @@ class TrialSequence:
 
     @cached_property
     def total(self) -> float:
-        """The number of trials at most."""
+        """Return the largest number of trials."""
         if not self.space:
             return 1
         if self.plan.searcher == "grid":
@@ -213,12 +213,12 @@ class TrialSequence:
 
     @property
     def _startup(self) -> int:
-        """The number of random trials before TPE proposes values."""
+        """Return the number of random trials before TPE proposes values."""
         return 10 if self.plan.samples is None else min(10, max(4, self.plan.samples // 3))
 
 
 def client_steps(config: Config, sizes: list[int]) -> int:
-    """Return the SGD steps of local training over all rounds and clients: the cost of a trial.
+    """Return the cost of a trial: the SGD steps of local training over all rounds and clients.
 
     With partial participation it is their expectation. Other computations of a method do not count.
 
@@ -241,7 +241,7 @@ def _progress(record: TrialRecord) -> TrialProgress:
 
 
 def distributions_of(space: Mapping[str, Range]) -> dict[str, Any]:
-    """Return the ranges in the notation of Optuna; choices by their index, because it accepts only some types."""
+    """Return the ranges as Optuna's distributions; choices by index, because Optuna accepts only some types."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution
 
     return {
@@ -253,7 +253,7 @@ def distributions_of(space: Mapping[str, Range]) -> dict[str, Any]:
 
 
 def as_params(space: Mapping[str, Range], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a trial in the notation of Optuna, see `distributions_of`."""
+    """Return a trial's values as Optuna's parameters, see `distributions_of`."""
     return {
         key: axis.values.index(values[key]) if isinstance(axis, Choice) else values[key] for key, axis in space.items()
     }

@@ -78,7 +78,7 @@ def run_trials(
 
 
 class TrialActor(ray_tune.Trainable):
-    """Hosts a `Trial`; its client actors live in the trial's placement group and end with it."""
+    """Hosts a `Trial`; its client actors run in the trial's placement group and end with it."""
 
     def setup(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, config: dict[str, Any], shipped: Shipment, folder: Path, placement: Placement
@@ -115,7 +115,7 @@ class TrialActor(ray_tune.Trainable):
         return {**figures, "scores": json.dumps([score.to_json() for score in scores]), "done": self._trial.done}
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Take another trial in the same process."""
+        """Take over another trial in the same process."""
         self.cleanup()
         self._config = new_config
         return True
@@ -142,7 +142,7 @@ class TrialActor(ray_tune.Trainable):
 
 
 class RaySearchAdapter:
-    """The search loop, as shared by Tune's searcher and scheduler.
+    """The search loop that Tune's searcher and scheduler share.
 
     Tune copies and pickles its searcher and scheduler. The copies share one adapter, and a pickled one has no loop.
 
@@ -190,7 +190,7 @@ class _TrialSuggester(RaySearcher):
         del self._adapter.running[trial_id]
 
     def save(self, checkpoint_path: str) -> None:
-        """Do nothing: the records of the trials are the state."""
+        """Do nothing, because the trials' records are the state."""
 
     def restore(self, checkpoint_path: str) -> None:
         raise NotImplementedError("a search is resumed from its own records")

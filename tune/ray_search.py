@@ -1,4 +1,4 @@
-"""Searches that Ray Tune's own schedulers steer: `raylt tune --scheduler pbt|hyperband|median`.
+"""Searches with Ray Tune's own schedulers: `raylt tune --scheduler pbt|hyperband|median`.
 
 Which trials they stop or copy depends on which process is faster, so the same seed need not give the same search.
 raylt's own ASHA does not have this property, and stays the default (asha.py).
@@ -67,7 +67,7 @@ class RaySearchPlan:
 
 @dataclass(frozen=True)
 class RaySearchResult:
-    """The result of such a search.
+    """The result of a search with one of Ray's schedulers.
 
     Args:
         rows: one mapping for each trial, best first, as in trials.csv.
@@ -116,7 +116,7 @@ def ray_search(folder: Path, plan: RaySearchPlan) -> RaySearchResult:
 
 
 def resume_ray_search(folder: Path) -> RaySearchResult:
-    """Continue an interrupted search; trials that failed are continued, too."""
+    """Continue an interrupted search, including failed trials."""
     with Folder.open(folder) as search_folder:
         plan = RaySearchPlan(**as_json(search_folder.read(PLAN), TypeAdapter(dict[str, Any]), str(folder / PLAN)))
     config, _ = _opened(plan)
@@ -125,20 +125,20 @@ def resume_ray_search(folder: Path) -> RaySearchResult:
 
 
 def _checkpoints(plan: RaySearchPlan, config: Config) -> ray_tune.CheckpointConfig:
-    """Return when trials write checkpoints. Under pbt all are kept, because a slower trial may take over an old one."""
+    """Return when trials write checkpoints; under pbt all are kept, since slower trials may need old ones."""
     if plan.scheduler == "pbt":
         return ray_tune.CheckpointConfig(checkpoint_frequency=_first_comparison(plan, config), checkpoint_at_end=True)
     return ray_tune.CheckpointConfig(num_to_keep=2, checkpoint_frequency=1, checkpoint_at_end=True)
 
 
 def _first_comparison(plan: RaySearchPlan, config: Config) -> int:
-    """Return the number of evaluations before trials are compared."""
+    """Return the number of evaluations before the first comparison of trials."""
     grace = plan.grace or max(1, config.federation.rounds // 9)
     return math.ceil(grace / config.evaluation.every)
 
 
 def _searcher(plan: RaySearchPlan) -> OptunaSearch | None:
-    """Return Ray's searcher; None for values drawn at random, as pbt does."""
+    """Return Ray's searcher; None for random values, which pbt uses."""
     if plan.searcher != "tpe" or plan.scheduler == "pbt":
         return None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -172,7 +172,7 @@ def _opened(plan: RaySearchPlan) -> tuple[Config, Space]:
 
 
 def _scheduler(plan: RaySearchPlan, config: Config, space: Space) -> TrialScheduler:
-    """Return Ray's scheduler; it counts evaluations, and a plan counts rounds."""
+    """Return Ray's scheduler, with the plan's rounds converted to evaluations, which Ray counts."""
     evaluations = math.ceil(config.federation.rounds / config.evaluation.every)
     first = _first_comparison(plan, config)
     if plan.scheduler == "pbt":
@@ -223,5 +223,5 @@ def _row(result: ray_tune.Result, plan: RaySearchPlan) -> dict[str, Any]:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the message of an error of Tune, whose text is a traceback."""
+    """Return the message of an error of Tune, without its traceback."""
     return on_one_line(str(error).strip().splitlines()[-1])

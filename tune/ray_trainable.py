@@ -118,7 +118,7 @@ def model_of(saved: ray_tune.Checkpoint) -> TrainedModel:
 
 
 class FederatedRun(ray_tune.Trainable):
-    """One federated run, advanced, saved and loaded by Ray Tune; its process is the server."""
+    """One federated run that Ray Tune advances, saves and loads; its process is the server."""
 
     def setup(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, config: dict[str, Any], shipped: Shipment, placement: Placement
@@ -156,7 +156,7 @@ class FederatedRun(ray_tune.Trainable):
         }
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Write raylt's checkpoint of the last step, and the settings of this trial."""
+        """Write raylt's checkpoint after the last step, and this trial's settings."""
         assert self._experiment is not None
         assert self._report is not None
         self._experiment.save(self._report)
@@ -174,7 +174,7 @@ class FederatedRun(ray_tune.Trainable):
         self._load(Path(checkpoint))
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Take another trial in the same process, where Tune was given `reuse_actors=True`."""
+        """Take over another trial in the same process, for Tune's option `reuse_actors=True`."""
         self.cleanup()
         self._values = flat(new_config)
         return True
@@ -225,7 +225,7 @@ class FederatedRun(ray_tune.Trainable):
         return self._experiment
 
     def _judge_as_deployed(self, experiment: Experiment) -> dict[str, float | None]:
-        """Judge the model that would be deployed if this round were the last."""
+        """Evaluate the model that would be deployed if this round were the last."""
         if not experiment.method.finishes:
             return self._validate(experiment)
         with experiment.rehearsal():
@@ -238,7 +238,7 @@ class FederatedRun(ray_tune.Trainable):
 
 
 def _checkpoint_in(folder: Path) -> Checkpoint:
-    """Return raylt's checkpoint below a folder."""
+    """Return the checkpoint of raylt below a folder."""
     saved, _ = checkpoint.latest(folder / CHECKPOINTS)
     if saved is None:
         raise CheckpointError(
@@ -250,7 +250,7 @@ def _checkpoint_in(folder: Path) -> Checkpoint:
 
 
 def flat(values: Mapping[str, Any], key: str = "") -> dict[str, Any]:
-    """Return nested settings by their whole keys: {"local": {"lr": 0.1}} as {"local.lr": 0.1}."""
+    """Return nested settings with full keys: {"local": {"lr": 0.1}} becomes {"local.lr": 0.1}."""
     settings = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

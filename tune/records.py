@@ -1,4 +1,4 @@
-"""The scores and records of trials, and their form as JSON in the files of a search.
+"""Scores and records of trials, and their JSON form in the files of a search.
 
 `Score` is one judgement of a trial, a line of scores.jsonl. `TrialRecord` is a trial as its search sees it, a line of
 trials.jsonl once it has ended.
@@ -85,7 +85,7 @@ SEARCH_PLAN_JSON = TypeAdapter(SearchPlanJson)
 
 @dataclass(frozen=True)
 class Score:
-    """One judgement of a trial on the validation set.
+    """One evaluation of a trial on the validation set.
 
     Args:
         step: the step of the run after which it was taken.
@@ -152,7 +152,7 @@ class TrialRecord:
     outcome: Outcome | None = None
 
     def restore(self, ended: EndedTrialJson, folder: Path) -> None:
-        """Take over the scores of this trial from before an interruption.
+        """Take over this trial's scores from before an interruption.
 
         Args:
             folder: of the trial.
@@ -213,14 +213,14 @@ class TrialRecord:
 
     @property
     def spent(self) -> int:
-        """Client-steps that count towards the budget; the whole cost while the outcome is unknown."""
+        """Return the client-steps that count towards the budget; the whole cost while the outcome is unknown."""
         if self.outcome is None or self.outcome.state == "failed":
             return self.cost
         return self.cost * self.outcome.step // self.config.federation.rounds
 
     @property
     def counted_scores(self) -> list[Score]:
-        """The scores that count: a stopped trial may have run on while its outcome was unknown."""
+        """Return the scores that count; a stopped trial may have continued while its outcome was unknown."""
         last = self.outcome.step if self.outcome is not None and self.outcome.state == "stopped" else math.inf
         return [score for score in self.scores.values() if score.step <= last]
 
@@ -238,7 +238,7 @@ class TrialRecord:
 
 
 def figures_of(kind: ScoreKind) -> str:
-    """Return the name that metrics.jsonl gives to a judgement; a rehearsal judges another model than its step has."""
+    """Return the name in metrics.jsonl of an evaluation; a rehearsal evaluates another model than its step."""
     return "rehearsal" if kind == "rehearsal" else "validation"
 
 
@@ -256,7 +256,7 @@ def read_scores(folder: Folder) -> list[Score]:
 
 
 def read_ended(folder: Folder) -> dict[str, EndedTrialJson]:
-    """Return the trials of a search that have ended without an error, by id; remove a line that a kill cut off.
+    """Return, by id, the trials of a search that ended without an error; remove a line that a kill cut off.
 
     Raises:
         CheckpointError: a line cannot be read, was changed or does not follow the line before; the message has its

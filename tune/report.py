@@ -49,7 +49,7 @@ def write(folder: Path, plan: SearchPlan, state: SearchState) -> None:
 
 
 def row(record: TrialRecord) -> dict[str, Any]:
-    """Return a trial as one flat mapping; score and figures are those of its outcome."""
+    """Return a trial as a flat mapping, with score and figures of its outcome."""
     outcome = record.outcome
     deciding = record.deciding_score
     return {
@@ -67,7 +67,7 @@ def row(record: TrialRecord) -> dict[str, Any]:
 
 
 def best_yaml(folder: Path, plan: SearchPlan, best: TrialRecord) -> str:
-    """Return the best configuration as YAML; its comment has the figures that `raylt run best.yaml` will give."""
+    """Return the best configuration as YAML, with the figures that `raylt run best.yaml` will give in a comment."""
     deciding = best.deciding_score
     summary = Files(folder / "trials" / best.id).summary()
     assert deciding is not None
@@ -131,7 +131,7 @@ def table_of(plan: SearchPlan, state: SearchState, most: int = 20) -> Table:
 
 
 def importance_lines(folder: Path) -> list[str]:
-    """Return a line for each method whose settings were compared, with the share of each in the scores' variance."""
+    """Return a line per method with compared settings: each setting's share of the scores' variance."""
     with Folder.open(folder) as search_folder:
         shares = json.loads(search_folder.read_text("importance.json"))
     return [
@@ -142,7 +142,7 @@ def importance_lines(folder: Path) -> list[str]:
 
 
 def draw(plan: SearchPlan, state: SearchState, shares: Mapping[str, Mapping[str, float]]) -> bytes:
-    """Return a PNG of the scores against client-steps, and against each searched setting; stopped trials are hollow.
+    """Return a PNG of scores against client-steps and each searched setting; stopped trials are hollow.
 
     Args:
         shares: the importance of each setting by method, see tune/importance.py.
@@ -259,7 +259,7 @@ def _draw_slice(
 
 
 def plain(panel: Any) -> None:
-    """Give a panel of a picture its plain look."""
+    """Remove the box and draw faint grid lines in a panel of a picture."""
     panel.spines[["top", "right"]].set_visible(False)
     for side in ("left", "bottom"):
         panel.spines[side].set_color(MUTED)

@@ -168,7 +168,7 @@ def resume(
     track: Sequence[str] = (),
     callback: Callback | None = None,
 ) -> SearchResult:
-    """Continue an interrupted search; trials that ended are not run again, except for failed ones.
+    """Continue an interrupted search; of the trials that ended, only failed ones run again.
 
     Args:
         folder: of the search. The other arguments are those of `search`.
@@ -193,7 +193,7 @@ def resume(
 
 @contextmanager
 def _in_folder(start: str | None) -> Iterator[None]:
-    """Make the relative paths of a search's settings start where they did when it began.
+    """Resolve the relative paths of a search's settings against the folder where it began.
 
     A search that was copied to a machine without this folder finds them in the working directory.
     """
@@ -207,7 +207,7 @@ def _in_folder(start: str | None) -> Iterator[None]:
 
 
 def _usual_callback() -> Callback:
-    """Return the callback of a search that names none: a bar in a notebook, and nothing elsewhere."""
+    """Return the callback of a search that names none: a bar in a notebook, otherwise nothing."""
     return NotebookProgress() if in_notebook() else Callback()
 
 
@@ -249,7 +249,7 @@ def _run(
 
 
 def _run_in_this_process(loop: SearchLoop, job: Any, retries: int) -> None:
-    """Run one trial after another in this process."""
+    """Run the trials one after another in this process."""
     while True:
         record = loop.next()
         if not isinstance(record, TrialRecord):
@@ -263,7 +263,7 @@ def _run_in_this_process(loop: SearchLoop, job: Any, retries: int) -> None:
 
 
 def _run_trial(loop: SearchLoop, job: Any, record: TrialRecord) -> str | None:
-    """Run or continue a trial; return its error on one line, or None."""
+    """Run or continue a trial; return its error in one line, or None."""
     from tune.trial import Trial, local_fleet
 
     trial = None
@@ -280,14 +280,14 @@ def _run_trial(loop: SearchLoop, job: Any, record: TrialRecord) -> str | None:
 
 
 def _trials_in_all(state: SearchState) -> int | None:
-    """Return the number of trials of a search; None where its budget decides."""
+    """Return the number of trials of a search; None if its budget decides."""
     total = sum(sequence.total for sequence in state.sequences.values())
     return None if total == math.inf else int(total)
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock the folder of a search, for one process at a time."""
+    """Lock the folder of a search, so that one process at a time uses it."""
     with Folder.open(folder) as search_folder:
         lock = search_folder.lock(".lock")
         if lock is None:
@@ -304,7 +304,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _open_cluster(fleet: FleetKind, address: str | None) -> Iterator[list[dict[str, float]] | None]:
-    """Join or start the cluster for the trials until the block ends; yield its nodes' resources, None for "local"."""
+    """Join or start the cluster for the trials; yield its nodes' resources, None for "local"."""
     if fleet == "local":
         yield None
         return
@@ -348,7 +348,7 @@ def plugins_for(methods: Collection[str]) -> tuple[Plugin, ...]:
 
 
 def with_validation(config: Config) -> Config:
-    """Return the settings with the validation part of a search, where they have none."""
+    """Return the settings with the search's validation share, if they have none."""
     if config.data.validation:
         return config
     return config.model_copy(update={"data": config.data.model_copy(update={"validation": VALIDATION})})
@@ -373,7 +373,7 @@ def _conclude(folder: Path, plan: SearchPlan, state: SearchState) -> SearchResul
 
 
 def check_tracked(track: Sequence[str], fleet: str) -> None:
-    """Check that trials can be logged to the trackers.
+    """Check that the trackers can log trials.
 
     Raises:
         ConfigError: a tracker is unknown or not installed, or the trials do not run on Ray.
@@ -423,7 +423,7 @@ def check_arguments(plan: SearchPlan, parallel: int | None, fleet: str) -> None:
 
 
 def usual_metric(config: Config, methods: Iterable[str]) -> Metric:
-    """Return the metric of a search that names none: clients' own models are for the clients' own images."""
+    """Return the default metric of a search: for clients' own models, the one on the clients' own images."""
     personal = all(method in METHODS and METHODS[method].personal for method in methods)
     return "local" if personal or config.federation.batchnorm == "local" else "accuracy"
 

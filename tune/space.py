@@ -1,4 +1,4 @@
-"""Search spaces: a range for each setting that a search varies, and the values that are drawn from them.
+"""Search spaces: a range for each searched setting, and the draws from these ranges.
 
 A range is declared by a field of the method, or given as a text like one of these.
 
@@ -30,7 +30,7 @@ POINTS = 3  # values of a float's range in a grid search
 
 @dataclass(frozen=True)
 class Grid:
-    """A range of which each value is used in turn."""
+    """A range whose values are used in rotation."""
 
     values: tuple[Any, ...]
 
@@ -43,7 +43,7 @@ Space = dict[str, Axis]  # by setting, as in `local.lr`
 
 
 def parse(text: str) -> Axis | None:
-    """Return the range that a text describes; None if the text is not written like a range.
+    """Return the range that a text describes; None if the text does not look like a range.
 
     Raises:
         ConfigError: the text is written like a range and is malformed.
@@ -97,7 +97,7 @@ def readable(axis: Uniform | LogUniform, value: float) -> float:
 
 
 def probes(axis: Axis) -> list[Any]:
-    """Return values that show whether a setting can have this range.
+    """Return sample values that show whether a setting accepts this range.
 
     They are its ends and some values between them, which a setting of whole numbers refuses.
     """
@@ -107,7 +107,7 @@ def probes(axis: Axis) -> list[Any]:
 
 
 def separate(overrides: Sequence[str]) -> tuple[list[str], dict[str, Axis]]:
-    """Split overrides `key=value` into settings with a value, unchanged, and settings with a range.
+    """Separate overrides `key=value` into settings with one value, unchanged, and settings with a range.
 
     Raises:
         ConfigError: a range is malformed.
@@ -133,7 +133,7 @@ def space(
     fields: Sequence[str] | None = None,
     method: str | None = None,
 ) -> Space:
-    """Return the search space of a method: the ranges that its fields declare, and the given ones.
+    """Return a method's search space: the ranges that its fields declare, and the given ones.
 
     Args:
         config: the settings that all trials share.
@@ -169,7 +169,7 @@ def space(
 
 
 def configure(base: Config, method: str, values: Mapping[str, Any]) -> Config:
-    """Return `base` with a method and the values of a trial, resolved and checked.
+    """Return `base` with a method and a trial's values, resolved and checked.
 
     Raises:
         ConfigError: a value is not valid.
@@ -195,7 +195,7 @@ def configure(base: Config, method: str, values: Mapping[str, Any]) -> Config:
 
 
 def draw(space: Space, seed: int, method: str, index: int) -> dict[str, Any]:
-    """Draw the values of one trial; they depend on the arguments alone and are the same on every machine.
+    """Draw the values of one trial; the arguments alone decide them, on every machine.
 
     The values of a grid come in turn, so each draw is used once for every combination of the grids' values.
     """
@@ -229,7 +229,7 @@ def combinations(space: Space) -> list[dict[str, Any]]:
 def spaces_of(
     methods: Sequence[str], ranges: Mapping[str, Axis], fixed: Config, only: Sequence[str] | None = None
 ) -> dict[str, Space]:
-    """Return the space of each method; a range of a method's field goes to the methods that have the field.
+    """Return each method's space; a range of a method's field goes to the methods with that field.
 
     Args:
         only: the fields whose declared ranges are searched; by default all that `fixed` does not give.
@@ -264,7 +264,7 @@ def spaces_of(
 
 
 def axis_of(key: str, text: str) -> Axis:
-    """Return the range that is given for a setting.
+    """Return the given range of a setting.
 
     Raises:
         ConfigError: the text is not a range.

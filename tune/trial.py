@@ -1,4 +1,4 @@
-"""`Trial`: one federated run inside a search, whose steps are also judged on the validation set.
+"""`Trial`: a federated run inside a search, whose steps are also evaluated on the validation set.
 
 Its folder is a run folder with one more file, scores.jsonl, which holds one line per `Score`. A trial that is started
 again continues from its last checkpoint.
@@ -94,7 +94,7 @@ class Trial:
 
     @property
     def done(self) -> bool:
-        """True once the last step has been taken."""
+        """Return whether the last step has been taken."""
         return self._experiment is None or self._experiment.done
 
     def step(self) -> list[Score]:
@@ -195,7 +195,7 @@ class Trial:
             folder.remove("checkpoints")
 
     def _judge(self, report: RoundReport) -> Score | None:
-        """Judge a step and write down its score; return None when no judgement is due or the step was judged."""
+        """Evaluate a step and record its score; return None if no evaluation is due or the step has its score."""
         kind = self._kind(report)
         if kind is None or report.step in self._scores:
             return None
@@ -221,7 +221,7 @@ class Trial:
         return validate(experiment.method, experiment.server, experiment.fleet, experiment.task)
 
     def _kind(self, report: RoundReport) -> ScoreKind | None:
-        """Return the kind of judgement that is due after a step; None if none is."""
+        """Return the kind of evaluation that is due after a step; None if none is due."""
         assert self._experiment is not None
         experiment = self._experiment
         every = self.config.evaluation.every

@@ -1,1 +1,1 @@
-"""Ray clusters: which one a run joins, how it gets in, and what is left of it."""
+"""Ray clusters: which cluster a run joins, how it authenticates, and how leftovers are removed."""

@@ -1,4 +1,4 @@
-"""Finds the cluster to join and how to authenticate to it, before Ray is imported: Ray reads both on import.
+"""Finds the cluster to join and its credentials before Ray is imported, because Ray reads both on import.
 
 The cluster itself says whether it asks for a token. `entry` makes the first call of a Ray driver, without a token and,
 where that is refused, with the user's token. Ray then reads the result from `ClusterEntry.variables`.
@@ -38,7 +38,7 @@ class Joined:
 
     @property
     def source(self) -> str:
-        """The option or variable that gave the address; errors begin with it."""
+        """Return the option or variable that gave the address; errors begin with it."""
         if self.asked_by == "--address":
             return f"{spoken('--address', 'address')} {self.address}"
         return f"{self.asked_by}, address {self.address}"
@@ -62,7 +62,7 @@ class ClusterEntry:
 
 
 def cluster_to_join(address: str | None) -> Joined | None:
-    """Return the cluster to join; None for a new local one.
+    """Return the cluster to join; None for a new local cluster.
 
     The option decides; then RAYLT_ADDRESS, which cluster.yaml sets on the head; then the cluster of the Ray job that
     this process is. RAY_ADDRESS alone does not count, because it may have been exported for something else.
@@ -82,7 +82,7 @@ def cluster_to_join(address: str | None) -> Joined | None:
 
 
 def entry(joined: Joined | None) -> ClusterEntry:
-    """Return how to enter the cluster to be joined, or a new local one; make the token of the latter.
+    """Return how to enter the cluster to join, or a new local one, for which a token is made.
 
     Raises:
         ConfigError: there is no such cluster, or it asks for a token that this machine does not have.
@@ -91,12 +91,12 @@ def entry(joined: Joined | None) -> ClusterEntry:
 
 
 def token_file() -> Path:
-    """Return the file in which Ray looks for the token, unless RAY_AUTH_TOKEN holds it."""
+    """Return the file in which Ray looks for a token when RAY_AUTH_TOKEN is not set."""
     return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
 
 
 def exposed(file: Path) -> str | None:
-    """Return a clause that says that other users may read a file; None where only its owner may."""
+    """Return a clause that says that other users may read a file; None if only its owner may."""
     try:
         status = file.stat()
     except OSError:
@@ -111,7 +111,7 @@ def tls() -> bool:
 
 
 def _local_entry() -> ClusterEntry:
-    """Return the entry to a new cluster, which asks for a token unless the user has set RAY_AUTH_MODE.
+    """Return the entry to a new cluster, which requires a token unless the user has set RAY_AUTH_MODE.
 
     Ray itself would make a token file that other users can read.
     """
@@ -165,7 +165,7 @@ def _joined_entry(joined: Joined) -> ClusterEntry:
 
 
 def _resolve(joined: Joined) -> str:
-    """Return the address as HOST:PORT, after a look whether something listens there.
+    """Return the address as HOST:PORT, after checking that a server listens there.
 
     `auto` means what it means to Ray: RAY_ADDRESS, else the address that `ray start` wrote down on this machine.
     """
@@ -198,7 +198,7 @@ def _resolve(joined: Joined) -> str:
 
 
 def _written_address(joined: Joined) -> tuple[str, str]:
-    """Return the address that `ray start` wrote down on this machine, and words for its file."""
+    """Return the address that `ray start` wrote on this machine, and a description of its file."""
     file = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
     try:
         status = file.stat()
@@ -220,7 +220,7 @@ def _written_address(joined: Joined) -> tuple[str, str]:
 
 
 def _admits(joined: Joined, address: str, token: str | None) -> bool:
-    """Return whether the cluster answers a call with this token, or with none."""
+    """Return whether the cluster answers a call with this token, or without one."""
     import grpc  # takes a tenth of a second, and only a process that joins a cluster needs it
 
     options = [("grpc.enable_http_proxy", 0)]
@@ -283,7 +283,7 @@ def _tls_credentials(grpc: Any) -> Any:
 
 
 def _read_token(file: Path) -> tuple[str, tuple[str, ...]]:
-    """Return the token, and a remark on a file that other users may read; make such a file private."""
+    """Return the token and a remark if other users may read its file, which is then made private."""
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > TOKEN_BYTES:  # reading a FIFO would never end
@@ -324,7 +324,7 @@ def _bad_token_file(file: Path, fault: str) -> ConfigError:
 
 
 def _make_token(file: Path) -> None:
-    """Write a new token atomically; if several processes start together, one of them writes it."""
+    """Write a new token atomically; if several processes start together, only one of them writes it."""
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=".auth_token-")  # mode 600

@@ -122,7 +122,7 @@ def differences(local: Mapping[str, str], nodes: Mapping[str, Mapping[str, str] 
 
 
 def versions() -> dict[str, str]:
-    """Return the versions in this process that all nodes must share; builds for CPU and GPU count as the same."""
+    """Return the versions that all nodes must share; CPU and GPU builds count as the same."""
     return {
         name: platform.python_version() if name == "python" else (_version(name) or "none").partition("+")[0]
         for name in SAME_ON_ALL_NODES
@@ -157,7 +157,7 @@ def _differing_nodes() -> list[str]:
 
 
 def _dashboard(board: str) -> str | None:
-    """Return the dashboard's address if it answers; a cluster may have been started without a dashboard."""
+    """Return the dashboard's address if it answers; some clusters run without a dashboard."""
     if not board:
         return None
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -1,4 +1,4 @@
-"""Ray jobs: raylt's commands that run on a cluster without the terminal that sent them.
+"""Ray jobs: commands of raylt that run on a cluster without the terminal that submitted them.
 
 A job is sent to the address of the cluster's dashboard. Ray carries the working directory there and runs the command on
 the head node. The run folder lies on the cluster, in a folder that outlives the job.
@@ -87,7 +87,7 @@ class JobClient:
         return sorted(jobs, key=lambda job: job.started or float("inf"))
 
     def find(self, name: str) -> SubmittedJob:
-        """Return the job with an id, or the last one whose run folder has a name.
+        """Return the job with an id, or the latest job whose run folder has a name.
 
         Raises:
             ConfigError: there is none.
@@ -115,7 +115,7 @@ class JobClient:
             time.sleep(every_s)
 
     def wait(self, id: str) -> SubmittedJob:
-        """Return a job when it has ended."""
+        """Wait for a job's end and return the job."""
         while (job := self.find(id)).state not in ENDED:
             time.sleep(0.5)
         return job
@@ -125,13 +125,13 @@ class JobClient:
         return self._client.get_job_logs(id)
 
     def interrupt(self, job: SubmittedJob) -> None:
-        """End a job's process with a signal; what it runs can be resumed."""
+        """Stop a job's process with a signal; its run can be resumed."""
         self._client.stop_job(job.id)
 
 
 @contextmanager
 def connect(address: str) -> Iterator[JobClient]:
-    """Connect to a cluster's dashboard, with the user's token where it asks for one.
+    """Connect to a cluster's dashboard, with the user's token if it asks for one.
 
     Args:
         address: of the dashboard, as in http://head:8265.
@@ -173,7 +173,7 @@ def connect(address: str) -> Iterator[JobClient]:
 
 
 def _asks_for_token(address: str) -> bool:
-    """Return whether a dashboard asks for a token; everyone may ask it that."""
+    """Return whether a dashboard asks for a token; this question needs none."""
     if not address.startswith(("http://", "https://")):
         raise ConfigError(
             f"--address {address}: not the address of a dashboard. Give one as http://HOST:8265.",
@@ -206,7 +206,7 @@ def _job_of(details: Any) -> SubmittedJob:
 
 
 def _on_cluster(word: str) -> str:
-    """Return a word as the cluster's shell takes it; ~/ stands for the home folder there."""
+    """Return a word quoted for the cluster's shell; a leading ~/ stands for the home folder there."""
     key, equals, value = word.partition("=")
     if equals and value.startswith("~/"):
         return f'{shlex.quote(f"{key}=")}"$HOME"/{shlex.quote(value[2:])}'

@@ -1,4 +1,4 @@
-"""Ends the processes that a local Ray cluster leaves when its driver is killed, and removes its session folder.
+"""Ends processes of a local Ray cluster whose driver was killed, and removes its session folder.
 
 This is a program of its own and not a part of session.py: `python -I reaper.py FOLDER` must outlive the driver and
 start without raylt or Ray, so it imports only the standard library. The driver is at the other end of its standard
@@ -63,7 +63,7 @@ def reap(folder: str) -> None:
 
 
 def main() -> None:
-    """Wait for the driver to end, then clean up unless it ended normally."""
+    """Wait for the driver's end, then clean up unless it ended normally."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the driver; its end is seen on standard input
     folder = sys.argv[1]

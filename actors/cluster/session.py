@@ -1,4 +1,4 @@
-"""`session`: the Ray cluster of this process, either the one that the user names or a new local one.
+"""`session`: the Ray cluster of this process, either one that the user names or a new local one.
 
 A cluster that happens to run on the machine is not joined. Importing this module does not import Ray, because the
 environment variables that Ray reads on import must be set before.
@@ -52,7 +52,7 @@ class Cluster:
 
 @contextmanager
 def session(address: str | None) -> Iterator[Cluster]:
-    """Join the cluster that the user names, or start a new local one; leave or end it after the block.
+    """Join the cluster that the user names, or start a local one; leave or stop it after the block.
 
     A process that is in a Ray session already, as in a notebook, uses that session and stays in it.
 
@@ -125,7 +125,7 @@ def _connected(joined: Joined | None, **options: Any) -> Iterator[None]:
 
 @contextmanager
 def _without_reports(ray: Any) -> Iterator[None]:
-    """Keep Ray's reports of lost processes from standard output: the last lines of a node's log, with all its state.
+    """Keep Ray's reports of lost processes, which contain a node's last log lines, off standard output.
 
     The run says in a line which process it has lost, and Ray's logs have the rest. Ray has no setting for this.
     """
@@ -156,7 +156,7 @@ def _not_connected(joined: Joined | None, cause: str) -> ConfigError:
 
 
 def _current(address: str | None, joined: Joined | None) -> Cluster:
-    """Return the Ray session that this process is in, if it is the one that the user names."""
+    """Return the Ray session that this process is already in, if it is the one that the user names."""
     import ray
 
     core: Any = importlib.import_module("ray._raylet")
@@ -178,7 +178,7 @@ def _current(address: str | None, joined: Joined | None) -> Cluster:
 
 
 def _refresh() -> None:
-    """Make Ray read the environment variables again, which it reads when it is imported.
+    """Make Ray read the environment variables again, after it has read them on import.
 
     They change between two sessions of one process. Ray does the same for the clusters that `ray.init` starts.
     """
@@ -208,7 +208,7 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def _temporary(folder: Path) -> dict[str, str]:
-    """Return TMPDIR for Ray's processes: the session's folder where the user's path is too long for their sockets."""
+    """Return TMPDIR for Ray's processes: the session's folder if the user's path is too long for sockets."""
     return {} if _fits(tempfile.gettempdir()) else {"TMPDIR": str(folder)}
 
 
@@ -218,7 +218,7 @@ def _fits(base: str) -> bool:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """Make a private folder for the session, and start a process that cleans up if this one is killed.
+    """Make a private folder for the session, and start a process that cleans up if this process is killed.
 
     Ray opens its own folder to all users, so that folder lies inside the private one. When the block ends in an error
     other than `ConfigError`, the folder with Ray's logs is kept.

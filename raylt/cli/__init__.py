@@ -1,4 +1,4 @@
-"""The command line. A system on which raylt cannot run is refused here, before any command is imported."""
+"""The command line; it refuses unsupported operating systems before it imports any command."""
 
 import sys
 

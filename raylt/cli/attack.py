@@ -1,4 +1,4 @@
-"""`raylt attack`."""
+"""The command `raylt attack`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +31,7 @@ def attack(
     picture: Annotated[Path | None, typer.Option(help="Write pictures to this folder; by default the run's.")] = None,
     format: FormatOption = Format.table,
 ) -> None:
-    """Attack the uploads of a finished run: reconstruct training images from them, and print how close they are."""
+    """Attack the uploads of a finished run: reconstruct training images, and print their distance to the originals."""
     from raylt.privacy.attack import attack as attack_run
     from raylt.privacy.attacker_view import not_attacked, uploads_of
     from raylt.privacy.picture import draw

@@ -129,7 +129,7 @@ def rank(
         Literal["table", "json", "markdown", "latex"], typer.Option(help="Format of the ranking.")
     ] = "table",
 ) -> None:
-    """Rank the arms of studies by paired comparisons over grounds and seeds, with intervals."""
+    """Rank the arms of studies by paired comparisons over benchmarks and seeds, with intervals."""
     from raylt.studies.analysis.ranking import rank as ranked
     from raylt.studies.analysis.ranking import with_costs
     from raylt.studies.report.leaderboard import leaderboard_page, ranking_svg, ranking_table

@@ -1,4 +1,4 @@
-"""`raylt submit | stop`: runs on a cluster that survive their terminal, and the end of a run at its next checkpoint."""
+"""`raylt submit | stop`: run a command on a cluster without a terminal; end a run at its next checkpoint."""
 
 import os
 from dataclasses import asdict
@@ -126,7 +126,7 @@ def list_jobs(address: str, format: Format) -> None:
 
 
 def complete(command: str, words: list[str]) -> str | None:
-    """Give a command the folders on the cluster that it lacks, in place.
+    """Add the missing options for folders on the cluster to a command, in place.
 
     Returns:
         The run folder on the cluster; None for a command of several runs.
@@ -161,7 +161,7 @@ def dashboard_of(address: str | None) -> str:
 
 
 def _check_files(words: list[str]) -> None:
-    """Raise a ConfigError where a configuration or plugin would not go along: it lies outside the current folder."""
+    """Raise a ConfigError if a configuration or plugin lies outside the folder that is sent to the cluster."""
     for word in words:
         value = word.removeprefix("--plugin=")
         if not value.endswith((*YAML, ".py")) or value.startswith("recipe:") or "=" in value:

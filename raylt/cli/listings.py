@@ -31,7 +31,7 @@ def methods(
     ] = None,
     format: FormatOption = Format.table,
 ) -> None:
-    """List the methods by what they change, with what they send and cost; NAME shows one with its fields."""
+    """List the methods by what they change, with what they send and cost; NAME shows one method with its fields."""
     from raylt.cli.method_page import PAGE_MODEL, entries, one, table, write
     from raylt.methods import METHODS
 
@@ -107,7 +107,7 @@ def _default(key: str, entry: Mapping[str, Any]) -> str:
 
 
 def _names_by_group() -> Table:
-    """Return the names of all methods, a row for each group."""
+    """Return the names of all methods, one row per group."""
     from raylt.cli.method_page import GROUPS, group
     from raylt.methods import METHODS
 
@@ -134,7 +134,7 @@ def _no_section(name: str | None) -> ConfigError:
 
 
 def recipes(format: FormatOption = Format.table) -> None:
-    """List the configurations that come with raylt; run one with raylt run recipe:NAME."""
+    """List the configurations that come with raylt; raylt run recipe:NAME runs one."""
     from raylt.config import recipe
     from raylt.config import recipes as all_recipes
 
@@ -158,5 +158,5 @@ def _plain(*heads: str) -> Table:
 
 
 def _yaml(value: object) -> str:
-    """Return a value as a file of settings has it."""
+    """Return a value in the notation of a settings file."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

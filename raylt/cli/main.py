@@ -1,4 +1,4 @@
-"""The command line `raylt`. Exit code 2 stands for input that cannot be used, 1 for a failed run."""
+"""The command line `raylt`: exit code 2 means unusable input, 1 a failed run."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The methods as a reader sees them: tables for the terminal, and the page docs/methods.md.
+"""Tables of the methods for the terminal, and the page docs/methods.md.
 
 All content comes from the methods' declarations and from measurements on a tiny run.
 """
@@ -104,13 +104,13 @@ def group(method: type[Method]) -> str:
 
 
 def year(method: type[Method]) -> int | None:
-    """Return the last year in the method's `paper`."""
+    """Return the last year that the method's `paper` names."""
     years = re.findall(r"\b(?:19|20)\d\d\b", method.paper)
     return int(years[-1]) if years else None
 
 
 def sends(call: Mapping[str, Any]) -> str:
-    """Return the parts of a reply, such as `model, loss; gradients of each`.
+    """Return the parts of a reply as a text, such as `model, loss; gradients of each`.
 
     The parts whose values the server sees client by client come last.
     """
@@ -120,12 +120,12 @@ def sends(call: Mapping[str, Any]) -> str:
 
 
 def passes(call: Mapping[str, Any]) -> str:
-    """Return the passes of a call, such as `1 trained, 2 read`."""
+    """Return the passes of a call over the samples as a text, such as `1 trained, 2 read`."""
     return ", ".join(f"{call[kind]:g} {kind}" for kind in ("trained", "read") if call[kind]) or "none"
 
 
 def table(listing: Mapping[str, MethodEntry]) -> Group:
-    """Return a table of all methods by group, one line each."""
+    """Return a table of all methods by group, one line per method."""
     parts = []
     for key, title in GROUPS.items():
         lines = {name: entry for name, entry in listing.items() if entry["group"] == key}
@@ -150,7 +150,7 @@ def table(listing: Mapping[str, MethodEntry]) -> Group:
 
 
 def _costs(calls: list[dict[str, Any]]) -> list[str]:
-    """Return the cells of a method: parts, bytes up and down and passes of a round, and parts of the last phase."""
+    """Return a method's cells: parts, bytes up and down and passes of a round, and parts of the phase after it."""
     rounds = [call for call in calls if call["when"] == "round"]
     later = [f"{sends(call)} ({size(call['up'])})" for call in calls if call["when"] == "finish"]
     return [
@@ -163,7 +163,7 @@ def _costs(calls: list[dict[str, Any]]) -> list[str]:
 
 
 def one(name: str, entry: MethodEntry) -> Group:
-    """Return one method with its calls and fields."""
+    """Return a description of one method with its calls and fields."""
     plain: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "show_edge": False}
     calls = Table("when", "call", "sends", "up", "down", "passes", **plain)
     for call in entry["calls"] or []:
@@ -188,7 +188,7 @@ def one(name: str, entry: MethodEntry) -> Group:
 
 
 def reflowed(notes: str) -> list[str | Text | Table]:
-    """Return a docstring's paragraphs and its items, `[1] ...` and `- ...`, as wide as the terminal.
+    """Return a docstring's paragraphs and list items (`[1] ...`, `- ...`), wrapped to the terminal's width.
 
     Indented lines continue an item; its text is printed next to its mark.
     """
@@ -289,5 +289,5 @@ def _section(name: str, entry: MethodEntry) -> list[str]:
 
 
 def _what(info: Mapping[str, Any]) -> str:
-    """Return a field's source, and the stage that it acts from."""
+    """Return a field's source, and the stage from which the field acts."""
     return info["source"] + (f" (from {info['stage']} on)" if info["stage"] else "")

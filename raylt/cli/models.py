@@ -108,7 +108,7 @@ def evaluate(
     ] = "stop",
     format: FormatOption = Format.table,
 ) -> None:
-    """Judge a model on new images, and each personal model on its client's folder."""
+    """Evaluate a model on new images, and each personal model on its client's folder."""
     from raylt.runs.export.evaluate import evaluate as judge
     from raylt.runs.export.load import describe_faults
     from raylt.runs.folder.summary import percent
@@ -151,7 +151,7 @@ def open_model(model: Path, client: str | None) -> "TrainedModel | GraphModel":
 
 
 def _with_interval(figures: dict[str, Any]) -> str:
-    """The accuracy in percent, with its interval where it rests on few images."""
+    """Return an accuracy in percent, with its interval where it rests on few images."""
     from raylt.metrics import FEW_SAMPLES
     from raylt.runs.folder.summary import interval_text, percent
 
@@ -162,7 +162,7 @@ def _with_interval(figures: dict[str, Any]) -> str:
 
 
 def _has_several(model: Path) -> bool:
-    """Return whether clients have models of their own."""
+    """Return whether each client has a model of its own."""
     if is_folder(model):
         from raylt.runs.export.export import has_client_models
         from raylt.runs.run import Run

@@ -1,4 +1,4 @@
-"""`raylt page`: update the tables in Markdown pages, each with the output of `raylt compare`.
+"""`raylt page`: update the tables in Markdown pages with the output of `raylt compare`.
 
 A table is between two comments. The first comment has the arguments of the command:
 
@@ -37,7 +37,7 @@ def page(
         ),
     ],
 ) -> None:
-    """Update the tables of Markdown pages; each comes from the command in the comment above it, run in this folder."""
+    """Update the tables of Markdown pages: run the command in the comment above each table, in this folder."""
     texts = {file: _read(file) for file in files}
     # all pages are filled before any is written, so that an error changes no page
     filled_texts = {file: filled(text, str(file)) for file, text in texts.items()}

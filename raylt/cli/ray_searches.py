@@ -1,4 +1,4 @@
-"""The part of `raylt tune` for searches that Ray Tune's own schedulers steer, see tune/ray_search.py."""
+"""The part of `raylt tune` for searches with Ray Tune's own schedulers, see tune/ray_search.py."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ SHOWN = 20  # rows of the table
 
 
 def is_one(folder: Path) -> bool:
-    """Return whether a folder holds a search with one of Ray's schedulers."""
+    """Return whether a folder holds a search with one of Ray Tune's schedulers."""
     return (folder / PLAN).is_file()
 
 

@@ -103,7 +103,7 @@ def verdicts(
 
 
 def show(judged: "list[Verdict]", format: str, only_run: bool = False) -> None:
-    """Print verdicts and the number of cells with each.
+    """Print the verdicts, and the number of cells with each kind of verdict.
 
     Args:
         judged: the verdicts.
@@ -124,7 +124,7 @@ def show(judged: "list[Verdict]", format: str, only_run: bool = False) -> None:
 
 
 def parse_cells(text: str | None) -> dict[str, str]:
-    """Return the mapping in a text such as IF=100,alpha=0.5."""
+    """Return the mapping that a text such as IF=100,alpha=0.5 describes."""
     where = {}
     for part in (text or "").split(","):
         key, equals, value = part.strip().partition("=")

@@ -29,7 +29,7 @@ def serve(
     replicas: Annotated[int, typer.Option(min=1, help="Processes that hold the model.")] = 1,
     address: Address = None,
 ) -> None:
-    """Answer with a model over HTTP, with Ray Serve: a page to drop images on, and POST /predict.
+    """Serve a model over HTTP with Ray Serve: a page to drop images on, and POST /predict.
 
     The environment variable RAYLT_SERVE_TOKEN holds the token that requests must bear.
     """
@@ -56,7 +56,7 @@ def serve(
 
 
 def _check(host: str, token: str | None) -> None:
-    """Raise a ConfigError where Ray Serve is not installed, or others could use the service without a token."""
+    """Raise a ConfigError if Ray Serve is not installed, or if others could use the service without a token."""
     missing = next((name for name in PACKAGES if find_spec(name) is None), None)
     if missing is not None:
         raise ConfigError(

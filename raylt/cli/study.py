@@ -54,7 +54,7 @@ def study(
     record: Record = False,
     format: Annotated[Literal["table", "json"], typer.Option(help="Format of the result.")] = "table",
 ) -> None:
-    """Run every arm in every cell with every seed, and compare them; finished runs are not repeated."""
+    """Run every arm in every cell with every seed, and compare the arms; finished runs are not repeated."""
     from raylt.studies.definition import read_definition
     from raylt.studies.records.recorded_runs import record_path
     from raylt.studies.study import Study
@@ -76,7 +76,7 @@ def ls(
     address: DashboardAddress = None,
     format: Annotated[Literal["table", "json"], typer.Option(help="Format of the list.")] = "table",
 ) -> None:
-    """List runs and studies with their state, round, accuracy, number n of test images behind it, and age.
+    """List runs and studies with their state, round, accuracy, number n of test images, and age.
 
     With --address, list the jobs of a cluster.
     """
@@ -173,7 +173,7 @@ def carry_out(
 
 
 def raise_if_failed(study: "Study", failed: Sequence[str]) -> None:
-    """Raise an error that names the first failed run; do nothing where no run failed."""
+    """Raise an error that names the first failed run, if any run failed."""
     if failed:
         raise RayltError(
             f"{study.folder}: {len(failed)} runs failed (the first is {failed[0]}). Repeat the command to try them "
@@ -185,7 +185,7 @@ def raise_if_failed(study: "Study", failed: Sequence[str]) -> None:
 
 
 def show_plan(planned: "Study", parallel: int | None, fleet: str, format: str = "table") -> None:
-    """Print the runs of a study, their states and the time left, which is known once a run was timed."""
+    """Print the runs of a study and their states, and the time left once a finished run gives an estimate."""
     from raylt.studies.running.scheduler import makespan
     from raylt.studies.running.shared_training import stems
     from raylt.studies.running.time_left import Pace
@@ -237,7 +237,7 @@ def show_plan(planned: "Study", parallel: int | None, fleet: str, format: str = 
 
 
 def _last_phases(plans: "Sequence[Planned]") -> list[str]:
-    """Describe the last phase of each arm that has a costly one.
+    """Describe the phase after the last round for each arm where it takes long.
 
     Args:
         plans: runs whose last phase was not timed yet.
@@ -278,7 +278,7 @@ def _plan_table(entries: Sequence[dict[str, Any]], shared: bool) -> Table:
 
 
 def show_step(record: "RunRecord", index: int, bar: Progress, task: Any) -> None:
-    """Show one committed step on the bar, or as a line where the output is no terminal."""
+    """Show one committed step on the progress bar, or as a line where the output is not a terminal."""
     step = record.curve["step"][index]
     accuracy = record.curve["accuracy"][index]
     judged = "" if accuracy is None else f"  accuracy {100 * accuracy:.2f} %"
@@ -288,12 +288,12 @@ def show_step(record: "RunRecord", index: int, bar: Progress, task: Any) -> None
 
 
 def plain_table(*columns: str) -> Table:
-    """Return an empty table with one rule below its heading."""
+    """Return an empty table with a rule below its heading."""
     return Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in the largest unit that fits."""
+    """Return a duration in the largest unit that fits."""
     for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.1f} {name}"
@@ -301,7 +301,7 @@ def duration(seconds: float) -> str:
 
 
 class StudyProgress(Callback):
-    """Shows the progress of a study: a bar with the time left on a terminal, a line per run otherwise."""
+    """The progress display of a study: a bar with the time left on a terminal, otherwise a line per run."""
 
     def __init__(self) -> None:
         text = TextColumn("{task.fields[what]}", markup=False)

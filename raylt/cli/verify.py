@@ -68,7 +68,7 @@ SIGNED = {"run": "summary.json", "search": "trials.jsonl", "study": "results.jso
 
 
 def _kind(path: Path) -> str:
-    """Return "run", "search", "study" or "record"."""
+    """Return the kind of a folder: "run", "search", "study" or "record"."""
     if path.suffix == ".json" and not is_folder(path):
         return "record"
     if is_file(path / "study.yaml"):
@@ -126,7 +126,7 @@ def _sign(findings: "list[Finding]", file: Path, key: Path) -> None:
 
 
 def _signature(file: Path, signers: Path | None) -> "list[Finding]":
-    """Return the finding on a signature; nothing where there is none and none is required."""
+    """Return the finding on a signature; an empty one if there is no signature and none is required."""
     from raylt.runs.signature import check_signature, signature_of
     from raylt.runs.verify import Finding
 

@@ -1,4 +1,4 @@
-"""Differences of two configurations, and the settings that results depend on."""
+"""Compare two configurations by the settings that results depend on."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,7 +18,7 @@ def settled(config: Config) -> dict[str, Any]:
 
 
 def followed(config: Config, recorded: Config) -> Config:
-    """Return the configuration of a planned run with the values that its data will decide.
+    """Return the configuration of a planned run, completed with the values that its data will determine.
 
     Args:
         config: The planned configuration.
@@ -32,7 +32,7 @@ def followed(config: Config, recorded: Config) -> Config:
 
 
 def completed(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recorded settings, with the defaults of settings that the older version did not have yet.
+    """Return recorded settings, completed with defaults of settings that older versions lacked.
 
     The default of a new setting is what older versions did.
 
@@ -49,7 +49,7 @@ def completed(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield each setting that differs as (key, old value, new value); a value is None where there is none.
+    """Yield each setting that differs as (key, old value, new value); None stands for a missing value.
 
     Args:
         before: Nested settings, as `settled` returns them.

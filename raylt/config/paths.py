@@ -1,4 +1,4 @@
-"""`located`: a configuration whose relative paths start in another folder than the working directory."""
+"""`located`: resolves the relative paths of a configuration against a folder."""
 
 import os
 import re
@@ -10,7 +10,7 @@ TEACHER = "teacher"  # the field of a method that may name a file, see raylt/mod
 
 
 def located(config: Config, start: Path | None) -> Config:
-    """Return the configuration with its relative paths as absolute ones.
+    """Return the configuration with its relative paths made absolute.
 
     Args:
         start: the folder in which relative paths start, the working directory of the process that made a run; None
@@ -28,7 +28,7 @@ def located(config: Config, start: Path | None) -> Config:
 
 
 def located_data(data: DataConfig, start: Path | None) -> DataConfig:
-    """Return the settings of the data with their relative paths as absolute ones, see `located`."""
+    """Return the data settings with their relative paths made absolute, see `located`."""
     if start is None or start == Path.cwd():
         return data
     changes: dict[str, object] = {"root": _path(data.root, start), "source": _source(data.source, start)}

@@ -1,4 +1,4 @@
-"""Read a configuration from a YAML file, `key=value` overrides or keywords. Each mistake becomes one `ConfigError`.
+"""Read a configuration from a YAML file, `key=value` overrides or keywords; each mistake becomes a `ConfigError`.
 
 Keywords name a section (`local={"lr": 0.1}`), a source (`data="digits"`), or a setting by the last part of its key.
 Recipes are YAML files under raylt/recipes, named by their path there.
@@ -30,7 +30,7 @@ def recipes() -> dict[str, str]:
 
 
 def recipe(name: str) -> Path:
-    """Return the file of a recipe.
+    """Return the path of a recipe's file.
 
     Raises:
         ConfigError: There is no recipe of this name.
@@ -49,7 +49,7 @@ def recipe(name: str) -> Path:
 
 
 def load(path: Path | str | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of a YAML file, changed by `key=value` overrides. One of them must name the method.
+    """Return the configuration of a YAML file, changed by `key=value` overrides; file or overrides name the method.
 
     Args:
         path: Path of the file, or recipe:NAME for one that comes with raylt; None reads no file.
@@ -63,7 +63,7 @@ def load(path: Path | str | None = None, overrides: Sequence[str] = ()) -> Confi
 
 
 def load_data(path: Path | str | None = None, overrides: Sequence[str] = ()) -> DataConfig:
-    """Return the data section of a configuration, which need not name a method."""
+    """Return the data section of a configuration; the configuration need not name a method."""
     return check(Config, {"method": "none"} | read(path, overrides)).data
 
 
@@ -111,7 +111,7 @@ def _read_file(path: Path | str) -> dict[str, Any]:
 
 
 def check(kind: type[BaseModel], tree: dict[str, Any], prefix: str = "") -> Any:
-    """Return a model of pydantic built from a mapping.
+    """Build a pydantic model from a mapping; a mistake becomes a `ConfigError`.
 
     Args:
         kind: Class of the model.
@@ -128,7 +128,7 @@ def check(kind: type[BaseModel], tree: dict[str, Any], prefix: str = "") -> Any:
 
 
 def assign(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set one setting, its key written with dots, in a mapping of settings."""
+    """Set one setting in a mapping of settings; dots separate the parts of its key."""
     value = str(value) if isinstance(value, Path) else value
     whole = key
     *parents, last = key.split(".")
@@ -179,7 +179,7 @@ def _set(tree: dict[str, Any], setting: str) -> None:
 
 
 def _short(value: Any) -> str:
-    """Return a value as a message shows it."""
+    """Return a value shortened for a message."""
     try:
         return textwrap.shorten(repr(value), 200, placeholder=" ...")
     except (ValueError, RecursionError):  # a number of thousands of digits, or a mapping that holds itself
@@ -187,12 +187,12 @@ def _short(value: Any) -> str:
 
 
 def _first_of(error: ValidationError) -> Any:
-    """Return the mistake to report. A missing method comes last: the user should hear of a mistyped setting first."""
+    """Return the mistake to report: a missing method only if there is no other, such as a mistyped setting."""
     return min(error.errors(), key=lambda mistake: mistake["loc"] == ("method",) and mistake["type"] == "missing")
 
 
 def _refusal(kind: type[BaseModel], mistake: Any, prefix: str) -> ConfigError:
-    """Return the error for a mistake that pydantic found: key, what is wrong, value, what to give."""
+    """Return the error for a mistake that pydantic found: key, what is wrong, value, what to do."""
     key, model, field = _place(kind, mistake["loc"])
     key = prefix + key
     code = next((code for start, (code, _) in MISTAKES.items() if mistake["type"].startswith(start)), "")
@@ -234,7 +234,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
 
 
 def _reason(mistake: Any) -> str:
-    """Return the reason in our words, or else the message of the validator or of pydantic."""
+    """Return why a value is wrong, in raylt's words if it has any, else in the validator's or pydantic's."""
     for start, (_, reason) in MISTAKES.items():
         if reason and mistake["type"].startswith(start):
             return reason
@@ -243,7 +243,7 @@ def _reason(mistake: Any) -> str:
 
 
 def _remedy(field: FieldInfo | None) -> str:
-    """Return a sentence with the values that a field takes; nothing for keys and items that have no field."""
+    """Return a sentence with the values that a field takes; empty for keys and items without a field."""
     if field is None:
         return ""
     values = allowed(field)
@@ -252,7 +252,7 @@ def _remedy(field: FieldInfo | None) -> str:
 
 
 def _place(kind: type[BaseModel], location: Sequence[str | int]) -> tuple[str, type[BaseModel], FieldInfo | None]:
-    """Return the key of a mistake, the section that has it, and its field if there is one.
+    """Return the key of a mistake, the section that has it, and its field if it has one.
 
     Behind the name of a field, pydantic adds the branch of a union or the index of an item; the key does not have them.
     """
@@ -279,7 +279,7 @@ def _unknown_key(key: str, prefix: str, model: type[BaseModel]) -> str:
 
 
 def _nearest(key: str, prefix: str, model: type[BaseModel]) -> str | None:
-    """Return the setting that was probably meant: of this section, or of the same name in another section."""
+    """Return the setting that the user probably meant: one of this section, or of the same name elsewhere."""
     section, _, name = key.rpartition(".")
     close = difflib.get_close_matches(name, model.model_fields, 1)
     if close or prefix:
@@ -310,7 +310,7 @@ def apply(tree: dict[str, Any], keywords: Mapping[str, Any], fields: Collection[
 
 
 def _key(name: str, value: Any, fields: Collection[str]) -> str:
-    """Return the whole key of the setting that a keyword names."""
+    """Return the full key of the setting that a keyword names."""
     if name in Config.model_fields:
         return "data.source" if name == "data" and isinstance(value, str) else name
     keys = [key for key, _ in settings() if key.endswith(f".{name}")]

@@ -24,7 +24,7 @@ MOST_THREADS = 256  # of one process; with many more, OpenMP ends the process
 
 
 def setting(default: Any, description: str, takes: str | None = None, **checks: Any) -> Any:
-    """Declare a setting.
+    """Declare a setting with its default, help text and bounds.
 
     Args:
         default: Its default; `...` where there is none.
@@ -218,7 +218,7 @@ class DataConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _as_usual(cls, tree: Any) -> Any:
-        """Give benchmarks the imbalance, partition and clients of the literature where none are set."""
+        """Give benchmarks the literature's imbalance, partition and number of clients where the user set none."""
         source = tree.get("source", "digits") if isinstance(tree, dict) else None
         if not isinstance(source, str) or source not in BENCHMARKS:
             return tree
@@ -321,7 +321,7 @@ class PrivacyConfig(Section):
 
     @property
     def longest(self) -> float | None:
-        """The length that features are cut to; None leaves them."""
+        """Return the length to which features are clipped; None leaves them as they are."""
         return None if self.epsilon is None else self.clip
 
 
@@ -386,7 +386,7 @@ class LocalConfig(Section):
     @field_validator("epochs")
     @classmethod
     def _whole(cls, value: float) -> float:
-        """Return a whole number of epochs as an integer, so that 2.0 and 2 are the same run."""
+        """Turn a float with a whole number of epochs into an integer, so that 2.0 and 2 give the same run."""
         return int(value) if value == int(value) else value
 
     def step_count(self, samples: int, epochs: float | None = None, batch: int | None = None) -> int:
@@ -453,7 +453,7 @@ class ResourcesConfig(Section):
 
     @property
     def gpu_share(self) -> float | Literal["auto"]:
-        """The share of a GPU that one client actor takes; 0 keeps everything off the GPUs, the server too."""
+        """Return the share of a GPU that one client actor takes; 0 keeps clients and server off the GPUs."""
         return 0.0 if self.device == "cpu" else self.gpus_per_client
 
     @field_validator("gpus_per_client")
@@ -467,13 +467,13 @@ class ResourcesConfig(Section):
 
 
 def _out_of_range(small: bool) -> PydanticCustomError:
-    """Return the error of a number that is too small or too large, for fields that also take a word."""
+    """Return the error for a number that is too small or too large, for fields that also accept a word."""
     kind = "greater_than_equal" if small else "less_than_equal"
     return PydanticCustomError(kind, "is too small" if small else "is too large")
 
 
 class EvaluationConfig(Section):
-    """Times at which models are judged on the balanced test set; after the last round they always are."""
+    """When to evaluate models on the balanced test set; models are always evaluated after the last round."""
 
     every: int = setting(1, "Rounds between two evaluations of the global model.", ge=1, le=MOST)
     personal: int = setting(
@@ -565,7 +565,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _normalised_by_the_encoder(cls, tree: Any) -> Any:
-        """Leave the normalisation to the encoder where it resizes images."""
+        """Turn off raylt's normalisation where the encoder resizes images, unless the user sets it."""
         data = tree.get("data", {}) if isinstance(tree, dict) else None
         if not isinstance(data, dict) or tree.get("input") is None or "normalise" in data:
             return tree
@@ -612,7 +612,7 @@ def allowed(field: FieldInfo) -> str:
 
 
 def branches(annotation: Any) -> tuple[Any, ...]:
-    """Return the types of a union, or the one type of any other annotation."""
+    """Return the member types of a union, or an annotation of one type as it is."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return typing.get_args(annotation)
     return (annotation,)

@@ -1,4 +1,4 @@
-"""Checks that pydantic does not make: it takes texts for numbers, numbers for booleans, and unprintable texts."""
+"""Type checks that pydantic lacks: it accepts strings as numbers, numbers as booleans and unprintable strings."""
 
 import types
 import typing

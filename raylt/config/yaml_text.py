@@ -1,4 +1,4 @@
-"""The YAML that raylt reads: YAML 1.2's scalars, each key once, no references.
+"""The YAML that raylt reads: YAML 1.2's scalars, unique keys, no references.
 
 PyYAML alone reads YAML 1.1. There `on` and `yes` are true, 010 is 8, 1:30 is 90, 1_000 is 1000, and the last of two
 equal keys counts. In raylt these are texts, which a setting with a number refuses, and an error.
@@ -48,7 +48,7 @@ class _Reader(yaml.SafeLoader):
         return node
 
     def scalar(self, node: yaml.ScalarNode) -> Any:
-        """Return the value of a scalar, whose tag may be written out."""
+        """Return the value of a scalar, also of one with an explicit tag."""
         text, looks = node.value, _LOOKS.get(node.tag)
         if looks is not None and not looks.match(text):
             raise _fault(f"{text[:40]!r} does not fit its tag", node.start_mark)
@@ -59,7 +59,7 @@ class _Reader(yaml.SafeLoader):
         return {NULL: lambda: None, BOOL: lambda: text.lower() == "true", INT: lambda: int(text)}[node.tag]()
 
     def mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
-        """Return a mapping whose keys are texts, each once."""
+        """Return a mapping whose keys are strings, each used once."""
         tree: dict[str, Any] = {}
         for key, value in node.value:
             name = self.construct_object(key, deep=True)
@@ -81,7 +81,7 @@ _Reader.yaml_constructors = {
 
 
 class _Writer(yaml.SafeDumper):
-    """A writer that quotes the texts that this reader or another would not read as text."""
+    """A YAML writer that quotes strings which a YAML reader would take for another type."""
 
     yaml_implicit_resolvers = {
         first: [*looks, *_LOOKS.items()] for first, looks in yaml.SafeDumper.yaml_implicit_resolvers.items()
@@ -89,7 +89,7 @@ class _Writer(yaml.SafeDumper):
 
 
 def parse(text: str) -> Any:
-    """Return the value of a text in YAML.
+    """Return the value of a YAML text.
 
     Raises:
         ValueError: The text is not YAML; the message is one line with the place.
@@ -103,7 +103,7 @@ def parse(text: str) -> Any:
 
 
 def write(tree: Any) -> str:
-    """Return a value as YAML, which `parse` reads as the same value; keys keep their order."""
+    """Return a value as YAML with its keys in order; `parse` reads the same value from it."""
     return yaml.dump(tree, Dumper=_Writer, sort_keys=False)
 
 
@@ -141,7 +141,7 @@ def _content(path: Path) -> bytes:
 
 
 def _described(error: yaml.YAMLError) -> str:
-    """Return the problem and its place, in one line."""
+    """Return a YAML problem and its place in one line."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""Run a case in another process, to which its method travels with its source, as to a Ray worker."""
+"""Run a case in another process; the method travels there with its source, as to a Ray worker."""
 
 import json
 import os
@@ -20,7 +20,7 @@ TIMEOUT_S = 600
 
 
 def bits_elsewhere(case: Case) -> dict[str, str]:
-    """Return the bits of the undisturbed run, computed by a method that travelled to another process.
+    """Return the bits of the undisturbed run, computed in another process to which the method travelled.
 
     A method of raylt itself is importable everywhere, so its value alone is pickled, in this process.
 
@@ -56,7 +56,7 @@ def bits_elsewhere(case: Case) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the case that standard input describes; print its bits or the fault as JSON."""
+    """Run the case that standard input describes; print its bits, or its fault, as JSON."""
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # prints of the user's code must not mix with the answer
     shipped, kind, folder, threads = pickle.load(sys.stdin.buffer)

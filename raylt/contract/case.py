@@ -1,4 +1,4 @@
-"""`Case`: a method on one kind of problem, and the runs that its checks compare.
+"""`Case`: a method on one kind of problem, with the runs that the checks compare.
 
 The problems are small enough to train on in a moment. Their clients are of every kind that causes trouble.
 """
@@ -74,7 +74,7 @@ SCENES = (5, 4, 3, 1, 0)
 
 
 def make_scenes() -> Task:
-    """Return a segmentation task with C = 3 and background, K = 5 and 16x16x3 images of blocks with void between."""
+    """Return a segmentation task with C = 3 and background, K = 5 and 16x16x3 images of blocks, partly unlabelled."""
     rng = np.random.default_rng(0)
     views = class_views(len(SCENES), 3, 2)
     shards = tuple(Shard(*_paint(rng, n), view) for n, view in zip(SCENES, views, strict=True))
@@ -99,7 +99,7 @@ def make_scenes() -> Task:
 
 
 def pixels(classes: int, shape: tuple[int, int, int]) -> PixelModel:
-    """Return a small replacement of lraspp: two convolutions, d = 16."""
+    """Return a small stand-in for lraspp: two convolutions, d = 16."""
     encoder = nn.Sequential(
         OrderedDict(
             stage1=nn.Sequential(nn.Conv2d(shape[2], 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
@@ -182,21 +182,21 @@ class Case:
         return Experiment(setup, task, clients, CPU, self.folder)
 
     def run(self, config: Config | None = None, **how: Any) -> Trace:
-        """Make an experiment and finish it; `how` is passed to `experiment`."""
+        """Run an experiment to its end; `how` is passed to `experiment`."""
         return finish(self.experiment(config or self.config(), **how))
 
     @cached_property
     def straight(self) -> Trace:
-        """The undisturbed run of all clients, whose host is a `Recorder` and whose fleet is `Asked`."""
+        """Return the undisturbed run of all clients, with a `Recorder` as its host and an `Asked` as its fleet."""
         return self.run(host=Recorder, fleet=Asked)
 
     @cached_property
     def partial(self) -> Trace:
-        """The undisturbed run of some clients in each round."""
+        """Return the undisturbed run in which some clients take part in each round."""
         return self.run(self.config(SOME), host=Recorder)
 
     def with_sample(self, sample: Callable[..., Any]) -> Method:
-        """Return the method with another `sample`, which gets the method's own `sample` first."""
+        """Return the method with its `sample` replaced; the replacement receives the method's own `sample` first."""
         kind = type(self.method)
         own = kind.sample
         other = type(

@@ -42,7 +42,7 @@ TROUBLES = "lost", "retried", "rejected"
 
 
 def ends_with_a_judged_model(case: Case) -> None:
-    """The method runs two rounds and its last phase, with all or some clients, and ends with a judged model."""
+    """The method runs two rounds and the phase after them, with all or some clients; its final model is evaluated."""
     for trace in (case.straight, case.partial):
         expect([r.phase for r in trace.reports[:2]] == ["round", "round"], "the first two steps are not rounds")
         accuracy = trace.reports[-1].accuracy
@@ -52,7 +52,7 @@ def ends_with_a_judged_model(case: Case) -> None:
 
 
 def says_whether_it_finishes(case: Case) -> None:
-    """The method has a last phase if and only if `finishes` is true."""
+    """The method sets `finishes` if and only if it has a phase after the last round."""
     phases = [r.phase for r in case.straight.reports]
     expect(phases == ["round"] * 2 + ["finish"] * bool(case.method.finishes), f"the phases are {phases}")
     experiment = case.straight.experiment
@@ -86,7 +86,7 @@ def order_of_clients(case: Case) -> None:
 
 
 def spread_over_processes(case: Case) -> None:
-    """The result does not depend on which process runs which client, nor on state that a process keeps."""
+    """The result depends neither on which process runs a client nor on state that a process keeps."""
     _same(case.straight, case.run(host=OwnHosts))
     _same(case.straight, case.run(host=NewHosts))
 
@@ -106,7 +106,7 @@ def retried_calls(case: Case) -> None:
 
 
 def judging_changes_nothing(case: Case) -> None:
-    """Judging the clients' own models between rounds does not change the result."""
+    """Evaluating the clients' own models between rounds does not change the result."""
     _same(case.straight, case.run(case.config(evaluation={"personal": 1})))
 
 
@@ -131,7 +131,7 @@ def resumed_after_every_step(case: Case) -> None:
 
 
 def messages_and_replies_are_plain(case: Case) -> None:
-    """Messages and replies are trees of finite CPU tensors, numbers and texts that can be pickled."""
+    """Messages and replies are trees of finite CPU tensors, numbers and strings that can be pickled."""
     host = case.straight.experiment.fleet._host  # pyright: ignore[reportAttributeAccessIssue]
     for sent in [*host.messages, *(reply for *_, reply in host.replies)]:
         for path, leaf in tree.leaves(sent):
@@ -174,7 +174,7 @@ def keeps_private_entries(case: Case) -> None:
 
 
 def local_running_statistics(case: Case) -> None:
-    """The method runs with federation.batchnorm = local; clients are then judged with their own statistics."""
+    """The method runs with federation.batchnorm = local; clients are then evaluated with their own statistics."""
     trace, judged = (
         case.run(case.config(federation={"batchnorm": "local"}, evaluation={"personal": personal}))
         for personal in (0, 1)
@@ -188,7 +188,7 @@ def local_running_statistics(case: Case) -> None:
 
 
 def joining_late(case: Case) -> None:
-    """Clients that join after training are judged, and no other result depends on them."""
+    """Clients that join after training are evaluated, and no other result depends on them."""
     traces = []
     for twin in (0, 1):  # the new client has the samples of another client
         shards = (*case.task.shards[:NEW], case.task.shards[twin], *case.task.shards[NEW + 1 :])
@@ -223,7 +223,7 @@ def plain_list_of_clients(case: Case) -> None:
 
 
 def predicts_what_was_judged(case: Case) -> None:
-    """The exported file gives the predictions that were judged."""
+    """The exported file gives the same predictions as the evaluation."""
     experiment, task = case.straight.experiment, case.task
     experiment.export_model()  # other runs have exported their models since
     exported = load_file(case.folder / "model.safetensors")
@@ -240,7 +240,7 @@ def predicts_what_was_judged(case: Case) -> None:
 
 
 def gives_one_logit_per_class(case: Case) -> None:
-    """Logits are finite, one for each class, and for each pixel where labels are maps."""
+    """Logits are finite, one for each class; for label maps, one for each class and pixel."""
     height, width, channels = case.task.shape
     model = case.method.global_model(case.straight.experiment.server).eval()
     x = torch.zeros(3, channels, height, width)
@@ -252,7 +252,7 @@ def gives_one_logit_per_class(case: Case) -> None:
 
 
 def believes_no_wrong_count(case: Case) -> None:
-    """A reply that counts other samples than its client has, or is no sum over samples, is rejected."""
+    """The server rejects a reply that counts other samples than its client has, or is not a sum over samples."""
     fleet = case.straight.experiment.fleet
     assert isinstance(fleet, Asked)
     for call, name, counted, honest in _sums(fleet.asked, fleet.sizes):
@@ -270,7 +270,7 @@ def believes_no_wrong_count(case: Case) -> None:
 
 
 def _sums(asked: list[Question], sizes: Mapping[int, int]) -> Iterator[tuple[str, str, set[str], list[Honest]]]:
-    """Yield call, part, names of its counts of all samples and honest replies of each part about samples."""
+    """Yield call, part, names of the part's counts of all samples, and honest replies, for parts about samples."""
     calls: dict[tuple[str, str], list[Honest]] = {}
     for call, schema, id, reply in asked:
         for name, part in schema.parts.items():
@@ -283,7 +283,7 @@ def _sums(asked: list[Question], sizes: Mapping[int, int]) -> Iterator[tuple[str
 
 
 def lies_blame_nobody_else(case: Case) -> None:
-    """A client that lies in every reply is rejected by its id; it ends no run, and no other client is blamed."""
+    """A client that lies in every reply is rejected by its id; the run continues and no other client is rejected."""
     trace = case.run(case.config(federation={"quorum": 0.1}), host=Lies)
     blamed = {id for report in trace.reports for id in [*report.rejected, *report.lost]}
     expect(blamed <= {LIAR}, f"clients {sorted(blamed - {LIAR})} are blamed for a reply of client {LIAR}")
@@ -357,7 +357,7 @@ def run_checks(method: Method) -> Iterator[Result]:
 
 
 def fault_of(check: Check, case: Case) -> str | None:
-    """Return how a method fails a check, in one line; None if it passes.
+    """Return the fault that a check finds in a method, in one line; None if the method passes.
 
     An exception is reported with the innermost line of the user's own code.
     """

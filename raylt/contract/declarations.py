@@ -5,7 +5,7 @@ from raylt.hyper import in_range, range_of
 
 
 class Violation(AssertionError):
-    """A method breaks the contract; the message says how."""
+    """A breach of the contract by a method; the message describes it."""
 
 
 def expect(condition: object, violation: str) -> None:

@@ -16,7 +16,7 @@ from raylt.hyper import Choice, range_of
 
 
 def acts_from_its_stage_on(case: Case) -> None:
-    """A field in `later` changes nothing before its stage, so that runs which differ in it can share what is before."""
+    """A field in `later` changes nothing before its stage, so that runs that differ in it can share earlier steps."""
     rounds = case.config().federation.rounds
     own: dict[int, str] = {}
     for stage, names in case.method.later.items():
@@ -34,7 +34,7 @@ def acts_from_its_stage_on(case: Case) -> None:
 
 
 def others(method: Method, name: str) -> Iterator[Method]:
-    """Yield the method with other values of one field, from its search range; those that it refuses are left out."""
+    """Yield copies of the method with another value of one field, from its search range; skip refused values."""
     field = type(method).model_fields[name]
     searched = range_of(field)
     values = searched.values if isinstance(searched, Choice) else (searched.low, searched.high)
@@ -48,7 +48,7 @@ def others(method: Method, name: str) -> Iterator[Method]:
 
 
 def _state_after(case: Case, method: Method, step: int) -> str:
-    """Return what a run holds after `step` steps: the server's state and model, and each client's state."""
+    """Return the state of a run after `step` steps: the server's state and model, and each client's state."""
     one = replace(case, method=method, raised=case.raised)
     experiment = one.experiment(one.config())
     for _ in range(step):

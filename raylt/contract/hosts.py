@@ -13,7 +13,7 @@ from raylt.tree import Tree
 
 
 def noting(run: Callable[..., Any], raised: list[Exception]) -> Callable[..., Any]:
-    """Return a host's `run` that also keeps exceptions of the user's own code; a fleet keeps one line of each."""
+    """Return a host's `run` that also records the user's own exceptions in full; a fleet keeps one line of each."""
 
     def noted(*call: Any) -> Any:
         try:
@@ -27,7 +27,7 @@ def noting(run: Callable[..., Any], raised: list[Exception]) -> Callable[..., An
 
 
 class Recorder(ClientHost):
-    """Host that keeps its messages and replies, and the names of functions that change their message."""
+    """A host that records its messages and replies, and the names of functions that change their message."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -48,14 +48,14 @@ class Recorder(ClientHost):
 
 
 class Backwards(LocalFleet):
-    """Fleet that runs the last client first and, like every fleet, answers in the order of the ids."""
+    """A fleet that runs the last client first; it answers in the order of ids, as every fleet does."""
 
     def _answers(self, fn, ids, message, enough, usable, sums):
         yield from reversed(list(super()._answers(fn, ids[::-1], message, enough, usable, sums)))
 
 
 class OwnHosts:
-    """One host, and so one model object, for each client, like one actor per client."""
+    """A host per client, and so a model object per client, as with one actor per client."""
 
     def __init__(self, *args: Any):
         self.args = args
@@ -80,7 +80,7 @@ class NewHosts:
 
 
 class FailsFirst(ClientHost):
-    """Host where each client's first call of a function in a round raises, after it has trained."""
+    """A host where each client's first call of a function in a round raises after training."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)

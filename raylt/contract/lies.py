@@ -1,4 +1,4 @@
-"""Wrong replies, made from honest ones: their claims contradict what the server knows."""
+"""Wrong replies made from honest ones; their claims contradict what the server knows."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ LIAR = 0  # the client that lies; it has samples of every class
 
 
 class Asked(LocalFleet):
-    """Fleet that keeps each reply with the name of its call and the schema that it was checked by."""
+    """A fleet that keeps each reply with the name of its call and the schema that checked it."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -32,7 +32,7 @@ class Asked(LocalFleet):
 
 
 class Lies(ClientHost):
-    """Host whose first client lies: its counts are wrong, and its sums and means are not finite."""
+    """A host whose first client lies: its counts are wrong, and its sums and means are not finite."""
 
     def run(self, fn, message, round, id, shard, private):
         reply, after = super().run(fn, message, round, id, shard, private)
@@ -46,14 +46,14 @@ class Lies(ClientHost):
 
 
 def is_whole(leaf: Any) -> bool:
-    """Return whether a leaf is a whole number, or a tensor of whole numbers."""
+    """Return whether a leaf is an integer or a tensor of integers."""
     if isinstance(leaf, Tensor):
         return not leaf.is_floating_point() and leaf.dtype != torch.bool
     return type(leaf) is int
 
 
 def counts_of_part(value: Any) -> dict[str, int]:
-    """Return the sums of the whole numbers of a part, by their last names; "" is the part itself."""
+    """Return the sums of a part's integer leaves by their last names; the name "" stands for the part itself."""
     sums: dict[str, int] = {}
     for path, leaf in leaf_paths(value, ()):
         if is_whole(leaf):
@@ -69,7 +69,7 @@ def wrong_weights(weight: float) -> Iterator[tuple[str, Any]]:
 
 
 def wrong_leaves(value: Any, counted: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield copies of a part, each with one value that no sum over samples can have, and the fault of each.
+    """Yield copies of a part, each with one value that no sum over samples can have, and a description of the fault.
 
     Args:
         counted: names of the counts that add up to the client's samples.
@@ -87,7 +87,7 @@ def wrong_leaves(value: Any, counted: set[str]) -> Iterator[tuple[str, Any]]:
 
 
 def replaced(value: Any, change: Callable[[Any], Any], name: str | None = None) -> Any:
-    """Return a part with its leaves replaced: numbers by numbers, tensors by tensors full of them.
+    """Return a part with each number, and each entry of its tensors, replaced by one number.
 
     Args:
         name: the last name of the leaves; None: all.

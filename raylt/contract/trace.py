@@ -13,7 +13,7 @@ from raylt.tree import Tree
 
 @dataclass(frozen=True)
 class Trace:
-    """A finished run.
+    """The result of a finished run: its experiment, reports and hashes.
 
     Attributes:
         experiment: The experiment after its last step.
@@ -27,7 +27,7 @@ class Trace:
 
 
 def fingerprint(parts: Tree) -> str:
-    """Return a text that is equal for two trees if and only if they have the same names and the same bits."""
+    """Return a text that is equal for two trees if and only if their names and their bits are equal."""
     leaves = list(tree.leaves(parts))
     tensors = {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
     return hash_tensors(tensors) + repr(sorted((path, leaf) for path, leaf in leaves if path not in tensors))

@@ -1,4 +1,4 @@
-"""`Client`: one participant, with all that a client function may see. `Reply`: what a client sends back.
+"""`Client`: one participant, with all that a client function may see; `Reply`: the value that it sends back.
 
 The module also has the operations on pixels that clients share: features of single pixels, on which methods train
 classifiers, and losses for pixels without a label.
@@ -31,7 +31,7 @@ Message = Tree
 
 @dataclass(frozen=True)
 class Reply:
-    """The value that a client sends back once: its weight (its number of samples) and a tree.
+    """The value that a client sends back once per call: its weight (its number of samples) and a tree.
 
     The transport brings the tree to the CPU.
     """
@@ -44,7 +44,7 @@ ClientFunction = Callable[["Client", Message], Reply]
 
 
 class ClientState(dict[str, Any]):
-    """The memory of a client: a tree of tensors. Each value is stamped as it is handed over."""
+    """The memory of a client: a tree of tensors, stamped when they are handed over, so that later changes are found."""
 
     def __init__(self, values: Tree, stamps: Stamps):
         super().__init__()
@@ -111,7 +111,7 @@ class Client:
         self.recall({})
 
     def recall(self, state: Tree) -> None:
-        """Start a call with the state after the last call; no value has been handed over yet."""
+        """Start a call with the state after the last call; the call has handed over no value yet."""
         self._stamps = Stamps()
         self._state = ClientState(state, self._stamps)
 
@@ -124,7 +124,7 @@ class Client:
         self._state = ClientState(values, self._stamps)
 
     def check_stamps(self) -> None:
-        """End a call.
+        """End a call; raise `LateWrite` if a value was changed after it was handed over.
 
         Raises:
             LateWrite: a tensor was changed after it was handed over.
@@ -135,23 +135,23 @@ class Client:
 
     @property
     def augment(self) -> Augmentation | None:
-        """The augmentation of its training images; None without one."""
+        """Return the augmentation of the client's training images; None without one."""
         return self._augment
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def receive(self, params: Params) -> None:
-        """Load the model entries that came with a message; the other entries do not change."""
+        """Load the model entries in a message; other entries of the model do not change."""
         load_entries(self.model, params)
 
     def reply(self, **parts: Any) -> Reply:
-        """Return a reply weighted by this client's number of samples. Its tensors may not be changed afterwards."""
+        """Return a reply weighted by this client's number of samples; do not change its tensors afterwards."""
         self._stamps.add(parts, "reply")
         return Reply(float(len(self)), parts)
 
     def cross_entropy(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Return the mean cross-entropy of a batch, a scalar; `local.unlabelled` decides about pixels without a label.
+        """Return the mean cross-entropy of a batch, a scalar; `local.unlabelled` says how unlabelled pixels count.
 
         Args:
             logits: [B, C], or [B, C, H, W].
@@ -163,18 +163,18 @@ class Client:
         return F.cross_entropy(logits, y)
 
     def steps(self, epochs: float | None = None, batch: int | None = None) -> int:
-        """Return the number of batches that `batches` yields, that is of SGD steps; by default as `local` says."""
+        """Return the number of batches that `batches` yields, one per SGD step; by default as `local` says."""
         return self.config.local.step_count(len(self), epochs, batch)
 
     @property
     def epochs(self) -> float:
-        """The passes over its samples in a round: `local.epochs`, or those that `local.steps` amount to."""
+        """Return the passes over the client's samples in a round: `local.epochs`, or `local.steps` as epochs."""
         local = self.config.local
         in_a_pass = self.steps(epochs=1)
         return local.epochs if local.steps is None or not in_a_pass else local.steps / in_a_pass
 
     def batches(self, epochs: float | None, size: int) -> Iterator[Batch]:
-        """Yield shuffled, augmented batches of [2, size] samples; (seed, function, round, client) decide the order.
+        """Yield shuffled, augmented batches of [2, size] samples, in an order set by (seed, function, round, client).
 
         Args:
             epochs: passes over the samples, or a part of one; None as `local` says.
@@ -182,7 +182,7 @@ class Client:
         return (self.batch(rows) for rows in self.rows(epochs, size))
 
     def rows(self, epochs: float | None, size: int) -> Iterator[Tensor]:
-        """Yield the row numbers of the samples of each batch, int64 [2..size]; see `batches`."""
+        """Yield the row numbers of each batch's samples, int64 [2..size]; see `batches`."""
         left = self.steps(epochs, size)
         while left:
             order = torch.randperm(len(self), generator=self.order).to(self.device, non_blocking=True)
@@ -193,11 +193,11 @@ class Client:
 
     @recordable  # as far as the augmentation is
     def batch(self, rows: Tensor, then: Augmentation | None = None) -> Batch:
-        """Return the samples at `rows`, augmented as the configuration says and then by `then`."""
+        """Return the samples at `rows`, augmented as the configuration says and then by the function `then`."""
         return self.samples.batch(rows, in_turn([self._augment, then]), self.noise)
 
     def begin(self, purpose: str, round: int) -> None:
-        """Set the round and the generators of one call."""
+        """Set the round and the random generators of one call."""
         self.round = round
         self.order = torch.Generator().manual_seed(seed_for(self.config.seed, "order", purpose, round, self.id))
         self.noise = torch.Generator(self.device).manual_seed(
@@ -206,7 +206,7 @@ class Client:
 
 
 def pixel_features(z: Tensor, y: Tensor, per_class: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw features and labels of at most `per_class` pixels of each class that an image shows.
+    """Draw features and labels of pixels: at most `per_class` for each class in an image.
 
     A pixel's feature is interpolated as a `PixelModel` interpolates its logits, so the classifier gives the same logits
     for it. Images with one feature and one label each, z [B, d] and y [B], are returned as they are.
@@ -247,7 +247,7 @@ def pixel_features(z: Tensor, y: Tensor, per_class: int, generator: torch.Genera
 
 
 def labelled_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """Return the cross-entropy of the pixels that have a label; 0, without a gradient, where no pixel has one.
+    """Return the cross-entropy of the labelled pixels; 0, without a gradient, if no pixel has a label.
 
     Args:
         logits: [B, C, H, W].
@@ -260,7 +260,7 @@ def labelled_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def back_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """Return a cross-entropy in which a pixel without a label has one of the classes that the batch does not show.
+    """Return a cross-entropy in which a pixel without a label may have any class that the batch's labels do not show.
 
     The probability of such a pixel is the sum of these classes' probabilities (BackCE of FedSeg, Miao et al., CVPR
     2023; the absent classes are those of the batch, as in its code). Where the labels show all classes, such pixels are

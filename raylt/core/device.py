@@ -1,4 +1,4 @@
-"""The device of a process and its arithmetic, decided once per process and handed to everything that computes.
+"""The device of a process and its arithmetic, chosen once per process and used by all computations.
 
 Nothing else asks torch whether there is a GPU. The lease comes from outside: on Ray a process may see a GPU that is not
 its own. A GPU that was leased to a process must be used or refused, never replaced by the CPU.
@@ -30,7 +30,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads it when it is first used 
 
 @contextmanager
 def all_threads() -> Iterator[None]:
-    """Use all cores of the machine inside the block, while no client computes."""
+    """Use all cores of the machine inside the block, at a time when no client computes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(len(cores()))
     try:
@@ -40,7 +40,7 @@ def all_threads() -> Iterator[None]:
 
 
 def open_device(config: Config, leased: bool | None = None) -> torch.device:
-    """Return the device of this process, after setting torch's arithmetic as the configuration says.
+    """Set torch's arithmetic as the configuration says, and return the device of this process.
 
     Args:
         leased: whether Ray leased a GPU to this process; None without Ray, where any GPU may be used.
@@ -56,7 +56,7 @@ def open_device(config: Config, leased: bool | None = None) -> torch.device:
 
 
 def describe(device: torch.device) -> dict[str, str | None]:
-    """Return the device, its driver, torch's version and the kind of processor: bits and seconds depend on them.
+    """Return device, driver, torch version and kind of processor, on which bits and seconds depend.
 
     Returns:
         A dict. "device" is the GPU's name, or "cpu"; "driver", "cuda" and "mps" are None on a CPU; "mps" is "running"
@@ -74,7 +74,7 @@ def describe(device: torch.device) -> dict[str, str | None]:
 
 
 def gpus() -> int:
-    """Return the number of GPUs that torch sees here; `open_device` decides whether a process may use one."""
+    """Return the number of GPUs that torch sees here; `open_device` decides whether the process may use one."""
     return torch.cuda.device_count()
 
 
@@ -159,7 +159,7 @@ def _refusal(config: Config, asked: str, why: str) -> ConfigError:
 
 
 def _set_arithmetic(config: Config, device: torch.device) -> None:
-    """Set all of torch's switches, because the process may have computed for another run before."""
+    """Set all of torch's arithmetic switches; an earlier run in this process may have set others."""
     cuda = device.type == "cuda"
     backends = torch.backends
     tf32 = cuda and config.local.precision == "tf32"
@@ -201,7 +201,7 @@ _FULL = (
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Return whether an error, or one that caused it, says that the device had no room.
+    """Return whether an error, or one of its causes, says that the device had no room.
 
     Room may be missing in torch's own memory, or for a context or a handle.
     """
@@ -213,7 +213,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 class InHalves:
-    """A function of images that takes half as many at a time once the device has no room for all of a batch.
+    """A function of images that halves its batches once the device has no room for a whole batch.
 
     Each image's result must not depend on the other images of the batch, as with a model's answers in evaluation mode.
     Only the rounding of the last bits may differ.

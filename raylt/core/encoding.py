@@ -1,4 +1,4 @@
-"""`encode`: the task of a frozen encoder, in which features take the place of images.
+"""`encode`: replaces the images of a task by features, where the encoder is frozen.
 
 With `trainable=classifier` the encoder gives the same features in every round, so it runs once. Features lie in a cache
 below data.root, which all methods, seeds and arms of a study share. Each encoder has a folder there: its name has the
@@ -38,7 +38,7 @@ Report = Callable[[str], object]
 
 
 def encode(setup: Setup, task: Task, report: Report = lambda text: None) -> tuple[Setup, Task]:
-    """Return a setup and a task that train on features, if the encoder is frozen; otherwise both as they are.
+    """Return a setup and a task that train on features if the encoder is frozen; otherwise return both unchanged.
 
     Training samples have 1 + `views` features each where `augment` is set: that of the image, and those of augmented
     views, which follow from the pixels alone. A batch takes a view of each sample at random.
@@ -77,13 +77,13 @@ def encode(setup: Setup, task: Task, report: Report = lambda text: None) -> tupl
 
 
 def trains_on_features(setup: Setup, spec: TaskSpec) -> bool:
-    """Return whether clients train on features: the encoder is frozen, and an image has one feature."""
+    """Return whether clients train on features: the encoder is frozen, and each image has one feature."""
     return setup.config.trainable == "classifier" and spec.kind == "classification"
 
 
 @dataclass
 class FeatureCache:
-    """The features of one encoder under one precision, in memory as they are asked for, and on the disk.
+    """The features of one encoder under one precision, in memory once they are used, and on the disk.
 
     Attributes:
         computed: images that the encoder ran on.
@@ -100,13 +100,13 @@ class FeatureCache:
 
     @cached_property
     def path(self) -> Path:
-        """The folder of the cache."""
+        """Return the folder of the cache."""
         root = Path(self.setup.config.data.root).expanduser().absolute()
         return root / "cache" / f"features-{self._key[:16]}"
 
     @cached_property
     def _key(self) -> str:
-        """The hash of everything that a feature follows from besides the image."""
+        """Return a hash of everything that a feature depends on except the image."""
         entries = {name: value.detach().cpu().contiguous() for name, value in frozen_entries(self.encoder).items()}
         entries["output for fixed images"] = torch.from_numpy(self._fixed)
         about = f"{self.spec.mean}{self.spec.std}{self.spec.shape}{self.precision}{self.device.type}{torch.__version__}"
@@ -114,12 +114,12 @@ class FeatureCache:
 
     @cached_property
     def _fixed(self) -> np.ndarray:
-        """The features of two fixed images, float32 [2, d]."""
+        """Return the features of two fixed images, float32 [2, d]."""
         images = torch.randint(0, 256, (2, *self.spec.shape), generator=torch.Generator().manual_seed(0))
         return self._run(images.to(torch.uint8))
 
     def shard(self, shard: Shard, views: int = 0) -> Shard:
-        """Return a shard with features float32 [n, 1 + views, d] in the place of images."""
+        """Return a shard with features float32 [n, 1 + views, d] in place of images."""
         chunks = [self._chunk(take(shard.x, rows), views) for rows in _chunks(len(shard))]
         none = np.empty((0, 1 + views, self._fixed.shape[1]), np.float32)
         return replace(shard, x=np.concatenate([none, *chunks]))
@@ -133,7 +133,7 @@ class FeatureCache:
         return np.stack([self._view(images, of_view, view) for view, of_view in enumerate(keys)], axis=1)
 
     def _view(self, images: np.ndarray, keys: list[bytes], view: int) -> np.ndarray:
-        """Return the features of one view of images, float32 [n, d], after computing those that the cache lacks."""
+        """Return the features of one view of images, float32 [n, d]; compute those that the cache lacks."""
         with folder_for(self.path) as folder:
             cached = _read(folder, keys)
             lacking = [key for key in dict.fromkeys(keys) if key not in cached]
@@ -172,7 +172,7 @@ class FeatureCache:
 
     @torch.no_grad()
     def _run(self, images: Tensor) -> np.ndarray:
-        """Return the features of at most BATCH images, float32 [n, d]; the batch is filled up with black images."""
+        """Return the features of at most BATCH images, float32 [n, d]; black images fill up the batch."""
         n = len(images)
         full = torch.cat([images, images.new_zeros(BATCH - n, *images.shape[1:])]).to(self.device)
         mean, std = (torch.tensor(values, device=self.device) for values in (self.spec.mean, self.spec.std))
@@ -186,14 +186,14 @@ def _key_of_view(key: bytes, augment: str, view: int) -> bytes:
 
 
 def _augmented(image: Tensor, key: bytes, augment: Augmentation) -> Tensor:
-    """Return a view of an image, [1, H, W, channels], whose draws follow from its key."""
+    """Return a randomly augmented view of an image, [1, H, W, channels]; its key seeds the random numbers."""
     generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
     x, _ = augment(image[None], torch.zeros(1, dtype=torch.int64), generator)
     return x.float()
 
 
 def _read(folder: Folder, keys: Sequence[bytes]) -> dict[bytes, np.ndarray]:
-    """Return the features of those keys that the cache has."""
+    """Return the features that the cache has for these keys."""
     wanted = set(keys)
     features: dict[bytes, np.ndarray] = {}
     for name in folder.names():
@@ -220,13 +220,13 @@ def _read(folder: Folder, keys: Sequence[bytes]) -> dict[bytes, np.ndarray]:
 
 
 def _rows(folder: Folder) -> int:
-    """Count the features in the cache."""
+    """Return the number of features in the cache."""
     names = [name for name in folder.names() if name.startswith("keys.")]
     return sum(len(np.load(folder.path / name, mmap_mode="r")) for name in names)
 
 
 def _write(folder: Folder, keys: Sequence[bytes], features: np.ndarray) -> None:
-    """Add features to the cache, as one more pair of files; the keys come last and make it valid."""
+    """Add features to the cache as a new pair of files; the file of keys is written last and makes the pair valid."""
     name = hashlib.sha256(b"".join(keys)).hexdigest()[:16]
     packed = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), KEY_BYTES)
     for kind, array in (("features", features), ("keys", packed)):

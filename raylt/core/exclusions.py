@@ -1,4 +1,4 @@
-"""Settings that exclude each other: one table, evaluated once, where a run is planned.
+"""Settings that exclude each other: a table, evaluated once when a run is planned.
 
 A row names a setting, what it excludes, why, and the remedy. `raylt plan`, `raylt run`, searches and studies all
 evaluate the same rows, so nothing is refused only after a run has been set up.
@@ -24,7 +24,7 @@ RISK = 0.01  # the largest accepted chance that Poisson sampling leaves some rou
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """All that a row of the table may look at.
+    """The properties of a planned run that a row of the table may look at.
 
     Attributes:
         spec: of the task.
@@ -40,24 +40,24 @@ class PlannedRun:
 
     @property
     def training_clients(self) -> int:
-        """Clients that train: all but those that join after training."""
+        """Return the clients that train: all but those that join after training."""
         return (self.config.data.clients or 1) - self.config.data.new_clients
 
     @property
     def on_features(self) -> bool:
-        """True if clients train on features instead of images, see raylt/core/encoding.py."""
+        """Return whether clients train on features instead of images, see raylt/core/encoding.py."""
         return self.config.trainable == "classifier" and self.spec.kind == "classification"
 
     @property
     def shares_nothing_that_learns(self) -> bool:
-        """True if the part of the model that the method shares is frozen and it asks clients for nothing else."""
+        """Return whether the shared part of the model is frozen and the method asks clients for nothing else."""
         method = self.method
         shares = bool(method.shared(self.model)) or method.uploads_more
         return not shares and bool(method.shared(whole_model(self.model)))
 
     @property
     def starving_chance(self) -> float:
-        """Chance, at most 1, that Poisson sampling leaves some round with too few clients.
+        """Return an upper bound of the chance that Poisson sampling gives some round too few clients.
 
         One client is enough for a plain round. A secure sum needs two.
         """
@@ -71,18 +71,18 @@ class PlannedRun:
 
     @property
     def spent_epsilon(self) -> float:
-        """Epsilon that all rounds spend together under `privacy.update_epsilon`."""
+        """Return the epsilon that all rounds spend together under `privacy.update_epsilon`."""
         privacy = self.config.privacy
         return epsilon_of(privacy.noise_multiplier, rate_of(self.config), self.config.federation.rounds, privacy.delta)
 
     @property
     def early_stages(self) -> list[str]:
-        """Stages of the method that begin before its last round has ended."""
+        """Return the stages of the method that begin before its last round has ended."""
         rounds = self.config.federation.rounds
         return [name for name, after in self.method.stages(rounds).items() if after < rounds]
 
     def setting(self, key: str) -> Any:
-        """Return the value of a setting such as `federation.secure`; of `method`, the name."""
+        """Return the value of a setting such as `federation.secure`; for `method`, its name."""
         if key == "method":
             return self.method.name
         value: Any = self.config
@@ -112,7 +112,7 @@ class Exclusion:
     code: str = "config.conflict"
 
     def error(self, run: PlannedRun) -> ConfigError:
-        """Return the error to raise for a run that has both."""
+        """Return the error for a run with both settings."""
         value = run.setting(self.setting)
         shown = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
         why = self.why if isinstance(self.why, str) else self.why(run)

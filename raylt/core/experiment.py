@@ -89,7 +89,7 @@ class Experiment:
         return report
 
     def step(self) -> RoundReport:
-        """Take one round, or the finish; then judge the models where an evaluation is due.
+        """Take one round, or the phase after the last round; then evaluate the models if an evaluation is due.
 
         Raises:
             RayltError: the server's device has no room for the server's own work.
@@ -161,11 +161,11 @@ class Experiment:
         )
 
     def _judge(self) -> tuple[dict[str, Any], Matrices | None]:
-        """Judge the models after a step."""
+        """Evaluate the models after a step."""
         return self.evaluator.evaluate(self._step, last=self._step >= self._last_round, done=self.done)
 
     def _patience_is_over(self) -> bool:
-        """Note the accuracy on validation samples after a round, and return whether no more rounds are due."""
+        """Record the accuracy on validation samples after a round, and return whether training should stop early."""
         patience = self.config.federation.patience
         accuracy = self.server.figures.get("validation", {}).get("accuracy")
         if patience is None or accuracy is None:
@@ -175,7 +175,7 @@ class Experiment:
         return self._step - self._peak["step"] >= patience and self._step < self._last_round
 
     def _early_end(self) -> str:
-        """Return the remark on an early end of the rounds, which the tables of a run show."""
+        """Return the remark on an early stop, which the tables of a run show."""
         assert self._peak is not None
         return (
             f"after round {self._last_round} of {self.server.rounds}: no better accuracy on validation samples since "
@@ -183,12 +183,12 @@ class Experiment:
         )
 
     def _result(self) -> Tree:
-        """Return the entries of the global model, as a file would hold them."""
+        """Return the entries of the global model as an exported file would hold them."""
         return {"model": dict(self.method.global_model(self.server).state_dict())}
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Finish the method inside the block, as if the last step had been the last round, and undo it afterwards.
+        """Finish the method inside the block, as if the last step had been the last round; undo it afterwards.
 
         The rehearsal draws other numbers than the finish at the end, whose seeds follow the last round's number.
         """
@@ -207,7 +207,7 @@ class Experiment:
             server.model, server.state, server.round, server.figures, server.timings = before
 
     def judge_again(self) -> dict[str, Any]:
-        """Judge the models after the last step once more, as a branch with other fields of the method needs it.
+        """Evaluate the models after the last step again, for a branch with other fields of the method.
 
         Returns:
             All figures of an evaluation, by their names in `RoundReport`.
@@ -229,7 +229,7 @@ class Experiment:
         return {"model_sha256": checkpoint.hash_tensors(model), "task": self.task.kind}
 
     def save(self, report: RoundReport, seal: Seal | None = None) -> None:
-        """Commit a checkpoint of everything that the next step depends on, with the report of the last step.
+        """Commit a checkpoint of everything that the next step depends on, and the report of the last step.
 
         The checkpoint with the best accuracy on validation images stays, however many are kept.
         """
@@ -290,7 +290,7 @@ class Experiment:
 
     @cached_property
     def _frozen_sha256(self) -> str | None:
-        """The hash of the frozen entries, which no checkpoint holds; None without any."""
+        """Return the hash of the frozen entries, which no checkpoint holds; None if none is frozen."""
         frozen = frozen_entries(self.server.model)
         return (
             hash_tensors({name: value.detach().cpu().contiguous() for name, value in frozen.items()})
@@ -304,7 +304,7 @@ class Experiment:
 
     @property
     def _branch_points(self) -> set[int]:
-        """The steps after which a run can be branched: their checkpoints are kept."""
+        """Return the steps after which a run can be branched, whose checkpoints are kept."""
         return set(self.method.stages(self._last_round).values())
 
     def _write_matrices(self) -> None:

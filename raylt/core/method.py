@@ -1,4 +1,4 @@
-"""`Method`: one federated algorithm as a value. Its fields are the hyper-parameters, its functions are the algorithm.
+"""`Method`: one federated algorithm as a value; its fields are hyper-parameters, its functions the algorithm.
 
 The framework owns the loop over rounds; a method owns one round. A function that takes a `client` runs at that client
 and sees only it and the message. A function that takes the `server` runs there and reaches clients with `fleet.ask`.
@@ -80,11 +80,11 @@ class Method(BaseModel):
 
     @property
     def finishes(self) -> bool:
-        """True if the run has a phase after the last round, which is `finish`."""
+        """Return whether the run has a phase after the last round, which is `finish`."""
         return type(self).finish is not Method.finish
 
     def stages(self, rounds: int) -> dict[str, int]:
-        """Return the step after which each stage of a run begins, by name. A run can be branched at these steps.
+        """Return, by name, the step after which each stage of a run begins; a run can be branched at these steps.
 
         Args:
             rounds: The number of rounds, R.
@@ -93,34 +93,34 @@ class Method(BaseModel):
 
     @property
     def sees_each(self) -> tuple[str, ...]:
-        """Names of the parts that the server asks for as `each`, so that it sees the values of every client."""
+        """Return the names of the parts that the server asks for as `each`, and so sees for every client."""
         return ()
 
     @property
     def augments(self) -> bool:
-        """True if the method changes images in a way of its own, which features of images do not allow."""
+        """Return whether the method changes images in a way of its own, so that it cannot train on features."""
         return False
 
     @property
     def sees_images(self) -> bool:
-        """True if a frozen model other than the trained one looks at the images."""
+        """Return whether a frozen model other than the trained one looks at the images."""
         return False
 
     @property
     def uploads_more(self) -> bool:
-        """True if clients upload more than a model and its loss; noise on the model would not hide the rest."""
+        """Return whether clients upload more than a model and its loss; noise on the model would not hide the rest."""
         return bool(self.finishes or self.sees_each or self.terms)
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """Names of the terms of an objective that is a `Terms`; each round logs their shares of the gradient.
+        """Return the names of the terms of a `Terms` objective; each round logs their shares of the gradient.
 
         The schema of replies is fixed before a client trains, so the names are declared and not read off replies.
         """
         return ()
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
-        """Fetch what is missing and refuse what cannot work, where the run is started, before any other process starts.
+        """Fetch missing files and refuse unusable settings, before any other process starts.
 
         Args:
             model: A new model of the run.
@@ -136,7 +136,7 @@ class Method(BaseModel):
         return base
 
     def shared(self, model: SplitModel) -> Params:
-        """Return the entries of the model that travel. The other entries are private to each client."""
+        """Return the entries of the model that travel; the other entries are private to each client."""
         return model.entries()
 
     # at a client
@@ -146,20 +146,20 @@ class Method(BaseModel):
         return client.reply()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the function of a batch's loss. It is called once a round, so its closure keeps the round's constants.
+        """Return the loss function of a batch; it is made once a round, so its closure can hold the round's constants.
 
         A loss with several terms is a `Terms`.
         """
         return recordable(lambda batch: client.cross_entropy(client.model(batch.x), batch.y))
 
     def train(self, client: Client, message: Message) -> Reply:
-        """Train the model that the message brought on the client's samples."""
+        """Load the model in the message and train it on the client's samples."""
         client.receive(message["model"])
         parts = train_model(self, client, message)
         return client.reply(model=self.shared(client.model), **parts)
 
     def settle(self, client: Client, message: Message) -> None:
-        """Prepare a client that joins after training, once, before it is judged. The message is that of a round.
+        """Prepare a client that joins after training, once, before its evaluation; the message is that of a round.
 
         The client joins and trains its private entries on its samples, as long as in a round, under the final shared
         entries. Where it keeps only running statistics (federation.batchnorm = local), it takes these. A method that
@@ -204,7 +204,7 @@ class Method(BaseModel):
         return Cohort(rng.choice(fleet.ids, asked, replace=False), wanted)
 
     def message(self, server: Server) -> Message:
-        """Return the message that every client of the round gets."""
+        """Return the message to every client of the round."""
         return {"model": tree.snapshot(self.shared(server.model))}
 
     def round(self, server: Server, fleet: Fleet) -> None:
@@ -212,14 +212,14 @@ class Method(BaseModel):
         train_clients(self, server, fleet)
 
     def server_optimiser(self) -> ServerOptimiser | None:
-        """Return the rule of `server.step`; None: the mean of the clients is the new global model."""
+        """Return the rule of `server.step`; with None, the mean of the clients becomes the global model."""
         return None
 
     def finish(self, server: Server, fleet: Fleet) -> None:
         """Run the phase after the last round, in a method that `finishes`."""
 
     def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
-        """Return the work of `finish` and its time in words, for plans; empty where it takes no longer than a round."""
+        """Describe the work and time of `finish` for plans; return an empty text if it takes no longer than a round."""
         return ""
 
     # what is judged
@@ -229,20 +229,20 @@ class Method(BaseModel):
         return server.model
 
     def client_model(self, client: Client) -> SplitModel:
-        """Return the model that this client uses, in a personal method. Its shared entries were just received."""
+        """Return the model that this client uses, in a personal method; it has just received the shared entries."""
         return client.model
 
     def other_model(self, client: Client, name: str) -> SplitModel:
-        """Return one of `other_models`. The shared entries were just received."""
+        """Return one of `other_models`; the client has just received the shared entries."""
         raise NotImplementedError
 
     def predict(self, model: nn.Module, x: Tensor) -> Tensor:
-        """Return logits [B, C], or [B, C, H, W] where labels are maps, of images [B, channels, H, W]."""
+        """Return logits of images [B, channels, H, W]: [B, C], or [B, C, H, W] where labels are maps."""
         return model(x)
 
 
 def train_model(method: Method, client: Client, message: Message, epochs: float | None = None) -> Tree:
-    """Train a client's model, as it is, on the method's objective; return the parts of the reply that report on it.
+    """Train a client's model on the method's objective; return the parts of the reply that report on it.
 
     Args:
         epochs: as `local.epochs` and `local.steps` say by default.

@@ -1,4 +1,4 @@
-"""`RoundReport`: the record of one committed step, and the one place where its figures are named.
+"""`RoundReport`: the record of one committed step; all its figures are named here.
 
 Everything that shows or keeps a figure follows from the fields of this model: the line of metrics.jsonl and its JSON
 schema, the figures that summary.json repeats, the rows of `Run.metrics`, the curves of TensorBoard, and the headings of
@@ -31,7 +31,7 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 def _client_id(key: object) -> object:
-    """Return the number of a client id that JSON keeps as text."""
+    """Return a client id as a number; JSON stores it as a string."""
     return int(key) if isinstance(key, str) and key.isdecimal() else key
 
 
@@ -40,7 +40,7 @@ ClientId = Annotated[int, BeforeValidator(_client_id)]
 
 @dataclass(frozen=True)
 class Figure:
-    """The meaning of a field of `RoundReport`, and where it is shown.
+    """The meaning of a field of `RoundReport`, and where it is displayed.
 
     Attributes:
         title: words for a table's heading; the description in the JSON schema.
@@ -66,7 +66,7 @@ class Figure:
 
 @closed
 class Spread(TypedDict):
-    """A figure over clients: the mean, and the mean of the lowest tenth."""
+    """A figure over clients: its mean, and the mean of the worst tenth."""
 
     mean: Share
     worst_decile: Share
@@ -188,12 +188,12 @@ class RoundReport(BaseModel):
     ] = None
 
     def record(self) -> dict[str, Any]:
-        """Return the fields by their names in metrics.jsonl, in its order."""
+        """Return the fields in the order and under the names of metrics.jsonl."""
         return self.model_dump(by_alias=True)
 
 
 def shown_figure(line: Mapping[str, Any]) -> tuple[str, float | None]:
-    """Return name and value of the figure that is shown where there is room for one.
+    """Return name and value of the main figure, for displays with room for only one.
 
     Args:
         line: a line of metrics.jsonl; the value is None where nothing was judged.

@@ -1,4 +1,4 @@
-"""`Server`: the global model and the server's memory. `ServerOptimiser`: the rule of the server's step.
+"""`Server`: the global model and the server's memory; `ServerOptimiser`: the rule of the server's step.
 
 The rules are those of adaptive federated optimisation (Reddi et al., ICLR 2021). They take the clients' mean minus the
 global model, Delta, as a negative gradient. Entries that are not trained (BatchNorm's running statistics and counters)
@@ -28,7 +28,7 @@ class ServerOptimiser(Protocol):
     """A rule for the server's step."""
 
     def step(self, state: Params, delta: Params) -> Params:
-        """Return what is added to each trained entry.
+        """Return the change of each trained entry.
 
         Args:
             state: memory of the rule, float64 by name; empty before the first step; changed in place.
@@ -76,7 +76,7 @@ class ServerAdam:
         return steps
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
-        """Return the second moment after a step, from Delta^2."""
+        """Return the second moment after a step, computed from Delta^2."""
         return self.beta2 * v + (1 - self.beta2) * square
 
 
@@ -107,7 +107,7 @@ class Timings(dict[str, float]):
 
     @contextmanager
     def time(self, name: str) -> Iterator[StageProgress]:
-        """Add the seconds inside the block to a stage.
+        """Add the seconds that the block takes to a stage.
 
         Yields:
             A function that tells the observer how many steps of the stage are done, of how many.
@@ -125,7 +125,7 @@ class Timings(dict[str, float]):
             self.add({name: time.perf_counter() - start})
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Add seconds to stages."""
+        """Add seconds to the stages of the same names."""
         for name, more in seconds.items():
             self[name] = self.get(name, 0.0) + more
 
@@ -172,16 +172,16 @@ class Server:
         self.timings = Timings()
 
     def seed(self, purpose: str) -> int:
-        """Return the seed of a purpose in this round."""
+        """Return the seed for a purpose in this round."""
         return seed_for(self.config.seed, "server", purpose, self.round)
 
     def receive(self, params: Params) -> None:
-        """Load entries of the global model that clients agreed on; the other entries do not change."""
+        """Load entries of the global model that clients agree on; the other entries do not change."""
         load_entries(self.model, tree.to(params, self.device))
 
     @torch.no_grad()
     def step(self, mean: Params) -> None:
-        """Move the global model towards the clients' mean by the method's server optimiser.
+        """Move the global model towards the clients' mean with the method's server optimiser.
 
         Args:
             mean: entries of the model; entries that are not trained are loaded as they are.
@@ -202,7 +202,7 @@ class Server:
 
     @property
     def feature_limits(self) -> dict[str, Any]:
-        """Limits of every client's features, as keyword arguments of the checks of their sums.
+        """Return the limits of clients' features, as keyword arguments for the checks of their sums.
 
         Returns:
             "longest", the length that a feature is cut to, or None; "negative", False if the encoder ends in a ReLU.

@@ -1,4 +1,4 @@
-"""`Setup`: the values that an experiment is made of. They travel to every process; no process looks up a name."""
+"""`Setup`: the values that make up an experiment; they travel to every process, which then looks up no names."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ class Setup:
     schedule: Schedule | None = None
 
     def new_model(self, spec: TaskSpec) -> SplitModel:
-        """The model that every participant starts from, the same everywhere."""
+        """Return the model that every participant starts from, the same in every process."""
         with seeded(self.config.seed, "model"):
             base = limit(self.model(spec.classes, spec.shape), self.config.trainable)
             model = self.method.build(spec, base)
@@ -56,6 +56,6 @@ class Setup:
 
 
 def private_entries(method: Method, model: SplitModel) -> Params:
-    """The entries of the model that do not travel."""
+    """Return the entries of the model that do not travel."""
     shared = method.shared(model).keys()
     return {name: value for name, value in model.state_dict().items() if name not in shared}

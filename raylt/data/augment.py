@@ -57,7 +57,7 @@ def normalise_rows(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 def row_constants(
     mean: tuple[float, ...], std: tuple[float, ...], width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the factors and shifts with which `normalise_rows` normalises; no code writes to them.
+    """Return the factors and shifts of `normalise_rows`; callers must not write to them.
 
     They are kept, because computing them takes a tenth of a small step's time.
     """
@@ -70,7 +70,7 @@ def _row_constants(mean: Tensor, std: Tensor, width: int) -> tuple[Tensor, Tenso
 
 @recordable
 def crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Pad each image with zeros, cut its size out at random, and mirror it with probability 1/2.
+    """Pad each image with zeros, crop it at random to its size, and mirror it with probability 1/2.
 
     The border is black, as in torchvision's usual recipe. CReFF's code pads after normalisation, so its border has the
     colour of the mean.
@@ -88,13 +88,13 @@ def crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor,
 
 
 def draw_crops(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw top left corners in the padded image, int64 [B, 2] in 0..8, and the images to mirror, bool [B]."""
+    """Draw top left corners of crops in the padded image, int64 [B, 2] in 0..8, and the images to mirror, bool [B]."""
     offsets = torch.randint(0, 2 * PADDING + 1, (batch, 2), generator=generator, device=generator.device)
     return offsets, _draw_flips(batch, generator)
 
 
 def apply_crops(x: Tensor, offsets: Tensor, flips: Tensor, fill: int = 0) -> Tensor:
-    """Pad `x` with `fill`, cut it at `offsets` and mirror the images that `flips` selects."""
+    """Pad `x` with `fill`, crop it at `offsets`, and mirror the images that `flips` selects."""
     batch, height, width, channels = x.shape
     padded = F.pad(x, (0, 0, PADDING, PADDING, PADDING, PADDING), value=fill)
     tall, wide = padded.shape[1:3]
@@ -107,7 +107,7 @@ def apply_crops(x: Tensor, offsets: Tensor, flips: Tensor, fill: int = 0) -> Ten
 
 @recordable
 def resized_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator, least: float = 0.64) -> tuple[Tensor, Tensor]:
-    """Resize a random part of 64 to 100 % of each image's area to its size, and mirror it with probability 1/2 (SFD).
+    """Resize a random crop of 64 to 100 % of each image's area to its size; mirror it with probability 1/2 (SFD).
 
     Args:
         x: uint8 [B, H, W, channels].
@@ -124,7 +124,7 @@ def resized_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator, least: f
 
 @recordable
 def scale_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Scale each image by 0.5 to 2, cut it at random to its size, and mirror it with probability 1/2 (street scenes).
+    """Scale each image by 0.5 to 2, crop it at random to its size, and mirror it with probability 1/2 (street scenes).
 
     A scaled image that is smaller lies at a random position. Its border pixels are repeated up to the edge, where the
     map is VOID.
@@ -143,7 +143,7 @@ def scale_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[T
 
 @recordable
 def draw_view(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Take one of the augmented views of each sample at random.
+    """Choose one of the augmented views of each sample at random.
 
     Args:
         x: features float32 [B, 1 + k, d], of the image and of its k views.
@@ -161,7 +161,7 @@ def draw_view(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor,
 def draw_boxes(
     batch: int, size: tuple[int, int], generator: torch.Generator, least: float = 0.64
 ) -> tuple[Tensor, Tensor]:
-    """Draw parts of an image as top, left, height, width, int64 [B, 4], and the images to mirror, bool [B]."""
+    """Draw crops as top, left, height, width, int64 [B, 4], and the images to mirror, bool [B]."""
     area, *corner = torch.rand(3, batch, 1, generator=generator, device=generator.device)
     full = _sides(size, generator.device)
     sides = (full * (least + (1 - least) * area).sqrt()).round()  # [B, 2]
@@ -170,7 +170,7 @@ def draw_boxes(
 
 
 def draw_scaled_boxes(batch: int, size: tuple[int, int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw the parts that images scaled by s, uniform in 0.5..2, show in their own size, and the images to mirror.
+    """Draw the crops that scaling by s, uniform in 0.5..2, shows at the image's size, and the images to mirror.
 
     Returns:
         Parts as top, left, height, width, int64 [B, 4], larger than the image where s < 1; and flips, bool [B].
@@ -183,7 +183,7 @@ def draw_scaled_boxes(batch: int, size: tuple[int, int], generator: torch.Genera
 
 
 def apply_boxes(x: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
-    """Resize the parts `boxes` of `x` bilinearly to its size, and mirror the images that `flips` selects."""
+    """Resize the crops `boxes` of `x` bilinearly to its size, and mirror the images that `flips` selects."""
     parts = F.grid_sample(
         x.float().permute(0, 3, 1, 2),
         _grid(x, boxes, flips),
@@ -195,7 +195,7 @@ def apply_boxes(x: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
 
 
 def apply_boxes_to_maps(maps: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
-    """Apply boxes to label maps [B, H, W, 1] by nearest neighbour; VOID outside of the maps."""
+    """Apply crops to label maps [B, H, W, 1] by nearest neighbour; pixels outside the maps become VOID."""
     # grid_sample fills with 0, so VOID is shifted to 0 and back
     shifted = F.grid_sample(
         maps.permute(0, 3, 1, 2).float() - VOID,
@@ -208,7 +208,7 @@ def apply_boxes_to_maps(maps: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
 
 
 def _grid(x: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
-    """Return the position of each pixel of the parts in the images, in grid_sample's form, float32 [B, H, W, 2]."""
+    """Return where each pixel of the crops lies in the images, in grid_sample's form, float32 [B, H, W, 2]."""
     height, width = x.shape[1:3]
     down = _centres(boxes[:, 0], boxes[:, 2], height)[:, :, None]  # [B, H, 1]
     across = _centres(boxes[:, 1], boxes[:, 3], width)
@@ -217,7 +217,7 @@ def _grid(x: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
 
 
 def cutout(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Blacken a square of half the side around a random pixel of each image (DeVries and Taylor, arXiv 2017).
+    """Blacken a square of half the image's side around a random pixel of each image (DeVries and Taylor, arXiv 2017).
 
     The square is cut at the image's edge. On CIFAR its side is their 16 pixels.
 
@@ -295,12 +295,12 @@ def in_turn(steps: Sequence[Augmentation | None]) -> Augmentation | None:
 
 
 def needs_grey_or_colour(augmentation: Augmentation | None) -> bool:
-    """Check whether an augmentation takes only images of one channel or three, as those of colours do."""
+    """Return whether an augmentation needs images of one channel or three, as colour operations do."""
     return any(isinstance(step, EachImage) or step is color_jitter for step in _steps_of(augmentation))
 
 
 def moves_pixels(augmentation: Augmentation | None) -> bool:
-    """Check whether an augmentation moves pixels and leaves label maps as they are."""
+    """Return whether an augmentation moves pixels but not the label maps with them."""
     return any(isinstance(step, EachImage) and step.moves for step in _steps_of(augmentation))
 
 
@@ -363,7 +363,7 @@ def _steps(n: int, like: Tensor) -> Tensor:
 
 
 def _centres(start: Tensor, length: Tensor, side: int) -> Tensor:
-    """Return the positions of the `side` new pixels in the old image, in grid_sample's -1..1, float32 [B, side].
+    """Return where the `side` new pixels lie in the old image, in grid_sample's -1..1, float32 [B, side].
 
     The clamp keeps pixels outside of a part from showing in it, as when a cut-out is resized.
     """

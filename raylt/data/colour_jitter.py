@@ -70,7 +70,7 @@ def saturation(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hues of images by shifts [n, 1, 1, 1], parts of the colour circle; else as `brightness`."""
+    """Shift hues by [n, 1, 1, 1], fractions of the colour circle; otherwise as `brightness`."""
     if x.shape[1] == 1:
         return x
     x = x / 255
@@ -104,5 +104,5 @@ def _blend(x: Tensor, other: Tensor, ratio: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """Return values as bytes have them: torchvision cuts the fraction off."""
+    """Return values as bytes with the fraction truncated, as in torchvision."""
     return x.clamp_(0, 255).floor_()

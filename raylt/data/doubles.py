@@ -1,4 +1,4 @@
-"""Images that are stored twice: a test image that a model was trained on says nothing about new images."""
+"""Duplicate images: a test image that a model was trained on says nothing about new images."""
 
 import hashlib
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def repeated(training: Stored, tests: Stored) -> np.ndarray:
 
 
 def without_doubles(source: Source) -> Source:
-    """Leave out the test images that are also training images.
+    """Return the source without test images that are also training images.
 
     Without a test part, every image is kept once, before a part of each client's images becomes its test images.
 
@@ -65,7 +65,7 @@ def without_doubles(source: Source) -> Source:
 
 
 def doubles_note(training: Stored, tests: Stored, name: str, refuse: bool) -> list[str]:
-    """Return a sentence on test images that are also training images; nothing where there are none.
+    """Return a sentence on test images that are also training images; empty if there are none.
 
     Args:
         training: images that clients train on.
@@ -95,7 +95,7 @@ def doubles_note(training: Stored, tests: Stored, name: str, refuse: bool) -> li
 
 
 def _first_copies(x: Stored) -> np.ndarray:
-    """Return the rows of `x` without those that repeat an earlier image, ascending, int64."""
+    """Return the rows of `x` except those that repeat an earlier image, ascending, int64."""
     by_row: dict[bytes, list[int]] = {}
     for index, digest in enumerate(_row_hashes(x)):
         by_row.setdefault(digest, []).append(index)

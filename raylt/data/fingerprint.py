@@ -1,4 +1,4 @@
-"""Hashes of a task's pixels and labels: two runs with the same hashes saw the same data."""
+"""Hashes of a task's pixels and labels; runs with equal hashes saw the same data."""
 
 import hashlib
 import json
@@ -64,7 +64,7 @@ def _hash(parts: Iterable[Stored]) -> str:
 
 
 def _hash_file(file: Path) -> str:
-    """Return the hash of a file of decoded images, which may have gigabytes: it is read once per version."""
+    """Return the hash of a file of decoded images; large files are read only once per version."""
     try:
         now = file.stat()
     except OSError as error:

@@ -52,12 +52,12 @@ class Samples:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of images and labels on the device."""
+        """Return the bytes of images and labels on the device."""
         return self.x.nbytes + self.y.nbytes
 
     @property
     def encoded(self) -> bool:
-        """True if the samples are features instead of images."""
+        """Return whether the samples are features instead of images."""
         return self.x.ndim == 3
 
     def counts(self, classes: int) -> Tensor:
@@ -87,6 +87,6 @@ class Samples:
     def in_order(
         self, size: int, augment: Augmentation | None = None, generator: torch.Generator | None = None
     ) -> Iterator[Batch]:
-        """Yield all samples once, in their order, in batches of `size`; for evaluation and statistics."""
+        """Yield all samples once, in order, in batches of `size`, for evaluation and statistics."""
         for rows in torch.arange(len(self), device=self.y.device).split(size):
             yield self.batch(rows, augment, generator)

@@ -1,4 +1,4 @@
-"""`Task`: the data of an experiment and the samples of each client; `TaskOutline`: what a run folder keeps of them."""
+"""`Task`: the data of an experiment, by client; `TaskOutline`: the description that a run folder keeps of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -52,11 +52,11 @@ class Shard:
 
     @property
     def renaming(self) -> np.ndarray | None:
-        """The view, if it gives every class another class; None if there is no view or it only removes labels."""
+        """Return the view if it renames every class; None if there is no view or it only removes labels."""
         return None if self.view is None or (self.view == VOID).any() else self.view
 
     def labels(self) -> np.ndarray:
-        """Return `y` in memory, as the holder sees it."""
+        """Return `y` in memory, with the holder's view of the classes applied."""
         return load(self.y) if self.view is None else relabel(load(self.y), self.view)
 
 
@@ -86,7 +86,7 @@ class Holdings(PerClient[Shard]):
 
 @dataclass(frozen=True, eq=False)
 class TaskSpec:
-    """The part of a task that every party may know: nothing about the clients' samples.
+    """What every party may know of a task; it says nothing about clients' samples.
 
     Args:
         name: name of the source.
@@ -108,7 +108,7 @@ class TaskSpec:
 
     @property
     def classes(self) -> int:
-        """C, the number of classes."""
+        """Return C, the number of classes."""
         return len(self.class_names)
 
 
@@ -152,22 +152,22 @@ class Task(TaskSpec):
 
     @property
     def clients(self) -> int:
-        """K, the number of clients."""
+        """Return K, the number of clients."""
         return len(self.shards)
 
     @property
     def counts(self) -> np.ndarray:
-        """Global training samples, or pixels, per class, int64 [C]."""
+        """Return the training samples, or pixels, per class over all clients, int64 [C]."""
         return self.client_counts.sum(0)
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """Images of each client, int64 [K]."""
+        """Return the number of images of each client, int64 [K]."""
         return self.shards.sizes if isinstance(self.shards, PerClient) else np.array(list(map(len, self.shards)))
 
     @property
     def views(self) -> np.ndarray:
-        """The class that each client sees in place of each class when it is judged, int64 [K, C]."""
+        """Return the class that each client's evaluation puts in place of each class, int64 [K, C]."""
         classes = np.arange(self.classes)
         if isinstance(self.shards, Holdings) and self.shards.views is None:
             return np.tile(classes, (self.clients, 1))
@@ -175,11 +175,11 @@ class Task(TaskSpec):
 
     @property
     def spec(self) -> TaskSpec:
-        """The part of the task that every party may know."""
+        """Return what every party may know of the task."""
         return TaskSpec(**{field.name: getattr(self, field.name) for field in fields(TaskSpec)})
 
     def without_data(self) -> "Task":
-        """Return the task as the server may know it: with the shards' sizes and views, without images and labels."""
+        """Return the task as the server may know it: with shard sizes and views, without images and labels."""
         ends = np.cumsum(self.sizes)
         empty = Shard(np.empty((ends[-1], 0, 0, 0), np.uint8), np.empty((ends[-1], 0), np.uint8))
         views = self.shards.views if isinstance(self.shards, Holdings) else [shard.view for shard in self.shards]
@@ -241,14 +241,14 @@ def build_task(config: DataConfig, split: Split | None = None, start: Path | Non
 
 
 def _open(config: DataConfig, start: Path | None) -> Source:
-    """Open the source; it keeps the name that the configuration has for it, wherever relative paths start."""
+    """Open the source; its name stays that in the configuration, whatever folder relative paths start from."""
     there = located_data(config, start)
     source = open_source(there)
     return replace(source, name=config.source) if source.name == there.source else source
 
 
 def _check_lengths(owner: str, names: Sequence[str]) -> None:
-    """Refuse names that no table, picture or model card has room for.
+    """Refuse class and client names that are too long for tables, pictures and model cards.
 
     Args:
         owner: "class" or "client".
@@ -265,7 +265,7 @@ def _check_lengths(owner: str, names: Sequence[str]) -> None:
 
 
 def _split_of(source: Source, config: DataConfig, split: Split | None) -> tuple[Split, list[str]]:
-    """Return the given, loaded or drawn split, and a sentence on settings of a loaded one that `config` contradicts."""
+    """Return the given, loaded or drawn split, and a note on settings of a loaded split that contradict `config`."""
     if split is not None:
         check(split, source, config, "the split of this run")
         return split, []
@@ -279,7 +279,7 @@ def _split_of(source: Source, config: DataConfig, split: Split | None) -> tuple[
 def _classes(
     source: Source, split: Split, config: DataConfig
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, int], list[np.ndarray] | None]:
-    """Return names and groups of the classes, the groups' thresholds, and each client's view (None without views)."""
+    """Return names and groups of the classes, the groups' thresholds, and the clients' views (None without views)."""
     names = source.class_names
     counts = class_counts(take(source.y_train, np.concatenate(split.clients)), len(names))
     if source.kind == "segmentation":
@@ -297,7 +297,7 @@ def _classes(
 
 
 def _hold_out(source: Source, split: Split, config: DataConfig) -> tuple[IndexLists, np.ndarray | None]:
-    """Return the rows that clients train on, and the rows of the validation set (None without one)."""
+    """Return the clients' training rows, and the rows of the validation set (None without one)."""
     if config.validation:
         return hold_out_validation(split.clients, source.strata, config.validation, config.seed)
     clients = split.clients
@@ -305,7 +305,7 @@ def _hold_out(source: Source, split: Split, config: DataConfig) -> tuple[IndexLi
 
 
 def _clients_of(rows: np.ndarray, clients: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the client of each of some rows of the training set, int64 [n]."""
+    """Return the client of each given row of the training set, int64 [n]."""
     owners = np.repeat(np.arange(len(clients)), [len(part) for part in clients])
     every = np.concatenate(list(clients))
     order = np.argsort(every)
@@ -323,7 +323,7 @@ def _test_set(source: Source, split: Split) -> Shard:
 
 
 def _normalisation(source: Source, split: Split, config: DataConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation per channel; test samples that were split off do not count."""
+    """Return mean and standard deviation per channel, without test samples that were split off."""
     if not config.normalise:
         channels = source.x_train.shape[3]
         return (0.0,) * channels, (1.0,) * channels
@@ -333,7 +333,7 @@ def _normalisation(source: Source, split: Split, config: DataConfig) -> tuple[tu
 
 
 def _client_counts(shards: Holdings, classes: int) -> np.ndarray:
-    """Return training samples, or pixels, per client and class as the client sees it, int64 [K, C]."""
+    """Return training samples, or pixels, per client and class with the client's view applied, int64 [K, C]."""
     y = shards.whole.y
     if len(y.shape) > 1 or shards.views is not None:
         return np.stack([class_counts(shard.labels(), classes) for shard in shards])
@@ -346,7 +346,7 @@ Count = Annotated[int, Field(ge=0)]
 
 @closed
 class JudgedImages(TypedDict):
-    """Numbers of test images behind a run's figures, and the thresholds of the class groups.
+    """Numbers of test images behind a run's figures, and thresholds of the class groups.
 
     `groups` has the test images, or labelled pixels, of the many-, medium- and few-shot classes. `own` has each
     client's own test images, by id; None where the data do not record them. `one_class` names the clients whose figures
@@ -388,7 +388,7 @@ def judged_images_of(task: Task) -> JudgedImages:
 
 @closed
 class TaskOutline(TypedDict):
-    """A task without its images and labels, enough to open a run's models where the data are gone.
+    """A task without its images and labels, enough to open a run's models without the data.
 
     The fields are those of `Task`; `sizes` holds the images of each client, `newcomers` the new clients.
     """
@@ -409,7 +409,7 @@ OUTLINE = TypeAdapter(TaskOutline)
 
 
 def outline_of(task: Task) -> TaskOutline:
-    """Return the outline that a run folder keeps of a task."""
+    """Return the outline of a task that a run folder keeps."""
     return TaskOutline(
         name=task.name,
         kind=task.kind,
@@ -425,7 +425,7 @@ def outline_of(task: Task) -> TaskOutline:
 
 
 def task_from(outline: TaskOutline, split: Split) -> Task:
-    """Return a task with the outline's labels per client and class, and images without pixels.
+    """Return a task with an outline's label counts per client and class, and images without pixels.
 
     A function that reads images fails with it. A client's model that follows from its state and its class counts is
     the same as with the data.

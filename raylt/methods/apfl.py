@@ -1,4 +1,4 @@
-"""APFL: each client mixes a model of its own with the global one, at a share that it learns (Deng et al., 2020).
+"""APFL: each client mixes its own model with the global one, in a share that it learns (Deng et al., 2020).
 
 Symbols are those of Algorithm 1 (from memory). Decisions, some by the authors' code, MLOPTPSU/FedTorch at 1edcfbf:
 [1] After each step of w_i the client steps v_i on the same batch, along the gradient of the loss at the mixture of
@@ -28,7 +28,7 @@ from raylt.models.split import Params, SplitModel, load_entries
 
 
 class APFL(Method):
-    """FedAvg, and at each client a second model that is trained in the mixture with it."""
+    """FedAvg, plus a second model at each client that is trained as part of the mixture with the global one."""
 
     name: ClassVar[str] = "apfl"
     paper: ClassVar[str] = "Deng et al., arXiv 2020"
@@ -87,7 +87,7 @@ class APFL(Method):
 
 
 def mixed(own: SplitModel, model: SplitModel, alpha: Tensor) -> Params:
-    """Return alpha v + (1 - alpha) w for each trained parameter; gradients reach v and alpha alone."""
+    """Return alpha v + (1 - alpha) w for each trained parameter; only v and alpha receive gradients."""
     w = dict(model.named_parameters())
     return {
         name: alpha * v + (1 - alpha) * w[name].detach() for name, v in own.named_parameters() if w[name].requires_grad

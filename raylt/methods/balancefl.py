@@ -57,7 +57,7 @@ class BalanceFL(Method):
         return client.reply(model=self.shared(client.model), loss=loss)
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return cross-entropy over owned classes plus distillation on the others, minus the predictions' entropy."""
+        """Return cross-entropy over owned classes plus distillation on the others, minus the entropy of predictions."""
         model = client.model
         is_owned = client.counts > 0  # [1]
         # indices of classes: with a mask each step would wait for the number of classes

@@ -27,7 +27,7 @@ from raylt.ops.proximal import squared_distance
 
 
 class Ditto(Method):
-    """Each client keeps v_k and uploads only w_k. With lam = 0, v_k is trained on the client's own loss alone."""
+    """Each client keeps v_k and uploads only w_k; with lam = 0, v_k is trained on the client's own loss alone."""
 
     name: ClassVar[str] = "ditto"
     paper: ClassVar[str] = "Li et al., ICML 2021"

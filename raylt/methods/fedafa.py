@@ -36,7 +36,7 @@ from raylt.models.split import SplitModel, load_entries
 
 
 class FedAFA(Method):
-    """FedAvg, then personal upper layers; the tuned layers stay at their client."""
+    """FedAvg, then personal upper layers, which stay at their client."""
 
     name: ClassVar[str] = "fedafa"
     paper: ClassVar[str] = "Lu et al., ICASSP 2023"
@@ -82,7 +82,7 @@ class FedAFA(Method):
         server.log(loss=got["loss"], generated=got["generated"])
 
     def personalise(self, client: Client, message: Message) -> Reply:
-        """Run stage 2 at a client; report the share of samples that a generated feature replaced."""
+        """Run stage 2 at a client; report the share of samples that were replaced by generated features."""
         client.receive(message["model"])
         take_statistics(client)
         lower, upper = halves(client.model, self.cut)
@@ -166,7 +166,7 @@ def adversarial(
 
 
 def halves(model: SplitModel, cut: str) -> tuple[nn.Module, nn.Module]:
-    """Return the model up to and including a layer, and the rest up to the logits; both share its memory."""
+    """Return a model's layers up to and including a layer, and the rest up to the logits; both share its memory."""
     layers = dict(model.encoder.named_children())
     late = list(layers)[list(layers).index(cut) + 1 :]
     return (

@@ -28,7 +28,7 @@ WINDOW, SPREAD, MOST_EPOCHS = 10, 0.1, 100  # [2]
 
 
 class FedALA(Method):
-    """FedAvg whose clients start from a mixture of the global model and their own last one."""
+    """FedAvg whose clients start each training from a mixture of the global model and their own last model."""
 
     name: ClassVar[str] = "fedala"
     paper: ClassVar[str] = "Zhang et al., AAAI 2023"
@@ -49,7 +49,7 @@ class FedALA(Method):
         return client.reply(model=self.shared(client.model), **parts)
 
     def mix(self, client: Client) -> Params:
-        """Learn W; return theta_i + (theta - theta_i) W of the weights in scope, where W is in [0, 1]."""
+        """Learn W; return theta_i + (theta - theta_i) W for the weights in scope, with W in [0, 1]."""
         model = copy.deepcopy(client.model).train()
         params = dict(model.named_parameters())
         prefix = "" if self.scope == "all" else "classifier."
@@ -97,7 +97,7 @@ def put(params: Params, own: Params, gap: Params, weights: Params) -> None:
 
 
 def done(losses: list[float], first: bool) -> bool:
-    """Return whether the weights are learned, from the losses of the epochs so far [2]."""
+    """Return whether the mixing weights have converged, judging by the losses of the epochs so far [2]."""
     if not first or not losses:
         return len(losses) > 0
     settled = len(losses) > WINDOW and Tensor(losses[-WINDOW:]).std(correction=0).item() < SPREAD

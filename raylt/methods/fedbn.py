@@ -24,7 +24,7 @@ from raylt.models.split import Params, SplitModel, running_statistics
 
 
 class FedBN(Method):
-    """FedAvg of every entry that does not belong to a BatchNorm layer."""
+    """FedAvg of all entries except those of BatchNorm layers."""
 
     name: ClassVar[str] = "fedbn"
     paper: ClassVar[str] = "Li et al., ICLR 2021"

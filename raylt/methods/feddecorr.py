@@ -22,7 +22,7 @@ from raylt.hyper import Choice, hp
 
 
 class FedDecorr(Method):
-    """FedAvg with a term against dimensional collapse at the clients."""
+    """FedAvg with a loss term at the clients against dimensional collapse."""
 
     name: ClassVar[str] = "feddecorr"
     paper: ClassVar[str] = "Shi et al., ICLR 2023"

@@ -1,4 +1,4 @@
-"""FedDyn: FedAvg with a regulariser that each client moves from round to round (Acar et al., ICLR 2021).
+"""FedDyn: FedAvg with a regulariser that each client updates every round (Acar et al., ICLR 2021).
 
 Symbols are those of Algorithm 1 (from memory); decisions follow the authors' code, alpemreacar/FedDyn at be0348b:
 [1] A client keeps d_k, the sum of its own updates theta_k - theta; the text's gradient is -alpha_k d_k. Its local loss
@@ -32,7 +32,7 @@ from raylt.ops.proximal import squared_distance
 
 
 class FedDyn(Method):
-    """FedAvg with dynamic regularisation; a client uploads its model alone."""
+    """FedAvg with dynamic regularisation; a client uploads only its model."""
 
     name: ClassVar[str] = "feddyn"
     paper: ClassVar[str] = "Acar et al., ICLR 2021"

@@ -39,7 +39,7 @@ FRAME = "classifier.weight"
 
 
 class FedETF(Method):
-    """FedAvg of the layers before the frame, with the balanced softmax; then a frame of each client's own."""
+    """FedAvg of the layers before the frame, with the balanced softmax; then a personal frame for each client."""
 
     name: ClassVar[str] = "fedetf"
     paper: ClassVar[str] = "Li et al., ICCV 2023"
@@ -145,7 +145,7 @@ class Unit(nn.Module):
 
 
 class Frame(nn.Module):
-    """Fixed classifier with a learnt temperature [2]; `weight` is a buffer, not a parameter.
+    """Fixed classifier with a learnt temperature [2]; its `weight` is a buffer, not a parameter.
 
     Args:
         weight: The frame, [C, d].

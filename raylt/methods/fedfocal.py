@@ -16,7 +16,7 @@ from raylt.hyper import Choice, hp
 
 
 class FedFocal(Method):
-    """FedAvg in which samples that the model classifies well weigh less."""
+    """FedAvg in which samples that the model already classifies well have less weight."""
 
     name: ClassVar[str] = "fedfocal"
     paper: ClassVar[str] = "Sarkar et al., arXiv 2020"

@@ -77,7 +77,7 @@ class FedGraB(Method):
 
 
 def estimated_shares(weight: Tensor) -> Tensor:
-    """Return estimates of the classes' shares of all samples from a weight [C, d]; float64 [C] on the CPU."""
+    """Return estimates of the classes' shares of all samples, from a classifier weight [C, d]; float64 [C], CPU."""
     lengths = weight.double().cpu().norm(dim=1)
     above = (lengths - lengths.mean()) / lengths.std(correction=0).clamp(min=1e-12)
     above = above - above.min()
@@ -85,7 +85,7 @@ def estimated_shares(weight: Tensor) -> Tensor:
 
 
 def most_frequent(shares: Tensor, share: float) -> Tensor:
-    """Return the fewest classes, most frequent first, that together hold this share, as bool [C]."""
+    """Return the smallest set of most frequent classes that together have this share of the samples, as bool [C]."""
     order = shares.argsort(descending=True, stable=True)
     before = shares[order].cumsum(0) - shares[order]
     chosen = torch.zeros(len(shares), dtype=torch.bool)
@@ -94,7 +94,7 @@ def most_frequent(shares: Tensor, share: float) -> Tensor:
 
 
 class Balancer:
-    """Objective whose every call updates the controllers, in place, and draws the exempt classes on the host.
+    """An objective that updates the controllers in place at every call, and draws the exempt classes on the host.
 
     Attributes:
         state: Tensors [C] by name. `difference` sums, for each class, its positive gradients minus its negative ones;
@@ -123,7 +123,7 @@ class Balancer:
         return F.binary_cross_entropy_with_logits(logits.float(), target, weight, reduction="sum") / len(batch.y)
 
     def control(self) -> Tensor:
-        """Step the incremental PID controllers towards a difference of 0; return their outputs [C], 0 if shut [4]."""
+        """Step the incremental PID controllers towards a difference of 0; return outputs [C], 0 if shut [4]."""
         m, s = self._method, self.state
         error, last, before_last = -s["difference"], s["last"], s["before_last"]
         output = s["output"] + m.kp * (error - last) + m.ki * error + m.kd * (error - 2 * last + before_last)
@@ -133,12 +133,12 @@ class Balancer:
 
 
 def boost(output: Tensor) -> Tensor:
-    """Return a controller's output as a weight: 1 at 0, at most 10, at least 0."""
+    """Return a controller's output as a weight in [0, 10]; the output 0 gives the weight 1."""
     return (10 / 9) / (1 / 9 + (-0.5 * output).exp())
 
 
 def exempt_classes(classes: int, generator: torch.Generator) -> Tensor:
-    """Draw the classes that a step leaves as they are, bool [C] on the CPU [2]."""
+    """Draw the classes that a step does not reweight, bool [C] on the CPU [2]."""
     chosen: list[bool] = []
     for uniform in torch.rand(classes, generator=generator).tolist():
         chosen.append(uniform < 0.1 ** (sum(chosen) / max(classes - 1, 1)))

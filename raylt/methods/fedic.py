@@ -33,7 +33,7 @@ from raylt.ops.local_updates import check_averaged_statistics
 
 
 class FEDIC(Method):
-    """FedAvg, then three short trainings on the server's images: fine-tuning, calibration, distillation."""
+    """FedAvg, then three short trainings on the server's images: fine-tuning, calibration and distillation."""
 
     name: ClassVar[str] = "fedic"
     paper: ClassVar[str] = "Shang et al., ICME 2022"
@@ -114,13 +114,13 @@ class FEDIC(Method):
         return hard.item(), soft.item()
 
     def draws(self, n: int, generator: torch.Generator, device: torch.device) -> list[Tensor]:
-        """Return the rows of the batches of one training, drawn without replacement within a batch."""
+        """Return the rows of the batches in one training; a batch contains no row twice."""
         size = min(self.batch, n)
         return [torch.randperm(n, generator=generator)[:size].to(device) for _ in range(self.steps)]
 
 
 class Ensemble(nn.Module):
-    """The clients' logits weighed by client, calibrated by class, and gated against the tuned model's logits."""
+    """The clients' logits, weighted by client, calibrated by class, and gated against the tuned model's logits."""
 
     def __init__(self, dim: int, classes: int):
         super().__init__()
@@ -132,7 +132,7 @@ class Ensemble(nn.Module):
         self.gate_bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, z: Tensor, logits: Tensor, own: Tensor) -> Tensor:
-        """Return logits [B, C] from mean features [B, d], clients' logits [K, B, C] and the tuned one's [B, C] [5]."""
+        """Return logits [B, C] from mean features [B, d], clients' logits [K, B, C] and tuned logits [B, C] [5]."""
         trust = (logits @ self.client_scale + self.client_bias).sigmoid()  # [K, B]
         weighted = (logits * (trust / trust.sum(0))[..., None]).sum(0)
         calibrated = weighted * self.class_scale + self.class_bias
@@ -141,7 +141,7 @@ class Ensemble(nn.Module):
 
 
 def with_entries(model: SplitModel, entries: tree.Tree) -> SplitModel:
-    """Return a copy of a model with other entries."""
+    """Return a copy of a model with some entries replaced."""
     other = copy.deepcopy(model)
     load_entries(other, entries)
     return other
@@ -157,7 +157,7 @@ def outputs(model: SplitModel, images: Samples) -> tuple[Tensor, Tensor]:
 
 
 def divergence(teacher: Tensor, logits: Tensor, temperature: float) -> Tensor:
-    """Return the mean KL(q || p) over a batch: q is of the teacher's logits over T, p of these [4]."""
+    """Return the mean over a batch of KL(q || p), where q is the softmax of the teacher's logits over T [4]."""
     q = (teacher / temperature).log_softmax(1)
     p = (logits / temperature).log_softmax(1)
     return F.kl_div(p, q, reduction="batchmean", log_target=True)

@@ -35,7 +35,7 @@ FRAME, HEAD = "frame", "personal"
 
 
 class FedLoGe(Method):
-    """The model has the frame as `frame`, the global classifier as `classifier` and the client's as `personal`."""
+    """A model with three classifiers: the frame (`frame`), the global (`classifier`) and the client's (`personal`)."""
 
     name: ClassVar[str] = "fedloge"
     paper: ClassVar[str] = "Xiao et al., ICLR 2024"
@@ -74,7 +74,7 @@ class FedLoGe(Method):
         return client.reply()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the cross-entropies of the frame, which moves the encoder, and of both classifiers [2]."""
+        """Return the sum of cross-entropies of the frame, which trains the encoder, and of both classifiers [2]."""
         model = client.model
         frame, personal = model.get_submodule(FRAME), model.get_submodule(HEAD)
         if not frame.get_buffer("weight").any():
@@ -92,7 +92,7 @@ class FedLoGe(Method):
         return loss
 
     def settle(self, client: Client, message: Message) -> None:
-        """Train only the personal classifier, on the final encoder; the frame is not needed any more."""
+        """Train only the personal classifier, on the final encoder; it no longer needs the frame."""
         client.receive(message["model"])
         encoder, personal = client.model.encoder, client.model.get_submodule(HEAD)
         sgd(
@@ -125,7 +125,7 @@ class FedLoGe(Method):
 
 
 class Fixed(nn.Module):
-    """Linear layer without a bias that is not trained; its weight is zero until it is received."""
+    """Untrained linear layer without a bias; its weight is zero until the client receives it."""
 
     weight: Tensor
 

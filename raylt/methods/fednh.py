@@ -33,7 +33,7 @@ PROTOTYPES = "classifier.weight"
 
 
 class FedNH(Method):
-    """FedAvg of the encoder under a classifier of prototypes, which training does not move."""
+    """FedAvg of the encoder under a classifier of prototypes, which local training does not change."""
 
     name: ClassVar[str] = "fednh"
     paper: ClassVar[str] = "Dai et al., AAAI 2023"
@@ -80,7 +80,7 @@ class FedNH(Method):
 
 
 def trained(entries: Params) -> Params:
-    """Return the entries without the prototypes."""
+    """Return all entries except the prototypes."""
     return {name: value for name, value in entries.items() if name != PROTOTYPES}
 
 

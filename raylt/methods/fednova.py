@@ -1,4 +1,4 @@
-"""FedNova: normalised averaging, which weights clients by data and not by steps (Wang et al., NeurIPS 2020).
+"""FedNova: normalised averaging, which weights clients by samples, not by steps (Wang et al., NeurIPS 2020).
 
 Sections are the paper's. Departures from the text:
 [1] p_i is over the participants of a round, not over all clients.
@@ -27,7 +27,7 @@ from raylt.tree import Tree
 
 
 class FedNova(Method):
-    """FedAvg of normalised updates: clients upload d_i and |a_i|_1. Local SGD may have momentum."""
+    """FedAvg of normalised updates; clients upload d_i and |a_i|_1, and local SGD may have momentum."""
 
     name: ClassVar[str] = "fednova"
     paper: ClassVar[str] = "Wang et al., NeurIPS 2020"
@@ -43,7 +43,7 @@ class FedNova(Method):
         check_sgd(self.name, config)
 
     def train(self, client: Client, message: Message) -> Reply:
-        """Return d_i = G_i a_i / |a_i|_1, section 4, times the learning rate: the update divided by |a_i|_1."""
+        """Return d_i = G_i a_i / |a_i|_1 (section 4) times the learning rate: the update divided by |a_i|_1."""
         client.receive(message["model"])
         loss = sgd(client, self.objective(client, message))
         mass = gradient_mass(client.steps(), client.config.local.momentum)
@@ -70,6 +70,6 @@ class FedNova(Method):
 
 
 def mass_fault(n: int, parts: Tree, local: LocalConfig) -> str | None:
-    """Return why this is not |a_i|_1 of a client with n samples, or None: its steps follow from its samples."""
+    """Return why an uploaded |a_i|_1 is wrong for a client with n samples, or None: the samples determine the steps."""
     expected = gradient_mass(local.step_count(n), local.momentum)
     return None if parts["mass"] == expected else f"is {parts['mass']:g}, and its samples make it {expected:g}"

@@ -24,7 +24,7 @@ from raylt.hyper import LogUniform, hp
 
 
 class FedNTD(Method):
-    """FedAvg with distillation over the classes other than the true one."""
+    """FedAvg with distillation from the received model over all classes but the true one."""
 
     name: ClassVar[str] = "fedntd"
     paper: ClassVar[str] = "Lee et al., NeurIPS 2022"
@@ -59,7 +59,7 @@ class FedNTD(Method):
 
 
 def divergence(teacher: Tensor, logits: Tensor, tau: float) -> Tensor:
-    """Return the mean KL(q || p) over a batch: q is of the teacher's logits [B, C - 1] over tau, p of these [1]."""
+    """Return the mean KL(q || p) over a batch; q and p are softmaxes of the two logits [B, C - 1] over tau [1]."""
     q = (teacher.float() / tau).log_softmax(1)
     p = (logits.float() / tau).log_softmax(1)
     return F.kl_div(p, q, reduction="batchmean", log_target=True)

@@ -14,7 +14,7 @@ from raylt.hyper import Choice, LogUniform, hp
 
 
 class FedAdam(Method):
-    """FedAvg with Adam at the server, which keeps m and v; clients train as in FedAvg."""
+    """FedAvg with Adam at the server, which keeps the moments m and v; clients train as in FedAvg."""
 
     name: ClassVar[str] = "fedadam"
     paper: ClassVar[str] = "Reddi et al., ICLR 2021"

@@ -30,7 +30,7 @@ LATE_RATE = 0.1  # share of the rate after re-labelling; from the code [5]
 
 
 class FedReLa(Method):
-    """FedAvg; after a share `after` of the rounds, clients train on their new labels."""
+    """FedAvg whose clients train on new labels after the share `after` of the rounds."""
 
     name: ClassVar[str] = "fedrela"
     paper: ClassVar[str] = "Hu et al., ICML 2026"
@@ -64,7 +64,7 @@ class FedReLa(Method):
 
 
 def relabel(p: Tensor, y: Tensor, counts: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """Return new labels, int64 [n]: sample i of class y gets class c with probability tanh(s_ic - t_c) (r_c - r_y).
+    """Return new labels, int64 [n]: sample i of class y becomes class c with probability tanh(s_ic - t_c) (r_c - r_y).
 
     s_ic is the distance of p_ic above the mean over the samples of class y, in their deviations. t_c is the value that
     a share of all samples exceed. r_c is 1 for the client's rarest class and 0 for its most frequent one. Where several

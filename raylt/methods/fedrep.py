@@ -1,4 +1,4 @@
-"""FedRep: private classifiers on a shared encoder, trained in alternation (Collins et al., ICML 2021).
+"""FedRep: private classifiers on a shared encoder, trained alternately (Collins et al., ICML 2021).
 
 Departures from the text of Algorithm 1:
 [1] Updates are epochs over the data: `head_epochs` of the classifier and `local.epochs` of the encoder.
@@ -22,7 +22,7 @@ from raylt.models.split import Params, SplitModel
 
 
 class FedRep(Method):
-    """FedPer in which each round trains the classifier first, then the encoder."""
+    """FedPer in which each round first trains the classifier, then the encoder."""
 
     name: ClassVar[str] = "fedrep"
     paper: ClassVar[str] = "Collins et al., ICML 2021"
@@ -36,11 +36,11 @@ class FedRep(Method):
         return model.entries("encoder.")
 
     def settle(self, client: Client, message: Message) -> None:
-        """Train the classifier as in the first half of a round, lines 7 to 9."""
+        """Train the classifier as in the first half of a round, lines 7 to 9 of the algorithm."""
         self.train_classifier(client, message)
 
     def train_classifier(self, client: Client, message: Message) -> Reply:
-        """Train the classifier alone, on the received encoder [4]."""
+        """Train only the classifier, on the received encoder [4]."""
         client.receive(message["model"])
         take_statistics(client)
         head = client.model.classifier.parameters()

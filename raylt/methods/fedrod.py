@@ -1,4 +1,4 @@
-"""FedRoD: a balanced generic classifier and a personal one on top of it (Chen and Chao, ICLR 2022).
+"""FedRoD: a balanced generic classifier, and a personal one whose logits are added (Chen and Chao, ICLR 2022).
 
 Departures from the text:
 [1] The personal classifier starts at 0, so that a client that never took part predicts as the generic classifier does.
@@ -27,7 +27,7 @@ HEAD = "personal"
 
 
 class FedRoD(Method):
-    """A generic classifier G, `classifier`, and a personal classifier P, `personal`, which stays at the client."""
+    """A generic classifier G (`classifier`) and a personal classifier P (`personal`), which stays at the client."""
 
     name: ClassVar[str] = "fedrod"
     paper: ClassVar[str] = "Chen and Chao, ICLR 2022"
@@ -49,7 +49,7 @@ class FedRoD(Method):
         return {name: value for name, value in model.entries().items() if not name.startswith(f"{HEAD}.")}
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the balanced risk of G and the encoder plus the empirical risk of G + P, which moves P alone."""
+        """Return the balanced risk of G plus the empirical risk of G + P, which trains P alone."""
         model, head = client.model, client.model.get_submodule(HEAD)
         shift = client.counts.clamp(min=0 if self.missing == "mask" else 1).log()  # [2]
 

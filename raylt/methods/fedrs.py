@@ -22,7 +22,7 @@ from raylt.hyper import Choice, Uniform, hp
 
 
 class FedRS(Method):
-    """FedAvg whose clients train with the logits of the classes that they hold."""
+    """FedAvg whose clients scale down, or mask, the logits of classes that they lack."""
 
     name: ClassVar[str] = "fedrs"
     paper: ClassVar[str] = "Li and Zhan, KDD 2021"
@@ -38,7 +38,7 @@ class FedRS(Method):
         return lambda batch: F.cross_entropy(self.restricted(client.model(batch.x), owned), batch.y)
 
     def restricted(self, logits: Tensor, owned: Tensor) -> Tensor:
-        """Return logits [B, C], those of the classes that are not `owned` (bool [C]) scaled, or -inf [1] [2]."""
+        """Return logits [B, C]; those of classes outside `owned` (bool [C]) are scaled by alpha, or -inf [1] [2]."""
         if self.missing == "mask":
             return logits.masked_fill(~owned, -torch.inf)
         return torch.where(owned, logits, self.alpha * logits)

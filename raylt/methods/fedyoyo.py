@@ -47,7 +47,7 @@ KEPT = 0.9  # share of the old estimate in the new one
 
 
 class FedYoYo(Method):
-    """FedAvg with augmented self-bootstrap distillation and distribution-aware logit adjustment."""
+    """FedAvg with self-distillation between augmentations and logits adjusted to the class distribution."""
 
     name: ClassVar[str] = "fedyoyo"
     paper: ClassVar[str] = "Yan et al., ICCV 2025"
@@ -123,7 +123,7 @@ class FedYoYo(Method):
 
 
 def effective_samples(centred: Tensor, y: Tensor, classes: int) -> Tensor:
-    """Return 1 / |mean of the directions|^2 of each class of a batch, at most 1e6; 0 of an absent class [1] [2].
+    """Return 1 / |mean direction|^2 for each class of a batch, at most 1e6; 0 for absent classes [1] [2].
 
     Args:
         centred: Features without the mean of their class, [B, d].
@@ -137,13 +137,13 @@ def effective_samples(centred: Tensor, y: Tensor, classes: int) -> Tensor:
 
 
 def effective_fault(n: int, parts: Tree) -> str | None:
-    """Return why these cannot be the effective samples of n samples, or None: a batch has 1 / LEAST at most."""
+    """Return why a reply's effective samples are impossible for n samples, or None; a batch has at most 1 / LEAST."""
     effective = parts["effective"]
     return None if ((effective >= 0) & (effective <= n / LEAST)).all() else "has impossible numbers of samples"
 
 
 def steadied(effective: Tensor, before: Tensor | None) -> Tensor:
-    """Return the estimate [C] after a round, without implausible values [2].
+    """Return the smoothed estimate [C] after a round, without implausible values [2].
 
     Args:
         effective: The estimate of this round, [C].
@@ -157,7 +157,7 @@ def steadied(effective: Tensor, before: Tensor | None) -> Tensor:
 
 
 def distillation(weak: Tensor, strong: Tensor, y: Tensor, temperature: float) -> Tensor:
-    """Return the KL divergence of the strong views' predictions from the weak views', a scalar [5].
+    """Return the KL divergence between the predictions of strong and weak views, a scalar [5].
 
     It is the mean over the samples that the weak view classifies as labelled, and 0 without any. No gradient moves the
     weak views' predictions.

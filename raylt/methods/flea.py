@@ -41,7 +41,7 @@ from raylt.tree import Tree
 
 
 class FLea(Method):
-    """FedAvg on mixtures of a client's activations with activations that others shared."""
+    """FedAvg on mixtures of a client's activations with activations that other clients shared."""
 
     name: ClassVar[str] = "flea"
     paper: ClassVar[str] = "Xia et al., KDD 2024"
@@ -89,7 +89,7 @@ class FLea(Method):
         return client.reply(model=self.shared(client.model), **parts)
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the loss of a batch: without a buffer that of the first round, else with mixtures."""
+        """Return the loss of a batch: the first round's if there is no buffer, else the loss on mixtures."""
         model = client.model
         received = copy.deepcopy(model).requires_grad_(False).eval()
         lower, upper = halves(model, self.layer)
@@ -133,7 +133,7 @@ class FLea(Method):
 
     @torch.no_grad()
     def upload(self, client: Client, message: Message) -> Reply:
-        """Report the activations of the samples that the client shares, and their labels, by number."""
+        """Upload activations and labels of the samples that the client shares, by number."""
         client.receive(message["encoder"])
         batch = client.samples.batch(client.state["shared"].to(client.device))
         with autocast(client):
@@ -173,12 +173,12 @@ class FLea(Method):
 
 
 def shared_samples(share: float, n: int) -> int:
-    """Return how many of its n samples a client shares."""
+    """Return how many of a client's n samples it shares."""
     return math.ceil(share * n - 1e-9)
 
 
 def shared_fault(n: int, parts: Tree, share: float, classes: int) -> str | None:
-    """Return why these cannot be the samples that a client with n samples shares, or None."""
+    """Return why uploaded samples cannot come from a client with n samples, or None."""
     samples = parts["samples"]
     if len(samples) != shared_samples(share, n):
         return f"has {len(samples)} samples, and the client shares {shared_samples(share, n)}"
@@ -187,14 +187,14 @@ def shared_fault(n: int, parts: Tree, share: float, classes: int) -> str | None:
 
 
 def halves(model: SplitModel, layer: str) -> tuple[nn.Sequential, nn.Sequential]:
-    """Return the encoder up to and including a layer, and the rest of it."""
+    """Return the encoder up to and including a layer, and its remaining layers."""
     assert isinstance(model.encoder, nn.Sequential)
     place = [name for name, _ in model.encoder.named_children()].index(layer) + 1
     return model.encoder[:place], model.encoder[place:]
 
 
 def divergence(received: Tensor, logits: Tensor) -> Tensor:
-    """Return the mean KL(p || q) over a batch: p is of the received model's logits [B, C], q of the client's."""
+    """Return the mean over a batch of KL(p || q): p from the received model's logits [B, C], q from the client's."""
     p, q = received.float().log_softmax(1), logits.float().log_softmax(1)
     return F.kl_div(q, p, reduction="batchmean", log_target=True)
 
@@ -215,7 +215,7 @@ def distance_correlation(x: Tensor, a: Tensor) -> Tensor:
 
 
 def centred_distances(x: Tensor) -> Tensor:
-    """Return the Euclidean distances [B, B] of B points [B, d], less their means over rows and columns."""
+    """Return the Euclidean distances [B, B] between B points [B, d], minus row and column means."""
     squares = x.square().sum(1)
     # where the difference is rounded to nothing, as on the diagonal, the root has no gradient
     d = (squares[:, None] + squares[None] - 2 * x @ x.T).clamp(min=1e-12).sqrt()

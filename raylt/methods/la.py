@@ -48,7 +48,7 @@ class LogitAdjustment(Method):
         return lambda batch: F.cross_entropy(client.model(batch.x) + shift, batch.y)
 
     def shift(self, counts: Tensor) -> Tensor:
-        """Return tau log pi of each class up to a constant, float32 [C]; -inf for a class that is left out [2]."""
+        """Return tau log pi for each class, up to a constant, float32 [C]; -inf for a class that is left out [2]."""
         counts = counts.clamp(min=1) if self.missing == "one" else counts
         return counts.double().pow(self.tau).log().float()
 

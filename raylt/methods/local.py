@@ -12,7 +12,7 @@ from raylt.models.split import Params, SplitModel
 
 
 class Local(Method):
-    """FedAvg that shares no entry of the model."""
+    """FedAvg in which no entry of the model is shared."""
 
     name: ClassVar[str] = "local"
     paper: ClassVar[str] = "no federation"

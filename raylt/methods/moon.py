@@ -31,7 +31,7 @@ from raylt.models.split import Params, SplitModel, load_entries
 
 
 class MOON(Method):
-    """Model-contrastive training; a client keeps the encoder of its previous local model."""
+    """Model-contrastive training; each client keeps the encoder of its previous local model."""
 
     name: ClassVar[str] = "moon"
     paper: ClassVar[str] = "Li et al., CVPR 2021"
@@ -78,7 +78,7 @@ class MOON(Method):
 
 
 def frozen(encoder: nn.Module, entries: Params) -> nn.Module:
-    """Return a copy of the encoder with these entries, in evaluation mode [1]."""
+    """Return a frozen copy of the encoder with these entries, in evaluation mode [1]."""
     other = copy.deepcopy(encoder).requires_grad_(False).eval()
     load_entries(other, entries)
     return other

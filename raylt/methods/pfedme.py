@@ -28,7 +28,7 @@ from raylt.ops.proximal import squared_distance
 
 
 class PFedMe(Method):
-    """Each client keeps theta_i and uploads w_i, which moves towards it."""
+    """FedAvg of w_i, which each client moves towards its personal model theta_i."""
 
     name: ClassVar[str] = "pfedme"
     paper: ClassVar[str] = "Dinh et al., NeurIPS 2020"

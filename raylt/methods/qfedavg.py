@@ -70,7 +70,7 @@ class QFedAvg(Method):
         return client.reply(delta=tree.scale(dw, f**self.q), h=h, rest=rest, loss=loss)
 
     def bound(self, party: Client | Server) -> float:
-        """Return L, line 4, which includes the momentum where `lipschitz` says so [2]."""
+        """Return L of line 4, which includes the momentum if `lipschitz` says so [2]."""
         momentum = party.config.local.momentum if self.lipschitz == "step" else 0.0
         return (1 - momentum) / learning_rate(party)
 
@@ -101,7 +101,7 @@ class QFedAvg(Method):
 
 
 def step_fault(n: int, parts: Tree, q: float, lipschitz: float) -> str | None:
-    """Return why h cannot belong to Delta, or None: for no F_k is q |Delta|^2 / F^(q + 1) + L F^q smaller than at F*.
+    """Return why h contradicts Delta, or None: h is at least the minimum of q |Delta|^2 / F^(q + 1) + L F^q over F.
 
     The client alone knows F_k. A smaller h would make the server's step arbitrarily long.
     """

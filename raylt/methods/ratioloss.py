@@ -35,7 +35,7 @@ ALONE = 10.0  # ratio of a class at whose weights no other class pulls; from the
 
 
 class RatioLoss(Method):
-    """FedAvg with a class-weighted cross-entropy."""
+    """FedAvg whose cross-entropy has class weights."""
 
     name: ClassVar[str] = "ratioloss"
     paper: ClassVar[str] = "Wang et al., AAAI 2021"
@@ -88,7 +88,7 @@ class RatioLoss(Method):
 
     @torch.no_grad()
     def weights(self, server: Server) -> Tensor:
-        """Return the weights of the classes in the loss of this round, float32 [C]; ones in the first round [3]."""
+        """Return the class weights of this round's loss, float32 [C]; ones in the first round [3]."""
         model, auxiliary = server.model.eval(), server.auxiliary
         if auxiliary is None or server.round <= 1:
             return torch.ones(model.classes)
@@ -101,7 +101,7 @@ class RatioLoss(Method):
 
 
 def ratios(pulls: Tensor, rival: float) -> Tensor:
-    """Return r_p: over the weights at which class p alone pulls [4], its pulls over the others' mean pulls.
+    """Return r_p: class p's pulls divided by the other classes' mean pulls, at weights where p pulls alone [4].
 
     Args:
         pulls: Change of the classifier by one step on images of class p, [P, C, d] with P = C.

@@ -42,7 +42,7 @@ from raylt.seeds import seed_for
 
 
 class RUCR(Method):
-    """FedAvg with prototypes; the defaults are those of the code's run."""
+    """FedAvg with prototypes; the defaults are those that the authors' code ran with."""
 
     name: ClassVar[str] = "rucr"
     paper: ClassVar[str] = "Huang et al., IEEE TMC 2024"
@@ -94,7 +94,7 @@ class RUCR(Method):
         return Terms(client, terms)
 
     def train(self, client: Client, message: Message) -> Reply:
-        """Train the model; in one of the last rounds also re-train a copy of the classifier on mixed features.
+        """Train the model; in the last rounds, also re-train a copy of the classifier on mixed features.
 
         The mixed features are those of the received encoder.
         """
@@ -119,7 +119,7 @@ class RUCR(Method):
         return client.reply(model=self.shared(client.model), **parts)
 
     def mixed(self, z: Tensor, message: Message, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return `size` features lam P_c + (1 - lam) z / |z| of each class with a prototype, and their classes."""
+        """Return `size` features lam P_c + (1 - lam) z / |z| for each class with a prototype, and their classes."""
         classes = message["present"].nonzero().flatten()
         y = classes.repeat_interleave(self.size)
         rows = torch.randint(len(z), (len(y),), generator=generator).to(z.device)
@@ -144,7 +144,7 @@ class RUCR(Method):
             server.log(retrain_loss=got["retrain_loss"])
 
     def global_prototypes(self, server: Server, fleet: Fleet, cohort: Cohort | list[int]) -> Message:
-        """Return P float32 [C, d], `present` bool [C] and pi [C], the classes' shares of the samples."""
+        """Return P float32 [C, d], `present` bool [C], and pi [C], the classes' shares of the samples."""
         of_class = {"n": 1, "z": torch.empty(server.model.dim, device="meta")}
         like = dict.fromkeys(range(server.model.classes), of_class)
         message = {"encoder": tree.snapshot(server.model.entries("encoder."))}

@@ -27,7 +27,7 @@ from raylt.ops.proximal import with_gradient
 
 
 class Scaffold(Method):
-    """FedAvg with control variates by option II of Eq. 4, which needs no second pass over the data."""
+    """FedAvg with control variates by option II of Eq. 4, which needs no second pass over the samples."""
 
     name: ClassVar[str] = "scaffold"
     paper: ClassVar[str] = "Karimireddy et al., ICML 2020"

@@ -46,7 +46,7 @@ _SMALLEST = {
 
 
 def build_model(name: str, classes: int, shape: tuple[int, int, int], weights: str | None = None) -> SplitModel:
-    """Build a model by its name: a key of `MODELS`, `torchvision:NAME` or `timm:NAME`; see `build`."""
+    """Build a model by name: a key of `MODELS`, `torchvision:NAME` or `timm:NAME`; see `build`."""
     return build(classes, shape, name=name, factory=MODELS.get(name), weights=weights, side=None)
 
 
@@ -59,7 +59,7 @@ def build(
     weights: str | None,
     side: int | None,
 ) -> SplitModel:
-    """Build a model with random weights, except for encoder weights that `weights` names.
+    """Build a model with random weights, except encoder weights that `weights` names.
 
     Args:
         classes: the number of classes, C.

@@ -134,7 +134,7 @@ class OpenClip(Teacher):
         return config
 
     def _source(self) -> dict[str, Any]:
-        """Return open_clip's description of the tag: the address of the weights, their preprocessing and activation."""
+        """Return open_clip's description of the tag: the weights' address, their preprocessing and activation."""
         import open_clip
 
         assert self.tag is not None
@@ -150,7 +150,7 @@ class OpenClip(Teacher):
         return source
 
     def _weights(self) -> Path:
-        """Return the file of the weights; one process of a node at a time fetches it if it is missing."""
+        """Return the file of the weights; if it is missing, one process per node fetches it."""
         if self.tag is None:
             folder = Path(self.model.removeprefix("local-dir:"))
             endings = (".safetensors", ".bin", ".pth")
@@ -206,7 +206,7 @@ class OpenClip(Teacher):
 def _tower(
     name: str, device: torch.device
 ) -> tuple[Callable[[Tensor], Tensor], Tensor | None, Callable[[np.ndarray], Tensor]]:
-    """Return encoder, projection and preprocessing of an image tower; all clients of a process share one."""
+    """Return encoder, projection and preprocessing of an image tower, shared by all clients of a process."""
     from open_clip.transform import PreprocessCfg, image_transform_v2
     from PIL import Image
 
@@ -258,7 +258,7 @@ def _fetch(name: str, source: dict[str, Any]) -> Path:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Hold a lock, so that one process of a user on a node fetches weights at a time."""
+    """Hold a lock, so that only one of a user's processes on a node fetches weights at a time."""
     with Folder.open(Path(tempfile.gettempdir())) as folder:
         lock = folder.lock(f"raylt-weights-{os.getuid()}.lock", wait=True)
     assert lock is not None

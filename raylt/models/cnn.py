@@ -11,7 +11,7 @@ from raylt.models.split import SplitModel
 
 
 def cnn(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """Build two 5x5 convolutions and a linear layer; d = 1024 for 28x28 images, where C = 10 gives 62,346 parameters.
+    """Build two 5x5 convolutions and a linear layer; d = 1024 for 28x28 images, 62,346 parameters with C = 10.
 
     MuPFL does not state the widths: 32 and 64 are ours.
     """
@@ -19,7 +19,7 @@ def cnn(classes: int, shape: tuple[int, int, int]) -> SplitModel:
 
 
 def cnn_proj(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """Build `cnn` with a linear layer that maps the features to CLIP's d = 512, as `resnet8_proj`."""
+    """Build `cnn` with a linear layer that maps its features to CLIP's d = 512, as in `resnet8_proj`."""
     encoder, dim = _convolutions(shape)
     encoder.add_module("add_mlp", nn.Linear(dim, 512))
     return SplitModel(encoder, 512, classes)
@@ -55,5 +55,5 @@ def _convolutions(shape: tuple[int, int, int]) -> tuple[nn.Sequential, int]:
 
 
 def _side(side: int) -> int:
-    """Return the length of a side after two rounds of a 5x5 convolution without padding and halving."""
+    """Return a side's length after two rounds of an unpadded 5x5 convolution and halving."""
     return ((side - 4) // 2 - 4) // 2

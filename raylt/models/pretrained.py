@@ -1,4 +1,4 @@
-"""Weights that a model starts from: a state dict in a file, or torchvision's from ImageNet."""
+"""Initial weights of a model: a state dict in a file, or torchvision's from ImageNet."""
 
 import warnings
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from raylt.errors import ConfigError
 
 
 def fetch(weights: Any) -> dict[str, Tensor]:
-    """Return the state dict of one of torchvision's enumerated weights, from its cache or the network.
+    """Return one of torchvision's weights as a state dict, from its cache or the network.
 
     Raises:
         ConfigError: the file cannot be fetched, or its content does not match the hash in its name.
@@ -33,7 +33,7 @@ def fetch(weights: Any) -> dict[str, Tensor]:
 
 
 def read(path: Path, model: str) -> dict[str, Tensor]:
-    """Read the state dict in a file of torch or safetensors.
+    """Read a state dict from a file of torch or safetensors.
 
     Args:
         model: name of the model in errors.
@@ -85,7 +85,7 @@ def _load(file: Path) -> dict[str, Tensor]:
 
 
 def load_body(body: nn.Module, state: dict[str, Tensor], classifiers: Sequence[str], weights: str, model: str) -> None:
-    """Load all entries of a state dict except the classifiers, which are for other classes.
+    """Load all entries of a state dict except classifiers, which belong to other classes.
 
     Args:
         classifiers: paths of the layers in `body` that stay as they are.

@@ -1,4 +1,4 @@
-"""Residual networks: ResNet-8 of CReFF's code, ResNet-18 and -34 with a CIFAR stem, the narrow ResNet-32, ResNet-50.
+"""Residual networks: CReFF's ResNet-8, ResNet-18 and -34 with a CIFAR stem, the narrow ResNet-32, ResNet-50.
 
 The stages of every encoder are called `stage1`, `stage2`, ...; the average pooling before the features is `pool`.
 """

@@ -1,4 +1,4 @@
-"""MobileNetV3-small with an LR-ASPP head (Howard et al., ICCV 2019), the network of MuPFL's street scenes.
+"""MobileNetV3-small with an LR-ASPP head (Howard et al., ICCV 2019), MuPFL's network for street scenes.
 
 torchvision's head ends in two 1x1 convolutions whose outputs are added: one of the low-level features at stride 8
 [24, H/8, W/8], one of the pooled and gated high-level features resized to it [128, H/8, W/8]. Their sum is one 1x1

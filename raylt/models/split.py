@@ -49,7 +49,7 @@ class SplitModel(nn.Module):
 
 
 def part(entries: Params, prefix: str | None) -> Params:
-    """Return the entries whose names start with a prefix; no entry for None."""
+    """Return the entries whose names start with a prefix; none if the prefix is None."""
     return {} if prefix is None else {name: value for name, value in entries.items() if name.startswith(prefix)}
 
 
@@ -78,7 +78,7 @@ class PixelModel(SplitModel):
 
 @recordable
 class CutLinear(nn.Linear):
-    """A linear layer that cuts its input [n, d] to a length, the scalar `longest`, because it was fitted to such."""
+    """A linear layer that clips its input [n, d] to the length `longest`, a scalar, as in its training."""
 
     longest: Tensor
 
@@ -87,14 +87,14 @@ class CutLinear(nn.Linear):
 
 
 def clipped(z: Tensor, length: float | Tensor) -> Tensor:
-    """Return features [n, d], each scaled down to at most a length."""
+    """Return features [n, d], each scaled down to at most the given length."""
     return z * (length / z.norm(dim=1, keepdim=True).clamp(min=1e-12)).clamp(max=1)
 
 
 def with_classifier(
     model: SplitModel, weight: Tensor, bias: Tensor | None, longest: float | Tensor | None = None
 ) -> SplitModel:
-    """Return the model with another linear classifier and without further heads; it shares the encoder.
+    """Return the model with another linear classifier and no further heads; it shares the encoder.
 
     Args:
         weight: [C, d]; used without a copy.
@@ -110,7 +110,7 @@ def with_classifier(
 
 
 def linear(weight: Tensor, bias: Tensor | None, kind: type[nn.Linear] = nn.Linear) -> nn.Linear:
-    """Return a linear layer over the given tensors, without a copy."""
+    """Return a linear layer with the given tensors as its parameters, without a copy."""
     layer = kind(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight)
     layer.register_parameter("bias", None if bias is None else nn.Parameter(bias))
@@ -118,14 +118,14 @@ def linear(weight: Tensor, bias: Tensor | None, kind: type[nn.Linear] = nn.Linea
 
 
 def with_encoder(model: SplitModel, encoder: nn.Module) -> SplitModel:
-    """Return the model with another encoder; it shares everything else."""
+    """Return the model with another encoder; everything else is shared."""
     other = copy.copy(model)
     other._modules = {**model._modules, "encoder": encoder}
     return other
 
 
 def trained_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the entries that are trained: no buffers, no frozen parameters."""
+    """Return the names of the trained entries, without buffers and frozen parameters."""
     return frozenset(name for name, value in model.named_parameters() if value.requires_grad)
 
 
@@ -139,7 +139,7 @@ def running_statistics(model: nn.Module) -> frozenset[str]:
 
 
 def has_no_negative_features(encoder: nn.Module) -> bool:
-    """Return whether the structure of an encoder shows that no feature can be negative, because it ends in a ReLU.
+    """Return whether an encoder's structure, such as a ReLU at its end, rules out negative features.
 
     Layers behind it that pool, flatten or drop keep the sign. Other structures may have such features too.
     """
@@ -160,7 +160,7 @@ _KEEP_SIGNS = (
 
 
 def _sign(module: nn.Module) -> bool | None:
-    """Return True where the outputs are not negative, None where they have the signs of the inputs, else False."""
+    """Return True if outputs are never negative, None if they have the signs of the inputs, else False."""
     if type(module) in _KEEP_SIGNS:
         return None
     if type(module) is nn.Sequential:
@@ -180,7 +180,7 @@ def set_training(model: nn.Module) -> None:
 
 @torch.no_grad()
 def load_entries(model: nn.Module, params: Params) -> None:
-    """Copy values into the model's entries of the same names; other entries stay as they are.
+    """Copy values into the model's entries of the same names; other entries stay unchanged.
 
     Raises:
         KeyError: the model has no such entry.

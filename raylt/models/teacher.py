@@ -1,4 +1,4 @@
-"""`Teacher`: a frozen image-text model; `FeatureFile`: a teacher whose features were computed elsewhere."""
+"""`Teacher`: a frozen image-text model; `FeatureFile`: a teacher with precomputed features."""
 
 import math
 import re
@@ -46,16 +46,16 @@ class Teacher(ABC):
 
     @property
     def about(self) -> str:
-        """Description of the teacher for results."""
+        """Return a description of the teacher for results."""
         return self.name
 
     @property
     @abstractmethod
     def dim(self) -> int:
-        """d, the dimension of the joint space."""
+        """Return d, the dimension of the joint space."""
 
     def check(self, task: Task, wordings: Set[Wording], student: int | None = None) -> None:
-        """Fetch missing files, and check everything that would end a run later.
+        """Fetch missing files, and detect now every problem that would otherwise end a run later.
 
         Args:
             wordings: wordings of the texts that the run needs.
@@ -79,7 +79,7 @@ class Teacher(ABC):
 
     @abstractmethod
     def _check(self, task: Task, wordings: Set[Wording], trainable: bool) -> None:
-        """Check as `check` does, for one kind of teacher.
+        """Do the part of `check` that one kind of teacher needs.
 
         Args:
             trainable: the run trains the teacher's projection.
@@ -98,11 +98,11 @@ class Teacher(ABC):
 
     @abstractmethod
     def projection(self, device: torch.device) -> Tensor | None:
-        """Return the last, linear layer of the image tower, float32 [w, d]; None if `images` includes it already."""
+        """Return the last, linear layer of the image tower, float32 [w, d]; None if `images` already applies it."""
 
 
 class FeatureFile(Teacher):
-    """Features that were computed elsewhere, in an npz file of arrays.
+    """Precomputed features in an npz file.
 
     image [N, d]        of every training sample of the source, in its order; float16 or float32
     y [N]               labels of the samples, which show that the file belongs to the source
@@ -160,7 +160,7 @@ class FeatureFile(Teacher):
         return torch.from_numpy(self._read("image")["image"][samples.ids]).float().to(samples.x.device)
 
     def projection(self, device: torch.device) -> Tensor | None:
-        """Return the identity: the features are in the joint space already, and a trained projection starts from it."""
+        """Return the identity: the features are already in the joint space, and training starts from it."""
         return torch.eye(self.dim, device=device)
 
     def _read(self, *keys: str, optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
@@ -179,7 +179,7 @@ class FeatureFile(Teacher):
             ) from None
 
     def _check_headers(self, headers: ArrayHeaders) -> None:
-        """Check shapes and types before an array takes memory.
+        """Check shapes and types before an array is read into memory.
 
         Raises:
             ValueError: an array has another shape than a teacher's, or claims more than features can be compressed.
@@ -195,7 +195,7 @@ class FeatureFile(Teacher):
 
 
 def describe(names: Sequence[str], wording: Wording) -> list[str]:
-    """Return the texts of class names: "a photo of a {label}", or the labels alone.
+    """Return texts for class names: "a photo of a {label}", or the labels alone.
 
     Underscores become spaces, and ImageNet's 1000 ids the usual names.
 
@@ -220,7 +220,7 @@ def describe(names: Sequence[str], wording: Wording) -> list[str]:
 
 
 def shorten(error: Exception) -> str:
-    """Return the text of an exception on one line of at most 200 characters."""
+    """Return an exception's message in one line of at most 200 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."
 

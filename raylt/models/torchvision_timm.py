@@ -1,4 +1,4 @@
-"""Image models of torchvision and timm: their last linear layer is the classifier, the other layers the encoder."""
+"""Image models of torchvision and timm: the last linear layer becomes the classifier, the rest the encoder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +36,7 @@ class Features(nn.Module):
 
 @recordable
 class PreparedFeatures(Features):
-    """Features of pixels in [0, 1] of any size, which are resized and normalised as in the model's training.
+    """An encoder for pixels in [0, 1] of any size, which it resizes and normalises as in the model's training.
 
     Args:
         side: height and width that the model gets, in pixels.
@@ -62,7 +62,7 @@ class PreparedFeatures(Features):
 def library_model(
     name: str, classes: int, shape: tuple[int, int, int], weights: str | None, side: int | None = None
 ) -> SplitModel:
-    """Build a model of torchvision or timm, with random weights or with those that `weights` names.
+    """Build a model of torchvision or timm, with random weights or those that `weights` names.
 
     Args:
         name: `torchvision:NAME` or `timm:NAME`; arguments of timm's `create_model` may follow, as in
@@ -117,7 +117,7 @@ def library_model(
 
 
 def _prepared(encoder: Features, side: int, channels: int) -> PreparedFeatures:
-    """Return an encoder that resizes and normalises images itself; grey images have the colours' mean statistics."""
+    """Return an encoder that resizes and normalises images; grey images use the colours' mean statistics."""
     training: dict[str, Any] = getattr(encoder.body, "pretrained_cfg", None) or {}  # of timm's models
     mean = list(training.get("mean", IMAGENET_MEAN))
     std = list(training.get("std", IMAGENET_STD))
@@ -225,7 +225,7 @@ def _timm(name: str, architecture: str, shape: tuple[int, int, int], weights: st
 
 
 def _options(name: str, pairs: list[str]) -> dict[str, Any]:
-    """Return the arguments of timm's `create_model` that a model's name gives.
+    """Return the arguments of timm's `create_model` that are written in a model's name.
 
     Raises:
         ConfigError: one is not KEY=VALUE, or is decided by the data.
@@ -276,7 +276,7 @@ def _timm_untrained(name: str, architecture: str, channels: int, options: dict[s
 
 
 def _timm_pretrained(name: str, architecture: str, channels: int, weights: str, options: dict[str, Any]) -> nn.Module:
-    """Build a pretrained model without its classifier, with a first convolution for the channels."""
+    """Build a pretrained model without its classifier, with a first convolution for this number of channels."""
     import timm
 
     if weights == "imagenet":

@@ -1,4 +1,4 @@
-"""`trainable`: the part of a pretrained model that learns. Frozen entries are not among the entries of the model.
+"""`trainable`: limits training to a part of a pretrained model; frozen entries are not among the model's entries.
 
     all            every parameter
     classifier     the classifier; the encoder is a `FrozenEncoder`
@@ -32,7 +32,7 @@ STOCHASTIC = ("DropPath", "StochasticDepth")
 
 
 def limit(model: SplitModel, trainable: str) -> SplitModel:
-    """Freeze the parts of a new model that do not learn.
+    """Freeze the parts of a new model that are not trained.
 
     Args:
         model: changed in place.
@@ -100,13 +100,13 @@ def _parts_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _inner(child: nn.Module) -> Iterator[nn.Module]:
-    """Yield the parts of an only child; the child itself if it has none."""
+    """Yield a module's children, with containers replaced by their parts, or the module itself if it has none."""
     parts = list(_parts_of(child))
     yield from parts or [child]
 
 
 def _freeze_all_but(encoder: nn.Module, learning: Iterable[nn.Module]) -> None:
-    """Hide all entries of an encoder from its state, except those of the modules that learn."""
+    """Remove all entries of an encoder from its state except those of the trained modules."""
     kept: set[int] = set()
     for module in learning:
         own = module.added() if isinstance(module, LowRank) else module.parameters()
@@ -124,7 +124,7 @@ def _freeze_all_but(encoder: nn.Module, learning: Iterable[nn.Module]) -> None:
 
 
 def _stay_in_evaluation(module: nn.Module, _: Any) -> None:
-    """Set a module's mode before each call: a method may call `train` on any part of a model."""
+    """Set a module's mode before each call, since a method may call `train` on any part of a model."""
     module.training = False
 
 
@@ -145,7 +145,7 @@ class Hidden:
 
 @recordable
 class FrozenEncoder(nn.Module):
-    """An encoder that never learns: images [B, channels, H, W] -> features [B, d], in evaluation mode.
+    """An encoder that is never trained: images [B, channels, H, W] -> features [B, d], in evaluation mode.
 
     Features [B, d] that were computed before are returned as they are.
     """
@@ -196,7 +196,7 @@ class LowRank(nn.Module):
 
 @recordable
 class LowRankLinear(LowRank, nn.Linear):
-    """A linear layer with two matrices. In evaluation mode it computes with the merged weight, as an export does."""
+    """A linear layer with two matrices; in evaluation mode it uses the merged weight, as an export does."""
 
     def __init__(self, layer: nn.Linear, rank: int):
         nn.Linear.__init__(self, layer.in_features, layer.out_features, layer.bias is not None, device="meta")
@@ -267,7 +267,7 @@ def _is_pointwise(layer: nn.Conv2d) -> bool:
 
 
 def whole_model(model: SplitModel) -> SplitModel:
-    """Return a model with all entries, without adapters and hooks, that gives the same logits in evaluation mode.
+    """Return an equal model with all entries and without adapters and hooks; logits agree in evaluation mode.
 
     A model without frozen entries is returned as it is.
     """

@@ -12,7 +12,7 @@ IMAGES = 2  # BatchNorm needs two values per channel in training mode
 
 
 def try_model(name: str, model: SplitModel, shape: tuple[int, int, int]) -> None:
-    """Check that a model can be trained, exchanged and saved; its gradients and running statistics change.
+    """Check that a model can be trained, exchanged and saved; this changes its gradients and running statistics.
 
     Args:
         name: of the model, for messages.
@@ -48,7 +48,7 @@ def try_model(name: str, model: SplitModel, shape: tuple[int, int, int]) -> None
 
 
 def materialise(model: SplitModel, shape: tuple[int, int, int]) -> None:
-    """Give lazy layers their shapes and weights, by one pass over images without content.
+    """Give lazy layers their shapes and weights, by a forward pass with blank images.
 
     Weights come from torch's global generator, as those of other layers do.
     """
@@ -76,7 +76,7 @@ def _check_types(name: str, model: SplitModel) -> None:
 
 
 def _check_memory(name: str, model: SplitModel) -> None:
-    """Check that each entry has memory of its own: clients exchange entries one by one, and files keep them so."""
+    """Check that no two entries share memory, since clients and files handle entries one by one."""
     owners: dict[int, str] = {}
     for entry, value in model.state_dict().items():
         memory = value.untyped_storage()

@@ -1,4 +1,4 @@
-"""Draws with replacement from the features of all clients, without collecting them in one place.
+"""Draws with replacement from all clients' features, without collecting these in one place.
 
 A client draws as many as are wanted of each of its classes; the server takes each place from one of the clients.
 """
@@ -12,7 +12,7 @@ from raylt.tree import Tree
 
 
 def class_bootstrap(z: Tensor, y: Tensor, size: int, generator: torch.Generator) -> dict[int, Tree]:
-    """Return, for each class that occurs, its count `n` and `size` of its features with replacement, `z` [size, d].
+    """Return, for each class that occurs, its count `n` and `size` features drawn with replacement, `z` [size, d].
 
     Args:
         z: Features, float32 [n, d].
@@ -29,7 +29,7 @@ def class_bootstrap(z: Tensor, y: Tensor, size: int, generator: torch.Generator)
 
 
 def bootstrap_of_clients(drawn: Sequence[Tree], generator: torch.Generator) -> dict[int, Tensor]:
-    """Return features [size, d] of all clients together for each class that a client has, ascending.
+    """Return features [size, d] drawn over all clients for each class that a client has, ascending.
 
     Args:
         drawn: The result of `class_bootstrap` at each client, in a fixed order.

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 
 def distillation(logits: Tensor, log_teacher: Tensor, temperature: float) -> Tensor:
-    """Return T^2 KL(q || p), the mean over a batch, a scalar: the second term of Eq. 1 of FedSM.
+    """Return T^2 KL(q || p), averaged over a batch, a scalar: the second term of Eq. 1 of FedSM.
 
     It is computed in float32, also under autocast.
 

@@ -44,7 +44,7 @@ def sparse_etf(
     length: float = 0.1,
     lr: float = 1e-4,
 ) -> Tensor:
-    """Return a simplex frame with a share of its entries at 0, the others re-optimised; float32 [C, d].
+    """Return a simplex frame with a share of its entries set to 0 and the rest re-optimised; float32 [C, d].
 
     Adam moves the entries, as in FedLoGe's code: rows get the given length, and the angle between each row and its
     nearest grows.

@@ -1,4 +1,4 @@
-"""Features found by matching gradients: those of a linear classifier, per class (CReFF; Eq. 16-20 of MuPFL).
+"""Gradient matching: features whose classifier gradients match given ones, per class (CReFF; Eq. 16-20 of MuPFL).
 
 The gradient of softmax cross-entropy with respect to W and b is (p - e_y) [h, 1]^T. So it needs no autograd, and
 matching it needs one pass of autograd, not two. All functions work on features [n, d], of images or of pixels.
@@ -36,7 +36,7 @@ def class_gradients(z: Tensor, y: Tensor, classifier: nn.Module) -> dict[int, Te
 
 
 def gradients_fault(n: int, parts: Tree, labels: int = 1) -> str | None:
-    """Return why `gradients` of `class_gradients` cannot be those of a client's samples, or None.
+    """Return why a reply of `class_gradients` cannot come from a client's samples, or None.
 
     The bias's gradient is the mean of p - e_c, and no feature is longer than 1e4.
 
@@ -84,7 +84,7 @@ def match_features(
     penalty: Callable[[Tensor], Tensor] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return features whose mean gradient points where each class's target does, Eq. 19 and 20, by gradient descent.
+    """Return features whose mean gradient aligns with each class's target, Eq. 19 and 20, by gradient descent.
 
     Args:
         h: Initial features, [K, m, d]: m features of each of K classes.

@@ -59,7 +59,7 @@ def class_means(z: Tensor, y: Tensor, unit: bool = False) -> dict[int, Tree]:
 
 
 def pooled_means(sums: Tree, classes: int) -> Tree:
-    """Return `means`, float32 [C, d], Eq. 3 of FedSM, and `present`, bool [C], from sums of `class_means`."""
+    """Return `means`, float32 [C, d], Eq. 3 of FedSM, and `present`, bool [C], from the sums of `class_means`."""
     dim = len(next(iter(sums.values()))["z"])
     means, present = torch.zeros(classes, dim), torch.zeros(classes, dtype=torch.bool)
     for c, of_class in sums.items():
@@ -68,13 +68,13 @@ def pooled_means(sums: Tree, classes: int) -> Tree:
 
 
 def moments_from_sums(sums: Tree) -> Moments:
-    """Return count, mean and covariance from the sums of one class, Eq. 10 of SFD."""
+    """Return count, mean and covariance from one class's sums, Eq. 10 of SFD."""
     mean = sums["z"] / sums["n"]
     return Moments(sums["n"], mean, unpack(sums["zz"], len(mean)) / sums["n"] - torch.outer(mean, mean))
 
 
 def isotropic_deviation(class_moments: Sequence[Moments]) -> float:
-    """Return the root of the features' variance around their class means, averaged over samples and directions."""
+    """Return the root of the variance around class means, averaged over samples and feature dimensions."""
     n = sum(of_class.n for of_class in class_moments)
     return (sum(of_class.n * of_class.cov.diagonal().mean().item() for of_class in class_moments) / n) ** 0.5
 
@@ -123,7 +123,7 @@ def sums_fault(
 
 
 def scatter_fault(n: int, parts: Tree, classes: int, weight: str, longest: float | None = None) -> str | None:
-    """Return why `scatter`, packed, and the weight `n` cannot come from `class_scatter`, or None.
+    """Return why `scatter` (packed) and the weight `n` cannot come from `class_scatter`, or None.
 
     Args:
         n: Number of the client's samples.
@@ -145,13 +145,13 @@ def scatter_fault(n: int, parts: Tree, classes: int, weight: str, longest: float
 
 
 def packed_trace(triangle: Tensor, dim: int) -> float:
-    """Return the trace of a symmetric matrix [d, d] from `pack`."""
+    """Return the trace of a packed symmetric matrix [d, d], see `pack`."""
     rows = torch.arange(dim)
     return triangle[rows * dim - rows * (rows - 1) // 2].double().sum().item()
 
 
 def is_covariance(matrix: Tensor, precision: torch.dtype = torch.float64) -> bool:
-    """Return whether a symmetric matrix, float64 [d, d], has no negative eigenvalue beyond rounding.
+    """Return whether a symmetric matrix, float64 [d, d], has no negative eigenvalue beyond rounding error.
 
     Args:
         precision: Type in which the matrix was sent.
@@ -161,7 +161,7 @@ def is_covariance(matrix: Tensor, precision: torch.dtype = torch.float64) -> boo
 
 
 def sample_lengths(clip: float) -> dict[str, float]:
-    """Return the largest length that one sample adds to each leaf of `class_sums`, where |z| is at most `clip`.
+    """Return the largest length that a sample with |z| at most `clip` adds to each leaf of `class_sums`.
 
     The packed triangle of z z^T is not longer than |z|^2, and as long where z has one non-zero entry.
     """
@@ -169,7 +169,7 @@ def sample_lengths(clip: float) -> dict[str, float]:
 
 
 def nearest_moments(sums: Tree) -> Tree:
-    """Return the nearest sums that samples could have to sums with noise.
+    """Return the sums nearest to noisy ones that samples could have.
 
     Counts become whole numbers and covariances lose their negative directions. A class with a count below one is left
     out.
@@ -197,19 +197,19 @@ def nearest_moments(sums: Tree) -> Tree:
 
 
 def without_negative(matrix: Tensor) -> Tensor:
-    """Return the nearest symmetric matrix without negative eigenvalues, float64 [d, d]."""
+    """Return the nearest symmetric matrix with no negative eigenvalue, float64 [d, d]."""
     values, vectors = torch.linalg.eigh(matrix)
     return (vectors * values.clamp(min=0)) @ vectors.T
 
 
 def pack(matrix: Tensor) -> Tensor:
-    """Return the upper triangle of a symmetric [d, d] row by row, [d (d + 1) / 2]."""
+    """Return the upper triangle of a symmetric matrix [d, d] row by row, [d (d + 1) / 2]."""
     rows, columns = torch.triu_indices(*matrix.shape, device=matrix.device)
     return matrix[rows, columns]
 
 
 def unpack(triangle: Tensor, dim: int) -> Tensor:
-    """Return the symmetric matrix [d, d] of a triangle from `pack`."""
+    """Return the symmetric matrix [d, d] from a packed triangle, see `pack`."""
     rows, columns = torch.triu_indices(dim, dim, device=triangle.device)
     matrix = triangle.new_zeros(dim, dim)
     matrix[rows, columns] = triangle
@@ -218,7 +218,7 @@ def unpack(triangle: Tensor, dim: int) -> Tensor:
 
 
 def class_scatter(z: Tensor, y: Tensor, weight: str = "n") -> tuple[Tensor, int]:
-    """Return the sum over classes of weight_c M_c, Eq. 13-15 of BPFed, float64 [d, d], and the sum of the weights.
+    """Return the sum over classes of weight_c M_c, Eq. 13-15 of BPFed, float64 [d, d], and the sum of weights.
 
     Args:
         z: Features [n, d].

@@ -1,4 +1,4 @@
-"""Terms of a loss over all parameters: the squared distance from an anchor, and one whose gradient is given."""
+"""Loss terms over all parameters: the squared distance from an anchor, and a term with a given gradient."""
 # pyright: reportPrivateImportUsage=false
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class _SquaredDistance(torch.autograd.Function):
 
 
 def with_gradient(params: Sequence[Tensor], gradient: Sequence[Tensor]) -> Tensor:
-    """Return a zero, a scalar, whose gradient with respect to the parameters is given.
+    """Return a scalar 0 whose gradient with respect to the parameters is given.
 
     The bits equal those of `sum(((p - p.detach()) * g).sum() ...)` and of its gradient, with a tenth of the kernels.
     """

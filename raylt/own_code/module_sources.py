@@ -111,7 +111,7 @@ def _real(file: str) -> str:
 
 
 def _source(name: str, file: Path, module: ModuleType | None = None) -> Source | None:
-    """Return the source of a module: the text that it was loaded from, or its file if that text is unknown."""
+    """Return a module's source: the text that it was loaded from, or its file if that text is unknown."""
     loader = getattr(module, "__loader__", None)
     if isinstance(loader, SourceLoader):
         return loader.source
@@ -140,7 +140,7 @@ def _source_in(folder: Path, name: str) -> Source | None:
 
 
 def _is_from(top: str, folder: Path) -> bool:
-    """Return whether this process imports a top-level name from the folder."""
+    """Return whether a top-level name in this process was imported from the folder."""
     return any(path and Path(path).resolve().is_relative_to(folder) for path in _paths_of(top))
 
 
@@ -180,7 +180,7 @@ def imported_names(source: Source) -> Iterator[str]:
 
 
 def _base_of(node: ast.ImportFrom, package: str) -> str:
-    """Return the absolute name of the module in `from module import ...`; "" outside any package."""
+    """Return the absolute name of the module in `from module import ...`; "" outside packages."""
     parents: list[str] = []
     if node.level:
         parts = package.split(".")

@@ -16,7 +16,7 @@ LIMIT = 16 * store.MIB  # bytes of a file
 
 
 def run_plugin(file: Path) -> ModuleType:
-    """Import a plugin's file; other processes import the text that is read now, under the same name.
+    """Import a plugin's file; other processes import the same text under the same name.
 
     Raises:
         ConfigError: the file cannot be read or run; the message names the line.

@@ -41,7 +41,7 @@ _arrived = _ArrivedFinder()
 
 @dataclass(frozen=True)
 class Shipment:
-    """A pickled value and the sources that it needs; see `ship`."""
+    """A pickled value with the sources that it needs; see `ship`."""
 
     sources: tuple[Source, ...]
     content: bytes
@@ -94,7 +94,7 @@ def ship(value: Any, modules: Iterable[ModuleType], dumps: Callable[[Any], bytes
 
 
 def pickle_modules_by_name() -> None:
-    """Make every loaded module picklable by its name, also where its type is a subclass of `ModuleType`.
+    """Make every loaded module picklable by name, also if its type is a subclass of `ModuleType`.
 
     cloudpickle looks for submodules that a function may use: `model.classes` in a function that also uses `torch` makes
     it pickle `torch.classes`. It can pickle only plain modules, and torch has a dozen of other types.
@@ -110,7 +110,7 @@ def _reduce_module(module: ModuleType) -> tuple[Any, ...]:
 
 
 def _install(sources: Iterable[Source]) -> None:
-    """Let this process import the sources; forget modules that were loaded from another text."""
+    """Make the sources importable in this process; forget modules that were loaded from another text."""
     new = {source.name: source for source in sources}
     for name, source in new.items():
         module = sys.modules.get(name)

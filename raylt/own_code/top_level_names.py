@@ -23,7 +23,7 @@ VARIABLE = "RAYLT_SHADOWED"  # for Ray's workers: folders, and the names in them
 
 
 def claim() -> None:
-    """Import raylt's own `actors` and `tune`, even if the path has other modules of these names.
+    """Import raylt's own `actors` and `tune`, even if the path contains other modules of these names.
 
     Raises:
         ConfigError: a user's file of this name is imported already.
@@ -58,7 +58,7 @@ def _is(module: ModuleType, file: Path) -> bool:
 
 
 def shadowed(folders: Iterable[Path]) -> dict[str, list[str]]:
-    """Return the names that Ray's workers would import from these folders but this process imports from others."""
+    """Return names that Ray's workers would import from these folders, but this process from others."""
     by_folder = {str(folder.resolve()): _names_shadowed(folder.resolve()) for folder in folders}
     return {folder: names for folder, names in by_folder.items() if names}
 
@@ -136,5 +136,5 @@ class _InstalledFirst(MetaPathFinder):
 
 
 def prefer_installed() -> None:
-    """Let a worker process import the same modules as the driver; Ray calls this when the process starts."""
+    """Make a worker process import the same modules as the driver; Ray calls this when the process starts."""
     sys.meta_path.insert(0, _InstalledFirst(json.loads(os.environ[VARIABLE])))

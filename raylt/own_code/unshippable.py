@@ -1,4 +1,4 @@
-"""Finds the part of a value that cannot be pickled: the class, the variable, the file and the line that uses it."""
+"""Finds the part of a value that cannot be pickled: its class and variable, and the file and line that use it."""
 
 import dis
 import inspect
@@ -14,7 +14,7 @@ Dumps = Callable[[Any], bytes]
 
 
 def fault_in(value: Any, dumps: Dumps) -> str | None:
-    """Return one line about the innermost part of a value that cannot be pickled; None if there is none."""
+    """Return a line about the innermost part of a value that cannot be pickled; None if there is none."""
     for owner, part in _parts(value):
         refusal = _refusal(part, dumps)
         if refusal is None:
@@ -38,7 +38,7 @@ def _has_parts(part: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the class of a value and then its parts, each with words that name it."""
+    """Yield the class of a value, then its parts, each with a description."""
     name = type(value).__name__
     if isinstance(value, tuple | list):
         yield from ((f"item {index} of a {name}", each) for index, each in enumerate(value))
@@ -131,7 +131,7 @@ def _line_of(kind: type) -> str:
 
 
 def _refusal(part: Any, dumps: Dumps) -> str | None:
-    """Return the error of pickling a part on one line; None if it can be pickled."""
+    """Return the error from pickling a part in one line; None if it can be pickled."""
     try:
         dumps(part)
     except Exception as error:  # a __reduce__ of the user may raise anything

@@ -1,4 +1,4 @@
-"""`raylt plot confusion | classes RUN`: the confusion matrix of a run and the figures of each class."""
+"""`raylt plot confusion | classes RUN`: draws a run's confusion matrix and the figures of each class."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +91,7 @@ class Confusion:
 
 
 def confusion_of(run: Run, client: str | int | None = None, step: int | None = None) -> Confusion:
-    """Return the counts that a run kept of an evaluation.
+    """Return the counts of an evaluation that a run stored.
 
     Args:
         client: name or id of one client, judged on its own test images where it has any, else on the whole test set;
@@ -132,7 +132,7 @@ def confusion_of(run: Run, client: str | int | None = None, step: int | None = N
 
 
 def _of_own_models(run: Run, task: Task, matrices: Matrices) -> Confusion:
-    """Return the counts of all clients' own models, each on the images that its client is judged by."""
+    """Return the counts of all clients' own models, each on the test images of its client."""
     views = torch.from_numpy(task.views)
     zeros = torch.zeros(task.classes, task.classes, dtype=torch.int64)
     if matrices.own:
@@ -153,7 +153,7 @@ def _of_own_models(run: Run, task: Task, matrices: Matrices) -> Confusion:
 
 
 def draw_confusion(confusion: Confusion, path: Path | str | None = None) -> "Figure":
-    """Draw a heat map: rows are true classes and sum to 1, columns are predictions.
+    """Draw a heat map whose rows are true classes (each sums to 1) and whose columns are predictions.
 
     Args:
         path: file that the picture is written to as well.
@@ -190,7 +190,7 @@ def draw_confusion(confusion: Confusion, path: Path | str | None = None) -> "Fig
 
 
 def draw_classes(confusion: Confusion, path: Path | str | None = None) -> "Figure":
-    """Draw recall and precision of each class as dots, largest class first, above its training samples.
+    """Draw recall and precision of each class as dots, largest class first, above the classes' training samples.
 
     Args:
         path: file that the picture is written to as well.

@@ -1,4 +1,4 @@
-"""`raylt plot clusters RUN`: the client groups of one round next to the clients' data (MuPFL, Fig. 10).
+"""`raylt plot clusters RUN`: draws one round's client groups next to the clients' data (MuPFL, Fig. 10).
 
 The paper and the command call the groups clusters.
 """
@@ -111,7 +111,7 @@ def read_client_groups(run: Run, round: int | None = None) -> ClientGroups:
 
 
 def _labels(groups: ClientGroups) -> list[tuple[str, tuple[float, float]]]:
-    """Return texts and their points: one text for clients of a group that are too close for texts of their own."""
+    """Return texts and their points; clients of a group that are too close share a text."""
     near = 0.05 * np.ptp(groups.points, axis=0).clip(1e-9)
     texts: list[tuple[int, list[str], np.ndarray]] = []
     for id, label, point in zip(groups.ids, groups.labels, groups.points, strict=True):
@@ -124,7 +124,7 @@ def _labels(groups: ClientGroups) -> list[tuple[str, tuple[float, float]]]:
 
 
 def _plot(name: str, groups: ClientGroups) -> "Figure":
-    """Return the map of clients, their class shares, and the number of groups over the rounds."""
+    """Draw the map of clients, their class shares, and the number of groups over the rounds."""
     height = min(24.0, 5.0 + 0.16 * max(0, len(groups.ids) - 16))
     figure = new_figure(13, height + 1.6)
     axes = figure.subplot_mosaic([["map", "classes"], ["kappa", "kappa"]], height_ratios=[height, 1.3])

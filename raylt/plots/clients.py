@@ -1,4 +1,4 @@
-"""`raylt plot clients RUN [RUN ...]`: the accuracy of every client in runs over the same split."""
+"""`raylt plot clients RUN [RUN ...]`: draws every client's accuracy in runs over the same split."""
 
 import statistics
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ TITLES = {
 
 @dataclass(frozen=True)
 class ClientComparison:
-    """The accuracy of each client at the end of some runs.
+    """The final accuracy of each client in several runs.
 
     Attributes:
         sizes: training samples of each client, [K].
@@ -100,7 +100,7 @@ class ClientComparison:
         return table
 
     def notes(self) -> list[str]:
-        """Return sentences on figures that say less than they seem to."""
+        """Return notes on figures that are less reliable than they look."""
         alone = len(self.one_class)
         if not alone:
             return []
@@ -110,7 +110,7 @@ class ClientComparison:
         return [f"{subject} judged by one class, so {object} nothing: {names}"]
 
     def _cell(self, value: float | None, client: int) -> str:
-        """Return a client's figure, with its interval where it rests on few images of the client's own."""
+        """Return a client's figure, with its interval if it rests on few images."""
         images = self.tested[client] if self.tested else 0
         if value is None or self.metric != LOCAL or not 0 < images < FEW_SAMPLES:
             return percent(value)
@@ -118,7 +118,7 @@ class ClientComparison:
 
 
 def draw_clients(comparison: ClientComparison, path: Path | str | None = None) -> "Figure":
-    """Draw a bar chart: a group of bars per client, a line at each run's mean (BPFed, Fig. 2).
+    """Draw a bar chart with a group of bars per client and a line at each run's mean (BPFed, Fig. 2).
 
     Args:
         path: file that the picture is written to as well.
@@ -218,7 +218,7 @@ def compare_clients(runs: Sequence[Run], metric: Metric | None = None) -> Client
 
 
 def other_split(run: Run, first: Run) -> CheckpointError:
-    """Return the error for a run over another split than the first."""
+    """Return the error for runs over different splits."""
     return CheckpointError(
         f"{run.folder}: its split is not that of {first.folder} ({run.split.sha256[:16]}, {first.split.sha256[:16]}). "
         "Give runs over the same split.",

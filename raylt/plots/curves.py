@@ -1,4 +1,4 @@
-"""`raylt plot curves`: figures over rounds, bytes or seconds, as means over seeds with intervals.
+"""`raylt plot curves`: draws figures over rounds, bytes or seconds, as means over seeds with intervals.
 
 The picture has its final size: one column of a two-column page (3.35 inches), or the whole page where a row has three
 panels or more. Its text is at least 7 points there. Arms differ by colour, dash and marker, so that a print in grey and
@@ -33,7 +33,7 @@ AXES: dict[Over, str] = {"rounds": "round", "bytes": "MiB sent and received", "s
 
 @dataclass(frozen=True)
 class ArmCurve:
-    """One arm in one cell: a figure of the steps that were judged in all its runs.
+    """One arm in one cell: a figure at the steps that were evaluated in all its runs.
 
     Attributes:
         x: rounds, MiB or seconds, as means over the seeds.
@@ -106,7 +106,7 @@ def draw_curves(
 
 
 def caption(study: Study, over: Over = "rounds", spread: Spread = "interval", level: float = 0.95) -> str:
-    """Return a caption for `draw_curves`: it names means, bands, seeds and test images."""
+    """Return a caption for `draw_curves` that describes means, bands, seeds and test images."""
     done = [record for record in study.records if record.state == "done"]
     counts = dict.fromkeys(dict.fromkeys((record.cell, record.arm) for record in done), 0)
     for record in done:
@@ -127,14 +127,14 @@ def caption(study: Study, over: Over = "rounds", spread: Spread = "interval", le
 
 
 def _judged_measures(done: Sequence[RunRecord]) -> list[str]:
-    """Return the accuracy and the groups for which some run judged images."""
+    """Return the accuracy, and those of groups for which some run evaluated images."""
     return ["accuracy", *(g for g in GROUPS if any(v is not None for r in done for v in r.curve.get(g, ())))]
 
 
 def _curve(
     done: Sequence[RunRecord], cell: str, arm: str, measure: str, over: Over, spread: Spread, level: float
 ) -> ArmCurve | None:
-    """Return the curve of an arm; None where no step was judged in all its runs."""
+    """Return the curve of an arm; None if no step was evaluated in all its runs."""
     runs = [record for record in done if (record.cell, record.arm) == (cell, arm)]
     key = measure_of(measure).every_round
     assert key is not None
@@ -157,14 +157,14 @@ def _curve(
 
 
 def _places(run: RunRecord, over: Over) -> list[float]:
-    """Return the place of each step on the horizontal axis."""
+    """Return the horizontal position of each step."""
     if over == "bytes":
         return [(up + down) / 2**20 for up, down in zip(run.curve["up"], run.curve["down"], strict=True)]
     return run.curve["step" if over == "rounds" else "seconds"]
 
 
 def _band(values: Sequence[float], spread: Spread, level: float) -> tuple[float, float]:
-    """Return both ends of the band at one step, within 0 and 100 %."""
+    """Return both ends of the band at a step, within 0 and 100 %."""
     mean = fmean(values)
     if len(values) < 2:
         return mean, mean
@@ -183,7 +183,7 @@ def _figure(
     arms: Sequence[str],
     over: Over,
 ) -> "Figure":
-    """Return a figure with a row of panels for each cell, or with two panels a row for a single cell."""
+    """Return a figure with a row of panels per cell, or with two panels a row for a single cell."""
     panels = [(cell, name) for cell in cells for name in names]
     columns = min(2, len(names)) if len(cells) == 1 else len(names)
     rows = -(-len(panels) // columns)
@@ -227,13 +227,13 @@ def _labels(arms: Sequence[str]) -> list[str]:
 
 
 def _legend_columns(arms: Sequence[str], width: float) -> int:
-    """Return how many entries of the legend fit next to each other: about 0.055 inches a letter, 0.5 for the line."""
+    """Return how many legend entries fit in a row: about 0.055 inches a character, and 0.5 inches for the line."""
     longest = max(map(len, arms), default=1)
     return max(1, min(len(arms), int(width / (0.5 + 0.055 * longest))))
 
 
 def _draw(ax: "Axes", curve: ArmCurve, number: int) -> None:
-    """Draw band, line and markers of an arm; the step to the end of a last phase is dotted."""
+    """Draw band, line and markers of an arm; the step to the end of the phase after training is dotted."""
     colour = COLOURS[number % len(COLOURS)]
     dash = DASHES[number % len(DASHES)]
     marker = MARKERS[number % len(MARKERS)]
@@ -276,7 +276,7 @@ def _draw(ax: "Axes", curve: ArmCurve, number: int) -> None:
 
 
 def _limit(ax: "Axes", panel: Sequence[ArmCurve]) -> None:
-    """Set the vertical axis by the means: the intervals of two or three seeds may be wider than all differences."""
+    """Set the vertical axis by the means; intervals of two or three seeds may exceed all differences."""
     means = [value for curve in panel for value in curve.mean]
     if not means:
         return

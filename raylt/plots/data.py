@@ -1,4 +1,4 @@
-"""`raylt plot data`: the samples of each client and class, with the sums of both and the heterogeneity.
+"""`raylt plot data`: draws the samples of each client and class, with both sums and the heterogeneity.
 
 Classes are in the order of their sizes, so that the long tail is seen whatever the order of their names.
 """
@@ -66,7 +66,7 @@ def draw_data(task: Task, path: Path | str | None = None) -> "Figure":
 
 
 def _draw_counts(ax: "Axes", task: Task, order: "npt.NDArray[np.int64]") -> "AxesImage":
-    """Draw the samples of each client and class as shades of blue, as numbers too where there is room.
+    """Draw the samples of each client and class as shades of blue, with numbers where they fit.
 
     Args:
         order: of the classes.

@@ -1,4 +1,4 @@
-"""`raylt plot features RUN [RUN ...]`: features in one t-SNE map, as in the paper of SFD.
+"""`raylt plot features RUN [RUN ...]`: draws features in one t-SNE map, as in the paper of SFD.
 
 Of one run: real and synthetic features (Fig. 8). Of several runs over the same split: the real features of each run's
 encoder (Fig. 5).
@@ -32,7 +32,7 @@ SHOWN_CLASSES, SHOWN_FEATURES = 10, 200
 
 
 def draw_features(run: Run, path: Path | str | None = None) -> "Figure":
-    """Draw a t-SNE of real and synthetic features, fitted to both together.
+    """Draw real and synthetic features in a t-SNE map that is fitted to both together.
 
     The real features are of training samples of all clients, which only a simulation can see.
 
@@ -69,7 +69,7 @@ def draw_features(run: Run, path: Path | str | None = None) -> "Figure":
 
 
 def draw_encoders(runs: Sequence[Run], path: Path | str | None = None) -> "Figure":
-    """Draw the features of the same training samples by the encoders of several runs.
+    """Draw the features of the same training samples from the encoders of several runs.
 
     The classes are spread evenly over the sizes, and include the most frequent and the rarest. Features are divided by
     their run's mean length, so that no encoder's scale decides. t-SNE is fitted to the features of all runs together,
@@ -131,13 +131,13 @@ def draw_encoders(runs: Sequence[Run], path: Path | str | None = None) -> "Figur
 
 
 def spread(ranked: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` elements of a list, evenly spaced, with both ends."""
+    """Return at most `most` evenly spaced elements of a list, including both ends."""
     steps = min(most, len(ranked)) - 1
     return [ranked[round(i * (len(ranked) - 1) / max(steps, 1))] for i in range(steps + 1)]
 
 
 def _map(parts: Sequence[Tensor]) -> list[np.ndarray]:
-    """Return the points [n, 2] of each part in one t-SNE of all parts."""
+    """Return the points [n, 2] of each part in a common t-SNE of all parts."""
     from sklearn.manifold import TSNE  # a second of imports
     from threadpoolctl import threadpool_limits
 

@@ -1,4 +1,4 @@
-"""Pictures that `Run.plot`, `Study.plot` and `Comparison.plot` return."""
+"""The pictures that `Run.plot`, `Study.plot` and `Comparison.plot` return."""
 
 from collections.abc import Sequence
 from pathlib import Path

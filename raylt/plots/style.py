@@ -1,4 +1,4 @@
-"""Figures, colours and files that all pictures share."""
+"""Figures, colours and file formats that all pictures share."""
 
 import io
 from functools import cache
@@ -21,7 +21,7 @@ ACCENT, INK, GRID = "#bd1f01", "#555555", "#e3e3e3"
 
 @cache
 def _figure_class() -> "type[Figure]":
-    """Return matplotlib's figure with a representation that notebooks show; matplotlib is imported only now."""
+    """Return matplotlib's figure class with a notebook display; this import of matplotlib is delayed until needed."""
     from matplotlib.figure import Figure
 
     class NotebookFigure(Figure):
@@ -43,7 +43,7 @@ def new_figure(width: float, height: float, dpi: int = 150) -> "Figure":
 
 
 def save(figure: "Figure", path: Path | str) -> Path:
-    """Write a picture, whose format is the path's ending, and return its path.
+    """Write a picture in the format of the path's suffix, and return the path.
 
     Raises:
         ConfigError: the file cannot be written, or the format is unknown.
@@ -71,7 +71,7 @@ def save_if_asked(figure: "Figure", path: Path | str | None) -> "Figure":
 
 
 def _content(figure: "Figure", format: str) -> bytes:
-    """Return the bytes of a picture, which have no date, so that equal pictures are equal files."""
+    """Return the bytes of a picture without a date, so that equal pictures are equal files."""
     import matplotlib
 
     dates = {"pdf": "CreationDate", "svg": "Date"}
@@ -84,7 +84,7 @@ def _content(figure: "Figure", format: str) -> bytes:
 
 
 def plain_text(text: str) -> str:
-    """Return a name with dollars escaped: matplotlib would set the text between two dollars as a formula."""
+    """Return a name with dollar signs escaped; matplotlib would set text between two of them as a formula."""
     return text.replace("$", r"\$")
 
 

@@ -1,1 +1,1 @@
-"""Attacks on the uploads of methods, and figures of how close their reconstructions are."""
+"""Attacks on methods' uploads, and measures of how close their reconstructions are."""

@@ -1,4 +1,4 @@
-"""`attack`: reconstruct private images from the uploads of a finished run, and measure how close they come."""
+"""`attack`: reconstruct private images from a finished run's uploads, and measure their similarity."""
 
 from collections.abc import Mapping
 
@@ -35,7 +35,7 @@ SHOWN = 12  # columns of a picture
 
 
 def attack(run: Run, upload: str | None = None, outside: str | None = None, epochs: int = 60) -> list[AttackFinding]:
-    """Attack the uploads of a finished run with the server's knowledge: the model, and images of no client.
+    """Attack a finished run's uploads with the server's knowledge: the model, and images of no client.
 
     Args:
         upload: one of `uploads_of` its method, or "features", the reference; by default all of them.
@@ -97,7 +97,7 @@ class _Attacker:
         return [self._inverted(REFERENCE, "features of single images, by a decoder", self.private.z, self.private)]
 
     def means(self) -> list[AttackFinding]:
-        """Attack class means of features, with the nearest image of the class as the truth."""
+        """Attack class means of features; the nearest image of the class counts as the truth."""
         rows: list[Tensor] = []
         means: list[Tensor] = []
         of_one_image: list[bool] = []
@@ -128,7 +128,7 @@ class _Attacker:
         return findings
 
     def activations(self) -> list[AttackFinding]:
-        """Attack FLea's uploads: the activations of single images behind a layer."""
+        """Attack FLea's uploads: activations of single images after a layer."""
         method = self.experiment.method
         assert isinstance(method, FLea)
         lower = halves(self.experiment.server.model.eval(), method.layer)[0]
@@ -144,7 +144,7 @@ class _Attacker:
         return torch.cat([lower((part - mean) / std).flatten(1) for part in x.split(self.config.evaluation.batch)])
 
     def gradients(self) -> list[AttackFinding]:
-        """Attack class gradients under the global classifier: the row of the class holds the feature mean."""
+        """Attack class gradients of the global classifier: the row of a class gives its mean feature."""
         entries = self.experiment.server.model.classifier.state_dict()
         classifier = linear(entries["weight"], entries.get("bias"))
         if entries.get("bias") is None:
@@ -167,7 +167,7 @@ class _Attacker:
         return [self._inverted("gradients", what, torch.stack(means), self.private.at(torch.stack(rows)))]
 
     def synthetic(self) -> list[AttackFinding]:
-        """Attack SFD's synthetic features, with the nearest private image of the class as the truth.
+        """Attack SFD's synthetic features; the nearest private image of the class counts as the truth.
 
         A synthetic feature is of no single image. Features of images that took no part in training, judged in the same
         way, distinguish nearness from chance.
@@ -186,13 +186,13 @@ class _Attacker:
         return findings
 
     def _against_nearest(self, what: str, z: Tensor, y: Tensor) -> AttackFinding:
-        """Attack features of no private image, with the nearest private image of their class as the truth."""
+        """Attack features that belong to no image; the nearest private image of their class counts as the truth."""
         distances = torch.cdist(z, self.private.z).masked_fill(y[:, None] != self.private.y[None], torch.inf)
         what = f"{what}, against the nearest image of their class, by a decoder"
         return self._inverted("synthetic", what, z, self.private.at(distances.argmin(1)))
 
     def update(self) -> list[AttackFinding]:
-        """Attack the update of one step on one image, the classic reference.
+        """Attack the update from one step on one image, the standard reference attack.
 
         It is far from a round of several epochs over many images.
         """
@@ -217,11 +217,11 @@ class _Attacker:
         return [self._finding("update", "one step on one image, by its gradient's direction", made, chosen, control)]
 
     def counts(self) -> list[AttackFinding]:
-        """Guess from a client's uploaded counts whether it holds a class of the smallest third."""
+        """Guess from uploaded counts whether a client has a class, for the rarest third of the classes."""
         return self._holders("counts", dict(uploaded_sums(self.config, self.private, self.experiment.task.classes)))
 
     def effective(self) -> list[AttackFinding]:
-        """Guess the same from FedYoYo's effective samples of each class, with all of a client's in one batch."""
+        """Guess as `counts` does from FedYoYo's effective samples, with all samples of a client in one batch."""
         classes = self.experiment.task.classes
         uploads: dict[int, Tree] = {}
         for client in self.private.client.unique().tolist():
@@ -235,7 +235,7 @@ class _Attacker:
         return self._holders("effective", uploads)
 
     def _holders(self, upload: str, uploads: Mapping[int, Tree]) -> list[AttackFinding]:
-        """Guess from the numbers `n` of each class, by client; a secure sum is the upload of client -1."""
+        """Guess which clients have a class from the uploaded numbers `n`; a secure sum counts as client -1."""
         task = self.experiment.task
         rare = np.argsort(task.counts, kind="stable")[: max(1, task.classes // 3)].tolist()
         clients = self.private.client.unique().tolist()
@@ -259,7 +259,7 @@ class _Attacker:
     def _inverted(
         self, upload: str, what: str, z: Tensor, true: Images, outside: Tensor | None = None
     ) -> AttackFinding:
-        """Attack by decoders that learn from features of outside images.
+        """Attack with decoders that are trained on features of outside images.
 
         Args:
             outside: what these images would upload, where that is not their features.
@@ -288,7 +288,7 @@ class _Attacker:
         return nearness(images, true.x, self.private.x, true.y, self.private.y)
 
     def _decoder(self, name: str, z: Tensor, paired: bool) -> Inverter:
-        """Return the decoder of an upload; without `paired`, a control that learnt from shuffled pairs."""
+        """Return the decoder for an upload; without `paired`, return a control trained on shuffled pairs."""
         if (name, paired) not in self._decoders:
             seed = seed_for(self.config.seed, "attack")
             x = self.outside.x if paired else shuffled(self.outside.x, seed)
@@ -296,7 +296,7 @@ class _Attacker:
         return self._decoders[name, paired]
 
     def _rows_of(self, client: int, c: int) -> Tensor:
-        """Return the rows of a client's private images of class c; client -1 has the images of all clients."""
+        """Return the rows of a client's private images of class c; client -1 stands for all clients."""
         owned = (self.private.client == client) | (client == -1)
         return torch.nonzero(owned & (self.private.y == c)).flatten()
 
@@ -307,6 +307,6 @@ class _Attacker:
         return mean, std
 
     def _some(self, count: int) -> Tensor:
-        """Return at most `MOST` of `count` indices, the same for the same run."""
+        """Return at most `MOST` of `count` indices, always the same for the same run."""
         generator = torch.Generator().manual_seed(seed_for(self.config.seed, "attacked"))
         return torch.randperm(count, generator=generator)[:MOST]

@@ -1,4 +1,4 @@
-"""The attacker's view of a finished run: the uploads that it sees, and the private images that it wants."""
+"""The attacker's view of a finished run: the uploads that it sees, and the private images it is after."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -66,7 +66,7 @@ ONLY_WITH = {"sfd": "safs", "mupfl": "pkcf"}
 
 
 def uploads_of(method: Method) -> tuple[str, ...]:
-    """Return the uploads of a method that can be attacked; they depend on its fields."""
+    """Return the uploads of a method that can be attacked; the method's fields decide which."""
     if method.name in ("local", "fedproto"):  # no model leaves a client
         return ()
     silent = not getattr(method, ONLY_WITH.get(method.name, ""), True)
@@ -116,7 +116,7 @@ def encode_images(experiment: Experiment, shard: Shard, client: int) -> Images:
 
 
 def private_images(experiment: Experiment) -> Images:
-    """Return the images of all clients, which an attacker wants to know.
+    """Return the images of all clients, which an attacker tries to reconstruct.
 
     Raises:
         ConfigError: clients have running statistics of their own, so the server has no encoder to see them by.
@@ -134,7 +134,7 @@ def private_images(experiment: Experiment) -> Images:
 
 
 def outside_images(experiment: Experiment, source: str | None, most: int = 5000) -> Images:
-    """Return images of no client: the run's test set, or the training images of another source of the same shape.
+    """Return images of no client: the run's test set, or another source's training images of the same shape.
 
     Raises:
         ConfigError: the images of the source have another shape, or label maps.
@@ -161,12 +161,12 @@ def outside_images(experiment: Experiment, source: str | None, most: int = 5000)
 
 
 def sends_unit_means(config: Config) -> bool:
-    """Return whether the class means that clients upload have length 1."""
+    """Return whether clients upload class means of length 1."""
     return config.method["name"] == "rucr" or (config.method["name"] == "fedsm" and config.method.get("norm") == "l2")
 
 
 def uploaded_sums(config: Config, images: Images, classes: int) -> Iterator[tuple[int, Tree]]:
-    """Yield the class sums of features that each client uploads, with the noise of `privacy`.
+    """Yield each client's uploaded class sums of features, with the noise of `privacy`.
 
     A secure sum is one sum over all clients, as the upload of client -1.
     """
@@ -187,7 +187,7 @@ def uploaded_sums(config: Config, images: Images, classes: int) -> Iterator[tupl
 
 
 def _sums_of_unit_means(images: Images) -> dict[int, Tree]:
-    """Return each class's count, and the sum over clients of n times its mean at length 1."""
+    """Return each class's count, and the sum over clients of n times the mean scaled to length 1."""
     totals: dict[int, Tree] = {}
     for client in images.client.unique().tolist():
         own = images.at(images.client == client)
@@ -198,7 +198,7 @@ def _sums_of_unit_means(images: Images) -> dict[int, Tree]:
 
 
 def uploaded_gradients(config: Config, images: Images, classifier: nn.Module) -> dict[int, dict[int, Tensor]]:
-    """Return the gradients of the classifier by class [C, d + 1] that each client uploads.
+    """Return each client's uploaded gradients of the classifier by class, [C, d + 1].
 
     A secure sum is one sum over all clients, as the upload of client -1.
     """

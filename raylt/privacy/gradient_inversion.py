@@ -22,7 +22,7 @@ def gradient_of(model: nn.Module, x: Tensor, y: Tensor, create_graph: bool = Fal
 
 
 def label_of(gradient: Sequence[Tensor]) -> Tensor:
-    """Return the label of the image with this gradient, int64 [1]; the classifier's weight is its last matrix."""
+    """Return the label of the image with this gradient, int64 [1]; the classifier must be its last matrix."""
     weight = next(g for g in reversed(gradient) if g.ndim == 2)
     return weight.sum(1).argmin().reshape(1)
 

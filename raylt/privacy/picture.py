@@ -1,4 +1,4 @@
-"""The picture of an attack: true images, reconstructions and the training images nearest to these."""
+"""The picture of an attack: true images, reconstructions and their nearest training images."""
 
 from pathlib import Path
 

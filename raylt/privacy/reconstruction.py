@@ -1,4 +1,4 @@
-"""Figures of an attack: how close reconstructions are to images, or how often guesses are right."""
+"""Measures of an attack: how close reconstructions are to images, or how often guesses are right."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ SMALL = 16  # images of a smaller side have no room for the Gaussian window of 1
 
 
 class Nearness(NamedTuple):
-    """Means over reconstructions of images in [0, 1].
+    """Mean measures over reconstructions of images in [0, 1].
 
     Attributes:
         ssim: structural similarity; 1 is the same image.
@@ -55,7 +55,7 @@ class AttackFinding:
 
 
 def check_measures() -> None:
-    """Raise a ConfigError where the library of the measures is not installed."""
+    """Raise a ConfigError if the library that computes the measures is not installed."""
     if importlib.util.find_spec("torchmetrics") is None:
         raise ConfigError(
             "raylt attack: torchmetrics is not installed. Run pip install 'raylt[attack]'.",
@@ -71,7 +71,7 @@ def nearness(
     labels: Tensor | None = None,
     candidate_labels: Tensor | None = None,
 ) -> Nearness:
-    """Return how close reconstructions [n, channels, H, W] are to images in [0, 1] of the same shape.
+    """Return measures of how close reconstructions [n, channels, H, W] are to images in [0, 1] of the same shape.
 
     Windows are torchmetrics' Gaussian ones of 11 pixels, and uniform ones of 5 for images below 16 pixels.
 

@@ -1,4 +1,4 @@
-"""Runs that continue from another run's steps, in a folder of their own.
+"""Runs that continue from another run's steps, in their own folder.
 
 `branch` repeats what a run does late, with other fields of its method. The steps before that stage are the parent's.
 The result is that of a whole run with those fields.
@@ -97,7 +97,7 @@ def branch_to(
     quiet: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
-    """Run the rest of a run with a whole configuration, with all fields of its method, in a new folder."""
+    """Run the rest of a run with another whole configuration, including all fields of its method, in a new folder."""
     config = followed(config, run.config)
     stage, step = _shared_steps(run, config)
     setup = run.resolve(config)
@@ -115,7 +115,7 @@ def branch_to(
 
 
 def _shared_steps(run: Run, config: Config) -> Fork:
-    """Return the stage at which a configuration parts from a run, and the last step that they share.
+    """Return the stage at which a configuration starts to differ from a run, and the last step that they share.
 
     Raises:
         CheckpointError: the run has not committed that step, or has not kept its checkpoint.
@@ -151,7 +151,7 @@ def resume(
     quiet: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
-    """Continue a run as `Run.resume` does; with another number of rounds, continue it as `extend` does.
+    """Continue a run as `Run.resume` does; with another number of rounds, as `extend` does.
 
     Raises:
         CheckpointError: as of `Run.resume`.
@@ -252,7 +252,7 @@ def _reads_rounds(method: Method) -> bool:
 
 
 def _as_any_round(report: MetricsLine, config: Config, method: Method, run: Run, folder: Path) -> None:
-    """Remove from the report of a last round the figures that only a last round has."""
+    """Return the report of a last round without the figures that only last rounds have."""
     step = report["step"]
     every = config.evaluation
     shared_due = step % every.every == 0
@@ -282,7 +282,7 @@ def _as_any_round(report: MetricsLine, config: Config, method: Method, run: Run,
 
 @dataclass(frozen=True)
 class _Descent:
-    """A new run that takes over the first steps of its parent.
+    """A new run that takes over the first steps of a parent run.
 
     Attributes:
         parent: the run whose steps are taken over.
@@ -302,7 +302,7 @@ class _Descent:
     judge_again: Callable[[MetricsLine], None]
 
     def run_rest(self, fleet: FleetKind, address: str | None, quiet: bool, callbacks: Sequence[Callback]) -> Run:
-        """Take over the shared steps and run the others.
+        """Take over the shared steps and run the rest.
 
         Raises:
             CheckpointError: the folder exists.

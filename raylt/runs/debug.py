@@ -29,7 +29,7 @@ DeviceKind = Literal["cpu", "cuda"]
 
 @dataclass
 class ReplayedCall(Exception):
-    """A repeated call; it is raised to end the round there."""
+    """A repeated call, raised as an exception to end the round."""
 
     function: str
     seconds: float
@@ -41,7 +41,7 @@ class ReplayedCall(Exception):
 
 
 def replay(run: Run, round: int, client: int, function: str | None, device: DeviceKind | None = None) -> ReplayedCall:
-    """Repeat the first call of a client in a round, or its call of `function`, and let its exceptions through.
+    """Repeat a client's first call in a round, or its call of `function`, without catching exceptions.
 
     Args:
         round: 1..R; R + 1 for the method's last phase, 0 for the join.
@@ -94,7 +94,7 @@ def _checkpoint_before(run: Run, round: int) -> Checkpoint | None:
 
 
 class ReplayFleet(LocalFleet):
-    """A fleet that answers calls as in the run until the wanted call, and raises that one as a `ReplayedCall`."""
+    """A fleet that answers as in the run until the wanted call, which it raises as a `ReplayedCall`."""
 
     def __init__(self, config: Config, task: Task, host: ClientHost, round: int, client: int, function: str | None):
         super().__init__(config, task, host)
@@ -122,7 +122,7 @@ class ReplayFleet(LocalFleet):
 
 
 def _describe(leaf: Any) -> tuple[str, str]:
-    """Return the kind and the range of a part of a reply."""
+    """Describe the kind and the range of a part of a reply."""
     if not isinstance(leaf, Tensor):
         return type(leaf).__name__, f"{leaf}"
     kind = f"{leaf.dtype} {list(leaf.shape)}".removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""An experiment in this process, continued from a checkpoint."""
+"""An experiment in this process, restored from a checkpoint."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ def open_in_process(
     saved: Checkpoint | None,
     fleet: Callable[[Config, Task, ClientHost], Fleet] = LocalFleet,
 ) -> Experiment:
-    """Open the experiment of a run folder with all clients in this process.
+    """Restore the experiment of a run folder with all clients in this process.
 
     Args:
         saved: the checkpoint to continue from; None for the beginning.
@@ -52,13 +52,13 @@ def with_device(setup: Setup, device: Literal["auto", "cpu", "cuda"]) -> Setup:
 
 
 def on_any_device(setup: Setup) -> Setup:
-    """Return the setup for reading a run: one that was made on a GPU can be read where there is none."""
+    """Return the setup for reading a run, so that a run from a GPU can be read on a machine without one."""
     return with_device(setup, "auto") if setup.config.resources.device == "cuda" else setup
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch on one thread inside the block: weights must not depend on the machine's cores."""
+    """Run torch on one thread inside the block, so that weights do not depend on the number of cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -74,7 +74,7 @@ class Run:
         return f"Run({str(self.folder)!r}, {self.state})"
 
     def _repr_html_(self) -> str:
-        """Return the summary as a table; of an unfinished run its state and the figures of the last step."""
+        """Return the summary as a table; for an unfinished run, its state and the last step's figures."""
         if self.state == "done":
             return html_of(table_of(self.summary, str(self.folder)))
         rows = [("run folder", str(self.folder)), ("state", self.state)]
@@ -105,12 +105,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The folder's name."""
+        """Return the folder's name."""
         return self.folder.resolve().name
 
     @property
     def state(self) -> RunState:
-        """The state of the run.
+        """Return the state of the run.
 
         "missing": there is no such run; "running": a process works at it; "stopped": it can be resumed; "done".
         """
@@ -120,22 +120,22 @@ class Run:
 
     @cached_property
     def config(self) -> Config:
-        """The configuration, with all fields of the method."""
+        """Return the configuration, with all fields of the method."""
         return self._files.config()
 
     @property
     def sha256(self) -> str:
-        """The SHA-256 of everything that the result follows from, see raylt/runs/folder/identity.py."""
+        """Return the SHA-256 of everything that determines the result, see raylt/runs/folder/identity.py."""
         return self._files.identity["sha256"]
 
     @property
     def origins(self) -> list[PluginRecord]:
-        """Records of the plugins that the run was made with, see raylt/registry.py."""
+        """Return records of the plugins that the run was made with, see raylt/registry.py."""
         return self._files.plugins()
 
     @cached_property
     def setup(self) -> Setup:
-        """The method, model and augmentation that the configuration names, as values.
+        """Return the method, model and augmentation that the configuration names, as values.
 
         Raises:
             ConfigError: a plugin is missing, or has changed since.
@@ -144,17 +144,17 @@ class Run:
 
     @property
     def method(self) -> Method:
-        """The method with its fields."""
+        """Return the method with its fields."""
         return self.setup.method
 
     @cached_property
     def split(self) -> Split:
-        """The training samples of each client."""
+        """Return the training samples of each client."""
         return self._files.split()
 
     @cached_property
     def task(self) -> Task:
-        """The data with the run's split; the data must be where they were.
+        """Return the data with the run's split; the data must still be in its place.
 
         Raises:
             CheckpointError: the data are not those of the run.
@@ -166,7 +166,7 @@ class Run:
 
     @cached_property
     def outline(self) -> Task:
-        """The task without its data, which suffices to open models.
+        """Return the task without its data, which is enough to open models.
 
         With a plugin's method, which may look at images, it is the whole task.
         """
@@ -177,12 +177,12 @@ class Run:
 
     @property
     def reports(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, one per committed step, oldest first."""
+        """Return the lines of metrics.jsonl, one per committed step, oldest first."""
         return self._files.lines().reports
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The content of summary.json.
+        """Return the content of summary.json.
 
         Raises:
             CheckpointError: the run is not finished.
@@ -198,7 +198,7 @@ class Run:
 
     @property
     def metrics(self) -> "DataFrame":
-        """The figures of every step, one value a row.
+        """Return the figures of every step, one value per row.
 
         Columns step, phase ("round" or "finish"), metric, group, value (float). A step has rows only for what was
         judged in it. By metric, the groups are
@@ -225,7 +225,7 @@ class Run:
 
     @property
     def clients(self) -> "DataFrame":
-        """The figures of every client in every step in which clients were judged; the last step always is such.
+        """Return every client's figures in each step with an evaluation of clients, such as the last.
 
         Columns step, phase, metric, client, value (float, in [0, 1]). The metrics are owned (accuracy over the owned
         classes), matched (over the client's own class mix), global (over all classes), miou, and local (on the client's
@@ -243,7 +243,7 @@ class Run:
         return DataFrame(rows, columns=["step", "phase", "metric", "client", "value"])
 
     def matrices(self, step: int | None = None) -> Matrices:
-        """Return the confusion matrices of the evaluation after a step; by default of the last.
+        """Return the confusion matrices of the evaluation after a step, by default the last.
 
         Raises:
             CheckpointError: nothing was judged after this step, or the matrices were changed.
@@ -251,7 +251,7 @@ class Run:
         return self._files.matrices(step)
 
     def finished(self) -> "Run":
-        """Return this run after a check that it is finished.
+        """Return this run after checking that it is finished.
 
         Raises:
             CheckpointError: it is not finished, or its files were changed since.
@@ -260,7 +260,7 @@ class Run:
         return self
 
     def checkpoint(self) -> Checkpoint | None:
-        """Return the newest undamaged checkpoint; None where none was committed, or none was kept."""
+        """Return the newest undamaged checkpoint; None if the run committed or kept none."""
         return self._files.checkpoint()
 
     def checkpoint_after(self, step: int) -> Checkpoint:
@@ -272,7 +272,7 @@ class Run:
         return self._files.checkpoint_after(step)
 
     def best_step(self) -> int:
-        """Return the step with the highest accuracy on validation images, of those with a checkpoint.
+        """Return the step with the highest accuracy on validation images among those with a checkpoint.
 
         The first counts where several have it.
 
@@ -297,7 +297,7 @@ class Run:
         return -max(judged)[1]
 
     def _saved_after(self, step: int) -> Checkpoint:
-        """Return the checkpoint after a step, of those that the run kept."""
+        """Return the checkpoint after a step, if the run kept it."""
         kept = checkpoint.steps(self.folder / "checkpoints")
         if step not in kept:
             raise CheckpointError(
@@ -310,7 +310,7 @@ class Run:
         return self.checkpoint_after(step)
 
     def experiment(self, task: Task | None = None, step: int | None = None) -> Experiment:
-        """Return the experiment in this process, as a checkpoint left it.
+        """Return the experiment in this process, restored from a checkpoint.
 
         Args:
             task: replaces the run's own task, as with other test images.
@@ -351,7 +351,7 @@ class Run:
         quiet: bool = False,
         callbacks: Sequence[Callback] = (),
     ) -> "Run":
-        """Continue after the last committed step to the end; the result is that of an undisturbed run.
+        """Continue the run after its last committed step; the result is that of an uninterrupted run.
 
         Args:
             overrides: `key=value`, of `resources` and `output` only.
@@ -384,7 +384,7 @@ class Run:
         return self
 
     def model(self, step: int | None = None) -> trained_model.TrainedModel:
-        """Return the global model, ready to predict; of a run in progress, that of its last checkpoint.
+        """Return the global model, ready to predict; for a run in progress, from its last checkpoint.
 
         Args:
             step: whose model it is, as `best_step()` gives it; by default the last.
@@ -397,7 +397,7 @@ class Run:
         return trained_model.global_model(self.experiment(self.outline, step), tensors)
 
     def client_model(self, client: int | str, step: int | None = None) -> trained_model.TrainedModel:
-        """Return a client's own model, ready to predict; the global model where clients have none of their own.
+        """Return a client's own model, ready to predict; the global model if clients have none of their own.
 
         Args:
             client: id or name.
@@ -415,7 +415,7 @@ class Run:
     def client_models(
         self, ids: Iterable[int] | None = None, step: int | None = None
     ) -> Iterator[tuple[int, trained_model.TrainedModel]]:
-        """Yield the models of several clients with their ids; by default of all clients that hold samples.
+        """Yield several clients' models with their ids, by default those of all clients with samples.
 
         Args:
             step: see `model`.
@@ -424,7 +424,7 @@ class Run:
         return trained_model.client_models(self.experiment(self.outline, step), self.setup, saved, ids)
 
     def resolve(self, config: Config) -> Setup:
-        """Return the values that a configuration names, with relative paths as in the run's own.
+        """Return the values that a configuration names; relative paths start where the run's own do.
 
         Raises:
             ConfigError: a plugin is missing, or has changed since the run was made.
@@ -443,7 +443,7 @@ class Run:
 
 
 def _figures(report: MetricsLine) -> Iterator[tuple[str, str, Any]]:
-    """Yield metric, group and value of each figure of a step."""
+    """Yield metric, group and value for each figure of a step."""
     yield "accuracy", WHOLE, report["accuracy"]
     for group, value in (report["groups"] or {}).items():
         yield "accuracy", group, value

@@ -39,7 +39,7 @@ class Steps(Protocol):
 def carry_out(
     setup: Setup, task: Task, journal: Journal, fleet: FleetKind, address: str | None, callback: Callback
 ) -> None:
-    """Take a run from its last committed step to its end, and release its folder.
+    """Run from the last committed step to the end, and unlock the run folder.
 
     Args:
         fleet: "ray" for client actors, "local" for all clients in this process.
@@ -78,7 +78,7 @@ def carry_out(
 def _take_all_steps(
     setup: Setup, task: Task, journal: Journal, fleet: FleetKind, address: str | None, callback: Callback
 ) -> dict[str, Any]:
-    """Take the remaining steps, from the last checkpoint again when the server's process dies, and summarise them."""
+    """Take the remaining steps and summarise them; continue from the last checkpoint if the server's process dies."""
     started = False
     deaths = 0
     committed = -1
@@ -156,7 +156,7 @@ def _in_this_process(setup: Setup, task: Task, folder: Path, callback: Callback)
 
 
 def _show_predictions(setup: Setup, task: Task, journal: Journal, callback: Callback) -> None:
-    """Draw test images with predictions; a failure becomes a message, since the run is done."""
+    """Draw test images with predictions; a failure gives only a message, since the run is already finished."""
     try:
         picture = draw_prediction_grid(setup, task, journal.folder)
         journal.show(picture)

@@ -55,7 +55,7 @@ def sign(file: Path, key: Path) -> Path:
 
 
 def check_signature(file: Path, signers: Path | None = None) -> str:
-    """Check the signature of a file; return who signed it.
+    """Check the signature of a file; return the signer.
 
     Args:
         signers: file of allowed signers, see `man ssh-keygen`. Without it any key counts, and the key is returned.

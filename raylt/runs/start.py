@@ -94,7 +94,7 @@ def run(
 
 @no_exit()
 def plan_run(config: Config) -> tuple[Setup, Task]:
-    """Resolve a configuration, build its task, and refuse settings that exclude each other; start nothing.
+    """Resolve a configuration, build its task and refuse conflicting settings; start nothing.
 
     Raises:
         ConfigError: a setting cannot be used.
@@ -113,7 +113,7 @@ def plan_run(config: Config) -> tuple[Setup, Task]:
 
 
 def check_setup(setup: Setup, spec: TaskSpec) -> None:
-    """Refuse settings that exclude each other, and a user's own model that cannot be trained, before anything starts.
+    """Refuse conflicting settings, and a user's own model that cannot be trained, before anything starts.
 
     Raises:
         ConfigError: method, model, data and settings do not fit together.
@@ -146,7 +146,7 @@ def configure(
     overrides: Sequence[str] | Mapping[str, Any] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Return the configuration that `run` runs with these arguments.
+    """Return the configuration that `run` would use for these arguments.
 
     Raises:
         ConfigError: a setting is unknown, ambiguous, of the wrong type or out of range.

@@ -1,4 +1,4 @@
-"""The request that a run stop at its next checkpoint.
+"""A request to stop a run at its next checkpoint.
 
 It is a file in the run folder, so it reaches a run on another machine that shares the folder.
 """
@@ -13,7 +13,7 @@ FILE = "stop"
 
 
 class StopAsked(KeyboardInterrupt):
-    """A run has stopped after a checkpoint, as it was asked to. It can be resumed."""
+    """A run has stopped at a checkpoint on request; it can be resumed."""
 
 
 def ask_to_stop(folder: Path) -> None:
@@ -34,12 +34,12 @@ def ask_to_stop(folder: Path) -> None:
 
 
 def is_asked(folder: Path) -> bool:
-    """Return whether the run in a folder was asked to stop."""
+    """Return whether somebody asked the run in a folder to stop."""
     with Folder.open(folder) as run_folder:
         return run_folder.has(FILE)
 
 
 def withdraw(folder: Path) -> None:
-    """Remove a request, which may be older than the process that runs the run."""
+    """Remove a request to stop, which may be older than the run's current process."""
     with Folder.open(folder) as run_folder:
         run_folder.remove(FILE)

@@ -1,4 +1,4 @@
-"""`raylt verify`: check the files of a run folder, and repair damage that loses no committed step.
+"""`raylt verify`: check the files of a run folder, and repair damage without loss of committed steps.
 
 Every file is compared with the files that it must agree with. A repair only removes: what a killed process left, and
 what is damaged where an undamaged checkpoint comes before it.
@@ -27,7 +27,7 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class Finding:
-    """The state of one file of a run.
+    """The state of a file of a run.
 
     Attributes:
         what: name of the file.
@@ -43,12 +43,12 @@ class Finding:
 
 
 def verify(folder: Path) -> list[Finding]:
-    """Check every file of a run; nothing is changed."""
+    """Check every file of a run and change nothing."""
     return list(_findings(Run.open(folder)))
 
 
 def repair(folder: Path) -> list[str]:
-    """Remove files that killed processes left, and damaged files after the last undamaged checkpoint.
+    """Remove files left by killed processes, and damaged files after the last undamaged checkpoint.
 
     Returns:
         A line for each repair.
@@ -75,7 +75,7 @@ def repair(folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class _RepairTarget:
-    """The state that a run can be brought back to.
+    """The state to which a run can be repaired.
 
     Attributes:
         lines: the undamaged lines.
@@ -89,7 +89,7 @@ class _RepairTarget:
 
 
 def _repair_target(files: Files) -> _RepairTarget | None:
-    """Return the state that a run can be brought back to; None where it cannot be repaired."""
+    """Return the state to which a run can be repaired; None if it cannot be repaired."""
     root = files.identity["sha256"]
     steps = checkpoint.steps(files.path / CHECKPOINTS)
     with Folder.open(files.path) as folder:
@@ -107,7 +107,7 @@ def _repair_target(files: Files) -> _RepairTarget | None:
 
 
 def _undamaged_lines(folder: Folder, root: str) -> metrics_log.Lines:
-    """Return the lines before the first that cannot be read or does not follow."""
+    """Return the lines before the first line that cannot be read or does not follow its predecessor."""
 
     def is_damaged(most: int) -> bool:
         try:
@@ -150,7 +150,7 @@ def _findings(run: Run) -> Iterator[Finding]:
 
 
 def finding_of(what: str, read: Callable[[], str]) -> Finding:
-    """Return the finding on a file from a function that reads it and describes its content."""
+    """Return the finding on a file, from a function that reads the file and describes its content."""
     try:
         return Finding(what, True, read())
     except RayltError as error:
@@ -204,7 +204,7 @@ def _check_checkpoints(files: Files) -> Iterator[Finding]:
 
 
 def _check_matrices(files: Files) -> Iterator[Finding]:
-    """Yield one finding where all are undamaged, else one for each damaged file.
+    """Yield one finding if all counts are undamaged, else one for each damaged file.
 
     A long run drops its oldest counts, those of a checkpoint apart. So after `KEPT` evaluations the first files may be
     missing, but none in between.
@@ -226,7 +226,7 @@ def _check_matrices(files: Files) -> Iterator[Finding]:
 
 
 def _checkpoint_at(files: Files, step: int, lines: metrics_log.Lines | None) -> Checkpoint | str | CheckpointError:
-    """Return a checkpoint; its damage as text; or the error that says why it is of another run.
+    """Return a checkpoint; a description of its damage; or the error that it belongs to another run.
 
     Args:
         lines: the lines that it must fit; None where they cannot be read.

@@ -1,4 +1,4 @@
-"""`Definition`: the arms, cells and seeds of a study, read from YAML and checked before any run starts.
+"""`Definition`: a study's arms, cells and seeds, read from YAML and checked before any run starts.
 
     name: aligner
     recipe: sfd/cifar10_if100_alpha0.05_k10      # or base: {...}, or both
@@ -55,7 +55,7 @@ class Planned:
 
 
 class Definition(Section):
-    """A study as its author wrote it."""
+    """A study as written by its author."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*$", max_length=LONGEST_NAME)
     about: str = ""
@@ -94,17 +94,17 @@ class Definition(Section):
 
     @property
     def compared_to(self) -> str:
-        """The reference arm: the first, unless `reference` names another."""
+        """Return the reference arm: the first, unless `reference` names another."""
         return self.reference or next(iter(self.arms))
 
     @property
     def all_seeds(self) -> list[int]:
-        """The seeds of every arm and cell."""
+        """Return the seeds of every arm and cell."""
         return list(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds
 
     @cached_property
     def all_cells(self) -> dict[str, dict[str, Any]]:
-        """Settings of each cell by its label, in the order of the file; without `cells` one cell with the label "".
+        """Return the settings of each cell by label, in the file's order; without `cells`, one cell labelled "".
 
         Raises:
             ConfigError: two cells would have the same label, or there are too many.
@@ -127,7 +127,7 @@ class Definition(Section):
 
     @property
     def parsed_claims(self) -> list[Claim]:
-        """The claims, as `read_claim` reads them.
+        """Return the claims as `read_claim` reads them.
 
         Raises:
             ConfigError: a claim cannot be read or names an unknown arm.
@@ -160,7 +160,7 @@ class Definition(Section):
         ]
 
     def run(self, cell: str, arm: str, seed: int, tuned: Outcomes | None = None) -> Planned:
-        """Return one run of an arm in a cell; the seed need not be one of the study's."""
+        """Return the run of an arm in a cell with a seed, which need not be one of the study's."""
         outcome = (tuned or {}).get(cell, {}).get(arm)
         tree = self._settings(cell, arm, seed)
         config = resolved(merge(tree, outcome["values"]) if outcome else tree, f"arm {arm!r}")
@@ -168,18 +168,18 @@ class Definition(Section):
         return Planned(cell, arm, seed, config, folder)
 
     def bases(self) -> dict[tuple[str, str], Config]:
-        """Return the settings that each arm is tuned from, by cell and arm; see `base_of`."""
+        """Return, by cell and arm, the settings from which each arm is tuned; see `base_of`."""
         return {(cell, arm): self.base_of(cell, arm) for cell in self.all_cells for arm in self.arms_of(cell)}
 
     def base_of(self, cell: str, arm: str) -> Config:
-        """Return the settings that an arm is tuned from in a cell.
+        """Return the settings from which an arm is tuned in a cell.
 
         They have the first seed, and only those fields of the method that the study gives.
         """
         return check(Config, self._settings(cell, arm, self.all_seeds[0]))
 
     def check_names(self) -> None:
-        """Check that names can be folders, and that claims and references name existing arms, cells and measures.
+        """Check that names can be folder names, and that claims and references name existing arms, cells and measures.
 
         Raises:
             ConfigError: a name is wrong.
@@ -291,7 +291,7 @@ class Definition(Section):
 
 
 def read_definition(path: Path) -> Definition:
-    """Return the study in a YAML file; without a name it has that of the file.
+    """Return the study in a YAML file, with the file's name unless the study has its own.
 
     Raises:
         ConfigError: the file cannot be read, or something in it is wrong.

@@ -1,4 +1,4 @@
-"""Settings of studies: mappings merged into configurations, labels and folder names, and differences between runs."""
+"""Settings of studies: merges them into configurations, names cells and folders, and compares runs."""
 
 import re
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _LOCATIONS = ("data.root", "data.download")  # settings that say where a machine
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    """Return the settings of a recipe of the package, or of a YAML file.
+    """Return the settings of one of the package's recipes or of a YAML file.
 
     Raises:
         ConfigError: there is no such recipe or file.
@@ -53,7 +53,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def merge(tree: Mapping[str, Any], changes: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Return settings with changes laid over them.
+    """Return settings overlaid with changes.
 
     Keys may be nested or dotted. A method that the changes name replaces the former method and its fields. Fields
     without a name are added to the former method.
@@ -84,7 +84,7 @@ def merge(tree: Mapping[str, Any], changes: Mapping[str, Any], section: str = ""
 
 
 def resolved(tree: Mapping[str, Any], owner: str = "") -> Config:
-    """Return the configuration of a run with all fields of its method, as a run folder records it.
+    """Return a run's configuration with all fields of its method, as a run folder records it.
 
     Args:
         tree: settings; the rest has its defaults.
@@ -104,7 +104,7 @@ def resolved(tree: Mapping[str, Any], owner: str = "") -> Config:
 
 
 def label(settings: Mapping[str, Any]) -> str:
-    """Return the name of a cell for readers, as in "IF 100, alpha 0.5"."""
+    """Return the displayed name of a cell, as in "IF 100, alpha 0.5"."""
     words = []
     for key, value in settings.items():
         letter = _LETTERS.get(key, key.rpartition(".")[2])
@@ -114,7 +114,7 @@ def label(settings: Mapping[str, Any]) -> str:
 
 
 def slug(text: str) -> str:
-    """Return a name as a folder: "IF 100, alpha 0.5" becomes "if100_alpha0.5"."""
+    """Return a name as a folder name: "IF 100, alpha 0.5" becomes "if100_alpha0.5"."""
     joined = re.sub(r"([A-Za-z]) (?=[\d.])", r"\1", text.lower()).replace(", ", "_")
     return re.sub(r"[^\w.+=-]+", "-", joined).strip("-")
 
@@ -153,18 +153,18 @@ def differences(config: dict[str, Any], planned: Config, elsewhere: bool = False
 
 
 def portable(config: Config) -> dict[str, Any]:
-    """Return the settings that results depend on, by dotted key, with names of files instead of their paths."""
+    """Return the settings that results depend on, by dotted key, with file names instead of paths."""
     return _without_locations(flat(settled(config)))
 
 
 def file_names(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings that name a file by its path, each with the same text that has the file's name alone."""
+    """Return the settings that hold a file's path, each reduced to the file's name."""
     texts = [value for value in flat(config).values() if isinstance(value, str)]
     return {text: name for text in texts if (name := _without_location(text)) != text}
 
 
 def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return nested settings with dotted keys."""
+    """Return nested settings as a flat mapping with dotted keys."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         dotted = f"{path}.{key}" if path else str(key)

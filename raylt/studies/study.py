@@ -1,4 +1,4 @@
-"""`Study`: a folder of runs that belong together, from its definition to its tables.
+"""`Study`: a folder of runs that belong together, with its definition and tables.
 
 `of_runs` makes a study of run folders that no study made.
 """
@@ -111,7 +111,7 @@ def of_runs(folders: Sequence[Path]) -> "Study":
 
 
 def check_claimed_groups(definition: Definition, plans: Sequence[Planned]) -> None:
-    """Check that the groups of classes that claims are about have test images in some cell.
+    """Check that each group of classes in a claim has test images in some cell.
 
     Args:
         definition: the study.
@@ -183,7 +183,7 @@ class Study:
         return f"Study({str(self.folder or self.definition.name)!r}, {done} of {len(self.records)} runs done)"
 
     def _repr_html_(self) -> str:
-        """Return the states of the runs as a table, with the mean of the study's measure over the finished ones."""
+        """Return the states of the runs as a table, with the measure's mean over finished runs."""
         groups: dict[tuple[str, str], list[RunRecord]] = {}
         for record in self.records:
             groups.setdefault((record.cell, record.arm), []).append(record)
@@ -228,7 +228,7 @@ class Study:
     def preview(
         cls, definition: Definition, out: Path, record_file: Path | None = None, mix_versions: bool = False
     ) -> "Study":
-        """Return the study that `create` would return, and write nothing.
+        """Return the study that `create` would return, without writing anything.
 
         Raises:
             ConfigError: a claim is about a group of classes that no cell has.
@@ -251,7 +251,7 @@ class Study:
     def create(
         cls, definition: Definition, out: Path, record_file: Path | None = None, mix_versions: bool = False
     ) -> "Study":
-        """Create the study's folder, or open it with its earlier runs.
+        """Create the study's folder, or open it with its existing runs.
 
         The definition may have gained arms, cells and seeds since those runs.
 
@@ -312,18 +312,18 @@ class Study:
 
     @classmethod
     def open_unchecked(cls, folder: Path) -> "Study":
-        """Open a study's folder although its runs may be damaged or have other settings than it plans."""
+        """Open a study's folder even if its runs are damaged or have other settings than planned."""
         opened = cls(read_definition(folder / FILE), folder, [])
         opened.read()
         return opened
 
     @property
     def planned(self) -> list[Planned]:
-        """Every run, with the settings that its arm was tuned to."""
+        """Return every run, with the settings that its arm was tuned to."""
         return self.definition.runs(self.tuned)
 
     def read(self) -> list[RunRecord]:
-        """Read the state of every run from its folder; a run on record needs none.
+        """Read the state of every run from its folder; recorded runs need no folder.
 
         Returns:
             The records, in the order of `planned`.
@@ -349,7 +349,7 @@ class Study:
         mix_versions: bool = False,
         record_file: Path | None = None,
     ) -> list[str]:
-        """Tune arms where the study asks for it, do the runs that are not finished, and write results.json.
+        """Tune arms if the study asks for it, do the unfinished runs, and write results.json.
 
         Args:
             callback: receives messages and the progress; by default a bar in a notebook, and nothing elsewhere.
@@ -428,7 +428,7 @@ class Study:
 
     @property
     def holdings(self) -> Holdings:
-        """The clients' class counts in the first finished run of each cell.
+        """Return the clients' class counts in the first finished run of each cell.
 
         Each cell has "names" and "groups" of the classes, and "counts" by client and class. A cell is left out where
         its data are not on this machine.
@@ -448,7 +448,7 @@ class Study:
         return self._holdings
 
     def save_results(self, record_file: Path | None = None) -> list[str]:
-        """Write results.json: the definition and every record, from which tables and reports are made.
+        """Write results.json, from which tables and reports are made: the definition and every record.
 
         Args:
             record_file: results that are kept, to which finished runs are added.
@@ -466,7 +466,7 @@ class Study:
         return recorded_runs.update(record_file, self.definition, done, self.holdings, self.tuned)
 
     def is_on_record(self, record: RunRecord) -> bool:
-        """Return whether a run is done because it is on record, without a folder."""
+        """Return whether a run is done because it is on record and has no folder."""
         return self.recorded.records.get((record.cell, record.arm, record.seed)) is record
 
     def check_whole(self) -> None:
@@ -501,7 +501,7 @@ class Study:
                 )
 
     def _check_runs(self, folder: Path, mix_versions: bool) -> None:
-        """Check that no run is damaged, and that all are of one version of the code unless versions may be mixed."""
+        """Check that no run is damaged, and that one version of the code made all, unless versions may be mixed."""
         current = provenance.code_sha256()
         self.read()
         self.check_whole()
@@ -542,7 +542,7 @@ def check_definition_seal(folder: Path) -> None:
 
 
 def _readable(record: RunRecord) -> RunRecord:
-    """Return a record that has a configuration and no contradictions.
+    """Return a record after a check that it has a configuration and no contradictions.
 
     Raises:
         CheckpointError: the run is damaged or has no configuration.
@@ -594,7 +594,7 @@ def _settled(record: RunRecord) -> dict[str, Any]:
 
 
 def _arm_names(trees: list[dict[str, Any]]) -> list[str]:
-    """Name each run by its method, the fields that differ among the runs of that method, and its model if models do."""
+    """Name each run by its method, the fields that differ among the method's runs, and its model if models differ."""
     methods = [tree["method.name"] for tree in trees]
     models = _labels([{"model": tree["model"]} for tree in trees])
     names = [""] * len(trees)
@@ -610,7 +610,7 @@ def _arm_names(trees: list[dict[str, Any]]) -> list[str]:
 
 
 def _labels(parts: list[dict[str, Any]]) -> list[str]:
-    """Return a label for each mapping that says in which of its values it differs from the other mappings."""
+    """Return, for each mapping, a label of the values in which it differs from the others."""
     keys = list(dict.fromkeys(key for part in parts for key in part))
     differing = [key for key in keys if len({str(part.get(key)) for part in parts}) > 1]
     return [label({key: part[key] for key in differing if key in part}) for part in parts]

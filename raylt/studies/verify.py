@@ -67,7 +67,7 @@ def _check_settings(study: Study, folder: Path) -> str:
 
 
 def _describe_run(folder: Path) -> str:
-    """Return the state of a run; raise a RayltError where a file of it is damaged."""
+    """Return the state of a run; raise a RayltError if one of its files is damaged."""
     record = read_run(folder)
     files = Files(folder)
     if record.state in ("damaged", "done"):

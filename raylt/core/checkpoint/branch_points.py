@@ -13,7 +13,7 @@ from raylt.errors import ConfigError
 
 
 class Fork(NamedTuple):
-    """The point at which two runs part: the stage, and the last step that they share."""
+    """The point at which two runs diverge: the stage, and the last step that they share."""
 
     stage: str
     step: int
@@ -79,12 +79,12 @@ def fork(config: Config, method: Method, other_config: Config, other: Method) ->
 
 
 def stage_of(method: type[Method], field: str) -> str | None:
-    """Return the stage that a field acts from, or None if it acts from the first round on."""
+    """Return the stage from which a field acts, or None if it acts from the first round on."""
     return next((stage for stage, names in method.later.items() if field in names), None)
 
 
 def _changed(method: Method, other: Method) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the fields that differ; for two different methods, only fields that act while both train."""
+    """Yield the fields that differ; for two different methods, only fields that act in the training of both."""
     before, after = (
         {
             name: value

@@ -235,7 +235,7 @@ def hash_tensors(tensors: dict[str, Tensor]) -> str:
 
 
 def tensor_names(form: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of the tensors in a manifest's tree."""
+    """Yield the names of the tensors in a part's tree, as the manifest stores it."""
     for value in form.values():
         if isinstance(value, dict):
             yield from tensor_names(value)
@@ -244,7 +244,7 @@ def tensor_names(form: dict[str, Any]) -> Iterator[str]:
 
 
 def fill(form: dict[str, Any], tensors: dict[str, Tensor]) -> Tree:
-    """Put the tensors into a manifest's tree."""
+    """Put tensors back into a part's tree, as the manifest stores it."""
     filled: Tree = {}
     for key, value in form.items():
         if isinstance(value, dict):
@@ -257,7 +257,7 @@ def fill(form: dict[str, Any], tensors: dict[str, Tensor]) -> Tree:
 
 
 def unreadable(folder: Path, part: str, error: Exception) -> CheckpointError:
-    """Return the error about a part that cannot be read any more."""
+    """Return the error for a part that can no longer be read."""
     return CheckpointError(
         f"{folder}: {part} cannot be read ({' '.join(str(error).split())}). Give another round, or start a new run.",
         code="checkpoint.damaged",
@@ -318,7 +318,7 @@ def _tensors(part: Tree) -> dict[str, Tensor]:
 
 
 def _form(part: Tree, path: str = "") -> dict[str, Any]:
-    """Return a part's tree with each tensor replaced by `[name]`."""
+    """Return a part's tree with `[name]` in place of each tensor."""
     form = {}
     for key, value in part.items():
         assert isinstance(key, str), f"key {key!r}: states are dicts with string keys"
@@ -334,7 +334,7 @@ def _form(part: Tree, path: str = "") -> dict[str, Any]:
 
 
 class _EarlierCheckpoints:
-    """The checkpoint before the new one, and the one before that, which supply the files of unchanged parts."""
+    """The two checkpoints before the new one; their files supply the parts that have not changed."""
 
     def __init__(self, folder: Folder, previous: Checkpoint | None):
         self._folder, self._previous = folder, previous

@@ -1,4 +1,4 @@
-"""Private states of clients in checkpoints; several clients share a file, a pack.
+"""Private states of clients in checkpoints; a file (a pack) holds the states of several clients.
 
     000012/clients-000012-0.safetensors     the tensors of clients that were called since the checkpoint before
     000012/clients-000009-0.safetensors     tensors of other clients, as they were written after step 9
@@ -51,21 +51,21 @@ def parts(step: int, saved: Mapping[str, CheckpointPart], fleet: Fleet) -> Itera
 
 
 def copied(step: int, saved: Checkpoint) -> Iterator[tuple[str, Tree | ClientStates]]:
-    """Yield all parts of a checkpoint, for the checkpoint of another run after the same step."""
+    """Yield all parts of a checkpoint, for a copy of it in another run after the same step."""
     states = SavedStates(saved)
     yield from ((name, saved.read(name)) for name in saved.parts if not name.startswith(PACKS))
     yield from _packed(step, ((id, states.read_from(name, id)) for id, name in sorted(states.part_of.items())))
 
 
 def part_of_client(saved: Mapping[str, CheckpointPart]) -> dict[int, str]:
-    """Return the name of the part that holds each client's newest state, by client id."""
+    """Return, by client id, the name of the part that holds the client's newest state."""
     packs = [name for name in saved if name.startswith(PACKS)]
     packs.sort(key=lambda name: [int(number) for number in name.removeprefix(PACKS).split("-")])
     return {int(id): name for name in packs for id in saved[name]["tree"]["clients"]}
 
 
 class SavedStates:
-    """The private states of a checkpoint, each read on request.
+    """The private states in a checkpoint, read one by one on request.
 
     Attributes:
         part_of: name of the part that holds a client's state, by client id.
@@ -110,6 +110,6 @@ def _packed(step: int, private_states: Iterable[tuple[int, Tree]]) -> Iterator[t
 
 
 def _is_worth_keeping(entry: CheckpointPart, current: int) -> bool:
-    """Return whether to carry over a pack that holds the newest state of `current` clients."""
+    """Return whether to keep a pack in which `current` clients have their newest state."""
     small = current < FEW and entry["tree"]["bytes"] < LITTLE
     return not small and 2 * current >= len(entry["tree"]["clients"])

@@ -1,4 +1,4 @@
-"""The client functions that judge clients' models, and the reductions that check their counts."""
+"""The client functions that evaluate clients' models, and the reductions that check their counts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from raylt.models.split import Params, SplitModel, load_entries, with_classifier
 
 @dataclass(frozen=True)
 class Judge:
-    """The client function that judges a client's model on the test set.
+    """The client function that evaluates a client's model on the test set.
 
     Attributes:
         method: the method whose models are judged.
@@ -60,13 +60,13 @@ class NewClient:
     method: Method
 
     def settle(self, client: Client, message: Message) -> Reply:
-        """Prepare a new client as the method asks, before it is judged."""
+        """Prepare a new client as the method asks, before its evaluation."""
         self.method.settle(client, message)
         return client.reply()
 
 
 def judged_entries(server: Server, method: Method) -> Params:
-    """Return the entries of the server's model that clients need to be judged.
+    """Return the entries of the server's model that clients need for an evaluation.
 
     For a personal method these are the entries that it shares, for others the entries of the global model that may
     travel: federation.batchnorm = local keeps running statistics at the clients.
@@ -81,7 +81,7 @@ def judged_entries(server: Server, method: Method) -> Params:
 
 @torch.no_grad()
 def judged_model(method: Method, client: Client, entries: Params, other: str | None = None) -> SplitModel:
-    """Return the model that a client uses: its own, or the global one with the statistics that the client keeps.
+    """Return the model that a client uses: its own, or the global one with the client's own statistics.
 
     A client that was never asked takes its statistics now.
 
@@ -137,7 +137,7 @@ def not_numbers_on(shard: Shard) -> Reduction:
 
 
 def totals(shard: Shard, classes: int, rows: np.ndarray | None = None) -> Tensor:
-    """Count the samples, or labelled pixels, per class of a test set, or of some of its rows, int64 [C]."""
+    """Count the samples or labelled pixels of each class, int64 [C], over a test set or some of its rows."""
     labels = shard.labels()
     return torch.from_numpy(class_counts(labels if rows is None else labels[rows], classes))
 

@@ -1,4 +1,4 @@
-"""Counts of (true, predicted) classes, and the files of a run folder that keep them (confusions/000012.npz).
+"""Counts of (true, predicted) classes, and the files of a run folder that store them (confusions/000012.npz).
 
 `EvaluationSet` is the test set of one process, `Counts` the running counts of one model's answers, and `Matrices` the
 counts of one whole evaluation. Matrices of clients are kept as their cells that are not zero, `CountsByClient`: with
@@ -172,7 +172,7 @@ class EvaluationSet:
 
     @cached_property
     def samples(self) -> Samples:
-        """The test images and their labels, on the device."""
+        """Return the test images and their labels, on the device."""
         return Samples(self._shard, self._spec, self._device)
 
     @torch.no_grad()
@@ -205,7 +205,7 @@ class EvaluationSet:
         return counts.cpu()
 
     def _has_features_of(self, encoder: nn.Module) -> bool:
-        """Return whether the kept features are this encoder's; if not, the next features will be."""
+        """Return whether the stored features are this encoder's; otherwise prepare to store this encoder's."""
         entries = encoder.state_dict()
         layout = [(name, value.dtype, value.shape) for name, value in entries.items()]
         # in one piece: a comparison of each entry would make the host wait for each
@@ -218,7 +218,7 @@ class EvaluationSet:
 
 
 class _KeptFeatures(nn.Module):
-    """An encoder that returns kept features z for the images x, and computes the features of other images."""
+    """An encoder that returns stored features for the images x, and computes the features of other images."""
 
     x: Tensor
     z: Tensor
@@ -362,7 +362,7 @@ def copy(source: Path, target: Path, steps: Iterable[int]) -> None:
 
 
 def prune(folder: Path, step: int, spared: Collection[int]) -> None:
-    """Remove the counts of all but the last `KEPT` evaluations up to a step, and those that a killed run left after it.
+    """Remove the counts of steps after `step`, and all but the last `KEPT` evaluations up to it.
 
     Args:
         spared: steps whose counts stay all the same.

@@ -1,4 +1,4 @@
-"""`Evaluator`: which models are judged after a step, and the figures that a report has of them.
+"""`Evaluator`: decides which models are evaluated after a step, and computes the figures for its report.
 
 `validate` judges on validation images, which no client trains on: searches and the choice of a round go by these.
 """
@@ -42,14 +42,14 @@ from raylt.tree import view
 
 
 class Evaluator:
-    """Judges the global model and the clients' models, on the test set and on the clients' own test images."""
+    """Evaluates the global model and the clients' models, on the test set and on the clients' own test images."""
 
     def __init__(self, method: Method, task: Task, server: Server, fleet: Fleet):
         self.method, self.task, self.server, self.fleet = method, task, server, fleet
         self._config = server.config.evaluation
 
     def evaluate(self, step: int, last: bool, done: bool) -> tuple[dict[str, Any], Matrices | None]:
-        """Judge the models that are due after a step.
+        """Evaluate the models that are due after a step.
 
         Args:
             last: whether no round follows.
@@ -89,7 +89,7 @@ class Evaluator:
         return judged | {"confusion": matrices.sha256}, matrices
 
     def _global_is_due(self, step: int, last: bool) -> bool:
-        """Return whether to judge the global model.
+        """Return whether an evaluation of the global model is due.
 
         Without running statistics (federation.batchnorm = local) it cannot be judged.
         """
@@ -99,7 +99,7 @@ class Evaluator:
         return last or (self._config.personal > 0 and step % self._config.personal == 0)
 
     def _judge_global(self, last: bool) -> tuple[Counts, dict[str, float | None] | None]:
-        """Return the counts of the global model, and after the last round the quality of its probabilities."""
+        """Return the counts of the global model, and after the last round also the quality of its probabilities."""
         model = self.method.global_model(self.server).eval()
         probabilities: list[Tensor] = []
 
@@ -121,14 +121,14 @@ class Evaluator:
         return counts, metrics.quality(torch.cat(probabilities), self._test.y.cpu())
 
     def _say_not_numbers(self, count: int, models: str) -> None:
-        """Add a remark to the figures of the step where predictions are not numbers."""
+        """Add a remark to the step's figures if predictions are not numbers."""
         if count:
             self.server.figures["predictions"] = (
                 f"{count} predictions of {models} are not numbers; they count as wrong. Lower local.lr"
             )
 
     def _judge_clients(self, cohort: Cohort, other: str | None = None) -> Matrices:
-        """Judge the own models of clients, at the clients.
+        """Evaluate the clients' own models, at the clients.
 
         Args:
             other: one of the method's `other_models`, instead of the model that clients use.
@@ -149,7 +149,7 @@ class Evaluator:
         return Matrices(None, *_split(got["confusion"], self.task.classes))
 
     def _judge_new_clients(self, deployed: Matrices | None) -> dict[str, Any]:
-        """Judge the clients that join after training; neither the server nor these clients change.
+        """Evaluate the clients that join after training; neither the server nor these clients change.
 
         Args:
             deployed: counts of the model that all clients share; None where clients have models of their own.
@@ -175,7 +175,7 @@ class Evaluator:
         return self._figures(self._judge_clients(self.fleet.everyone, name), self.fleet.ids)
 
     def _figures(self, matrices: Matrices, ids: Collection[int]) -> dict[str, Any]:
-        """Compute the figures of clients' own models, or of one that all share, as each client sees the classes.
+        """Compute the figures of clients' own models, or of a shared one, with each client's view of the classes.
 
         The overall figures of clients' own models are read off the sum of their counts.
 
@@ -204,7 +204,7 @@ class Evaluator:
 
     @cached_property
     def _owners(self) -> Tensor | None:
-        """The client of each test image, or NO_CLIENT; None where clients have no test images of their own."""
+        """Return the client of each test image, or NO_CLIENT; None if clients have no test images of their own."""
         if self.task.own_tests is None:
             return None
         owners = np.full(len(self.task.test), NO_CLIENT, dtype=np.int64)
@@ -214,7 +214,7 @@ class Evaluator:
 
     @cached_property
     def _counts_reduction(self) -> Reduction:
-        """The reduction for clients' counts, with the totals that these must have."""
+        """Return the reduction for clients' counts, with the totals that these must have."""
         test, classes = self.task.test, self.task.classes
         if self.task.own_tests is None:
             return counts_on(test, classes)
@@ -223,17 +223,17 @@ class Evaluator:
 
 
 def _shown(clients: dict[str, Any]) -> str:
-    """Return the figure that is shown for clients' own models: accuracy on the client's own images."""
+    """Return the figure that is displayed for clients' own models: accuracy on the client's own images."""
     return next((kind for kind in (metrics.LOCAL, "matched") if kind in clients), "accuracy")
 
 
 def has_own_models(method: Method, server: Server) -> bool:
-    """Return whether clients are judged by models of their own."""
+    """Return whether clients are evaluated with models of their own."""
     return method.personal or bool(server.model.local_buffers)
 
 
 def in_halves(method: Method, model: SplitModel, server: Server, fleet: Fleet) -> InHalves:
-    """Return a model's prediction function that takes as many images at a time as the server's device has room for."""
+    """Return a model's prediction function that halves its batches when the server's device is full."""
     return InHalves(
         lambda x: method.predict(model, x),
         lambda text: fleet.note(f"round {server.round}, evaluation at the server: {text}"),
@@ -241,7 +241,7 @@ def in_halves(method: Method, model: SplitModel, server: Server, fleet: Fleet) -
 
 
 def validate(method: Method, server: Server, fleet: Fleet, task: Task) -> dict[str, float | None]:
-    """Compute figures on the validation set, in which every class counts the same, as on the balanced test set.
+    """Compute figures on the validation set with all classes weighted equally, as on the balanced test set.
 
     Returns:
         accuracy, many, medium, few, owned, matched, miou, local and worst_decile, in [0, 1]; None where there is
@@ -286,7 +286,7 @@ def validate(method: Method, server: Server, fleet: Fleet, task: Task) -> dict[s
 
 @dataclass(frozen=True)
 class ValidationJudge:
-    """The client function that judges clients' own models on validation images."""
+    """The client function that evaluates clients' own models on validation images."""
 
     method: Method
 
@@ -331,12 +331,12 @@ def _split(cells: Mapping[int, Tensor], classes: int) -> tuple[CountsByClient, C
 
 
 def _as_message(shard: Shard) -> dict[str, Any]:
-    """Return images and labels as a message can carry them: mapped images by file and rows, others by value."""
+    """Return images and labels as a message carries them: mapped images by file and rows, others by value."""
     if isinstance(shard.x, Mapped):
         return {"path": shard.x.path, "rows": view(shard.x.rows), "labels": view(shard.labels())}
     return {"images": view(load(shard.x)), "labels": view(shard.labels())}
 
 
 def _as_deployed(shared: Counts | None) -> Matrices | None:
-    """Return the counts of the global model, for a method whose clients all use it."""
+    """Return the global model's counts as deployed, for a method whose clients all use the global model."""
     return None if shared is None else Matrices(shared.all, own=shared.own)

@@ -1,4 +1,4 @@
-"""`Aggregator`: puts the usable replies to one call together, one reply at a time.
+"""`Aggregator`: combines the usable replies to one call, one reply at a time.
 
 This module defines `Plain` and `Robust`; raylt/core/protection defines `Secure`, `SampleDP` and `ClientDP`.
 `LayoutVote` keeps one aggregator for each layout of the replies.
@@ -43,7 +43,7 @@ class Replies(Mapping[str, Any]):
 
 
 class Aggregator(ABC):
-    """Puts together the usable replies to one call that have one layout.
+    """Combines the usable replies to one call; all have the same layout.
 
     Attributes:
         weights: of the accepted replies, by client id, ascending.
@@ -62,7 +62,7 @@ class Aggregator(ABC):
 
     @abstractmethod
     def accept(self, id: int, reply: Reply | SummedReply) -> None:
-        """Take in the next client's reply, in the order of the ids.
+        """Add the next client's reply, in the order of the ids.
 
         Raises:
             Overflow: the reply has a value that does not fit into a secure sum.
@@ -119,7 +119,7 @@ class Plain(Aggregator):
 
 
 class Robust(Aggregator):
-    """Means and sums by a robust rule, once all replies have been accepted; values by client as in `Plain`.
+    """Means and sums by a robust rule, computed once all replies are accepted; values by client as in `Plain`.
 
     Args:
         parts: the reductions by name.
@@ -164,7 +164,7 @@ class Robust(Aggregator):
 
 
 class LayoutVote:
-    """Aggregators by layout of the replies to a call, where the layout of most replies counts.
+    """Aggregates replies to a call separately by layout; only the layout of the most replies counts.
 
     Args:
         aggregator: empty; for the layout of the first reply.
@@ -175,7 +175,7 @@ class LayoutVote:
         self._aggregators: dict[ReplyLayout, Aggregator] = {}
 
     def accept(self, id: int, reply: Reply | SummedReply, layout: ReplyLayout) -> None:
-        """Take in the next client's reply, in the order of the ids.
+        """Add the next client's reply, in the order of the ids.
 
         Raises:
             Overflow: the reply has a value that does not fit into a secure sum.
@@ -185,7 +185,7 @@ class LayoutVote:
         self._aggregators[layout].accept(id, reply)
 
     def winner(self) -> tuple[Aggregator | None, dict[int, Fault]]:
-        """Return the aggregator of the most frequent layout, and why each other reply does not count, by client id.
+        """Return the aggregator of the most frequent layout, and by client id why other replies do not count.
 
         Where two layouts are equally frequent, no reply counts.
         """

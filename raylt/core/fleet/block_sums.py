@@ -1,4 +1,4 @@
-"""Sums of `mean` and `total` parts in blocks of a fixed size, so that the bits do not depend on who adds them up.
+"""Sums of `mean` and `total` parts in blocks of a fixed size, so that the bits do not depend on where they are added.
 
 The clients that are asked are in the order of their ids; BLOCK neighbours of this order are a block. The replies of a
 block are added in this order, in float64, and then the blocks in theirs. Seed and round decide which clients are asked,
@@ -40,7 +40,7 @@ class BlockSums:
         self._total.add({name: reply.tree[name] for name in self._total_parts})
 
     def merge(self, block: "BlockSums") -> None:
-        """Add the sums of the next block, in the order of the ids; the block does not change."""
+        """Add the sums of the next block, in the order of the ids; the other block stays unchanged."""
         self._mean.merge(block._mean, maximum=True)
         self._total.merge(block._total, maximum=False)
 
@@ -51,7 +51,7 @@ class BlockSums:
 
 @dataclass(frozen=True)
 class SummedReply:
-    """The value that arrives in place of a reply that is in the sums of its block.
+    """The value that replaces a reply whose numbers are in the sums of its block.
 
     Attributes:
         nbytes: size of the reply: what it would have taken to a server in another process.
@@ -66,7 +66,7 @@ class SummedReply:
 
 
 def block_numbers(ids: Iterable[int]) -> dict[int, int]:
-    """Return the number of each client's block, by id, of the clients that are asked."""
+    """Return, by client id, the number of the block of each client that is asked."""
     return {id: position // BLOCK for position, id in enumerate(sorted(ids))}
 
 
@@ -76,7 +76,7 @@ def split_into_blocks(ids: Sequence[int]) -> list[list[int]]:
 
 
 def sum_replies(parts: Mapping[str, Reduction], replies: Sequence[tuple[Reply, ReplyLayout]]) -> list[SummedReply]:
-    """Return the usable replies of a whole block, by ascending ids, as their sums."""
+    """Return the sums of a whole block's usable replies, added by ascending ids."""
     sums: dict[ReplyLayout, BlockSums] = {}
     for reply, layout in replies:
         if layout not in sums:

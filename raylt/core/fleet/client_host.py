@@ -74,7 +74,7 @@ class ClientHost:
         return self._run(fn, message, round, id, shard, private)
 
     def drop(self, all_but: int) -> bool:
-        """Free the device from the data of all clients but one; return whether there were any."""
+        """Free the device of the data of all clients but one; return whether there was any."""
         dropped = [id for id in self.clients if id != all_but]
         for id in dropped:
             self._release(id)
@@ -105,7 +105,7 @@ class ClientHost:
         return plain(reply, after, self._room)
 
     def _called(self, fn: ClientFunction, client: Client, message: Message) -> Reply:
-        """Run a client function; an exception of a diverged model gets the code reply.not-finite."""
+        """Run a client function; give an exception the code reply.not-finite if the model has diverged."""
         try:
             return fn(client, message)
         except RayltError:

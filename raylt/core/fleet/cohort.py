@@ -1,4 +1,4 @@
-"""`Cohort`: the clients that are asked. `RoundStats`: what happened in one round."""
+"""`Cohort`: the clients that are asked; `RoundStats`: what happened in one round."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from raylt.core.server import Timings
 
 @dataclass(frozen=True, init=False)
 class Cohort:
-    """Clients that are asked.
+    """The clients that a call asks, and the number of replies that it needs.
 
     Attributes:
         ids: ascending.
@@ -35,14 +35,14 @@ class Cohort:
 
 @dataclass
 class Traffic:
-    """Bytes of all calls of one function: `down` in messages, `up` in replies, over `replies` clients."""
+    """Bytes of all calls of one function: `down` in messages, `up` in replies of `replies` clients."""
 
     down: int = 0
     up: int = 0
     replies: int = 0
 
     def add(self, more: "Traffic") -> None:
-        """Add the bytes and replies of another one."""
+        """Add the bytes and replies of another `Traffic`."""
         self.down += more.down
         self.up += more.up
         self.replies += more.replies
@@ -50,7 +50,7 @@ class Traffic:
 
 @dataclass
 class RoundStats:
-    """Traffic by client function, the clients that made trouble, and the seconds of one round.
+    """One round's traffic by client function, clients with problems, and seconds.
 
     `timings` holds the wait for clients under the function's name, and "aggregation".
     """

@@ -1,4 +1,4 @@
-"""`Fleet`: the only way to reach clients. The server says what it wants to see of each part of their replies:
+"""`Fleet`: the only way to reach clients; the server names a reduction for each part of their replies:
 
     got = fleet.ask(fn, cohort, message, model=mean.like(message["model"]), gradients=total, map=each)
 
@@ -84,7 +84,7 @@ class Fleet(ABC):
         return Cohort(self.ids, everyone=True)
 
     def begin(self, round: int) -> None:
-        """Start a round: seeds follow its number, and its statistics are empty."""
+        """Start a round: seeds follow from its number, and its statistics are empty."""
         self.round = round
         self.round_stats = RoundStats()
 
@@ -184,25 +184,25 @@ class Fleet(ABC):
 
     @contextmanager
     def judging(self) -> Iterator[None]:
-        """Ask for figures that only a researcher sees, not a federation's server; private states do not change."""
+        """Mark calls inside the block as the researcher's, not the federation's; private states do not change."""
         with self.rehearsing(), self.protection.judging():
             yield
 
     @abstractmethod
     def describe(self) -> dict[str, str | None]:
-        """Return the devices that the processes compute on (`raylt.core.device.describe`), each different one once."""
+        """Return the distinct devices that the processes compute on (`raylt.core.device.describe`)."""
 
     @abstractmethod
     def private_states(self, ids: Iterable[int]) -> Iterator[tuple[int, Tree]]:
-        """Yield the private states of clients, one at a time."""
+        """Yield clients' private states one at a time."""
 
     @abstractmethod
     def restore(self, id: int, private: Tree) -> None:
-        """Set a client's private state, as it was in a checkpoint."""
+        """Set a client's private state to the value in a checkpoint."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free all that the fleet holds."""
+        """Free everything that the fleet holds."""
 
     @abstractmethod
     def _answers(
@@ -228,7 +228,7 @@ class Fleet(ABC):
     def _counted(
         self, name: str, fn: ClientFunction, cohort: Cohort, message: Message, schema: Schema, summable: bool
     ) -> Iterator[Answer]:
-        """Yield the answers, and record their bytes and the wait for them in `round_stats`."""
+        """Yield the answers, and record their bytes and the waiting time in `round_stats`."""
         size = tree.nbytes(message)
         traffic = self.round_stats.traffic.setdefault(name, Traffic())
         # which replies are usable matters while calls run only where some clients may be left out
@@ -258,7 +258,7 @@ class Fleet(ABC):
             yield answer
 
     def _take_in(self, answer: Answer, name: str, schema: Schema, vote: LayoutVote) -> ClientError | None:
-        """Check one answer and hand a usable reply on; return why it cannot be used, or None."""
+        """Check one answer and add a usable reply; return why it cannot be used, or None."""
         if answer.reply is None:
             assert answer.error is not None
             self.round_stats.lost.append(answer.id)
@@ -367,7 +367,7 @@ def check_finite(parts: Tree, what: str, config: Config) -> None:
 
 
 def compute(fn: ItemFunction, item: Tree, threads: int, device: torch.device) -> Tree:
-    """Run one item of `Fleet.map` on the device of the process, with the same number of threads everywhere."""
+    """Run one item of `Fleet.map` on the process's device, with the same number of threads in every process."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)  # it decides the order of some sums
     try:

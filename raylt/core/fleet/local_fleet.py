@@ -23,7 +23,7 @@ from raylt.tree import Tree, from_arrays, to_arrays
 
 
 class LocalFleet(Fleet):
-    """All clients in this process, one after another: for tests and for small runs.
+    """All clients in this process, run one after another: for tests and small runs.
 
     Function, message and reply are pickled both ways. So a method that relies on shared memory fails in a unit test
     already, not only on a cluster.
@@ -112,7 +112,7 @@ class LocalFleet(Fleet):
         raise AssertionError("unreachable")
 
     def _run(self, fn: ClientFunction, message: Message, id: int) -> tuple[bytes, bytes]:
-        """Run a call at one client; return its reply and its private state, pickled."""
+        """Run a call at one client; return its reply and its pickled private state."""
         handle = self._private.get(id)
         private = None if handle is None else from_arrays(pickle.loads(handle))
         reply, after = packed(*self._host.run(fn, from_arrays(message), self.round, id, self._shards[id], private))

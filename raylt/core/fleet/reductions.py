@@ -1,4 +1,4 @@
-"""The reductions that the server asks for each part of the replies: `mean`, `total` or `each`.
+"""The reductions that the server names for each part of the replies: `mean`, `total` or `each`.
 
     got = fleet.ask(self.train, cohort, message, model=mean.like(message["model"]), loss=mean.like(0.0), map=each)
 
@@ -64,7 +64,7 @@ class Reduction:
         return replace(self, template=template, partial=False)
 
     def within(self, template: Any) -> "Reduction":
-        """Return a reduction for a part that has some of these entries (of classes, say), each of them complete."""
+        """Return a reduction for a part with a subset of these entries (of classes, say), each of them complete."""
         return replace(self, template=template, partial=True)
 
     def or_shorter(self) -> "Reduction":
@@ -80,7 +80,7 @@ class Reduction:
         return replace(self, condition=condition)
 
     def where_of(self, condition: Callable[[int, Any], str | None]) -> "Reduction":
-        """Return a reduction for a part that also meets a condition of its client.
+        """Return a reduction for a part that also meets a condition that depends on its client.
 
         Args:
             condition: gets the client's id and the part; returns why the part cannot be used, or None.
@@ -105,18 +105,18 @@ class Reduction:
         return replace(self, samples_condition=condition)
 
     def by_column(self) -> "Reduction":
-        """Return a reduction for a matrix whose columns are the sums of classes, each with their count at its end.
+        """Return a reduction for a matrix whose columns are sums of classes, each with its count as its last number.
 
         Robust rules then take each class by itself.
         """
         return replace(self, by_columns=True)
 
     def up_to(self, largest: float) -> "Reduction":
-        """Return a reduction for a part that may hold values of this magnitude, and counts above its samples."""
+        """Return a reduction for a part whose values may reach this magnitude, and its counts exceed its samples."""
         return replace(self, largest=largest)
 
     def bounded(self, per_sample: Mapping[str, float] | float, mend: Callable[[Any], Any] | None = None) -> "Reduction":
-        """Return a reduction for a sum over samples to which one sample adds no more than this; noise can hide it."""
+        """Return a reduction for a sum over samples, each of which adds at most this much; noise can hide it."""
         return replace(self, per_sample=per_sample, mend=mend)
 
 

@@ -59,7 +59,7 @@ def _columns(values: Sequence[Tree]) -> dict[LeafPath, Tensor]:
 
 
 def _middle(column: Tensor, trimmed: float) -> Tensor:
-    """Return the mean of each entry [K, ...] without the smallest and the largest share `trimmed` of the values.
+    """Return the mean of each entry [K, ...] without the share `trimmed` of smallest and of largest values.
 
     At least one value of three is cut on either side, and one or two values in the middle stay. Of whole numbers the
     lower middle one is returned.
@@ -73,7 +73,7 @@ def _middle(column: Tensor, trimmed: float) -> Tensor:
 
 
 def _clipped(columns: dict[LeafPath, Tensor], weights: Tensor) -> dict[LeafPath, Tensor]:
-    """Return the median plus the weighted mean of the replies' differences from it, each cut to the median length.
+    """Return the median plus the weighted mean of the differences from it, each clipped to their median length.
 
     A length is that of all float leaves together.
     """

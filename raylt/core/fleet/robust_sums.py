@@ -1,4 +1,4 @@
-"""Robust rules for sums over samples (`federation.robust` on a `total`).
+"""Robust rules for sums over samples (a `total` under `federation.robust`).
 
 A sum is a number of samples times their mean. The number is the sum of the clients' counts, which the schema holds
 against their known samples; the mean is put together by the rule. Each class is a sum of its own, over the clients that
@@ -53,13 +53,13 @@ def robust_sum(rule: Rule, part: Reduction, values: Sequence[Any], samples: Sequ
 
 
 def _entry_sum(rule: Rule, entries: Sequence[Any]) -> Any:
-    """Sum one class over the clients that have it; an entry without a count is the sum of one."""
+    """Sum one class over the clients that have it; an entry without a count counts as a sum over one sample."""
     counted = all(isinstance(entry, dict) and COUNT in entry for entry in entries)
     return _unit_sum(rule, entries, [entry[COUNT] if counted else 1 for entry in entries])
 
 
 def _columns_summed(rule: Rule, values: Sequence[Tensor]) -> Tensor:
-    """Sum a tensor [D + 1, C] column by column; the last number of each column is its count."""
+    """Sum a tensor [D + 1, C] column by column; each column's last number is its count."""
     summed = torch.zeros_like(values[0], dtype=torch.float64)
     for c in range(summed.shape[1]):
         columns = [value[:, c] for value in values if value[-1, c] > 0]
@@ -71,7 +71,7 @@ def _columns_summed(rule: Rule, values: Sequence[Tensor]) -> Tensor:
 
 
 def _unit_sum(rule: Rule, values: Sequence[Any], counts: Sequence[float]) -> Any:
-    """Sum trees, tensors or numbers of one layout: whole numbers plainly, floats by the rule."""
+    """Sum trees, tensors or numbers of one layout: integers plainly, floats by the robust rule."""
     leaves = [dict(leaf_paths(value, ())) for value in values]
     floats = [path for path, leaf in leaves[0].items() if not _is_whole(leaf)]
     whole = [path for path in leaves[0] if path not in floats]
@@ -91,7 +91,7 @@ def _unit_sum(rule: Rule, values: Sequence[Any], counts: Sequence[float]) -> Any
 
 
 def _robust_mean(rule: Rule, means: Tensor, weights: Tensor) -> Tensor:
-    """Put the means of clients [K, m] together; weights [K] are their samples."""
+    """Combine the means of clients [K, m]; their weights [K] are numbers of samples."""
     if len(means) < 3:
         return _weighted(means, weights)
     if rule == "median":
@@ -113,7 +113,7 @@ def _weighted(means: Tensor, weights: Tensor) -> Tensor:
 
 
 def _median(values: Tensor) -> Tensor:
-    """Return the median of each column of [K, m], the mean of the two middle values where K is even."""
+    """Return the median of each column of [K, m]; for an even K, the mean of the two middle values."""
     ordered = values.sort(0).values
     k = len(values)
     return (ordered[(k - 1) // 2] + ordered[k // 2]) / 2
@@ -128,7 +128,7 @@ def _flat(leaf: Any) -> Tensor:
 
 
 def _as_tree(leaves: dict[tuple[Any, ...], Any]) -> Any:
-    """Return leaves by path as a tree; a leaf without a path is the value itself."""
+    """Return leaves by path as a tree; a leaf with an empty path is the value itself."""
     if () in leaves:
         return leaves[()]
     tree: dict[Any, Any] = {}

@@ -58,7 +58,7 @@ class Schema:
         }
 
     def fault(self, id: int, reply: Arrived) -> Fault | None:
-        """Return why a client's reply cannot be used by itself, without a comparison with others; None if it can."""
+        """Return why a client's reply is unusable on its own, without comparison with others; None if it is usable."""
         if isinstance(reply, Unusable):
             return reply.fault
         if fault := self._weight_fault(id, reply.weight):
@@ -75,7 +75,7 @@ class Schema:
         return self._samples_fault(id, reply.tree)
 
     def restricted_to(self, ids: Iterable[int]) -> "Schema":
-        """Return a schema for some clients only, small enough to travel to where they run.
+        """Return a schema for some clients only, small enough to send to their process.
 
         Its templates have names, types and shapes but no values.
         """
@@ -90,7 +90,7 @@ class Schema:
         return light
 
     def sum_block(self, ids: Sequence[int], replies: Sequence[Reply | Unusable]) -> list[SummedReply | Unusable]:
-        """Return the replies of a whole block, by ascending ids, as their sums; `Unusable` for a reply with a fault."""
+        """Return the sums of a whole block's replies, added by ascending ids; `Unusable` for a reply with a fault."""
         faults = [self.fault(id, reply) for id, reply in zip(ids, replies, strict=True)]
         usable = [reply for reply, fault in zip(replies, faults, strict=True) if fault is None]
         summed = iter(
@@ -104,7 +104,7 @@ class Schema:
         ]
 
     def layout(self, reply: Reply | SummedReply) -> ReplyLayout:
-        """Return names, types and shapes of the parts without a template; the layout of most replies counts."""
+        """Return names, types and shapes of the parts without a template; the most frequent layout counts."""
         if isinstance(reply, SummedReply):
             return reply.layout
         return frozenset(
@@ -148,7 +148,7 @@ class Schema:
         return None if text is None else Fault("reply.condition", f"{name} {text}")
 
     def _samples_fault(self, id: int, parts: Mapping[str, Any]) -> Fault | None:
-        """Return the first part that cannot be about the client's samples; each has the right form already."""
+        """Return the first part that cannot describe the client's samples; each part already has the right form."""
         for name, part in self.parts.items():
             text = _reason(part.samples_condition, self._sizes[id], parts)
             if text is not None:
@@ -156,13 +156,13 @@ class Schema:
         return None
 
     def _largest(self, part: Reduction, samples: int) -> float:
-        """Return the largest magnitude of a value of a part."""
+        """Return the largest magnitude in a part."""
         if part.largest is not None:
             return part.largest
         return LARGEST[part.kind] * (max(1, samples) * self._labels if part.kind == "total" else 1)
 
     def _count_fault(self, name: str, leaves: dict[Path, Any], labels: int) -> Fault | None:
-        """Return why the whole numbers of a part cannot count a client's samples, or their labels.
+        """Return why the integers of a part cannot count a client's samples, or their labels.
 
         Those of one name are added up over the entries of the part: of classes, say.
         """
@@ -197,7 +197,7 @@ class Schema:
 
 
 def layout_fault(layout: ReplyLayout, usual: ReplyLayout, usual_replies: str = "most replies") -> Fault:
-    """Return the first difference between a layout and the usual one.
+    """Return the first difference between a layout and the most frequent one.
 
     Args:
         usual_replies: the replies that have the usual layout, in words.
@@ -259,7 +259,7 @@ def _is_shorter(leaf: Any, expected: Any) -> bool:
 
 
 def _reason(condition: Callable[..., str | None] | None, *arguments: Any) -> str | None:
-    """Return why a reply does not meet a condition; a condition that raises is not met."""
+    """Return why a reply does not meet a condition; a condition that raises counts as not met."""
     if condition is None:
         return None
     try:
@@ -269,7 +269,7 @@ def _reason(condition: Callable[..., str | None] | None, *arguments: Any) -> str
 
 
 def _least_and_sum(leaf: Tensor | int) -> tuple[int, int]:
-    """Return the smallest of the whole numbers of a leaf, and their sum, which may leave 64 bits."""
+    """Return the smallest integer of a leaf, and the sum of its integers, which may exceed 64 bits."""
     if not isinstance(leaf, Tensor):
         return leaf, leaf
     if not leaf.numel():
@@ -313,7 +313,7 @@ def _tensor_fault(leaf: Tensor, part: Reduction, largest: float) -> Fault | None
 
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield each leaf with its path, a tuple of names: a dot in a name is not a dict in a dict, and 1 is not "1"."""
+    """Yield each leaf with its path, a tuple of names, so that dots do not look like nesting, nor 1 like "1"."""
     if isinstance(value, dict) and (value or len(path) == 1):  # an empty dict below a part is a leaf: it has a name
         for name, inner in value.items():
             yield from _leaves(inner, (*path, name))

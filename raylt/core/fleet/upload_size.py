@@ -1,4 +1,4 @@
-"""The check, before a run, that what its clients will upload in the end can travel."""
+"""The check, before a run, that clients' last uploads are small enough to send."""
 
 from raylt import tree
 from raylt.core.fleet.wire import room_for
@@ -10,7 +10,7 @@ from raylt.tree import Tree
 
 
 def check_class_sums(task: Task, model: SplitModel, of_class: Tree) -> None:
-    """Refuse sums of classes that take more than a reply may, for the client with the most classes.
+    """Refuse class sums that take more than a reply may, for the client with the most classes.
 
     Args:
         of_class: the template of one class's sums.

@@ -1,4 +1,4 @@
-"""The values that cross from a client's process to the server's.
+"""The values that travel between a client's process and the server's.
 
 `plain` checks a reply and a private state in the client's process, `packed` turns their tensors into arrays, and
 `unpacked` checks the reply again in the server's process.
@@ -72,7 +72,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Unusable:
-    """The value that arrives in place of a reply that cannot be used.
+    """The value that replaces a reply that cannot be used.
 
     Attributes:
         nbytes: size of the reply, where its client's process measured it.
@@ -91,7 +91,7 @@ class _NotSendable(Exception):
 
 
 def room_for(model_bytes: int) -> int:
-    """Return the most bytes of a reply or a state: a few models, and a fixed room for figures of samples."""
+    """Return the largest allowed size of a reply or state in bytes: a few models, plus a fixed amount for figures."""
     return LEAST_ROOM + 16 * model_bytes
 
 
@@ -129,7 +129,7 @@ def packed(reply: Reply | Unusable, private: Tree) -> tuple[Reply | Unusable, Tr
 
 
 def unpacked(sent: Any) -> Reply | Unusable:
-    """Return the reply that was packed, or why it cannot be used.
+    """Return the reply that was packed, or the reason why it cannot be used.
 
     This function does not raise, whatever was sent.
     """
@@ -154,7 +154,7 @@ def _checked_fault(fault: Any) -> Fault:
 
 
 def shown(value: Any, length: int = 60) -> str:
-    """Return a name or a value as a message may show it: one line, and short."""
+    """Return a name or value shortened to one line, for a message."""
     if type(value) is int and abs(value) >= 10**20:
         return f"a number of {value.bit_length()} bits"
     if type(value) not in (str, int, float, bool, type(None)):
@@ -169,7 +169,7 @@ def dotted(path: Path) -> str:
 
 
 class _Walk:
-    """Copies a tree with each leaf replaced, within limits.
+    """Copies a tree and replaces each leaf, within limits of depth and size.
 
     Args:
         leaf: returns the replacement of a leaf; raises `_NotSendable` for a leaf that may not be sent.
@@ -186,7 +186,7 @@ class _Walk:
         self._paths = set[str]()
 
     def over(self, tree: Any, path: Path = ()) -> Tree:
-        """Return the copy of a tree.
+        """Return a copy of a tree with its leaves replaced.
 
         Raises:
             _NotSendable: the tree holds something that may not travel.
@@ -254,7 +254,7 @@ def _outgoing(value: Any) -> Any:
 
 
 def _compact(value: Tensor) -> Tensor:
-    """Return a tensor of the CPU as a contiguous one that shares its memory with no larger tensor."""
+    """Return a CPU tensor that is contiguous and shares no memory with a larger tensor."""
     value = value.resolve_neg().contiguous()
     return value if value.untyped_storage().nbytes() <= value.nbytes else value.clone()
 
@@ -281,6 +281,6 @@ def _simple(value: Any) -> Any:
 
 
 def _type_name(value: Any) -> str:
-    """Return `a list` or `an int`: the class of a value, without a call of any of its methods."""
+    """Return the class of a value as `a list` or `an int`, without calling any of the value's methods."""
     name = "".join(letter for letter in type(value).__name__[:60] if letter.isprintable())
     return "None" if value is None else f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

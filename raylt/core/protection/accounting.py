@@ -19,7 +19,7 @@ def delta_of(sigma: float, epsilon: float) -> float:
 
 
 def calibrated_sigma(epsilon: float, delta: float) -> float:
-    """Return the least deviation of the mechanism that keeps to epsilon and delta."""
+    """Return the smallest standard deviation of the mechanism that satisfies epsilon and delta."""
     low = 1e-4
     high = 1.0
     while delta_of(high, epsilon) > delta:
@@ -48,5 +48,5 @@ def epsilon_of(noise_multiplier: float, rate: float, rounds: int, delta: float) 
 
 
 def rate_of(config: Config) -> float:
-    """Return the sampling rate that the accountant may assume."""
+    """Return the sampling rate that the privacy accountant may assume."""
     return config.federation.participation if config.federation.sampling == "poisson" else 1.0

@@ -43,7 +43,7 @@ Unmasking = dict[int, tuple[str, int]]  # by member: "seed" or "key", and a shar
 
 @dataclass(frozen=True)
 class Commitment:
-    """The hashes by which a member commits itself to what it deals. Its mask key has a public key, and needs none.
+    """The hashes that bind a member to the secrets it deals; its mask key has a public key and needs no hash.
 
     Attributes:
         seed: of the seed.
@@ -56,7 +56,7 @@ class Commitment:
 
 @dataclass(frozen=True)
 class Introduction:
-    """Public keys and commitments by member: the server's view after rounds 0 and 1."""
+    """Public keys and commitments by member: what the server knows after rounds 0 and 1."""
 
     keys: Mapping[int, Keys]
     commitments: Mapping[int, Commitment]
@@ -80,7 +80,7 @@ class Member:
         self.commitment: Commitment | None = None  # with round 1
 
     def deal(self, all_keys: Mapping[int, Keys], threshold: int) -> dict[int, bytes]:
-        """Return the two shares for each other member, encrypted (round 1).
+        """Return two encrypted shares for each other member (round 1).
 
         Args:
             all_keys: public keys by member.
@@ -111,7 +111,7 @@ class Member:
         self._shares[sender] = int.from_bytes(both[:SHARE_BYTES], "big"), int.from_bytes(both[SHARE_BYTES:], "big")
 
     def mask(self, vector: np.ndarray) -> np.ndarray:
-        """Return the vector, uint64 [n], under its masks (round 2)."""
+        """Return the vector, uint64 [n], with masks added (round 2)."""
         masked = vector + stream(self._seed, len(vector))
         for id, (_, public) in self._all.items():
             if id != self.id:
@@ -119,7 +119,7 @@ class Member:
         return masked
 
     def unmask(self, survivors: Iterable[int]) -> Unmasking:
-        """Return a share of the seed of each survivor, and of the mask key of every other member (round 3)."""
+        """Return a share of each survivor's seed, and of every other member's mask key (round 3)."""
         sent = set(survivors)
         return {id: ("seed", seed) if id in sent else ("key", key) for id, (seed, key) in self._shares.items()}
 
@@ -151,7 +151,7 @@ class Collector:
         self._sum = np.zeros(self.length, dtype=np.uint64)
 
     def add(self, id: int, masked: np.ndarray) -> None:
-        """Add a member's masked vector, in any order of the members."""
+        """Add a member's masked vector; the order of members does not matter."""
         self._sum += masked
         self._sent.append(id)
 
@@ -199,7 +199,7 @@ class Collector:
         return "seed" if id in self._sent else "key"
 
     def _fault(self, survivor: int, answer: Unmasking) -> str | None:
-        """Return why a survivor's shares are not those that it was dealt, or None."""
+        """Return why a survivor's shares differ from those dealt to it, or None."""
         for id in self._keys:
             kind, share = answer.get(id, ("", 0))
             if kind != self._kind(id):
@@ -209,7 +209,7 @@ class Collector:
         return None
 
     def _secret(self, id: int, shares: Mapping[int, int]) -> bytes:
-        """Return a member's seed or mask key from shares that it dealt."""
+        """Return a member's seed or mask key, rebuilt from shares that the member dealt."""
         kind = self._kind(id)
         try:
             secret = join(shares)
@@ -232,7 +232,7 @@ class Collector:
 
 
 def introduce(members: Sequence[Member], threshold: int) -> Introduction:
-    """Run rounds 0 and 1 among members, and return what the server has of them.
+    """Run rounds 0 and 1 among members, and return the introduction that the server receives.
 
     Args:
         members: ordered by their numbers, from 0.
@@ -248,12 +248,12 @@ def introduce(members: Sequence[Member], threshold: int) -> Introduction:
 
 
 def hash_of(secret: int) -> bytes:
-    """Return the SHA-256 of a seed or of a share, which has too many possible values to be guessed from it."""
+    """Return the SHA-256 of a seed or share; these have too many possible values for a guess."""
     return hashlib.sha256(secret.to_bytes(SHARE_BYTES, "big")).digest()
 
 
 def add_pair(masked: np.ndarray, own: int, other: int, key: bytes) -> None:
-    """Add a member's mask for a pair to a vector, in place: plus at the smaller number, minus at the larger."""
+    """Add a pair's mask to a member's vector in place: plus at the smaller number, minus at the larger."""
     mask = stream(key, len(masked))
     if own < other:
         masked += mask
@@ -262,13 +262,13 @@ def add_pair(masked: np.ndarray, own: int, other: int, key: bytes) -> None:
 
 
 def stream(key: bytes, length: int) -> np.ndarray:
-    """Return ChaCha20's stream of a key that is used for nothing else, uint64 [length]."""
+    """Return ChaCha20's stream, uint64 [length], for a key that has no other use."""
     cipher = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
     return np.frombuffer(cipher.update(bytes(8 * length)), dtype="<u8")
 
 
 def agree(private: bytes, public: bytes, purpose: bytes) -> bytes:
-    """Return the key of 32 bytes that two members share for a purpose."""
+    """Return the 32-byte key that two members share for a purpose."""
     secret = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
     return HKDF(hashes.SHA256(), 32, salt=None, info=purpose).derive(secret)
 
@@ -284,7 +284,7 @@ def _key_pair() -> tuple[bytes, bytes]:
 
 
 def split(secret: bytes, holders: Iterable[int], threshold: int) -> dict[int, int]:
-    """Return one share of a secret for each holder.
+    """Split a secret into one share for each holder.
 
     A share is the value, at the holder's number, of a random polynomial whose value at 0 is the secret.
 
@@ -298,7 +298,7 @@ def split(secret: bytes, holders: Iterable[int], threshold: int) -> dict[int, in
 
 
 def evaluate(coefficients: list[int], x: int, prime: int) -> int:
-    """Return the value of a polynomial, its constant first, modulo a prime."""
+    """Return the value of a polynomial modulo a prime; its constant coefficient comes first."""
     value = 0
     for coefficient in reversed(coefficients):
         value = (value * x + coefficient) % prime
@@ -306,7 +306,7 @@ def evaluate(coefficients: list[int], x: int, prime: int) -> int:
 
 
 def join(shares: Mapping[int, int], length: int = 32) -> bytes:
-    """Return the secret of `length` bytes: Lagrange's polynomial through the shares, at 0.
+    """Return the secret of `length` bytes, as the value at 0 of Lagrange's polynomial through the shares.
 
     Raises:
         ValueError: the shares are fewer than the threshold, or of several secrets. Not every such mistake is detected.

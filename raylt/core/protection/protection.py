@@ -1,4 +1,4 @@
-"""`Protection`: chooses what the server may see of the replies to a call, from `federation` and `privacy`."""
+"""`Protection`: decides what the server may see of the replies to a call, from `federation` and `privacy`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from raylt.errors import BudgetSpent, ConfigError
 
 
 def check_delta(config: Config, sizes: Sequence[int]) -> None:
-    """Refuse a delta that is not below 1 / n, for the n samples or clients that it hides.
+    """Refuse a delta of at least 1 / n, for the n samples or clients that it protects.
 
     A mechanism that publishes one of N as it is satisfies (0, 1 / N): with such a delta epsilon says nothing.
 
@@ -42,7 +42,7 @@ def check_delta(config: Config, sizes: Sequence[int]) -> None:
 
 
 class Protection:
-    """The settings, and how much of the privacy budget is left.
+    """The protection settings, and the privacy budget that is left.
 
     Args:
         samples: of each client, by id.
@@ -56,7 +56,7 @@ class Protection:
         self._spent = False
 
     def with_templates(self, parts: Mapping[str, Reduction], message: Message) -> dict[str, Reduction]:
-        """Return the parts; if clients add noise, the sent model is the template of the model's part."""
+        """Return the parts; if clients add noise, the model that was sent is the template of the model's part."""
         model = parts.get(RELEASED)
         if self._config.privacy.update_epsilon is None or self._judging or model is None or RELEASED not in message:
             return dict(parts)
@@ -93,7 +93,7 @@ class Protection:
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Refuse uploads with noise inside the block: a rehearsal would reveal a second draw."""
+        """Refuse noisy uploads inside the block, since a rehearsal would reveal a second draw of the noise."""
         before = self._rehearsed
         self._rehearsed = True
         try:
@@ -103,7 +103,7 @@ class Protection:
 
     @contextmanager
     def judging(self) -> Iterator[None]:
-        """Lift masks and clients' noise inside the block, whose replies only the researcher sees."""
+        """Turn off masks and clients' noise inside the block, for replies that only the researcher sees."""
         before = self._judging
         self._judging = True
         try:

@@ -1,4 +1,4 @@
-"""Sums over samples with Gaussian noise: (epsilon, delta) differential privacy of what clients upload once.
+"""Sums over samples with Gaussian noise: (epsilon, delta) differential privacy for one upload of each client.
 
 Neighbours are two data sets that differ in one sample, which only one of them holds. A sample adds to the sums of its
 client, and there to the sums of its class. Each reduction declares the length of what a sample can add to each leaf
@@ -50,7 +50,7 @@ class Noise:
 
     @classmethod
     def of(cls, parts: Mapping[str, Reduction], config: Config) -> "Noise | None":
-        """Return the noise that `privacy` asks for; None where it asks for none, or no part is a bounded sum."""
+        """Return the noise that `privacy` asks for; None if it asks for none or no part is a bounded sum."""
         budget = config.privacy
         bounded = {name: part.per_sample for name, part in parts.items() if part.per_sample is not None}
         if budget.epsilon is None or not bounded:
@@ -67,7 +67,7 @@ class Noise:
         return cls(deviations, sigma)
 
     def added(self, reply: Reply, parts: Mapping[str, Reduction], share: float) -> Reply:
-        """Return a reply with noise in every entry that its parts can have, also in entries that it left out.
+        """Return a reply with noise in every entry that its parts may have, including entries that the client left out.
 
         Args:
             share: this client's share of the variance.
@@ -79,7 +79,7 @@ class Noise:
         return replace(reply, tree=noised)
 
     def released(self, parts: Mapping[str, Reduction]) -> dict[str, Reduction]:
-        """Return the parts as they are with noise: every entry is present, and counts are numbers."""
+        """Return the form of the parts after noise: every entry is present, and counts are floats."""
         return {
             name: part
             if name not in self.deviations
@@ -88,7 +88,7 @@ class Noise:
         }
 
     def mended(self, name: str, value: Any, parts: Mapping[str, Reduction]) -> Any:
-        """Return a noisy sum as one that samples could have, by the `mend` of its reduction.
+        """Return a noisy sum changed to one that samples could have, by the `mend` of its reduction.
 
         This is post-processing, which costs no privacy.
         """
@@ -97,7 +97,7 @@ class Noise:
 
 
 class SampleDP(Aggregator):
-    """Adds noise to each reply's sums over samples before another aggregator accepts the reply.
+    """An aggregator that adds noise to a reply's sums over samples and passes it to another aggregator.
 
     Args:
         inner: aggregates the replies with noise.
@@ -158,7 +158,7 @@ def _numbers(template: Any) -> Any:
 
 
 def statement(config: Config, noise: Noise) -> Tree:
-    """Return the noise in a summary's words."""
+    """Return a description of the noise for a run's summary."""
     budget = config.privacy
     return {
         "epsilon": budget.epsilon,

@@ -1,4 +1,4 @@
-"""`Secure`: the summable parts of replies, added up under masks (`federation.secure`).
+"""`Secure`: adds up the summable parts of replies under masks (`federation.secure`).
 
 The aggregator plays both sides of the protocol in the server's process: it computes what a client would send from the
 client's reply, and what the server would learn from that alone. Anybody who can look into this process sees the
@@ -96,7 +96,7 @@ class Secure(Aggregator):
 
 @dataclass(frozen=True)
 class VectorEntry:
-    """The tensor or number of a part that a stretch of the vector holds.
+    """The tensor or number of a part that a slice of the vector holds.
 
     Attributes:
         like: its template; a tensor or a number.
@@ -149,7 +149,7 @@ class FixedPoint:
         return sum(entry.size for entry in self._entries) + len(self._optional)
 
     def encode(self, tree: Tree, weight: float) -> np.ndarray:
-        """Return a reply's parts as a vector, uint64 [n], in two's complement.
+        """Return a reply's parts as a vector in two's complement, uint64 [n].
 
         Raises:
             Overflow: a value does not fit; names its entry.
@@ -181,7 +181,7 @@ class FixedPoint:
         return np.concatenate([*vector, np.array(present, dtype=np.int64)]).astype(np.int64).view(np.uint64)
 
     def decode(self, total: np.ndarray, weight: float) -> Tree:
-        """Return the parts of a sum of vectors, as a plain aggregation returns them.
+        """Return the parts from a sum of vectors, as a plain aggregation returns them.
 
         Means have their own types, totals are float64 and int64. Counters in a mean are the clients' mean, rounded;
         a plain aggregation takes their maximum.
@@ -236,7 +236,7 @@ def _check_summable(name: str, part: Reduction) -> None:
 
 
 def _step_and_largest(like: Any, kind: str, step: float, largest: float, clients: int) -> tuple[float, float]:
-    """Return step and largest value of an entry.
+    """Return the step and the largest value of an entry's fixed-point numbers.
 
     Whole numbers of totals are exact. Whole numbers in means may be counters, which grow with the run.
     """

@@ -1,4 +1,4 @@
-"""The members of a secure sum that must survive, apart from `masking`: most runs lack the library that masks need."""
+"""The number of members of a secure sum that must survive; unlike `masking`, this needs no cryptography library."""
 
 import math
 

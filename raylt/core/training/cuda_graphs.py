@@ -1,4 +1,4 @@
-"""`Repeated`: a repeated training step that is recorded once as a CUDA graph and then replayed.
+"""`Repeated`: a training step that is recorded once as a CUDA graph and then replayed.
 
 The time of a small network's step is that of its launches, some hundreds of them; a graph is one launch. A step is
 recorded only where each part is known to launch the same kernels every time (`raylt.recordability` defines this): the
@@ -40,10 +40,10 @@ class GraphRecorder(Protocol):
     """Records and replays functions on one type of device."""
 
     def warm_up(self, fn: Callable[[], None]) -> None:
-        """Run a function without recording, on the stream on which it will be recorded."""
+        """Run a function on the stream of a later recording, without recording it."""
 
     def record(self, fn: Callable[[], None], generator: torch.Generator | None) -> Callable[[], Any]:
-        """Record the launches of a function without computing anything.
+        """Record the launches of a function without running them.
 
         Args:
             generator: a generator that the function draws from, besides torch's own generator of the device.
@@ -111,7 +111,7 @@ def set_recorder(kind: str, recorder: GraphRecorder | None) -> None:
 
 
 def steady(model: nn.Module) -> bool:
-    """Return whether all layers of a model are known to launch the same kernels for every batch of one size.
+    """Return whether all layers of a model are known to launch the same kernels for batches of the same size.
 
     Known layers are those of torch, of the modules that were inspected, and classes that are `recordable`.
     """
@@ -126,7 +126,7 @@ def _steady(module: nn.Module) -> bool:
 
 
 class Repeated:
-    """A step function that is replayed after `WARM_UP` calls, for calls with as many rows as the first.
+    """A step function that is replayed after `WARM_UP` calls, if a call has as many rows as the first.
 
     Args:
         step: function that takes a step on the samples at `rows`, int64 [B].
@@ -169,7 +169,7 @@ class Repeated:
         self._replay()
 
     def renew(self) -> None:
-        """Record the step again, because a number of the host that it computes with has changed."""
+        """Record the step again, because a number from the host in its computation has changed."""
         self._replay = None
 
     def _record(self, recorder: GraphRecorder, rows: Tensor) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""Features of a client's samples: under its own encoder, and under a frozen image-text teacher."""
+"""Features of a client's samples, from its own encoder and from a frozen image-text teacher."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from raylt.models.split import clipped
 
 @torch.no_grad()
 def features(client: Client, augment: Augmentation | None = None, pixels: int = 16) -> tuple[Tensor, Tensor]:
-    """Compute the features of all samples of a client under its current model, in evaluation mode and sample order.
+    """Compute the features of all samples of a client, in evaluation mode and sample order.
 
     With `privacy.epsilon` no feature is longer than `privacy.clip`. A client that never trained and keeps its running
     statistics takes these from its samples first: under the statistics of a new model, features do not separate

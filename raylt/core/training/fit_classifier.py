@@ -98,7 +98,7 @@ def fit_classifier(
 
 
 def fit_time(dim: int, classes: int, samples: int, epochs: int, batch: int) -> str:
-    """Return how long `fit_classifier` takes on `samples` features, by a few steps that are timed here."""
+    """Return the time of `fit_classifier` on `samples` features, estimated from a few timed steps."""
     classifier = nn.Linear(dim, classes)
     rows = min(samples, TIMED * batch)
     z, y = torch.zeros(rows, dim), torch.zeros(rows, dtype=torch.long)
@@ -114,12 +114,12 @@ def fit_time(dim: int, classes: int, samples: int, epochs: int, batch: int) -> s
 
 
 def about(seconds: float) -> str:
-    """Return a duration for a plan, with the machine that it holds for."""
+    """Return a duration for a plan, with the machine on which it was measured."""
     return f"about {max(1, round(seconds))} s on one core of this machine"
 
 
 def is_plain_linear(classifier: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a classifier is torch's own linear layer, without hooks, and trains all its parameters."""
+    """Return whether a classifier is torch's own linear layer, without hooks, and all its parameters are trained."""
     hooks = classifier._forward_hooks or classifier._forward_pre_hooks or classifier._backward_hooks
     return type(classifier) is nn.Linear and not hooks and all(p.requires_grad for p in classifier.parameters())
 
@@ -136,7 +136,7 @@ class SoftmaxGradients:
 
     @torch.no_grad()
     def __call__(self, z: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss, a scalar, and the gradients of the weight [C, d] and of the bias [C], if there is one.
+        """Return the loss, a scalar, and the gradients of the weight [C, d] and of the bias [C], if there is a bias.
 
         Args:
             z: features [B, d].

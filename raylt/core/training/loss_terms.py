@@ -1,4 +1,4 @@
-"""`Terms`: a loss that is the sum of named terms, and the share that each term has in the gradient.
+"""`Terms`: a loss that is the sum of named terms, whose shares of the gradient are measured.
 
 A term whose gradient is tiny next to the others' has no effect, whatever its paper claims. A method that names its
 terms (`Method.terms`) reports their shares in the figures of every round.
@@ -22,7 +22,7 @@ Objective = Callable[[Batch], Tensor]
 
 
 class Terms:
-    """An objective: the sum of the terms of a batch. `sgd` measures the terms on the last batch of a local training.
+    """An objective: the sum of a batch's terms; `sgd` measures the terms on the last batch of a local training.
 
     The measurement takes one more backward pass for each term on this one batch; it draws nothing and changes no bit of
     the training. It uses the last batch, since on the first a proximal term is zero by definition.
@@ -45,14 +45,14 @@ class Terms:
         return reduce(operator.add, self._terms(batch).values())
 
     def measured(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch, and set `norms` to the gradients' lengths on this batch."""
+        """Return the loss of a batch, and set `norms` to the terms' gradient norms on this batch."""
         terms = self._terms(batch)
         self.norms = {name: gradient_norm(term, self._params) for name, term in terms.items()}
         return reduce(operator.add, terms.values())
 
 
 def gradient_norm(loss: Tensor, params: Sequence[Tensor]) -> float:
-    """Return the length of a scalar's gradient with respect to all parameters together; the graph is retained."""
+    """Return the norm of a scalar's gradient with respect to all parameters together; the graph is retained."""
     if not loss.requires_grad:
         return 0.0
     gradients = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
@@ -63,7 +63,7 @@ def gradient_norm(loss: Tensor, params: Sequence[Tensor]) -> float:
 
 
 def reply_of(objective: Objective, names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return the part `shares` of a client's reply; no part where no terms are named.
+    """Return the part `shares` of a client's reply; no part if the loss has no named terms.
 
     The share of a term is its gradient's length over the sum of all lengths. It is zero for a client that took no step,
     and for a term that this round's objective leaves out.
@@ -74,12 +74,12 @@ def reply_of(objective: Objective, names: Sequence[str]) -> dict[str, dict[str, 
 
 
 def asked_for(names: Sequence[str]) -> dict[str, Reduction]:
-    """Return the reduction with which the server asks for the shares."""
+    """Return the keyword argument of `fleet.ask` that requests the part `shares`, if the loss has named terms."""
     return {"shares": mean.like(dict.fromkeys(names, 0.0))} if names else {}
 
 
 def figure_of(got: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the figure `shares` of a round: means over the clients, whose sum is 1 unless no client took a step."""
+    """Return the figure `shares` of a round: means over clients that add up to 1 if any client took a step."""
     if "shares" not in got:
         return {}
     total = sum(got["shares"].values()) or 1.0

@@ -34,7 +34,7 @@ def make_optimiser(local: LocalConfig, params: Iterable[Tensor], lr: float) -> O
 
 
 class SGD:
-    """Stochastic gradient descent with momentum and weight decay, equal to `torch.optim.SGD` to the bit."""
+    """Stochastic gradient descent with momentum and weight decay, bit for bit as `torch.optim.SGD`."""
 
     recordable = True  # with one learning rate
 
@@ -45,18 +45,18 @@ class SGD:
 
     @torch.no_grad()
     def step(self, loss: Tensor) -> None:
-        """Take one step along the gradient of a scalar loss; parameters that it does not depend on stay unchanged."""
+        """Take one step along the gradient of a scalar loss; parameters without a gradient stay unchanged."""
         used, params, grads = _gradients(loss, self.params)
         if used:
             self._move(params, grads, [self._velocity[i] for i in used] if self.momentum else [])
 
     @torch.no_grad()
     def descend(self, gradients: list[Tensor]) -> None:
-        """Take one step along the given gradients of all trained parameters, in their order."""
+        """Take one step along given gradients of all trained parameters, in the parameters' order."""
         self._move(self.params, gradients, self._velocity)
 
     def _move(self, params: list[Tensor], grads: list[Tensor], velocity: list[Tensor]) -> None:
-        """Move parameters along their gradients, with their velocities where there is momentum."""
+        """Move parameters along their gradients, with velocities if there is momentum."""
         if self.weight_decay:
             # not in place: autograd may give one tensor as the gradient of two parameters
             grads = list(torch._foreach_add(grads, params, alpha=self.weight_decay))
@@ -68,7 +68,7 @@ class SGD:
 
 
 class Adam:
-    """Adam (Kingma and Ba, ICLR 2015), or AdamW (Loshchilov and Hutter, ICLR 2019), equal to torch's.
+    """Adam (Kingma and Ba, ICLR 2015) or AdamW (Loshchilov and Hutter, ICLR 2019), as in torch.
 
     Args:
         decoupled: whether the weight decay acts on the parameters instead of the gradient, as in AdamW.
@@ -85,7 +85,7 @@ class Adam:
 
     @torch.no_grad()
     def step(self, loss: Tensor) -> None:
-        """Take one step along the gradient of a scalar loss; parameters that it does not depend on stay unchanged."""
+        """Take one step along the gradient of a scalar loss; parameters without a gradient stay unchanged."""
         used, params, grads = _gradients(loss, self.params)
         if not used:
             return
@@ -107,7 +107,7 @@ class Adam:
 
 
 def _gradients(loss: Tensor, params: list[Tensor]) -> tuple[list[int], list[Tensor], list[Tensor]]:
-    """Return the indices of the parameters that the loss depends on, these parameters and their gradients."""
+    """Return the parameters that the loss depends on: their indices, themselves and their gradients."""
     if not params:  # all of them are frozen
         return [], [], []
     gradients = torch.autograd.grad(loss, params, allow_unused=True)

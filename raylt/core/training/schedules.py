@@ -1,4 +1,4 @@
-"""Learning rates over the rounds: `step` and `cosine`, and those that plugins add (`local.schedule`)."""
+"""Learning rates over the rounds: `step`, `cosine`, and those that plugins add (`local.schedule`)."""
 
 import math
 from collections.abc import Callable
@@ -9,12 +9,12 @@ Schedule = Callable[[LocalConfig, int, int], float]  # settings, round from 1, r
 
 
 def step(local: LocalConfig, round: int, rounds: int) -> float:
-    """Return `local.lr` without the share `local.lr_decay` for every `local.lr_decay_every` rounds that have passed."""
+    """Return `local.lr`, reduced by the share `local.lr_decay` after every `local.lr_decay_every` rounds."""
     return local.lr * (1 - local.lr_decay) ** ((round - 1) // local.lr_decay_every)
 
 
 def cosine(local: LocalConfig, round: int, rounds: int) -> float:
-    """Return a rate that falls from `local.lr` along a cosine, which would reach 0 after the last round."""
+    """Return a rate that falls from `local.lr` along a cosine to 0, which it would reach after the last round."""
     # training after the last round has its rate, not zero
     return local.lr * 0.5 * (1 + math.cos(math.pi * min(round - 1, rounds - 1) / rounds))
 
@@ -23,7 +23,7 @@ SCHEDULES: dict[str, Schedule] = {"step": step, "cosine": cosine}
 
 
 def scheduled_rate(schedule: Schedule | None, local: LocalConfig, round: int, rounds: int) -> float:
-    """Return the learning rate of a round, with the warm-up that `local.warm_up` asks for.
+    """Return the learning rate of a round, including the warm-up of `local.warm_up`.
 
     Args:
         schedule: by default the one of raylt's own that `local.schedule` names.

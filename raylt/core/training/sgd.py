@@ -17,14 +17,14 @@ from raylt.models.split import set_training
 
 
 def learning_rate(party: Client | Server) -> float:
-    """Return the learning rate of a client's or the server's round, by `local.schedule` and `local.warm_up`."""
+    """Return the learning rate of a round for a client or the server, by `local.schedule` and `local.warm_up`."""
     config = party.config
     # without rounds, training after them has the rate of the first
     return scheduled_rate(party.schedule, config.local, party.round, max(config.federation.rounds, 1))
 
 
 def autocast(client: Client) -> torch.autocast:
-    """Return a context in which computation has the precision of `local.precision`."""
+    """Return a context in which torch computes with the precision of `local.precision`."""
     return torch.autocast(client.device.type, torch.bfloat16, enabled=client.config.local.precision == "bfloat16")
 
 
@@ -87,7 +87,7 @@ def sgd(
 
 @torch.no_grad()
 def take_statistics(client: Client, kept: frozenset[str] | None = None) -> None:
-    """Take the running statistics of a client's model from its samples, in as many batches as a round has.
+    """Recompute the running statistics of a client's model from its samples, over as many batches as in a round.
 
     It does nothing unless the client keeps them (federation.batchnorm = local) and never took any. The samples are used
     in their order and without augmentation: nothing is drawn, so the model that is judged is the one exported.
@@ -112,7 +112,7 @@ def take_statistics(client: Client, kept: frozenset[str] | None = None) -> None:
 
 
 def balanced(client: Client, epochs: float | None = None, size: int | None = None) -> Iterator[Tensor]:
-    """Yield sample indices of as many batches as `client.rows` gives, with each owned class equally likely.
+    """Yield sample indices of as many batches as `client.rows` yields, with each owned class equally likely.
 
     Args:
         epochs: by default as `local.epochs` and `local.steps` say.

@@ -32,7 +32,7 @@ class Mapped:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the rows in memory."""
+        """Return the shape of the rows in memory."""
         return (len(self.rows), *self._open().shape[1:])
 
     def __len__(self) -> int:
@@ -72,17 +72,17 @@ def take(x: Stored, rows: np.ndarray) -> Stored:
 
 
 def cut(x: Stored, start: int, end: int) -> Stored:
-    """Return neighbouring rows of `x`, without a copy."""
+    """Return consecutive rows of `x`, without a copy."""
     return Mapped(x.path, x.rows[start:end]) if isinstance(x, Mapped) else x[start:end]
 
 
 def load(x: Stored) -> np.ndarray:
-    """Return `x` in memory."""
+    """Return `x` as an array in memory."""
     return x.load() if isinstance(x, Mapped) else x
 
 
 def pixel_rows(x: Stored, line: int) -> np.ndarray:
-    """Return one row of pixels of each image, uint8 [n, W, channels]; of mapped images nothing else is read."""
+    """Return one row of pixels per image, uint8 [n, W, channels]; only these rows of mapped images are read."""
     return x._open()[x.rows, line] if isinstance(x, Mapped) else x[:, line]
 
 

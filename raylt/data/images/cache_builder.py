@@ -1,4 +1,4 @@
-"""Caches of decoded images: many small decodings into one array on disk.
+"""Caches of decoded images: builds one array on disk from many small files.
 
 Decoding runs in parallel, with a progress bar, once for all processes. A second call continues where a killed one
 ended. A cache is a folder `NAME-HASH` under data.root/cache, whose hash covers everything that it was made from:
@@ -47,7 +47,7 @@ Decode = Callable[[int, Any], np.ndarray]
 
 
 def place_of(name: str, key: Any, cache: Path) -> Path:
-    """Return the folder of the cache for a key."""
+    """Return the path of the cache folder for a key."""
     return cache.resolve() / f"{name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
 
 
@@ -100,7 +100,7 @@ def _bad_file(path: Path) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Filling:
-    """A way to make the rows of an array; pickles if `decode` does. Processes that only decode import little more.
+    """The function and inputs that decode the rows of an array; light to import in processes that only decode.
 
     Args:
         decode: row, input -> uint8 of a row's shape.
@@ -147,7 +147,7 @@ class Filling:
 
 
 def _runs(rows: Sequence[int], most: int) -> list[range]:
-    """Return the index ranges of consecutive rows, each of at most `most` rows."""
+    """Return index ranges of consecutive rows; each has at most `most` rows."""
     begins = [i for i in range(len(rows)) if i == 0 or rows[i] != rows[i - 1] + 1]
     ends = [*begins[1:], len(rows)]
     runs = []
@@ -157,7 +157,7 @@ def _runs(rows: Sequence[int], most: int) -> list[range]:
 
 
 def _write(handle: int, pixels: np.ndarray, offset: int) -> None:
-    """Write pixels at an offset; a memory map would keep all that was written in this process's memory."""
+    """Write pixels at an offset of a file; a memory map would fill this process's memory with them."""
     left = pixels.reshape(-1).data
     while left:
         written = os.pwrite(handle, left, offset)
@@ -166,7 +166,7 @@ def _write(handle: int, pixels: np.ndarray, offset: int) -> None:
 
 
 class _Share(NamedTuple):
-    """Rows that are decoded in one call, and their inputs."""
+    """Rows that are decoded in one call, with their inputs."""
 
     rows: list[int]
     given: list[Any]
@@ -179,7 +179,7 @@ class _Share(NamedTuple):
 
 
 class _Build:
-    """One process's work on a cache that is not finished, and the state of the rows so far."""
+    """One process's work on an unfinished cache, and the state of its rows."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class _Build:
         self.folder.remove(self.state_file)
 
     def _earlier_states(self) -> np.ndarray:
-        """Return the states that an earlier process wrote, if its array still has its size; otherwise all GONE."""
+        """Return the row states that an earlier process wrote if its array still has its size; otherwise all GONE."""
         states = np.zeros(self.shape[0], np.uint8)
         with suppress(RayltError):
             written = np.frombuffer(self.folder.read(self.state_file, self.shape[0]), np.uint8)
@@ -224,7 +224,7 @@ class _Build:
         return states
 
     def _decode_missing(self) -> dict[int, str]:
-        """Decode the rows that are missing or bad, and return the reasons of the bad ones."""
+        """Decode the rows that are missing or bad, and return why the bad ones failed."""
         reasons: dict[int, str] = {}
         todo = np.flatnonzero((self.states == GONE) | (self.states == BAD))
         unwritten = 0
@@ -251,7 +251,7 @@ class _Build:
     def _decoded(
         self, handle: int, todo: np.ndarray
     ) -> Generator[tuple[list[int], list[int], dict[int, str]], None, None]:
-        """Decode rows in this process, and in a process per core as soon as the remaining work justifies it.
+        """Decode rows in this process, and in one process per core once the remaining work justifies it.
 
         Yields:
             Rows, their states, and the reasons of the bad ones.
@@ -330,7 +330,7 @@ def _header(shape: tuple[int, ...]) -> bytes:
 
 @contextmanager
 def _array(path: Path, shape: tuple[int, ...]) -> Iterator[BinaryIO]:
-    """Open the file of an array, whose bytes are allocated on the disk from the start."""
+    """Open the file of an array, whose bytes are allocated on the disk at once."""
     size = _bytes(shape)
     existing = path.stat().st_size if path.is_file() else 0
     free = shutil.disk_usage(path.parent).free
@@ -354,7 +354,7 @@ def _array(path: Path, shape: tuple[int, ...]) -> Iterator[BinaryIO]:
 
 
 def _drop_channels(path: Path, shape: tuple[int, ...]) -> None:
-    """Replace three equal channels in a file by one."""
+    """Replace three equal channels in a file by a single channel."""
     narrow = path.with_suffix(".narrow")
     before = np.memmap(path, np.uint8, "r", len(_header(shape)), shape)
     with narrow.open("wb") as stream:

@@ -1,4 +1,4 @@
-"""Decoders of image files and npz archives. The sizes that a file claims are checked before memory is allocated."""
+"""Decoders of image files and npz archives; they check the claimed sizes before they allocate memory."""
 
 import io
 import math
@@ -50,12 +50,12 @@ class Undecodable(DataError):
 
     @property
     def reason(self) -> str:
-        """Name and cause, for a list of images."""
+        """Return name and cause, for a list of images."""
         return f"{self.name} ({self.cause})"
 
 
 def open_image(file: Path) -> "Image.Image":
-    """Decode an image file in the colours that it was written in.
+    """Open an image file without a conversion of its colours.
 
     Raises:
         Undecodable: the file cannot be decoded, has a format that is not in FORMATS, or more than PIXELS pixels.
@@ -66,7 +66,7 @@ def open_image(file: Path) -> "Image.Image":
 
 
 def flat_image(file: Path | str | bytes, depth: int | None = None) -> "Image.Image":
-    """Decode an image file at its own size, in mode L or RGB; `eight_bits` scales greys of more than 8 bits.
+    """Decode an image file at its own size in mode L or RGB; `eight_bits` scales greys of more than 8 bits.
 
     Args:
         depth: `data.depth`.
@@ -87,7 +87,7 @@ def fitted_image(
     fit: Fit = "crop",
     depth: int | None = None,
 ) -> np.ndarray:
-    """Decode an image at `size` as a person sees it.
+    """Decode an image at `size`, with the orientation and colours that a viewer shows.
 
     The image is rotated as its EXIF says and put on white where it is transparent. An animation gives its first
     picture. Greys of more than 8 bits are scaled alike in all files of a kind, see `eight_bits`.
@@ -121,7 +121,7 @@ def fitted_image(
 
 @dataclass(frozen=True)
 class Fitted:
-    """`fitted_image` as a value, for `pack`."""
+    """`fitted_image` as a picklable function, for `pack`."""
 
     size: int
     channels: int | None
@@ -143,7 +143,7 @@ ArrayHeaders = dict[str, tuple[tuple[int, ...], np.dtype]]  # shape and type by 
 def read_npz(
     path: Path, keys: Sequence[str], check: Callable[[ArrayHeaders], None] | None = None
 ) -> dict[str, np.ndarray]:
-    """Read the arrays with these names from an npz file; names that it lacks are left out.
+    """Read the arrays with these names from an npz file; omit names that the file lacks.
 
     Args:
         check: called with the shapes and types before an array takes memory; raises a ValueError where one is wrong.
@@ -200,7 +200,7 @@ def _flat(image: "Image.Image", depth: int | None) -> "Image.Image":
 
 
 def eight_bits(pixels: np.ndarray, depth: int | None, bits: int | None = None) -> np.ndarray:
-    """Scale greys of more than 8 bits to uint8, by a full scale that does not depend on the picture.
+    """Scale greys of more than 8 bits to uint8, by a maximum that does not depend on the image.
 
     White is 2^depth - 1. Without a depth it follows from the type: 1 for floats, 2^bits - 1 for integers of up to 16
     bits. Integers of 32 bits and more need a depth, because their own full scale would turn most data black.
@@ -231,7 +231,7 @@ def eight_bits(pixels: np.ndarray, depth: int | None, bits: int | None = None) -
 
 
 def is_deep(file: Path | str | bytes) -> bool:
-    """Return whether an image file has greys of more than 8 bits; False where it cannot be read."""
+    """Return whether an image file has greys of more than 8 bits; False if it cannot be read."""
     try:
         with _image(file) as image:
             return image.mode[0] in "IF"
@@ -240,7 +240,7 @@ def is_deep(file: Path | str | bytes) -> bool:
 
 
 def _bits_of(image: "Image.Image") -> int | None:
-    """Return the bits of an image's integers, where its file and not the type of its pixels says so."""
+    """Return the bits per pixel of an integer image if its file, not its pixel type, states them."""
     if image.format == "TIFF":
         tags: Any = image.getexif()
         bits = tags.get(258, 16)  # BitsPerSample
@@ -251,7 +251,7 @@ def _bits_of(image: "Image.Image") -> int | None:
 
 
 def _depth_in(image: "Image.Image", depth: int | None) -> int | None:
-    """Return the depth that counts for a file that is not loaded yet.
+    """Return the bit depth of a file that is not loaded yet.
 
     Raises:
         ValueError: a depth is set, and Pillow keeps only the upper 8 of 16 bits, as it does with colours.
@@ -284,7 +284,7 @@ def _image(file: Path | str | bytes) -> "Iterator[Image.Image]":
 
 @contextmanager
 def _unwarned() -> Iterator[None]:
-    """Keep PIL's remarks on odd metadata of an image from the terminal; the image is read or is an error."""
+    """Keep PIL's warnings on odd metadata of an image off the terminal."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -302,7 +302,7 @@ def _cause(error: Exception) -> str:
 
 @contextmanager
 def _opened(file: Path | str | bytes) -> Iterator[BinaryIO]:
-    """Open a content or a plain file.
+    """Open a plain file, or content that is already in memory.
 
     Links are followed, because many data sets consist of them. A FIFO is not waited for.
     """
@@ -336,7 +336,7 @@ def _content(handle: int, size: int) -> bytes:
 
 
 def _check_sizes(stream: BinaryIO, keys: Sequence[str]) -> ArrayHeaders:
-    """Check that no array claims more bytes than the archive can hold, and all together not more than the memory.
+    """Check that no array claims more bytes than the archive can hold, nor all arrays more than the memory.
 
     Returns:
         The shape and type of each array.

@@ -1,4 +1,4 @@
-"""The image files below a folder, and the other files and folders that lie there."""
+"""The image files below a folder, and the other files and folders there."""
 
 import os
 import unicodedata
@@ -60,7 +60,7 @@ def list_images(folder: Path) -> Listing:
 
 
 class _Search:
-    """A search below a folder, and the entries that it has met so far."""
+    """A search below a folder, and the entries that it has found so far."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -92,7 +92,7 @@ class _Search:
             self.empty.append(str(inner))
 
     def _entries(self, path: Path) -> list[tuple[str, bool]]:
-        """Return the names in a folder, in order, each with whether it is a folder."""
+        """Return the sorted names in a folder, each with whether it is a folder."""
         try:
             # isdir instead of scandir's entries, which raise an error for a link to itself
             return [(name, os.path.isdir(path / name)) for name in sorted(os.listdir(path))]
@@ -120,7 +120,7 @@ class _Search:
 
 
 def notes_of(listings: Sequence[tuple[Path, Listing]]) -> list[str]:
-    """Describe in whole sentences the files and folders that were left out below some folders."""
+    """Describe, in sentences, the files and folders below some folders that were left out."""
     notes = []
     ignored = sum((listing.ignored for _, listing in listings), Counter[str]())
     if ignored:
@@ -137,7 +137,7 @@ def notes_of(listings: Sequence[tuple[Path, Listing]]) -> list[str]:
 
 
 def plain_name(folder: Path, name: str) -> str:
-    """Return a folder's name as the name of a class or client, in Unicode's composed form on every system.
+    """Return a folder's name as that of a class or client, in Unicode's composed form on every system.
 
     Raises:
         DataError: the name has characters that cannot be printed.
@@ -153,7 +153,7 @@ def plain_name(folder: Path, name: str) -> str:
 
 
 def shown_name(path: str | os.PathLike[str]) -> str:
-    """Return a path in printable characters: a name may be no text, or hold control sequences of a terminal."""
+    """Return a path in printable characters; names may contain invalid text or terminal control sequences."""
     text = os.fsencode(path).decode("utf-8", "replace")
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 

@@ -1,4 +1,4 @@
-"""Trees of image files, decoded once."""
+"""Decodes trees of image files, each once."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +72,7 @@ def decode_tree(
 def decode_all(
     path: Path, count: int, file: Callable[[int], str | bytes], how: How, about: Mapping[str, Any]
 ) -> tuple[Mapped, np.ndarray, tuple[str, ...]]:
-    """Decode images that are files or contents of files; see `decode_tree`.
+    """Decode images given as paths or as contents of files; see `decode_tree`.
 
     Args:
         path: path of the array in its cache.
@@ -106,7 +106,7 @@ def decode_all(
 
 
 def _dark_note(x: Mapped) -> tuple[str, ...]:
-    """Name the depth of images of more than 8 bits that use less than half of their full scale."""
+    """Describe images of more than 8 bits that use less than half of their range, and would look dark."""
     brightest = int(load(take(x, np.linspace(0, len(x) - 1, min(len(x), 2000)).astype(np.int64))).max())
     if brightest > 127:
         return ()
@@ -125,7 +125,7 @@ def _stamp(path: str) -> tuple[int, int]:
 
 
 def _describe(bad: dict[int, str], path: Path) -> str:
-    """Name the damaged files on one line."""
+    """Name the damaged files in one line."""
     reasons = [reason for _, reason in sorted(bad.items())]
     text = f"{len(reasons)} images cannot be decoded: {'; '.join(reasons[:LISTED])}"
     if len(reasons) > LISTED:

@@ -1,4 +1,4 @@
-"""Calls in worker processes, because threads that decode small images mostly wait for the interpreter's lock.
+"""Calls in worker processes; threads that decode small images mostly wait for the interpreter's lock.
 
 The processes are started without the multiprocessing module. A fork would copy the locks of torch and Ray, and its
 other start methods import the user's script again, which may lack an `if __name__ == "__main__"`.
@@ -23,7 +23,7 @@ THREADS = "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 def call_in_processes(
     count: int, calls: Iterable[tuple[Any, tuple[Any, ...]]], handles: tuple[int, ...]
 ) -> Generator[tuple[Any, Any], None, None]:
-    """Execute calls in worker processes, which end when the iterator is closed or this process dies.
+    """Run calls in worker processes, which end when the iterator is closed or this process dies.
 
     Args:
         count: number of processes.
@@ -58,7 +58,7 @@ def call_in_processes(
 
 
 class _Worker:
-    """A worker process, and the names of the calls that were sent to it."""
+    """A worker process, and the names of the calls that it was sent."""
 
     def __init__(self, handles: tuple[int, ...]):
         self.names: deque[Any] = deque()

@@ -1,4 +1,4 @@
-"""`Source`: a data set before it is split; `Arrays`: its images and labels, and the npz file that holds them."""
+"""`Source`: a data set before it is split; `Arrays`: images and labels, as an npz file stores them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ PUBLISHED = {
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A data set before it is thinned and partitioned.
+    """A data set before it is made long-tailed and partitioned.
 
     Without any test sample a part of each id's training samples becomes the test set, see `raylt.data.task`.
 
@@ -65,12 +65,12 @@ class Source:
 
     @property
     def kind(self) -> ProblemKind:
-        """The problem that the labels pose."""
+        """Return the kind of problem that the labels belong to."""
         return "classification" if len(self.y_train.shape) == 1 else "segmentation"
 
     @property
     def strata(self) -> np.ndarray:
-        """The strata that a validation set represents, int64 [N]: the labels; one stratum for images with maps."""
+        """Return the strata of a validation set, int64 [N]: the labels, or one stratum for images with label maps."""
         return load(self.y_train) if self.kind == "classification" else np.zeros(len(self.y_train), dtype=np.int64)
 
 
@@ -177,7 +177,7 @@ def _malformed(path: Path, problem: str, array: str) -> DataError:
 def _checked_clients(
     path: Path, entries: dict[str, np.ndarray], training: int, tests: int
 ) -> tuple[np.ndarray | None, np.ndarray | None, tuple[str, ...] | None]:
-    """Return ids of training and test images, and names of the different ids.
+    """Return client ids of training and test images as numbers, and the names of the distinct ids.
 
     Args:
         training: number of training images.
@@ -239,7 +239,7 @@ def _checked_names(path: Path, key: str, names: np.ndarray) -> np.ndarray:
 
 
 def _check_problem(path: Path, key: str, y: np.ndarray, images: tuple[int, ...]) -> None:
-    """Refuse labels of problems that raylt does not do.
+    """Refuse labels of problems that raylt does not support.
 
     Raises:
         DataError: the labels are numbers with a point, as in regression, or several for each image.

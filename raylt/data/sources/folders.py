@@ -1,4 +1,4 @@
-"""Images in folders (`data.source=folder:PATH`): the layout, and the class and client of each image.
+"""Images in folders (`data.source=folder:PATH`): finds the layout, and each image's class and client.
 
     <client>/<class>/<image>                a part of each client's images becomes its test images
     train/<client>/<class>/<image>          with test/<client>/<class>/<image>, or as above without a test folder
@@ -32,7 +32,7 @@ NOT_READ = {"val", "valid", "validation"}  # parts next to train that other tool
 
 @dataclass(frozen=True)
 class Part:
-    """The images of a part, in the order of clients, classes and names.
+    """The images of one part, ordered by client, class and name.
 
     Args:
         below: the part's own folder, with a slash; files are relative to it.
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """The training and test images in a folder, and notes on everything else in it."""
+    """The training and test images in a folder, and notes on everything else there."""
 
     folder: Path
     train: Part
@@ -115,7 +115,7 @@ def read_parts(folder: Path, test_part: str | None = None) -> Parts:
 
 
 def _test_folder(folder: Path, top: set[str], test_part: str | None) -> str | None:
-    """Return the name of the folder with the test images; None where there is none."""
+    """Return the name of the folder with the test images; None if there is none."""
     if test_part is None:
         return "test" if "test" in top else None
     if test_part not in top or test_part == "train":
@@ -130,7 +130,7 @@ def _test_folder(folder: Path, top: set[str], test_part: str | None) -> str | No
 
 
 def _read_top(folder: Path, test: str | None) -> Parts:
-    """Find the images of a folder that has no folder `train`."""
+    """Find the images of a folder without a folder `train`."""
     listing = list_images(folder)
     notes = tuple(notes_of([(folder, listing)]))
     inside = [file for file in listing.files if file.parts[0] == test]
@@ -147,7 +147,7 @@ def _read_top(folder: Path, test: str | None) -> Parts:
 
 
 def open_parts(name: str, parts: Parts, how: How, cache: Path) -> Source:
-    """Decode the images of a folder; the source has no test images where the folder has none.
+    """Decode the images of a folder; the source has test images only if the folder has.
 
     Args:
         how, cache: see `decode_tree`.
@@ -277,7 +277,7 @@ def _check_names(folder: Path, top: set[str], test: str | None) -> None:
 
 
 def _part(folder: Path, below: str, listing: Listing, depths: set[int]) -> Part:
-    """Return a part whose images lie at one of some depths.
+    """Return a part whose images lie at one of the given depths.
 
     Args:
         depths: numbers of folders between the part and its images.

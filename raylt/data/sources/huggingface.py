@@ -1,4 +1,4 @@
-"""Data sets of the `datasets` library (`data.source=hf:NAME@REVISION`, or `hf:PATH` of a saved one); extra raylt[hf].
+"""Data sets of the `datasets` library (`data.source=hf:NAME@REVISION`, or `hf:PATH` if saved); needs raylt[hf].
 
 A loader script is never executed.
 """
@@ -66,7 +66,7 @@ def open_hub(config: DataConfig) -> Source:
 
 
 def _test_part(config: DataConfig, parts: dict[str, Any], label: str) -> str | None:
-    """Return the name of the part that is the test set; None where there is none."""
+    """Return the name of the part that serves as test set; None if there is none."""
     named = config.test_part
     if named is not None:
         if named not in parts or named == "train":
@@ -85,12 +85,12 @@ def _test_part(config: DataConfig, parts: dict[str, Any], label: str) -> str | N
 
 
 def _is_labelled(part: Any, label: str) -> bool:
-    """Return whether some image of a part has a label, which the library writes as -1 where it is hidden."""
+    """Return whether any image of a part has a label; the library writes hidden labels as -1."""
     return label in part.features and any(value not in (None, -1) for value in part[label])
 
 
 def _note_on(config: DataConfig, parts: dict[str, Any], test: str | None) -> tuple[str, ...]:
-    """Return a notice if another part than `test` is the test set and the user did not ask for it."""
+    """Return a notice if a part other than `test` is the test set and the user did not ask for it."""
     if config.test_part is not None or test in (None, "test"):
         return ()
     why = "whose part test has no labels" if "test" in parts else "which has no part test"
@@ -124,7 +124,7 @@ def class_of(label: Any, names: list[str] | None, source: str) -> str:
 
 
 def _decode(config: DataConfig, parts: list[Any], image: str) -> Any:
-    """Decode the images of the parts, one part after the other; returns what `decode_all` returns."""
+    """Decode the images of the parts, part by part; return what `decode_all` returns."""
     name = config.source
     how = How(config.size, config.channels, config.fit, config.bad, config.depth)
     key = [FORMAT, name, how.size, how.channels, how.fit, how.depth, image, [_stamp(part) for part in parts]]
@@ -144,7 +144,7 @@ def _decode(config: DataConfig, parts: list[Any], image: str) -> Any:
 
 
 def _load(config: DataConfig) -> dict[str, Any]:
-    """Return the parts of the data set by name, with images as they were written."""
+    """Return the parts of the data set by name, with images in their original encoding."""
     address = config.source.partition(":")[2]
     path = Path(address).expanduser()
     saved = path.is_dir()
@@ -223,7 +223,7 @@ def _holds_bytes(feature: Any) -> bool:
 
 
 def _stamp(data: Any) -> list[Any]:
-    """Return values that change whenever a data set does."""
+    """Return values that change if the data set changes."""
     stats = [os.stat(file["filename"]) for file in data.cache_files]
     return [len(data), data._fingerprint, [(stat.st_size, stat.st_mtime_ns) for stat in stats]]
 

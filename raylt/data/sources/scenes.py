@@ -97,7 +97,7 @@ def camvid(root: Path, height: int, depth: int | None = None) -> Arrays:
 
 
 def cityscapes(root: Path, height: int, depth: int | None = None) -> Arrays:
-    """Open Cityscapes' 2975 finely labelled training images, and its 500 validation images as test set, 19 classes.
+    """Open Cityscapes' 2975 finely labelled training images, with its 500 validation images as test set; 19 classes.
 
     torchvision reads them from `root`/cityscapes (leftImg8bit and gtFine, or the two archives). Ids are cities.
 
@@ -116,7 +116,7 @@ def cityscapes(root: Path, height: int, depth: int | None = None) -> Arrays:
 
 
 def shapes() -> Arrays:
-    """Draw scenes that are the same everywhere: ground under sky, with discs, squares, triangles and, rarely, crosses.
+    """Draw scenes from a fixed seed: ground and sky, with discs, squares, triangles and, rarely, crosses.
 
     There are 320 and 80 images of 64x64 pixels; outlines are void. Light differs between four recordings, the ids.
     """
@@ -132,7 +132,7 @@ def shapes() -> Arrays:
 
 @dataclass(frozen=True)
 class Frames:
-    """Pictures of one size and their label maps, before they are decoded.
+    """Images of one size and their label maps, before they are decoded.
 
     Args:
         key: JSON that identifies them; another key has another cache.
@@ -194,7 +194,7 @@ def _decoded(
 
 
 def _pack(path: Path, shape: tuple[int, ...], given: Callable[[int], Any], decode: Any, about: dict[str, Any]) -> None:
-    """Fill an array of a cache; the first row that cannot be decoded is an error."""
+    """Fill an array of a cache; a row that cannot be decoded raises an error."""
     bad = pack(path, shape, given, decode, about)
     if bad:
         row = min(bad)
@@ -209,7 +209,7 @@ def _pack(path: Path, shape: tuple[int, ...], given: Callable[[int], Any], decod
 
 @dataclass(frozen=True)
 class _Resized:
-    """A decoder of images to height x width.
+    """A function that decodes images at height x width.
 
     Args:
         before: width and height that an image must have.
@@ -238,7 +238,7 @@ class _Resized:
 
 @dataclass(frozen=True, eq=False)
 class _ResizedLabels:
-    """A decoder of label maps to height x width.
+    """A function that decodes label maps at height x width.
 
     Args:
         before: width and height that a map must have.
@@ -304,7 +304,7 @@ def _draw(rng: np.random.Generator, tint: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _reach(shape: int, down: np.ndarray, across: np.ndarray) -> np.ndarray:
-    """Return how large a shape must be to cover each pixel, by the pixel's offset from its centre."""
+    """Return the smallest size of a shape that covers each pixel, from the pixel's offset to the shape's centre."""
     far = np.maximum(abs(down), abs(across))
     near = np.minimum(abs(down), abs(across))
     match shape:
@@ -319,7 +319,7 @@ def _reach(shape: int, down: np.ndarray, across: np.ndarray) -> np.ndarray:
 
 
 def _camvid_files(folder: Path, part: str) -> tuple[Frames, np.ndarray]:
-    """Return the frames of a part, and their recordings."""
+    """Return the frames of a part, and the recording of each frame."""
     images = sorted((folder / part).glob("*.png"))
     labels = [folder / f"{part}annot" / file.name for file in images]
     missing = [file for file in labels if not file.is_file()]
@@ -337,7 +337,7 @@ def _camvid_files(folder: Path, part: str) -> tuple[Frames, np.ndarray]:
 
 
 def _camvid_arrays(path: Path, part: str) -> tuple[Frames, np.ndarray]:
-    """Return the frames of a part in an npz file, and their recordings."""
+    """Return the frames of a part in an npz file, and the recording of each frame."""
     image_key, label_key, recording_key = (f"{name}_{part}" for name in ("x", "y", "seq"))
 
     def entries(keys: Sequence[str]) -> list[np.ndarray]:
@@ -375,7 +375,7 @@ def _camvid_table() -> np.ndarray:
 
 
 def _cityscapes_files(folder: Path, split: str) -> tuple[Frames, np.ndarray]:
-    """Return the frames of a part, and their cities."""
+    """Return the frames of a part, and the city of each frame."""
     from torchvision.datasets import Cityscapes
 
     try:

@@ -1,4 +1,4 @@
-"""Data sets as they are stored: training and balanced test images, labels, class names, normalisation.
+"""Data sets as they are stored: training images, balanced test images, labels, class names, normalisation.
 
 `digits` comes with scikit-learn. torchvision reads `cifar10`, `cifar100` and `fashion_mnist`. `cinic10`, `imagenet_lt`
 and `folder:PATH` are trees of image files. `npz:PATH` is one file of arrays, see arrays.py. Data sets with label maps
@@ -71,7 +71,7 @@ def open_source(config: DataConfig) -> Source:
 
 
 def check_size(config: DataConfig) -> None:
-    """Refuse a `data.size` that the source would ignore: images of arrays keep their size.
+    """Refuse `data.size` for a source of arrays, whose images keep their size.
 
     Raises:
         ConfigError: the source is of arrays, and the size is not the default.

@@ -1,4 +1,4 @@
-"""Draws of a split from a source: the test part, the long tail, the clients' samples and the validation set."""
+"""Draws a split from a source: test part, long tail, clients' samples and validation set."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ TEST = 0.2  # share of each client's, or each class's, images that become test i
 
 
 def draw(source: Source, config: DataConfig) -> Split:
-    """Draw the split of a source that `config` asks for; settings that are None follow from the source.
+    """Draw the split of a source that `config` asks for; settings of None take the source's defaults.
 
     Raises:
         DataError: the data cannot be split as asked.
@@ -54,7 +54,7 @@ def draw(source: Source, config: DataConfig) -> Split:
 def hold_out_validation(
     clients: Sequence[np.ndarray], labels: np.ndarray, share: float, seed: int
 ) -> tuple[IndexLists, np.ndarray]:
-    """Take `share` of each class's samples away from the clients; depends on the arguments alone.
+    """Move the share `share` of each class from the clients to the validation set; the arguments decide which.
 
     From a class with n samples round(share * n) are taken, at least one and at most n - 1: a class with one sample
     stays in training. A client's last sample is never taken, so the clients stay the same. Where that leaves too few
@@ -98,7 +98,7 @@ def hold_out_validation(
 
 
 def hold_out(ids: np.ndarray, labels: np.ndarray, share: float, seed: int) -> list[np.ndarray]:
-    """Take `share` of each client's samples of each class as its test samples; depends on the arguments alone.
+    """Move the share `share` of each client's samples of each class to its test part; the arguments decide which.
 
     From n samples of a class round(share * n) are taken, never the last one. A client that would get no test sample,
     and has two samples of a class, gives one sample of its largest class.
@@ -125,7 +125,7 @@ def hold_out(ids: np.ndarray, labels: np.ndarray, share: float, seed: int) -> li
 
 
 def check_judged(name: str, y_test: Stored, classes: int) -> None:
-    """Check that some test sample has a label.
+    """Check that at least one test sample has a label.
 
     Raises:
         DataError: no test sample has one, so that no model could be judged.
@@ -141,7 +141,7 @@ def check_judged(name: str, y_test: Stored, classes: int) -> None:
 
 
 def notes(source: Source, split: Split, y_test: np.ndarray, own: IndexLists | None) -> list[str]:
-    """Describe in whole sentences the samples, classes and clients that a split leaves out.
+    """Describe, in sentences, the samples, classes and clients that a split leaves out.
 
     Args:
         y_test: labels of the test set.
@@ -184,7 +184,7 @@ def _resolved(config: DataConfig, unique_ids: np.ndarray | None) -> DataConfig:
 
 
 def test_part(source: Source, config: DataConfig) -> tuple[IndexLists | None, float | None]:
-    """Return the training rows that become test samples, and their share; None where there is a test set.
+    """Return the training rows that become test samples, and their share; None if the source has a test set.
 
     The rows are those of each id, or one list where the source records no ids.
 
@@ -225,7 +225,7 @@ def _check_unset(config: DataConfig, key: str, problem: str) -> None:
 
 
 def _thinned(source: Source, pool: np.ndarray, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows in `pool` that the long tail keeps, and their labels (for maps, the classes that they show)."""
+    """Return the rows in `pool` that the long tail keeps, and their labels (for label maps, the classes in them)."""
     assert config.imbalance is not None
     classes = len(source.class_names)
     if source.kind == "classification":

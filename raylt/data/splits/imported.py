@@ -1,4 +1,4 @@
-"""Index lists of other tools, made into a sealed split (`raylt data --import FILE`, `data.split=FILE`).
+"""Import other tools' index lists as a sealed split (`raylt data --import FILE`, `data.split=FILE`).
 
     [[0, 5, 7], [1, 2]]                                    JSON: a list for each client
     {"wien": [0, 5, 7], "linz": [1, 2]}                    JSON: by name, as FedLab's client_dict and PFLlib's
@@ -41,7 +41,7 @@ ROW = re.compile("[0-9]{1,18}")
 
 @dataclass
 class _Lists:
-    """The rows of one client, by part."""
+    """The rows of one client in each part."""
 
     train: list[Any]
     test: list[Any]
@@ -50,7 +50,7 @@ class _Lists:
 
 
 def open_split(path: Path, source: Source, config: DataConfig) -> Split:
-    """Read the split in a file: raylt's own, or index lists of another tool.
+    """Read the split in a file: raylt's own format, or index lists of another tool.
 
     Raises:
         DataError: the file cannot be read, has another form, or lists rows or labels that the source does not have.
@@ -68,7 +68,7 @@ def open_split(path: Path, source: Source, config: DataConfig) -> Split:
 
 
 def _lists_in(path: Path, content: bytes) -> dict[str, _Lists] | None:
-    """Return the lists by client; None for a split of raylt's own."""
+    """Return the lists by client; None if the file is a split of raylt's own."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -155,7 +155,7 @@ def _from_csv(path: Path, text: str) -> dict[str, _Lists]:
 
 
 def _split_of(path: Path, lists: dict[str, _Lists], source: Source, config: DataConfig) -> Split:
-    """Return the sealed split of lists, with a test part drawn from them where neither they nor the source have one."""
+    """Return the sealed split from lists; draw a test part if neither the lists nor the source have one."""
     if not lists:
         raise _malformed(path, "it has no client")
     for name in lists:
@@ -214,7 +214,7 @@ def _rows(
 
 
 def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, whose keys must differ: of equal ones JSON keeps the last."""
+    """Return a JSON object after a check that its keys differ; the JSON reader would keep the last of equal keys."""
     tree = dict(pairs)
     if len(tree) < len(pairs):
         names = [name for name, _ in pairs]
@@ -224,7 +224,7 @@ def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def shortened(value: Any) -> str:
-    """Return a value from the file on one line, printable and of at most 80 characters."""
+    """Return a value from the file in one printable line of at most 80 characters."""
     text = value if isinstance(value, str) and value.isprintable() else ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

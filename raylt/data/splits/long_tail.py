@@ -61,7 +61,7 @@ def long_tail_counts(available: np.ndarray, imbalance: float) -> np.ndarray:
 def long_tail_subset(
     labels: np.ndarray, imbalance: float, classes: int, seed: int, by_size: bool = False
 ) -> np.ndarray:
-    """Draw a random long-tailed subset and return its positions, sorted; depends on the arguments alone.
+    """Draw a random long-tailed subset and return its sorted positions; the arguments alone decide it.
 
     Args:
         labels: int64 [n], in [0, classes).
@@ -80,7 +80,7 @@ def long_tail_subset(
 
 
 def own_tail(labels: np.ndarray, imbalance: float, rng: np.random.Generator) -> np.ndarray:
-    """Draw one client's own long-tailed subset and return its positions, sorted.
+    """Draw a client's own long-tailed subset and return its sorted positions.
 
     The classes are put into a random order. The class at position i of it keeps at most n_max * (1/IF)^(i/(C-1))
     samples and at least one, where n_max is the size of the client's largest class.

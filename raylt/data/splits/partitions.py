@@ -40,7 +40,7 @@ PARTITIONS: dict[str, Partition | str] = {name: name for name in BUILT_IN}  # wi
 def partition(
     labels: np.ndarray, config: DataConfig, ids: np.ndarray | None, unique_ids: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Partition samples as `config` says, seeded by `config.seed`.
+    """Partition samples as `config` says, with the seed `config.seed`.
 
     Args:
         labels: labels of the (long-tailed) training samples, int64 [n]; for label maps the classes that each image
@@ -149,7 +149,7 @@ def _check_fits(labels: np.ndarray, clients: int, config: DataConfig) -> None:
 
 
 def _own_partition(name: str, labels: np.ndarray, config: DataConfig, rng: np.random.Generator) -> list[np.ndarray]:
-    """Return the parts that a user's own partition deals, checked.
+    """Return the checked parts from a user's own partition.
 
     Raises:
         ConfigError: no partition has this name.
@@ -187,7 +187,7 @@ def _own_partition(name: str, labels: np.ndarray, config: DataConfig, rng: np.ra
 
 
 def creff(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> list[np.ndarray]:
-    """Deal to groups of ten clients by Dirichlet draws, then cut evenly: CReFF (Shang et al., IJCAI 2022).
+    """Divide by Dirichlet draws over groups of ten clients, then evenly in a group: CReFF (Shang et al., IJCAI 2022).
 
     The groups' clients are laid end to end and cut again into K parts whose sizes differ by at most 1, so a client
     holds samples of two neighbouring draws.
@@ -228,7 +228,7 @@ def dirichlet(
 def dirichlet_min(
     labels: np.ndarray, clients: int, alpha: float, min_size: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Divide as `dirichlet`, but give nothing more to a client that holds its even share n/K (NIID-bench).
+    """Divide as `dirichlet`, but add nothing to a client that already has n/K samples (NIID-bench).
 
     Raises:
         DataError: no draw gave each client `min_size` samples.
@@ -238,7 +238,7 @@ def dirichlet_min(
 
 
 def hsu(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> list[np.ndarray]:
-    """Let each client draw a class mix and then its samples by that mix: Hsu, Qi and Brown (2019).
+    """Draw a class distribution for each client, then samples by it: Hsu, Qi and Brown (2019).
 
     The mix is q ~ Dir(alpha p), where p holds the class frequencies of all samples. Samples are drawn one by one
     without replacement; sizes differ by at most 1. Where a class runs out, the mix of the clients that still draw is
@@ -267,7 +267,7 @@ def hsu(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator
 def by_class(
     shows: np.ndarray, clients: int, beta: int, imbalance: float, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Deal disjoint images to clients that keep `beta` classes each: MuPFL's class-heterogeneous partition (4.1).
+    """Divide images among clients that keep `beta` classes each: MuPFL's class-heterogeneous partition (4.1).
 
     Sizes fall exponentially: the first client has `imbalance` times as many images as the last. The paper does not say
     which images a client gets. Here a client gets random images that show one of its classes, and other images only
@@ -307,12 +307,12 @@ def by_class(
 
 
 def iid(labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Deal samples at random; sizes differ by at most 1."""
+    """Divide samples at random into parts whose sizes differ by at most 1."""
     return [np.sort(part) for part in np.array_split(rng.permutation(len(labels)), clients)]
 
 
 def by_id(ids: np.ndarray | None, clients: int, unique_ids: np.ndarray | None = None) -> list[np.ndarray]:
-    """Make one client of each recorded id, in the sorted order of the ids.
+    """Make a client of each recorded id, in the sorted order of ids.
 
     Raises:
         DataError: there are no ids, or not as many different ones as clients.
@@ -432,7 +432,7 @@ def shards(labels: np.ndarray, clients: int, per_client: int, rng: np.random.Gen
 def quantity(
     labels: np.ndarray, clients: int, alpha: float, min_size: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Deal samples at random in shares p ~ Dir(alpha): quantity skew (NIID-bench).
+    """Divide samples at random in shares p ~ Dir(alpha): quantity skew (NIID-bench).
 
     Shares are drawn again until each client has `min_size` samples.
 
@@ -471,7 +471,7 @@ def _retries_error(samples: int, clients: int, alpha: float, min_size: int) -> D
 def _deal_until(
     labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator, cap: float, cut: Cut, min_size: int
 ) -> np.ndarray:
-    """Return the client of every sample, int64 [n], from the first draw that gives each client `min_size` samples."""
+    """Return each sample's client, int64 [n], from the first draw in which each client gets `min_size` samples."""
     rows = [np.flatnonzero(labels == c) for c in np.unique(labels)]
     for _ in range(RETRIES):
         owner = _deal(rows, clients, alpha, rng, cap, cut)
@@ -489,7 +489,7 @@ def _deal(
     cut: Cut,
     holds: np.ndarray | None = None,
 ) -> np.ndarray | None:
-    """Return the client of every sample, int64 [n]; None when every client with a share of some class is full.
+    """Return each sample's client, int64 [n]; None if all clients with a share of some class are full.
 
     Args:
         holds: the clients that may get samples of each class, bool [C, K]; by default all.
@@ -509,7 +509,7 @@ def _deal(
 
 
 def _draw_mix(concentration: np.ndarray, left: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draw a mix of the classes that have samples left; a single class where all shares would be rounded to 0."""
+    """Draw a mix of the classes with samples left; it has a single class if all shares would round to 0."""
     mix = np.zeros(len(left))
     available = left > 0
     drawn = rng.dirichlet(concentration[available])
@@ -520,12 +520,12 @@ def _draw_mix(concentration: np.ndarray, left: np.ndarray, rng: np.random.Genera
 
 
 def _cut_down(p: np.ndarray, n: int) -> np.ndarray:
-    """Return CReFF's cut positions."""
+    """Return cut positions, computed as in CReFF's code."""
     return (np.cumsum(p)[:-1] * n).astype(np.int64)
 
 
 def _cut_exact(p: np.ndarray, n: int) -> np.ndarray:
-    """Return cut positions that give each client n * p rounded down, and the rest to the largest fractions."""
+    """Return cut positions that give clients n * p rounded down; the largest fractions get the remaining samples."""
     counts = np.floor(n * p).astype(np.int64)
     counts[np.argsort(counts - n * p, kind="stable")[: n - counts.sum()]] += 1
     return np.cumsum(counts)[:-1]

@@ -1,4 +1,4 @@
-"""`Split`: the training samples of each client, as a file with a content hash; and index lists for many clients."""
+"""`Split`: each client's training samples, stored in a file with a hash; index lists for many clients."""
 
 import hashlib
 import json
@@ -61,12 +61,12 @@ class Split:
 
     @cached_property
     def sha256(self) -> str:
-        """SHA-256 of the clients' index lists alone, as JSON without spaces."""
+        """Return the SHA-256 of the clients' index lists alone, as JSON without spaces."""
         return _hash(self.clients)
 
     @cached_property
     def seal(self) -> str:
-        """SHA-256 of all fields, with each set of index lists replaced by its hash."""
+        """Return the SHA-256 of all fields, with each set of index lists replaced by its hash."""
         tree = {**self._fields, "clients": self.sha256, "test": None if self.test is None else _hash(self.test)}
         return hash_json({name: value for name, value in tree.items() if name not in _LATER or value is not None})
 
@@ -145,7 +145,7 @@ Part = TypeVar("Part", covariant=True)
 
 
 class PerClient(Sequence[Part]):
-    """A part for each client, made on access from data that are stored client by client.
+    """A sequence with one part per client, each made on access from data that is stored client by client.
 
     Args:
         ends: for each client, the row at which its part ends, int64 [K].
@@ -156,7 +156,7 @@ class PerClient(Sequence[Part]):
 
     @property
     def sizes(self) -> np.ndarray:
-        """Rows of each client, int64 [K]."""
+        """Return the number of rows of each client, int64 [K]."""
         return np.diff(self.ends, prepend=0)
 
     def __len__(self) -> int:
@@ -177,11 +177,11 @@ class PerClient(Sequence[Part]):
 
     @abstractmethod
     def _part(self, client: int, start: int, end: int) -> Part:
-        """Return the part of a client, which lies in rows `start` to `end`."""
+        """Return the part of a client, rows `start` to `end`."""
 
 
 class IndexLists(PerClient[np.ndarray]):
-    """An index list for each client, int64 [n], as views of one array.
+    """The index lists of all clients, int64 [n], as views of one array.
 
     A separate array for each of a hundred thousand clients takes several times the memory of the indices, and as much
     longer to pickle.
@@ -207,7 +207,7 @@ class IndexLists(PerClient[np.ndarray]):
 
 
 def grouped(ids: np.ndarray, unique_ids: np.ndarray) -> IndexLists:
-    """Return the positions in `ids` of each unique id, ascending; sorts once, however many ids there are.
+    """Return the positions in `ids` of each unique id, ascending; all ids are sorted once.
 
     Args:
         ids: [N].
@@ -259,7 +259,7 @@ _FILE = TypeAdapter(_File)
 
 
 def _texts(lists: Sequence[np.ndarray]) -> Iterator[str]:
-    """Yield the lists as JSON without spaces.
+    """Yield the index lists as pieces of JSON without spaces.
 
     They come in pieces, because Python's integers take several times the memory of an array.
     """

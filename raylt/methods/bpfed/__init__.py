@@ -1,1 +1,1 @@
-"""BPFed: the method, and the operations that it alone needs."""
+"""BPFed: the method, and the operations that only it uses."""

@@ -238,7 +238,7 @@ class BPFed(Method):
         return client.reply(loss=loss, undecided=vague, halved=int(vague > 0), blind=int(vague == owned.sum()))
 
     def settle(self, client: Client, message: Message) -> None:
-        """Train a classifier on the final encoder, as in stage 1, then run stage 2 with M_k in place of M_glo."""
+        """Train a classifier on the final encoder, as in stage 1, then run stage 2 with M_k instead of M_glo."""
         super().settle(client, message)
         if self.finishes and self.fa:
             moments = self.covariance(client, message).tree
@@ -258,7 +258,7 @@ class BPFed(Method):
 
 
 class ScaledLinear(nn.Module):
-    """Classifier s * (W z + b), the scale after the bias as in MiSLAS.
+    """Classifier s * (W z + b), with the scale after the bias as in MiSLAS.
 
     It copies the weights, so that a failed call leaves nothing behind.
 
@@ -281,7 +281,7 @@ class ScaledLinear(nn.Module):
         return self.scale * self.linear(z)
 
     def folded(self) -> Params:
-        """Return the entries of the linear classifier with the same logits."""
+        """Return weight and bias of a linear classifier that gives the same logits."""
         return {
             "classifier.weight": self.scale[:, None] * self.linear.weight,
             "classifier.bias": self.scale * self.linear.bias,
@@ -289,7 +289,7 @@ class ScaledLinear(nn.Module):
 
 
 def smooth_labels(counts: Tensor, delta: float, gamma: float, everywhere: bool = False) -> Tensor:
-    """Return the soft label q of each owned class, Eq. 19 and 20 of BPFed, float32 [C, C]; zero rows for the others.
+    """Return the soft label q of each owned class, Eq. 19 and 20 of BPFed, float32 [C, C]; other rows are zero.
 
     Args:
         counts: Samples per class, int64 [C], before balancing.
@@ -308,7 +308,7 @@ def smooth_labels(counts: Tensor, delta: float, gamma: float, everywhere: bool =
 
 
 def undecided(labels: Tensor, owned: Tensor) -> int:
-    """Return the number of a client's classes whose smoothed label is not largest at the class itself.
+    """Return the number of a client's classes whose smoothed label is not largest at the true class.
 
     Args:
         labels: From `smooth_labels`, [C, C].
@@ -319,7 +319,7 @@ def undecided(labels: Tensor, owned: Tensor) -> int:
 
 
 def at_most(most: int) -> Callable[[int], str | None]:
-    """Return a condition of a count."""
+    """Return a condition that a count is at most `most`."""
     return lambda count: None if count <= most else f"counts {count}, more than {most}"
 
 
@@ -332,7 +332,7 @@ def mix(a: Batch, b: Batch, lam: Tensor, classes: int) -> Batch:
 
 
 def balance(z: Tensor, y: Tensor, covariance: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return the features and perturbed copies, so that each class has the size of the largest, Eq. 17 [5]."""
+    """Return the features and perturbed copies, so that each class is as large as the largest one, Eq. 17 [5]."""
     most = int(torch.bincount(y).max())
     rows = []
     for c in y.unique():

@@ -1,4 +1,4 @@
-"""The base classes of methods that run FedAvg and then make a classifier from one pass over all clients.
+"""The base classes of methods that run FedAvg and then compute a classifier in one pass over all clients.
 
 The encoder stays as it is. A finished run of FedAvg, or of any of these methods, can be given the classifier of
 another: `raylt branch RUN method=ccvr`.
@@ -51,7 +51,7 @@ class AfterTraining(Method):
 
 
 class Calibrated(AfterTraining):
-    """Methods whose classifier learns further, from equal numbers of features of each class from `draw`."""
+    """Methods that train the classifier further, on equal numbers of features of each class from `draw`."""
 
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "finish": ("virtual", "epochs", "batch", "lr", "momentum", "weight_decay")
@@ -65,7 +65,7 @@ class Calibrated(AfterTraining):
     weight_decay: float = hp(1e-5, LogUniform(1e-6, 1e-3), "of calibration; as SFD's", ge=0)
 
     def draw(self, server: Server, fleet: Fleet, generator: torch.Generator) -> dict[int, Tensor]:
-        """Return features of each class that some client holds, float32 [M_c, d]."""
+        """Return features of each class that a client has, float32 [M_c, d]."""
         raise NotImplementedError
 
     @staticmethod
@@ -78,7 +78,7 @@ class Calibrated(AfterTraining):
         }
 
     def class_moments(self, server: Server, fleet: Fleet) -> dict[int, tree.Tree]:
-        """Return the clients' sums of each class that some client holds, in the order of the classes."""
+        """Return the sums over clients for each class that a client has, in the order of the classes."""
         like = dict.fromkeys(range(server.model.classes), self.sums_like(server.model.dim))
         privacy = server.config.privacy
         sums = (

@@ -1,4 +1,4 @@
-"""Fed3R: a classifier that is the ridge regression of labels on features, exact from sums (Fani et al., ICML 2024).
+"""Fed3R: a classifier from ridge regression of labels on features, exact from sums (Fani et al., ICML 2024).
 
 Departures from the text:
 [1] The encoder is trained by FedAvg first; the paper's is pre-trained.

@@ -1,4 +1,4 @@
-"""FedNCM: a classifier that consists of the classes' means (Legate et al., NeurIPS 2023).
+"""FedNCM: a classifier whose weights are the class means (Legate et al., NeurIPS 2023).
 
 Departures from the text:
 [1] The encoder is trained by FedAvg first; the paper's is pre-trained.

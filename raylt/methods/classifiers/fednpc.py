@@ -1,4 +1,4 @@
-"""FedNPC: a classifier that learns further from noise until no class is preferred (Gao et al., CVPR Findings 2026).
+"""FedNPC: a classifier trained further on noise until it prefers no class (Gao et al., CVPR Findings 2026).
 
 This follows the authors' code, the only public source. Departures from it:
 [1] The classifier after the last step is taken. The code takes that of the step with the best test accuracy, and the

@@ -1,4 +1,4 @@
-"""Oracle, a control of raylt and no federated method: a classifier calibrated on balanced real features of all clients.
+"""Oracle, a control of raylt, not a federated method: a classifier calibrated on all clients' balanced real features.
 
 It shows how much of a loss in accuracy is due to the encoder: no classifier from statistics should exceed it by more
 than chance. Clients hand over features of their images, which every other method of the family avoids.
@@ -34,7 +34,7 @@ class Oracle(Calibrated):
         return ("classes",)
 
     def statistics(self, client: Client, message: Message) -> Reply:
-        """Report, for each class of the client, its count and M_c of its features with replacement [1]."""
+        """Report, for each class of the client, its count and M_c features drawn with replacement [1]."""
         client.receive(message["model"])
         return client.reply(classes=class_bootstrap(*features(client), self.virtual, client.order))
 

@@ -1,4 +1,4 @@
-"""Post-hoc logit adjustment: the trained classifier's logits less tau log pi (Menon et al., ICLR 2021, section 4.1).
+"""Post-hoc logit adjustment: logits after training, minus tau log pi (Menon et al., ICLR 2021, section 4.1).
 
 Departures from the text:
 [1] pi is that of all clients together, from their counts; `la` uses margins in training instead.

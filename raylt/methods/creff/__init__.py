@@ -1,1 +1,1 @@
-"""CReFF, and CLIP2FL, which builds on its federated features."""
+"""CReFF, and CLIP2FL, which uses CReFF's federated features."""

@@ -38,7 +38,7 @@ from raylt.tree import Tree
 
 
 class CLIP2FL(CReFF):
-    """CReFF with distillation and a prototype contrast. kd = 0 and contrast = 0 is CReFF and opens no teacher."""
+    """CReFF with distillation and a prototype contrast; kd = 0 and contrast = 0 gives CReFF and opens no teacher."""
 
     name: ClassVar[str] = "clip2fl"
     paper: ClassVar[str] = "Shi et al., AAAI 2024"
@@ -62,7 +62,7 @@ class CLIP2FL(CReFF):
 
     @property
     def taught(self) -> bool:
-        """True if a teacher is needed."""
+        """Return whether the settings need a teacher."""
         return self.kd > 0 or self.contrast > 0
 
     @property
@@ -91,7 +91,7 @@ class CLIP2FL(CReFF):
         return ("cross_entropy", "distillation") if self.kd else ()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return cross-entropy plus the divergence from the teacher's prediction of each image [1]."""
+        """Return cross-entropy plus the divergence from the teacher's prediction for each image [1]."""
         if not self.kd:
             return super().objective(client, message)
         model = client.model
@@ -128,7 +128,7 @@ class CLIP2FL(CReFF):
         return super().match(server, gradients, penalty)
 
     def prototype_contrast(self, server: Server, classes: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return the prototype contrast of the matched features of these classes, Eq. 8 [2] [3]."""
+        """Return the contrastive loss between the matched features of these classes and prototypes, Eq. 8 [2] [3]."""
         text = server.state["text"].to(server.device)
         y = classes.repeat_interleave(self.per_class).to(server.device)
         return lambda h: self.contrast * F.cross_entropy(h.flatten(0, 1) @ text.T / self.contrast_temperature, y)

@@ -88,7 +88,7 @@ class CReFF(Method):
             server.log(retrain_loss=self.retrain(server))
 
     def match(self, server: Server, gradients: Tree, penalty: Callable[[Tensor], Tensor] | None = None) -> float:
-        """Move features until their gradient points, row by row, where the clients' does; return the cosine [3].
+        """Optimise features until their gradient has the direction of the clients', row by row; return the cosine [3].
 
         Args:
             gradients: Sums of the clients' gradients by class, [C, d + 1] each.

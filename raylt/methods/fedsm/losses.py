@@ -1,4 +1,4 @@
-"""Losses of FedSM: the loss of a student on its teacher's features, and of a teacher's projection on its texts.
+"""Losses of FedSM: a student's against its teacher's features, a teacher's projection's against text features.
 
 `Projection` is the trainable projection of a frozen image-text teacher.
 """
@@ -12,7 +12,7 @@ from raylt.models.clip import open_teacher
 
 
 def hint(z: Tensor, u: Tensor) -> Tensor:
-    """Return 1/2 ||z - u||^2, the mean over a batch, a scalar, as in FitNets (Romero et al., ICLR 2015, Eq. 3).
+    """Return 1/2 ||z - u||^2, averaged over a batch, as in FitNets (Romero et al., ICLR 2015, Eq. 3); a scalar.
 
     A mean over the dimensions would have 1/d of the gradient, which is negligible next to the cross-entropy's.
 
@@ -24,7 +24,7 @@ def hint(z: Tensor, u: Tensor) -> Tensor:
 
 
 def margin_softmax(u: Tensor, y: Tensor, text: Tensor, margin: float, scale: float) -> Tensor:
-    """Return the Margin Metric Softmax CE(s (u - m t_y) T^T, y), the mean over a batch (CLIPood, ICML 2023).
+    """Return the Margin Metric Softmax CE(s (u - m t_y) T^T, y), averaged over a batch (CLIPood, ICML 2023).
 
     It lowers the true class's logit by s m (1 - cos(t_y, t_j)) more than that of class j.
 
@@ -39,7 +39,7 @@ def margin_softmax(u: Tensor, y: Tensor, text: Tensor, margin: float, scale: flo
 
 
 def projection_of(client: Client, teacher: str) -> Tensor:
-    """Return the projection [w, d] of the teacher's image tower at this client, on its device.
+    """Return this client's projection [w, d] of the teacher's image tower, on the client's device.
 
     It is the teacher's own projection where the client has trained none.
     """
@@ -70,7 +70,7 @@ class Projection:
         self._optimiser = torch.optim.AdamW([self.matrix], lr, weight_decay=0.1)
 
     def step(self, h: Tensor, y: Tensor, text: Tensor, margin: float, scale: float) -> Tensor:
-        """Take one step; return the features [B, d] before it.
+        """Take one step; return the features [B, d] from before it.
 
         Args:
             h: Features of the image tower, [B, w]. The others are as for `margin_softmax`.

@@ -82,7 +82,7 @@ OFFICIAL: dict[str, Any] = {
 
 
 class FedSM(Method):
-    """Distillation from an image-text teacher, then classifiers re-trained on features mixed with global prototypes.
+    """Distillation from an image-text teacher; classifiers re-trained on features mixed with global prototypes.
 
     Table III: `partner=deterministic`, `partner=random`. Table IV: `finetune=true`. Table V: `lam_low=lam_high=0.8`,
     or, by the code, `lam_low=0.8 lam_high=0.95`.
@@ -175,7 +175,7 @@ class FedSM(Method):
 
     @property
     def distils(self) -> bool:
-        """True if image features of the teacher are needed."""
+        """Return whether the settings need image features of the teacher."""
         return self.teacher != "none" and (self.finetune or self.kd > 0)
 
     @property
@@ -184,7 +184,7 @@ class FedSM(Method):
 
     @property
     def wordings(self) -> set[Wording]:
-        """The wordings of class names that the teacher encodes."""
+        """Return the wordings of class names that the teacher encodes."""
         return {"phrase", self.wording} if self.distils or (self.teacher != "none" and self.rounds > 0) else set()
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
@@ -226,13 +226,13 @@ class FedSM(Method):
         return client.reply(teacher=answers(client, u @ self.unit_text(client).T))
 
     def text(self, client: Client, wording: Wording) -> Tensor:
-        """Return the text features [C, d] that the client got when it joined, on the CPU."""
+        """Return the text features [C, d] that the client received when it joined, on the CPU."""
         if wording not in client.state:
             raise RuntimeError("this client did not take part in FedSM.join, so it has no text features")
         return client.state[wording]
 
     def unit_text(self, client: Client) -> Tensor:
-        """Return T of Eq. 1, [C, d], rows of length 1, on the client's device."""
+        """Return T of Eq. 1, [C, d], with rows of length 1, on the client's device."""
         return F.normalize(self.text(client, "phrase"), dim=1).to(client.device)
 
     @property
@@ -244,7 +244,7 @@ class FedSM(Method):
         return ("cross_entropy", "hint" if self.finetune else "distillation") if self.distils else ()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the loss of Eq. 1; when fine-tuning, a square error replaces the KL term, IV-C.2."""
+        """Return the loss of Eq. 1; in fine-tuning, a squared error replaces the KL term, IV-C.2."""
         if not self.distils:
             return super().objective(client, message)
         model = client.model
@@ -286,19 +286,19 @@ class FedSM(Method):
         return client.reply(**self.learn(client, message), model=self.shared(client.model))
 
     def prototypes(self, client: Client, message: Message) -> Reply:
-        """Report n_c^k f_c^k and n_c^k of each class of the client, Eq. 3."""
+        """Report n_c^k f_c^k and n_c^k for each class of the client, Eq. 3."""
         client.receive(message["encoder"])
         return client.reply(classes=self.means(client))
 
     def of_classes(self, model: SplitModel) -> Reduction:
-        """Return the reduction of sums of features by class; a client has the sums of its own classes."""
+        """Return the reduction of feature sums by class; a client sends those of its own classes."""
         of_class = {"n": 1, "z": torch.empty(model.dim, device="meta")}
         like = dict.fromkeys(range(model.classes), of_class)
         longest = 1.0 if self.norm == "l2" else None
         return total.within(like).counting("n").over_samples(partial(sums_fault, longest=longest))
 
     def means(self, client: Client) -> dict[int, Tree]:
-        """Return the client's part of Eq. 3 under its current encoder."""
+        """Return the client's part of Eq. 3, computed with its current encoder."""
         return class_means(*features(client), self.norm == "l2")
 
     def train_and_retrain(self, client: Client, message: Message) -> Reply:
@@ -331,7 +331,7 @@ class FedSM(Method):
         return client.reply(classifier=classifier.state_dict(), retrain_loss=loss)
 
     def fit(self, client: Client, classifier: nn.Module, message: Message) -> float:
-        """Fit a classifier to pseudo-features of the current encoder, Eq. 7; return the loss of the last epoch."""
+        """Fit a classifier to pseudo-features from the current encoder, Eq. 7; return the loss of the last epoch."""
         return fit_classifier(
             classifier,
             *self.pseudo_features(client, message),
@@ -355,7 +355,7 @@ class FedSM(Method):
         )
 
     def pseudo_features(self, client: Client, message: Message) -> tuple[Tensor, Tensor]:
-        """Return R^k of Eq. 6, [S P, d], of the P classes that have a prototype, and its labels [5]."""
+        """Return R^k of Eq. 6, [S P, d], for the P classes that have a prototype, and its labels [5]."""
         z, y = features(client)  # [n, d], [n]
         classes = message["present"].nonzero().flatten()  # [P]
         uniform = torch.ones(2 * [client.model.classes])
@@ -441,7 +441,7 @@ class FedSM(Method):
         )
 
     def global_prototypes(self, server: Server, fleet: Fleet) -> Message:
-        """Return z^global of Eq. 3, float32 [C, d], and the classes that have one, bool [C]."""
+        """Return z^global of Eq. 3, float32 [C, d], and which classes have one, bool [C]."""
         got = fleet.ask(self.prototypes, fleet.everyone, encoder(server.model), classes=self.of_classes(server.model))
         return pooled_means(got["classes"], server.model.classes)
 
@@ -454,10 +454,10 @@ class FedSM(Method):
 
 
 def encoder(model: SplitModel) -> Message:
-    """Return the entries of the encoder that travel, as part of a message."""
+    """Return the encoder's travelling entries, as a part of a message."""
     return {"encoder": tree.snapshot(model.entries("encoder."))}
 
 
 def answers_fault(teacher: Tree) -> str | None:
-    """Return why these cannot be a teacher's answers on the samples `n` of each class, or None."""
+    """Return why a teacher's counts of right answers are impossible for `n` samples of each class, or None."""
     return "is right on more samples than there are" if (teacher["right"] > teacher["n"]).any() else None

@@ -1,4 +1,4 @@
-"""Semantic mixup of FedSM, Eq. 4-6: features mixed with class prototypes, with partners chosen by class relevance."""
+"""Semantic mixup of FedSM, Eq. 4-6: class prototypes mixed with features of partners, chosen by class relevance."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ Unit = Literal["class", "sample"]
 
 
 def relevance(text: Tensor, similarity: Similarity, temperature: float | None = None, inverted: bool = False) -> Tensor:
-    """Return alpha of Eq. 5 of FedSM, float32 [C, C], not negative: the relevance of features of class j for class i.
+    """Return alpha of Eq. 5 of FedSM, float32 [C, C], at least 0: the relevance of features of class j for class i.
 
     The similarity of a class with itself would dominate: it is replaced by the mean of its row, itself among them.
 
@@ -37,7 +37,7 @@ def relevance(text: Tensor, similarity: Similarity, temperature: float | None = 
 
 
 def total_variation(alpha: Tensor) -> float:
-    """Return the mean total variation between the rows of alpha, as distributions, and the uniform distribution.
+    """Return the mean total variation distance of alpha's rows, normalised to sum 1, from the uniform distribution.
 
     It lies in [0, 1 - 1/C]; rows without any weight count as uniform.
 
@@ -50,7 +50,7 @@ def total_variation(alpha: Tensor) -> float:
 
 
 def ranks(weights: Tensor) -> Tensor:
-    """Return the rank of each weight in its row, [P, O], from 1 for the smallest.
+    """Return the rank of each weight in its row, [P, O]; the smallest has rank 1.
 
     Equal weights share the mean of their ranks.
     """
@@ -63,7 +63,7 @@ def ranks(weights: Tensor) -> Tensor:
 def draw_partners(
     alpha: Tensor, classes: Tensor, y: Tensor, size: int, partner: Partner, unit: Unit, generator: torch.Generator
 ) -> Tensor:
-    """Draw the samples whose features are mixed with the prototypes of P classes: indices into `y`, int64 [P, size].
+    """Draw samples to mix with the prototypes of P classes; return their indices into `y`, int64 [P, size].
 
     All tensors are on the CPU.
 

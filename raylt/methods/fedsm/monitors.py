@@ -1,4 +1,4 @@
-"""Figures that show whether the parts of FedSM can work at all; none of them changes a training."""
+"""Diagnostic figures for the parts of FedSM; none of them changes a training."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from raylt.tree import Tree
 
 
 def answers(client: Client, logits: Tensor) -> Tree:
-    """Return the client's images per class, `n`, and those that the teacher classifies correctly, `right`, int64 [C].
+    """Return the client's images per class, `n`, and how many the teacher classifies correctly, `right`, int64 [C].
 
     Args:
         client: The client.
@@ -26,7 +26,7 @@ def answers(client: Client, logits: Tensor) -> Tree:
 
 
 def zero_shot(n: Tensor, right: Tensor, thresholds: tuple[int, int]) -> dict[str, float]:
-    """Return the unweighted mean accuracy over all classes and over the classes of each group.
+    """Return the unweighted mean accuracy over all classes, and over the classes of each group.
 
     Classes without a sample and groups without a class are left out.
 
@@ -46,7 +46,7 @@ def zero_shot(n: Tensor, right: Tensor, thresholds: tuple[int, int]) -> dict[str
 
 @torch.no_grad()
 def some_features(client: Client) -> tuple[Tensor, Tensor]:
-    """Return features [B, d] and labels [B] of the client's first images, one batch, not augmented."""
+    """Return features [B, d] and labels [B] of the client's first images: one batch, not augmented."""
     rows = torch.arange(min(len(client), client.config.local.batch), device=client.device)
     batch = client.samples.batch(rows)
     with autocast(client):
@@ -65,7 +65,7 @@ def towards(client: Client, teacher: Tensor) -> float:
 
 
 def drift(before: Tensor, after: Tensor, y: Tensor, prototypes: Tensor) -> float:
-    """Return the mean distance that training moved the class means, over the mean distance of two prototypes.
+    """Return the mean distance by which training moved class means, divided by the mean distance of two prototypes.
 
     It shows the distance of an encoder from that of the prototypes with which its features are mixed. It is 0 with
     fewer than two prototypes.

@@ -1,4 +1,4 @@
-"""`BAVD`: biased activation value dropout of MuPFL (Eq. 6), a layer after an activation of any model of raylt."""
+"""`BAVD`: biased activation value dropout of MuPFL (Eq. 6), a layer that can follow any activation."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -19,7 +19,7 @@ Stages = Sequence[str] | Literal["last", "all"]
 
 
 class BAVD(nn.Module):
-    """Layer that zeroes activations at the places where the map M lies below its mean, in training mode.
+    """Layer that, in training mode, zeroes activations where the map M is below its mean.
 
     M follows the activations and the change of the loss: after each training step `learn` takes that step's loss. It
     stays on the activations' device and no code waits for it. M is not an entry of the model: it belongs to one
@@ -59,16 +59,16 @@ class BAVD(nn.Module):
 
     @property
     def map(self) -> Tensor | None:
-        """M, float32 [1 or B, C or 1, H, W]; None before a batch has passed."""
+        """Return M, float32 [1 or B, C or 1, H, W]; None before the first batch."""
         return None if self._fresh else self._map
 
     @property
     def loss(self) -> Tensor | None:
-        """The loss of the previous batch; None before a batch has passed."""
+        """Return the loss of the previous batch; None before the first batch."""
         return None if self._fresh else self._loss
 
     def reset(self, map: Tensor | None = None, loss: Tensor | None = None) -> None:
-        """Forget everything, or continue from the `map` and `loss` at the end of another training."""
+        """Reset the layer, or restore `map` and `loss` from the end of another training."""
         self._fresh = map is None or loss is None  # the tensors stay: a recorded step uses the same ones
         if map is not None and loss is not None:
             self._map = map.clone()
@@ -104,7 +104,7 @@ class BAVD(nn.Module):
         self._fresh = False
 
     def keep(self) -> None:
-        """Fix the places that M zeroes now for evaluation mode; none where there is no M yet."""
+        """Store where M zeroes activations now, for evaluation mode; nowhere if there is no M yet."""
         if self.map is None:
             self.mask.fill_(True)
         else:  # the mean over the places of the batch, where M has any
@@ -124,7 +124,7 @@ class BAVD(nn.Module):
 
 
 class WithMaps:
-    """Objective that moves the maps of the layers by the loss of each batch.
+    """Objective that updates the maps of BAVD layers with each batch's loss.
 
     Args:
         reset_each_epoch: Reset the maps at the start of each epoch.
@@ -142,7 +142,7 @@ class WithMaps:
         return value
 
     def unlike(self, number: int) -> bool:
-        """Reset the maps before the first step of an epoch; return whether this is one."""
+        """Reset the maps before the first step of an epoch; return whether this step is one."""
         begins = self._period > 0 and (number - 1) % self._period == 0
         for layer in self._layers if begins else []:
             layer.reset()
@@ -158,7 +158,7 @@ def add_bavd(
     threshold: Threshold,
     keeps: bool,
 ) -> None:
-    """Append a BAVD layer to stages of the encoder, each of which ends with an activation.
+    """Append a BAVD layer to stages of the encoder; each stage ends with an activation.
 
     Args:
         shape: Height, width and channels of an image.
@@ -187,7 +187,7 @@ def add_bavd(
 
 
 def add_dropout(model: SplitModel, stages: Stages, rate: float) -> None:
-    """Append the dropout that BAVD takes the place of, 3.3, to stages of the encoder.
+    """Append plain dropout, which BAVD replaces (3.3), to stages of the encoder.
 
     Arguments and errors are those of `add_bavd`.
     """
@@ -196,7 +196,7 @@ def add_dropout(model: SplitModel, stages: Stages, rate: float) -> None:
 
 
 def stages_of(model: SplitModel, stages: Stages) -> dict[str, nn.Sequential]:
-    """Return stages of the encoder by name.
+    """Return the encoder's stages with the given names.
 
     Raises:
         ConfigError: The encoder has no such stage.
@@ -229,7 +229,7 @@ def layers_of(model: nn.Module) -> list[BAVD]:
 
 
 def memory(layers: Sequence[BAVD]) -> Tree:
-    """Return the maps and losses of the layers, for `recall`."""
+    """Return the maps and losses of the layers, from which `recall` restores them."""
     return {str(i): {"map": copy_of(layer.map), "loss": copy_of(layer.loss)} for i, layer in enumerate(layers)}
 
 

@@ -1,4 +1,4 @@
-"""ACMU, 3.4: clusters of clients by the directions of their updates.
+"""ACMU, 3.4: clusters of clients, formed by the directions of their updates.
 
 Similarities are cosines, and k-means runs with the number of clusters that fits best. Departures [n] are listed in
 method.py.
@@ -50,7 +50,7 @@ def update_gram(updates: Sequence[Params], names: Iterable[str], block: int = 2*
 
 
 def mean_update(updates: Iterable[Params]) -> Params:
-    """Return the unweighted mean of updates, Eq. 14 of MuPFL; for integer entries the largest."""
+    """Return the unweighted mean of updates, Eq. 14 of MuPFL; for integer entries, return the largest value."""
     mean = RunningSum()
     for update in updates:
         mean.add(update, 1.0)
@@ -58,7 +58,7 @@ def mean_update(updates: Iterable[Params]) -> Params:
 
 
 def cosines(gram: Tensor) -> Tensor:
-    """Return cosines [n, n] of vectors from their inner products; a zero vector is similar to itself only."""
+    """Return cosines [n, n] of vectors from their inner products; a zero vector has cosine 0 with all others."""
     norm = gram.diagonal().clamp(min=0).sqrt()
     zero = norm == 0
     unit = torch.where(zero, 1.0, norm)
@@ -122,7 +122,7 @@ KEPT_ROUNDS = 5  # rounds whose similarities stay in the server's state, for `ra
 def last_of_all(
     server: Server, updates: Mapping[int, Params], maps: Mapping[int, Tensor]
 ) -> tuple[dict[int, Params], dict[int, Tensor]]:
-    """Return the last update and map of every client that ever took part, by id, ascending [14].
+    """Return, by ascending id, the latest update and map of every client that has taken part [14].
 
     They are those of this round and, for other clients, those in the server's state, which keeps them all.
     """
@@ -146,7 +146,7 @@ def form_clusters(
     kappa: int | None,
     kappa_max: int,
 ) -> list[list[int]]:
-    """Return the ids of each cluster's members, Eq. 7-13 [4], and log them.
+    """Form clusters by Eq. 7-13 [4] and log them; return the ids of each cluster's members.
 
     The server's state keeps the similarities of KEPT_ROUNDS rounds.
 

@@ -159,12 +159,12 @@ class MuPFL(Method):
         return tuple(name for name, seen in parts.items() if seen)
 
     def shared(self, model: SplitModel) -> Params:
-        """Return all entries but the masks of BAVD."""
+        """Return all entries except BAVD's masks."""
         return {name: value for name, value in model.entries().items() if not name.endswith(".mask")}
 
     @property
     def own_start(self) -> Own:
-        """The part of the model in which a client's start differs from the global model [9]."""
+        """Return the part of the model that a client starts from its own values, not the global model's [9]."""
         if self.next_init in ("cluster", "own"):
             return "model"
         if self.next_init == "encoder":
@@ -173,13 +173,13 @@ class MuPFL(Method):
 
     @property
     def own_update_start(self) -> Own:
-        """The part of the model in which the start of an update differs from the global model [6]."""
+        """Return the part of the model in which an update is measured from the client's own values [6]."""
         if not (self.pkcf and self.updates == "tuned"):
             return self.own_start
         return "classifier" if self.own_start in ("nothing", "classifier") else "model"
 
     def remembered(self, client: Client) -> Params:
-        """Return the entries of a client's next start that are its own; none before it took part [9]."""
+        """Return the client's own entries for its next start; none if it has not taken part yet [9]."""
         own: Params = client.state.get("own", {})
         entries: Params = client.state.get("cluster", own) if self.next_init == "cluster" else own
         return own_entries(entries, self.own_start)
@@ -223,7 +223,7 @@ class MuPFL(Method):
         return WithMaps(client, layers_of(client.model), reset_each_epoch=self.bavd_reset == "epoch")  # [13]
 
     def keep(self, client: Client, message: Message) -> Reply:
-        """Keep w~_i, Eq. 14: the start of the client's last update plus the mean update of its cluster."""
+        """Keep w~_i, Eq. 14: the start of the client's last update plus its cluster's mean update."""
         start: Params = client.state["start"] if self.clustered == "all" else client.state.pop("start")
         updates = tree.to(message["update"], torch.device("cpu"))
         client.state["cluster"] = {name: start[name] + update for name, update in updates.items()}
@@ -260,7 +260,7 @@ class MuPFL(Method):
         return pkcf_work(spec, model, self.m, self.matching_steps, self.distance) if self.pkcf else ""
 
     def train_all(self, server: Server, fleet: Fleet, cohort: Cohort | list[int]) -> tuple[Params, Replies]:
-        """Train a cohort; return the mean of the trained models, by clusters with ACMU, and the replies."""
+        """Train a cohort; return the replies and the mean of the trained models, by clusters with ACMU."""
         message = self.message(server)
         wanted: dict[str, Reduction] = {"loss": mean.like(0.0)}
         whole = message["model"]
@@ -335,7 +335,7 @@ class MuPFL(Method):
 
 
 def own_entries(entries: Params, own: Own) -> Params:
-    """Return the entries of the part of a model that a client keeps as its own."""
+    """Return the entries of the part of a model that the client keeps for itself."""
     if own == "nothing":
         return {}
     return entries if own == "model" else part(entries, f"{own}.")

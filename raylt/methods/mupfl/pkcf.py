@@ -1,4 +1,4 @@
-"""PKCF, 3.5: shared knowledge of the classes as features at the server, and classifiers tuned on them at the clients.
+"""PKCF, 3.5: features at the server with knowledge of all classes, on which clients tune their classifiers.
 
 Departures [n] are listed in method.py.
 """
@@ -20,7 +20,7 @@ from raylt.tree import Tree
 
 
 def first_features(server: Server, m: int) -> None:
-    """Set h_glo to its value before any reply: noise, with no class known [7]."""
+    """Set h_glo to its value before any reply: noise, with all classes unknown [7]."""
     generator = torch.Generator().manual_seed(server.seed("features"))
     model = server.model
     server.state["features"] = torch.randn(model.classes, m, model.dim, generator=generator)
@@ -28,7 +28,7 @@ def first_features(server: Server, m: int) -> None:
 
 
 def tune(client: Client, features: Tensor, owned: Tensor, epochs: int) -> None:
-    """Tune the client's classifier on the features of the classes that a client has owned so far, Eq. 21 [7].
+    """Tune the client's classifier on features of the classes that it has had so far, Eq. 21 [7].
 
     Args:
         features: h_glo [C, m, d].
@@ -53,7 +53,7 @@ def tune(client: Client, features: Tensor, owned: Tensor, epochs: int) -> None:
 
 
 def pkcf_work(spec: TaskSpec, model: SplitModel, m: int, steps: int, distance: Distance) -> str:
-    """Return the work of the server's matching and its time, by a step that is timed here, for plans."""
+    """Describe the server's matching and its time, estimated from one timed step, for plans."""
     h = torch.ones(spec.classes, m, model.dim)
     targets = torch.ones(spec.classes, spec.classes, model.dim + 1)
     classifier = nn.Linear(model.dim, spec.classes)
@@ -75,7 +75,7 @@ def match(
     distance: Distance,
     progress: StageProgress | None = None,
 ) -> None:
-    """Update h_glo of the classes that a participant owns, Eq. 17-20 [7] [11].
+    """Update h_glo for the classes that a participant has, Eq. 17-20 [7] [11].
 
     Args:
         gradients: The result of `class_gradients` at each participant, Eq. 16.

@@ -1,4 +1,4 @@
-"""Other classifiers for SFD's encoder, made in place of SAFS: controls of ours that are not in the paper.
+"""Controls for SAFS that are not in the paper: other classifiers for SFD's encoder.
 
 They are the classifiers of CCVR, FedNCM and Fed3R, computed from SFD's own sums. Drawn features are as many of each
 class as SAFS makes, and the classifier learns from them as it does from SAFS's. So only the features differ.
@@ -40,7 +40,7 @@ def draws(kind: Classifier, sums: Mapping[int, Tree], sizes: list[int], seed: in
 
 
 def closed_form(kind: Classifier, sums: Mapping[int, Tree], classes: int) -> Params:
-    """Return FedNCM's classifier, or Fed3R's for "ridge"."""
+    """Return FedNCM's classifier, or Fed3R's for the kind "ridge"."""
     dim = len(next(iter(sums.values()))["z"])
     z = torch.zeros(classes, dim, dtype=torch.float64)
     n = torch.zeros(classes, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The losses of local training (4.1). Equation numbers are the paper's."""
+"""The losses of local training (4.1), with the paper's equation numbers."""
 
 from typing import Literal
 

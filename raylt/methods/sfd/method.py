@@ -207,7 +207,7 @@ class SFD(Method):
         return PRESETS.get(preset, {}) | fields if isinstance(preset, str) else fields
 
     def bank(self, dim: int) -> tuple[int, int]:
-        """Return the numbers of synthetic features of the largest and of the smallest class.
+        """Return the numbers of synthetic features for the largest and for the smallest class.
 
         Raises:
             ConfigError: They are too few for the aligner, or out of order.
@@ -284,7 +284,7 @@ class SFD(Method):
     # statistics (4.2)
 
     def statistics(self, client: Client, message: Message) -> Reply:
-        """Report count and sums of z, z z^T and phi(z) of each class of the client, Eq. 9 and Algorithm 2 [1]."""
+        """Report count and sums of z, z z^T and phi(z) for each class of the client, Eq. 9 and Algorithm 2 [1]."""
         client.receive(message["model"])
         crop = None if self.statistics_area == 1 else partial(resized_crop_flip, least=self.statistics_area)
         z, y = features(client, crop)  # [n, d], [n]
@@ -392,7 +392,7 @@ class SFD(Method):
             server.log(jitter=jitter, mmd=class_mean(made, "mmd"), arr=class_mean(made, "arr"))  # [8]
 
     def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
-        """Return the work of the last phase, with the time of its synthesis from one step that is timed here."""
+        """Describe the work after the last round, with the time of its synthesis, estimated from one timed step."""
         if not self.safs or self.classifier != "safs" or not (self.mmd or self.arr) or not self.synthesis_steps:
             return ""
         low, high = self.bank(model.dim)
@@ -409,7 +409,7 @@ class SFD(Method):
         return f"{work}, {about(seconds)}{quick}"
 
     def real(self, server: Server, fleet: Fleet, sizes: dict[int, int]) -> list[Tree]:
-        """Return real features of each class, drawn with replacement from those that clients hand over."""
+        """Return real features of each class, drawn with replacement from those that clients upload."""
         most = max(sizes.values())
         of_class = {"n": 1, "z": torch.empty(most, server.model.dim, device="meta")}
         message = {"model": tree.snapshot(encoder(server.model)), "size": most}
@@ -425,7 +425,7 @@ class SFD(Method):
         return [{"z": z[c][:size]} for c, size in sizes.items()]
 
     def hand_over(self, client: Client, message: Message) -> Reply:
-        """Report count and `size` features, with replacement, of each class of the client, for the oracle."""
+        """Report, for each class of the client, its count and `size` features with replacement, for the oracle."""
         client.receive(message["model"])
         return client.reply(features=class_bootstrap(*features(client), message["size"], client.order))
 
@@ -488,12 +488,12 @@ class SFD(Method):
 
 
 def encoder(model: SplitModel) -> Params:
-    """Return the entries of the encoder that travel."""
+    """Return the encoder's travelling entries."""
     return model.entries("encoder.")
 
 
 def class_mean(made: list[Tree], loss: str) -> dict[str, float]:
-    """Return the means over the classes of the figures of one loss, by name."""
+    """Return a loss's figures averaged over the classes, by name."""
     return {name: sum(of_class[loss][name] for of_class in made) / len(made) for name in made[0][loss]}
 
 

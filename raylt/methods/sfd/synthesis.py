@@ -1,4 +1,4 @@
-"""SAFS for one class: features with a given mean and covariance whose random Fourier mean comes close to a target.
+"""SAFS for one class: features with a given mean and covariance, and a random Fourier mean close to a target.
 
 Equation numbers are SFD's. `align`, `mmd` and `arr` are the equations; `bank_gradient` is the gradient of their
 composition in closed form. It is cheap for three reasons:
@@ -26,7 +26,7 @@ CHUNK = 128  # Fourier columns at a time on a CPU: [M, 128] floats are 1 MB at M
 
 
 class Target(NamedTuple):
-    """Statistics that the synthetic features of a class should have.
+    """Target statistics for the synthetic features of a class.
 
     Attributes:
         mean: mu, float64 [d].
@@ -50,7 +50,7 @@ class Losses(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """Switches for the parts of SAFS (Table 3 of SFD)."""
+    """Switches for the components of SAFS (Table 3 of SFD)."""
 
     aligner: bool = True
     mmd: bool = True
@@ -58,7 +58,7 @@ class Parts:
 
 
 def bank_sizes(counts: list[int], smallest: int, largest: int) -> list[int]:
-    """Return M_c: from `largest` for the smallest class to `smallest` for the largest, linear in the rank of the size.
+    """Return M_c, linear in the class's rank by size: `largest` for the smallest class, `smallest` for the largest.
 
     Classes of one size share a rank; if all classes have one size, each gets `largest`.
     """
@@ -125,7 +125,7 @@ def arr(z: Tensor) -> Tensor:
 
 
 def bank_gradient(raw: Tensor, prepared: "Prepared") -> tuple[Tensor, float]:
-    """Return the gradient of L_syn with respect to the memory bank, float32 [M, d], and L_syn, Eq. 17.
+    """Return the gradient of L_syn with respect to the memory bank, float32 [M, d], and L_syn itself, Eq. 17.
 
     Args:
         raw: Z_raw, float32 [M, d].
@@ -146,7 +146,7 @@ def bank_gradient(raw: Tensor, prepared: "Prepared") -> tuple[Tensor, float]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Values that all steps of one class share, float32: Z = W L_g^T + mu with angles W (Omega L_g)^T + Omega mu.
+    """One class's constants, float32, for Z = W L_g^T + mu with the angles W (Omega L_g)^T + Omega mu.
 
     Attributes:
         factor: L_g [d, d], or None for Z = W.
@@ -184,7 +184,7 @@ class Prepared:
 
 
 def first_bank(target: Target, size: int, start: Start, generator: torch.Generator) -> Tensor:
-    """Draw the bank that Algorithm 1 starts from, float32 [M, d].
+    """Draw the initial bank of Algorithm 1, float32 [M, d].
 
     Args:
         size: The number of features, M.

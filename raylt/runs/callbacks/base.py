@@ -1,4 +1,4 @@
-"""`Callback`: the one protocol of everything that observes a run, a study or a search."""
+"""`Callback`: the protocol of everything that observes a run, a study or a search."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class StudyStatus:
 
 @dataclass(frozen=True)
 class TrialReport:
-    """A trial of a search that has ended.
+    """A trial of a search after its end.
 
     Attributes:
         trial: its name, which is the name of its folder.
@@ -53,14 +53,14 @@ class TrialReport:
 
 
 class Callback:
-    """Observer of a run, a study or a search, called in the process that started it.
+    """An observer of a run, a study or a search, called in the process that started it.
 
     Every event has an empty default: override the ones of interest. An exception that a callback raises ends the run,
     study or search, which can be resumed.
     """
 
     def on_message(self, text: str, minor: bool = False) -> None:
-        """Receive a line for people, such as a repaired fault.
+        """Receive a line for the user, such as a repaired fault.
 
         Args:
             minor: of interest only to a person who is watching.
@@ -88,7 +88,7 @@ class Callback:
         """
 
     def on_step(self, report: "RoundReport") -> None:
-        """Receive the report of a step, a round or the method's last phase, once it is committed."""
+        """Receive the report of a committed step: a round, or the method's work after the last round."""
 
     def on_picture(self, picture: "Picture") -> None:
         """Receive a picture of test images and predictions after the last step.
@@ -120,7 +120,7 @@ class Callback:
         """
 
     def on_trial_end(self, trial: TrialReport, best: TrialReport | None, ended: int) -> None:
-        """Receive a trial that ended, however it ended.
+        """Receive a trial after its end, however it ended.
 
         Args:
             best: the best trial so far; None before a trial has a score.
@@ -132,7 +132,7 @@ class Callback:
 
 
 class Callbacks(Callback):
-    """Several callbacks as one, called in their order."""
+    """Several callbacks that are called in order, as one callback."""
 
     def __init__(self, callbacks: Sequence[Callback]):
         self._callbacks = tuple(callbacks)
@@ -153,7 +153,7 @@ class Callbacks(Callback):
         self._each(lambda callback: callback.on_picture(picture))
 
     def on_end(self, summary: dict[str, Any] | None) -> None:
-        """Call all callbacks even where one raises, then raise the first error."""
+        """Call all callbacks even if one raises, then raise the first error."""
         errors = []
         for callback in self._callbacks:
             try:

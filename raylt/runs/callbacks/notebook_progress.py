@@ -1,4 +1,4 @@
-"""`NotebookProgress`: the callback that shows a run, study or search in a notebook, as one output that is updated."""
+"""`NotebookProgress`: the callback that shows a run, study or search in a notebook, in one output that it updates."""
 
 import time
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ NOTES = 20  # messages that are shown, the last ones
 
 
 def progress_display() -> Callback:
-    """Return the callback that shows a run where it was started: in a notebook or at a terminal."""
+    """Return the progress display for the place where the run was started: a notebook or a terminal."""
     return NotebookProgress() if in_notebook() else TerminalProgress()
 
 

@@ -1,4 +1,4 @@
-"""The picture of predictions that TensorBoard shows: test images, their true classes and the predicted ones."""
+"""The picture of predictions in TensorBoard: test images with true and predicted classes."""
 
 import io
 from pathlib import Path
@@ -43,7 +43,7 @@ class Picture(NamedTuple):
 
 
 def draw_prediction_grid(setup: Setup, task: Task, folder: Path) -> Picture:
-    """Draw test images of a finished run with truth and prediction.
+    """Draw test images of a finished run with true and predicted classes.
 
     Classes are drawn as words, right ones green, and label maps as maps. Where clients have models of their own, the
     first client's is drawn, on its own test images where it has any.
@@ -93,7 +93,7 @@ def palette_of(task: Task) -> np.ndarray:
 
 
 def _with_words(images: np.ndarray, class_pairs: list[tuple[str, str]], name: str) -> Picture:
-    """Draw images in rows, each above its true and its predicted class."""
+    """Draw images in rows, with the true and the predicted class below each."""
     from PIL import Image, ImageDraw, ImageFont
 
     pictures = _enlarge(images)
@@ -116,7 +116,7 @@ def _with_words(images: np.ndarray, class_pairs: list[tuple[str, str]], name: st
 
 
 def _with_maps(images: np.ndarray, truth: np.ndarray, predicted: np.ndarray, name: str) -> Picture:
-    """Draw a row per image: the image, its true map and its predicted map."""
+    """Draw one row per image: the image, its true map and its predicted map."""
     from PIL import Image
 
     columns = [_enlarge(part) for part in (images, truth, predicted)]
@@ -129,7 +129,7 @@ def _with_maps(images: np.ndarray, truth: np.ndarray, predicted: np.ndarray, nam
 
 
 def _enlarge(images: np.ndarray) -> np.ndarray:
-    """Return images with three channels and each pixel as a square, uint8 [n, H, W, 3]."""
+    """Return images with three channels in which each pixel becomes a square, uint8 [n, H, W, 3]."""
     factor = max(1, -(-SIDE // images.shape[2]))
     coloured = images if images.shape[3] == 3 else np.repeat(images[..., :1], 3, axis=3)
     return coloured.repeat(factor, axis=1).repeat(factor, axis=2)

@@ -1,4 +1,4 @@
-"""Progress inside a step, as a small file in the run folder that the stepping process writes and a terminal reads.
+"""Progress inside a step: a small file in the run folder, written by the stepping process and read by a terminal.
 
 The file is not part of the run: nothing else reads it, and it need not reach the disk.
 """
@@ -36,7 +36,7 @@ def progress_writer(folder: Path) -> ProgressHook:
 
 
 def read_progress(folder: Path) -> tuple[str, int, int] | None:
-    """Return the last progress of a run, or None where there is none or the file is being written."""
+    """Return the last progress of a run, or None if there is none or the file is being written."""
     try:
         with Folder.open(folder) as run_folder:
             if not run_folder.has(FILE):

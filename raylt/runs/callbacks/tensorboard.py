@@ -62,7 +62,7 @@ class Board:
 
 
 def curve_of(name: str) -> str:
-    """Return the TensorBoard tag of a number's curve: a family, and the curve's name in it.
+    """Return the TensorBoard tag of a number's curve: family and name.
 
     Args:
         name: path of the number in a report, such as clients/owned/mean.
@@ -79,7 +79,7 @@ def curve_of(name: str) -> str:
 
 
 def figures_of(report: dict[str, Any]) -> list[tuple[str, float]]:
-    """Return the numbers of a step with the tags of their curves.
+    """Return the numbers of a step with their TensorBoard tags.
 
     Args:
         report: a line of metrics.jsonl.
@@ -92,7 +92,7 @@ def figures_of(report: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 def settings_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that have a value, by their full keys; a value that is no number becomes text."""
+    """Return the settings that have a value, by their full keys; values other than numbers become text."""
     return {
         name: value if isinstance(value, bool | int | float | str) else str(value)
         for name, value in _leaves(config)
@@ -101,7 +101,7 @@ def settings_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hparams(settings: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the records of the HPARAMS tab: the settings, and the curves that hold the results."""
+    """Return the records of the HPARAMS tab: the settings, and the curves that show the results."""
     from tensorboardX.summary import hparams
 
     return hparams(settings_of(settings), {curve_of(name): 0 for name in _RESULTS})

@@ -125,12 +125,12 @@ class TerminalProgress(Callback):
         self._bar.stop()
 
     def _round_text(self, steps: int) -> str:
-        """Return the number of finished rounds; the last phase of a method is not a round."""
+        """Return the number of finished rounds; a method's work after the last round is not a round."""
         return f"round {min(steps, self._rounds)}/{self._rounds}"
 
 
 class _Stage:
-    """A running stage of a step: its name, its progress and the time of its start."""
+    """A running stage of a step: its name, progress and start time."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -139,11 +139,11 @@ class _Stage:
         self._line = self._since
 
     def seconds_left(self, total: int) -> float | None:
-        """Return the seconds until the end, at the pace so far; None before something is done."""
+        """Return the seconds until the stage's end at the pace so far; None until something is done."""
         return (time.monotonic() - self._since) / self.done * (total - self.done) if self.done else None
 
     def line_is_due(self) -> bool:
-        """Return whether a line on this stage is due, and if so, count it as written."""
+        """Return whether a line on this stage is due, and if so, record that it was written."""
         due = time.monotonic() - self._line >= LINE_EVERY
         if due:
             self._line = time.monotonic()
@@ -156,7 +156,7 @@ def in_words(seconds: float) -> str:
 
 
 class TimeLeft(ProgressColumn):
-    """The time until the end, predicted from the last steps.
+    """The predicted time until the end of a run, from its last steps.
 
     rich's own column forgets steps older than half a minute, and a round may take longer.
     """
@@ -177,7 +177,7 @@ class TimeLeft(ProgressColumn):
         return Text(self.text(None if task.total is None else round(task.total - task.completed)))
 
     def text(self, steps: int | None) -> str:
-        """Return the time that the remaining steps take, as minutes and seconds, or `--:--` where it is not known.
+        """Return the predicted time of the remaining steps as minutes and seconds, or `--:--` if unknown.
 
         Args:
             steps: number of steps; None where it is not known.
@@ -196,7 +196,7 @@ class TimeLeft(ProgressColumn):
 
 
 class BestFigure:
-    """The accuracy that is shown, its last and its best value.
+    """The last and the best value of the accuracy that is displayed.
 
     It is the mean over clients on their own test images where there are any. Else it is the accuracy, or of clients'
     own models the mean over clients on their own class mix. Before the first of these it is the global model's.
@@ -208,7 +208,7 @@ class BestFigure:
         self._best = 0.0
 
     def update(self, line: Mapping[str, Any]) -> str:
-        """Add the figures in a step's line of metrics.jsonl, and return the step's text."""
+        """Add the figures in a step's line of metrics.jsonl, and return the text on the step."""
         local = (line["clients"] or {}).get(LOCAL)
         name, value = shown_figure(line)
         values = {
@@ -232,7 +232,7 @@ class BestFigure:
 
     @property
     def text(self) -> str:
-        """The text of a bar."""
+        """Return the text of a progress bar."""
         if not self._kind:
             return ""
         return f"{SHORT_NAMES[self._kind]} {100 * self._last:.1f} % (best {100 * self._best:.1f})"

@@ -47,7 +47,7 @@ def trackers(names: Sequence[str]) -> list[Callback]:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise a ConfigError where a name is not a tracker, or its package is not installed."""
+    """Raise a ConfigError if a name is not a tracker or the tracker's package is not installed."""
     for name in names:
         if name not in TRACKERS:
             raise ConfigError(
@@ -109,7 +109,7 @@ class _Tracker(Callback):
             ) from None
 
     def _open(self, folder: Path, id: str, settings: dict[str, Any]) -> bool:
-        """Begin or continue the tool's entry, and return whether it is new."""
+        """Open or continue the tool's entry for a run, and return whether it is new."""
         raise NotImplementedError
 
     def _log(self, figures: dict[str, float], step: int) -> None:
@@ -121,12 +121,12 @@ class _Tracker(Callback):
         raise NotImplementedError
 
     def _close(self, model_sha256: str | None) -> None:
-        """End the entry; the hash is None where the run was interrupted or failed."""
+        """Close the entry; the hash is None if the run was interrupted or failed."""
         raise NotImplementedError
 
 
 class Wandb(_Tracker):
-    """Logs to a run of W&B's project raylt."""
+    """Logs to a run in W&B's project raylt."""
 
     name = "wandb"
     _run: Any = None
@@ -160,7 +160,7 @@ class Wandb(_Tracker):
 
 
 class MLflow(_Tracker):
-    """Logs to a run of an MLflow experiment named like the folder of run folders."""
+    """Logs to a run of an MLflow experiment that has the name of the folder above the run folder."""
 
     name = "mlflow"
     _client: Any = None
@@ -185,7 +185,7 @@ class MLflow(_Tracker):
         return not earlier
 
     def _experiment_id(self, client: Any, folder: Path) -> str:
-        """Return the id of the experiment for a folder of run folders, made where it does not exist."""
+        """Return the id of the MLflow experiment for a folder of run folders; create it if there is none."""
         experiment = client.get_experiment_by_name(folder.name)
         if experiment:
             return experiment.experiment_id

@@ -1,4 +1,4 @@
-"""The safetensors file that `raylt export` writes, and the models that are read from it.
+"""The safetensors file that `raylt export` writes, and the models in it.
 
 The file holds the models' entries, and under "raylt" in its metadata a JSON text, `ModelDescription`. It describes the
 architecture by its names and fields, the classes, the images, the origin of the model and its figures. Reading the file
@@ -46,7 +46,7 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 @closed
 class Input(TypedDict):
-    """Images: uint8 [n, height, width, channels].
+    """The images that a model takes: uint8 [n, height, width, channels].
 
     `mean` and `std` are per channel, of pixels in [0, 1]. `fit` is how a file is brought to that size, see
     `raylt.data.images.decoding.fitted_image`. `depth` is the run's `data.depth`.
@@ -118,11 +118,11 @@ class Artefact:
 
     @property
     def clients(self) -> list[ClientEntry]:
-        """The clients whose models it has; none in the file of a global model."""
+        """Return the clients whose models the file has; none in the file of a global model."""
         return self.description["clients"] or []
 
     def model(self, client: str | int | None = None) -> TrainedModel:
-        """Return its model, or the model of one client, by name or id.
+        """Return the global model, or the model of one client, by name or id.
 
         Raises:
             ConfigError: it has no such client; or it has several clients' models, and none is named.
@@ -187,7 +187,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], description: ModelDescripti
 
 
 class DistinctEntries:
-    """The entries of one or several models, with each value stored once."""
+    """The entries of several models, with equal values stored once."""
 
     def __init__(self) -> None:
         # by entry and hash of its value: the first model that has the value, and the value
@@ -196,7 +196,7 @@ class DistinctEntries:
         self._first: dict[int, dict[str, int]] = {}
 
     def add(self, id: int, entries: Mapping[str, Tensor]) -> None:
-        """Add the entries of a model; a value that another model has is not stored again."""
+        """Add the entries of a model; store no value that another model already has."""
         self._first[id] = {}
         for name, value in entries.items():
             copied = value.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -210,7 +210,7 @@ class DistinctEntries:
         }
 
     def own_of(self, id: int) -> dict[str, int]:
-        """Return, for each entry of a model that differs between models, the first model with the same value."""
+        """Return, for each entry that differs between models, the first model with the same value."""
         return {name: first for name, first in self._first[id].items() if self._stored_name(name, first) != name}
 
     def _stored_name(self, name: str, id: int) -> str:
@@ -253,7 +253,7 @@ def parse(text: str, path: Path) -> ModelDescription:
 
 
 def _contradiction(description: ModelDescription) -> str | None:
-    """Return how the fields of a description contradict each other, or None."""
+    """Return how fields of a description contradict each other, or None."""
     image = description["input"]
     if image["height"] * image["width"] > PIXELS:
         return f"images of {image['height']}x{image['width']} pixels, more than {PIXELS:,}"
@@ -300,7 +300,7 @@ def task_spec_of(description: ModelDescription) -> TaskSpec:
 
 
 def setup_of(description: ModelDescription, path: Path) -> Setup:
-    """Return method and model as values.
+    """Return the method and model of a description, as values.
 
     Args:
         path: of the file, for errors.
@@ -341,7 +341,7 @@ def rebuild(setup: Setup, spec: TaskSpec, entries: Params) -> nn.Module:
 
 
 def _check_sizes(setup: Setup, spec: TaskSpec, entries: Params) -> None:
-    """Check before the network takes memory that its layers have the sizes of the entries.
+    """Check that a network's layers have the sizes of the entries, before the network takes memory.
 
     Raises:
         ConfigError: a layer has another size, or is larger than all entries together.
@@ -369,7 +369,7 @@ def _not_rebuildable(setup: Setup, reason: str) -> ConfigError:
 
 
 def choose_client_in(description: ModelDescription, client: str | int | None, path: Path) -> int | None:
-    """Return the id of a client among those of a file; None where it has the global model.
+    """Return the id of a client in a file, by its name or id; None if the file has the global model.
 
     Raises:
         ConfigError: there is no such client; or there are several, and none is named.
@@ -384,7 +384,7 @@ def choose_client_in(description: ModelDescription, client: str | int | None, pa
 
 
 def choose_client(client: str | int | None, choices: Iterable[tuple[int, str]], where: str) -> int:
-    """Return the id of a client, given by its name or its id, among the clients that have a model.
+    """Return the id of a client, by its name or id, among the clients with a model.
 
     Args:
         client: None where there is only one.

@@ -1,4 +1,4 @@
-"""`raylt evaluate`: judge a model, or each client's own, on new images in folders."""
+"""`raylt evaluate`: evaluate a model, or each client's own, on new images in folders."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Evaluation:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures of all images, of each class and of each client; None where there is nothing to count."""
+        """Return the figures over all images, by class and by client; None where no image counts."""
         columns = {name: values.tolist() for name, values in metrics.class_figures(self.matrix).items()}
         classes = []
         for c, name in enumerate(self.class_names):
@@ -58,7 +58,7 @@ class Evaluation:
 def evaluate(
     model_for: Callable[[str | None], Model], data: str, by_client: bool, bad: Literal["stop", "skip"] = "stop"
 ) -> Evaluation:
-    """Judge models on the images of a folder.
+    """Evaluate models on the images of a folder.
 
     Args:
         model_for: maps a client's name, or None, to the model for its images.
@@ -101,7 +101,7 @@ def evaluate(
 
 
 def _folder_of(data: str) -> Path:
-    """Return the folder with the images of folder:PATH."""
+    """Return the folder in folder:PATH."""
     kind, _, path = data.partition(":")
     if kind != "folder" or not path:
         raise ConfigError(
@@ -118,7 +118,7 @@ def _folder_of(data: str) -> Path:
 
 
 def _by_client(folder: Path, listing: Listing) -> dict[str | None, list[PurePosixPath]]:
-    """Return the images by client, or under None where the folders do not tell clients apart."""
+    """Return the images by client; if the folders do not distinguish clients, all images under None."""
     depths = {len(file.parts) for file in listing.files}
     if depths not in ({2}, {3}):
         fault = "images lie at different depths" if depths else "holds no images"
@@ -132,7 +132,7 @@ def _by_client(folder: Path, listing: Listing) -> dict[str | None, list[PurePosi
 
 
 def _count(model: Model, folder: Path, files: Sequence[PurePosixPath], faults: list[str], skip: bool) -> Tensor:
-    """Return the counts over some images, int64 [C, C]; add the reasons of undecodable ones to `faults`.
+    """Return the counts over some images, int64 [C, C]; add why others cannot be decoded to `faults`.
 
     Args:
         skip: whether to go on after a fault; else the other images are only decoded to find all faults.

@@ -1,4 +1,4 @@
-"""`raylt export`: the models of a run as a file that needs neither the run nor its data."""
+"""`raylt export`: write the models of a run to a file that needs neither the run nor its data."""
 
 import platform
 from pathlib import Path
@@ -108,12 +108,12 @@ def card_of(path: Path) -> Path:
 
 
 def has_client_models(run: Run) -> bool:
-    """Return whether each client has a model of its own: the method is personal, or running statistics are local."""
+    """Return whether clients have models of their own: the method is personal, or running statistics are local."""
     return run.method.personal or run.config.federation.batchnorm == "local"
 
 
 def clients_of(run: Run) -> list[tuple[int, str]]:
-    """Return id and name of each client that holds samples."""
+    """Return id and name of each client that has samples."""
     return [(id, name) for id, name in enumerate(run.outline.client_names) if run.outline.sizes[id]]
 
 
@@ -129,7 +129,7 @@ def model_of(run: Run, client: str | int | None = None) -> TrainedModel:
 
 
 def _path_of(run: Run, to: Path | str | None, format: Format) -> Path:
-    """Return the path of the file, whose ending says which format it has."""
+    """Return the path of the file; its suffix gives the format."""
     if format not in FORMATS:
         raise ConfigError(
             f"format: must be {', '.join(FORMATS)} ({format!r}). Give one of these.",
@@ -150,7 +150,7 @@ def _path_of(run: Run, to: Path | str | None, format: Format) -> Path:
 
 
 def _model_to_export(run: Run, client: str | int | None, format: Format) -> int | None:
-    """Return the id of the only client whose model is exported, GLOBAL, or None for all clients' models."""
+    """Return the id of the client whose model alone is exported, GLOBAL, or None for all clients' models."""
     if client is not None:
         return choose_client(client, clients_of(run), str(run.folder))
     if not has_client_models(run):
@@ -197,13 +197,13 @@ def _describe(
 
 
 def _reports(run: Run) -> list[dict[str, Any]]:
-    """Return the reports up to the exported model: those before the last checkpoint where a run has stopped."""
+    """Return the reports up to the exported model: those up to the last checkpoint if a run has stopped."""
     saved = None if run.state == "done" else run.checkpoint()
     return run.reports if saved is None else run.reports[: saved.facts["step"]]
 
 
 def _figures(report: dict[str, Any]) -> dict[str, float | None]:
-    """Return the figures of the models and the means over clients; empty where they were not judged."""
+    """Return the models' figures and the means over clients; empty if there was no evaluation."""
     if report["accuracy"] is None:
         return {}
     over_clients = {f"clients_{kind}": spread["mean"] for kind, spread in report["clients"].items()}
@@ -217,7 +217,7 @@ def _figures_of(report: dict[str, Any], client: int) -> dict[str, float | None]:
 
 @torch.no_grad()
 def _check_rebuilt(model: TrainedModel, description: ModelDescription, path: Path) -> None:
-    """Check that the model read back from the file gives the same logits, to the bit.
+    """Check that the model read back from the file gives the same logits, bit for bit.
 
     Raises:
         ConfigError: it does not, as with a network that `Method.build` does not make.

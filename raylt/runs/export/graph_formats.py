@@ -26,7 +26,7 @@ INPUT, OUTPUT = "images", "logits"
 
 
 class GraphModel:
-    """A model that was read from a .pt2 or .onnx file.
+    """A model from a .pt2 or .onnx file.
 
     Attributes:
         description: of the file.
@@ -106,7 +106,7 @@ def _read_onnx(path: Path) -> GraphModel:
 
 
 class _FromBytes(nn.Module):
-    """The map from stored images to logits."""
+    """The network from stored images to logits."""
 
     def __init__(self, model: TrainedModel):
         super().__init__()
@@ -117,7 +117,7 @@ class _FromBytes(nn.Module):
 
 
 def write(path: Path, model: TrainedModel, description: ModelDescription) -> None:
-    """Write a model as a .pt2 or .onnx file, by the path's ending.
+    """Write a model as a .pt2 or .onnx file, by the path's suffix.
 
     Raises:
         ConfigError: torch cannot export the model, or the writer of ONNX is not installed.
@@ -167,7 +167,7 @@ def _write_onnx(path: Path, program: torch.export.ExportedProgram, description: 
 
 
 def _write_with(path: Path, save: Callable[[str], None]) -> None:
-    """Write a file through a library that takes a path, and move it to its place in one step."""
+    """Write a file with a library that needs a path, and move it to its place in one step."""
     with tempfile.TemporaryDirectory() as folder:
         temporary = Path(folder) / path.name
         save(str(temporary))

@@ -1,4 +1,4 @@
-"""`raylt.load_model`: a model from an exported file, and image files as that model takes them."""
+"""`raylt.load_model`: open a model from an exported file, and read image files in the form that it takes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ SUFFIXES = (".safetensors", ".pt2", ".onnx")
 
 
 def load_model(file: Path | str, client: str | int | None = None) -> TrainedModel | GraphModel:
-    """Load the model in a file that `raylt export` wrote; neither its run nor its data are needed.
+    """Load the model from a file that `raylt export` wrote; this needs neither the run nor its data.
 
     Args:
         client: name or id of the client whose model it is, where the file has several.
@@ -67,7 +67,7 @@ def load_images(files: Sequence[Path], shape: tuple[int, int, int], fit: Fit, de
 def try_images(
     files: Sequence[Path], shape: tuple[int, int, int], fit: Fit, depth: int | None = None
 ) -> tuple[np.ndarray, dict[int, str]]:
-    """Return the images that can be decoded, in order, and the reasons of the others by their index in `files`."""
+    """Return the images that can be decoded, in order, and why others cannot, by index in `files`."""
     images = []
     faults: dict[int, str] = {}
     for index, file in enumerate(files):
@@ -79,7 +79,7 @@ def try_images(
 
 
 def describe_faults(faults: Sequence[str]) -> str:
-    """Return one line on all images that cannot be decoded, like the line of a data set."""
+    """Return a line on all images that cannot be decoded, worded as for a data set."""
     return f"{len(faults)} images cannot be decoded: {'; '.join(faults)}. Replace or remove them."
 
 

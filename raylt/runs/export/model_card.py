@@ -1,4 +1,4 @@
-"""The model card of an exported file: the model, its origin, its figures and its use."""
+"""The model card of an exported file: describes the model, its origin, its figures and its use."""
 
 import re
 import shlex
@@ -94,7 +94,7 @@ def _figures(description: ModelDescription) -> list[str]:
 
 
 def _basis(tests: JudgedImages | None) -> list[str]:
-    """Return sentences on the test images behind the figures."""
+    """Return sentences on the number of test images behind the figures."""
     if tests is None:
         return []
     low, high = tests["thresholds"]
@@ -157,12 +157,12 @@ def _names(names: list[str]) -> str:
 
 
 def _cell(name: str) -> str:
-    """Return a name with Markdown's special characters escaped."""
+    """Return a name with Markdown's special characters escaped, for a table cell."""
     return "".join(f"\\{letter}" if letter in "\\|`*_<>[]#" else letter for letter in name)
 
 
 def _code(text: str) -> str:
-    """Return a text as code in Markdown, also where it has backticks."""
+    """Return a text as inline code in Markdown, also if it contains backticks."""
     ticks = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
     pad = " " if ticks != "`" else ""
     return f"{ticks}{pad}{text}{pad}{ticks}"

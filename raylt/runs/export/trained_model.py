@@ -1,4 +1,4 @@
-"""Models of a run as users get them: with their preprocessing and the names of their classes."""
+"""Models of a run for users: with preprocessing and class names."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -40,12 +40,12 @@ class Prediction:
 
     @property
     def names(self) -> list[str]:
-        """The name of each image's class; label maps have none."""
+        """Return the name of each image's class; label maps have none."""
         return [self.class_names[label] for label in self.labels.tolist()]
 
     @property
     def shares(self) -> list[dict[str, float]]:
-        """The probability of each class for each image, by the class's name; for label maps its share of the pixels."""
+        """Return each image's probability of each class, by class name; for label maps, its share of the pixels."""
         values = self.probabilities
         if self.labels.ndim > 1:
             classes = torch.arange(values.shape[1]).view(1, -1, 1, 1)
@@ -89,7 +89,7 @@ class TrainedModel(nn.Module):
         self.eval()
 
     def preprocess(self, images: Any) -> Tensor:
-        """Return images as the network takes them, float32 [n, channels, H, W].
+        """Return images in the form that the network takes, float32 [n, channels, H, W].
 
         Args:
             images: uint8 [n, H, W, channels], an array or a tensor.
@@ -112,7 +112,7 @@ class TrainedModel(nn.Module):
 def predict_in_parts(
     logits_of: Callable[[Any], Tensor], images: Any, size: int, class_names: tuple[str, ...]
 ) -> Prediction:
-    """Predict the classes of images, `size` images at a time.
+    """Predict the classes of images, in batches of `size` images.
 
     Args:
         logits_of: maps images to float32 [n, C, ...] on the CPU.
@@ -186,7 +186,7 @@ def global_model(experiment: Experiment, trained: dict[str, Tensor] | None) -> T
 def client_models(
     experiment: Experiment, setup: Setup, saved: Checkpoint | None, ids: Iterable[int] | None
 ) -> Iterator[tuple[int, TrainedModel]]:
-    """Yield clients' own models with their ids, as they would be judged now.
+    """Yield clients' own models with their ids, as an evaluation would use them now.
 
     Args:
         saved: the checkpoint that the experiment continues from; None before the first.
@@ -214,7 +214,7 @@ def client_models(
 
 
 def _check_trains(experiment: Experiment, id: int) -> None:
-    """Raise a ConfigError where a client has no model of its own."""
+    """Raise a ConfigError if a client has no model of its own."""
     fleet = experiment.fleet
     if id in fleet.new_clients:
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""The files of a run folder: reading, writing, and what binds them together."""
+"""The files of a run folder: reading, writing, and the hashes that bind them together."""

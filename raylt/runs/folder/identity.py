@@ -1,4 +1,4 @@
-"""identity.json: everything that the result of a run follows from, and one SHA-256 over it.
+"""identity.json: everything that determines a run's result, and one SHA-256 over it.
 
 The file has the configuration without resources and output, the split's seal, the hashes of the data, the plugins and
 raylt's version, with their SHA-256.
@@ -30,7 +30,7 @@ _FORMAT = 1
 
 @closed
 class PluginRecord(TypedDict):
-    """A plugin that the run was made with, see raylt/registry.py."""
+    """A plugin that the run used, see raylt/registry.py."""
 
     kind: str
     name: str
@@ -180,7 +180,7 @@ def check_split(identity: Identity, split: Split, folder: Folder) -> None:
 
 
 def check_data(identity: Identity, data: Mapping[str, str], folder: Folder) -> None:
-    """Check that the data are those that the run was made with.
+    """Check that the data is the data of the run.
 
     Raises:
         CheckpointError: they differ; the message names the difference.
@@ -196,7 +196,7 @@ def check_data(identity: Identity, data: Mapping[str, str], folder: Folder) -> N
 
 
 def check_version(identity: Identity, folder: Folder) -> None:
-    """Check that this version of raylt made the run: another may compute other numbers.
+    """Check that this version of raylt made the run; another version may compute other numbers.
 
     Raises:
         CheckpointError: another version made it.

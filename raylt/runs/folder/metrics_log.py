@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line for each committed step, bound to the line before it.
+"""metrics.jsonl: one line per committed step, bound to the line before it by a hash.
 
 Under `previous` a line has the SHA-256 of the line before, and the first line that of the run (identity.py). A
 checkpoint has the same hash as the line of its step, and the report of that line; summary.json has the hash of the last
@@ -27,7 +27,7 @@ LIMIT = 4 * 2**30  # bytes
 
 
 class MetricsLine(RoundReport):
-    """A line of metrics.jsonl of a run of raylt: one committed step.
+    """A line of metrics.jsonl: one committed step of a run.
 
     `MetricsLine.model_json_schema()` is the JSON schema of a line.
     """
@@ -47,7 +47,7 @@ class _Seal(TypedDict):
 
 @closed
 class _Facts(TypedDict):
-    """The facts that a checkpoint's manifest has of its run.
+    """The fields of a checkpoint's manifest that describe its run.
 
     `best` is the step with the best accuracy on validation images so far, of those with a checkpoint, and that
     accuracy. With federation.patience, `peak` is the same of all judged rounds, and `last_round` the number of the
@@ -82,12 +82,12 @@ class Lines:
     torn: bool
 
     def head(self, step: int | None = None) -> str:
-        """Return the hash that the line after a step has under `previous`; by default after the last step."""
+        """Return the hash that the line after a step names as `previous`; by default after the last step."""
         step = len(self.texts) if step is None else step
         return hash_line(self.texts[step - 1]) if step else self.root
 
     def check(self, saved: "Checkpoint") -> None:
-        """Check that these lines and a checkpoint belong to one run.
+        """Check that these lines and a checkpoint belong to the same run.
 
         Raises:
             CheckpointError: they do not.
@@ -126,17 +126,17 @@ class Lines:
 
 
 def as_record(report: RoundReport) -> dict[str, Any]:
-    """Return a report as JSON has it: keys are texts."""
+    """Return a report as JSON stores it, with strings as keys."""
     return json.loads(json.dumps(report.record()))
 
 
 def write_line(report: dict[str, Any], previous: str, date: str | None) -> str:
-    """Return the line of a report, without its end."""
+    """Return a report as a line of JSON, without the line break."""
     return json.dumps({"schema": SCHEMA, "previous": previous, "date": date, **report})
 
 
 def restored_line(saved: "Checkpoint", previous: str) -> str:
-    """Return the line of a checkpoint's step, for a run that was killed before it wrote the line; its date is null."""
+    """Return the line of a checkpoint's step, for a run killed before it wrote the line; its date is null."""
     text = write_line(saved.facts["report"], previous, None)
     as_json(text, _LINE, f"{saved.folder}: its report")
     return text
@@ -178,7 +178,7 @@ def read_lines(folder: Folder, root: str, most: int | None = None) -> Lines:
 
 
 def was_saved(lines: Lines) -> bool:
-    """Return whether a checkpoint was written after some step; a line restored from one has no date."""
+    """Return whether any step was saved in a checkpoint; a line restored from a checkpoint has no date."""
     return any("checkpoint" in report["stages"] or report["date"] is None for report in lines.reports)
 
 
@@ -207,7 +207,7 @@ def _changed_log(message: str, **details: object) -> CheckpointError:
 
 
 def _difference(saved: dict[str, Any], line: dict[str, Any], path: str = "") -> str | None:
-    """Return the first figure of a checkpoint's report that differs in its line.
+    """Return the first figure that differs between a checkpoint's report and its line.
 
     The line may have more: the seconds that the checkpoint took, and the judgements of a search.
     """

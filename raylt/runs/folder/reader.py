@@ -1,4 +1,4 @@
-"""`Files`: the files of a run folder, each validated on reading and checked against the other files of the run.
+"""`Files`: the files of a run folder, each validated when read and checked against the run's other files.
 
 A file that was changed, or that belongs to another run, raises a CheckpointError that names the file and the
 difference. A study's records, `Run` and `raylt verify` all read run folders through this class.
@@ -45,14 +45,14 @@ RunState = Literal["missing", "running", "stopped", "done"]
 
 
 class Files:
-    """The files of a run folder, each read on request."""
+    """The files of a run folder, each read when it is asked for."""
 
     def __init__(self, folder: Path):
         self.path = folder
 
     @property
     def state(self) -> RunState:
-        """The state of the run.
+        """Return the state of the run.
 
         "missing": there is no such run; "running": a process works at it; "stopped": it can be resumed; "done".
         """
@@ -68,12 +68,12 @@ class Files:
 
     @cached_property
     def identity(self) -> Identity:
-        """The content of identity.json: everything that the result follows from."""
+        """Return the content of identity.json: everything that determines the result."""
         with self._open() as folder:
             return read_identity(folder)
 
     def config(self) -> Config:
-        """Return the configuration that the run was made with; resources and output may differ from it."""
+        """Return the configuration that the run was made with; only resources and output may differ."""
         with self._open() as folder:
             config = load(folder.place("config.yaml"))
             check_config(self.identity, config, folder)
@@ -115,7 +115,7 @@ class Files:
         return outline
 
     def check_data(self, task: "Task") -> None:
-        """Check that the data are those of the run.
+        """Check that the data is the data of the run.
 
         Raises:
             CheckpointError: they are not.
@@ -141,7 +141,7 @@ class Files:
             return read_lines(folder, root)
 
     def matrices(self, step: int | None = None) -> "Matrices":
-        """Return the counts of the evaluation after a step; by default of the last."""
+        """Return the counts of the evaluation after a step, by default the last."""
         hashes = {report["step"]: report["confusion"] for report in self.lines().reports if report["confusion"]}
         if not hashes:
             raise CheckpointError(
@@ -177,11 +177,11 @@ class Files:
         return content
 
     def provenance(self) -> list[dict[str, Any]]:
-        """Return the descriptions of the processes that worked on the run, oldest first."""
+        """Return descriptions of the processes that worked on the run, oldest first."""
         return provenance.read(self.path)
 
     def checkpoint(self) -> "Checkpoint | None":
-        """Return the newest undamaged checkpoint; None where none was committed, or none was kept."""
+        """Return the newest undamaged checkpoint; None if the run committed or kept none."""
         from raylt.core.checkpoint import checkpoint
 
         saved = checkpoint.latest(self.path / "checkpoints")[0]
@@ -237,6 +237,6 @@ class Files:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a process is running the run of this folder."""
+    """Return whether a process is running the run in this folder."""
     with Folder.open(folder) as run:
         return run.is_locked(LOCK)

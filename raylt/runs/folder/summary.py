@@ -1,4 +1,4 @@
-"""summary.json: the result of a run, bound to the run, and the tables that a person reads.
+"""summary.json: the result of a run, bound to the run by hashes, and tables of it.
 
 The file has the run's SHA-256, that of the last line of metrics.jsonl, the model's, and under `sha256` the hash of all
 other fields.
@@ -65,7 +65,7 @@ class _Accuracy(BaseModel):
 
 
 class _Shown(BaseModel):
-    """The figure that is shown where there is room for one, over the judged rounds."""
+    """The main figure over the rounds with an evaluation."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -77,7 +77,7 @@ class _Shown(BaseModel):
 
 
 class _Clients(BaseModel):
-    """Figures over clients, on their own class mix; each kind of figure under `by`."""
+    """Figures over clients, on their own class mix; `by` has each kind of figure."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -98,7 +98,7 @@ class _Bytes(TypedDict):
 
 
 class _SummaryFields(BaseModel):
-    """summary.json of a finished run of raylt. Shares are in [0, 1]; sizes are bytes, times seconds."""
+    """The fields of a finished run's summary.json; shares are in [0, 1], sizes in bytes, times in seconds."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -138,7 +138,7 @@ class _SummaryFields(BaseModel):
 
 
 def _repeated_figures() -> Iterator[tuple[str, Any]]:
-    """Yield the fields that repeat a figure of the last line, as `create_model` takes them."""
+    """Yield the fields that repeat a figure of the last line, in the form that `create_model` takes."""
     for name in SHARES:
         if name != "accuracy":
             annotation = RoundReport.model_fields[name].annotation
@@ -207,7 +207,7 @@ def summarise(
 
 
 def _shown(reports: list[MetricsLine]) -> dict[str, Any]:
-    """Return the main figure: its last value, best, mean of the last ten, and value before the finish."""
+    """Return the main figure: its last value, best, mean of the last ten, and value before the phase after training."""
     name, last = shown_figure(reports[-1])
     rounds = [report for report in reports if report["phase"] == "round"]
     values = [value for kind, value in map(shown_figure, rounds) if kind == name and value is not None]
@@ -223,7 +223,7 @@ def _shown(reports: list[MetricsLine]) -> dict[str, Any]:
 
 
 def _pooled(by_client: dict[str, list[float | None]], tests: JudgedImages | None) -> float | None:
-    """Return the accuracy over the own test images of all clients; None where clients have none."""
+    """Return the accuracy over all clients' own test images; None if clients have none."""
     if tests is None or tests["own"] is None or LOCAL not in by_client:
         return None
     judged = [(value, n) for value, n in zip(by_client[LOCAL], tests["own"], strict=True) if value is not None]
@@ -231,7 +231,7 @@ def _pooled(by_client: dict[str, list[float | None]], tests: JudgedImages | None
 
 
 def _by_participation(reports: list[MetricsLine]) -> dict[str, dict[str, Any] | None]:
-    """Return the figures of the judged clients that took part in some round, and of those that never did.
+    """Return the figures of evaluated clients that took part in some round, and of those that never did.
 
     A group without clients is None.
     """
@@ -251,7 +251,7 @@ def _figures_of(ids: list[int], by_client: dict[str, list[float | None]]) -> dic
 
 
 def seal(summary: dict[str, Any], of: "Seal") -> dict[str, Any]:
-    """Return a summary with the hashes that bind it to its run, and its own hash."""
+    """Return a summary with its own hash and the hashes that bind it to its run."""
     content = json.loads(json.dumps({**summary, "run": of.run, "line": of.line}))
     return {**content, "sha256": hash_json(content)}
 
@@ -294,7 +294,7 @@ def read_summary(folder: Folder, lines: Lines) -> dict[str, Any]:
 
 
 def check_figures(summary: dict[str, Any], where: str) -> None:
-    """Check the fields of a summary that was recorded without its hashes; older ones lack fields.
+    """Check the fields of a summary that was recorded without its hashes; older summaries lack fields.
 
     Raises:
         CheckpointError: a field has another type or range; the message names it.
@@ -354,7 +354,7 @@ def _accuracy_rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _own_rows(local: Spread, pooled: float | None, tests: JudgedImages | None) -> Iterator[tuple[str, str]]:
-    """Yield the rows on clients' own test images, with the numbers of images where these are recorded."""
+    """Yield the rows on clients' own test images, with the numbers of images if recorded."""
     sizes = [n for n in (tests and tests["own"]) or () if n]
     counted = f" ({len(sizes)} clients, {min(sizes)} to {max(sizes)} images each)" if sizes else ""
     yield "clients, mean (own test images)", percent(local["mean"]) + counted
@@ -418,7 +418,7 @@ def _last10_title(values: int | None) -> str:
 
 
 def split_table(task: Task, width: int) -> Table:
-    """Return the samples of each client by class; where `width` columns are too few, each client in short.
+    """Return the samples of each client by class; abbreviated if the columns exceed `width`.
 
     Columns are named by their classes, or where these do not fit by numbers, with the names below the table.
     """
@@ -454,7 +454,7 @@ def _class_table(task: Task, heads: Sequence[str], groups: Sequence[str]) -> Tab
 
 
 def _counts_table(*heads: str) -> Table:
-    """Return an empty table whose columns of figures are to the right."""
+    """Return an empty table with right-aligned columns of figures."""
     table = Table(*heads, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -462,7 +462,7 @@ def _counts_table(*heads: str) -> Table:
 
 
 def _short(count: int) -> str:
-    """Return a number of samples as it is, and a number of pixels in thousands or millions."""
+    """Return a number of samples unchanged, a number of pixels in thousands or millions."""
     if count < 100_000:
         return str(count)
     return f"{count / 1e3:.0f}k" if count < 1e7 else f"{count / 1e6:.0f}M"
@@ -474,7 +474,7 @@ def percent(value: float | None) -> str:
 
 
 def with_images(value: float | None, images: int | None) -> str:
-    """Return a share in percent with its number of test images, and with its interval where these are few.
+    """Return a share in percent with its number of test images, and its interval if these are few.
 
     Args:
         value: in [0, 1]; None where nothing was judged.

@@ -1,4 +1,4 @@
-"""`Journal`: the run folder, for the process that writes it. `Run` (run.py) reads it.
+"""`Journal`: the run folder for the process that writes it; `Run` (run.py) reads it.
 
     identity.json    what the result follows from, see identity.py
     config.yaml      the resolved configuration, which `raylt resume` runs
@@ -47,7 +47,7 @@ SERVER_DIED = "the server's process died"  # the start of the note
 
 
 class Journal:
-    """A run folder, locked by one process at a time.
+    """A run folder, which one process at a time locks.
 
     Raises:
         CheckpointError: the folder cannot be written to, or another process has it locked.
@@ -111,12 +111,12 @@ class Journal:
         return journal
 
     def _make_resumable(self, config: Config) -> None:
-        """Write config.yaml, the last of the files: a folder that has one can be resumed."""
+        """Write config.yaml, the last of the files, which makes the folder resumable."""
         self._open.write("config.yaml", yaml_text.write(config.model_dump(mode="json")))
 
     @property
     def seal(self) -> Seal:
-        """The hashes that bind the next step to the steps before it."""
+        """Return the hashes that bind the next step to the steps before it."""
         if self._head is None:
             self._head = self._lines().head()
         return Seal(self._root, self._head)
@@ -126,17 +126,17 @@ class Journal:
         self._append(metrics_log.as_record(report))
 
     def note(self, text: str) -> None:
-        """Add a line to the run's notes: a problem and its remedy."""
+        """Add a line to the run's notes, which names a problem and its remedy."""
         self._open.append(NOTES, text + "\n")
 
     def server_deaths(self) -> int:
-        """Return how many times the server's process died, by the run's notes."""
+        """Return how many times the server's process died, according to the run's notes."""
         if not self._open.has(NOTES):
             return 0
         return sum(line.startswith(SERVER_DIED) for line in self._open.read(NOTES).decode().splitlines())
 
     def adopt(self, reports: Sequence[dict[str, Any]], saved: Checkpoint, config: Config) -> None:
-        """Take over the first steps of another run: their reports, and the checkpoint after the last.
+        """Take over the first steps of another run: their reports, and the checkpoint after the last of them.
 
         The run can be resumed only after that. A kill before leaves a folder that is no run.
         """
@@ -197,7 +197,7 @@ class Journal:
         return saved, faults
 
     def discard(self) -> None:
-        """Remove the folder of a run that committed nothing, unless another process has continued it."""
+        """Remove the folder of a run without committed steps, unless another process has continued the run."""
         with Folder.open(self.folder) as folder:
             lock = folder.lock(LOCK) if self._lock is None else self._lock
             if lock is None:
@@ -225,7 +225,7 @@ class Journal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release the folder."""
+        """Unlock the folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._open.__exit__()

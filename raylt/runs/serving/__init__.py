@@ -1,1 +1,1 @@
-"""An exported model behind HTTP: requests, answers and the page, without a server."""
+"""An exported model over HTTP: requests, answers and the page, without a server."""

@@ -1,4 +1,4 @@
-"""`ServedModel`: everything that a process needs to answer with a model, as one value that can be sent to it."""
+"""`ServedModel`: everything that a process needs to answer with a model, as one value."""
 
 import tempfile
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """The models of a file by the client's name; None is the name of an only model.
+    """The models of a file by client name; None is the key of a single model.
 
     Attributes:
         clients: names of the clients, where each has a model of its own; else empty.
@@ -49,12 +49,12 @@ class OpenedModel:
 
     @property
     def any(self) -> TrainedModel | GraphModel:
-        """One of the models: all take the same images and know the same classes."""
+        """Return one of the models; all take the same images and have the same classes."""
         return next(iter(self.models.values()))
 
 
 def served_model(path: Path) -> ServedModel:
-    """Return the model of a run folder or of an exported file, which was opened once.
+    """Return the model of a run folder or exported file, after opening it once as a check.
 
     Raises:
         ConfigError: the file is of another kind, the model cannot be exported, or a plugin or a package is missing.
@@ -67,7 +67,7 @@ def served_model(path: Path) -> ServedModel:
 
 
 def _read(path: Path) -> ServedModel:
-    """Return the content of a file, after its models were opened: an error names the user's file, not a copy."""
+    """Return the content of a file, after opening its models so that errors name the user's file, not a copy."""
     _models_in(path)
     file = store.plain(path)
     card = card_of(path)
@@ -76,7 +76,7 @@ def _read(path: Path) -> ServedModel:
 
 
 def _models_in(path: Path) -> tuple[list[str], dict[str | None, TrainedModel | GraphModel]]:
-    """Return the names of the clients that have models of their own in a file, and the models by name."""
+    """Return the names of the clients whose own models a file has, and the models by name."""
     if path.suffix != ".safetensors":
         return [], {None: load_model(path)}
     artefact = read(path)

@@ -1,4 +1,4 @@
-"""`Service`: answers requests with a model. It knows no server, so Ray Serve is one way to run it.
+"""`Service`: answers requests with a model; it is independent of the server, such as Ray Serve.
 
     POST /predict?client=NAME   an image file as the body -> {"class": ..., "shares": {class: share}}
     GET /                       the page that one drops images on
@@ -86,7 +86,7 @@ Predict = Callable[[str | None, np.ndarray], Awaitable[dict[str, float]]]  # cli
 
 
 class Refused(RayltError):
-    """A request that is not answered.
+    """The refusal of a request, with its status.
 
     Args:
         status: of HTTP.
@@ -112,7 +112,7 @@ class Service:
         self._allowance: OrderedDict[str, tuple[float, float]] = OrderedDict()  # by address: images, and since when
 
     async def answer(self, request: Request) -> Answer:
-        """Return the answer to a request; an error becomes one with its status."""
+        """Return the answer to a request; an error becomes an answer with its status."""
         try:
             return await self._route(request)
         except Refused as error:
@@ -152,7 +152,7 @@ class Service:
             )
 
     def _check_rate(self, address: str) -> None:
-        """Count an image of an address: it may send as many as a second allows at once, and then one by one."""
+        """Count an image from an address, which may send a second's allowance at once, then one at a time."""
         rate = self._limits.rate
         if rate is None:
             return
@@ -223,7 +223,7 @@ def _template() -> str:
 
 
 def _check_pixels(content: bytes) -> None:
-    """Refuse an image with more pixels than a service decodes; what is no image is left to the decoder."""
+    """Refuse an image with more pixels than a service decodes; leave content that is not an image to the decoder."""
     from PIL import Image, UnidentifiedImageError
 
     try:

@@ -1,4 +1,4 @@
-"""`Claim`: the statement that one arm of a study is better than another, and `judge`, which tests it on the runs."""
+"""`Claim`: a statement that one arm of a study is better than another; `judge`: its test on the runs."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -30,7 +30,7 @@ class Claim:
 
     @property
     def measures(self) -> tuple[str, str]:
-        """The measure of either side, in the form that `measure_of` takes."""
+        """Return the measure of both sides, in the form that `measure_of` takes."""
         better, worse = (f"{self.measure}@{model}" if model else self.measure for model in self.models)
         return better, worse
 
@@ -105,7 +105,7 @@ def read_claim(text: str, arms: Sequence[str], measure: str, printed: float | No
 
 @dataclass(frozen=True)
 class ClaimFigures:
-    """A claim with the figures of both its arms, of the rounds `at`."""
+    """A claim with the figures of both its arms at the rounds `at`."""
 
     claim: Claim
     at: At
@@ -113,12 +113,12 @@ class ClaimFigures:
     worse: Values
 
     def difference(self, cell: str, level: float) -> Paired | None:
-        """Return the paired difference in a cell; None where the arms have no seed in common."""
+        """Return the paired difference in a cell; None if the arms share no seed."""
         better, worse = self._by_seed(cell)
         return difference(better, worse, level)
 
     def unjudged(self, cell: str, finished: Collection[tuple[str, str]]) -> list[str]:
-        """List the reasons why the claim is not judged in a cell.
+        """List the reasons why the claim is not tested in a cell.
 
         There are none where the claim is judged, or where an arm has no finished run, which other lines name.
 
@@ -141,7 +141,7 @@ class ClaimFigures:
 
 
 def judge(claims: Sequence[ClaimFigures], cells: Sequence[str], level: float) -> list[Judged]:
-    """Judge every claim in each cell that has both its arms; all of them are one family of tests."""
+    """Test every claim in each cell with both its arms; all tests form one family."""
     pairs: list[tuple[ClaimFigures, str, Paired]] = []
     for figures in claims:
         for cell in cells:
@@ -164,7 +164,7 @@ def judge(claims: Sequence[ClaimFigures], cells: Sequence[str], level: float) ->
 
 
 def difference(values: Mapping[int, float], reference: Mapping[int, float], level: float) -> Paired | None:
-    """Return the difference to a reference over the seeds that both have; None where they have none in common."""
+    """Return the difference to a reference over the seeds that both have; None if they share no seed."""
     both = [seed for seed in values if seed in reference]
     return paired([values[seed] for seed in both], [reference[seed] for seed in both], level) if both else None
 

@@ -1,4 +1,4 @@
-"""`Comparison`: arms next to each other, cell by cell, with the differences and claims that the seeds support.
+"""`Comparison`: a study's arms, cell by cell, with the differences and claims that the seeds support.
 
 Runs can be compared where they have the same split, budget, optimiser, evaluation and code.
 """
@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Overall:
-    """One arm over all cells: the interquartile mean, and the probability that it is better than the reference arm."""
+    """One arm over all cells: its interquartile mean, and its probability of being better than the reference arm."""
 
     arm: str
     iqm: Interval
@@ -112,7 +112,7 @@ class Comparison:
         return {"schema": 1, **asdict(self)}
 
     def frame(self) -> Any:
-        """Return the values as a pandas frame, one line per arm, cell and seed."""
+        """Return the values as a pandas frame, one row per arm, cell and seed."""
         import pandas as pd
 
         return pd.DataFrame(
@@ -137,7 +137,7 @@ def compare(
     mix_versions: bool = False,
     may_lack: bool = False,
 ) -> Comparison:
-    """Compare the finished runs; the comparison names the other runs.
+    """Compare the finished runs; the comparison lists the other runs.
 
     Args:
         records: runs in any state.
@@ -212,7 +212,7 @@ def compare(
 
 
 def judged_on(done: Sequence[RunRecord]) -> str:
-    """Return the test images and thresholds of the class groups of a cell's runs; empty where none recorded them."""
+    """Return test images and group thresholds of a cell's runs; empty if none recorded them."""
     tests = next((tests for run in done if run.summary and (tests := run.summary.get("tests"))), None)
     if tests is None:
         return ""
@@ -231,7 +231,7 @@ def judged_on(done: Sequence[RunRecord]) -> str:
 
 
 def check_comparable(done: Sequence[RunRecord], own: Mapping[str, Collection[str]], mix_versions: bool = False) -> None:
-    """Check that finished runs of one cell can be compared.
+    """Check that the finished runs of one cell are comparable.
 
     An arm may differ in what its own settings decide. Settings under `data` decide the split. Settings under
     `federation` and the passes over the data decide the budget, other settings under `local` the optimiser, and
@@ -267,7 +267,7 @@ def check_comparable(done: Sequence[RunRecord], own: Mapping[str, Collection[str
 
 
 def _conditions(record: RunRecord) -> dict[str, str]:
-    """Return the conditions that must be equal in compared runs, each in words."""
+    """Return the conditions that compared runs must share, each in words."""
     assert record.summary is not None
     return {
         "split": record.summary["split_sha256"][:12],
@@ -279,7 +279,7 @@ def _conditions(record: RunRecord) -> dict[str, str]:
 
 
 def _condition_of(key: str) -> str:
-    """Return the condition that a setting decides; "" for a setting that decides none."""
+    """Return the condition that a setting belongs to; "" if none."""
     section, _, name = key.partition(".")
     if section == "local":
         return "budget" if name in _PASSES else "optimiser"
@@ -299,7 +299,7 @@ def _budget(config: dict[str, Any]) -> str:
 
 
 def _optimiser(config: dict[str, Any]) -> str:
-    """Return how clients train; a setting that an older record lacks has its default."""
+    """Describe how clients train; settings that an older record lacks have their defaults."""
     local = completed(config)["local"]
     return ", ".join(f"local.{name} {local[name]}" for name in sorted(local) if name not in _PASSES)
 
@@ -330,19 +330,19 @@ def _parts_only_in(condition: str, other: str) -> str:
 
 
 def _versions(done: Sequence[RunRecord]) -> list[str]:
-    """Return how many runs each version of the code made; nothing where there is one version."""
+    """Return how many runs each version of the code made; empty if there is only one version."""
     made = Counter(" and ".join(code[:12] for code in record.made.get("codes", ["unknown"])) for record in done)
     return [f"{code}: {runs} runs" for code, runs in made.items()] if len(made) > 1 else []
 
 
 def _unsealed(done: Sequence[RunRecord]) -> list[str]:
-    """Return how many runs have no seal, by cell and arm."""
+    """Return the number of runs without a seal, by cell and arm."""
     counts = Counter((record.cell, record.arm) for record in done if not record.sealed)
     return [f"{f'{cell}, ' if cell else ''}{arm}: {runs} runs" for (cell, arm), runs in counts.items()]
 
 
 def _values(done: Sequence[RunRecord], measure: str, at: At) -> tuple[Values, list[str]]:
-    """Return the values by arm, cell and seed, and a line for the runs of each arm and cell that lack the measure."""
+    """Return the values by arm, cell and seed, and a line for each arm and cell whose runs lack the measure."""
     values: Values = {}
     lacking: dict[tuple[str, str], list[RunRecord]] = {}
     for record in sorted(done, key=lambda r: r.seed):
@@ -364,7 +364,7 @@ def _lacking_line(runs: Sequence[RunRecord], missing: str) -> str:
 
 
 def _no_figure(done: Sequence[RunRecord], measure: str, at: At) -> ConfigError:
-    """Return the error that no finished run has the measure."""
+    """Return the error for a measure that no finished run has."""
     word, _, model = measure.partition("@")
     if model:
         models = _in_order(name for record in done for name in (record.summary or {}).get("others", {}))
@@ -428,14 +428,14 @@ def _optimism(done: Sequence[RunRecord], arm: str, cell: str, measure: str) -> f
 
 
 def _claim_figures(done: Sequence[RunRecord], claim: Claim, at: At) -> ClaimFigures:
-    """Return the figures of both sides of a claim, of the last round unless both are known of other rounds."""
+    """Return the figures of both sides of a claim, from the last round unless both have other rounds."""
     common = at if all(measure_of(name).every_round for name in claim.measures) else "last"
     better, worse = (_values(done, name, common)[0] for name in claim.measures)
     return ClaimFigures(claim, common, better, worse)
 
 
 def _whole(values: Values, arms: Sequence[str], cells: Sequence[str]) -> list[str]:
-    """Return the cells in which every arm has the same seeds."""
+    """Return the cells in which all arms have the same seeds."""
     whole = []
     for cell in cells:
         seeds = [values.get((arm, cell), {}).keys() for arm in arms]
@@ -447,7 +447,7 @@ def _whole(values: Values, arms: Sequence[str], cells: Sequence[str]) -> list[st
 def _overall(
     values: Values, arms: Sequence[str], whole: Sequence[str], reference: str, level: float, higher: bool
 ) -> list[Overall]:
-    """Return the figures over those cells; nothing where there are fewer than two.
+    """Return the figures over those cells; empty if there are fewer than two.
 
     Args:
         values: by arm, cell and seed.

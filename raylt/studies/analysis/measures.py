@@ -1,4 +1,4 @@
-"""`MEASURES`: the figures of a run that studies compare, by name; `value_of` reads one from a record.
+"""`MEASURES`: the figures by which studies compare runs, by name; `value_of`: reads one from a record.
 
 Where a method judges several models of a client, `matched@post_local` is that figure of the model `post_local`.
 """
@@ -109,7 +109,7 @@ def measure_of(name: str) -> Measure:
 
 
 def value_of(record: RunRecord, measure: str, at: At) -> float | None:
-    """Return a figure of a finished run; None where the run does not have it."""
+    """Return a figure of a finished run; None if the run lacks it."""
     assert record.summary is not None
     definition = measure_of(measure)
     last = definition.read(record.summary)
@@ -125,7 +125,7 @@ def value_of(record: RunRecord, measure: str, at: At) -> float | None:
 
 
 def _chosen(record: RunRecord, key: str) -> float | None:
-    """Return the figure of the step with the best model on validation samples, the first of several equal ones.
+    """Return the figure at the step with the best model on validation samples, the first if several are equal.
 
     The step may be the finish.
     """

@@ -1,4 +1,4 @@
-"""`rank`: order the arms of one or several studies by paired comparisons, with the uncertainty over seeds.
+"""`rank`: order the arms of studies by paired comparisons, with the uncertainty over seeds.
 
 A block is one seed of one cell of one study: its runs share split and initial weights. Within a block each pair of arms
 is compared, and a tie counts half. From all pairs follow the strengths of the model of Bradley and Terry (Biometrika
@@ -34,7 +34,7 @@ Block = Mapping[str, float | None]  # value by arm; None for a run that failed
 
 @dataclass(frozen=True)
 class Ranked:
-    """One arm.
+    """The position of an arm in a ranking, with its uncertainty.
 
     Attributes:
         strength: log-odds against an arm of mean strength, with a bootstrap over the seeds of each cell.
@@ -58,7 +58,7 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The arms, the strongest first.
+    """The arms, strongest first.
 
     Attributes:
         studies: names of the studies.
@@ -82,7 +82,7 @@ class Ranking:
 def rank(
     studies: Mapping[str, Sequence[RunRecord]], measure: str = "accuracy", at: At = "last", level: float = 0.95
 ) -> Ranking:
-    """Rank the arms of studies; arms of one name are one method.
+    """Rank the arms of studies; arms with the same name count as one method.
 
     Args:
         studies: records by the study's name, in any state.
@@ -128,7 +128,7 @@ def rank(
 
 
 def with_costs(ranking: Ranking, studies: Mapping[str, Sequence[RunRecord]]) -> Ranking:
-    """Return the ranking with the costs of each arm, measured on a tiny run with the fields of its first record.
+    """Return the ranking with each arm's costs, measured in a tiny run with the fields of the arm's first record.
 
     A method that is not raylt's own is not measured.
     """
@@ -150,7 +150,7 @@ def _cost(config: Mapping[str, Any]) -> float | None:
 
 
 def fit(wins: np.ndarray) -> np.ndarray:
-    """Return the strengths of the model of Bradley and Terry, with mean 0, float64 [R, A].
+    """Return the strengths in the Bradley-Terry model, with mean 0, float64 [R, A].
 
     The fit is the minorisation of Hunter (Annals of Statistics 2004).
 
@@ -182,7 +182,7 @@ def _cells(
 
 
 def _planned(studies: Mapping[str, Sequence[RunRecord]]) -> Counter[str]:
-    """Return by arm the number of seeds of the cells in which it has a run."""
+    """Return, by arm, the number of seeds in the cells where the arm has a run."""
     planned: Counter[str] = Counter()
     for records in studies.values():
         for cell in {record.cell for record in records}:
@@ -193,7 +193,7 @@ def _planned(studies: Mapping[str, Sequence[RunRecord]]) -> Counter[str]:
 
 
 def _wins(block: Block, arms: Sequence[str], higher: bool) -> np.ndarray:
-    """Return which arm is better than which in a block, float64 [A, A]; 1/2 for ties, 0 where one is not there."""
+    """Return which arm beats which in a block, float64 [A, A]: 1/2 for ties, 0 where an arm is missing."""
     values = np.array([_signed(block[arm], higher) if arm in block else np.nan for arm in arms])
     present = ~np.isnan(values)
     better = (values[:, None] > values[None]) + 0.5 * (values[:, None] == values[None])
@@ -201,21 +201,21 @@ def _wins(block: Block, arms: Sequence[str], higher: bool) -> np.ndarray:
 
 
 def _signed(value: float | None, higher: bool) -> float:
-    """Return a value of which more is better; minus infinity for a run that failed."""
+    """Return a value, negated if less is better; minus infinity for a failed run."""
     if value is None:
         return -np.inf
     return value if higher else -value
 
 
 def _ranks(block: Block, higher: bool) -> dict[str, float]:
-    """Return the rank of each arm of a block, 1 for the best."""
+    """Return the rank of each arm in a block; 1 is the best."""
     arms = list(block)
     wins = _wins(block, arms, higher)
     return {arm: float(len(arms) - wins[i].sum()) for i, arm in enumerate(arms)}
 
 
 def _resampled(wins: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the wins of RESAMPLES draws of as many blocks of each cell, with replacement, [R, A, A]."""
+    """Return the wins in RESAMPLES bootstrap draws of each cell's blocks, [R, A, A]."""
     rng = np.random.default_rng(0)
     drawn = np.zeros((RESAMPLES, *wins[0].shape[1:]))
     for blocks in wins:

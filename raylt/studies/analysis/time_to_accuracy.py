@@ -11,7 +11,7 @@ from raylt.studies.report.text_table import TextTable
 
 @dataclass(frozen=True)
 class Reached:
-    """Medians over the seeds of an arm in a cell that reached the target; None where no run did.
+    """Medians over an arm's seeds in a cell that reached the target; None if no run did.
 
     Attributes:
         runs: number of finished runs.
@@ -33,7 +33,7 @@ class Reached:
 
 
 def reached(records: Sequence[RunRecord], target: float) -> list[Reached]:
-    """Return, by arm and cell, when finished runs first reached the target accuracy."""
+    """Return, by arm and cell, how soon finished runs reached the target accuracy."""
     groups: dict[tuple[str, str], list[RunRecord]] = {}
     for record in records:
         if record.state == "done":
@@ -42,7 +42,7 @@ def reached(records: Sequence[RunRecord], target: float) -> list[Reached]:
 
 
 def with_target(table: TextTable, reaching: Sequence[Reached], target: float) -> TextTable:
-    """Return the table of a comparison with a table below it that says when its arms reach the accuracy."""
+    """Return the table of a comparison with a second table: how soon its arms reach the accuracy."""
     rows = []
     for each in reaching:
         mebibytes = None if each.bytes is None else each.bytes / 2**20

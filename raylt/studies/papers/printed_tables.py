@@ -1,4 +1,4 @@
-"""Every cell that the papers' tables print, as data, with the run of raylt that corresponds to it.
+"""Every cell of the papers' tables as data, with the corresponding run of raylt.
 
 papers.csv has the figures, one row per printed cell, and known errors in print in the column `note`. This module turns
 a row into a run: the recipe of its setting and the settings of its method, or the reason why there is no such run. The
@@ -88,7 +88,7 @@ _UNCLEAR = {"FedAvg with clustering": "the paper does not say what FedAvg with c
 
 @dataclass(frozen=True)
 class Expectation:
-    """A printed cell.
+    """A printed cell, and the value expected from the paper.
 
     Attributes:
         number: row in papers.csv, from 1.
@@ -123,13 +123,13 @@ class Expectation:
 
     @property
     def cell(self) -> str:
-        """The setting in words: cifar10, IF 100, alpha 0.5, K 20."""
+        """Return the setting in words, as in cifar10, IF 100, alpha 0.5, K 20."""
         words = [f"{key} {value}" for key, value in self.setting.items() if key not in ("dataset", "r")]
         return ", ".join([self.setting["dataset"], *words])
 
     @property
     def arm(self) -> str:
-        """The label of the method with the other parameters that the row fixes."""
+        """Return the label of the method with the other parameters that the row fixes."""
         more = {key: value for key, value in self.setting.items() if key in ("lambda", "clusters", "E")}
         return " ".join([self.method, *(f"{key}={value}" for key, value in more.items())])
 
@@ -139,7 +139,7 @@ class Expectation:
         return resolved(merge(_recipe(self.recipe), self.changes))
 
     def identity(self) -> str:
-        """Return the hash that all runs of this cell share, of settings without seed, rounds and paths."""
+        """Return the hash that all runs of this cell share, over settings without seed, rounds and paths."""
         return _identity_of(self.number)
 
 
@@ -151,7 +151,7 @@ def expectations() -> tuple[Expectation, ...]:
 
 
 def identity(config: Mapping[str, Any]) -> str:
-    """Return a hash that runs share when they differ at most in seeds, number of rounds, paths and resources.
+    """Return a hash that is equal for runs that differ at most in seeds, number of rounds, paths and resources.
 
     Args:
         config: content of config.yaml; a setting that an older file lacks has its default.
@@ -222,7 +222,7 @@ def _expectation(number: int, row: dict[str, str]) -> Expectation:
 
 
 def _corrected(row: dict[str, str]) -> dict[str, str]:
-    """Return the row with its actual setting, where a heading is wrong or missing; see its note.
+    """Return the row with its true setting, if a heading is wrong or missing; see its note.
 
     The two IF headings of MuPFL's Table 2 are taken to be swapped. The captions of Tables 5 and 6 then agree with it,
     and so do Figs. 6 and 8, which count rounds to 70 % at IF 10. Table 1 repeats figures of Table 2 without a setting.
@@ -244,7 +244,7 @@ def _recipe_of(row: dict[str, str]) -> str:
 
 
 def _changes(row: dict[str, str]) -> tuple[dict[str, Any], str | None]:
-    """Return the settings of the method over the recipe's, and the reason where the row cannot be run."""
+    """Return the method's settings that change the recipe, and the reason if the row cannot be run."""
     label = row["method"]
     paper = row["paper"]
     changes: dict[str, Any] = {}

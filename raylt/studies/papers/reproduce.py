@@ -1,4 +1,4 @@
-"""Studies of the papers' printed tables: the selected cells, at full or reduced scale."""
+"""Studies of the papers' printed tables: selected cells, at full or reduced scale."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ KEYS = ("dataset", "IF", "alpha", "beta", "K", "E", "lambda", "clusters")
 def select(
     paper: str, table: str | None = None, where: Mapping[str, str] | None = None, arms: Sequence[str] | None = None
 ) -> list[Expectation]:
-    """Return the selected printed cells, also those that cannot be run.
+    """Return the selected printed cells, including those that cannot be run.
 
     Args:
         paper: sfd, fedsm, mupfl or bpfed.
@@ -53,7 +53,7 @@ def select(
 
 
 def plan(cells: Sequence[Expectation], name: str, seeds: int, scale: float) -> Definition:
-    """Return a study of those cells that can be run.
+    """Return a study of the selected cells that can be run.
 
     Args:
         cells: printed cells.
@@ -137,7 +137,7 @@ def _cell_name(each: Expectation) -> str:
 
 
 def _arm_name(each: Expectation, arms: Mapping[str, dict[str, Any]]) -> str:
-    """Return the label of the row, with the data set where another cell uses the label for other settings."""
+    """Return the row's label, with the data set if another cell has the same label but other settings."""
     name = each.arm.replace("[", "(").replace("]", ")")
     return name if arms.get(name, each.changes) == each.changes else f"{name} ({each.setting['dataset']})"
 

@@ -54,7 +54,7 @@ def page(judged: Sequence[Verdict]) -> str:
 
 
 def verdict_tables(judged: Sequence[Verdict]) -> Group:
-    """Return a table for each setting of a paper's table, for a terminal; differences to FedAvg are in brackets."""
+    """Return a terminal table for each setting of a paper's table; brackets hold differences to FedAvg."""
     parts: list[Table | str] = []
     for (paper, table, cell), group in groupby(judged, key=lambda v: (v.cell.paper, v.cell.table, v.cell.cell)):
         parts += [_setting_table(f"{paper}, table {table}: {cell}", list(group)), ""]
@@ -113,7 +113,7 @@ def _columns(verdict: Verdict) -> list[str]:
 
 
 def _coverage(judged: Sequence[Verdict]) -> list[str]:
-    """Return the table of how many cells of each printed table have runs or commands."""
+    """Return a table of how many cells of each printed table have runs or commands."""
     lines = ["| table | cells | with recorded runs | command, no run | no command |", "|---|---|---|---|---|"]
     for table, group in groupby(sorted(judged, key=lambda v: v.cell.table), key=lambda v: v.cell.table):
         of_table = list(group)
@@ -140,7 +140,7 @@ def _with_runs(judged: Sequence[Verdict]) -> list[str]:
 
 
 def _without_runs(judged: Sequence[Verdict]) -> list[str]:
-    """Return one line per cell with its printed value, and its command or the reason why there is none."""
+    """Return one line per cell without runs: its printed value, and its command or why there is none."""
     if not judged:
         return []
     lines = [

@@ -59,7 +59,7 @@ class Verdict:
 def verdicts(
     records: Sequence[RunRecord], cells: Sequence[Expectation] | None = None, mix_versions: bool = False
 ) -> list[Verdict]:
-    """Return a verdict for each printed cell; unfinished runs and runs of no cell do not count.
+    """Return a verdict for each printed cell; unfinished runs and runs outside all cells do not count.
 
     Args:
         records: runs in any state.
@@ -75,7 +75,7 @@ def verdicts(
 
 
 def judge(cell: Expectation, runs: dict[str, list[RunRecord]], mix_versions: bool) -> Verdict:
-    """Return the verdict of one cell.
+    """Return the verdict on one cell.
 
     With the paper's number of rounds, a cell is reproduced when the t interval over the seeds contains the printed
     value. Its difference is reproduced when the interval of the paired differences to FedAvg contains the printed
@@ -143,7 +143,7 @@ def count(judged: Sequence[Verdict]) -> dict[VerdictKind, int]:
 def _kind(
     cell: Expectation, ours: Interval, printed: float | None, difference: Paired | None, seeds: int, scale: float
 ) -> tuple[VerdictKind, str]:
-    """Return the kind of a verdict, and the reason where the kind does not say enough.
+    """Return the kind of a verdict, and a reason if the kind does not explain itself.
 
     Args:
         cell: the printed cell.
@@ -175,7 +175,7 @@ def _kind(
 def _kind_of_ablation(
     cell: Expectation, ours: Interval, printed: float | None, difference: Paired | None
 ) -> tuple[VerdictKind, str]:
-    """Return the kind for a row of an ablation, which is never reproduced by its level alone."""
+    """Return the kind for a row of an ablation, which a matching level alone does not reproduce."""
     if printed is None:
         return "cannot be told", "the paper prints no FedAvg of this setting to take the difference to"
     if difference is None or difference.n < LEAST_SEEDS:
@@ -206,7 +206,7 @@ class _Seeds(NamedTuple):
 
 
 def _by_seed(cell: Expectation, records: list[RunRecord], scale: float | None = None) -> _Seeds:
-    """Return the runs of a cell at a scale; by default that of the paper, else the largest that was run."""
+    """Return a cell's runs at a scale, by default the paper's, else the largest that was run."""
     paper_rounds = cell.config().federation.rounds
     scales = {record.config["federation"]["rounds"] / paper_rounds for record in records}
     default = 1.0 if 1.0 in scales else max(scales, default=1.0)
@@ -240,7 +240,7 @@ def _other_split_note(seeds: int, of: int) -> str:
 
 
 def _base(cell: Expectation) -> Expectation | None:
-    """Return FedAvg's cell in the same setting and figure, of the same table where it has one.
+    """Return FedAvg's cell with the same setting and figure, in the same table if there is one.
 
     There is none for FedAvg itself, and where the paper prints none.
     """
@@ -273,7 +273,7 @@ def _leading_code(records: Sequence[RunRecord]) -> tuple[str, ...] | None:
 
 
 def _made_by(code: tuple[str, ...] | None, records: list[RunRecord]) -> list[RunRecord]:
-    """Return the runs that one version of the code made; all for None."""
+    """Return the runs made by one version of the code; all runs for None."""
     return [record for record in records if code is None or _code(record) == code]
 
 
@@ -286,7 +286,7 @@ def _short(record: RunRecord, key: str) -> str:
 
 
 def _made(records: Sequence[RunRecord]) -> str:
-    """Return versions and device of the last run, and the number of versions of the code that made the runs."""
+    """Return versions and device of the last run, and the number of code versions behind the runs."""
     made = records[-1].made
     if not made:
         return "unknown"

@@ -1,1 +1,1 @@
-"""Records of runs, and the files that keep them."""
+"""Records of runs, and the files that store them."""

@@ -1,4 +1,4 @@
-"""`RunRecord`: everything that a comparison needs of one run, read from its folder.
+"""`RunRecord`: everything that a comparison needs to know of one run, read from its folder.
 
 Comparisons use only records with the state "done". The states:
 
@@ -35,7 +35,7 @@ Printable = Annotated[str, AfterValidator(printable)]
 
 
 def _with_codes(made: dict[str, Any]) -> dict[str, Any]:
-    """Return the provenance of a record, whose code hashes, if it has them, are a list of texts."""
+    """Return the provenance of a record after a check that its code hashes, if any, are a list of strings."""
     codes = made.get("codes", ["unknown"])
     if (
         not isinstance(codes, list)
@@ -106,12 +106,12 @@ class RunRecord:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds that a finished run took: fewer than planned where federation.patience ended them."""
+        """Return the number of rounds that a finished run took; federation.patience may end it early."""
         return self.planned_steps if self.summary is None else self.summary["rounds"]
 
     @property
     def seconds(self) -> float:
-        """Duration of all committed steps, training and evaluation."""
+        """Return the duration of all committed steps in seconds, training and evaluation."""
         return self.curve["seconds"][-1] if self.curve.get("seconds") else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class RunRecord:
 
 
 def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: str | None = None) -> RunRecord:
-    """Return the record of a run folder in any state; a broken folder gives a record and no error.
+    """Return the record of a run folder in any state; a broken folder gives a record, not an error.
 
     Args:
         folder: of the run.
@@ -171,7 +171,7 @@ def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: s
 
 
 def failure_file(folder: Path) -> Path:
-    """Return the file in which a study notes the error that ended a run.
+    """Return the file in which a study records the error that ended a run.
 
     It is next to the run's folder, since a run that cannot start leaves no folder.
     """
@@ -179,7 +179,7 @@ def failure_file(folder: Path) -> Path:
 
 
 def age(folder: Path) -> float | None:
-    """Return the seconds since the run wrote a line or was created; None where there is no run."""
+    """Return the seconds since the run last wrote a line or was created; None if there is no run."""
     for name in ("summary.json", "metrics.jsonl", "config.yaml"):
         if (folder / name).exists():
             return max(0.0, datetime.now().timestamp() - (folder / name).stat().st_mtime)
@@ -187,7 +187,7 @@ def age(folder: Path) -> float | None:
 
 
 def _unfinished(fields: dict[str, Any], state: RecordState, failure: Path) -> RunRecord:
-    """Return the record of a run that no process holds; it is failed where a study noted an error."""
+    """Return the record of a run that no process is running; it counts as failed if a study recorded an error."""
     if not failure.parent.is_dir():
         return RunRecord(**fields, state=state)
     with store.Folder.open(failure.parent) as folder:

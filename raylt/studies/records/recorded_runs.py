@@ -1,4 +1,4 @@
-"""Results of studies, and runs on record: finished runs that a study takes from a file instead of running them.
+"""Results of studies, and runs on record: finished runs that a study reads from a file instead of running them.
 
 results.json has the definition of a study and every record, from which all tables and reports are made. A seal binds
 all of it, see seal.py. A file of schema 1 was written before there were seals: its records count, and every table
@@ -78,7 +78,7 @@ _RESULTS = TypeAdapter(_Results)
 
 @dataclass(frozen=True)
 class Recorded:
-    """Runs that a study takes from a record.
+    """Runs that a study reads from a file of records.
 
     Attributes:
         records: by cell, arm and seed.
@@ -137,7 +137,7 @@ def read_results(path: Path) -> tuple[Definition, list[RunRecord], Holdings, Out
 
 
 def seal_results(path: Path) -> list[str]:
-    """Seal a file from before seals existed, except for records whose summaries have no hashes.
+    """Seal a file that is older than seals, except records whose summaries have no hashes.
 
     Returns:
         One line for each record that stays unsealed.
@@ -165,7 +165,7 @@ def _unsealable(record: RunRecord) -> str | None:
 
 
 def _check_form(record: RunRecord, where: str) -> None:
-    """Check the fields of a finished run's record that tables and reports use, also if no hash protects it.
+    """Check the fields of a finished run's record that tables and reports use, also if no hash protects them.
 
     Raises:
         CheckpointError: a part has another form than a run's, or contradicts another part; the message names it.
@@ -189,7 +189,7 @@ def _check_form(record: RunRecord, where: str) -> None:
 
 
 def read_holdings(config: dict[str, Any], folder: Path) -> Holding | None:
-    """Return the clients' class counts in a run, see `Study.holdings`; None where its data are not on this machine."""
+    """Return the clients' class counts in a run, see `Study.holdings`; None if its data is not on this machine."""
     try:
         task = build_task(DataConfig(**config["data"]), Files(folder).split(), provenance.start_of(folder))
     except (DataError, ConfigError):
@@ -198,12 +198,12 @@ def read_holdings(config: dict[str, Any], folder: Path) -> Holding | None:
 
 
 def record_path(file: Path, definition: Definition) -> Path:
-    """Return the file that keeps the runs of the study in `file`."""
+    """Return the file that stores the recorded runs of the study in `file`."""
     return file.parent / "results" / f"{definition.name}.json"
 
 
 def load_planned(path: Path, planned: Sequence[Planned], mix_versions: bool) -> Recorded:
-    """Load the planned runs that are on record; none where the file does not exist.
+    """Load the planned runs that are on record; none if the file does not exist.
 
     Raises:
         CheckpointError: the file exists and cannot be read.
@@ -242,7 +242,7 @@ def load_planned(path: Path, planned: Sequence[Planned], mix_versions: bool) -> 
 
 
 def load_tuned(path: Path, definition: Definition, mix_versions: bool) -> Outcomes:
-    """Load the recorded outcomes of those searches that the study would repeat with the same settings.
+    """Load recorded outcomes of searches that the study would repeat with the same settings.
 
     There are none where this code made none of the recorded runs, unless versions may be mixed. Another version made
     the searches, too.
@@ -267,7 +267,7 @@ def load_tuned(path: Path, definition: Definition, mix_versions: bool) -> Outcom
 
 
 def store_taken(folder: Path, definition: Definition, recorded: Recorded) -> None:
-    """Write the runs that a study took from a record to its folder, in place of earlier ones."""
+    """Write the recorded runs that a study uses to its folder, replacing earlier ones."""
     if recorded.records:
         write_results(folder / RECORDED, definition, list(recorded.records.values()), recorded.holdings, {})
     else:
@@ -276,7 +276,7 @@ def store_taken(folder: Path, definition: Definition, recorded: Recorded) -> Non
 
 
 def load_stored(folder: Path, definition: Definition, tuned: Outcomes) -> Recorded:
-    """Load the runs that `store_taken` wrote, as far as the study still plans them.
+    """Load those runs of `store_taken` that the study still plans.
 
     The version of their code was checked when they were stored.
     """
@@ -288,7 +288,7 @@ def load_stored(folder: Path, definition: Definition, tuned: Outcomes) -> Record
 def update(
     path: Path, definition: Definition, done: Sequence[RunRecord], holdings: Holdings, tuned: Outcomes
 ) -> list[str]:
-    """Put finished runs on record, in place of those with the same cell, arm and seed.
+    """Put finished runs on record, replacing those with the same cell, arm and seed.
 
     Other recorded runs stay where the study would still make them with the same settings. For this the study is taken
     with their seeds, and with the arms and cells that it had when they were recorded. The rest is removed, since it
@@ -343,13 +343,13 @@ def _key(record: RunRecord) -> Key:
 
 
 def _with_former(definition: Definition, former: Definition) -> Definition:
-    """Return a study with the arms and cells that it had before, unless it has others with their names now."""
+    """Return a study with its former arms and cells added, unless others now have their names."""
     arms = {arm: changes for arm, changes in former.arms.items() if arm not in definition.arms}
     return _with(definition, arms=definition.arms | arms, cells=former.all_cells | definition.all_cells)
 
 
 def _restricted(wide: Definition, definition: Definition, kept: Mapping[Key, RunRecord]) -> Definition:
-    """Return a study with, of its former arms and cells, only those that have kept runs."""
+    """Return a study in which only those former arms and cells remain that have kept runs."""
     cells = {cell for cell, _, _ in kept}
     arms = {arm for _, arm, _ in kept} | definition.arms.keys()
     fields: dict[str, Any] = {"arms": {arm: changes for arm, changes in wide.arms.items() if arm in arms}}
@@ -363,14 +363,14 @@ def _restricted(wide: Definition, definition: Definition, kept: Mapping[Key, Run
 def _in_order(
     records: Mapping[Key, RunRecord], kept: Mapping[Key, RunRecord], planned: Sequence[Planned]
 ) -> list[RunRecord]:
-    """Return the planned runs in their order, then the other kept runs."""
+    """Return the planned runs in their order, followed by the other kept runs."""
     keys = [(plan.cell, plan.arm, plan.seed) for plan in planned]
     ordered = dict.fromkeys([*(key for key in keys if key in records), *kept])
     return [records[key] for key in ordered]
 
 
 def _outcomes_of(kept: Mapping[Key, RunRecord], outcomes: Outcomes) -> Outcomes:
-    """Return the outcomes of tuning for the cells and arms of the kept runs."""
+    """Return the tuning outcomes for the cells and arms of the kept runs."""
     pairs = {(cell, arm) for cell, arm, _ in kept}
     return {
         cell: {arm: outcome for arm, outcome in arms.items() if (cell, arm) in pairs} for cell, arms in outcomes.items()
@@ -378,7 +378,7 @@ def _outcomes_of(kept: Mapping[Key, RunRecord], outcomes: Outcomes) -> Outcomes:
 
 
 def _portable(record: RunRecord) -> RunRecord:
-    """Return a record without the paths of a machine, also where its figures quote them."""
+    """Return a record without a machine's paths, also where its figures quote them."""
     tree = record.to_json()
     tree["config"]["data"]["root"] = Path(tree["config"]["data"]["root"]).name
     text = json.dumps(tree)
@@ -398,7 +398,7 @@ def _with(definition: Definition, **fields: Any) -> Definition:
 
 
 def _changes(record: RunRecord, wide: Definition, outcomes: Outcomes) -> str:
-    """Return the reason why a study would make a recorded run differently; "" where it would not."""
+    """Return why a study would now make a recorded run differently; "" if it would not."""
     cell = record.cell
     arm = record.arm
     if cell not in wide.all_cells or arm not in wide.arms:
@@ -420,7 +420,7 @@ def _search_hash(definition: Definition, cell: str, arm: str) -> str:
 
 
 def _differences(record: RunRecord, plan: Planned) -> str:
-    """Return the settings in which a recorded run differs from its plan; "" where it does not."""
+    """Return the settings in which a recorded run differs from its plan; "" if none differ."""
     try:
         return "; ".join(differences(record.config, plan.config, elsewhere=True))
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Seals of recorded results: hashes that bind every number of a file of results to the summaries that runs ended with.
+"""Seals of recorded results: hashes that bind each number in a file of results to a run's summary.
 
 A run's summary has a hash over its own fields, and names the run and the last line of its metrics.jsonl. The seal of a
 record has that hash, and the hashes of the record's other parts. The seal of the file has the seals of all records in
@@ -28,7 +28,7 @@ _TOLERANCE = 0.01  # seconds: curves are rounded
 
 @closed
 class RecordSeal(TypedDict):
-    """The hashes of one record's parts; `summary` is the hash that the run gave its summary."""
+    """The hashes of one record's parts; `summary` is the hash that the run gave to its summary."""
 
     place: str
     config: str
@@ -50,7 +50,7 @@ class FileSeal(TypedDict):
 
 
 def seal_record(record: RunRecord) -> RecordSeal | None:
-    """Return the seal of a record; None where its summary does not have the hash that its run gave it."""
+    """Return the seal of a record; None if its summary lacks the hash that its run gave it."""
     if not record.sealed or (record.summary is not None and not is_intact(record.summary)):
         return None
     content = RunRecord.from_json(record.to_json()).to_json()  # numbers of the types that a reader gives them
@@ -112,14 +112,14 @@ def check_seal(seal: FileSeal, content: Mapping[str, Any], records: Sequence[Run
 
 
 def changed(where: str, part: str, problem: str) -> CheckpointError:
-    """Return the error for a part of a file of results that is not as it was recorded."""
+    """Return the error for a part of a file of results that has changed since it was recorded."""
     return CheckpointError(
         f"{where}: {part} {problem}. Put the original back.", code="record.changed", path=where, part=part
     )
 
 
 def is_intact(summary: Mapping[str, Any]) -> bool:
-    """Return whether a summary has the hash that its run gave it."""
+    """Return whether a summary still has the hash that its run gave it."""
     body = {key: value for key, value in summary.items() if key != "sha256"}
     for first in range(len(ADDED), -1, -1):
         # reading a run folder adds figures, as None, that did not exist when the run ended
@@ -130,7 +130,7 @@ def is_intact(summary: Mapping[str, Any]) -> bool:
 
 
 def contradiction(record: RunRecord) -> str | None:
-    """Return the part of a finished run's record that contradicts its summary; None where all agree."""
+    """Return the part of a finished run's record that contradicts its summary; None if all parts agree."""
     summary = record.summary
     if summary is None:
         return "state" if record.state == "done" else None
@@ -170,7 +170,7 @@ def contradiction(record: RunRecord) -> str | None:
 
 
 def _agree_at_the_end(curve: Mapping[str, Sequence[Any]], summary: Mapping[str, Any]) -> bool:
-    """Return whether the last values of a curve are those of the summary."""
+    """Return whether the last values of a curve equal those of the summary."""
     expected = {"accuracy": summary["accuracy"]["last"], **summary["bytes"]}
     expected |= {group: (summary["groups"] or {}).get(group) for group in GROUPS}
     if any(curve[key][-1] != value for key, value in expected.items()):

@@ -24,7 +24,7 @@ Spread = Literal["interval", "sd"]  # what stands behind ± next to a mean
 
 
 def comparison_table(comparison: Comparison, spread: Spread = "interval") -> TextTable:
-    """Return the table of one measure: every arm in every cell, its difference to the reference arm, and the claims.
+    """Return the table of one measure: arms in cells, their differences to the reference arm, and the claims.
 
     Args:
         comparison: of the measure.
@@ -49,7 +49,7 @@ def comparison_table(comparison: Comparison, spread: Spread = "interval") -> Tex
 
 
 def measures_table(comparisons: Sequence[Comparison], spread: Spread = "interval") -> TextTable:
-    """Return the table of several measures of the same runs, in each cell ordered by the first measure that a run has.
+    """Return the table of several measures of the same runs; each cell is sorted by the first measure with values.
 
     The column of a measure that no run has is empty.
 
@@ -120,20 +120,20 @@ def claims_table(studies: Mapping[str, Comparison]) -> TextTable:
 
 
 def finished(row: Row) -> str:
-    """Return the number of seeds that a row has, as "4 of 6" where the cell has more."""
+    """Return a row's number of seeds, as "4 of 6" if the cell has more."""
     n = len(row.values)
     return str(n) if n == row.planned else f"{n} of {row.planned}"
 
 
 def shown(measure: str) -> Callable[[float], str]:
-    """Return the function that writes a value of a measure without its unit: shares in percent, bytes in MiB."""
+    """Return a function that formats a measure's values without unit: shares in percent, bytes in MiB."""
     if measure == "seconds":
         return lambda value: f"{value:.0f}"
     return lambda value: f"{scale(measure) * value:.2f}"
 
 
 def scale(measure: str) -> float:
-    """Return the factor from a value to the number that tables show with its `unit`."""
+    """Return the factor from a value to the number in tables with its `unit`."""
     if measure == "seconds":
         return 1
     return 2**-20 if measure.startswith("bytes") else 100
@@ -147,18 +147,18 @@ def unit(measure: str) -> str:
 
 
 def within(low: float, high: float, measure: str) -> tuple[float, float]:
-    """Return both ends of an interval inside the values that a measure can have: no bytes below 0, no share above 1."""
+    """Return both ends of an interval, limited to possible values: no bytes below 0, no share above 1."""
     return max(0.0, low), min(1.0, high) if unit(measure) == "%" else high
 
 
 def interval(each: Interval, show: Callable[[float], str]) -> str:
-    """Return "1.20 [0.40, 2.00]", or the estimate alone where there is no interval."""
+    """Return "1.20 [0.40, 2.00]", or the estimate alone if there is no interval."""
     text = show(each.estimate)
     return text if each.low is None or each.high is None else f"{text} [{show(each.low)}, {show(each.high)}]"
 
 
 def margin(each: Interval, show: Callable[[float], str], sign: bool = False) -> str:
-    """Return "1.20 ± 0.80" for a symmetric interval, or the estimate alone where there is no interval.
+    """Return "1.20 ± 0.80" for a symmetric interval, or the estimate alone if there is no interval.
 
     Args:
         each: the interval.
@@ -179,7 +179,7 @@ def probability(p: float | None) -> str:
 
 
 def printed_text(judged: Judged) -> str:
-    """Return the difference that a paper prints and whether it lies in the interval; "" for a claim without one.
+    """Return a paper's printed difference and whether it lies in the interval; "" for a claim without one.
 
     Differences that are all the same have no interval, so nothing is in it or out of it.
     """
@@ -193,12 +193,12 @@ def printed_text(judged: Judged) -> str:
 
 
 def claim_text(judged: Judged, at: At) -> str:
-    """Return a claim, with its rounds where they are not those of the whole table."""
+    """Return a claim, with its rounds if they differ from the table's."""
     return str(judged.claim) if judged.at == at else f"{judged.claim}, {HEADINGS[judged.at]}"
 
 
 def family(comparison: Comparison) -> str:
-    """Return the heading of the claims, with the number of tests that the p values are adjusted for."""
+    """Return the heading of the claims, with the number of tests that p values are adjusted for."""
     tested = sum(judged.p is not None for judged in comparison.claims)
     chosen = ", of rounds chosen on the test set" if comparison.at == "best" else ""
     has_printed = any(judged.claim.printed is not None for judged in comparison.claims)
@@ -232,7 +232,7 @@ def _spread_text(comparison: Comparison, spread: Spread) -> str:
 
 
 def _places(rows: Sequence[Row], comparisons: Sequence[Comparison], columns: Mapping[str, int]) -> Places:
-    """Return the places of the two best means of each cell and measure, by row and column of the table.
+    """Return, by row and column, the ranks of the two best means of each cell and measure.
 
     Equal means, as shown, have the same place. Where all arms of a cell are equal, or there is one arm, none has one.
     """
@@ -270,7 +270,7 @@ def _notes(comparison: Comparison, left_out: list[str]) -> dict[str, list[str]]:
 
 
 def _figure_names(comparison: Comparison, spread: Spread) -> list[str]:
-    """Return the names of the columns behind the arm."""
+    """Return the names of the columns after the arm's."""
     has_optimism = any(row.optimism is not None for row in comparison.rows)
     return [
         "seeds",
@@ -306,7 +306,7 @@ def _mean_text(row: Row | None, measure: str, spread: Spread) -> str:
 
 
 def _left_out_of_several(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return the lines of runs that are left out.
+    """Return the lines on runs that are left out.
 
     A "-" in the table says that an arm has a figure in no run. Runs are named where a mean covers fewer runs than the
     table says.
@@ -322,7 +322,7 @@ def _left_out_of_several(comparisons: Sequence[Comparison]) -> list[str]:
 
 
 def _further(comparison: Comparison) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return title, heading and rows of the tables of claims and over cells, where there are any."""
+    """Return title, heading and rows of the tables of claims and over cells, if there are any."""
     tables = []
     if comparison.claims:
         tables.append((family(comparison), *_claims(comparison)))

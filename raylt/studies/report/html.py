@@ -1,4 +1,4 @@
-"""The report of a study: one HTML file that contains everything and needs no server, network or script."""
+"""The report of a study: an HTML file that is complete in itself, without server, network or script."""
 
 import inspect
 import sys
@@ -50,7 +50,7 @@ _PROVENANCE = {  # heading of each entry of a record's provenance
 
 
 def write_report(study: Study, path: Path, mix_versions: bool = False) -> Path:
-    """Write the report of the finished runs; the report names the other runs.
+    """Write the report of the finished runs; the report lists the other runs.
 
     Args:
         study: the study.
@@ -126,7 +126,7 @@ def _state_counts(records: Sequence[RunRecord]) -> str:
 
 
 def _rows(comparison: Comparison) -> list[tuple[Any, ...]]:
-    """Return each row with the texts of its mean, standard deviation, difference and optimism."""
+    """Return each row with its mean, standard deviation, difference and optimism as text."""
     show = shown(comparison.measure)
     return [
         (
@@ -141,7 +141,7 @@ def _rows(comparison: Comparison) -> list[tuple[Any, ...]]:
 
 
 def _claims(comparison: Comparison) -> list[tuple[Any, ...]]:
-    """Return the text of each claim, the judged claim, its p value, its difference and that of the paper."""
+    """Return, for each claim, its text, verdict, p value, difference and the paper's difference."""
     return [
         (
             claim_text(each, comparison.at),
@@ -204,7 +204,7 @@ def _cell(study: Study, comparison: Comparison, cell: str, colours: dict[str, in
 
 
 def _estimate(row: Row, colour: int, measure: str) -> Estimate:
-    """Return the mean of an arm with its interval, which is drawn only over values that the measure can have."""
+    """Return the mean of an arm with its interval, which is cut to possible values of the measure."""
     low, high = row.mean.low, row.mean.high
     if low is not None and high is not None:
         low, high = within(low, high, measure)
@@ -214,7 +214,7 @@ def _estimate(row: Row, colour: int, measure: str) -> Estimate:
 def _panels(
     cell: str, runs_by_arm: dict[str, list[RunRecord]], colours: dict[str, int], detail: Detail
 ) -> list[tuple[str, Markup]]:
-    """Return title and drawing of the learning curves that have more than one point."""
+    """Return title and drawing of each learning curve with more than one point."""
     lines: dict[str, list[Curve]] = {}
     for key in ("accuracy", *GROUPS):
         curves = [_curve(arm, colours[arm], runs, key) for arm, runs in runs_by_arm.items()]
@@ -229,7 +229,7 @@ def _panels(
 
 
 def _curve(arm: str, colour: int, runs: Sequence[RunRecord], key: str) -> Curve | None:
-    """Return the mean over the seeds in the rounds that were judged in all runs; None where there is no such round."""
+    """Return the mean over seeds at rounds with an evaluation in all runs; None if there is no such round."""
     columns = [dict(zip(run.curve["step"], run.curve[key], strict=True)) for run in runs]
     # a results file has JSON's single type of number
     steps = [int(step) for step in columns[0] if all(column.get(step) is not None for column in columns)]
@@ -248,19 +248,19 @@ def _curve(arm: str, colour: int, runs: Sequence[RunRecord], key: str) -> Curve 
 
 
 def _group_means(runs: Sequence[RunRecord]) -> tuple[list[float | None], list[list[float]]]:
-    """Return the mean accuracy of each group, and its values of the seeds."""
+    """Return the mean accuracy of each group, and its values by seed."""
     seeds = [[value for run in runs if (value := value_of(run, group, "last")) is not None] for group in GROUPS]
     return [fmean(values) if values else None for values in seeds], seeds
 
 
 def _clients(runs: Sequence[RunRecord]) -> list[float]:
-    """Return the accuracy of every judged client of the first seed, the lowest first."""
+    """Return the accuracy of every evaluated client of the first seed, lowest first."""
     values = min(runs, key=lambda run: run.seed).by_client.get("matched", [])
     return sorted(value for value in values if value is not None)
 
 
 def _verdicts(study: Study, done: Sequence[RunRecord], mix_versions: bool) -> list[tuple[Any, str, str, str]]:
-    """Return each verdict with the texts of the printed value, the measured value and the difference to FedAvg."""
+    """Return each verdict with its printed value, measured value and difference to FedAvg as text."""
     if study.definition.paper is None:
         return []
     return [
@@ -294,7 +294,7 @@ def _costs(done: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 def _provenance(done: Sequence[RunRecord]) -> list[tuple[str, str]]:
-    """Return versions and machines, each with all its values."""
+    """Return versions and machines, each with all values that occur."""
     entries = []
     for key, heading in _PROVENANCE.items():
         values = list(dict.fromkeys(str(run.made[key]) for run in done if run.made.get(key) is not None))
@@ -319,5 +319,5 @@ def _percent(value: float) -> str:
 
 
 def _safe(drawing: str) -> Markup:
-    """Mark a drawing as HTML; its texts are escaped."""
+    """Mark a drawing as safe HTML; its texts are already escaped."""
     return Markup(drawing)

@@ -24,13 +24,13 @@ LIMIT = 2**30  # bytes of recorded.json
 
 
 class _RecordedRun(TypedDict):
-    """The part of a record that a list needs."""
+    """The fields of a record that a list needs."""
 
     folder: str
 
 
 class _RecordedRuns(TypedDict):
-    """The part of recorded.json that a list needs."""
+    """The fields of recorded.json that a list needs."""
 
     records: list[_RecordedRun]
 
@@ -122,7 +122,7 @@ def _run(folder: Path, name: str) -> ListedRun:
 
 
 def _images(summary: Mapping[str, Any] | None) -> int | None:
-    """Return the number of test images behind the figure that is shown of a finished run."""
+    """Return the number of test images behind a finished run's main figure."""
     tests = (summary or {}).get("tests")
     if tests is None:
         return None
@@ -148,14 +148,14 @@ def _study(folder: Path) -> ListedRun:
 
 
 def _recorded(study: Path) -> set[Path]:
-    """Return the folders that runs on record would have; none where recorded.json cannot be read."""
+    """Return the folders that recorded runs would have; none if recorded.json cannot be read."""
     with suppress(CheckpointError), Folder.open(study) as opened:
         return {study / each["folder"] for each in opened.read_json(RECORDED, _RECORDED, LIMIT)["records"]}
     return set()
 
 
 def _planned(file: Path) -> int | None:
-    """Return the number of a study's runs, without `Definition`, whose import of torch takes a second."""
+    """Return the number of a study's runs, without `Definition`, which would import torch for a second."""
     try:
         tree = read_file(file)
         cells = tree.get("cells") or [{}]

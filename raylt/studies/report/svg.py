@@ -1,4 +1,4 @@
-"""SVG drawings of a report: learning curves, estimates, bars by group, accuracies of clients and class counts.
+"""SVG drawings of a report: learning curves, estimates, bars by group, clients' accuracies and class counts.
 
 A panel is 320 by 210 units, about the width of a phone, so that its text is legible on a narrow page; a wide page shows
 several panels in a row. Every mark has a title under the mouse. Colours come from the style sheet of the page, which
@@ -25,14 +25,14 @@ DASHES = 4
 
 
 def looks(arm: int) -> str:
-    """Return the classes of an arm's line: one of eight colours, with other dashes for each further eight arms."""
+    """Return the CSS classes of an arm's line: one of eight colours, with new dashes after every eight arms."""
     dash = arm // COLOURS % DASHES
     return f"c{arm % COLOURS}" + (f" d{dash}" if dash else "")
 
 
 @dataclass(frozen=True)
 class Detail:
-    """The number of marks in a drawing; a page with many drawings has fewer in each, to stay below 2 MB.
+    """The number of marks in a drawing; pages with many drawings have fewer in each, to stay below 2 MB.
 
     Attributes:
         touched: points of a curve that have a title under the mouse.
@@ -48,7 +48,7 @@ class Detail:
 
     @classmethod
     def of(cls, cells: int, rows: int) -> "Detail":
-        """Return the detail for a page.
+        """Return the numbers of marks per drawing, for a page with this many cells and rows.
 
         Args:
             cells: number of cells.
@@ -68,7 +68,7 @@ class Detail:
 
 @dataclass(frozen=True)
 class Curve:
-    """One arm over rounds: the mean over seeds, the lowest and the highest seed.
+    """One arm over rounds: mean, lowest and highest value of the seeds.
 
     Attributes:
         colour: number of the arm, which has the same colour in all drawings.
@@ -112,7 +112,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Strip:
-    """One arm: the accuracies of its clients, the lowest first."""
+    """One arm: the accuracies of its clients, lowest first."""
 
     name: str
     colour: int
@@ -243,7 +243,7 @@ def bars(groups: Sequence[str], each: Sequence[Bars], label: str) -> str:
 
 
 def strips(each: Sequence[Strip], label: str, detail: Detail) -> str:
-    """Draw a line per arm with a point for every client, or for evenly chosen clients, and a bar at the mean."""
+    """Draw a line per arm with a bar at the mean and a point for every client, or for evenly chosen clients."""
 
     def x(value: float) -> float:
         return SIDE + (WIDTH - 2 * SIDE) * value
@@ -270,7 +270,7 @@ def strips(each: Sequence[Strip], label: str, detail: Detail) -> str:
 
 
 def holdings(counts: Sequence[Sequence[int]], names: Sequence[str], label: str, detail: Detail) -> str:
-    """Draw the clients' class counts: a square per client and class, with the number of samples as its area.
+    """Draw the clients' class counts: squares per client and class, whose areas are numbers of samples.
 
     Of many clients an even choice is drawn, and neighbouring classes share a column where there are many.
 
@@ -315,7 +315,7 @@ def holdings(counts: Sequence[Sequence[int]], names: Sequence[str], label: str, 
 
 
 def svg(parts: Sequence[str], label: str, height: int = HEIGHT) -> str:
-    """Return a drawing of its parts, with a description for screen readers."""
+    """Return a complete drawing from its parts, with a description for screen readers."""
     return (
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label, quote=True)}">'
         f"{''.join(parts)}</svg>"
@@ -323,19 +323,19 @@ def svg(parts: Sequence[str], label: str, height: int = HEIGHT) -> str:
 
 
 def shortened(name: str) -> str:
-    """Return a name of at most `LONGEST_NAME` letters."""
+    """Return a name shortened to at most `LONGEST_NAME` characters."""
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
 def thinned(count: int, most: int) -> list[int]:
-    """Return at most `most` evenly spaced indices below `count`, the first and the last among them."""
+    """Return at most `most` evenly spaced indices below `count`, including the first and the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
 
 
 def _height_of(top: float) -> Callable[[float], float]:
-    """Return the function from a value to its height in a drawing whose axis ends at `top`."""
+    """Return a function from a value to its height in a drawing whose axis ends at `top`."""
 
     def y(value: float) -> float:
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / top)
@@ -372,7 +372,7 @@ def _tick(x: float, y: int, anchor: str, text: str) -> str:
 
 
 def _upright(x: float, y: int, text: str) -> str:
-    """Return a label that is read from below, with its end at (x, y)."""
+    """Return a label that reads upwards and ends at (x, y)."""
     place = f"{x + 4:.1f} {y}"
     return f'<text class="tick" transform="translate({place}) rotate(-90)" text-anchor="end">{escape(text)}</text>'
 
@@ -403,7 +403,7 @@ def _ticks(top: float) -> list[float]:
 
 
 def _even(low: float, high: float) -> list[float]:
-    """Return three to six round numbers between two others."""
+    """Return three to six round numbers between two numbers."""
     span = high - low
     for step in (b * 10.0**e for e in range(-4, 7) for b in (1, 2, 5)):
         if span / step <= 6:
@@ -413,7 +413,7 @@ def _even(low: float, high: float) -> list[float]:
 
 
 def _columns(classes: int, most: int) -> list[range]:
-    """Return at most `most` ranges of neighbouring classes, of equal width but for the last."""
+    """Return at most `most` ranges of consecutive classes, equally wide except the last."""
     width = max(1, -(-classes // most))
     return [range(first, min(first + width, classes)) for first in range(0, classes, width)]
 

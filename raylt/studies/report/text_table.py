@@ -1,4 +1,4 @@
-"""`TextTable`: a table with further tables and notes below it, for a terminal, as Markdown and as LaTeX."""
+"""`TextTable`: a table, followed by more tables and notes, for a terminal, as Markdown and as LaTeX."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ Places = dict[tuple[int, int], int]  # by row and column: 1 for the best, 2 for 
 
 @dataclass(frozen=True)
 class TextTable:
-    """Rows of text under a heading, further tables, and lists of lines.
+    """Rows of text under a heading, followed by more tables and lists of lines.
 
     Attributes:
         columns: one letter for each column: l, or r for figures, which are not wrapped.
@@ -82,7 +82,7 @@ class TextTable:
         return table
 
     def html(self) -> str:
-        """Return HTML for a notebook: the table, further tables and notes below each other."""
+        """Return HTML for a notebook: the table, then further tables and notes."""
         right = [number for number, letter in enumerate(self.columns) if letter == "r"]
         parts = [html_table(self.head, self._rows(), self.title, right)]
         parts += [html_table(head, rows, title) for title, head, rows in self.further]
@@ -104,7 +104,7 @@ class TextTable:
         return "\n".join(lines) + "\n"
 
     def latex(self) -> str:
-        """Return a tabular for booktabs: the best figure of a column in bold, the second underlined.
+        """Return a tabular for booktabs, with a column's best figure in bold and its second underlined.
 
         Everything that a caption must say, further tables and notes are comments.
         """
@@ -127,7 +127,7 @@ class TextTable:
         return "\n".join(lines) + "\n"
 
     def _ranked(self, cell: str, row: int, column: int) -> str:
-        """Return a cell of LaTeX, its figure in bold where it is the best, underlined where it is the second.
+        """Return a LaTeX cell, its figure in bold if it is the best, underlined if it is the second.
 
         What stands behind ± is set as it is: a bold interval would say that the interval is better.
         """
@@ -138,11 +138,11 @@ class TextTable:
         return f"{command}{{{figure}}}{sign}{spread}"
 
     def _starts(self) -> list[bool]:
-        """Return for each row whether a new group starts with it; the first row counts as no new group."""
+        """Return for each row whether it starts a new group; the first row does not."""
         return [self.grouped and index > 0 and row[0] != self.rows[index - 1][0] for index, row in enumerate(self.rows)]
 
     def _rows(self) -> list[list[str]]:
-        """Return the rows with the name of a group in its first row only."""
+        """Return the rows with each group's name in its first row only."""
         return [
             row if not self.grouped or index == 0 or starts else ["", *row[1:]]
             for index, (row, starts) in enumerate(zip(self.rows, self._starts(), strict=True))
@@ -151,7 +151,7 @@ class TextTable:
 
 @dataclass(frozen=True)
 class _AsWideAsFits:
-    """The rows as one table, or as several tables below each other where the columns do not fit next to each other."""
+    """The rows as one table, or as several tables one below the other if the columns do not fit."""
 
     table: TextTable
 
@@ -188,7 +188,7 @@ def _pipes(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _tex(text: str) -> str:
-    """Return a cell as LaTeX; a [ or * at its start would be an argument of the end of the row before."""
+    """Return a cell as LaTeX, without a leading [ or *, which would be an argument of the previous row's end."""
     if text == "-":
         return "--"
     sign = "$-$" if _NEGATIVE.match(text) else ""

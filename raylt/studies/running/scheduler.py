@@ -1,4 +1,4 @@
-"""The scheduler of a study: each run in a process of its own, the longest first, over the cores of the machine.
+"""The scheduler of a study: runs start longest first, each in its own process, over the machine's cores.
 
 The run folders hold the whole state of a study, so it can be killed at any time and continued. On the cores of one
 machine, whole runs in parallel are faster than the clients of one run in parallel: no round waits for its slowest
@@ -39,7 +39,7 @@ def run_all(
     address: str | None,
     pace: Pace,
 ) -> list[str]:
-    """Do every run that is neither finished nor held by another process.
+    """Do every run that is unfinished and that no other process is running.
 
     Args:
         planned: runs of the study.
@@ -72,7 +72,7 @@ def run_all(
 
 
 def makespan(seconds: Iterable[float], slots: int) -> float:
-    """Return the time until all runs are done when each free slot takes the longest run that is left."""
+    """Return the time until all runs are done if each free slot takes the longest remaining run."""
     loads = [0.0] * slots
     for each in sorted(seconds, reverse=True):
         loads[loads.index(min(loads))] += each
@@ -81,7 +81,7 @@ def makespan(seconds: Iterable[float], slots: int) -> float:
 
 @dataclass
 class Job:
-    """A run that is to be done.
+    """A run to be done.
 
     Attributes:
         planned: the run.
@@ -112,7 +112,7 @@ class Worker:
 
 
 class _Pool:
-    """The workers, the waiting jobs and the messages of the workers."""
+    """The workers, the waiting jobs and the workers' messages."""
 
     def __init__(
         self,
@@ -164,12 +164,12 @@ class _Pool:
         return self._failed
 
     def _assign_all(self, log: Any) -> None:
-        """Give jobs to all free workers; the end of one run may free several jobs that waited for it."""
+        """Give jobs to all free workers; one finished run may release several waiting jobs."""
         for number in range(len(self._slots)):
             self._assign(number, log)
 
     def _assign(self, number: int, log: Any) -> None:
-        """Give the next job to the worker of a slot, and start a process where the slot has none."""
+        """Give the next job to a slot's worker; start a process if the slot has none."""
         worker = self._workers.get(number)
         job = self._next()
         if job is None or (worker is not None and worker.job):
@@ -194,7 +194,7 @@ class _Pool:
             worker.process.stdin.flush()
 
     def _next(self) -> Job | None:
-        """Return the longest job whose stem is neither waiting nor running."""
+        """Return the longest job that need not wait for its stem: the stem is neither waiting nor running."""
         pending = {job.folder for job in self._waiting}
         pending |= {worker.job.folder for worker in self._workers.values() if worker.job}
         return next((job for job in self._waiting if job.stem not in pending), None)
@@ -255,7 +255,7 @@ class _Pool:
         self._assign_all(log)
 
     def _worker_died(self, number: int, worker: Worker, log: Any) -> None:
-        """Restart the job of a process that was killed or ran out of memory, or give it up."""
+        """Restart the job of a process that was killed or ran out of memory, or mark it as failed."""
         del self._workers[number]
         job = worker.job
         code = worker.process.wait()

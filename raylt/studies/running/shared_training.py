@@ -1,4 +1,4 @@
-"""Shared training: runs of a study that begin in the same way are trained once, up to the step at which they differ.
+"""Shared training: runs that begin in the same way are trained once, up to the first step that differs.
 
 See raylt/core/checkpoint/branch_points.py.
 """
@@ -48,7 +48,7 @@ def _kept_steps(run: Planned) -> set[int]:
 
 
 def _shared_steps(root: Planned, other: Planned) -> int:
-    """Return the number of steps that two runs share; 0 where the root keeps no checkpoint after the last of them."""
+    """Return the number of steps that two runs share; 0 if the root keeps no checkpoint after the last of them."""
     try:
         shared = fork(root.config, resolve(root.config).method, other.config, resolve(other.config).method)
     except ConfigError:  # the runs differ from the start

@@ -1,4 +1,4 @@
-"""`Pace`: the duration of runs, from the steps that were timed; before the first, in proportion to their work."""
+"""`Pace`: predicts the duration of runs from timed steps; before the first run, in proportion to their work."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ StepSeconds = dict[int, list[float]]  # durations by number of the round
 
 
 class Pace:
-    """Durations of every round and of the finish, by arm and cell.
+    """Durations of rounds and of the phase after training, by arm and cell.
 
     Attributes:
         measured: whether a step was timed. `left` is then in seconds, and in client epochs before.
@@ -32,7 +32,7 @@ class Pace:
         return bool(self._seconds)
 
     def lacks_finish(self, planned: Planned, steps: int) -> bool:
-        """Return whether `left` lacks the last phase of a run, because none of its arm was timed yet.
+        """Return whether `left` omits the phase after training, because no run of the arm has timed it.
 
         Args:
             planned: the run.
@@ -43,11 +43,11 @@ class Pace:
         return not self.measured or FINISH not in self._nearest(planned)
 
     def learn(self, planned: Planned, step: int, seconds: float) -> None:
-        """Add the duration of a step that a run has done."""
+        """Add the duration of a step."""
         self._note(planned.arm, planned.cell, step, planned.config.federation.rounds, seconds)
 
     def left(self, planned: Planned, steps: int) -> float:
-        """Return the time that a run needs after `steps` steps, which it did itself or took from another run."""
+        """Return the time that a run needs after `steps` steps, done by itself or taken from another run."""
         rounds = planned.config.federation.rounds
         if not self.measured:
             return max(0, rounds - steps) * _work(planned.config)
@@ -57,7 +57,7 @@ class Pace:
         return sum(means.get(step, usual) for step in range(steps + 1, rounds + 1)) + finish
 
     def _nearest(self, planned: Planned) -> StepSeconds:
-        """Return the durations of the run's arm in its cell, else of its arm, else of all runs."""
+        """Return the durations of the arm in the run's cell, else of the arm, else of all runs."""
         in_cell = self._seconds.get((planned.arm, planned.cell))
         if in_cell:
             return in_cell
@@ -74,7 +74,7 @@ def _joined(several: Sequence[StepSeconds]) -> StepSeconds:
 
 
 def _work(config: Config) -> float:
-    """Return the work of one round: passes over the data of the share of clients that take part.
+    """Return the work of one round: passes over the data times the share of participating clients.
 
     The sizes of clients are not known here, so a step counts as a pass where the work is set in steps.
     """

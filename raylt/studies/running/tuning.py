@@ -1,4 +1,4 @@
-"""Tuning: every arm of a study gets the same budget of client-steps for a search on validation samples.
+"""Tuning: every arm of a study searches with the same budget of client-steps, on validation samples.
 
     tune: {runs: 8, ranges: {local.lr: "loguniform(0.003, 0.1)"}}
 
@@ -95,7 +95,7 @@ def search_arms(
     fleet: Literal["local", "ray"],
     address: str | None,
 ) -> Outcomes:
-    """Search for every arm in every cell that has no outcome in tuned.json; an interrupted search continues.
+    """Search for every arm and cell without an outcome in tuned.json; interrupted searches continue.
 
     Args:
         bases: settings by cell and arm, with only those fields of the method that the study gives.
@@ -157,7 +157,7 @@ def search_arms(
 
 
 def search_hash(tuning: Tuning, arm: str, base: Config, reference: Config) -> str:
-    """Return a hash of everything that the search of an arm depends on, the same wherever its files are.
+    """Return a hash of everything that an arm's search depends on, independent of the place of its files.
 
     Settings for other arms do not count. The reference arm counts, since its runs are the unit of the budget.
     """
@@ -176,7 +176,7 @@ def search_hash(tuning: Tuning, arm: str, base: Config, reference: Config) -> st
 
 
 def applying(ranges: Mapping[str, str], method: type[Method]) -> dict[str, str]:
-    """Return the ranges without those of fields that a method does not have; these are for other arms."""
+    """Return the ranges without those of fields that a method lacks, which are for other arms."""
     return {
         key: text
         for key, text in ranges.items()
@@ -211,12 +211,12 @@ def write_tuned(folder: Path, outcomes: Outcomes) -> None:
 
 
 def joined(outcomes: Outcomes, more: Outcomes) -> Outcomes:
-    """Return the outcomes of both; where both have one for an arm in a cell, that of `more`."""
+    """Return both sets of outcomes; for an arm and cell in both, the outcome from `more`."""
     return {cell: outcomes.get(cell, {}) | more.get(cell, {}) for cell in outcomes | more}
 
 
 def searched(outcomes: Outcomes) -> dict[str, set[str]]:
-    """Return the settings, by dotted key, that each arm was tuned in."""
+    """Return, by dotted key, the settings that each arm was tuned in."""
     settings: dict[str, set[str]] = {}
     for arms in outcomes.values():
         for arm, outcome in arms.items():

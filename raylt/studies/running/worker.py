@@ -1,4 +1,4 @@
-"""A process that does one run of a study after another: `python -m raylt.studies.running.worker`.
+"""A process that does a study's runs one after another: `python -m raylt.studies.running.worker`.
 
 Jobs arrive as lines of JSON on its standard input, and events leave as lines of JSON on its standard output. The
 process ends at once when its input ends, which also happens when the study's process is killed. A run continues from
@@ -49,7 +49,7 @@ class EventSender(Callback):
 
 
 def main() -> None:
-    """Do the jobs of the standard input until it ends."""
+    """Do the jobs from standard input until it ends."""
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps what libraries print out of the events
     sender = EventSender(channel)
@@ -76,7 +76,7 @@ def main() -> None:
 def do(
     folder: Path, config: Config, fleet: Any, address: str | None, callback: Callback, stem: Run | None = None
 ) -> None:
-    """Continue or start a run, and finish it.
+    """Start or continue a run, and take it to its end.
 
     Args:
         folder: of the run.
