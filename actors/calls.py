@@ -31,7 +31,7 @@ SPREAD = 4  # calls that an actor gets at least, so that no actor waits long for
 
 
 class ClientDirectory(Protocol):
-    """What `ClientCalls` needs to know of a fleet.
+    """The part of a fleet that `ClientCalls` needs.
 
     Attributes:
         all_sizes: samples per client, by id.

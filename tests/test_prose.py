@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("raylt", "actors", "tune")
 LONGEST = 25  # words of a sentence
 QUESTION = re.compile(r"(What|Of|Whose|How|Whether|Who)\b")
+HEADLESS = re.compile(r"(of|what|whose|how|when|whether|with)\b", re.IGNORECASE)
 NAMES = {"told", "said", "found", "its", "mine", "theirs", "held", "here", "known", "whose"}
 PHRASES = (
     "Nobody here can be",
@@ -142,6 +143,15 @@ def test_no_argument_is_described_by_a_letter_alone():
 
 def test_help_texts_are_no_headless_clauses():
     assert [f"{place}: {text}" for place, text in helps() if QUESTION.match(text)] == []
+
+
+def test_help_texts_of_fields_begin_with_a_noun():
+    assert [
+        f"{name}.{field}: {info.description}"
+        for name, method in METHODS.items()
+        for field, info in method.model_fields.items()
+        if HEADLESS.match(info.description or "")
+    ] == []
 
 
 def test_sentences_of_help_texts_are_short():

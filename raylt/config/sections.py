@@ -473,7 +473,7 @@ def _out_of_range(small: bool) -> PydanticCustomError:
 
 
 class EvaluationConfig(Section):
-    """When to evaluate models on the balanced test set; models are always evaluated after the last round."""
+    """Times of evaluations on the balanced test set; models are always evaluated after the last round."""
 
     every: int = setting(1, "Rounds between two evaluations of the global model.", ge=1, le=MOST)
     personal: int = setting(

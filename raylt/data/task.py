@@ -86,7 +86,7 @@ class Holdings(PerClient[Shard]):
 
 @dataclass(frozen=True, eq=False)
 class TaskSpec:
-    """What every party may know of a task; it says nothing about clients' samples.
+    """The part of a task that every party may know; it says nothing about clients' samples.
 
     Args:
         name: name of the source.

@@ -36,8 +36,8 @@ class APFL(Method):
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
 
-    alpha: float = hp(0.5, Uniform(0.0, 1.0), "share of v_i in the mixture, at the start", ge=0, le=1)
-    adaptive: bool = hp(True, Choice(True, False), "whether clients learn their alpha [2]")
+    alpha: float = hp(0.5, Uniform(0.0, 1.0), "initial share of v_i in the mixture", ge=0, le=1)
+    adaptive: bool = hp(True, Choice(True, False), "learning of alpha by the clients [2]")
 
     def train(self, client: Client, message: Message) -> Reply:
         client.receive(message["model"])

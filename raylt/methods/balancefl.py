@@ -43,8 +43,8 @@ class BalanceFL(Method):
         True, Choice(True, False), "batches in which each owned class is equally likely, inter-class balancing"
     )
     fa: bool = hp(True, Choice(True, False), "feature-level augmentation of rarer classes")
-    kd: float = hp(1.0, LogUniform(0.1, 10), "lambda, weight of what is distilled on missing classes", ge=0)
-    temperature: float = hp(2.0, Choice(1.0, 2.0, 4.0), "of the distillation; from the code", gt=0)
+    kd: float = hp(1.0, LogUniform(0.1, 10), "lambda, weight of the distillation on missing classes", ge=0)
+    temperature: float = hp(2.0, Choice(1.0, 2.0, 4.0), "distillation temperature; from the code", gt=0)
     entropy: float = hp(0.128, LogUniform(1e-3, 0.2), "weight of the predictions' entropy; from the code [4]", ge=0)
 
     def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:

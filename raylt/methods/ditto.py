@@ -35,7 +35,7 @@ class Ditto(Method):
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
 
-    lam: float = hp(1.0, LogUniform(0.01, 10), "lambda, how near v_k is held to w_t", ge=0)
+    lam: float = hp(1.0, LogUniform(0.01, 10), "lambda, pull of v_k towards w_t", ge=0)
 
     def train(self, client: Client, message: Message) -> Reply:
         client.receive(message["model"])

@@ -51,17 +51,17 @@ class FedAFA(Method):
     accept: float = hp(
         0.5,
         Uniform(0.0, 1.0),
-        "p, probability of its class from which a generated feature is used; from the code",
+        "p, smallest probability of its class with which a generated feature is used; from the code",
         ge=0,
         le=1,
     )
-    steps: int = hp(10, Choice(5, 10, 20), "of descent that make a feature; from the code", ge=0)
-    step: float = hp(0.5, LogUniform(0.05, 5.0), "length of each; from the code", gt=0)
-    epochs: int = hp(1, Choice(1, 5, 10), "of tuning; from the code", ge=0)
-    batch: int = hp(64, Choice(32, 64, 128), "of tuning; from the code", ge=2)
-    lr: float = hp(0.005, LogUniform(1e-4, 0.1), "of tuning; from the code", gt=0)
-    momentum: float = hp(0.9, Uniform(0, 0.99), "of tuning; from the code", ge=0, lt=1)
-    weight_decay: float = hp(5e-4, LogUniform(1e-5, 1e-2), "of tuning; from the code", ge=0)
+    steps: int = hp(10, Choice(5, 10, 20), "descent steps that make a feature; from the code", ge=0)
+    step: float = hp(0.5, LogUniform(0.05, 5.0), "length of a descent step; from the code", gt=0)
+    epochs: int = hp(1, Choice(1, 5, 10), "tuning epochs; from the code", ge=0)
+    batch: int = hp(64, Choice(32, 64, 128), "tuning batch size; from the code", ge=2)
+    lr: float = hp(0.005, LogUniform(1e-4, 0.1), "tuning learning rate; from the code", gt=0)
+    momentum: float = hp(0.9, Uniform(0, 0.99), "tuning momentum; from the code", ge=0, lt=1)
+    weight_decay: float = hp(5e-4, LogUniform(1e-5, 1e-2), "tuning weight decay; from the code", ge=0)
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         layers = [name for name, _ in model.encoder.named_children()]

@@ -37,8 +37,10 @@ class FedALA(Method):
     personal: ClassVar[bool] = True
 
     eta: float = hp(1.0, LogUniform(0.1, 10), "learning rate of W; from the code", gt=0)
-    share: float = hp(0.8, Uniform(0.05, 1.0), "s, part of a client's samples that W is learned on", gt=0, le=1)
-    scope: Literal["classifier", "all"] = hp("classifier", Choice("classifier", "all"), "weights that are mixed [1]")
+    share: float = hp(0.8, Uniform(0.05, 1.0), "s, share of a client's samples on which W is learned", gt=0, le=1)
+    scope: Literal["classifier", "all"] = hp(
+        "classifier", Choice("classifier", "all"), "layers whose weights are mixed [1]"
+    )
 
     def train(self, client: Client, message: Message) -> Reply:
         client.receive(message["model"])

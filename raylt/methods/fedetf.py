@@ -49,13 +49,19 @@ class FedETF(Method):
 
     gamma: float = hp(1.0, Uniform(0.0, 2.0), "strength of the balanced loss, Eq. 6; 0: cross-entropy", ge=0, le=10)
     missing: Literal["mask", "one"] = hp(
-        "mask", Choice("mask", "one"), "a class that a client lacks: left out of the softmax, or counted as one sample"
+        "mask",
+        Choice("mask", "one"),
+        "treatment of classes that a client lacks: left out of the softmax, or counted as one sample",
     )
-    temperature: float = hp(1.0, LogUniform(0.5, 20), "beta, what the learnt one starts from; from the code", gt=0)
-    turns: int = hp(20, Choice(0, 5, 20), "of personal tuning, frame and projection each; from the code [4]", ge=0)
-    turn_epochs: int = hp(3, Choice(1, 3), "of each half of a turn; from the code", ge=0)
-    frame_lr: float = hp(0.1, LogUniform(0.01, 0.5), "learning rate of the frame's tuning; from the code", gt=0)
-    projection_lr: float = hp(0.05, LogUniform(0.005, 0.2), "learning rate of the projection's; from the code", gt=0)
+    temperature: float = hp(
+        1.0, LogUniform(0.5, 20), "beta, initial value of the learnt temperature; from the code", gt=0
+    )
+    turns: int = hp(
+        20, Choice(0, 5, 20), "turns of personal tuning, each of frame and projection; from the code [4]", ge=0
+    )
+    turn_epochs: int = hp(3, Choice(1, 3), "epochs for each half of a turn; from the code", ge=0)
+    frame_lr: float = hp(0.1, LogUniform(0.01, 0.5), "learning rate for the frame; from the code", gt=0)
+    projection_lr: float = hp(0.05, LogUniform(0.005, 0.2), "learning rate for the projection; from the code", gt=0)
 
     def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
         draw = torch.Generator().manual_seed(int(torch.randint(2**31, ())))  # from the seeded global generator [1]

@@ -48,8 +48,8 @@ class FedGraB(Method):
     shut: float = hp(
         0.0,
         Choice(0.0, 0.75, 0.95),
-        "share of the samples, as the prior analyzer estimates them, whose "
-        "classes keep their controllers shut; 0: none, as in the code's main run [1]",
+        "share of the samples, by the prior analyzer's estimate, in the classes whose controllers stay shut; 0: "
+        "none, as in the code's main run [1]",
         ge=0,
         le=1,
     )

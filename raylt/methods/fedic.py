@@ -40,11 +40,13 @@ class FEDIC(Method):
     link: ClassVar[str | None] = "https://arxiv.org/abs/2205.00172"
     privileged: ClassVar[str | None] = "labelled images of every class at the server (data.auxiliary)"
 
-    steps: int = hp(100, Choice(20, 50, 100), "of each of the three trainings; from the code", ge=1)
+    steps: int = hp(100, Choice(20, 50, 100), "steps of each of the three trainings; from the code", ge=1)
     batch: int = hp(20, Choice(20, 64, 128), "images in a step; from the code", ge=2)
-    lr: float = hp(0.001, LogUniform(1e-4, 0.01), "of Adam; from the code", gt=0)
-    weight: float = hp(0.5, Uniform(0.0, 1.0), "of the distillation against the labels; from the code", ge=0, le=1)
-    temperature: float = hp(2.0, Choice(1.0, 2.0, 4.0), "T of the distillation; from the code", gt=0)
+    lr: float = hp(0.001, LogUniform(1e-4, 0.01), "learning rate of Adam; from the code", gt=0)
+    weight: float = hp(
+        0.5, Uniform(0.0, 1.0), "weight of the distillation relative to the labels; from the code", ge=0, le=1
+    )
+    temperature: float = hp(2.0, Choice(1.0, 2.0, 4.0), "temperature T of the distillation; from the code", gt=0)
 
     @property
     def sees_each(self) -> tuple[str, ...]:

@@ -28,7 +28,9 @@ class FedLC(Method):
 
     tau: float = hp(1.0, LogUniform(0.01, 1.0), "strength of the calibration; SFD tunes it in {1, 0.1}", ge=0)
     missing: Literal["mask", "eps", "one"] = hp(
-        "mask", Choice("mask", "eps", "one"), "a class that a client lacks: left out, or counted as 1e-8 or 1 sample"
+        "mask",
+        Choice("mask", "eps", "one"),
+        "treatment of classes that a client lacks: left out, or counted as 1e-8 or 1 sample",
     )
 
     def objective(self, client: Client, message: Message) -> Objective:

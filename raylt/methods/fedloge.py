@@ -45,8 +45,8 @@ class FedLoGe(Method):
     beta: float = hp(
         0.6, Choice(0.4, 0.6), "share of the frame's entries that are 0; SFD tunes it in {0.4, 0.6}", ge=0, lt=1
     )
-    steps: int = hp(10000, Choice(1000, 10000), "of Adam on the frame; from the code", ge=0)
-    length: float = hp(1.7, LogUniform(0.5, 5), "of the global classifier's rows when used; from the code", gt=0)
+    steps: int = hp(10000, Choice(1000, 10000), "Adam steps on the frame; from the code", ge=0)
+    length: float = hp(1.7, LogUniform(0.5, 5), "length of the global classifier's rows in use; from the code", gt=0)
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         if model.dim < task.classes:

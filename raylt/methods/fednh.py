@@ -39,8 +39,10 @@ class FedNH(Method):
     paper: ClassVar[str] = "Dai et al., AAAI 2023"
     link: ClassVar[str | None] = "https://arxiv.org/abs/2212.02758"
 
-    rho: float = hp(0.9, Uniform(0.5, 0.99), "share of the old prototypes in the new (0.9 from memory)", ge=0, le=1)
-    scale: float = hp(30.0, LogUniform(5, 60), "of the cosines; from the code [1]", gt=0)
+    rho: float = hp(
+        0.9, Uniform(0.5, 0.99), "share of the old prototypes in the new ones (0.9 from memory)", ge=0, le=1
+    )
+    scale: float = hp(30.0, LogUniform(5, 60), "scale of the cosines; from the code [1]", gt=0)
 
     def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
         rows = nn.init.orthogonal_(torch.empty(task.classes, base.dim))

@@ -23,8 +23,8 @@ class FedAdam(Method):
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
 
     server_lr: float = hp(0.1, LogUniform(1e-3, 10), "eta, line 12; tuned for each task in the paper", gt=0)
-    beta1: float = hp(0.9, Choice(0.0, 0.9), "of the first moment, line 9", ge=0, lt=1)
-    beta2: float = hp(0.99, Choice(0.9, 0.99, 0.999), "of the second moment, lines 10, 11", ge=0, lt=1)
+    beta1: float = hp(0.9, Choice(0.0, 0.9), "decay rate of the first moment, line 9", ge=0, lt=1)
+    beta2: float = hp(0.99, Choice(0.9, 0.99, 0.999), "decay rate of the second moment, lines 10, 11", ge=0, lt=1)
     tau: float = hp(1e-3, LogUniform(1e-5, 0.1), "adaptivity, line 12; 1e-3 in the paper's main results", gt=0)
 
     def server_optimiser(self) -> ServerAdam:

@@ -45,7 +45,7 @@ class FedProto(Method):
 
     weight: float = hp(1.0, LogUniform(0.01, 10), "lambda, weight of the pull; from the code", ge=0)
     predict_by: Literal["prototypes", "classifier"] = hp(
-        "prototypes", Choice("prototypes", "classifier"), "of what clients are judged by [4]"
+        "prototypes", Choice("prototypes", "classifier"), "classifier that clients are evaluated with [4]"
     )
 
     def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:

@@ -39,7 +39,11 @@ class FedReLa(Method):
         0.9, Choice(0.6, 0.8, 0.9), "share of the rounds after which clients re-label; from the code", ge=0, le=1
     )
     share: float = hp(
-        0.05, Uniform(0.0, 0.2), "of a client's samples, that each class may be given; from the code", ge=0, lt=1
+        0.05,
+        Uniform(0.0, 0.2),
+        "largest share of a client's samples that a class may be given; from the code",
+        ge=0,
+        lt=1,
     )
 
     def train(self, client: Client, message: Message) -> Reply:

@@ -30,7 +30,7 @@ class FedRep(Method):
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
 
-    head_epochs: int = hp(10, Choice(1, 5, 10, 15), "tau, updates of the classifier, lines 7 to 9", ge=0)
+    head_epochs: int = hp(10, Choice(1, 5, 10, 15), "tau, epochs of the classifier, lines 7 to 9", ge=0)
 
     def shared(self, model: SplitModel) -> Params:
         return model.entries("encoder.")

@@ -35,7 +35,9 @@ class FedRoD(Method):
     personal: ClassVar[bool] = True
 
     missing: Literal["mask", "one"] = hp(
-        "mask", Choice("mask", "one"), "a class that a client lacks: left out of G's softmax, or counted as one sample"
+        "mask",
+        Choice("mask", "one"),
+        "treatment of classes that a client lacks: left out of G's softmax, or counted as one sample",
     )
 
     def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:

@@ -30,7 +30,7 @@ class FedRS(Method):
 
     alpha: float = hp(0.5, Uniform(0.0, 1.0), "scale of a missing class's logit (0.5 from memory)", ge=0, le=1)
     missing: Literal["scale", "mask"] = hp(
-        "scale", Choice("scale", "mask"), "a class that a client lacks: its logit scaled by alpha, or left out"
+        "scale", Choice("scale", "mask"), "treatment of classes that a client lacks: logit scaled by alpha, or left out"
     )
 
     def objective(self, client: Client, message: Message) -> Objective:

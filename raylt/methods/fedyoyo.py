@@ -54,13 +54,17 @@ class FedYoYo(Method):
     link: ClassVar[str | None] = "https://arxiv.org/abs/2503.06916"
 
     kd: float = hp(4.0, LogUniform(0.5, 10), "lambda, weight of the distillation; from the code's CIFAR-10 run", ge=0)
-    warm_up: int = hp(50, Choice(10, 25, 50, 100), "rounds in which that weight grows to lambda; from the code", ge=1)
-    temperature: float = hp(1.5, Choice(1.0, 1.5, 2.0, 4.0), "T of the distillation; from the code", gt=0)
+    warm_up: int = hp(
+        50, Choice(10, 25, 50, 100), "rounds in which the distillation's weight grows to lambda; from the code", ge=1
+    )
+    temperature: float = hp(1.5, Choice(1.0, 1.5, 2.0, 4.0), "temperature T of the distillation; from the code", gt=0)
     tau: float = hp(1.5, Uniform(0.0, 2.0), "strength of the logit adjustment; from the code", ge=0, le=10)
     gamma: float = hp(
         0.1, Uniform(0.0, 1.0), "share of the client's own classes in its prior; from the code", ge=0, le=1
     )
-    mixed: Literal["once", "each_step"] = hp("once", Choice("once", "each_step"), "when the prior is mixed [3]")
+    mixed: Literal["once", "each_step"] = hp(
+        "once", Choice("once", "each_step"), "mixing of the prior: once, or in each step [3]"
+    )
 
     @property
     def terms(self) -> tuple[str, ...]:

@@ -47,11 +47,11 @@ class FLea(Method):
     paper: ClassVar[str] = "Xia et al., KDD 2024"
     link: ClassVar[str | None] = "https://arxiv.org/abs/2312.02327"
 
-    layer: str = hp("stage1", Choice("stage1", "stage2"), "of the encoder, behind which activations are shared [1]")
-    share: float = hp(0.1, Uniform(0.05, 0.5), "of its samples that a client shares", gt=0, le=1)
+    layer: str = hp("stage1", Choice("stage1", "stage2"), "layer of the encoder after which activations are shared [1]")
+    share: float = hp(0.1, Uniform(0.05, 0.5), "share of its samples that a client shares", gt=0, le=1)
     kd: float = hp(1.0, LogUniform(0.1, 10), "lambda_1, weight of the divergence from the received model", ge=0)
     dcor: float = hp(3.0, LogUniform(0.1, 10), "lambda_2, weight of the distance correlation", ge=0)
-    warm_up: int = hp(3, Choice(1, 3), "times the epochs in the first round [2]", ge=1)
+    warm_up: int = hp(3, Choice(1, 3), "epochs in the first round, as a multiple of a round's [2]", ge=1)
     warm_kd: float = hp(0.5, LogUniform(0.1, 5), "weight of the divergence in the first round [2]", ge=0)
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:

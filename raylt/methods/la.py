@@ -31,9 +31,13 @@ class LogitAdjustment(Method):
     link: ClassVar[str | None] = "https://arxiv.org/abs/2007.07314"
 
     tau: float = hp(1.0, Uniform(0.0, 2.0), "strength of the adjustment, Eq. 10", ge=0, le=10)
-    prior: Literal["local", "global"] = hp("local", Choice("local", "global"), "whose samples pi counts [1]")
+    prior: Literal["local", "global"] = hp(
+        "local", Choice("local", "global"), "samples that pi counts: each client's own, or all clients' [1]"
+    )
     missing: Literal["mask", "one"] = hp(
-        "mask", Choice("mask", "one"), "a class without samples: left out of the softmax, or counted as one sample [2]"
+        "mask",
+        Choice("mask", "one"),
+        "treatment of classes without samples: left out of the softmax, or counted as one sample [2]",
     )
 
     @property

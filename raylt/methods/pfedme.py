@@ -36,10 +36,10 @@ class PFedMe(Method):
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
     personal: ClassVar[bool] = True
 
-    lam: float = hp(15.0, LogUniform(1.0, 50), "lambda, how near theta_i is to w_i (15 from memory)", gt=0)
+    lam: float = hp(15.0, LogUniform(1.0, 50), "lambda, pull of theta_i towards w_i (15 from memory)", gt=0)
     steps: int = hp(5, Choice(1, 3, 5, 7), "K, steps on a batch", ge=1)
     eta: float = hp(0.005, LogUniform(0.001, 0.05), "rate of w_i towards theta_i, times lambda (from memory)", ge=0)
-    beta: float = hp(1.0, Uniform(0.5, 2.0), "step of the server towards the mean of w_i", gt=0)
+    beta: float = hp(1.0, Uniform(0.5, 2.0), "step size of the server towards the mean of w_i", gt=0)
 
     def train(self, client: Client, message: Message) -> Reply:
         client.receive(message["model"])

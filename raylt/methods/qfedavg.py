@@ -42,7 +42,9 @@ class QFedAvg(Method):
     group: ClassVar[Group | None] = "aggregation"
     problems: ClassVar[tuple[ProblemKind, ...]] = ("classification", "segmentation")
 
-    q: float = hp(0.1, Choice(0.0, 0.001, 0.01, 0.1, 1.0, 2.0, 5.0), "fairness, Eq. 2; tuned for each task", ge=0)
+    q: float = hp(
+        0.1, Choice(0.0, 0.001, 0.01, 0.1, 1.0, 2.0, 5.0), "exponent of fairness, Eq. 2; tuned for each task", ge=0
+    )
     lipschitz: Literal["rate", "step"] = hp(
         "rate",
         Choice("rate", "step"),

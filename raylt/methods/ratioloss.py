@@ -43,12 +43,12 @@ class RatioLoss(Method):
     privileged: ClassVar[str | None] = "labelled images of every class at the server (data.auxiliary)"
 
     alpha: float = hp(1.0, Uniform(0.5, 1.5), "weight of a class without its ratio, Ratio Loss", gt=0)
-    beta: float = hp(0.1, LogUniform(1e-3, 1.0), "what its ratio adds, Ratio Loss", ge=0)
+    beta: float = hp(0.1, LogUniform(1e-3, 1.0), "weight of a class's ratio, Ratio Loss", ge=0)
     clip: float = hp(5000.0, LogUniform(10.0, 5000.0), "largest ratio; from the code", gt=0)
     rival: float = hp(
         0.8,
         Uniform(0.5, 0.95),
-        "pull, as a share of the strongest, from which a class is not alone; from the code",
+        "smallest pull, as a share of the strongest, that counts as another class's; from the code",
         gt=0,
         lt=1,
     )

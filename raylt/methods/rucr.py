@@ -50,15 +50,15 @@ class RUCR(Method):
         "retraining": ("rounds", "size", "lam_low", "lam_high", "epochs", "batch", "lr")
     }
 
-    weight: float = hp(0.15, LogUniform(0.01, 1.0), "of the loss on prototypes", ge=0)
+    weight: float = hp(0.15, LogUniform(0.01, 1.0), "weight of the loss on prototypes", ge=0)
     tau: float = hp(0.9, LogUniform(0.1, 2.0), "temperature of cosines to prototypes", gt=0)
     rounds: int = hp(20, Choice(10, 20, 50), "last rounds, in which classifiers are re-trained", ge=0)
     size: int = hp(100, Choice(50, 100, 200), "mixed features per class", ge=1)
     lam_low: float = hp(0.35, Uniform(0.2, 0.8), "smallest share of the prototype in a mixed feature", ge=0, le=1)
-    lam_high: float = hp(0.95, Uniform(0.8, 1.0), "largest share", ge=0, le=1)
-    epochs: int = hp(50, Choice(10, 50, 100), "of re-training", ge=0)
-    batch: int = hp(256, Choice(32, 64, 256), "of re-training", ge=1)
-    lr: float = hp(0.01, LogUniform(1e-3, 0.1), "of re-training", gt=0)
+    lam_high: float = hp(0.95, Uniform(0.8, 1.0), "largest share of the prototype in a mixed feature", ge=0, le=1)
+    epochs: int = hp(50, Choice(10, 50, 100), "re-training epochs", ge=0)
+    batch: int = hp(256, Choice(32, 64, 256), "re-training batch size", ge=1)
+    lr: float = hp(0.01, LogUniform(1e-3, 0.1), "re-training learning rate", gt=0)
 
     def stages(self, rounds: int) -> dict[str, int]:
         return super().stages(rounds) | {"retraining": max(0, rounds - self.rounds)}

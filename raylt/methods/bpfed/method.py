@@ -82,32 +82,33 @@ class BPFed(Method):
     mixup: Literal["round", "batch"] = hp(
         "round",
         Choice("round", "batch"),
-        "pairs and lambdas drawn once a round, Algorithm 1; or a lambda per batch, mixed with itself permuted (MiSLAS)",
+        "draws of pairs and lambdas: once a round, Algorithm 1; or a lambda per batch, mixed with itself permuted "
+        "(MiSLAS)",
     )
     initial: Literal["own", "common"] = hp(
-        "own", Choice("own", "common"), "classifiers start from weights of their own, 3.2.1, or all from the same"
+        "own", Choice("own", "common"), "initial classifiers: weights of their own, 3.2.1, or the same for all"
     )
     fa: bool = hp(True, Choice(True, False), "feature augmentation, Eq. 12-17, Table 4")
-    cov_weight: Literal["n", "n-1"] = hp("n", Choice("n", "n-1"), "of a class's covariance, Eq. 15; n-1: pooled")
+    cov_weight: Literal["n", "n-1"] = hp("n", Choice("n", "n-1"), "weight of a class's covariance, Eq. 15; n-1: pooled")
     loss: Literal["ls", "ls_all", "ce"] = hp(
         "ls",
         Choice("ls", "ls_all", "ce"),
         "smoothing over owned classes, Eq. 18, over all classes, or cross-entropy, Table 4",
     )
     delta: float = hp(0.5, Uniform(0.0, 0.5), "smoothing of the largest class, Eq. 20, Fig. 4", ge=0, le=1)
-    gamma: float = hp(0.4, Uniform(0.1, 2.0), "how fast smoothing falls with class size, Eq. 20, Fig. 4", ge=0)
+    gamma: float = hp(0.4, Uniform(0.1, 2.0), "exponent by which smoothing falls with class size, Eq. 20, Fig. 4", ge=0)
     softmax: Literal["all", "owned"] = hp(
-        "all", Choice("all", "owned"), "classes that p of Eq. 18 is over; ls_all needs all"
+        "all", Choice("all", "owned"), "classes in the softmax p of Eq. 18; ls_all needs all"
     )
-    crt: bool = hp(True, Choice(True, False), "classifiers are re-trained, 3.2.2")
-    lws: bool = hp(True, Choice(True, False), "with a learnable scale per class, 3.2.2")
-    restart: bool = hp(False, Choice(True, False), "re-training starts from new weights, not from those of stage 1")
-    epochs: int = hp(5, Choice(5, 10, 20), "E, 4.1", ge=0)
-    batch: int = hp(32, Choice(32, 64, 128), "of re-training; not stated", ge=1)
-    lr: float = hp(0.01, LogUniform(1e-3, 0.1), "of re-training, 4.1", gt=0)
-    momentum: float = hp(0.9, Uniform(0, 0.99), "of re-training, 4.1", ge=0, lt=1)
-    weight_decay: float = hp(5e-4, LogUniform(1e-5, 1e-2), "of re-training, 4.1", ge=0)
-    argmax: Literal["all", "owned"] = hp("all", Choice("all", "owned"), "classes that a personal model chooses from")
+    crt: bool = hp(True, Choice(True, False), "re-training of classifiers, 3.2.2")
+    lws: bool = hp(True, Choice(True, False), "learnable scale per class, 3.2.2")
+    restart: bool = hp(False, Choice(True, False), "new weights at the start of re-training, not those of stage 1")
+    epochs: int = hp(5, Choice(5, 10, 20), "re-training epochs E, 4.1", ge=0)
+    batch: int = hp(32, Choice(32, 64, 128), "re-training batch size; not stated", ge=1)
+    lr: float = hp(0.01, LogUniform(1e-3, 0.1), "re-training learning rate, 4.1", gt=0)
+    momentum: float = hp(0.9, Uniform(0, 0.99), "re-training momentum, 4.1", ge=0, lt=1)
+    weight_decay: float = hp(5e-4, LogUniform(1e-5, 1e-2), "re-training weight decay, 4.1", ge=0)
+    argmax: Literal["all", "owned"] = hp("all", Choice("all", "owned"), "classes that a personal model may predict")
 
     def shared(self, model: SplitModel) -> Params:
         return model.entries("encoder.")

@@ -58,11 +58,11 @@ class Calibrated(AfterTraining):
     }
 
     virtual: int = hp(2000, Choice(100, 500, 1000, 2000), "M_c, features per class", ge=1)
-    epochs: int = hp(100, Choice(10, 50, 100), "of calibration; as SFD's", ge=0)
-    batch: int = hp(64, Choice(32, 64, 128), "of calibration; as SFD's", ge=1)
-    lr: float = hp(0.01, LogUniform(1e-3, 0.1), "of calibration; SFD, appendix C.2", gt=0)
-    momentum: float = hp(0.9, Uniform(0, 0.99), "of calibration; SFD, appendix C.2", ge=0, lt=1)
-    weight_decay: float = hp(1e-5, LogUniform(1e-6, 1e-3), "of calibration; as SFD's", ge=0)
+    epochs: int = hp(100, Choice(10, 50, 100), "calibration epochs; as SFD's", ge=0)
+    batch: int = hp(64, Choice(32, 64, 128), "calibration batch size; as SFD's", ge=1)
+    lr: float = hp(0.01, LogUniform(1e-3, 0.1), "calibration learning rate; SFD, appendix C.2", gt=0)
+    momentum: float = hp(0.9, Uniform(0, 0.99), "calibration momentum; SFD, appendix C.2", ge=0, lt=1)
+    weight_decay: float = hp(1e-5, LogUniform(1e-6, 1e-3), "calibration weight decay; as SFD's", ge=0)
 
     def draw(self, server: Server, fleet: Fleet, generator: torch.Generator) -> dict[int, Tensor]:
         """Return features of each class that a client has, float32 [M_c, d]."""

@@ -35,8 +35,8 @@ class Fed3R(AfterTraining):
     sums_samples: ClassVar[bool] = True
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("ridge", "normalise")}
 
-    ridge: float = hp(0.01, LogUniform(1e-4, 100), "lambda; from the code", gt=0)
-    normalise: bool = hp(True, Choice(True, False), "each class's weights to length 1; from the code")
+    ridge: float = hp(0.01, LogUniform(1e-4, 100), "lambda of the ridge regression; from the code", gt=0)
+    normalise: bool = hp(True, Choice(True, False), "scaling of each class's weights to length 1; from the code")
 
     def statistics(self, client: Client, message: Message) -> Reply:
         """Report A = Z^T Z packed and B = Z^T Y [d + 1, C], float64, of features with a constant 1 [2] [3]."""

@@ -29,10 +29,10 @@ class FedNPC(AfterTraining):
     paper: ClassVar[str] = "Gao et al., CVPR Findings 2026"
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("samples", "steps", "lr", "momentum")}
 
-    samples: int = hp(10000, Choice(1000, 10000), "M, samples of a step, drawn for each step; from the code", ge=1)
-    steps: int = hp(27, Choice(10, 27, 50), "of all samples at once; E = 28 of the code counts from 1", ge=0)
-    lr: float = hp(0.1, LogUniform(0.01, 1.0), "from the code", gt=0)
-    momentum: float = hp(0.9, Uniform(0, 0.99), "from the code", ge=0, lt=1)
+    samples: int = hp(10000, Choice(1000, 10000), "M, samples drawn for each step; from the code", ge=1)
+    steps: int = hp(27, Choice(10, 27, 50), "full-batch steps; E = 28 of the code counts from 1", ge=0)
+    lr: float = hp(0.1, LogUniform(0.01, 1.0), "learning rate on noise; from the code", gt=0)
+    momentum: float = hp(0.9, Uniform(0, 0.99), "momentum on noise; from the code", ge=0, lt=1)
 
     def finish(self, server: Server, fleet: Fleet) -> None:
         own = server.model.classifier.state_dict()

@@ -27,7 +27,7 @@ class PostHoc(AfterTraining):
     paper: ClassVar[str] = "Menon et al., ICLR 2021"
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {"finish": ("tau",)}
 
-    tau: float = hp(1.0, Uniform(0.0, 3.0), "of Eq. 9", ge=0)
+    tau: float = hp(1.0, Uniform(0.0, 3.0), "strength tau of the adjustment, Eq. 9", ge=0)
 
     def statistics(self, client: Client, message: Message) -> Reply:
         return client.reply(counts=client.counts)

@@ -50,10 +50,12 @@ class CLIP2FL(CReFF):
         "open_clip's MODEL/TAG[:FILE], local-dir:FOLDER or npz:FILE",
     )
     kd: float = hp(1.0, Uniform(0.0, 2.0), "weight of the KL term; from the code", ge=0)
-    temperature: float = hp(3.0, LogUniform(0.5, 10), "T of the KL term; from the code", gt=0)
-    scale: float = hp(100.0, LogUniform(10, 200), "of the teacher's similarities; CLIP's", gt=0)
+    temperature: float = hp(3.0, LogUniform(0.5, 10), "temperature T of the KL term; from the code", gt=0)
+    scale: float = hp(100.0, LogUniform(10, 200), "scale of the teacher's similarities; CLIP's", gt=0)
     contrast: float = hp(0.001, LogUniform(1e-4, 1.0), "weight of the prototype contrast, Eq. 8; from the code", ge=0)
-    contrast_temperature: float = hp(0.1, LogUniform(0.01, 1.0), "of the prototype contrast; from the code", gt=0)
+    contrast_temperature: float = hp(
+        0.1, LogUniform(0.01, 1.0), "temperature of the prototype contrast; from the code", gt=0
+    )
 
     @field_validator("teacher")
     @classmethod

@@ -41,11 +41,11 @@ class CReFF(Method):
     group: ClassVar[Group | None] = "statistics"
 
     per_class: int = hp(100, Choice(50, 100, 200), "federated features per class; from the code", ge=1)
-    matching_steps: int = hp(100, Choice(50, 100, 300), "of SGD on the features; from the code", ge=0)
-    matching_lr: float = hp(0.1, LogUniform(0.01, 100), "of SGD on the features; from the code", gt=0)
-    epochs: int = hp(300, Choice(50, 100, 300), "of re-training; from the code", ge=0)
-    batch: int = hp(32, Choice(32, 64, 128), "of re-training; from the code", ge=1)
-    lr: float = hp(0.01, LogUniform(1e-3, 0.1), "of re-training; from the code", gt=0)
+    matching_steps: int = hp(100, Choice(50, 100, 300), "SGD steps on the features; from the code", ge=0)
+    matching_lr: float = hp(0.1, LogUniform(0.01, 100), "learning rate of SGD on the features; from the code", gt=0)
+    epochs: int = hp(300, Choice(50, 100, 300), "re-training epochs; from the code", ge=0)
+    batch: int = hp(32, Choice(32, 64, 128), "re-training batch size; from the code", ge=1)
+    lr: float = hp(0.01, LogUniform(1e-3, 0.1), "re-training learning rate; from the code", gt=0)
 
     @property
     def uploads_more(self) -> bool:

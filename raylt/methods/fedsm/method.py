@@ -112,53 +112,65 @@ class FedSM(Method):
         )
     }
 
-    preset: Literal["paper", "official"] = hp("paper", Choice("paper", "official"), "official: as the authors' code")
+    preset: Literal["paper", "official"] = hp(
+        "paper", Choice("paper", "official"), "preset fields; official: as the authors' code"
+    )
     teacher: str = hp(
         "ViT-B-32/openai",
         Choice("ViT-B-32/openai", "ViT-B-32/metaclip_400m", "none"),
         "open_clip's MODEL/TAG[:FILE], local-dir:FOLDER or npz:FILE; none: no distillation, uniform relevance",
     )
     kd: float = hp(1.0, Uniform(0.0, 2.0), "weight of the KL term, Eq. 1", ge=0)
-    temperature: float = hp(3.0, LogUniform(0.5, 10), "T of the KL term; from the code", gt=0)
-    scale: float = hp(100.0, LogUniform(10, 200), "of q, Eq. 1, and of fine-tuning's logits; CLIP's", gt=0)
-    similarity: Similarity = hp("cosine", Choice("cosine", "dot", "l1", "l2"), "of two class names, Eq. 5, Fig. 4")
-    texts: Literal["unit", "raw"] = hp("unit", Choice("unit", "raw"), "length of the texts of Eq. 5: 1, or as it is")
+    temperature: float = hp(3.0, LogUniform(0.5, 10), "temperature T of the KL term; from the code", gt=0)
+    scale: float = hp(100.0, LogUniform(10, 200), "logit scale of q, Eq. 1, and of fine-tuning's logits; CLIP's", gt=0)
+    similarity: Similarity = hp(
+        "cosine", Choice("cosine", "dot", "l1", "l2"), "similarity of two class names, Eq. 5, Fig. 4"
+    )
+    texts: Literal["unit", "raw"] = hp(
+        "unit", Choice("unit", "raw"), "length of the text features of Eq. 5: 1, or unchanged"
+    )
     softmax: float | None = hp(
         None, Choice(None, 0.02, 0.05, 0.1, 1.0), "temperature of Nonlinear, Eq. 5; None: none", gt=0
     )
-    wording: Wording = hp("phrase", Choice("phrase", "label"), "of the texts of Eq. 5")
+    wording: Wording = hp("phrase", Choice("phrase", "label"), "wording of the texts of Eq. 5")
     partner: Partner = hp(
         "probabilistic",
         Choice("probabilistic", "ranked", "deterministic", "random", "inverted"),
-        "v of Eq. 4, Table III; ranked: by the rank of its relevance; inverted: what is least alike is drawn most, a "
-        "control",
+        "draw of v in Eq. 4, Table III; ranked: by the rank of its relevance; inverted: least similar drawn most, "
+        "a control",
     )
-    unit: Unit = hp("class", Choice("class", "sample"), "what alpha weights: classes, or samples by their class (code)")
+    unit: Unit = hp(
+        "class", Choice("class", "sample"), "units that alpha weights: classes, or samples by their class (code)"
+    )
     lam_low: float = hp(0.65, Uniform(0.2, 0.8), "smallest lambda, Eq. 4, Table V", ge=0, le=1)
     lam_high: float = hp(0.9, Uniform(0.8, 1.0), "largest lambda, Eq. 4, Table V", ge=0, le=1)
     size: int = hp(100, Choice(50, 100, 150, 200), "S, pseudo-features per class, Eq. 6, Fig. 5", ge=1)
-    norm: Literal["none", "l2"] = hp("none", Choice("none", "l2"), "of features and prototypes that are mixed")
+    norm: Literal["none", "l2"] = hp(
+        "none", Choice("none", "l2"), "normalisation of the features and prototypes before mixing"
+    )
     retrain: Literal["before", "after"] = hp(
         "before",
         Choice("before", "after"),
-        "local classifiers, before they are averaged, Algorithm 1; or new ones after it, only to be judged (code)",
+        "classifiers to re-train: local ones before averaging, Algorithm 1; or new ones after it, for evaluation "
+        "only (code)",
     )
     encoders: Literal["global", "trained"] = hp(
         "global",
         Choice("global", "trained"),
-        "whose features the prototypes "
-        "of Eq. 3 are means of: the global encoder's over all clients, or "
-        "those that the round's clients have trained",
+        "encoders behind the prototypes of Eq. 3: the global one, over all clients, or those that the round's "
+        "clients have trained",
     )
     rounds: int = hp(50, Choice(20, 50, 90), "last rounds, in which classifiers are re-trained, Algorithm 1", ge=0)
-    epochs: int = hp(50, Choice(10, 50, 100), "of re-training, Fig. 5", ge=0)
-    batch: int = hp(32, Choice(32, 64, 256), "of re-training, IV-A", ge=1)
-    lr: float = hp(0.01, LogUniform(1e-3, 0.1), "of re-training, IV-A", gt=0)
-    finetune: bool = hp(False, Choice(True, False), "the teacher's projection, its features matched, Table IV")
-    squares: float = hp(1.0, LogUniform(0.1, 10), "weight of 1/2 ||z - u||^2 when fine-tuning; not stated", ge=0)
-    target: Literal["unit", "raw"] = hp("unit", Choice("unit", "raw"), "u of fine-tuning: of length 1, or as it is")
-    margin: float = hp(0.3, Uniform(0.0, 0.5), "of Margin Metric Softmax; CLIPood's", ge=0)
-    teacher_lr: float = hp(5e-6, LogUniform(1e-6, 1e-4), "of AdamW when fine-tuning; CLIPood's", gt=0)
+    epochs: int = hp(50, Choice(10, 50, 100), "re-training epochs, Fig. 5", ge=0)
+    batch: int = hp(32, Choice(32, 64, 256), "re-training batch size, IV-A", ge=1)
+    lr: float = hp(0.01, LogUniform(1e-3, 0.1), "re-training learning rate, IV-A", gt=0)
+    finetune: bool = hp(
+        False, Choice(True, False), "fine-tuning of the teacher's projection, whose features are matched, Table IV"
+    )
+    squares: float = hp(1.0, LogUniform(0.1, 10), "weight of 1/2 ||z - u||^2 in fine-tuning; not stated", ge=0)
+    target: Literal["unit", "raw"] = hp("unit", Choice("unit", "raw"), "length of u in fine-tuning: 1, or unchanged")
+    margin: float = hp(0.3, Uniform(0.0, 0.5), "margin of Margin Metric Softmax; CLIPood's", ge=0)
+    teacher_lr: float = hp(5e-6, LogUniform(1e-6, 1e-4), "learning rate of AdamW in fine-tuning; CLIPood's", gt=0)
 
     @model_validator(mode="before")
     @classmethod

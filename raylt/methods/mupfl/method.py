@@ -88,54 +88,58 @@ class MuPFL(Method):
     other_models: ClassVar[tuple[str, ...]] = MODELS
 
     bavd: bool = hp(True, Choice(True, False), "biased activation value dropout, 3.3, Table 6")
-    bavd_layers: Literal["last", "all"] | tuple[str, ...] = hp("last", Choice("last", "all"), "stages it is behind")
-    bavd_map: Literal["chw", "hw", "bchw"] = hp("chw", Choice("chw", "hw", "bchw"), "what M is over, Eq. 6")
+    bavd_layers: Literal["last", "all"] | tuple[str, ...] = hp(
+        "last", Choice("last", "all"), "stages that BAVD follows"
+    )
+    bavd_map: Literal["chw", "hw", "bchw"] = hp("chw", Choice("chw", "hw", "bchw"), "dimensions of M, Eq. 6")
     bavd_psi: Literal["intended", "equation"] = hp("intended", Choice("intended", "equation"), "sign of psi, Eq. 6")
     bavd_threshold: Literal["channel", "whole"] = hp(
-        "channel", Choice("channel", "whole"), "the mean of M that its values are compared with, 3.6"
+        "channel", Choice("channel", "whole"), "mean of M with which its values are compared, 3.6"
     )
     bavd_reset: Literal["epoch", "round", "never"] = hp(
         "epoch", Choice("epoch", "round", "never"), "times at which M is reset, 3.3"
     )
-    bavd_judged: bool = hp(False, Choice(False, True), "what is dropped stays dropped when judged; not stated")
+    bavd_judged: bool = hp(False, Choice(False, True), "dropping of the same activations in evaluation; not stated")
     dropout: float = hp(
-        0.0, Uniform(0.0, 0.5), "rate of the dropout behind bavd_layers where BAVD is off, 3.3; not stated", ge=0, lt=1
+        0.0, Uniform(0.0, 0.5), "rate of plain dropout after bavd_layers if BAVD is off, 3.3; not stated", ge=0, lt=1
     )
-    acmu: bool = hp(True, Choice(True, False), "clusters, 3.4, Table 6")
+    acmu: bool = hp(True, Choice(True, False), "client clusters, 3.4, Table 6")
     alpha: float = hp(0.5, Uniform(0.0, 1.0), "share of updates, not maps, in Eq. 8; not stated", ge=0, le=1)
     kappa: int | None = hp(None, Choice(None, 2, 3, 4, 5, 6), "fixed number of clusters, Table 5; None: Eq. 13", ge=1)
-    kappa_max: int = hp(6, Choice(4, 6, 8), "most clusters, Eq. 13, Table 5", ge=2)
+    kappa_max: int = hp(6, Choice(4, 6, 8), "largest number of clusters, Eq. 13, Table 5", ge=2)
     clustered: Literal["participants", "all"] = hp(
-        "participants", Choice("participants", "all"), "whose last updates form clusters, Table 5"
+        "participants", Choice("participants", "all"), "clients whose last updates form clusters, Table 5"
     )
     updates: Literal["received", "tuned"] = hp(
         "received",
         Choice("received", "tuned"),
-        "an update starts from the model that came, or from it with the tuned classifier, Eq. 7",
+        "start of an update: the received model, or that model with the tuned classifier, Eq. 7",
     )
     pkcf: bool = hp(True, Choice(True, False), "classifiers tuned on federated features, 3.5, Table 6")
     m: int = hp(100, Choice(10, 50, 100, 150, 200), "federated features per class, Eq. 19, 4.1", ge=1)
-    tau: int = hp(50, Choice(10, 50, 100), "epochs of tuning, Eq. 21, 4.1", ge=0)
+    tau: int = hp(50, Choice(10, 50, 100), "tuning epochs, Eq. 21, 4.1", ge=0)
     gradients: Literal["local", "global"] = hp(
         "local",
         Choice("local", "global"),
         "model of Eq. 16: the client's after training, or the one received, before it (CReFF)",
     )
-    distance: Literal["flat", "rows"] = hp("flat", Choice("flat", "rows"), "Eq. 20; or row by row (CReFF)")
-    matching_steps: int = hp(100, Choice(50, 100, 300), "of SGD on Eq. 20; from CReFF's code", ge=0)
-    matching_lr: float = hp(100.0, LogUniform(0.1, 1000), "of SGD on Eq. 20; not stated", gt=0)
+    distance: Literal["flat", "rows"] = hp(
+        "flat", Choice("flat", "rows"), "gradient distance: Eq. 20, or row by row (CReFF)"
+    )
+    matching_steps: int = hp(100, Choice(50, 100, 300), "SGD steps on Eq. 20; from CReFF's code", ge=0)
+    matching_lr: float = hp(100.0, LogUniform(0.1, 1000), "learning rate of SGD on Eq. 20; not stated", gt=0)
     next_init: Literal["classifier", "encoder", "cluster", "own", "global"] = hp(
         "classifier",
         Choice("classifier", "encoder", "cluster", "own", "global"),
-        "what the next round starts from: u_glo and own v_i, 3.5; own u_i and v_glo, 3.5 by the letters of Eq. 21; "
+        "start of the next round: u_glo and own v_i, 3.5; own u_i and v_glo, 3.5 if Eq. 21 is taken literally; "
         "w~_i, Eq. 14; w_i, Algorithm 1; w_glo",
     )
-    last_update: bool = hp(False, Choice(False, True), "all clients train once more before they are judged in the end")
+    last_update: bool = hp(False, Choice(False, True), "one more training of all clients before the final evaluation")
     judged: Model = hp(
         "cluster",
         Choice(*MODELS),
-        "a client's model: u of w~_i with own v_i; w_i after local "
-        "training; Eq. 14's w~_i; u_glo with own v_i, 3.5; own u_i with v_glo; w_glo",
+        "client model to evaluate: u of w~_i with own v_i; w_i after local training; Eq. 14's w~_i; u_glo with "
+        "own v_i, 3.5; own u_i with v_glo; w_glo",
     )
 
     def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
