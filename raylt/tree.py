@@ -30,7 +30,7 @@ def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def leaf_paths(value: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, Any]]:
-    """Yield every leaf with its path, a tuple of keys: a dot in a key is not a dict in a dict.
+    """Yield every leaf with its path, a tuple of keys, so that a dot in a key does not look like nesting.
 
     A value that is no tree is a leaf itself.
     """

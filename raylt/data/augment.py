@@ -277,7 +277,7 @@ class InTurn:
 
     @property
     def recordable(self) -> bool:
-        """True if each step is recordable, see `raylt.recordability.recordable`."""
+        """Return whether each step is recordable, see `raylt.recordability.recordable`."""
         return all(map(is_recordable, self.steps))
 
     def __call__(self, x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:

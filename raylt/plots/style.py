@@ -64,7 +64,7 @@ def save(figure: "Figure", path: Path | str) -> Path:
 
 
 def save_if_asked(figure: "Figure", path: Path | str | None) -> "Figure":
-    """Return a picture, after it was written to a path where there is one; see `save`."""
+    """Write a picture to a path, if one is given, and return the picture; see `save`."""
     if path is not None:
         save(figure, path)
     return figure

@@ -41,7 +41,7 @@ def cell_type(classes: int, labels: int) -> torch.dtype:
 
 
 def cells_of(*matrices: Tensor) -> Tensor:
-    """Return the cells of counts that are not zero in every matrix.
+    """Return the cells that are nonzero in at least one matrix of counts.
 
     Args:
         matrices: counts, int64 [C, C], of some labels and of parts of them.
@@ -57,7 +57,7 @@ def cells_of(*matrices: Tensor) -> Tensor:
 
 
 class CountsByClient(Mapping[int, Tensor]):
-    """Counts int64 [C, C] by client id, of which only the cells that are not zero are in memory.
+    """Counts int64 [C, C] by client id; only nonzero cells are in memory.
 
     A matrix has no more such cells than the test set has labels. Each access makes the matrix.
 
@@ -278,7 +278,7 @@ class Matrices:
 
     @property
     def sha256(self) -> str:
-        """The SHA-256 over the tensors of the file."""
+        """Return the SHA-256 over the tensors of the file."""
         return hash_tensors(self.tensors())
 
     def __bool__(self) -> bool:

@@ -47,7 +47,7 @@ def robust_mean(rule: Rule, values: Sequence[Tree], weights: Sequence[float]) ->
 
 
 def _columns(values: Sequence[Tree]) -> dict[LeafPath, Tensor]:
-    """Stack the clients' values of each leaf, [K, ...]: floats in float64, whole numbers in int64."""
+    """Stack the clients' values of each leaf, [K, ...]: floats in float64, integers in int64."""
     flat = [dict(leaf_paths(value)) for value in values]
     columns = {}
     for path, like in {path: leaf for leaves in reversed(flat) for path, leaf in leaves.items()}.items():

@@ -1,4 +1,4 @@
-"""Epsilon, delta and the deviation of Gaussian noise: what a noise costs, and the least noise for a budget.
+"""Privacy accounting for Gaussian noise: epsilon and delta of a deviation, and the least deviation for both.
 
 `calibrated_sigma` serves `privacy.epsilon` (one upload of sums over samples); `epsilon_of` serves
 `privacy.noise_multiplier` (rounds of clients' models).
