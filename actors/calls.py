@@ -272,6 +272,11 @@ class ServerItems(Job):
         return bool(self._waiting)
 
     @property
+    def under_way(self) -> list[int]:
+        """The items that were submitted and have no result."""
+        return [item for item in range(len(self.items)) if item not in self.results and item not in self._waiting]
+
+    @property
     def satisfied(self) -> bool:
         return self.error is not None or len(self.results) == len(self.items)
 
@@ -279,7 +284,7 @@ class ServerItems(Job):
         if own or not self._waiting:
             return None
         item = self._waiting.pop(0)
-        ref = slot.actor.compute.remote(self.fn, to_arrays(self.items[item]))
+        ref = slot.actor.compute.remote(self.fn, to_arrays(self.items[item]), item)
         return ref, Call([item], slot, len(self.pool))
 
     def outcomes(self, call: Call, results: Any) -> Sequence[Outcome]:

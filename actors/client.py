@@ -28,6 +28,7 @@ from raylt.core.fleet.wire import Fault, Unusable, packed, unpacked
 from raylt.data.task import Shard, TaskSpec
 from raylt.errors import ConfigError, RayltError, one_line
 from raylt.own_code.shipment import Shipment
+from raylt.runs.callbacks.progress import item_writer
 from raylt.store import Folder
 from raylt.tree import Tree, from_arrays, snapshot, to_arrays
 
@@ -185,11 +186,16 @@ class ClientActor:
         except Exception as error:
             return fault_of(error, self.host.device), {}
 
-    def compute(self, fn: ItemFunction, item: Tree) -> Tree | Fault:
-        """Compute an item of `Fleet.map`, with arrays for tensors."""
+    def compute(self, fn: ItemFunction, item: Tree, number: int) -> Tree | Fault:
+        """Compute an item of `Fleet.map`, with arrays for tensors.
+
+        Args:
+            number: of the item, under which its progress is written.
+        """
         try:
             threads = max(1, int(self.host.setup.config.resources.cpus_per_client))
-            return to_arrays(compute(fn, from_arrays(item), threads, self.host.device))
+            on_step = None if self.stacks is None else item_writer(self.stacks.parent.parent, number)
+            return to_arrays(compute(fn, from_arrays(item), threads, self.host.device, on_step))
         except Exception as error:
             return fault_of(error, self.host.device)
 

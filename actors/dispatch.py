@@ -141,13 +141,17 @@ class Dispatcher:
         self.running: dict[Any, Call] = {}
         self.over = False
 
-    def advance(self) -> None:
-        """Submit all calls that can start, wait for one call to end, and record its results."""
+    def advance(self, wait_s: float | None = None) -> None:
+        """Submit all calls that can start, wait for one call to end, and record its results.
+
+        Args:
+            wait_s: seconds to wait at most; None for as long as it takes.
+        """
         self._submit()
         late = [slot.late for slot in self.pool if slot.late is not None]
         ready: list[Any] = []
         if self.running or late:
-            ready, _ = ray.wait([*self.running, *late], num_returns=1, timeout=self._timeout())
+            ready, _ = ray.wait([*self.running, *late], num_returns=1, timeout=self._timeout(wait_s))
         for ref in ready:
             if ref in self.running:
                 self._record(ref, self.running.pop(ref))
@@ -175,11 +179,12 @@ class Dispatcher:
         self.running[ref] = call
         return True
 
-    def _timeout(self) -> float | None:
-        """Return the seconds until the deadline or until the first running call is stuck."""
+    def _timeout(self, wait_s: float | None) -> float | None:
+        """Return the seconds until the deadline or until the first running call is stuck, but at most `wait_s`."""
         times = [self.job.deadline, *(call.stuck_at for call in self.running.values())]
         known_times = [moment for moment in times if moment is not None]
-        return max(0.0, min(known_times) - time.monotonic()) if known_times else None
+        seconds = [max(0.0, moment - time.monotonic()) for moment in known_times]
+        return min([*seconds, *([] if wait_s is None else [wait_s])], default=None)
 
     def _record(self, ref: Any, call: Call) -> None:
         try:

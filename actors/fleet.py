@@ -25,11 +25,13 @@ from raylt.core.fleet.fleet import Answer, Arrived, Fleet, ItemFunction
 from raylt.core.fleet.schema import Schema
 from raylt.core.setup import Setup
 from raylt.data.task import Task
+from raylt.runs.callbacks.progress import read_items, remove_items
 from raylt.runs.folder.writer import NOTES
 from raylt.store import Folder
 from raylt.tree import Tree, from_arrays, to_arrays
 
 START_TIMEOUT_S = 180
+LOOK_S = 1.0  # seconds between two looks at the progress of items
 PATIENCE_S = 60.0  # a call is not reported as stuck before
 STACK_S = 3.0  # a process that can write its stacks has done so by then
 STACKS = "stacks"  # folder in the run folder: the stacks of stuck clients
@@ -151,8 +153,14 @@ class RayFleet(Fleet):
         job = ServerItems(self.slots, fn, items, self.config.federation.retries)
         dispatcher = Dispatcher(self.slots, job, self.note)
         while not dispatcher.over:
-            self.show_items(fn, len(job.results), len(items))
-            dispatcher.advance()
+            steps = {} if self._folder is None else read_items(self._folder, job.under_way)
+            if steps:
+                self.show_steps(fn, len(job.results), len(items), steps)
+            else:
+                self.show_items(fn, len(job.results), len(items))
+            dispatcher.advance(LOOK_S)
+        if self._folder is not None:
+            remove_items(self._folder, range(len(items)))
         if job.error is not None:
             raise job.error
         return [job.results[item] for item in range(len(items))]

@@ -18,6 +18,7 @@ from raylt.machine import cores
 
 if TYPE_CHECKING:
     from actors.remote_experiment import RemoteExperiment
+    from raylt.core.fleet.item_progress import ItemsHook
     from raylt.core.server import ProgressHook
     from raylt.core.setup import Setup
 
@@ -30,6 +31,7 @@ def open_experiment(
     address: str | None,
     on_message: Callable[..., None] | None = None,
     on_progress: "ProgressHook | None" = None,
+    on_items: "ItemsHook | None" = None,
 ) -> "Iterator[RemoteExperiment]":
     """Start the server and client actors of a run, on a new local cluster or the one to join.
 
@@ -37,6 +39,7 @@ def open_experiment(
         address: of the cluster, see `actors.cluster.access.cluster_to_join`.
         on_message: called with each line for the user; with `minor=True` when it matters only at a terminal.
         on_progress: called with the progress inside a round.
+        on_items: called with the progress inside items of the server's own work.
 
     Yields:
         The experiment; its calls raise `ServerLost` when the server's process has died.
@@ -47,7 +50,7 @@ def open_experiment(
     with session(address) as cluster:
         from actors.remote_experiment import start_experiment
 
-        experiment = start_experiment(setup, task, folder, cluster, on_message or _ignore, on_progress)
+        experiment = start_experiment(setup, task, folder, cluster, on_message or _ignore, on_progress, on_items)
         try:
             yield experiment
         finally:

@@ -53,7 +53,7 @@ class RunMetrics:
             if clients:
                 self._troubles.inc(len(clients), {"kind": kind})
 
-    def show_progress(self, stage: str, done: int, total: int) -> None:
+    def show_progress(self, stage: str, done: float, total: int) -> None:
         """Set the finished share of the current stage, and reset that of the previous stage to 0."""
         if self._stage and stage != self._stage:
             self._progress.set(0.0, {"stage": self._stage})

@@ -21,6 +21,7 @@ from actors.probe import probe
 from actors.server import ServerActor
 from actors.shards import Shards
 from raylt.core.checkpoint.checkpoint import Seal
+from raylt.core.fleet.item_progress import ItemsHook, ItemsProgress
 from raylt.core.report import RoundReport
 from raylt.core.server import ProgressHook
 from raylt.core.setup import Setup
@@ -44,16 +45,24 @@ class RemoteExperiment:
         group: Ray's placement group of the client actors; None inside a trial.
         notes: file with the run's notes, whose new lines go to `on_message`.
         on_progress: called with the progress inside a round.
+        on_items: called with the progress inside items of the server's own work.
     """
 
     def __init__(
-        self, server: Any, group: Any, notes: Path, on_message: OnMessage, on_progress: ProgressHook | None = None
+        self,
+        server: Any,
+        group: Any,
+        notes: Path,
+        on_message: OnMessage,
+        on_progress: ProgressHook | None = None,
+        on_items: ItemsHook | None = None,
     ):
         self._server = server
         self._group = group
         self._notes = notes
         self._on_message = on_message
         self._on_progress = on_progress
+        self._on_items = on_items
         self._bytes_read = notes.stat().st_size if notes.is_file() else 0
         try:
             self.done: bool = _get(server.done.remote())
@@ -88,13 +97,18 @@ class RemoteExperiment:
         try:
             while not ray.wait([ref], timeout=LOOK_S)[0]:
                 self._show_notes()
-                if self._on_progress is not None:
-                    moment = progress.read_progress(self._notes.parent)
-                    if moment is not None:
-                        self._on_progress(*moment)
+                self._show_progress()
         finally:
             self._show_notes()
         return _get(ref)
+
+    def _show_progress(self) -> None:
+        moment = progress.read_progress(self._notes.parent)
+        if isinstance(moment, ItemsProgress):
+            if self._on_items is not None:
+                self._on_items(moment)
+        elif moment is not None and self._on_progress is not None:
+            self._on_progress(*moment)
 
     def _show_notes(self) -> None:
         with Folder.open(self._notes.parent) as folder:
@@ -111,6 +125,7 @@ def start_experiment(
     cluster: Cluster,
     on_message: OnMessage,
     on_progress: ProgressHook | None = None,
+    on_items: ItemsHook | None = None,
 ) -> RemoteExperiment:
     """Plan the run for this process's cluster, display the plan, and start the server actor.
 
@@ -131,7 +146,7 @@ def start_experiment(
     hint = " (it asks for the token that ray get-auth-token prints)" if board and cluster.token else ""
     on_message(f"{cluster}, {chosen.reasons['nodes']}; dashboard {board or 'off'}{hint}", minor=cluster.started)
     server, group = _start_server(setup, task, folder, chosen)
-    return RemoteExperiment(server, group, folder / NOTES, on_message, on_progress)
+    return RemoteExperiment(server, group, folder / NOTES, on_message, on_progress, on_items)
 
 
 def _start_server(setup: Setup, task: Task, folder: Path, chosen: PlacementPlan) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ Aggregation, server-side synthesis, evaluation and checkpoints happen in its pro
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from actors.prometheus import RunMetrics
 from actors.shards import Shards
 from raylt.core.checkpoint.checkpoint import Seal, latest
 from raylt.core.experiment import Experiment
+from raylt.core.fleet.item_progress import ItemsProgress
 from raylt.core.report import RoundReport
 from raylt.core.setup import Setup
 from raylt.data.task import Task
@@ -65,6 +67,7 @@ class ServerActor:
                 self.metrics = RunMetrics(folder.name)
                 self._write_progress = progress_writer(folder)
                 self.fleet.on_progress = self._show_progress
+                self.fleet.on_items = self._show_items
                 self.experiment = Experiment(setup, task, self.fleet, self.device, folder)
                 saved, _ = latest(folder / "checkpoints")
                 if saved is not None:
@@ -99,6 +102,11 @@ class ServerActor:
         """Show the progress inside a step at the driver's terminal and in the metrics."""
         self._write_progress(stage, done, total)
         self.metrics.show_progress(stage, done, total)
+
+    def _show_items(self, progress: ItemsProgress) -> None:
+        """Show the progress inside items as `_show_progress` does that of a step."""
+        self._write_progress(*astuple(progress))
+        self.metrics.show_progress(progress.stage, progress.share, 1)
 
     @contextmanager
     def _as_one_line(self) -> Iterator[None]:

@@ -222,6 +222,10 @@ class Method(BaseModel):
         """Describe the work and time of `finish` for plans; return an empty text if it takes no longer than a round."""
         return ""
 
+    def last_phase_seconds(self, spec: TaskSpec, model: SplitModel) -> float | None:
+        """Return the time of `finish` on one core, for the time that is left; None where it is not known before."""
+        return None
+
     # what is judged
 
     def global_model(self, server: Server) -> SplitModel:

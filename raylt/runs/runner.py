@@ -21,6 +21,7 @@ from raylt.runs.folder import provenance
 from raylt.runs.folder.summary import SERVER_DEATHS, summarise
 from raylt.runs.folder.writer import Journal
 from raylt.runs.in_process import one_thread, open_in_process
+from raylt.seeds import seeded
 
 FleetKind = Literal["ray", "local"]
 SERVER_LIVES = 3  # times that the server's process may die in the same step
@@ -116,6 +117,11 @@ def _take_steps(
         callback.on_message(f"images of {height}x{width} are resized to {side}x{side} for {setup.config.model}")
     setup, task = encode(setup, task, callback.on_message)
     setup.method.prepare(task, setup.config, model)
+    if setup.method.finishes:
+        with one_thread(), seeded(0):
+            seconds = setup.method.last_phase_seconds(task.spec, model)
+        if seconds is not None:
+            callback.on_last_phase(seconds)
     with _experiment(setup, task, journal.folder, fleet, address, callback) as experiment:
         facts = experiment.describe()
         provenance.check_device(journal.folder, setup.config, facts)
@@ -143,7 +149,7 @@ def _experiment(
     claim()
     from actors.launch import open_experiment  # the only import of Ray's side
 
-    return open_experiment(setup, task, folder, address, callback.on_message, callback.on_progress)
+    return open_experiment(setup, task, folder, address, callback.on_message, callback.on_progress, callback.on_items)
 
 
 @contextmanager
@@ -152,6 +158,7 @@ def _in_this_process(setup: Setup, task: Task, folder: Path, callback: Callback)
     with one_thread():
         experiment = open_in_process(setup, task, folder, saved)
         experiment.fleet.on_progress = callback.on_progress
+        experiment.fleet.on_items = callback.on_items
         yield experiment
 
 

@@ -15,6 +15,7 @@ import torch
 from raylt.core.checkpoint import checkpoint
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.item_progress import report_steps
 from raylt.core.fleet.reductions import mean
 from raylt.core.method import Method
 from raylt.core.server import Server
@@ -144,6 +145,14 @@ def fill_item(item: Tree) -> Tree:
     """An item of the server's own work, on such a device."""
     crowd(Path(item["folder"]), item["fit"])
     return {"x": item["x"]}
+
+
+def step_slowly(item: Tree) -> Tree:
+    """An item of the server's own work that reports its steps, in a process of its own."""
+    for step in range(1, 6):
+        time.sleep(0.6)
+        report_steps(step, 5)
+    return item
 
 
 def break_device(client: Client, message: Message) -> Reply:

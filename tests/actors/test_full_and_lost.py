@@ -154,6 +154,19 @@ def test_an_item_of_map_that_finds_the_device_full_halves_the_actors(fleet_of, t
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
+def test_steps_inside_items_are_shown_while_they_run(fleet_of, tmp_path):
+    fleet = fleet_of(2)
+    shown = []
+    fleet.on_items = shown.append
+    assert [item["x"].item() for item in fleet.map(faulty.step_slowly, [{"x": torch.ones(1)}] * 3)] == [1, 1, 1]
+    assert {(progress.stage, progress.total, progress.steps) for progress in shown} == {("step_slowly", 3, 5)}
+    assert any(0 < progress.step < 5 for progress in shown)
+    assert all(0 < progress.share < 1 for progress in shown)
+    assert not list(tmp_path.glob(".progress*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 def test_a_device_that_is_full_as_actors_start_halves_them(fleet_of, tmp_path):
     fleet = fleet_of(4, faulty.Crowded(folder=str(tmp_path), fit=2))
     assert 1 <= len(fleet.slots) <= 2  # one where those that were given up were not gone yet

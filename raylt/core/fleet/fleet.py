@@ -25,11 +25,12 @@ from raylt.config import Config
 from raylt.core.client import ClientFunction, Message, Reply
 from raylt.core.fleet.aggregation import LayoutVote, Replies
 from raylt.core.fleet.cohort import Cohort, RoundStats, Traffic
+from raylt.core.fleet.item_progress import ItemsHook, progress_of_items, steps_reported_to
 from raylt.core.fleet.reductions import Reduction
 from raylt.core.fleet.schema import Arrived, Schema
 from raylt.core.fleet.wire import Fault, Unusable
 from raylt.core.protection.protection import Protection
-from raylt.core.server import ProgressHook
+from raylt.core.server import ProgressHook, StageProgress
 from raylt.data.task import Task
 from raylt.errors import ClientError, Diverged, Overflow, RayltError, TooFewReplies
 from raylt.tree import Tree
@@ -58,6 +59,7 @@ class Fleet(ABC):
         sizes: samples per client that trains, by id; `all_sizes` has the new clients too.
         round_stats: what happened since `begin`.
         on_progress: called for each answer; None without an observer.
+        on_items: called with the progress inside items of `map`; None without an observer.
         changed: clients whose private state is newer than the last checkpoint.
     """
 
@@ -74,6 +76,7 @@ class Fleet(ABC):
         self.round_stats = RoundStats()
         self.changed: set[int] = set()
         self.on_progress: ProgressHook | None = None
+        self.on_items: ItemsHook | None = None
         self.protection = Protection(config, self.all_sizes)
         self._diverging = -2, -2  # first and last of the latest rounds in a row with updates that are too large
         self._private: dict[int, Any] = {}  # handles of the clients' private states: what an actor is rebuilt from
@@ -161,7 +164,8 @@ class Fleet(ABC):
     def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
         """Run a pure function of the server on each item, on idle processes, and return the results in order.
 
-        The function sees no client's data. An item whose process is lost is run again, with the same outcome.
+        The function sees no client's data. An item whose process is lost is run again, with the same outcome. A long
+        function calls `report_steps` (item_progress.py).
 
         Raises:
             RayltError: the function raised; names the item's position and the cause.
@@ -171,6 +175,11 @@ class Fleet(ABC):
         """Tell the observer how many items of a call of `map` are done."""
         if self.on_progress is not None:
             self.on_progress(getattr(fn, "__name__", "map"), done, total)
+
+    def show_steps(self, fn: ItemFunction, done: int, total: int, steps: Mapping[int, tuple[int, int]]) -> None:
+        """Tell the observer how far the items under way are, see `progress_of_items`."""
+        if self.on_items is not None:
+            self.on_items(progress_of_items(getattr(fn, "__name__", "map"), done, total, steps))
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -366,12 +375,19 @@ def check_finite(parts: Tree, what: str, config: Config) -> None:
             )
 
 
-def compute(fn: ItemFunction, item: Tree, threads: int, device: torch.device) -> Tree:
-    """Run one item of `Fleet.map` on the process's device, with the same number of threads in every process."""
+def compute(
+    fn: ItemFunction, item: Tree, threads: int, device: torch.device, on_step: StageProgress | None = None
+) -> Tree:
+    """Run one item of `Fleet.map` on the process's device, with the same number of threads in every process.
+
+    Args:
+        on_step: called with the steps that the function reports.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)  # it decides the order of some sums
     try:
-        result = fn(tree.to(item, device))
+        with steps_reported_to(on_step):
+            result = fn(tree.to(item, device))
     finally:
         torch.set_num_threads(before)
     return tree.map_tensors(Tensor.contiguous, tree.to(tree.map_tensors(Tensor.detach, result), torch.device("cpu")))

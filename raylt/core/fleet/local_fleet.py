@@ -40,9 +40,13 @@ class LocalFleet(Fleet):
         results = []
         for number, item in enumerate(items):
             self.show_items(fn, number, len(items))
+
+            def show(done: int, total: int, number: int = number) -> None:
+                self.show_steps(fn, number, len(items), {number: (done, total)})
+
             try:
                 fn_copy, item_copy = pickle.loads(cloudpickle.dumps((fn, item)))
-                results.append(compute(fn_copy, item_copy, threads, self._host.device))
+                results.append(compute(fn_copy, item_copy, threads, self._host.device, show))
             except Exception as error:
                 name = getattr(fn, "__name__", "map")
                 raise RayltError(

@@ -98,7 +98,12 @@ def fit_classifier(
 
 
 def fit_time(dim: int, classes: int, samples: int, epochs: int, batch: int) -> str:
-    """Return the time of `fit_classifier` on `samples` features, estimated from a few timed steps."""
+    """Return the time of `fit_classifier` on `samples` features, in words."""
+    return about(fit_seconds(dim, classes, samples, epochs, batch))
+
+
+def fit_seconds(dim: int, classes: int, samples: int, epochs: int, batch: int) -> float:
+    """Return the seconds of `fit_classifier` on `samples` features, estimated from a few timed steps."""
     classifier = nn.Linear(dim, classes)
     rows = min(samples, TIMED * batch)
     z, y = torch.zeros(rows, dim), torch.zeros(rows, dtype=torch.long)
@@ -110,7 +115,7 @@ def fit_time(dim: int, classes: int, samples: int, epochs: int, batch: int) -> s
 
     timed()  # the first steps are slower
     steps = epochs * math.ceil(samples / batch)
-    return about(timed() / math.ceil(rows / batch) * steps)
+    return timed() / math.ceil(rows / batch) * steps
 
 
 def about(seconds: float) -> str:

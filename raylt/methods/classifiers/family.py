@@ -19,7 +19,7 @@ from raylt.core.fleet.reductions import Reduction, total
 from raylt.core.method import Group, Method
 from raylt.core.server import Server
 from raylt.core.training.features import features
-from raylt.core.training.fit_classifier import fit_classifier, fit_time
+from raylt.core.training.fit_classifier import about, fit_classifier, fit_seconds
 from raylt.data.task import TaskSpec
 from raylt.hyper import Choice, LogUniform, Uniform, hp
 from raylt.models.split import SplitModel, linear, with_classifier
@@ -93,8 +93,11 @@ class Calibrated(AfterTraining):
 
     def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
         features = self.virtual * spec.classes
-        duration = fit_time(model.dim, spec.classes, features, self.epochs, self.batch)
+        duration = about(self.last_phase_seconds(spec, model))
         return f"calibration of the classifier on {features} features in {self.epochs} epochs, {duration}"
+
+    def last_phase_seconds(self, spec: TaskSpec, model: SplitModel) -> float:
+        return fit_seconds(model.dim, spec.classes, self.virtual * spec.classes, self.epochs, self.batch)
 
     def finish(self, server: Server, fleet: Fleet) -> None:
         drawn = self.draw(server, fleet, torch.Generator().manual_seed(server.seed("virtual")))

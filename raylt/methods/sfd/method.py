@@ -38,6 +38,7 @@ from raylt import tree
 from raylt.config import Config
 from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet.fleet import Fleet
+from raylt.core.fleet.item_progress import report_steps
 from raylt.core.fleet.reductions import each, total
 from raylt.core.fleet.upload_size import check_class_sums
 from raylt.core.method import Group, Method, train_clients
@@ -83,6 +84,7 @@ OFFICIAL: dict[str, Any] = {
 QUICK: dict[str, Any] = {"synthesis_steps": 5}
 PRESETS = {"official": OFFICIAL, "quick": QUICK}
 
+TIMED_STEPS = 3  # of the synthesis, for plans
 SHOWN_CLASSES, SHOWN_FEATURES = 10, 200  # kept for `raylt plot features`: 4 MB at d = 512
 
 
@@ -398,21 +400,35 @@ class SFD(Method):
             server.log(jitter=jitter, mmd=class_mean(made, "mmd"), arr=class_mean(made, "arr"))  # [8]
 
     def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
-        """Describe the work after the last round, with the time of its synthesis, estimated from one timed step."""
-        if not self.safs or self.classifier != "safs" or not (self.mmd or self.arr) or not self.synthesis_steps:
+        """Describe the work after the last round, with the time of its synthesis, estimated from timed steps."""
+        seconds = self.last_phase_seconds(spec, model)
+        if seconds is None:
             return ""
+        work = f"synthesis of {spec.classes} classes in {self.synthesis_steps} steps each"
+        quick = "" if self.synthesis_steps <= QUICK["synthesis_steps"] else "; method.preset=quick takes 5 steps"
+        return f"{work}, {about(seconds)}{quick}"
+
+    def last_phase_seconds(self, spec: TaskSpec, model: SplitModel) -> float | None:
+        if not self.safs or self.classifier != "safs" or not (self.mmd or self.arr) or not self.synthesis_steps:
+            return None
         low, high = self.bank(model.dim)
         mean = torch.zeros(model.dim, dtype=torch.float64)
         factor = torch.eye(model.dim, dtype=torch.float64)
         target = Target(mean, factor, torch.zeros(self.rf_dim), self.frequencies(model.dim, 0).cpu())
         parts = Parts(self.aligner, self.mmd, self.arr)
-        start = time.perf_counter()
-        synthesise(target, high, parts, 1, self.synthesis_lr, self.synthesis_momentum, torch.Generator().manual_seed(0))
-        step = time.perf_counter() - start
-        seconds = step * self.synthesis_steps * spec.classes * (low + high) / (2 * high)
-        work = f"synthesis of {spec.classes} classes in {self.synthesis_steps} steps each"
-        quick = "" if self.synthesis_steps <= QUICK["synthesis_steps"] else "; method.preset=quick takes 5 steps"
-        return f"{work}, {about(seconds)}{quick}"
+        ends: list[float] = []
+        synthesise(
+            target,
+            high,
+            parts,
+            TIMED_STEPS,
+            self.synthesis_lr,
+            self.synthesis_momentum,
+            torch.Generator().manual_seed(0),
+            progress=lambda *_: ends.append(time.perf_counter()),
+        )
+        step = (ends[-1] - ends[0]) / (TIMED_STEPS - 1)  # without the first, which is slower
+        return step * self.synthesis_steps * spec.classes * (low + high) / (2 * high)
 
     def real(self, server: Server, fleet: Fleet, sizes: dict[int, int]) -> list[Tree]:
         """Return real features of each class, drawn with replacement from those that clients upload."""
@@ -450,7 +466,15 @@ class SFD(Method):
         parts = Parts(self.aligner, self.mmd, self.arr)
         draw = torch.Generator().manual_seed(item["bank"])
         z, (start, end) = synthesise(
-            target, item["size"], parts, self.synthesis_steps, rate, self.synthesis_momentum, draw, self.bank_start
+            target,
+            item["size"],
+            parts,
+            self.synthesis_steps,
+            rate,
+            self.synthesis_momentum,
+            draw,
+            self.bank_start,
+            report_steps,
         )
         floor = bootstrap_floor(target.phi, target.omega, of_class.mean, of_class.cov, item["size"])
         return {

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from raylt.core.server import StageProgress
 from raylt.methods.sfd.fourier import fourier
 
 RAW_JITTER = 1e-6  # for the bank's covariance, which is well conditioned: Appendix B leaves the value open
@@ -209,6 +210,7 @@ def synthesise(
     momentum: float,
     generator: torch.Generator,
     start: Start = "noise",
+    progress: StageProgress | None = None,
 ) -> tuple[Tensor, tuple[Losses, Losses]]:
     """Run Algorithm 1 for one class: SGD with momentum and a cosine learning rate on a bank of random features.
 
@@ -216,6 +218,7 @@ def synthesise(
         size: The number of features, M.
         generator: On the CPU, so that all devices start from the same bank.
         start: As for `first_bank`.
+        progress: Called after each step with the steps that are done, and all.
 
     Returns:
         Features, float32 [M, d], and both losses before the first step and after the last, whether in use or not.
@@ -235,6 +238,8 @@ def synthesise(
         gradient, _ = bank_gradient(raw, prepared)
         velocity.mul_(momentum).add_(gradient)
         raw.add_(velocity, alpha=-lr * 0.5 * (1 + math.cos(math.pi * t / steps)))
+        if progress is not None:
+            progress(t + 1, steps)
     z = features()
     return z, (before, losses(z))
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # an observer of a search need not wait for torch
     from raylt.config import Config
     from raylt.core.experiment import RoundReport
+    from raylt.core.fleet.item_progress import ItemsProgress
     from raylt.runs.callbacks.prediction_grid import Picture
 
 
@@ -17,7 +18,7 @@ class StudyStatus:
 
     Attributes:
         done, total: runs that are finished, and all runs of the study.
-        running: folders of the runs that are under way.
+        running: folders of the runs that are under way; where the server works alone, with its progress in brackets.
         share: share of the work that is done, from 0 to 1.
         left_s: estimated seconds until the end; None until a run has been timed.
         untimed_finish: whether `left_s` lacks the last phases of some runs, because none like them was timed yet.
@@ -87,6 +88,12 @@ class Callback:
             total: clients that were asked, or items; 0 where there are none.
         """
 
+    def on_items(self, progress: "ItemsProgress") -> None:
+        """Receive the progress inside the server's own work on several items, such as the classes of a synthesis."""
+
+    def on_last_phase(self, seconds: float) -> None:
+        """Receive the expected duration of the method's last phase on one core, before the first step."""
+
     def on_step(self, report: "RoundReport") -> None:
         """Receive the report of a committed step: a round, or the method's work after the last round."""
 
@@ -145,6 +152,12 @@ class Callbacks(Callback):
 
     def on_progress(self, stage: str, done: int, total: int) -> None:
         self._each(lambda callback: callback.on_progress(stage, done, total))
+
+    def on_items(self, progress: "ItemsProgress") -> None:
+        self._each(lambda callback: callback.on_items(progress))
+
+    def on_last_phase(self, seconds: float) -> None:
+        self._each(lambda callback: callback.on_last_phase(seconds))
 
     def on_step(self, report: "RoundReport") -> None:
         self._each(lambda callback: callback.on_step(report))

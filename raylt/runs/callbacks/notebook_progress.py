@@ -7,11 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from raylt.config import Config
+from raylt.core.fleet.item_progress import ItemsProgress
 from raylt.core.report import RoundReport
 from raylt.notebook import Output, in_notebook
 from raylt.registry import resolve
 from raylt.runs.callbacks.base import Callback, StudyStatus, TrialReport
-from raylt.runs.callbacks.terminal import STAGES, BestFigure, TerminalProgress, TimeLeft, in_words
+from raylt.runs.callbacks.terminal import (
+    STAGES,
+    BestFigure,
+    StagePace,
+    TerminalProgress,
+    TimeLeft,
+    in_words,
+    items_text,
+)
 
 EVERY = 0.25  # seconds between two updates at least: each travels to the browser
 NOTES = 20  # messages that are shown, the last ones
@@ -32,6 +41,7 @@ class NotebookProgress(Callback):
         self._share: float | None = None
         self._text = "starting"
         self._stage = ""
+        self._pace = StagePace("")
         self._notes: list[str] = []
         self._steps = 0
         self._total = 0
@@ -55,7 +65,19 @@ class NotebookProgress(Callback):
         self._show_step()
 
     def on_progress(self, stage: str, done: int, total: int) -> None:
-        counts = f" {done}/{total}" if total else ""
+        self._show_stage(stage, f" {done}/{total}" if total else "", done / total if total else 0.0)
+
+    def on_items(self, progress: ItemsProgress) -> None:
+        self._show_stage(progress.stage, f": {items_text(progress)}", progress.share)
+
+    def on_last_phase(self, seconds: float) -> None:
+        self._time_left.last_phase = seconds
+
+    def _show_stage(self, stage: str, counts: str, share: float) -> None:
+        if stage != self._pace.name or share < self._pace.share:
+            self._pace = StagePace(stage)
+        self._pace.share = share
+        self._time_left.stage_left = self._pace.seconds_left()
         self._stage = STAGES.get(stage, stage.replace("_", " ")) + counts
         if time.monotonic() - self._updated >= EVERY:
             self._show_step()

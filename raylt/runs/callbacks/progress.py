@@ -1,53 +1,102 @@
-"""Progress inside a step: a small file in the run folder, written by the stepping process and read by a terminal.
+"""Progress inside a step, as small files in the run folder.
 
-The file is not part of the run: nothing else reads it, and it need not reach the disk.
+The stepping process writes one that a terminal reads. Processes that work on items of `Fleet.map` write one for each
+item, which the stepping process reads. The files are not part of the run: nothing else reads them, and they need not
+reach the disk.
 """
 
 import json
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from raylt.core.server import ProgressHook
+from raylt.core.fleet.item_progress import ItemsProgress
+from raylt.core.server import StageProgress
 from raylt.errors import RayltError
 from raylt.store import Folder
 
 FILE = ".progress"
+ITEM = ".progress-"  # before the number of an item
 EVERY_S = 0.5  # between two writes of the same stage: people read no faster
 
 
-def progress_writer(folder: Path) -> ProgressHook:
-    """Return a function that writes the progress of a run into its folder."""
+def progress_writer(folder: Path) -> Callable[..., None]:
+    """Return a function that writes the progress of a run into its folder.
+
+    It takes the arguments of a `ProgressHook`, or the fields of `ItemsProgress`.
+    """
     last_stage = ""
     last_time = 0.0
 
-    def write(stage: str, done: int, total: int) -> None:
+    def write(stage: str, *figures: float) -> None:
         nonlocal last_stage, last_time
         now = time.monotonic()
         if stage == last_stage and now - last_time < EVERY_S:
             return
         last_stage = stage
         last_time = now
-        with Folder.open(folder) as run_folder:
-            run_folder.remove(FILE)
-            with run_folder.log(FILE) as stream:
-                stream.write(json.dumps([stage, done, total]).encode())
+        _write(folder, FILE, [stage, *figures])
 
     return write
 
 
-def read_progress(folder: Path) -> tuple[str, int, int] | None:
-    """Return the last progress of a run, or None if there is none or the file is being written."""
-    try:
-        with Folder.open(folder) as run_folder:
-            if not run_folder.has(FILE):
-                return None
-            stage, done, total = json.loads(run_folder.read(FILE, 1000))
-    except (RayltError, ValueError, TypeError):
-        return None
-    return str(stage), int(done), int(total)
+def item_writer(folder: Path, number: int) -> StageProgress:
+    """Return a function that writes the steps of one item into the run folder."""
+    last_time = time.monotonic()
+
+    def write(done: int, total: int) -> None:
+        nonlocal last_time
+        now = time.monotonic()
+        if now - last_time >= EVERY_S:
+            last_time = now
+            _write(folder, f"{ITEM}{number}", [done, total])
+
+    return write
+
+
+def read_progress(folder: Path) -> tuple[str, int, int] | ItemsProgress | None:
+    """Return the last progress of a run, or None where there is none or the file is being written."""
+    figures = _read(folder, FILE)
+    if len(figures) == 3:
+        stage, done, total = figures
+        return str(stage), int(done), int(total)
+    return ItemsProgress(*figures) if len(figures) == 6 else None
+
+
+def read_items(folder: Path, numbers: Iterable[int]) -> dict[int, tuple[int, int]]:
+    """Return the steps of the items that have reported any: those that are done, and all."""
+    figures_by_item = {number: _read(folder, f"{ITEM}{number}") for number in numbers}
+    return {
+        number: (int(figures[0]), int(figures[1])) for number, figures in figures_by_item.items() if len(figures) == 2
+    }
+
+
+def remove_items(folder: Path, numbers: Iterable[int]) -> None:
+    """Remove the files of items that are done."""
+    with Folder.open(folder) as run_folder:
+        for number in numbers:
+            run_folder.remove(f"{ITEM}{number}")
 
 
 def remove_progress(folder: Path) -> None:
     """Remove the file once no process works on the run."""
     with Folder.open(folder) as run_folder:
         run_folder.remove(FILE)
+
+
+def _write(folder: Path, name: str, content: list[Any]) -> None:
+    with Folder.open(folder) as run_folder:
+        run_folder.remove(name)
+        with run_folder.log(name) as stream:
+            stream.write(json.dumps(content).encode())
+
+
+def _read(folder: Path, name: str) -> list[Any]:
+    """Return the content of a file; an empty list where there is none or it is being written."""
+    try:
+        with Folder.open(folder) as run_folder:
+            content = json.loads(run_folder.read(name, 1000)) if run_folder.has(name) else []
+    except (RayltError, ValueError):
+        return []
+    return content if isinstance(content, list) else []

@@ -12,6 +12,7 @@ from rich.table import Column
 from rich.text import Text
 
 from raylt.config import Config
+from raylt.core.fleet.item_progress import ItemsProgress
 from raylt.core.report import RoundReport, shown_figure
 from raylt.metrics import LOCAL
 from raylt.registry import resolve
@@ -25,8 +26,9 @@ STAGES = {
     "judge": "judging",
     "checkpoint": "saving",
 }
+ITEMS = {"synthesise": "class"}  # by the server's function, what one of its items is
 BAR = 12  # columns; fewer where the rest of the line needs them
-STAGE = 20  # columns
+STAGE = 21  # columns
 LINE_EVERY = 30.0  # seconds between two lines on a long stage where there is no bar
 TIMED_STEPS = 10  # steps whose mean duration predicts the next ones
 
@@ -61,7 +63,7 @@ class TerminalProgress(Callback):
         self._task = self._bar.add_task("round", total=None, stage="starting", figures="", visible=False)
         self._rounds = 0
         self._best = BestFigure()
-        self._stage = _Stage("")
+        self._stage = StagePace("")
 
     def on_message(self, text: str, minor: bool = False) -> None:
         if self._console.is_terminal or not minor:
@@ -86,15 +88,30 @@ class TerminalProgress(Callback):
 
     def on_progress(self, stage: str, done: int, total: int) -> None:
         counts = f" {done}/{total}" if total else ""
+        self._show_stage(stage, done / total if total else 0.0, counts, f": {done} of {total} done" if total else "")
+
+    def on_items(self, progress: ItemsProgress) -> None:
+        counts = f" {progress.done + 1}/{progress.total} {progress.step}/{progress.steps}"
+        self._show_stage(progress.stage, progress.share, counts, f": {items_text(progress)}")
+
+    def on_last_phase(self, seconds: float) -> None:
+        self._time_left.last_phase = seconds
+
+    def _show_stage(self, stage: str, share: float, counts: str, words: str) -> None:
+        """Show a stage on the bar with its counts, or on a line with its words.
+
+        Args:
+            share: the share of the stage that is done.
+        """
         name = STAGES.get(stage, stage.replace("_", " "))
-        if stage != self._stage.name or done < self._stage.done:
-            self._stage = _Stage(stage)
-        self._stage.done = done
-        left = self._stage.seconds_left(total)
+        if stage != self._stage.name or share < self._stage.share:
+            self._stage = StagePace(stage)
+        self._stage.share = share
+        left = self._stage.seconds_left()
         self._time_left.stage_left = left
         if not self._console.is_terminal and self._stage.line_is_due():
             about = "" if left is None else f", about {in_words(left)} left"
-            self.on_message(f"  {name}{f': {done} of {total} done' if total else ''}{about}")
+            self.on_message(f"  {name}{words}{about}")
         self._bar.update(self._task, stage=name[: STAGE - len(counts)] + counts)
 
     def on_step(self, report: RoundReport) -> None:
@@ -129,18 +146,18 @@ class TerminalProgress(Callback):
         return f"round {min(steps, self._rounds)}/{self._rounds}"
 
 
-class _Stage:
+class StagePace:
     """A running stage of a step: its name, progress and start time."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.done = 0
+        self.share = 0.0  # that is done
         self._since = time.monotonic()
         self._line = self._since
 
-    def seconds_left(self, total: int) -> float | None:
+    def seconds_left(self) -> float | None:
         """Return the seconds until the stage's end at the pace so far; None until something is done."""
-        return (time.monotonic() - self._since) / self.done * (total - self.done) if self.done else None
+        return (time.monotonic() - self._since) / self.share * (1 - self.share) if self.share else None
 
     def line_is_due(self) -> bool:
         """Return whether a line on this stage is due, and if so, record that it was written."""
@@ -148,6 +165,12 @@ class _Stage:
         if due:
             self._line = time.monotonic()
         return due
+
+
+def items_text(progress: ItemsProgress) -> str:
+    """Return the progress inside items in words: "class 3 of 10, step 40 of 100"."""
+    item = ITEMS.get(progress.stage, "item")
+    return f"{item} {progress.done + 1} of {progress.total}, step {progress.step} of {progress.steps}"
 
 
 def in_words(seconds: float) -> str:
@@ -164,6 +187,7 @@ class TimeLeft(ProgressColumn):
     def __init__(self) -> None:
         super().__init__(Column(no_wrap=True))
         self.stage_left: float | None = None  # seconds until the end of the stage under way
+        self.last_phase: float | None = None  # seconds of the step after the rounds, where a method knows them
         self._seconds: deque[float] = deque(maxlen=TIMED_STEPS)
         self._since = time.monotonic()
 
@@ -184,15 +208,30 @@ class TimeLeft(ProgressColumn):
         """
         if steps is None or (steps and not self._seconds):
             return "--:--"
+        if steps and self.last_phase is not None:
+            return _clock(self._left_with_last_phase(steps, self.last_phase))
         step = sum(self._seconds) / max(len(self._seconds), 1)
         left_of_step = step - (time.monotonic() - self._since)
         if steps == 1 and left_of_step < 0:  # the last step takes longer than those before it
             if self.stage_left is None:
                 return "--:--"
             left_of_step = self.stage_left
-        left = round(max(left_of_step, 0) + step * (steps - 1)) if steps else 0
-        hours, minutes = left // 3600, left // 60 % 60
-        return f"{hours}:{minutes:02}:{left % 60:02}" if hours else f"{minutes:02}:{left % 60:02}"
+        return _clock(max(left_of_step, 0) + step * (steps - 1) if steps else 0)
+
+    def _left_with_last_phase(self, steps: int, last_phase: float) -> float:
+        """Return the seconds that the remaining steps take, where the duration of the last is known."""
+        passed = time.monotonic() - self._since
+        if steps == 1:
+            return max(last_phase - passed, 0) if self.stage_left is None else self.stage_left
+        step = sum(self._seconds) / len(self._seconds)
+        return max(step - passed, 0) + step * (steps - 2) + last_phase
+
+
+def _clock(seconds: float) -> str:
+    """Return seconds as minutes and seconds, or hours, minutes and seconds."""
+    left = round(seconds)
+    hours, minutes = left // 3600, left // 60 % 60
+    return f"{hours}:{minutes:02}:{left % 60:02}" if hours else f"{minutes:02}:{left % 60:02}"
 
 
 class BestFigure:

@@ -91,6 +91,8 @@ class Job:
         attempts: times that it was started.
         stem: folder of the run with which it shares its first steps, and which is done before.
         shared: number of those steps.
+        work: progress of the server's own work in the step under way, in words; empty where it does none.
+        work_left: seconds until that work is done; None where it is not known.
     """
 
     planned: Planned
@@ -100,6 +102,8 @@ class Job:
     attempts: int = 0
     stem: Path | None = None
     shared: int = 0
+    work: str = ""
+    work_left: float | None = None
 
 
 @dataclass
@@ -180,6 +184,8 @@ class _Pool:
         self._waiting.remove(job)
         worker.job = job
         job.attempts += 1
+        job.work = ""
+        job.work_left = None
         content = {
             "folder": str(job.folder),
             "config": job.planned.config.model_dump(mode="json"),
@@ -238,7 +244,16 @@ class _Pool:
                 job.steps = message["steps"]
                 job.seconds = 0.0
                 return
+            case "last phase":
+                self._pace.expect(job.planned, message["seconds"])
+                return
+            case "items":
+                job.work = message["text"]
+                job.work_left = message["left"]
+                return
             case "step":
+                job.work = ""
+                job.work_left = None
                 job.steps = message["step"]
                 job.seconds += message["seconds"]
                 self._pace.learn(job.planned, job.steps, message["seconds"])
@@ -276,6 +291,8 @@ class _Pool:
         self._callback.on_message(f"{job.planned.folder} failed: {reason}")
 
     def _left(self, job: Job) -> float:
+        if job.work_left is not None and job.steps >= job.planned.config.federation.rounds:  # in its last phase
+            return job.work_left
         return self._pace.left(job.planned, max(job.steps, job.shared))
 
     def _show(self) -> None:
@@ -288,7 +305,7 @@ class _Pool:
         status = StudyStatus(
             done=self._done,
             total=self._total,
-            running=[job.planned.folder for job in running],
+            running=[f"{job.planned.folder} ({job.work})" if job.work else job.planned.folder for job in running],
             share=share / max(1, self._total),  # the total is 0 where another process does the only run
             left_s=makespan(left, len(self._slots)) if self._pace.measured else None,
             untimed_finish=any(self._pace.lacks_finish(job.planned, max(job.steps, job.shared)) for job in jobs),

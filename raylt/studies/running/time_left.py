@@ -23,6 +23,7 @@ class Pace:
 
     def __init__(self, records: Sequence[RunRecord]):
         self._seconds: dict[tuple[str, str], StepSeconds] = defaultdict(dict)
+        self._expected: dict[tuple[str, str], float] = {}  # finishes that were not timed yet
         for record in records:
             for step, (before, after) in enumerate(pairwise([0.0, *record.curve.get("seconds", [])]), 1):
                 self._note(record.arm, record.cell, step, record.planned_steps, after - before)
@@ -40,11 +41,15 @@ class Pace:
         """
         if steps > planned.config.federation.rounds or not resolve(planned.config).method.finishes:
             return False
-        return not self.measured or FINISH not in self._nearest(planned)
+        return not self.measured or (FINISH not in self._nearest(planned) and self._expected_finish(planned) is None)
 
     def learn(self, planned: Planned, step: int, seconds: float) -> None:
         """Add the duration of a step."""
         self._note(planned.arm, planned.cell, step, planned.config.federation.rounds, seconds)
+
+    def expect(self, planned: Planned, seconds: float) -> None:
+        """Note the expected duration of a run's finish; it counts until one of its arm was timed."""
+        self._expected[planned.arm, planned.cell] = seconds
 
     def left(self, planned: Planned, steps: int) -> float:
         """Return the time that a run needs after `steps` steps, done by itself or taken from another run."""
@@ -53,8 +58,13 @@ class Pace:
             return max(0, rounds - steps) * _work(planned.config)
         means = {step: fmean(seconds) for step, seconds in self._nearest(planned).items()}
         usual = fmean([seconds for step, seconds in means.items() if step != FINISH] or means.values())
-        finish = means.get(FINISH, 0.0) if steps <= rounds else 0.0
+        finish = means.get(FINISH, self._expected_finish(planned) or 0.0) if steps <= rounds else 0.0
         return sum(means.get(step, usual) for step in range(steps + 1, rounds + 1)) + finish
+
+    def _expected_finish(self, planned: Planned) -> float | None:
+        """Return what was expected of the run's arm in its cell, else in another cell; None where nothing was."""
+        of_arm = [seconds for (arm, _), seconds in self._expected.items() if arm == planned.arm]
+        return self._expected.get((planned.arm, planned.cell), of_arm[0] if of_arm else None)
 
     def _nearest(self, planned: Planned) -> StepSeconds:
         """Return the durations of the arm in the run's cell, else of the arm, else of all runs."""

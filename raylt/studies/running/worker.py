@@ -10,20 +10,25 @@ import os
 import queue
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, TextIO
 
 from raylt import store
 from raylt.config import Config, check
+from raylt.core.fleet.item_progress import ItemsProgress
 from raylt.core.report import RoundReport
 from raylt.errors import FolderHeld, describe_error
 from raylt.registry import load_plugin
 from raylt.runs.callbacks.base import Callback
+from raylt.runs.callbacks.terminal import StagePace, items_text
 from raylt.runs.continuation import branch_to, can_branch
 from raylt.runs.folder.reader import is_locked
 from raylt.runs.run import Run
 from raylt.runs.start import resume, run
 from raylt.studies.records.record import failure_file
+
+EVERY_S = 2.0  # between two events on the server's own work
 
 
 class EventSender(Callback):
@@ -31,6 +36,8 @@ class EventSender(Callback):
 
     def __init__(self, channel: TextIO):
         self._channel = channel
+        self._pace = StagePace("")
+        self._sent = 0.0
 
     def send(self, event: str, **fields: Any) -> None:
         """Write one event as a line of JSON."""
@@ -43,6 +50,18 @@ class EventSender(Callback):
 
     def on_start(self, folder: Path, config: Config, reports: list[dict[str, Any]]) -> None:
         self.send("starts", steps=len(reports))
+
+    def on_last_phase(self, seconds: float) -> None:
+        self.send("last phase", seconds=seconds)
+
+    def on_items(self, progress: ItemsProgress) -> None:
+        if progress.stage != self._pace.name or progress.share < self._pace.share:
+            self._pace = StagePace(progress.stage)
+        self._pace.share = progress.share
+        now = time.monotonic()
+        if now - self._sent >= EVERY_S:
+            self._sent = now
+            self.send("items", text=items_text(progress), left=self._pace.seconds_left())
 
     def on_step(self, report: RoundReport) -> None:
         self.send("step", step=report.step, seconds=report.seconds + report.evaluation_seconds)

@@ -246,3 +246,21 @@ def test_last_phase_is_described_with_its_time(tiny_task):
     assert "preset" not in SFD(preset="quick", **fields).last_phase(spec, model)
     assert SFD(safs=False, **fields).last_phase(spec, model) == ""
     assert SFD(classifier="gaussian", **fields).last_phase(spec, model) == ""
+
+
+def test_the_time_of_the_synthesis_is_that_of_its_steps(tiny_task, monkeypatch):
+    spec = tiny_task.spec
+    model = make_setup(configure()).new_model(spec)
+    now = [0.0]
+    monkeypatch.setattr("raylt.methods.sfd.method.time.perf_counter", lambda: now[0])
+
+    def steps(*arguments, progress):
+        now[0] += 100  # what comes before the steps does not count
+        for seconds in (50, 2, 4):
+            now[0] += seconds
+            progress(0, 0)
+
+    monkeypatch.setattr("raylt.methods.sfd.method.synthesise", steps)
+    method = SFD(rf_dim=60, m_min=80, m_max=120, synthesis_steps=10)
+    # 3 s a step at the largest bank; banks are 100 of 120 on average
+    assert method.last_phase_seconds(spec, model) == pytest.approx(3 * 10 * spec.classes * 100 / 120)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from raylt.core.fleet.item_progress import ItemsProgress
 from raylt.runs.callbacks.terminal import TerminalProgress
 
 # long rounds with many clients: every text of the bar is as long as it gets
@@ -115,6 +116,26 @@ def test_a_long_stage_says_how_far_it_is_where_there_is_no_bar(monkeypatch, caps
     screen.on_progress("train", 0, 5)
     screen.on_progress("train", 1, 5)
     assert not capsys.readouterr().err  # a stage that has just begun
+
+
+def test_progress_inside_the_servers_own_items_is_in_words_and_in_the_time_left(monkeypatch, capsys):
+    now = [1000.0]
+    monkeypatch.setattr("raylt.runs.callbacks.terminal.time.monotonic", lambda: now[0])
+    screen = TerminalProgress()
+    column = screen._time_left
+    column.add_step(7)
+    screen.on_last_phase(400.0)
+    # two rounds are left, then the last phase
+    assert column.text(3) == "06:54"
+    now[0] += 5
+    assert [column.text(steps) for steps in (3, 1, 0)] == ["06:49", "06:35", "00:00"]
+    column.add_step(7)
+    screen.on_items(ItemsProgress("synthesise", 0, 10, 1, 100, 0.001))
+    now[0] += 100
+    screen.on_items(ItemsProgress("synthesise", 2, 10, 40, 100, 0.24))
+    assert column.text(1) == "05:17"
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.strip() == "synthesis: class 3 of 10, step 40 of 100, about 5 min left"
 
 
 def test_the_time_left_in_the_last_step_is_that_of_its_stage(monkeypatch):

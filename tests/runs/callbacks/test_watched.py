@@ -11,6 +11,7 @@ from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttribut
 
 import raylt
 from raylt.config import load
+from raylt.core.fleet.item_progress import ItemsProgress
 from raylt.core.report import RoundReport
 from raylt.data.images import cache
 from raylt.data.label_maps import relabel
@@ -224,6 +225,42 @@ def test_the_bar_shows_a_personal_method_by_what_is_known(screen, tmp_path):
     assert "acc 12.5 % (best 12.5)" in shown()
 
 
+def test_steps_of_items_are_noted_by_number_and_forgotten(tmp_path, monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    write = progress.item_writer(tmp_path, 3)
+    write(1, 100)  # a short item writes nothing
+    assert progress.read_items(tmp_path, range(5)) == {}
+    now[0] += 1
+    write(40, 100)
+    assert progress.read_items(tmp_path, range(5)) == {3: (40, 100)}
+    progress.remove_items(tmp_path, range(5))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_callback_receives_the_steps_inside_the_servers_items(tmp_path):
+    seen = []
+
+    class Recorded(raylt.Callback):
+        def on_items(self, progress):
+            seen.append(progress)
+
+        def on_last_phase(self, seconds):
+            seen.append(seconds)
+
+    fields = ("method.rf_dim=60", "method.m_min=80", "method.m_max=90", "method.synthesis_steps=2", "method.epochs=2")
+    config = make_tiny_run(tmp_path, "sfd", *fields, "federation.rounds=1", name="first").config
+    raylt.run(config, out=tmp_path, name="second", fleet="local", quiet=True, callbacks=[Recorded()])
+    seconds, *steps = seen
+    assert 0 < seconds < 60
+    classes = steps[0].total
+    assert [(s.stage, s.done, s.step, s.steps) for s in steps] == [
+        ("synthesise", done, step, 2) for done in range(classes) for step in (1, 2)
+    ]
+    assert [s.share for s in steps] == pytest.approx([(k + 1) / (2 * classes) for k in range(2 * classes)])
+    assert not list(tmp_path.rglob(".progress*"))
+
+
 def test_progress_is_noted_and_forgotten(tmp_path):
     note = progress.progress_writer(tmp_path)
     assert progress.read_progress(tmp_path) is None
@@ -234,5 +271,7 @@ def test_progress_is_noted_and_forgotten(tmp_path):
     assert progress.read_progress(tmp_path) == ("judge", 0, 10)
     (tmp_path / progress.FILE).write_text('["ju')
     assert progress.read_progress(tmp_path) is None
+    note("map", 2, 10, 40, 100, 0.24)
+    assert progress.read_progress(tmp_path) == ItemsProgress("map", 2, 10, 40, 100, 0.24)
     progress.remove_progress(tmp_path)
     assert not list(tmp_path.iterdir())

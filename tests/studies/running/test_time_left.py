@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from made import GROUPS, record, summary
@@ -10,7 +11,9 @@ from made import GROUPS, record, summary
 from raylt.cli.main import app
 from raylt.studies.definition import define
 from raylt.studies.records.recorded_runs import record_path, write_results
+from raylt.studies.running.scheduler import Job, Worker, _Pool
 from raylt.studies.running.time_left import Pace
+from raylt.studies.running.worker_slots import WorkerSlot
 
 ARMS = {"fedavg": "fedavg", "ccvr": "ccvr", "prox": "fedprox"}
 STUDY = {"name": "timed", "base": {"federation": {"rounds": 4}, "local": {"epochs": 3}}, "arms": ARMS, "seeds": 2}
@@ -116,3 +119,33 @@ def test_a_last_phase_that_was_never_timed_is_named(planned):
     assert not rounds_alone.lacks_finish(planned["ccvr"], 5)  # it is over
     assert not rounds_alone.lacks_finish(planned["fedavg"], 0)  # which has none
     assert not Pace([timed("ccvr", [1] * 4 + [50])]).lacks_finish(planned["ccvr"], 4)
+
+
+def test_an_expected_last_phase_counts_until_one_was_timed(planned):
+    pace = Pace([timed("ccvr", [1] * 4, state="stopped"), timed("fedavg", [2] * 4)])
+    pace.expect(planned["ccvr"], 400.0)
+    assert not pace.lacks_finish(planned["ccvr"], 0)
+    assert [pace.left(planned["ccvr"], steps) for steps in (0, 4, 5)] == [404, 400, 0]
+    assert pace.left(planned["fedavg"], 0) == 8
+    pace.learn(planned["ccvr"], 5, 30.0)
+    assert pace.left(planned["ccvr"], 4) == 30
+
+
+def test_a_study_says_how_far_the_last_phase_of_a_run_is(planned, tmp_path):
+    shown = []
+    plan = planned["ccvr"]
+    observer = SimpleNamespace(on_study_progress=shown.append)
+    pool = _Pool(
+        [Job(plan, tmp_path, 0)], [WorkerSlot(frozenset(), {})], Pace([]), observer, tmp_path, "local", None, 0
+    )
+    worker = Worker(None, pool._waiting.pop())
+    pool._workers[0] = worker
+    pool._handle(worker, {"event": "last phase", "seconds": 400.0}, None)
+    for step in range(1, 5):
+        pool._handle(worker, {"event": "step", "step": step, "seconds": 1.0}, None)
+    pool._show()
+    assert (shown[-1].left_s, shown[-1].untimed_finish) == (400, False)
+    pool._handle(worker, {"event": "items", "text": "class 3 of 10, step 40 of 100", "left": 380.0}, None)
+    pool._show()
+    assert shown[-1].left_s == 380
+    assert shown[-1].running == [f"{plan.folder} (class 3 of 10, step 40 of 100)"]
