@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 from refusals import refused
@@ -82,6 +83,24 @@ def test_a_plan_says_when_mps_pays():
     assert "MPS" not in planned("1x1gpu8cpu", 2, gpus_per_client=0).reasons
 
 
+@pytest.mark.parametrize(("precision", "other"), [("float32", "tf32"), ("tf32", "float32"), ("bfloat16", "float32")])
+def test_a_plan_with_gpus_says_what_the_precision_costs_as_it_was_measured(precision, other):
+    findings = json.loads((Path(__file__).parents[2] / "benchmarks/results/gpu_h200.json").read_text())
+    seconds = {
+        (each["method"], each["precision"]): each["seconds"]
+        for each in findings
+        if each["part"] == "rounds" and each["graphs"] == "auto"
+    }
+    ratios = [seconds[method, precision] / seconds[method, other] for method in ("fedavg", "sfd")]
+    low, high = sorted(max(ratio, 1 / ratio) for ratio in ratios)
+    config = Config(method="fedavg", local={"precision": precision})
+    on_gpus = plan(config, 2, parse_nodes("1x1gpu8cpu")).reasons["precision"]
+    assert on_gpus.startswith(f"{precision}: ")
+    assert f"{low:.1f} to {high:.1f} times" in on_gpus
+    assert other in on_gpus
+    assert "precision" not in plan(config, 2, parse_nodes("1x8cpu")).reasons
+
+
 def test_nodes_are_read_off_what_ray_lists():
     listing = [
         {"Alive": True, "Resources": {"CPU": 4.0, "GPU": 1.0, "memory": 100.0}, "Labels": {"role": "client"}},
@@ -118,7 +137,15 @@ def test_plan_prints_and_starts_nothing(monkeypatch, capsys):
         cli.main()
     got = json.loads(capsys.readouterr().out)
     assert (ended.value.code, got["placement"]["actors"]) == (0, 20)
-    assert set(got["reasons"]) == {"nodes", "client actors", "clients per actor", "each actor", "server", "MPS"}
+    assert set(got["reasons"]) == {
+        "nodes",
+        "client actors",
+        "clients per actor",
+        "each actor",
+        "server",
+        "MPS",
+        "precision",
+    }
 
 
 def test_an_actor_that_fills_a_gpu_has_one_to_itself():
