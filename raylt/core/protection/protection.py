@@ -10,7 +10,7 @@ from raylt.core.fleet.cohort import Cohort
 from raylt.core.fleet.reductions import Reduction
 from raylt.core.protection.client_dp import RELEASED, ClientDP, ClientNoise
 from raylt.core.protection.sample_dp import Noise, SampleDP, statement
-from raylt.core.protection.threshold import threshold_of
+from raylt.core.protection.survivors import fewest_survivors
 from raylt.errors import BudgetSpent, ConfigError
 
 
@@ -85,7 +85,7 @@ class Protection:
         if noise is None:
             return self._without_noise(parts, cohort, weights, secure)
         self._spend(round, noise)
-        share = 1 / threshold_of(len(cohort)) if secure else 1.0
+        share = 1 / fewest_survivors(len(cohort)) if secure else 1.0
         released = noise.released(parts)
         # counts with noise are no numbers of samples, so robust rules have no means to compare
         inner = self._without_noise(released, cohort, weights, True) if secure else Plain(released, cohort)

@@ -26,7 +26,7 @@ from raylt.core.fleet.block_sums import SummedReply
 from raylt.core.fleet.cohort import Traffic
 from raylt.core.fleet.reductions import Reduction
 from raylt.core.protection.masking import HASH_BYTES, KEY_BYTES, SHARE_BYTES, Collector, Member, introduce
-from raylt.core.protection.threshold import threshold_of
+from raylt.core.protection.survivors import fewest_survivors
 from raylt.errors import ConfigError, Overflow
 from raylt.tree import LeafPath, Tree, leaf_paths
 
@@ -58,7 +58,7 @@ class Secure(Aggregator):
         self._numbers = {id: number for number, id in enumerate(self._ids)}  # of the protocol's members
         heaviest = max((weights[id] for id in self._ids), default=1.0) or 1.0
         self._fixed_point = FixedPoint(parts, len(self._ids), heaviest)
-        self._threshold = threshold_of(len(self._ids))
+        self._threshold = fewest_survivors(len(self._ids))
         self._members = [Member(number) for number in range(len(self._ids))] if parts else []
         self._collector = Collector(introduce(self._members, self._threshold), self._fixed_point.length)
         count = len(self._members)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raylt.config import Config
 from raylt.core.fleet.fleet import Fleet
-from raylt.core.fleet.upload_size import check_class_sums
+from raylt.core.fleet.upload_limit import check_class_sums
 from raylt.core.server import Server
 from raylt.data.task import Task
 from raylt.methods.classifiers.family import Calibrated

@@ -40,7 +40,7 @@ from raylt.core.client import Client, Message, Reply
 from raylt.core.fleet.fleet import Fleet
 from raylt.core.fleet.item_progress import report_steps
 from raylt.core.fleet.reductions import each, total
-from raylt.core.fleet.upload_size import check_class_sums
+from raylt.core.fleet.upload_limit import check_class_sums
 from raylt.core.method import Group, Method, train_clients
 from raylt.core.server import Server, StageProgress
 from raylt.core.training.features import features

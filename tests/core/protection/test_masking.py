@@ -23,14 +23,14 @@ from raylt.core.protection.masking import (
     split,
     stream,
 )
-from raylt.core.protection.threshold import threshold_of
+from raylt.core.protection.survivors import fewest_survivors
 from raylt.errors import RayltError, TooFewReplies
 
 
 def session(count: int, length: int) -> tuple[list[Member], Collector]:
     """Return members that have dealt their shares, and the server's side."""
     members = [Member(id) for id in range(count)]
-    return members, Collector(introduce(members, threshold_of(count)), length)
+    return members, Collector(introduce(members, fewest_survivors(count)), length)
 
 
 def is_probable_prime(n: int) -> bool:
@@ -91,8 +91,8 @@ def test_masked_sums_are_plain_sums_to_the_bit_with_up_to_30_percent_lost(cases)
         for id in sent:
             collector.add(id, members[id].mask(vectors[id]))
         # some of those that sent are gone by round 3, as many as may be
-        left = sent[: max(threshold_of(count), len(sent) - int(rng.integers(0, 2)))]
-        got = collector.unmasked({id: members[id].unmask(sent) for id in left}, threshold_of(count))
+        left = sent[: max(fewest_survivors(count), len(sent) - int(rng.integers(0, 2)))]
+        got = collector.unmasked({id: members[id].unmask(sent) for id in left}, fewest_survivors(count))
         assert np.array_equal(got, vectors[sent].sum(0, dtype=np.uint64)), case
 
 
@@ -101,7 +101,7 @@ def test_fewer_than_the_threshold_cannot_take_the_masks_off():
     for member in members[:3]:
         collector.add(member.id, member.mask(np.zeros(3, dtype=np.uint64)))
     with refused("reply.too-few", TooFewReplies, usable=3, asked=5, needed=4):
-        collector.unmasked({id: members[id].unmask([0, 1, 2]) for id in (0, 1, 2)}, threshold_of(5))
+        collector.unmasked({id: members[id].unmask([0, 1, 2]) for id in (0, 1, 2)}, fewest_survivors(5))
 
 
 LIES = {
@@ -122,11 +122,11 @@ def test_a_wrong_share_is_noticed_and_not_summed(lie, about):
         collector.add(id, members[id].mask(vectors[id]))
     answers = {id: members[id].unmask(sent) for id in sent}
     answers[0][about] = lie(*answers[0][about])
-    got = collector.unmasked(answers, threshold_of(6))
+    got = collector.unmasked(answers, fewest_survivors(6))
     assert np.array_equal(got, vectors[sent].sum(0, dtype=np.uint64))
     assert list(collector.wrong) == [0]
     with refused("reply.too-few", TooFewReplies, usable=3, asked=6, needed=4):
-        collector.unmasked({id: answers[id] for id in (0, 1, 2, 4)}, threshold_of(6))
+        collector.unmasked({id: answers[id] for id in (0, 1, 2, 4)}, fewest_survivors(6))
 
 
 class DealsAnotherSecret(Member):

@@ -83,7 +83,7 @@ def test_subset_has_the_counts_and_depends_on_the_seed_alone():
     assert subset.tolist() != long_tail_subset(labels, 10, 5, seed=4).tolist()
 
 
-def test_thresholds_themselves_are_medium():
+def test_survivorss_themselves_are_medium():
     assert shot_groups(np.array([101, 100, 20, 19]), 20, 100) == ["many", "medium", "medium", "few"]
 
 

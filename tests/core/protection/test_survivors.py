@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from raylt.core.protection.threshold import threshold_of
+from raylt.core.protection.survivors import fewest_survivors
 
 WITHOUT = """
 import sys
@@ -16,7 +16,7 @@ import raylt.core.experiment
 
 @pytest.mark.parametrize(("members", "needed"), [(2, 2), (3, 2), (4, 3), (10, 7)])
 def test_two_thirds_of_the_members_must_survive(members, needed):
-    assert threshold_of(members) == needed
+    assert fewest_survivors(members) == needed
 
 
 def test_an_experiment_needs_no_cryptography():

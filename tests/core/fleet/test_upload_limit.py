@@ -7,7 +7,7 @@ import pytest
 from refusals import refused
 from tiny import configure
 
-from raylt.core.fleet.upload_size import check_class_sums
+from raylt.core.fleet.upload_limit import check_class_sums
 from raylt.errors import ConfigError
 from raylt.methods.classifiers.ccvr import CCVR
 from raylt.methods.fedavg import FedAvg

@@ -3,6 +3,6 @@
 import math
 
 
-def threshold_of(members: int) -> int:
+def fewest_survivors(members: int) -> int:
     """Return the number of members that must survive: two thirds, at least two."""
     return max(2, math.ceil(2 * members / 3))
