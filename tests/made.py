@@ -28,6 +28,7 @@ def report(step: int, accuracy: float, phase: Literal["round", "finish"] = "roun
         accuracy=accuracy,
         global_accuracy=accuracy,
         groups=dict.fromkeys(GROUPS, accuracy),
+        clients={"matched": {"mean": accuracy, "worst_decile": accuracy}},
         traffic={"train": {"down": 20, "up": 10, "replies": 1}},
     )
 

@@ -234,8 +234,10 @@ def curves(
         list[str] | None,
         typer.Option(
             "--measure",
-            help="Draw accuracy, many, medium or few; give it several times for several panels. By default the "
-            "accuracy and each group that has test images.",
+            help="Draw accuracy, many, medium or few, or of the clients local, matched, owned, clients or "
+            "worst_decile; give it several times for several panels. By default the figure that is shown of clients' "
+            "own models, the accuracy, and each group that has test images. Clients' own models have a curve with "
+            "evaluation.personal=1.",
         ),
     ] = None,
     over: Annotated[

@@ -28,6 +28,17 @@ Over = Literal["rounds", "bytes", "seconds"]
 COLUMN, PAGE = 3.35, 6.9  # inches
 SMALL, TEXT = 7, 8  # points
 MARKED = 8  # markers of a line, besides the last
+TITLES = {  # by measure, the titles of its panels
+    "accuracy": "accuracy",
+    "many": "many-shot",
+    "medium": "medium-shot",
+    "few": "few-shot",
+    "local": "own test images",
+    "matched": "own class mix",
+    "owned": "owned classes",
+    "clients": "all classes, by client",
+    "worst_decile": "worst tenth, class mix",
+}
 AXES: dict[Over, str] = {"rounds": "round", "bytes": "MiB sent and received", "seconds": "seconds"}
 
 
@@ -65,7 +76,8 @@ def draw_curves(
 
     Args:
         study: the study; only its finished runs are drawn.
-        measures: accuracy, many, medium or few; by default the accuracy and the groups that have test images.
+        measures: names of `TITLES`; by default the figure that is shown of clients' own models, the accuracy, and the
+            groups that have test images.
         over: what the horizontal axis counts.
         spread: what the bands show: the t interval of the mean, or one standard deviation of the seeds.
         path: file that the picture is written to as well, .pdf, .svg or .png.
@@ -80,9 +92,9 @@ def draw_curves(
     done = [record for record in study.records if record.state == "done"]
     names = list(measures) or _judged_measures(done)
     for name in names:
-        if measure_of(name).every_round is None:
+        if _key(name) is None:
             raise ConfigError(
-                f"measure: is known after the last round only ({name}). Give accuracy, {', '.join(GROUPS)}.",
+                f"measure: is known after the last round only ({name}). Give one of {', '.join(TITLES)}.",
                 code="config.conflict",
                 key="measure",
                 value=name,
@@ -127,8 +139,16 @@ def caption(study: Study, over: Over = "rounds", spread: Spread = "interval", le
 
 
 def _judged_measures(done: Sequence[RunRecord]) -> list[str]:
-    """Return the accuracy, and those of groups for which some run evaluated images."""
-    return ["accuracy", *(g for g in GROUPS if any(v is not None for r in done for v in r.curve.get(g, ())))]
+    """Return the figures of own models that some run shows, the accuracy, and the groups that some run judged."""
+    shown = {((record.summary or {}).get("shown") or {}).get("figure") for record in done}
+    own = [name for name in ("local", "matched") if name in shown]
+    return [*own, "accuracy", *(g for g in GROUPS if any(v is not None for r in done for v in r.curve.get(g, ())))]
+
+
+def _key(measure: str) -> str | None:
+    """Return the key of a measure's curve; None where it has none."""
+    definition = measure_of(measure)
+    return definition.curve or definition.every_round
 
 
 def _curve(
@@ -136,9 +156,9 @@ def _curve(
 ) -> ArmCurve | None:
     """Return the curve of an arm; None if no step was evaluated in all its runs."""
     runs = [record for record in done if (record.cell, record.arm) == (cell, arm)]
-    key = measure_of(measure).every_round
+    key = _key(measure)
     assert key is not None
-    values = [dict(zip(run.curve["step"], run.curve[key], strict=True)) for run in runs]
+    values = [dict(zip(run.curve["step"], run.curve.get(key, [None] * run.steps), strict=True)) for run in runs]
     steps = [step for step in (values[0] if values else ()) if all(each.get(step) is not None for each in values)]
     if not steps:
         return None
@@ -199,7 +219,7 @@ def _figure(
         for curve in curves[cell, name]:
             _draw(ax, curve, arms.index(curve.arm))
         _limit(ax, curves[cell, name])
-        words = "accuracy" if name == "accuracy" else f"{name}-shot"
+        words = TITLES[name]
         ax.set_title(plain_text(f"{words}, {cell}" if len(cells) > 1 else words), fontsize=TEXT, pad=3)
         ax.tick_params(labelsize=SMALL, length=2, pad=2)
         style_axes(ax)

@@ -213,7 +213,8 @@ class Study:
         """Draw the curves of the arms, and return a figure that a notebook shows.
 
         Args:
-            measures: accuracy, many, medium or few, a panel each; by default the accuracy and the groups.
+            measures: accuracy, many, medium, few, local, matched, owned, clients or worst_decile, a panel each; by
+                default the figure that is shown of clients' own models, the accuracy and the groups.
             over: what the horizontal axis counts.
             spread: what the bands show: the t interval of the mean, or one standard deviation of the seeds.
             path: file that the picture is written to as well, .png, .pdf or .svg.

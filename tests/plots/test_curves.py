@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from refusals import refused
 from scipy import stats
+from small_runs import make_tiny_run
 
 from raylt.errors import ConfigError
 from raylt.plots.curves import caption, draw_curves
 from raylt.plots.style import COLOURS
-from raylt.studies.study import Study
+from raylt.studies.study import Study, of_runs
 
 DIGITS = Path(__file__).parents[2] / "studies" / "results" / "digits.json"
 
@@ -108,7 +109,9 @@ def test_the_caption_says_what_lines_and_bands_are(study):
 
 
 def test_what_has_no_curve_is_refused(study):
-    with refused("config.conflict", ConfigError, key="measure", value="owned"):
+    with refused("config.conflict", ConfigError, key="measure", value="bytes_up"):
+        draw_curves(study, ["bytes_up"])
+    with refused("study.no-figure", ConfigError):  # records of earlier versions have no curves of the clients
         draw_curves(study, ["owned"])
     judged_once = [
         replace(record, curve=record.curve | {"accuracy": [None] * (record.steps - 1) + record.curve["accuracy"][-1:]})
@@ -116,6 +119,19 @@ def test_what_has_no_curve_is_refused(study):
     ]
     with refused("study.no-figure", ConfigError):
         draw_curves(Study(study.definition, None, judged_once), ["accuracy"])
+
+
+def test_clients_own_models_have_curves(tmp_path):
+    settings = ("federation.rounds=3", "evaluation.personal=1")
+    run = make_tiny_run(tmp_path, "ditto", *settings, name="own")
+    plain = make_tiny_run(tmp_path, "fedavg", *settings, name="plain")
+    figure = draw_curves(of_runs([run.folder, plain.folder]), ["matched", "worst_decile"])
+    assert [ax.get_title() for ax in figure.axes] == ["own class mix", "worst tenth, class mix"]
+    for ax, figure_of in zip(figure.axes, ("mean", "worst_decile"), strict=True):
+        for made, arm in ((run, "ditto"), (plain, "fedavg")):
+            drawn = line(ax, arm).get_ydata()
+            assert list(drawn) == [100 * report["clients"]["matched"][figure_of] for report in made.reports]
+    assert draw_curves(of_runs([run.folder])).axes[0].get_title() == "own test images"  # the figure that is shown
 
 
 def test_a_single_seed_has_no_band(study):

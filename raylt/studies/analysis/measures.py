@@ -24,6 +24,7 @@ class Measure:
         read: returns the figure from summary.json; None where the run has no such figure.
         every_round: key of the curve that `last10`, `validation` and `best` use; None where only the last figure is
             known.
+        curve: key of the curve that `raylt plot curves` draws, where it is not that of `every_round`.
         higher: whether a higher value is better.
     """
 
@@ -31,6 +32,7 @@ class Measure:
     read: Callable[[Mapping[str, Any]], float | None]
     every_round: str | None = None
     higher: bool = True
+    curve: str | None = None
 
 
 def _at(*path: str) -> Callable[[Mapping[str, Any]], float | None]:
@@ -61,14 +63,16 @@ MEASURES: dict[str, Measure] = {
     "medium": Measure("accuracy, medium-shot classes", _at("groups", "medium"), "medium"),
     "few": Measure("accuracy, few-shot classes", _at("groups", "few"), "few"),
     **{name: Measure(FIGURES[name].title, _at(name)) for name in (*POOLED, *SHARED) if name != "accuracy"},
-    "owned": Measure("mean over clients, classes that they own", _at("clients", "by", "owned", "mean")),
-    "matched": Measure("mean over clients, own class mix", _at("clients", "by", "matched", "mean")),
-    "clients": Measure("mean over clients, all classes", _at("clients", "by", "global", "mean")),
+    "owned": Measure("mean over clients, classes that they own", _at("clients", "by", "owned", "mean"), curve="owned"),
+    "matched": Measure("mean over clients, own class mix", _at("clients", "by", "matched", "mean"), curve="matched"),
+    "clients": Measure("mean over clients, all classes", _at("clients", "by", "global", "mean"), curve="clients"),
     "client_miou": Measure("mean IoU over clients, own classes", _at("clients", "by", "miou", "mean")),
     "worst_decile": Measure(
-        "worst tenth of the clients, own class mix", _at("clients", "by", "matched", "worst_decile")
+        "worst tenth of the clients, own class mix",
+        _at("clients", "by", "matched", "worst_decile"),
+        curve="worst_decile",
     ),
-    "local": Measure("mean over clients, own test images", _at("clients", "by", "local", "mean")),
+    "local": Measure("mean over clients, own test images", _at("clients", "by", "local", "mean"), curve="local"),
     **{
         f"new_{kind}": Measure(f"clients that join after training, {what}", _at("figures", "new_clients", kind))
         for kind, what in (
@@ -104,6 +108,7 @@ def measure_of(name: str) -> Measure:
         MEASURES[word],
         what=f"{MEASURES[word].what}, model {model}",
         every_round=None,
+        curve=None,
         read=_at("others", model, *_OF_MODELS[word]),
     )
 

@@ -29,7 +29,16 @@ from raylt.runs.folder.reader import Files
 from raylt.typed_json import as_json, closed, printable
 
 RecordState = Literal["missing", "running", "stopped", "failed", "damaged", "done"]
-CURVES = ("step", "accuracy", "shown", *GROUPS, "validation", "up", "down", "seconds")
+# figures of the clients that have a curve, by measure, with their places in `clients` of a line of metrics.jsonl
+CLIENT_CURVES = {
+    "local": ("local", "mean"),
+    "matched": ("matched", "mean"),
+    "owned": ("owned", "mean"),
+    "clients": ("global", "mean"),
+    "worst_decile": ("matched", "worst_decile"),
+}
+CURVES = ("step", "accuracy", "shown", *GROUPS, "validation", "up", "down", "seconds", *CLIENT_CURVES)
+LATER_CURVES = {"validation", "shown", *CLIENT_CURVES}  # records of earlier versions lack some of these
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Printable = Annotated[str, AfterValidator(printable)]
 
@@ -80,8 +89,8 @@ class RunRecord:
         config: content of config.yaml.
         summary: content of summary.json; None unless the run is done.
         curve: lists by step: "step", "accuracy", "shown" (the figure that is shown where there is room for one), the
-            groups, "validation" (accuracy on the validation part), and the cumulated "up", "down" (bytes) and
-            "seconds". A round that was not judged has None.
+            groups, "validation" (accuracy on the validation part), the cumulated "up", "down" (bytes) and "seconds",
+            and figures of the clients by the names of their measures. A round that was not judged has None.
         made: provenance of the last process that worked on the run, see provenance.py. "codes" lists the code hashes
             of all processes.
         by_client: accuracies of each client by id, from the last evaluation; None for a client that is not judged.
@@ -223,6 +232,8 @@ def _curve(reports: list[dict[str, Any]]) -> dict[str, list[Any]]:
         for group in GROUPS:
             curve[group].append(groups.get(group))
         curve["validation"].append(validation.get("accuracy"))
+        for measure, (kind, figure) in CLIENT_CURVES.items():
+            curve[measure].append(((report["clients"] or {}).get(kind) or {}).get(figure))
         curve["up"].append(up)
         curve["down"].append(down)
         curve["seconds"].append(round(seconds, 3))

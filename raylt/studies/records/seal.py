@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from raylt.errors import CheckpointError
 from raylt.metrics import GROUPS
 from raylt.runs.folder.summary import ADDED
-from raylt.studies.records.record import CURVES, RunRecord
+from raylt.studies.records.record import CLIENT_CURVES, CURVES, LATER_CURVES, RunRecord
 from raylt.typed_json import closed, hash_json
 
 _PLACE = ("cell", "arm", "seed", "folder", "state", "problem", "steps", "planned_steps")
@@ -145,8 +145,7 @@ def contradiction(record: RunRecord) -> str | None:
         return "config"
     if record.config["seed"] != record.seed:
         return "seed"
-    # records of early versions lack two of the curves
-    if {*curve, "validation", "shown"} != set(CURVES) or any(len(values) != record.steps for values in curve.values()):
+    if curve.keys() | LATER_CURVES != set(CURVES) or any(len(values) != record.steps for values in curve.values()):
         return "curve"
     if any(None in curve[key] for key in ("step", "up", "down", "seconds")):
         return "curve"
@@ -175,4 +174,7 @@ def _agree_at_the_end(curve: Mapping[str, Sequence[Any]], summary: Mapping[str, 
     expected |= {group: (summary["groups"] or {}).get(group) for group in GROUPS}
     if any(curve[key][-1] != value for key, value in expected.items()):
         return False
+    for measure, (kind, figure) in CLIENT_CURVES.items():
+        if measure in curve and curve[measure][-1] != summary["clients"]["by"].get(kind, {}).get(figure):
+            return False
     return abs(curve["seconds"][-1] - summary["seconds"]) <= _TOLERANCE

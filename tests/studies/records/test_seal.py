@@ -67,6 +67,7 @@ EDITS = {
     "no hash": ("summary", lambda tree: first(tree)["summary"].pop("sha256")),
     "no summary": ("summary", lambda tree: first(tree).update(summary=None)),
     "curve": ("curve", lambda tree: first(tree)["curve"]["accuracy"].__setitem__(0, 0.9)),
+    "clients' curve": ("curve", lambda tree: first(tree)["curve"]["matched"].__setitem__(-1, 0.9)),
     "seconds": ("curve", lambda tree: first(tree)["curve"]["seconds"].__setitem__(0, 0.1)),
     "arms": ("place", swap_arms),
     "arm": ("place", lambda tree: first(tree).update(arm="prox")),
