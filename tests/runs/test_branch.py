@@ -39,7 +39,6 @@ MUPFL = ("method=mupfl", "method.m=4", "method.tau=1", "method.matching_steps=1"
 ALSO = pytest.mark.slow
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "overrides", "stage", "step"),
     [
