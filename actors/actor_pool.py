@@ -37,7 +37,7 @@ class ActorSlot:
         starts: how many actors have been started in the slot.
         packs: numbers of the packs of clients' data that the actor has.
         current: name of the actor that runs in the slot now; a replacement has another one.
-        late: reference of a call whose result is not needed any more, and which is still running.
+        late: reference of a call whose result is no longer needed, and which is still running.
     """
 
     name: str

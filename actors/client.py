@@ -32,7 +32,7 @@ from raylt.runs.callbacks.progress import item_writer
 from raylt.store import Folder
 from raylt.tree import Tree, from_arrays, snapshot, to_arrays
 
-LOST_DEVICE_EXIT = 86  # exit code of a process that cannot use its device any more
+LOST_DEVICE_EXIT = 86  # exit code of a process that can no longer use its device
 DATA_SHARE = 0.5  # of a device's memory: the rest is for models, activations and what CUDA needs
 GONE_S = 30.0  # a killed process, and its memory on a GPU, is gone in a second or two
 _STICKY = (
@@ -224,12 +224,12 @@ class ClientActor:
 def fault_of(error: BaseException, device: torch.device) -> Fault:
     """Return an exception as a value that can be sent to the dispatcher.
 
-    A process that cannot use its device any more ends in this call, without the clean-up that would ask the device.
+    A process that can no longer use its device ends in this call, without the clean-up that would ask the device.
     The dispatcher then replaces its actor and makes the call again.
     """
     fault = Fault.of(error)
     if is_lost(error, device):
-        print(f"this process cannot use its device any more, and ends: {fault}", file=sys.stderr, flush=True)
+        print(f"this process can no longer use its device, and ends: {fault}", file=sys.stderr, flush=True)
         os._exit(LOST_DEVICE_EXIT)
     return fault
 

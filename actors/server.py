@@ -112,7 +112,7 @@ class ServerActor:
     def _as_one_line(self) -> Iterator[None]:
         """Turn an unforeseen exception into one line with its place, which Ray's own exception lacks.
 
-        A process that cannot use its device any more ends, and another continues from the last checkpoint.
+        A process that can no longer use its device ends, and another continues from the last checkpoint.
         """
         try:
             yield

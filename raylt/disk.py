@@ -29,7 +29,7 @@ def file_errors(path: Path) -> Iterator[None]:
             ) from None
         if error.errno == errno.ENXIO:  # a FIFO without a reader, or a socket
             raise CheckpointError(
-                f"{path}: is no plain file. Remove it.", code="file.not-plain", path=str(path)
+                f"{path}: is not a plain file. Remove it.", code="file.not-plain", path=str(path)
             ) from None
         raise CheckpointError(
             f"{path}: cannot be used ({error.strerror or error}). Check the path and its permissions.",

@@ -16,12 +16,13 @@ Each message is one line: `setting: what is wrong (value). What to do.` Each err
 `CODES`, and `details`: the fields that the message speaks of.
 """
 
+import difflib
 import os
 import shlex
 import sysconfig
 import textwrap
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -58,7 +59,7 @@ CODES: dict[str, str] = {
     "cluster.unprotected": "A cluster asks for no token, although the user wants one that does.",
     "cluster.untrusted-file": "The file with the address of the local cluster belongs to another user.",
     # command
-    "command.failed": "A command raised an exception that raylt does not foresee.",
+    "command.failed": "A command raised an unexpected exception.",
     "command.usage": "A command or option does not exist, or an argument is missing or malformed.",
     # config
     "config.conflict": "Two settings or options exclude each other.",
@@ -76,8 +77,8 @@ CODES: dict[str, str] = {
     "data.decoding-failed": "A process that decodes images could not be started, failed or died.",
     "data.doubles": "Test images are also training images.",
     "data.malformed": "A data set's files do not have the expected layout or content.",
-    "data.no-ids": "The data record no client ids.",
-    "data.no-test-images": "The data have no test images that a model could be judged by.",
+    "data.no-ids": "The data records no client ids.",
+    "data.no-test-images": "The data has no test images on which to evaluate a model.",
     "data.not-found": "A data set's file or folder does not exist.",
     "data.not-readable": "A folder of a data set cannot be read.",
     "data.split-changed": "A split file was changed after it was saved.",
@@ -132,12 +133,12 @@ CODES: dict[str, str] = {
     "model.wrong-dtype": "A weight of the user's model is not float32.",
     "model.wrong-input": "The model does not take images of this size or number of channels.",
     "model.wrong-output": "The features or logits of the user's model have an unexpected shape, or are not finite.",
-    "model.wrong-type": "The model is no SplitModel, or has no classifier that could be separated.",
+    "model.wrong-type": "The model is not a SplitModel, or has no classifier that could be separated.",
     "model.wrong-width": "The model's features and the teacher's differ in their number of dimensions.",
     # plugin
-    "plugin.changed": "A run was made with another version of a plug-in.",
+    "plugin.changed": "A run was made with another version of a plugin.",
     "plugin.failed": "A plugin's file raised an exception while it was imported.",
-    "plugin.missing": "A run was made with a plug-in that is not registered.",
+    "plugin.missing": "A run was made with a plugin that is not registered.",
     "plugin.name-taken": "A user's file has the name of a package of raylt.",
     "plugin.no-method": "A file defines no method.",
     "plugin.not-importable": "The user's code does not import in another process.",
@@ -170,17 +171,17 @@ CODES: dict[str, str] = {
     "reply.too-large": "A reply or a client's state takes more memory than it may.",
     "reply.wrong-shape": "An entry of a reply has the wrong type or shape.",
     "reply.wrong-share": "A member of a secure sum dealt shares of another secret than it committed itself to.",
-    "reply.wrong-sums": "A part of a reply counts other samples than its client has, or is no sum over them.",
+    "reply.wrong-sums": "A part of a reply counts other samples than its client has, or is not a sum over them.",
     "reply.wrong-weight": "A reply has another weight than the server expects.",
     # run
     "run.busy": "Another process uses the run folder.",
     "run.changed": "A file of a run was changed, or belongs to another run or version.",
     "run.exists": "The folder for a new run exists already.",
     "run.not-branchable": "A run cannot be branched: the other differs from the first round on, or not at all.",
-    "run.not-extensible": "The rounds of the run depend on their number, so it cannot get more.",
+    "run.not-extensible": "The run cannot get more rounds, because its rounds depend on their number.",
     "run.not-finished": "The run is not finished, or has not reached the step.",
-    "run.not-found": "A folder is no run folder.",
-    "run.not-judged": "Nothing was judged after this step of a run.",
+    "run.not-found": "A folder is not a run folder.",
+    "run.not-judged": "There was no evaluation after this step of a run.",
     "run.not-running": "No process is running the run or job.",
     "run.other-split": "Runs are over different splits.",
     "run.other-version": "Another version of raylt made the run.",
@@ -202,7 +203,7 @@ CODES: dict[str, str] = {
     "search.nothing-to-search": "No field or setting has a range.",
     "search.unknown-field": "No searched method has this field.",
     # serve
-    "serve.failed": "A service failed at a request in a way that raylt does not foresee.",
+    "serve.failed": "A request to a service raised an unexpected exception.",
     "serve.no-such-path": "A service has nothing at the path of a request.",
     "serve.token-refused": "A request to a service bears no token, or another one.",
     "serve.too-large": "An image is larger than a service takes.",
@@ -281,6 +282,16 @@ def on_one_line(text: str) -> str:
 def quoted(path: object) -> str:
     """Return a path as a shell takes it, for commands in messages that the user may paste."""
     return shlex.quote(str(path))
+
+
+def did_you_mean(word: str, choices: Iterable[str], prefix: str = "") -> str:
+    """Return `Did you mean X? ` for the choice that is most similar to a mistyped word; "" if none is similar.
+
+    Args:
+        prefix: text before the choice, such as the section of a setting.
+    """
+    nearest = difflib.get_close_matches(word, list(choices), 1)
+    return f"Did you mean {prefix}{nearest[0]}? " if nearest else ""
 
 
 def resume_call(folder: object) -> str:

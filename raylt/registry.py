@@ -7,7 +7,6 @@ folder records its plugins with the SHA-256 of their sources. To continue the ru
 unchanged.
 """
 
-import difflib
 import hashlib
 import inspect
 import sys
@@ -26,7 +25,7 @@ from raylt.core.training.schedules import SCHEDULES
 from raylt.data.augment import AUGMENTATIONS, in_turn
 from raylt.data.sources.sources import NAMES, SOURCES
 from raylt.data.splits.partitions import PARTITIONS
-from raylt.errors import ConfigError, spoken
+from raylt.errors import ConfigError, did_you_mean, spoken
 from raylt.methods import METHODS, make_method
 from raylt.models import MODELS, build
 from raylt.own_code.module_sources import PLUGIN
@@ -274,10 +273,9 @@ def _source_hash(module: ModuleType | None) -> str | None:
 def _check_name(kind: PluginKind, name: str, key: str) -> None:
     table = TABLES[kind]
     if name not in table and not (kind == "model" and ":" in name):
-        nearest = difflib.get_close_matches(name, table, 1)
-        hint = f" Did you mean {nearest[0]}?" if nearest else ""
         raise ConfigError(
-            f"{key}: there is no such {kind} ({name!r}).{hint} Give one of: {', '.join(table)}; or "
+            f"{key}: there is no such {kind} ({name!r}). {did_you_mean(name, table)}"
+            f"Give one of: {', '.join(table)}; or "
             f"{spoken('--plugin FILE with your own', 'your own by raylt.register')}.",
             code="config.unknown-name",
             key=key,

@@ -168,10 +168,12 @@ class Folder:
         """Open a file for appending."""
         with self._errors(name):
             stream = os.fdopen(self._plain(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
-        if os.fstat(stream.fileno()).st_nlink > 1:
+        links = os.fstat(stream.fileno()).st_nlink
+        if links > 1:
             stream.close()
             raise CheckpointError(
-                f"{self.path / name}: has a second name, whose content would change. Put a copy in its place.",
+                f"{self.path / name}: the file has other names, whose content would change ({links} links). Replace "
+                "it by a copy.",
                 code="file.not-plain",
                 path=str(self.path / name),
             )
@@ -249,10 +251,13 @@ class Folder:
     def _plain(self, name: str, flags: int) -> int:
         """Return a handle of a plain file."""
         handle = os.open(name, flags | _PLAIN, 0o600, dir_fd=self._handle)
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
+        mode = os.fstat(handle).st_mode
+        if not stat.S_ISREG(mode):
             os.close(handle)
             raise CheckpointError(
-                f"{self.path / name}: is no plain file. Remove it.", code="file.not-plain", path=str(self.path / name)
+                f"{self.path / name}: is not a plain file ({stat.filemode(mode)}). Remove it.",
+                code="file.not-plain",
+                path=str(self.path / name),
             )
         return handle
 

@@ -75,9 +75,8 @@ def place_trial(
     actors = min(actors, clients)
     if actors > 1 and not fit(1, actors):
         raise ConfigError(
-            f"resources: {actors} client actors of a trial and its server do not fit into the memory of "
-            f"{gpus:g} GPUs, each of which holds {most:g} such processes. Lower resources.actors, or use a smaller "
-            "model or local.batch.",
+            f"resources: a trial's server and client actors do not fit into GPU memory ({actors} actors; {gpus:g} "
+            f"GPUs for {most:g} processes each). Lower resources.actors, or use a smaller model or local.batch.",
             code="cluster.too-small",
             actors=actors,
             gpus=gpus,
@@ -149,11 +148,13 @@ def check_fit(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], m
     have = {key: sum(node.get(key, 0) for node in nodes) for key in ("CPU", "GPU")}
     largest = max((node.get("CPU", 0), node.get("GPU", 0)) for node in nodes) if nodes else (0, 0)
     raise ConfigError(
-        f"resources: the cluster is too small for a trial ({count_of(asked['CPU'], 'CPU')} and "
-        f"{count_of(asked['GPU'], 'GPU')}, in {len(clients)} client actors of "
-        f"{count_of(clients[0].get('CPU', 0), 'CPU')} and {count_of(clients[0].get('GPU', 0), 'GPU')}; the cluster "
-        f"has {count_of(have['CPU'], 'CPU')} and {count_of(have['GPU'], 'GPU')}; its largest node {largest[0]:g} and "
-        f"{largest[1]:g}). Lower resources.actors, resources.cpus_per_client or resources.gpus_per_client.",
+        f"resources: the cluster is too small for a trial of {len(clients)} client actors "
+        f"({count_of(asked['CPU'], 'CPU')} and {count_of(asked['GPU'], 'GPU')}). "
+        f"Each actor takes {count_of(clients[0].get('CPU', 0), 'CPU')} and "
+        f"{count_of(clients[0].get('GPU', 0), 'GPU')}. The cluster has {count_of(have['CPU'], 'CPU')} and "
+        f"{count_of(have['GPU'], 'GPU')}; "
+        f"its largest node has {largest[0]:g} and {largest[1]:g}. Lower resources.actors, resources.cpus_per_client "
+        "or resources.gpus_per_client.",
         code="cluster.too-small",
         trial=asked,
         cluster=have,

@@ -172,7 +172,8 @@ class TrialRecord:
         recorded = files.config()
         if followed(self.config, recorded) != recorded:  # `recorded` has the settings that the data decided
             raise CheckpointError(
-                f"{folder}: the trial has another configuration than the search. Put the trial's own files back.",
+                f"{folder}: the trial's configuration is not that of the search (trial {self.id}). Restore the "
+                "trial's files.",
                 code="search.changed",
                 path=str(folder),
                 trial=self.id,
@@ -185,8 +186,8 @@ class TrialRecord:
             if reported is not None and reported != score.validation:
                 file = folder.parent.parent / TRIALS
                 raise CheckpointError(
-                    f"{file}: trial {self.id} has other figures of step {score.step} than its metrics.jsonl. Put the "
-                    "original file back.",
+                    f"{file}: the figures of a trial differ from those in its metrics.jsonl (trial {self.id}, step "
+                    f"{score.step}). Restore the original file.",
                     code="search.changed",
                     path=str(file),
                     trial=self.id,

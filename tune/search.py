@@ -362,7 +362,7 @@ def _conclude(folder: Path, plan: SearchPlan, state: SearchState) -> SearchResul
         failures = [record.failed for record in state.trials if record.failed]
         first = failures[0] if failures else "none"
         raise RayltError(
-            f"{folder}: no trial reached its end ({len(state.trials)} begun; the first failure: {first}). Correct it, "
+            f"{folder}: no trial finished ({len(state.trials)} begun; first failure: {first}). Correct the failure, "
             "and start the search again.",
             code="search.no-result",
             path=str(folder),
@@ -450,8 +450,8 @@ def check_plan(plan: SearchPlan) -> None:
             check_setup(setup, spec)
     if plan.metric in GROUPS and plan.metric not in _judged_groups(task_of(plan.base)):
         raise ConfigError(
-            f"{spoken('--metric', 'metric')}: this split has no {plan.metric}-shot class with a validation sample "
-            f"({plan.metric}). Choose another metric, or set data.groups or data.validation.",
+            f"{spoken('--metric', 'metric')}: no {plan.metric}-shot class has a validation sample ({plan.metric}). "
+            f"Choose another metric, or set data.groups or data.validation.",
             code="search.no-class",
             key="--metric",
             value=plan.metric,

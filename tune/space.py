@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 
 from raylt.config import Config, check, yaml_text
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, spoken
 from raylt.hyper import Choice, LogUniform, Range, Uniform, range_of
 from raylt.methods import METHODS, make_method
 from raylt.seeds import seed_for
@@ -256,8 +256,8 @@ def spaces_of(
             )
     if not any(spaces.values()):
         raise ConfigError(
-            f"search: {', '.join(methods)} has no field with a range that is not given. Give a range, as in "
-            "local.lr=loguniform(0.01,0.3).",
+            f"search: nothing is left to search, since every field has a value ({', '.join(methods)}). Give a range, "
+            "as in local.lr=loguniform(0.01,0.3).",
             code="search.nothing-to-search",
         )
     return spaces
@@ -283,14 +283,16 @@ def axis_of(key: str, text: str) -> Axis:
 def _check_searchable(key: str, axis: Axis) -> None:
     if key == "method":
         raise ConfigError(
-            "method: a range of methods. Search several methods with --methods a,b.",
+            f"method: methods cannot be given as a range ({to_text(axis)}). Search several methods with "
+            f"{spoken('--methods a,b', 'methods=[...]')}.",
             code="search.not-searchable",
             key=key,
             value=to_text(axis),
         )
     if key.startswith(("resources.", "output.")):
         raise ConfigError(
-            f"{key}: the setting decides no result, so it cannot be searched ({to_text(axis)}). Give it a value.",
+            f"{key}: results do not depend on this setting, so it cannot be searched ({to_text(axis)}). Give it one "
+            "value.",
             code="search.not-searchable",
             key=key,
             value=to_text(axis),

@@ -49,7 +49,8 @@ def _describe_trial(folder: Path, trial: EndedTrialJson) -> str:
         reported = figures.get(figures_of(point["kind"]))
         if reported is not None and reported != point["validation"]:
             raise CheckpointError(
-                f"{folder}: other figures of step {point['step']} than its line in {TRIALS}. Put the original back.",
+                f"{folder}: the trial's figures differ from its line in {TRIALS} (step {point['step']}). Restore the "
+                "original files.",
                 code="search.changed",
                 path=str(folder),
                 step=point["step"],

@@ -203,7 +203,7 @@ def _written_address(joined: Joined) -> tuple[str, str]:
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > 256 or status.st_uid not in (0, os.geteuid()):
-            # our token would be sent to whoever wrote it
+            # our token would be sent to the user who wrote it
             raise ConfigError(
                 f"{joined.source}: the file with the cluster's address is not yours ({file}). Give HOST:PORT.",
                 code="cluster.untrusted-file",
@@ -250,7 +250,7 @@ def _admits(joined: Joined, address: str, token: str | None) -> bool:
             else "a cluster with TLS: then set RAY_USE_TLS as on its nodes"
         )
         raise ConfigError(
-            f"{joined.source}: the server there is no Ray cluster (or {encryption}). Give the port that ray start "
+            f"{joined.source}: the server there is not a Ray cluster (or {encryption}). Give the port that ray start "
             "--head printed (6379 by default), not the dashboard's.",
             code="cluster.not-ray",
             address=address,

@@ -10,7 +10,8 @@ from rich.table import Table
 from raylt.cli.options import Format, FormatOption, RunFolder, out, print_json
 
 LIMITS = (
-    "A low figure is no proof: other attacks, or other outside images, may reach more. docs/privacy.md describes each "
+    "A low figure is not a proof: other attacks, or other outside images, may reach more. docs/privacy.md describes "
+    "each "
     "attack."
 )
 

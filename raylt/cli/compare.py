@@ -35,7 +35,8 @@ Measures = Annotated[
 At = Annotated[
     Literal["last", "last10", "validation", "best"] | None,
     typer.Option(
-        help="Use the last round, the mean of the last ten judged rounds, or the best round on validation samples or "
+        help="Use the last round, the mean of the last ten evaluated rounds, or the best round on validation samples "
+        "or "
         "on the test set."
     ),
 ]

@@ -83,7 +83,11 @@ def stop(
     with connect(address) as jobs:
         job = jobs.find(run)
         if job.state in ENDED:
-            raise RayltError(f"{job.id}: has ended ({job.state}).", code="run.not-running", job=job.id)
+            raise RayltError(
+                f"{job.id}: the job has already ended ({job.state}). Name a running job or run.",
+                code="run.not-running",
+                job=job.id,
+            )
         if job.folder is None:  # of several runs; a signal ends it, and it can be resumed
             jobs.interrupt(job)
             out.print(f"{job.id}: was interrupted", soft_wrap=True)
@@ -169,7 +173,8 @@ def _check_files(words: list[str]) -> None:
         file = Path(value)
         if file.is_absolute() or not file.resolve().is_relative_to(Path.cwd().resolve()) or not file.is_file():
             raise ConfigError(
-                f"{value}: is no file of the current folder, which goes to the cluster. Copy it here and give its "
+                f"{value}: is not a file of the current folder, which is sent to the cluster. Copy it here and give "
+                "its "
                 "relative path.",
                 code="job.file-elsewhere",
                 path=value,
@@ -186,4 +191,8 @@ def _option(words: list[str], name: str) -> str:
             return words[place + 1]
         if word.startswith(f"{name}="):
             return word.removeprefix(f"{name}=")
-    raise ConfigError(f"{name}: has no value. Give one.", code="command.usage", key=name)
+    raise ConfigError(
+        f"{name}: no value follows it ({' '.join(words)}). Write {name} VALUE or {name}=VALUE.",
+        code="command.usage",
+        key=name,
+    )

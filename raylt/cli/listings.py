@@ -1,6 +1,5 @@
 """`raylt methods | settings | recipes`: list methods, settings and recipes."""
 
-import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from raylt.cli.options import Format, FormatOption, out, print_json
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, did_you_mean
 
 WIDEST = 30  # characters of the first column of settings
 IMAGE, CLASSES = "8x8x3", 10  # defaults for the measurement of uploads and costs
@@ -123,8 +122,7 @@ def _no_section(name: str | None) -> ConfigError:
     from raylt.config import settings as all_settings
 
     sections = list(dict.fromkeys(key.partition(".")[0] for key, _ in all_settings()))
-    close = difflib.get_close_matches(name or "", [*sections, *(key for key, _ in all_settings())], 1)
-    hint = f"Did you mean {close[0]}? " if close else ""
+    hint = did_you_mean(name or "", [*sections, *(key for key, _ in all_settings())])
     return ConfigError(
         f"settings: there is no such section or setting ({name}). {hint}Give one of: {', '.join(sections)}.",
         code="config.unknown-name",

@@ -65,8 +65,8 @@ def filled(text: str, name: str = "page") -> str:
     blocks = len(BLOCK.findall(text))
     if not starts == ends == blocks:
         raise ConfigError(
-            f"{name}: comments do not enclose tables ({starts} start and {ends} end). Give each table one of both, in "
-            "this order.",
+            f"{name}: the comments around tables do not pair up ({starts} start a table, {ends} end one). Put "
+            f"{START}ARGUMENTS --> above each table and {END} below it.",
             code="file.malformed",
             path=name,
             starts=starts,

@@ -102,7 +102,7 @@ def follow(
     run_folder: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN | JOB", help="Folder of a run that another process does; with --address a job, or its run."
+            metavar="RUN | JOB", help="Folder of a run in another process; with --address, a job or its run."
         ),
     ],
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,

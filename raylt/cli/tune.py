@@ -63,7 +63,7 @@ def tune(
     ] = None,
     budget: Annotated[int | None, typer.Option(min=1, help="Client-steps that each method may spend.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
-    retries: Annotated[int, typer.Option(min=0, help="Times that a failed trial is continued.")] = 2,
+    retries: Annotated[int, typer.Option(min=0, help="Number of times to continue a failed trial.")] = 2,
     resume: Annotated[Path | None, typer.Option(help="Folder of a search to continue.")] = None,
     parallel: Annotated[int | None, typer.Option(min=1, help="Largest number of trials at once.")] = None,
     track: TrackOption = None,

@@ -4,7 +4,6 @@ Keywords name a section (`local={"lr": 0.1}`), a source (`data="digits"`), or a 
 Recipes are YAML files under raylt/recipes, named by their path there.
 """
 
-import difflib
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from raylt.config.sections import Config, DataConfig, allowed, branches, settings
 from raylt.config.yaml_text import parse, read_file
-from raylt.errors import ConfigError, spoken
+from raylt.errors import ConfigError, did_you_mean, spoken
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 DEMO = "demo"  # the recipe that `raylt run` without settings runs
@@ -39,7 +38,7 @@ def recipe(name: str) -> Path:
     name = name.removesuffix(".yaml")
     if name not in names:
         raise ConfigError(
-            f"recipe:{name}: there is no such recipe.{_did_you_mean(name, names, 'recipe:')} Give one that "
+            f"recipe:{name}: there is no such recipe. {did_you_mean(name, names, 'recipe:')}Give one that "
             "raylt recipes lists.",
             code="config.unknown-name",
             key="recipe",
@@ -273,23 +272,15 @@ def _unknown_key(key: str, prefix: str, model: type[BaseModel]) -> str:
     """Return the message for a key that does not exist, with the nearest key and all names of its section."""
     if not model.model_fields:
         return f"{key}: there is no such setting, because {prefix.rstrip('.') or 'it'} has none. Leave it out."
-    close = _nearest(key, prefix, model)
-    hint = f" Did you mean {close}?" if close else ""
-    return f"{key}: there is no such setting.{hint} Give one of: {', '.join(model.model_fields)}."
+    return f"{key}: there is no such setting. {_hint(key, prefix, model)}Give one of: {', '.join(model.model_fields)}."
 
 
-def _nearest(key: str, prefix: str, model: type[BaseModel]) -> str | None:
-    """Return the setting that the user probably meant: one of this section, or of the same name elsewhere."""
+def _hint(key: str, prefix: str, model: type[BaseModel]) -> str:
+    """Return a question for the setting that was probably meant: of this section, or of the same name elsewhere."""
     section, _, name = key.rpartition(".")
-    close = difflib.get_close_matches(name, model.model_fields, 1)
-    if close or prefix:
-        return f"{section}.{close[0]}".strip(".") if close else None
-    return next((other for other, _ in settings() if other.rpartition(".")[2] == name), None)
-
-
-def _did_you_mean(name: str, names: Collection[str], prefix: str = "") -> str:
-    close = difflib.get_close_matches(name, names, 1)
-    return f" Did you mean {prefix}{close[0]}?" if close else ""
+    hint = did_you_mean(name, model.model_fields, f"{section}." if section else "")
+    elsewhere = [] if prefix else [other for other, _ in settings() if other.rpartition(".")[2] == name]
+    return hint or (did_you_mean(elsewhere[0], elsewhere) if elsewhere else "")
 
 
 def apply(tree: dict[str, Any], keywords: Mapping[str, Any], fields: Collection[str] = ()) -> None:
@@ -325,7 +316,7 @@ def _key(name: str, value: Any, fields: Collection[str]) -> str:
     if not keys:
         names = [*(key.rpartition(".")[2] for key, _ in settings()), *fields]
         raise ConfigError(
-            f"{name}: there is no such setting.{_did_you_mean(name, names)} Give one that raylt settings or raylt "
+            f"{name}: there is no such setting. {did_you_mean(name, names)}Give one that raylt settings or raylt "
             "methods lists.",
             code="config.unknown-key",
             key=name,

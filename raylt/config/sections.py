@@ -73,7 +73,7 @@ class DataConfig(Section):
         "digits",
         "Data set. shapes, camvid, cityscapes and npz:PATH may have label maps.",
         "digits, cifar10, cifar100, fashion_mnist, cinic10, imagenet_lt, shapes, camvid, cityscapes, "
-        "folder:PATH, npz:PATH, hf:NAME@REVISION, hf:PATH, or one's own",
+        "folder:PATH, npz:PATH, hf:NAME@REVISION, hf:PATH, or your own",
     )
     root: str = setting("data", "Folder with the data sets and the cache of decoded images.")
     download: bool = setting(False, "Let torchvision fetch a data set that is not under data.root.")
@@ -94,7 +94,7 @@ class DataConfig(Section):
     )
     fit: Literal["crop", "pad"] = setting(
         "crop",
-        "Way to make images from folder: and hf: square. crop keeps the centre; pad adds black borders.",
+        "Method of making images from folder: and hf: square. crop keeps the centre; pad adds black borders.",
     )
     depth: int | None = setting(
         None,
@@ -131,7 +131,7 @@ class DataConfig(Section):
         "Rule that divides the training samples between clients. Null is by_id for data that record each image's "
         "client, otherwise dirichlet. imported is the rule of index lists in data.split.",
         "creff, dirichlet, dirichlet_min, exdir, hsu, iid, by_id, classes, pathological, shards, quantity, imported, "
-        "null, or one's own",
+        "null, or your own",
     )
     per_client: int = setting(
         2,
@@ -166,7 +166,7 @@ class DataConfig(Section):
     )
     new_clients: int = setting(
         0,
-        "Number of clients, drawn at random, that join after training. They take no part in training and are judged "
+        "Number of clients, drawn at random, that join after training. They take no part in training and are evaluated "
         "separately.",
         ge=0,
         le=MOST,
@@ -197,7 +197,7 @@ class DataConfig(Section):
     )
     validation: float = setting(
         0.0,
-        "Share of each class's training samples that no client gets, for searches to judge on.",
+        "Share of each class's training samples that no client gets, on which searches evaluate.",
         ge=0,
         lt=1,
     )
@@ -267,7 +267,7 @@ class FederationConfig(Section):
         gt=0,
         le=MOST,
     )
-    retries: int = setting(2, "Times that a lost or failed client is asked again for the same reply.", ge=0, le=1000)
+    retries: int = setting(2, "Number of further attempts to get a reply from a lost or failed client.", ge=0, le=1000)
     batchnorm: Literal["average", "local"] = setting(
         "average",
         "Treatment of BatchNorm's running statistics: average them like parameters, or keep each client's own.",
@@ -357,7 +357,7 @@ class LocalConfig(Section):
         "step",
         "Fall of the learning rate over the rounds: by local.lr_decay, or along a cosine that reaches 0 after "
         "federation.rounds.",
-        "step, cosine, or one's own",
+        "step, cosine, or your own",
     )
     warm_up: int = setting(
         0,
@@ -478,12 +478,12 @@ class EvaluationConfig(Section):
     every: int = setting(1, "Rounds between two evaluations of the global model.", ge=1, le=MOST)
     personal: int = setting(
         0,
-        "Rounds between two evaluations of every client's own model, for personalised methods. 0 judges them only at "
-        "the end.",
+        "Rounds between two evaluations of every client's own model, for personalised methods. 0 evaluates them "
+        "only at the end.",
         ge=0,
         le=MOST,
     )
-    batch: int = setting(500, "Images judged at a time.", ge=1, le=MOST)
+    batch: int = setting(500, "Images evaluated at a time.", ge=1, le=MOST)
 
 
 class OutputConfig(Section):
@@ -514,7 +514,7 @@ class Config(Section):
         "small",
         "Network. lraspp returns label maps, the others classes.",
         "resnet8, resnet8_proj, resnet18, resnet32, resnet34, resnet50, resnet50_proj, cnn, cnn_proj, "
-        "small, lraspp, torchvision:NAME, timm:NAME, or one's own",
+        "small, lraspp, torchvision:NAME, timm:NAME, or your own",
     )
     weights: str | None = setting(
         None,
@@ -546,7 +546,7 @@ class Config(Section):
         "Augmentation of training images. Crops, scales and flips also change label maps. The others are "
         "torchvision's. Join several with +, as in crop_flip+color_jitter.",
         "none, crop_flip, resized_crop_flip, scale_crop_flip, color_jitter, rand_augment, "
-        "trivial_augment, auto_augment, or one's own",
+        "trivial_augment, auto_augment, or your own",
     )
     views: int = setting(
         4,

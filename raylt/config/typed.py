@@ -25,7 +25,7 @@ def as_typed(annotation: Any, value: Any) -> Any:
     takes_numbers = int in branches or float in branches
     if isinstance(value, str):
         if len(value) > LONGEST_TEXT or not value.isprintable():
-            template = "is not a text of at most {longest} printable letters"
+            template = "is not a string of at most {longest} printable characters"
             raise PydanticCustomError("text", template, {"longest": LONGEST_TEXT})
         if str not in branches and value not in words and (takes_numbers or (bool in branches and not words)):
             raise PydanticCustomError("type", _mismatch(branches))

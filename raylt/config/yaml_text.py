@@ -42,7 +42,7 @@ class _Reader(yaml.SafeLoader):
             raise _fault("*name refers to another place; write the value out", self.peek_event().start_mark)
         self.depth = getattr(self, "depth", 0) + 1
         if self.depth > DEEPEST:
-            raise _fault(f"more than {DEEPEST} levels", self.peek_event().start_mark)
+            raise _fault(f"more than {DEEPEST} levels; remove some", self.peek_event().start_mark)
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -51,9 +51,9 @@ class _Reader(yaml.SafeLoader):
         """Return the value of a scalar, also of one with an explicit tag."""
         text, looks = node.value, _LOOKS.get(node.tag)
         if looks is not None and not looks.match(text):
-            raise _fault(f"{text[:40]!r} does not fit its tag", node.start_mark)
+            raise _fault(f"{text[:40]!r} does not fit its tag; remove the tag", node.start_mark)
         if node.tag == INT and len(text) > 300:
-            raise _fault("a number of more than 300 digits", node.start_mark)
+            raise _fault("a number of more than 300 digits; shorten it", node.start_mark)
         if node.tag == FLOAT:
             return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
         return {NULL: lambda: None, BOOL: lambda: text.lower() == "true", INT: lambda: int(text)}[node.tag]()
@@ -66,7 +66,7 @@ class _Reader(yaml.SafeLoader):
             if not isinstance(name, str):
                 raise _fault(f"the key {str(name)[:40]} is not a name; quote it", key.start_mark)
             if name in tree:
-                raise _fault(f"the key {name} occurs twice", key.start_mark)
+                raise _fault(f"the key {name} occurs twice; remove one", key.start_mark)
             tree[name] = self.construct_object(value, deep=True)
         return tree
 
@@ -99,7 +99,7 @@ def parse(text: str) -> Any:
     except yaml.YAMLError as error:
         raise ValueError(_described(error)) from None
     except RecursionError:
-        raise ValueError(f"more than {DEEPEST} levels") from None
+        raise ValueError(f"more than {DEEPEST} levels; remove some") from None
 
 
 def write(tree: Any) -> str:

@@ -184,7 +184,7 @@ def local_running_statistics(case: Case) -> None:
         trace.experiment.server.model.local_buffers,
         "the model lost the entries that stay at the clients: build it from `base`",
     )
-    expect(trace.reports[-1].by_client is not None, "clients are not judged")
+    expect(trace.reports[-1].by_client is not None, "clients are not evaluated")
 
 
 def joining_late(case: Case) -> None:
@@ -235,7 +235,7 @@ def predicts_what_was_judged(case: Case) -> None:
     judged = case.straight.reports[-1].global_accuracy
     expect(
         judged is not None and math.isclose(accuracy, judged, abs_tol=1e-6),
-        f"the judged accuracy is {judged}, the exported file gives {accuracy}",
+        f"the evaluated accuracy is {judged}, the exported file gives {accuracy}",
     )
 
 

@@ -117,7 +117,7 @@ class Exclusion:
         shown = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
         why = self.why if isinstance(self.why, str) else self.why(run)
         return ConfigError(
-            f"{self.setting} = {shown}: {why}. {self.remedy}.",
+            f"{self.setting}: {why} ({shown}). {self.remedy}.",
             code=self.code,
             key=self.setting,
             value=value,
@@ -242,16 +242,16 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
             and run.config.evaluation.personal == 0
             and (run.method.personal or bool(run.model.local_buffers))
         ),
-        "clients' own models are judged after the last round only",
-        "Set evaluation.personal=1, or another number of rounds between two judgements",
+        "clients' own models are evaluated only after the last round",
+        "Set evaluation.personal=1, or another number of rounds between evaluations",
     ),
     Exclusion(
         "federation.patience",
         "method",
         lambda run: run.config.federation.patience is not None and bool(run.early_stages),
         lambda run: (
-            f"the stage {run.early_stages[0]} of {run.method.name} begins some rounds before the last, which nobody "
-            "knows beforehand"
+            f"the stage {run.early_stages[0]} of {run.method.name} begins some rounds before the last, and the last "
+            "round is not known in advance"
         ),
         "Set federation.patience to null",
     ),

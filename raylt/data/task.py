@@ -256,8 +256,8 @@ def _check_lengths(owner: str, names: Sequence[str]) -> None:
     longest = max(names, key=len, default="")
     if len(longest) > LONGEST_NAME:
         raise DataError(
-            f"data.source: a {owner} has a name of {len(longest):,} letters ({longest[:40]!a}...). Give names of at "
-            f"most {LONGEST_NAME} letters.",
+            f"data.source: a {owner} has a name of {len(longest):,} characters ({longest[:40]!a}...). Give names of at "
+            f"most {LONGEST_NAME} characters.",
             code="data.bad-name",
             key="data.source",
             value=len(longest),

@@ -1,11 +1,10 @@
 """The table of methods by name; each method has a file or a folder in this package."""
 
-import difflib
 from typing import Any
 
 from raylt.config import check
 from raylt.core.method import Method
-from raylt.errors import UnknownMethod
+from raylt.errors import UnknownMethod, did_you_mean
 from raylt.methods.apfl import APFL
 from raylt.methods.balancefl import BalanceFL
 from raylt.methods.bpfed.method import BPFed
@@ -123,10 +122,9 @@ def make_method(settings: dict[str, Any]) -> Method:
     """
     name = settings["name"]
     if name not in METHODS:
-        nearest = difflib.get_close_matches(name, METHODS, 1)
-        hint = f" Did you mean {nearest[0]}?" if nearest else ""
         raise UnknownMethod(
-            f"method: no method has this name ({name!r}).{hint} Give one of: {', '.join(METHODS)}.",
+            f"method: no method has this name ({name!r}). {did_you_mean(name, METHODS)}"
+            f"Give one of: {', '.join(METHODS)}.",
             code="config.unknown-name",
             key="method",
             value=name,

@@ -51,8 +51,8 @@ class FedLoGe(Method):
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
         if model.dim < task.classes:
             raise ConfigError(
-                f"model: the features of {config.model} have d = {model.dim}, and the frame of method = fedloge needs "
-                f"at least one dimension for each of {task.classes} classes. Take a wider model.",
+                f"model: the features have fewer dimensions than there are classes ({config.model}: d = {model.dim}, "
+                f"C = {task.classes}). The frame of fedloge needs one per class: choose a wider model.",
                 code="model.too-narrow",
                 key="model",
                 value=config.model,

@@ -50,8 +50,8 @@ def open_teacher(name: str) -> Teacher:
     match = re.fullmatch(r"([^/:]+)/([^/:]+)(?::(.+))?", name)
     if match is None:
         raise ConfigError(
-            f"method.teacher: no such form of a name ({name!r}). Give MODEL/TAG as in ViT-B-32/openai, MODEL/TAG:FILE, "
-            "local-dir:FOLDER, npz:FILE or none.",
+            f"method.teacher: a teacher cannot be named like this ({name!r}). Give MODEL/TAG as in ViT-B-32/openai, "
+            "MODEL/TAG:FILE, local-dir:FOLDER, npz:FILE or none.",
             code="config.unknown-name",
             key="method.teacher",
             value=name,

@@ -107,7 +107,7 @@ def _check_entries(expected: dict[str, Tensor], given: dict[str, Any], weights: 
     """Raise an error that names the first entry, in the order of the model, that does not fit."""
     for name in [*expected, *sorted(given)]:
         if name not in expected:
-            fault = f"{name} is no entry of the model"
+            fault = f"{name} is not an entry of the model"
         elif not isinstance(given.get(name), Tensor):
             fault = f"the entry {name} is missing"
         elif given[name].shape != expected[name].shape:

@@ -189,7 +189,8 @@ def nearest_moments(sums: Tree) -> Tree:
             mended[c]["zz"] = pack(n * (without_negative(cov) + torch.outer(mean, mean)))
     if not mended:
         raise ConfigError(
-            "privacy.epsilon: with this much noise no class has a sample left. Take a larger epsilon.",
+            f"privacy.epsilon: the noise leaves no class with a positive count ({len(sums)} classes). Give a larger "
+            "epsilon.",
             code="privacy.too-noisy",
             key="privacy.epsilon",
         )

@@ -107,7 +107,7 @@ class ClientComparison:
         subject = "1 client is" if alone == 1 else f"{alone} clients are"
         object = "its figure says" if alone == 1 else "their figures say"
         names = ", ".join(self.one_class[:10]) + ", .." * (alone > 10)
-        return [f"{subject} judged by one class, so {object} nothing: {names}"]
+        return [f"{subject} evaluated on one class, so {object} nothing: {names}"]
 
     def _cell(self, value: float | None, client: int) -> str:
         """Return a client's figure, with its interval if it rests on few images."""
@@ -193,7 +193,7 @@ def compare_clients(runs: Sequence[Run], metric: Metric | None = None) -> Client
     metric = metric or ("local" if all("local" in figures for figures in judged.values()) else "owned")
     if lacking := [name for name, figures in judged.items() if metric not in figures]:
         raise CheckpointError(
-            f"{spoken('--metric', 'metric')}: the clients of {lacking[0]} were not judged by it ({metric}). Give "
+            f"{spoken('--metric', 'metric')}: the clients of {lacking[0]} were not evaluated by it ({metric}). Give "
             f"{spoken('--metric owned', 'metric=' + repr('owned'))}.",
             code="study.no-figure",
             key="--metric",

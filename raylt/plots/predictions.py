@@ -51,8 +51,8 @@ def draw_predictions(
     outside = rows[(rows < 0) | (rows >= len(task.test))]
     if outside.size:
         raise ConfigError(
-            f"{spoken('--image', 'images')}: there is no such test image ({outside[0]}). {task.name} has the test "
-            f"images 0 to {len(task.test) - 1}",
+            f"{spoken('--image', 'images')}: there is no such test image ({outside[0]}). Give a number from 0 to "
+            f"{len(task.test) - 1}.",
             code="config.out-of-range",
             key="--image",
             value=int(outside[0]),

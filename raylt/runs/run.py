@@ -287,7 +287,7 @@ class Run:
         ]
         if not judged:
             raise ConfigError(
-                f"{spoken('--round', 'step')}: {self.folder} judged nothing on validation images, so no round is "
+                f"{spoken('--round', 'step')}: {self.folder} has no evaluation on validation images, so no round is "
                 f"the best ({self.config.data.validation:g}). Train with data.validation=0.1, or give the "
                 "number of a round.",
                 code="run.not-judged",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import typer
-from tests.test_prose import messages, nodes, text_of
+from test_prose import messages, nodes, text_of
 
 from raylt.cli.main import app
 

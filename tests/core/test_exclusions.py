@@ -93,11 +93,11 @@ def test_the_chance_of_an_empty_round_is_at_most_one(tiny_task, tmp_path):
     config = configure(federation={"sampling": "poisson", "participation": 0.1, "rounds": 2}, data={"clients": 10})
     with refused("config.conflict", key="federation.sampling") as caught:
         make_experiment(config, tiny_task, tmp_path)
-    assert "the chance that some round has no client is 0.58." in str(caught.value)
+    assert "the chance that some round has no client is 0.58 (poisson)." in str(caught.value)
     sparse = configure(federation={"sampling": "poisson", "participation": 0.01, "rounds": 2}, data={"clients": 10})
     with refused("config.conflict", key="federation.sampling") as caught:
         make_experiment(sparse, tiny_task, tmp_path)
-    assert "is 0.99." in str(caught.value)  # 1 - (1 - 0.99^10)^2; the sum over the rounds would be 1.8
+    assert "is 0.99 (poisson)." in str(caught.value)  # 1 - (1 - 0.99^10)^2; the sum over the rounds would be 1.8
 
 
 @pytest.mark.slow

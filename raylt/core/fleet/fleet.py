@@ -126,7 +126,7 @@ class Fleet(ABC):
         name = getattr(fn, "__name__", "call")
         if not cohort.ids:
             raise TooFewReplies(
-                f"round {self.round}, {name}: no client was asked. Ask at least one.",
+                f"round {self.round}, {name}: fleet.ask got an empty cohort (0 clients). Pass at least one client id.",
                 code="reply.too-few",
                 round=self.round,
                 function=name,
@@ -303,9 +303,9 @@ class Fleet(ABC):
         before = largest_of(message)
         rate = self.config.local.lr
         raise Diverged(
-            f"local.lr: training diverged in round {began} ({rate:g}). In round {self.round}, {name}, the values of "
-            f"{len(diverged)} of {len(cohort)} clients are infinite, not numbers or too large ({diverged[0]}); the "
-            f"largest value that they were sent is {before:.3g}. Lower local.lr.",
+            f"local.lr: training diverged in round {began} ({rate:g}). In round {self.round}, {name}, {len(diverged)} "
+            f"of {len(cohort)} clients sent values that are infinite, not numbers or too large. First: {diverged[0]}. "
+            f"The largest value that they received is {before:.3g}. Lower local.lr.",
             code="training.diverged",
             key="local.lr",
             value=rate,

@@ -60,8 +60,8 @@ class ClientNoise:
         if additional or RELEASED not in parts or parts[RELEASED].kind != "mean" or RELEASED not in message:
             part = min(additional or parts)
             raise ConfigError(
-                f"privacy.update_epsilon = {budget:g}: the part {part} is uploaded too, and noise hides clients only "
-                "in the mean of their models. Take a method that uploads nothing else, such as fedavg.",
+                f"privacy.update_epsilon: noise hides clients only in the mean of their models, and the part {part} is "
+                f"uploaded too ({budget:g}). Choose a method that uploads nothing else, such as fedavg.",
                 code="privacy.not-covered",
                 key="privacy.update_epsilon",
                 value=budget,
@@ -130,7 +130,7 @@ class ClientNoise:
             "sigma": privacy.noise_multiplier,
             "unit": "one client, added or removed",
             "covers": f"the models of {self.round} rounds",
-            "against": "whoever sees the models; the server is trusted",
+            "against": "anyone who sees the models; the server is trusted",
             "not_covered": "what is judged: accuracies on clients' own data are computed without noise",
         }
 

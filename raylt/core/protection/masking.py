@@ -221,8 +221,8 @@ class Collector:
             right = public_key(secret) == self._keys[id][1]
         if not right:
             raise RayltError(
-                f"federation.secure: the shares of client number {id} do not give the {kind} that it committed itself "
-                f"to ({id}). Leave the client out; its masks cannot be taken off the sum.",
+                f"federation.secure: the shares do not give the {kind} to which a client committed itself (member "
+                f"{id}). Exclude the client, because its masks cannot be removed from the sum.",
                 code="reply.wrong-share",
                 key="federation.secure",
                 member=id,

@@ -32,7 +32,7 @@ def check_delta(config: Config, sizes: Sequence[int]) -> None:
     count = sum(sizes) if hidden == "samples" else sum(size > 0 for size in sizes)
     if privacy.delta * count >= 1:
         raise ConfigError(
-            f"privacy.delta: with {count} {hidden}, a delta of one over their number lets one of them be published "
+            f"privacy.delta: is at least 1 / {count}, so publishing one of the {count} {hidden} would satisfy it "
             f"({privacy.delta:g}). Give less than {1 / max(count, 1):.2g}.",
             code="config.out-of-range",
             key="privacy.delta",
@@ -124,8 +124,9 @@ class Protection:
     def _spend(self, round: int, noise: Noise) -> None:
         if self._rehearsed:
             raise ConfigError(
-                "privacy.epsilon: a rehearsed finish would spend the budget of the run's own finish. Set "
-                "privacy.epsilon=null where runs are judged before their end.",
+                "privacy.epsilon: an evaluation before the run's end would spend the budget of its own finish "
+                f"({self._config.privacy.epsilon:g}). Set privacy.epsilon=null for searches that need such "
+                "evaluations.",
                 code="privacy.rehearsal",
                 key="privacy.epsilon",
             )

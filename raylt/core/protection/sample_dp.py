@@ -166,7 +166,7 @@ def statement(config: Config, noise: Noise) -> Tree:
         "sigma": noise.sigma,
         "covers": ", ".join(noise.deviations),
         "unit": "one sample, added or removed",
-        "against": "whoever sees the sum" if config.federation.secure else "whoever sees an upload",
+        "against": "anyone who sees the sum" if config.federation.secure else "anyone who sees an upload",
         "not_covered": "the rounds before: the model that the sums were taken with was trained without noise; and "
         "how many samples each client has, which goes with its upload",
     }

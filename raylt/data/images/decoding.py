@@ -313,7 +313,7 @@ def _opened(file: Path | str | bytes) -> Iterator[BinaryIO]:
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError("is no plain file")
+            raise ValueError("is not a plain file")
         if not status.st_size:
             raise ValueError("is empty")
         if status.st_size <= WHOLE:

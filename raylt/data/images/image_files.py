@@ -126,7 +126,7 @@ def notes_of(listings: Sequence[tuple[Path, Listing]]) -> list[str]:
     if ignored:
         by_count = sorted((-count, kind) for kind, count in ignored.items())
         kinds = ", ".join(f"{-negative} {kind}" for negative, kind in by_count)
-        notes.append(f"{sum(ignored.values())} files are no images and were left out: {kinds}")
+        notes.append(f"{sum(ignored.values())} files are not images and were left out: {kinds}")
     empty = [folder / name for folder, listing in listings for name in listing.empty]
     hidden = [folder / name for folder, listing in listings for name in listing.hidden]
     for why, folders in (("hold no image", empty), ("are hidden", hidden)):

@@ -233,8 +233,13 @@ def _checked_names(path: Path, key: str, names: np.ndarray) -> np.ndarray:
     unprintable = [name for name in names.tolist() if not name.strip() or not name.isprintable()]
     if unprintable:
         raise _malformed(path, f"{key} has a name that cannot be printed ({unprintable[0]!a}). Rename it.", key)
-    if len(np.unique(names)) != len(names):
-        raise _malformed(path, f"{key} has a name twice. Give each its own.", key)
+    distinct, counts = np.unique(names, return_counts=True)
+    if counts.max() > 1:
+        raise _malformed(
+            path,
+            f"{key} has a name twice ({str(distinct[counts > 1][0])!r}). Give each class or client its own name.",
+            key,
+        )
     return names
 
 
@@ -256,7 +261,8 @@ def _checked_images(path: Path, key: str, x: np.ndarray, depth: int | None) -> n
     if x.ndim < 3 or x.dtype.kind in "USO":
         raise _malformed(
             path,
-            f"{key} is {x.dtype} {list(x.shape)}, no images. {SCOPE}: give uint8 [N, H, W] or [N, H, W, channels].",
+            f"{key} is not an array of images ({x.dtype} {list(x.shape)}). {SCOPE}: give uint8 [N, H, W] or [N, H, W, "
+            "channels].",
             key,
         )
     if x.dtype.kind not in "iuf" or x.ndim not in (3, 4) or not x.size or (x.ndim == 4 and x.shape[3] > 4):
@@ -270,7 +276,7 @@ def _checked_images(path: Path, key: str, x: np.ndarray, depth: int | None) -> n
         try:
             x = eight_bits(x, depth)
         except ValueError as error:
-            raise _malformed(path, f"{key} is {x.dtype} and has {error}.", key) from None
+            raise _malformed(path, f"{key} is {x.dtype} and has {error}. Give uint8 values.", key) from None
     return x if x.ndim == 4 else x[..., None]
 
 

@@ -247,7 +247,7 @@ def _top(folder: Path) -> set[str]:
     if not exists(folder):
         raise DataError(f"{folder.absolute()}: no such folder. {LAYOUTS}", code="data.not-found", path=str(folder))
     if not folder.is_dir():
-        raise _wrong_layout(folder.absolute(), "this is no folder")
+        raise _wrong_layout(folder.absolute(), "this is not a folder")
     return {entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."}
 
 

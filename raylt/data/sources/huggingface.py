@@ -105,7 +105,7 @@ def class_of(label: Any, names: list[str] | None, source: str) -> str:
     """
     if isinstance(label, list | tuple | dict | float):
         raise DataError(
-            f"data.label_column: {source} has labels that are no classes ({label!r}). {SCOPE}: name a column with one "
+            f"data.label_column: {source} has labels that are not classes ({label!r}). {SCOPE}: name a column with one "
             "class for each image.",
             code="data.malformed",
             key="data.label_column",
@@ -163,7 +163,7 @@ def _load(config: DataConfig) -> dict[str, Any]:
     name, at, revision = address.rpartition("@")
     if not saved and not (at and name and revision):
         raise ConfigError(
-            f"data.source: {config.source} is no folder, and a name needs a revision, without which a run cannot be "
+            f"data.source: {config.source} is not a folder, and a name needs a revision, without which a run cannot be "
             "repeated. Write hf:NAME@REVISION.",
             code="config.wrong-type",
             key="data.source",

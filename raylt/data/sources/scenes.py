@@ -227,8 +227,8 @@ class _Resized:
         image = _image(given, self.depth)
         if image.size != self.before:
             raise DataError(
-                f"{self.name}: image {row} has another size than the first ({image.size[0]}x{image.size[1]}, "
-                f"{self.before[0]}x{self.before[1]}). Bring all to one size.",
+                f"{self.name}: image {row} does not have the size of the first image ({image.size[0]}x{image.size[1]}, "
+                f"{self.before[0]}x{self.before[1]}). Give all images the same size.",
                 code="data.malformed",
                 name=self.name,
                 row=row,
@@ -258,7 +258,7 @@ class _ResizedLabels:
         wide, tall = self.before
         if labels.shape != (tall, wide):
             raise DataError(
-                f"{self.name}: label map {row} has not one index for each of {tall}x{wide} pixels "
+                f"{self.name}: label map {row} does not have one index for each of {tall}x{wide} pixels "
                 f"({list(labels.shape)}). Convert colours to indices.",
                 code="data.malformed",
                 name=self.name,

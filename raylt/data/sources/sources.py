@@ -5,7 +5,6 @@ and `folder:PATH` are trees of image files. `npz:PATH` is one file of arrays, se
 are in scenes.py, and data sets of the `datasets` library in huggingface.py.
 """
 
-import difflib
 import gzip
 import importlib.util
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from raylt.data.sources.arrays import PUBLISHED, SCOPE, Arrays, ProblemKind, Sou
 from raylt.data.sources.folders import open_parts, read_parts
 from raylt.data.sources.huggingface import open_hub
 from raylt.data.sources.scenes import camvid, cityscapes, shapes
-from raylt.errors import CheckpointError, ConfigError, DataError, spoken
+from raylt.errors import CheckpointError, ConfigError, DataError, did_you_mean, spoken
 from raylt.seeds import seed_for
 
 __all__ = ["NAMES", "SOURCES", "ProblemKind", "Source", "channel_statistics", "group_thresholds", "open_source"]
@@ -128,11 +127,10 @@ def _unknown_source(source: str) -> ConfigError:
     elif colon and kind in NAMES:
         problem = f"{kind} takes no path ({source}). Put it below data.root and write {kind}."
     else:
-        nearest = difflib.get_close_matches(kind, NAMES, 1)
-        hint = f"Did you mean {nearest[0]}? " if nearest else ""
         problem = (
-            f"no such source ({source!r}). {hint}{SCOPE}. There are: {', '.join(NAMES[:-3])}, folder:PATH, npz:PATH, "
-            f"hf:NAME@REVISION; {spoken('--plugin FILE', 'raylt.register')} adds your own."
+            f"no such source ({source!r}). {did_you_mean(kind, NAMES)}{SCOPE}. "
+            f"There are: {', '.join(NAMES[:-3])}, folder:PATH, npz:PATH, hf:NAME@REVISION; "
+            f"{spoken('--plugin FILE', 'raylt.register')} adds your own."
         )
     return ConfigError(f"data.source: {problem}", code="config.unknown-name", key="data.source", value=source)
 
@@ -203,7 +201,7 @@ def _cinic10(folder: Path, config: DataConfig, cache: Path) -> Source:
     parts = read_parts(folder)
     if parts.test is None or parts.train.clients is not None:
         raise DataError(
-            f"{folder}: this is no cinic10. Put its images at train/<class>/ and test/<class>/.",
+            f"{folder}: this is not cinic10. Put its images at train/<class>/ and test/<class>/.",
             code="data.wrong-layout",
             path=str(folder),
         )

@@ -87,7 +87,7 @@ def hold_out_validation(
                 missing -= 1
     if not taken.any():
         raise DataError(
-            f"data.validation: no client can give a sample and keep one of the class ({share:g}). "
+            f"data.validation: no client has two samples of a class, to give one and keep one ({share:g}). "
             "Set data.validation=0, or give more samples.",
             code="data.too-few",
             key="data.validation",
@@ -132,7 +132,7 @@ def check_judged(name: str, y_test: Stored, classes: int) -> None:
     """
     if not class_counts(y_test, classes).any():
         raise DataError(
-            f"data.source: no test image has a label, so no model could be judged ({name}). "
+            f"data.source: no test image has a label, so no model could be evaluated ({name}). "
             "Give test images, or give clients at least two images of a class, one of which is held out.",
             code="data.no-test-images",
             key="data.source",
@@ -161,7 +161,8 @@ def notes(source: Source, split: Split, y_test: np.ndarray, own: IndexLists | No
     if missing.any():
         names = [name for name, absent in zip(source.class_names, missing, strict=True) if absent]
         sentences.append(
-            f"no test image shows {len(names)} of {len(missing)} classes, which are judged nowhere: {_first_ten(names)}"
+            f"no test image shows {len(names)} of {len(missing)} classes, which are evaluated nowhere: "
+            f"{_first_ten(names)}"
         )
     untested = [] if own is None else np.flatnonzero(own.sizes == 0).tolist()
     if untested:

@@ -93,15 +93,15 @@ def _from_json(path: Path, tree: Any) -> dict[str, _Lists]:
         users = tree.get("users")
         tree = {user: _leaf(path, user, data) for user, data in _mapping(path, tree["user_data"]).items()}
         if users is not None and (not isinstance(users, list) or sorted(map(str, users)) != sorted(tree)):
-            raise _malformed(path, "users and user_data have other names")
+            raise _malformed(path, f"users and user_data do not have the same names ({shortened(users)})")
     elif isinstance(tree, list):
         tree = {str(k): each for k, each in enumerate(tree)}
     lists = {str(name): _client(path, name, each) for name, each in _mapping(path, tree).items()}
     if not isinstance(judged, list):
-        raise _malformed(path, f"judged is a {type(judged).__name__} and no list of clients")
+        raise _malformed(path, f"judged is not a list of clients ({type(judged).__name__})")
     for name in judged:
         if str(name) not in lists:
-            raise _malformed(path, f"judged has a name of no client ({shortened(name)})")
+            raise _malformed(path, f"judged names a client that has no rows ({shortened(name)})")
         lists[str(name)].judged = True
     return lists
 
@@ -205,11 +205,14 @@ def _rows(
     for wrong in (row for row in rows if type(row) is not int or not 0 <= row < count):
         raise _malformed(
             path,
-            f"the client {shortened(name)} has a row that is none of the {count} training images ({shortened(wrong)})",
+            f"the client {shortened(name)} has a row outside 0 to {count - 1}, the training images "
+            f"({shortened(wrong)})",
         )
     array = np.array(rows, dtype=np.int64)
     if labels is not None and source.kind == "classification" and load(source.y_train)[array].tolist() != list(labels):
-        raise _malformed(path, f"the labels y of {name} are others than those of the rows x in {source.name}")
+        raise _malformed(
+            path, f"the labels y of a client differ from those of its rows x in {source.name} ({shortened(name)})"
+        )
     return np.sort(array)
 
 
@@ -231,7 +234,7 @@ def shortened(value: Any) -> str:
 
 def _mapping(path: Path, tree: Any) -> Mapping[str, Any]:
     if not isinstance(tree, Mapping):
-        raise _malformed(path, f"it has a {type(tree).__name__} where clients are expected")
+        raise _malformed(path, f"a value is not a mapping of clients ({type(tree).__name__})")
     return tree
 
 

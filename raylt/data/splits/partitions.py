@@ -4,7 +4,6 @@ Every partition returns one sorted int64 array of positions into `labels` per cl
 position once, unless `data.tail` thins the clients' samples. A client may be empty unless a smallest size is set.
 """
 
-import difflib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from raylt.config import DataConfig
 from raylt.data.splits.long_tail import own_tail
 from raylt.data.splits.split import grouped
-from raylt.errors import ConfigError, DataError, spoken
+from raylt.errors import ConfigError, DataError, did_you_mean, spoken
 from raylt.seeds import seed_for
 
 RETRIES = 1000
@@ -61,8 +60,8 @@ def partition(
     _check_fits(labels, clients, config)
     if config.partition == "imported":
         raise DataError(
-            "data.partition: it is read from a file of index lists (imported). Set data.split=FILE, or take another "
-            "partition.",
+            "data.partition: this partition is read from a file of index lists (imported). Set data.split=FILE, or "
+            "choose another partition.",
             code="config.conflict",
             key="data.partition",
             value="imported",
@@ -157,11 +156,9 @@ def _own_partition(name: str, labels: np.ndarray, config: DataConfig, rng: np.ra
     """
     deal = PARTITIONS.get(name)
     if deal is None or isinstance(deal, str):
-        nearest = difflib.get_close_matches(name, BUILT_IN, 1)
-        hint = f"Did you mean {nearest[0]}? " if nearest else ""
         raise ConfigError(
-            f"data.partition: no such partition ({name!r}). {hint}There are: {', '.join(PARTITIONS)}; "
-            f"{spoken('--plugin FILE', 'raylt.register')} adds your own.",
+            f"data.partition: no such partition ({name!r}). {did_you_mean(name, BUILT_IN)}"
+            f"There are: {', '.join(PARTITIONS)}; {spoken('--plugin FILE', 'raylt.register')} adds your own.",
             code="config.unknown-name",
             key="data.partition",
             value=name,

@@ -110,8 +110,8 @@ class Split:
         ):
             if actual != expected:
                 raise DataError(
-                    f"data.split: {changed} changed after the split was saved ({hash_name} does not match). "
-                    "Draw the split again, or use the original file.",
+                    f"data.split: {changed} changed after the split was saved ({hash_name} is {actual[:12]}, not "
+                    f"{expected[:12]}). Draw the split again, or use the original file.",
                     code="data.split-changed",
                     field=hash_name,
                 )

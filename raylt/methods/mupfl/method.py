@@ -304,7 +304,7 @@ class MuPFL(Method):
                 start: Params = whole | got["start"][id]
                 average.add({name: start[name] + update[name] for name in update}, got.weights[id])
             try:
-                # whoever can be reached: a client does not take part in a round by receiving this
+                # all that can be reached: a client does not take part in a round by receiving this
                 fleet.ask(self.keep, Cohort(members, everyone=True), {"update": update})
             except TooFewReplies as error:
                 if not isinstance(error.__cause__, ClientLost):

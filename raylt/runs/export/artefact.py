@@ -410,6 +410,8 @@ def choose_client(client: str | int | None, choices: Iterable[tuple[int, str]], 
     ids = by_id | by_name  # a name comes before an id
     if str(client) not in ids:
         raise ConfigError(
-            f"{where}: has no model of this client ({client}). It has {shown}.", code="client.unknown", client=client
+            f"{where}: has no model of this client ({client}). Give one of {shown}.",
+            code="client.unknown",
+            client=client,
         )
     return ids[str(client)]

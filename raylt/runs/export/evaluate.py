@@ -141,7 +141,7 @@ def _count(model: Model, folder: Path, files: Sequence[PurePosixPath], faults: l
     class_of = {file: plain_name(folder, file.parts[-2]) for file in files}
     if unknown := sorted({*class_of.values()} - numbers.keys()):
         raise DataError(
-            f"{folder}: the model does not know the class {', '.join(unknown)}. It knows "
+            f"{folder}: the model has no such class ({', '.join(unknown)}). Name the folders after its classes: "
             f"{', '.join(model.class_names)}.",
             code="data.unknown-class",
             path=str(folder),

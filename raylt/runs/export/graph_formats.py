@@ -69,7 +69,7 @@ def _read_pt2(path: Path) -> GraphModel:
     extra = {EXTRA: ""}
     file = store.plain(path)
     if not zipfile.is_zipfile(file):
-        raise unreadable(path, ValueError("it is no archive"))
+        raise unreadable(path, ValueError("it is not an archive"))
     store.check_archive(file)
     log = logging.getLogger("torch.export")  # it would print a traceback before it raises
     level = log.level

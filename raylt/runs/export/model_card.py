@@ -105,9 +105,7 @@ def _basis(tests: JudgedImages | None) -> list[str]:
     ]
     if tests["one_class"]:
         names = _names(tests["one_class"])
-        sentences.append(
-            f"All images that judge these clients are of one class, so their figures say nothing: {names}."
-        )
+        sentences.append(f"These clients' test images are all of one class, so their figures say nothing: {names}.")
     return [" ".join(sentences), ""]
 
 

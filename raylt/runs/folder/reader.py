@@ -145,7 +145,7 @@ class Files:
         hashes = {report["step"]: report["confusion"] for report in self.lines().reports if report["confusion"]}
         if not hashes:
             raise CheckpointError(
-                f"{self.path}: the run keeps no confusion matrices, since nothing was judged yet. Continue it with "
+                f"{self.path}: the run has no confusion matrices before its first evaluation. Continue it with "
                 f"{spoken('raylt resume', 'raylt.resume')}.",
                 code="run.not-judged",
                 path=str(self.path),
@@ -153,7 +153,8 @@ class Files:
         asked = max(hashes) if step is None else step
         if asked not in hashes:
             raise CheckpointError(
-                f"{self.path}: nothing was judged after step {asked}. Give one of {', '.join(map(str, hashes))}.",
+                f"{self.path}: there was no evaluation after this step ({asked}). Give one of "
+                f"{', '.join(map(str, hashes))}.",
                 code="run.not-judged",
                 path=str(self.path),
                 step=asked,

@@ -59,7 +59,9 @@ class _Accuracy(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     last: Annotated[Fraction, Field(description="After the last step.")]
-    last10: Annotated[Fraction, Field(description="Mean of the last ten judged rounds, or of all if there are fewer.")]
+    last10: Annotated[
+        Fraction, Field(description="Mean of the last ten evaluated rounds, or of all if there are fewer.")
+    ]
     last10_values: Annotated[Count | None, Field(description="Number of rounds in that mean.")] = None
     best: Annotated[Fraction, Field(description="The best round on the test set.")]
 
@@ -376,12 +378,12 @@ def _client_rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "clients, worst decile", percent(clients["worst_decile"])
     if alone := (summary.get("tests") or {}).get("one_class"):
         names = ", ".join(alone[:NAMED]) + ", .." * (len(alone) > NAMED)
-        yield "clients judged by one class", f"{len(alone)}, whose figures say nothing: {names}"
+        yield "clients evaluated on one class", f"{len(alone)}, whose figures say nothing: {names}"
     if quality := summary.get("quality"):
         values = (quality["auc"], quality["calibration_error"])
         yield "global model: AUC, calibration error", ", ".join("-" if v is None else f"{v:.4f}" for v in values)
     for name, figures in summary["others"].items():
-        yield f"  judged by {name}", percent(figures["clients"]["matched"]["mean"])
+        yield f"  evaluated with {name}", percent(figures["clients"]["matched"]["mean"])
     if "privacy" in summary:
         budget = summary["privacy"]
         excluded = budget["not_covered"].partition(":")[0]
@@ -414,7 +416,7 @@ def _cost_rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _last10_title(values: int | None) -> str:
     if values in (None, 10):
         return "accuracy, mean of the last 10"
-    return "accuracy, the one judged round" if values == 1 else f"accuracy, mean of all {values} judged rounds"
+    return "accuracy, the one evaluated round" if values == 1 else f"accuracy, mean of all {values} evaluated rounds"
 
 
 def split_table(task: Task, width: int) -> Table:

@@ -70,7 +70,7 @@ class Journal:
                 return handle
             time.sleep(0.05)  # a reader may just be testing the lock
         raise FolderHeld(
-            f"{self.folder}: another process is running this. Wait for it, or stop it.",
+            f"{self.folder}: another process is using the folder ({LOCK} is locked). Wait for it, or stop it.",
             code="run.busy",
             path=str(self.folder),
         )

@@ -126,9 +126,15 @@ class Service:
         routes = {"/": "GET", "/health": "GET", "/card": "GET", "/predict": "POST"}
         verb = routes.get(request.path)
         if verb is None:
-            raise Refused(404, f"{request.path}: is not here. There are {', '.join(routes)}.", "serve.no-such-path")
+            raise Refused(
+                404,
+                f"path: the service has no such path ({request.path}). Use one of {', '.join(routes)}.",
+                "serve.no-such-path",
+            )
         if request.method not in (verb, "HEAD" if verb == "GET" else verb):
-            raise Refused(405, f"{request.path}: takes {verb} ({request.method}). Send that.", "serve.wrong-verb")
+            raise Refused(
+                405, f"{request.path}: does not accept this method ({request.method}). Send {verb}.", "serve.wrong-verb"
+            )
         if request.path == "/":
             return Answer(200, self._page.encode(), "text/html; charset=utf-8", HEADERS)
         if request.path == "/health":

@@ -226,7 +226,7 @@ def judged_on(done: Sequence[RunRecord]) -> str:
         sizes = [n for n in tests["own"] if n]
         text += f"; {len(sizes)} clients have {min(sizes)} to {max(sizes)} test images each"
     if tests["one_class"]:
-        text += f"; clients judged by one class, whose figures say nothing: {', '.join(tests['one_class'][:10])}"
+        text += f"; clients evaluated on one class, whose figures say nothing: {', '.join(tests['one_class'][:10])}"
     return text
 
 
@@ -368,7 +368,7 @@ def _no_figure(done: Sequence[RunRecord], measure: str, at: At) -> ConfigError:
     word, _, model = measure.partition("@")
     if model:
         models = _in_order(name for record in done for name in (record.summary or {}).get("others", {}))
-        problem = "no finished run judged this model of its clients"
+        problem = "no finished run evaluated this model of its clients"
         remedy = f"Choose from {', '.join(f'{word}@{each}' for each in models)}." if models else f"Give {word}."
     elif at == "validation":
         problem = "no finished run has a round that was chosen on validation samples"

@@ -82,7 +82,7 @@ MEASURES: dict[str, Measure] = {
         )
     },
     "bytes_up": Measure("bytes sent by clients", _at("bytes", "up"), higher=False),
-    "seconds": Measure("seconds of the run, judging among them", _at("seconds"), higher=False),
+    "seconds": Measure("seconds of the run, evaluations included", _at("seconds"), higher=False),
     "bytes_down": Measure("bytes sent to clients", _at("bytes", "down"), higher=False),
 }
 

@@ -1,10 +1,9 @@
 """Studies of the papers' printed tables: selected cells, at full or reduced scale."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, did_you_mean
 from raylt.studies.definition import Definition, define
 from raylt.studies.papers.printed_tables import PAPERS, Expectation, expectations
 from raylt.studies.settings import slug
@@ -46,8 +45,7 @@ def select(
     lower = {label.lower() for label in labels}
     for arm in arms:
         if arm.lower() not in lower:
-            near = difflib.get_close_matches(arm, labels, 1)
-            hint = f"Did you mean {near[0]}? " if near else ""
+            hint = did_you_mean(arm, labels)
             raise _unknown("--arms", "no such row", arm, f"{hint}Choose from {', '.join(labels)}.")
     return [cell for cell in cells if cell.arm.lower() in {arm.lower() for arm in arms}]
 

@@ -51,7 +51,7 @@ def _with_codes(made: dict[str, Any]) -> dict[str, Any]:
         or not codes
         or not all(isinstance(code, str) and code.isprintable() for code in codes)
     ):
-        raise ValueError("has codes that are no list of hashes")
+        raise ValueError("has codes that are not a list of hashes")
     return made
 
 

@@ -23,7 +23,7 @@ from raylt import store
 from raylt.config import Config, DataConfig, check, completed
 from raylt.data.task import build_task
 from raylt.disk import exists
-from raylt.errors import CheckpointError, ConfigError, DataError, spoken
+from raylt.errors import CheckpointError, ConfigError, DataError, one_line, spoken
 from raylt.runs.folder import provenance
 from raylt.runs.folder.reader import Files
 from raylt.runs.folder.summary import check_figures
@@ -180,9 +180,11 @@ def _check_form(record: RunRecord, where: str) -> None:
         problem = contradiction(record)
     except ConfigError as error:
         raise CheckpointError(f"{name}: {error}", code="file.malformed", path=where, key="config") from None
-    except (KeyError, TypeError, AttributeError):  # a section of the settings, or a group of figures, is none
+    except (KeyError, TypeError, AttributeError) as error:  # a section of the settings, or a group of figures, is none
         raise CheckpointError(
-            f"{name}: a part has another form than a run's. Put the original back.", code="file.malformed", path=where
+            f"{name}: a part does not have the form of a run's record ({one_line(error)}). Restore the original file.",
+            code="file.malformed",
+            path=where,
         ) from None
     if problem:
         raise changed(where, f"{record.folder}: {problem}", "contradicts the summary of its run")

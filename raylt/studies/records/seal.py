@@ -93,12 +93,14 @@ def check_seal(seal: FileSeal, content: Mapping[str, Any], records: Sequence[Run
     """
     parts = {key: value for key, value in seal.items() if key != "sha256"}
     if seal["sha256"] != hash_json(parts):
-        raise changed(where, "seal", "was changed")
+        raise changed(where, "seal", "does not match its own hash")
     for name in ("definition", "holdings", "tuned"):
         if seal[name] != hash_json(content[name]):
             raise changed(where, name, "was changed after it was recorded")
     if len(seal["records"]) != len(records):
-        raise changed(where, "records", f"are {len(records)}, and {len(seal['records'])} were recorded")
+        raise changed(
+            where, "records", f"have another number than was recorded ({len(records)}, not {len(seal['records'])})"
+        )
     for record, expected in zip(records, seal["records"], strict=True):
         if expected is None:
             continue
@@ -114,7 +116,7 @@ def check_seal(seal: FileSeal, content: Mapping[str, Any], records: Sequence[Run
 def changed(where: str, part: str, problem: str) -> CheckpointError:
     """Return the error for a part of a file of results that has changed since it was recorded."""
     return CheckpointError(
-        f"{where}: {part} {problem}. Put the original back.", code="record.changed", path=where, part=part
+        f"{where}: {part} {problem}. Restore the original file.", code="record.changed", path=where, part=part
     )
 
 

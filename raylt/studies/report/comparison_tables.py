@@ -16,7 +16,7 @@ from raylt.studies.report.text_table import Places, TextTable
 UNSEALED = "unsealed: no hash binds these figures to their runs"
 HEADINGS = {
     "last": "last round",
-    "last10": "mean of the last ten judged rounds",
+    "last10": "mean of the last ten evaluated rounds",
     "validation": "round with the best accuracy on validation samples",
     "best": "best round on the test set",
 }

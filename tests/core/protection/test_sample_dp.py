@@ -150,7 +150,9 @@ def test_methods_finish_with_noise_and_say_what_it_covers(tiny_task, tmp_path, m
     assert report.accuracy is not None
     assert not report.rejected
     assert report.figures["privacy"]["epsilon"] == 50
-    assert report.figures["privacy"]["against"] == ("whoever sees the sum" if secure else "whoever sees an upload")
+    assert report.figures["privacy"]["against"] == (
+        "anyone who sees the sum" if secure else "anyone who sees an upload"
+    )
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
@@ -194,7 +196,7 @@ def test_moments_with_noise_become_those_of_samples():
     assert (list(mended), mended[0]["n"]) == ([0], 40)
     cov = unpack(mended[0]["zz"], 3) / 40 - torch.outer(z.mean(0), z.mean(0))
     assert torch.linalg.eigvalsh(cov).min() > -1e-9
-    with pytest.raises(ConfigError, match="no class has a sample left"):
+    with pytest.raises(ConfigError, match="leaves no class with a positive count"):
         nearest_moments({0: of_class | {"n": -3.0}})
 
 

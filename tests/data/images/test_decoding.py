@@ -65,7 +65,7 @@ def test_strange_shapes_are_refused_or_empty(tmp_path, shape):
 @pytest.mark.parametrize("read", [open_image, lambda file: fitted_image(file, 8), lambda file: read_npz(file, ["x"])])
 def test_a_fifo_is_not_waited_for(tmp_path, read):
     os.mkfifo(tmp_path / "it.png")
-    with pytest.raises(DataError, match=r"it\.png: .*is no plain file"):
+    with pytest.raises(DataError, match=r"it\.png: .*is not a plain file"):
         read(tmp_path / "it.png")
 
 

@@ -106,7 +106,7 @@ def test_all_damaged_files_are_named_at_once_each_with_its_reason(shops):
     assert {*reasons} == {*DAMAGED, "dangling.png", "loop.png", "fifo.png"}
     for name, (_, reason) in DAMAGED.items():
         assert re.search(reason, reasons[name], re.IGNORECASE), (name, reasons[name])
-    assert (reasons["dangling.png"], reasons["fifo.png"]) == ("No such file or directory", "is no plain file")
+    assert (reasons["dangling.png"], reasons["fifo.png"]) == ("No such file or directory", "is not a plain file")
     assert reasons["loop.png"] == "Too many levels of symbolic links"
 
 
@@ -172,7 +172,7 @@ def test_what_other_programs_leave_beside_images_is_counted(shops):
     source = open_source(config(shops))
     assert len(source.x_train) == 12
     assert source.notes[0] == (
-        "10 files are no images and were left out: 2 hidden, 2 without an ending, 1 .db, 1 .heic, 1 .ini, 1 .mp4, "
+        "10 files are not images and were left out: 2 hidden, 2 without an ending, 1 .db, 1 .heic, 1 .ini, 1 .mp4, "
         "1 .xmp, 1 links to a folder above"
     )
     assert source.notes[1] == f"1 folders hold no image and were left out: {shops / 'wien/folder.png'}"

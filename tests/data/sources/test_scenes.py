@@ -129,7 +129,7 @@ def test_camvid_that_is_nowhere_names_both_places(config):
         (
             lambda tree: Image.new("RGB", (6, 5)).save(tree / "train/0016E5_00390.png"),
             "data.undecodable",
-            "image 1 has another size than the first (6x5, 6x4)",
+            "image 1 does not have the size of the first image (6x5, 6x4)",
         ),
     ],
 )

@@ -110,7 +110,7 @@ def test_clients_may_have_test_images_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ([[0, 1], [2, 10]], "none of the 10 training images (10)"),
+        ([[0, 1], [2, 10]], "outside 0 to 9, the training images (10)"),
         ([[0, -1]], "(-1)"),
         ([[0.0]], "(0.0)"),
         ([[True]], "(True)"),

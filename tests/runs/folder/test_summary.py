@@ -175,7 +175,7 @@ def test_table_shows_each_figure():
     assert lines == {
         "accuracy, last": "62.50 %",
         "accuracy, before the last phase": "75.00 %",
-        "accuracy, mean of all 2 judged rounds": "50.00 %",
+        "accuracy, mean of all 2 evaluated rounds": "50.00 %",
         "accuracy, best": "75.00 %",
         "many / medium / few": "81.25 % / - / 12.50 %",
         "many / medium / few, before it": "81.25 % / - / 12.50 %",
