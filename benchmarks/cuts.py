@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def compared(case: str, before: Path, turns: int) -> dict[str, Any]:
-    """Run a case in both trees by turns."""
+    """Run a case in both trees alternately."""
     trees = {"before": before.resolve(), "after": ROOT}
     seconds: dict[str, list[float]] = {side: [] for side in trees}
     values = {}
@@ -152,7 +152,7 @@ def fit(dim: int, classes: int, steps: int) -> Measured:
 
 
 def scaffold(steps: int = 20) -> Measured:
-    """A step of SCAFFOLD over a step of FedAvg, taken in turns: `cnn`, batches of five."""
+    """A step of SCAFFOLD over a step of FedAvg, taken alternately: `cnn`, batches of five."""
     import numpy as np
     import torch
 

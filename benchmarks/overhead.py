@@ -4,7 +4,7 @@
 
 The bare loop is the fastest we know without any framework: as many forked one-thread processes as there are client
 actors, uint8 data in memory, the same batches in the same order, channels-last, a foreach SGD, models passed through
-shared memory and averaged in float64. Both are alive at once and take rounds in turns, so a machine that slows down
+shared memory and averaged in float64. Both are alive at once and take rounds alternately, so a machine that slows down
 slows both. CPU seconds are those of all processes of each side (Ray's own daemons are on Ray's side), start-up apart.
 The final weights of both are compared: the same batches give the same bits.
 """

@@ -51,7 +51,7 @@ def show(record: dict) -> str:
     kernel = record["versions"]["raylt"]
     shared = " that others worked on meanwhile: CPU seconds are what to go by" if record["shared"] else ""
     turns = max(max(scale["turns"].values()) for scale in record["scales"].values())
-    runs = "one run each" if turns == 1 else f"medians of at most {turns} runs in turns"
+    runs = "one run each" if turns == 1 else f"medians of at most {turns} alternating runs"
     parts.append(
         f"Ratios to the bare loop, {runs}, on {record['machine']}{shared}; "
         f"{record['date']}, {versions}, torch {kernel['torch']}, "

@@ -141,7 +141,7 @@ def test_a_second_name_of_a_users_file_is_not_written_to(made, folder, victims, 
     replaced(folder, name)
     (victims / "file").write_text(content)
     os.link(victims / "file", folder / name)
-    with pytest.raises(CheckpointError, match="has a second name"):
+    with pytest.raises(CheckpointError, match="the file has other names"):
         Run.open(folder).resume(fleet="local", quiet=True)
     assert (victims / "file").read_text() == content
     (victims / "file").write_text("precious")
