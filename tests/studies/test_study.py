@@ -247,7 +247,6 @@ def test_a_run_that_another_process_makes_is_left_to_it(tmp_path):
     assert raylt.Run.open(folder).state == "done"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("others", [[], ["done"]])
 def test_a_run_that_another_process_has_begun_is_no_failure(tmp_path, monkeypatch, others):
     arms = dict([*TINY["arms"].items()][: 1 + len(others)])
