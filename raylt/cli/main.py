@@ -124,7 +124,7 @@ def main() -> None:
             code = app(_plugins_first([a for a in arguments if a != "--debug"]), standalone_mode=False) or 0
     except ClickException as error:
         if message := error.format_message():  # none where the help was printed
-            reason = message.replace("Value error, ", "").rstrip(".")
+            reason = " ".join(message.replace("Value error, ", "").split()).rstrip(".")
             err.print(f"error [{USAGE}]: {reason}. Give what raylt --help lists.", soft_wrap=True)
         code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):

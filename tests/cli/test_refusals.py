@@ -159,3 +159,11 @@ def test_plan_refuses_what_run_refuses(raylt, settings):
     refused(planned)
     done = raylt("run", *settings, "--fleet", "local")
     assert (done.code, done.err.splitlines()[-1]) == (2, planned.err.strip())
+
+
+def test_a_missing_argument_with_choices_is_one_line(raylt):
+    ended = raylt("new")
+    assert ended.code == 2
+    (line,) = ended.err.splitlines()
+    assert "[command.usage]" in line
+    assert "example, study, method, cluster" in line

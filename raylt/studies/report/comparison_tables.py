@@ -265,8 +265,20 @@ def _notes(comparison: Comparison, left_out: list[str]) -> dict[str, list[str]]:
         "tuned on validation samples": comparison.tuned,
         "versions of the code": comparison.versions,
         UNSEALED: comparison.unsealed,
-        "left out": left_out,
+        "left out": one_line_per_reason(left_out),
     }
+
+
+def one_line_per_reason(lines: Sequence[str]) -> list[str]:
+    """Join lines `RUN: reason` that have the same reason: a wrong setting ends all runs of a study alike."""
+    runs_by_reason: dict[str, list[str]] = {}
+    for line in lines:
+        run, _, reason = line.partition(": ")
+        runs_by_reason.setdefault(reason, []).append(run)
+    return [
+        f"{runs[0]}{f' and {len(runs) - 1} more' if len(runs) > 1 else ''}: {reason}"
+        for reason, runs in runs_by_reason.items()
+    ]
 
 
 def _figure_names(comparison: Comparison, spread: Spread) -> list[str]:

@@ -103,6 +103,17 @@ def test_a_run_that_is_not_whole_is_named_and_never_averaged_in(state):
     assert compared.left_out[0] in comparison_tables.comparison_table(compared).markdown().replace("- ", "", 1)
 
 
+def test_runs_that_failed_alike_are_one_line_of_a_table():
+    broken = [record("b", seed, 0.5, state="failed", problem="why") for seed in (6, 7, 8)]
+    other = record("b", 9, 0.5, state="failed", problem="because")
+    compared = compare([record("a", 0, 0.5), record("b", 0, 0.5), *broken, other], "a")
+    assert len(compared.left_out) == 4
+    text = comparison_tables.comparison_table(compared).markdown()
+    assert "b/seed-6 and 2 more: failed: why" in text
+    assert "b/seed-9: failed: because" in text
+    assert "b/seed-7" not in text
+
+
 def test_pairs_are_of_the_same_seeds_only():
     uneven = [r for r in records() if not (r.arm == "a" and r.seed > 2)]
     row = next(row for row in compare(uneven, "a").rows if row.arm == "b")
