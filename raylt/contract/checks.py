@@ -153,7 +153,7 @@ def leaves_messages_alone(case: Case) -> None:
 
 
 def keeps_private_entries(case: Case) -> None:
-    """Shared entries are received and private ones stay, also with local running statistics."""
+    """Clients load the server's shared entries and keep their private ones, also with local running statistics."""
     for batchnorm in ("average", "local"):
         config = case.config(federation={"batchnorm": batchnorm})
         model, other = (

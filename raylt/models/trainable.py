@@ -72,7 +72,7 @@ def limit(model: SplitModel, trainable: str) -> SplitModel:
 
 
 def blocks_of(encoder: nn.Module) -> list[list[nn.Module]]:
-    """Return the blocks of an encoder, from input to output, each as its modules.
+    """Return the blocks of an encoder from input to output; a block is a list of modules.
 
     Sequences are taken apart. A normalisation layer outside of a block belongs to the block before it. Parameters that
     an encoder holds itself (class tokens, positions) belong to no block.

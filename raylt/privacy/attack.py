@@ -217,11 +217,11 @@ class _Attacker:
         return [self._finding("update", "one step on one image, by its gradient's direction", made, chosen, control)]
 
     def counts(self) -> list[AttackFinding]:
-        """Guess from uploaded counts whether a client has a class, for the rarest third of the classes."""
+        """Guess which clients have a class of the rarest third, from the counts that they upload."""
         return self._holders("counts", dict(uploaded_sums(self.config, self.private, self.experiment.task.classes)))
 
     def effective(self) -> list[AttackFinding]:
-        """Guess as `counts` does from FedYoYo's effective samples, with all samples of a client in one batch."""
+        """Guess which clients have a rare class from FedYoYo's effective samples, with one batch per client."""
         classes = self.experiment.task.classes
         uploads: dict[int, Tree] = {}
         for client in self.private.client.unique().tolist():

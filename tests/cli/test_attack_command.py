@@ -13,7 +13,7 @@ def test_an_attack_is_reported_in_figures_and_a_picture(raylt, finished):
     code, out, err = raylt("attack", folder, "--upload", "features", "--epochs", 1, "--picture", ".")
     assert (code, err) == (0, "")
     assert "features of single images, by a decoder" in out
-    assert "A low figure is no proof" in out
+    assert "A low figure is not a proof" in out
     assert "Uploads of fedprox that were not attacked: update, models of rounds of more than one step" in out
     assert Path("attack_features_0.png").stat().st_size > 1000
     code, out, _ = raylt("attack", folder, "--upload", "features", "--epochs", 1, "--picture", ".", "--format", "json")

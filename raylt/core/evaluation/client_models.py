@@ -143,7 +143,7 @@ def totals(shard: Shard, classes: int, rows: np.ndarray | None = None) -> Tensor
 
 
 def _cells_like(expected: Tensor, columns: int) -> Reduction:
-    """Return the reduction for cells of counts; the test set has at least as many labels as a matrix has cells."""
+    """Return the reduction for a model's nonzero cells of counts: at most C^2, and at most one per label."""
     classes, labels = len(expected), int(expected.sum())
     most = min(classes**2, labels)
     return each.like(torch.empty(most, columns, dtype=cell_type(classes, labels), device="meta")).or_shorter()

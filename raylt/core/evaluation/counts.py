@@ -36,7 +36,7 @@ _NAME = re.compile(r"[0-9]{6,}\.npz")
 
 
 def cell_type(classes: int, labels: int) -> torch.dtype:
-    """Return the type that holds the numbers of all cells of a matrix, and counts of this many labels."""
+    """Return the integer type for the cell numbers of a matrix and for counts of up to this many labels."""
     return torch.int32 if max(classes**2, labels) < 2**31 else torch.int64
 
 
@@ -264,7 +264,7 @@ def confusion_of(predict: Callable[[Tensor], Tensor], samples: Samples, classes:
 
 @dataclass(frozen=True)
 class Matrices:
-    """The counts of one evaluation, each int64 [C, C], over the true classes.
+    """The confusion matrices of one evaluation, each int64 [C, C].
 
     Attributes:
         shared: of the global model on the test set; None where it was not judged.

@@ -300,7 +300,7 @@ def task_spec_of(description: ModelDescription) -> TaskSpec:
 
 
 def setup_of(description: ModelDescription, path: Path) -> Setup:
-    """Return the method and model of a description, as values.
+    """Return a setup with the method and the model that a file's description names.
 
     Args:
         path: of the file, for errors.

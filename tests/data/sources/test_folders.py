@@ -245,7 +245,7 @@ def test_a_class_without_test_images_is_named(tmp_path):
     write(tmp_path / "it/train", {"cat": 3, "dog": 2})
     write(tmp_path / "it/test", {"cat": 1})
     assert other_notes(build_task(config(tmp_path / "it", clients=2))) == (
-        "no test image shows 1 of 2 classes, which are judged nowhere: dog",
+        "no test image shows 1 of 2 classes, which are evaluated nowhere: dog",
     )
 
 
