@@ -265,20 +265,22 @@ def _notes(comparison: Comparison, left_out: list[str]) -> dict[str, list[str]]:
         "tuned on validation samples": comparison.tuned,
         "versions of the code": comparison.versions,
         UNSEALED: comparison.unsealed,
-        "left out": one_line_per_reason(left_out),
+        "left out": one_line_per_failure(left_out),
     }
 
 
-def one_line_per_reason(lines: Sequence[str]) -> list[str]:
-    """Join lines `RUN: reason` that have the same reason: a wrong setting ends all runs of a study alike."""
-    runs_by_reason: dict[str, list[str]] = {}
+def one_line_per_failure(lines: Sequence[str]) -> list[str]:
+    """Join lines `RUN: failed: reason` with the same reason: a wrong setting ends all runs of a study alike."""
+    runs_by_line: dict[str, list[str]] = {}
     for line in lines:
         run, _, reason = line.partition(": ")
-        runs_by_reason.setdefault(reason, []).append(run)
-    return [
-        f"{runs[0]}{f' and {len(runs) - 1} more' if len(runs) > 1 else ''}: {reason}"
-        for reason, runs in runs_by_reason.items()
-    ]
+        failed = reason.startswith("failed: ")
+        runs_by_line.setdefault(reason if failed else line, []).append(run if failed else "")
+    joined = []
+    for line, runs in runs_by_line.items():
+        others = f" and {len(runs) - 1} more" if len(runs) > 1 else ""
+        joined.append(f"{runs[0]}{others}: {line}" if runs[0] else line)
+    return joined
 
 
 def _figure_names(comparison: Comparison, spread: Spread) -> list[str]:
