@@ -17,6 +17,7 @@ from raylt.core.fleet.reductions import Reduction
 from raylt.core.fleet.robust_means import robust_mean
 from raylt.core.fleet.robust_sums import Rule, robust_sum
 from raylt.core.fleet.schema import layout_fault
+from raylt.core.fleet.value_store import ValueStore
 from raylt.core.fleet.wire import Fault
 from raylt.tree import Tree
 
@@ -91,6 +92,7 @@ class Plain(Aggregator):
         self._ids = list(ids)
         self._block_numbers = block_numbers(self._ids)
         self._each: dict[str, dict[int, Any]] = {name: {} for name, part in parts.items() if part.kind == "each"}
+        self._store = ValueStore()
         self._sums = BlockSums(parts)
         self._block = BlockSums(parts)
         self._number = -1  # of the block that is being added up
@@ -107,8 +109,9 @@ class Plain(Aggregator):
             assert reply.sums is self._block, f"client {id}: a block comes whole as its sums, or not at all"
             return
         self._block.add(reply)
+        kept = self._store.keep({name: reply.tree[name] for name in self._each})
         for name, values in self._each.items():
-            values[id] = reply.tree[name]
+            values[id] = kept[name]
 
     def result(self) -> Replies:
         self._sums.merge(self._block)

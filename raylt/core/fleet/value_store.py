@@ -1,0 +1,74 @@
+"""`ValueStore`: the values by client of one call, of which only the first gibibytes are in memory.
+
+A method that compares clients asks for `each` update. With 1,000 clients and ResNet-18 these are 45 GB, which a sum
+would need once. The store writes what exceeds IN_MEMORY into a file and returns views of it. Their bits are the same,
+and the system takes their pages out of memory when it needs room. The file is in the folder for temporary files
+(TMPDIR), which must not itself be in memory. It has no name, so it vanishes with its last view or with its process.
+"""
+
+import mmap
+import tempfile
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from raylt.disk import file_errors
+from raylt.tree import Tree, leaves, map_tensors
+
+IN_MEMORY = 2 * 2**30  # bytes
+SMALLEST = (
+    2**20
+)  # bytes of the parts of a reply that go into the file: each takes a mapping, of which a process has 65,530
+ALIGNED = 64  # bytes: torch's vector instructions want no less
+
+
+class ValueStore:
+    """Keeps what clients sent, in memory or in a file."""
+
+    def __init__(self) -> None:
+        self._in_memory = 0
+        self._file: IO[bytes] | None = None
+
+    def keep(self, parts: Tree) -> Tree:
+        """Return the parts of one reply with the same bits, as views of a file where they have no room in memory.
+
+        All tensors of a reply go there: one that stayed would keep the memory that they arrived in.
+
+        Args:
+            parts: on the CPU, by name.
+
+        Raises:
+            DiskFull: the folder for temporary files has no room.
+        """
+        size = sum(leaf.nbytes for _, leaf in leaves(parts) if isinstance(leaf, Tensor))
+        if size < SMALLEST or self._in_memory + size <= IN_MEMORY:
+            self._in_memory += size
+            return parts
+        with file_errors(Path(tempfile.gettempdir())):
+            return self._in_file(parts)
+
+    def _in_file(self, tree: Tree) -> Tree:
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(prefix="raylt-")  # noqa: SIM115
+        start = -(-self._file.seek(0, 2) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        length = 0
+        places: dict[int, int] = {}
+        for _, leaf in leaves(tree):
+            if isinstance(leaf, Tensor) and leaf.numel():
+                self._file.seek(start + length)
+                self._file.write(leaf.contiguous().flatten().view(torch.uint8).numpy().data)
+                places[id(leaf)] = length
+                length += -(-leaf.nbytes // ALIGNED) * ALIGNED
+        self._file.truncate(start + length)
+        # a change in place stays with its view, as in memory
+        mapped = mmap.mmap(self._file.fileno(), length, access=mmap.ACCESS_COPY, offset=start)
+
+        def view(leaf: Tensor) -> Tensor:
+            if id(leaf) not in places:
+                return leaf
+            flat = torch.frombuffer(mapped, dtype=leaf.dtype, count=leaf.numel(), offset=places[id(leaf)])
+            return flat.view(leaf.shape)
+
+        return map_tensors(view, tree)
