@@ -1,11 +1,14 @@
 """Fleets of the Ray session that tests share (tests/conftest.py starts it)."""
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 from tiny import make_setup
 
 from actors.fleet import Placement, RayFleet
@@ -37,3 +40,22 @@ def make_fleet(ray_session, tiny_task) -> Iterator[Callable[..., RayFleet]]:
     yield make
     for fleet in made:
         fleet.close()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two nodes of two CPUs and 100 MiB for objects each."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("RAY_")]:
+            patch.delenv(name)
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=os.pathsep)
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        made = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 * 2**20},
+        )
+        made.add_node(num_cpus=2, object_store_memory=100 * 2**20)
+        yield made
+        made.shutdown()

@@ -1,0 +1,28 @@
+"""A method whose client 0 takes GREED bytes of memory after round 1, once, and waits to be killed for it."""
+
+import os
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from raylt.core.client import Client, Message, Reply
+from raylt.core.method import Method
+
+
+class Greedy(Method):
+    """FedAvg with one greedy client. The file `folder`/greedy says that it has been so."""
+
+    name: ClassVar[str] = "greedy"
+    paper: ClassVar[str] = "for tests"
+    folder: str = ""
+
+    def train(self, client: Client, message: Message) -> Reply:
+        mark = Path(self.folder, "greedy")
+        if self.folder and client.id == 0 and client.round >= 2 and not mark.exists():
+            mark.write_text(str(os.getpid()))
+            taken = np.ones(int(os.environ["GREED"]), dtype=np.uint8)
+            time.sleep(60)
+            taken.fill(2)
+        return super().train(client, message)
