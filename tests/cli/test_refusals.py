@@ -20,9 +20,9 @@ SCENES = "data.source=shapes", "data.partition=iid", "data.imbalance=1"
         (["data.source=cifar10"], ["cifar10", "data.download=true"]),
         (["data.imbalance=0.5"], ["[config.out-of-range]: data.imbalance: ", "(0.5)", ">= 1"]),
         (["data.alpha=0"], ["[config.out-of-range]: data.alpha: ", "(0)", "> 0"]),
-        (["method=sfd", *SCENES, "model=lraspp"], ["method = sfd: ", "classification", "raylt methods"]),
-        (["method=bpfed", *SCENES, "model=lraspp"], ["method = bpfed: ", "classification"]),
-        (["method=fedavg", *SCENES], ["model = small: ", "segmentation", "raylt settings"]),
+        (["method=sfd", *SCENES, "model=lraspp"], ["[config.conflict]: method: ", "(sfd)", "raylt methods"]),
+        (["method=bpfed", *SCENES, "model=lraspp"], ["[config.conflict]: method: ", "(bpfed)"]),
+        (["method=fedavg", *SCENES], ["[config.conflict]: model: ", "(small)", "raylt settings"]),
         (["method=fedavg", "model=lraspp"], ["model: lraspp"]),
         (
             ["method=fedavg", "model=lraspp", "data.source=shapes"],
