@@ -25,7 +25,7 @@ from raylt.errors import TooFewReplies
 from raylt.methods.fedavg import FedAvg
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(240)
 COUNTED = {"calls": each, "pid": each}  # the parts of a reply of `trouble.count`
 
 

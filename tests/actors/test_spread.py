@@ -15,7 +15,7 @@ from many import make_many
 from ray.cluster_utils import Cluster
 from tiny import make_experiment
 
-from actors import jobs
+from actors import calls
 from raylt.core.fleet.block_sums import BLOCK
 from raylt.methods.fedper import FedPer
 
@@ -40,7 +40,7 @@ def check(result, undisturbed, actors, nodes):
 
 def test_sixteen_actors(ray_session, undisturbed, monkeypatch, tmp_path):
     # by itself it takes 256 asked clients for an actor, so that there are four calls for each
-    monkeypatch.setattr(jobs, "SPREAD", 1)
+    monkeypatch.setattr(calls, "SPREAD", 1)
     check(spread.run(CLIENTS, 16, tmp_path), undisturbed, 16, 1)
 
 

@@ -260,7 +260,6 @@ def test_a_trial_that_does_not_fit_is_refused_with_what_is_missing():
     with refused("cluster.too-small", ConfigError, cluster={"CPU": 2.0, "GPU": 0}) as caught:
         check_fit(bundles, [{"CPU": 2.0}], 8)
     assert caught.value.details["trial"] == {"CPU": 4.0, "GPU": pytest.approx(1.85)}
-    assert "4 client actors of 1 CPU and 0.45 GPUs" in str(caught.value)
     # enough in all, but no node has room for one bundle
     with refused("cluster.too-small", ConfigError, largest_node={"CPU": 2.0, "GPU": 0}):
         check_fit([{}, {"CPU": 3.0}], [{"CPU": 2.0}, {"CPU": 2.0}], 8)

@@ -7,6 +7,7 @@ from mupfl_runs import QUICK, average, ends_of, initial, open_client, replies_of
 from tiny import Recorder, fingerprint, private_states
 
 from raylt import metrics
+from raylt.core.evaluation.counts import cells_of
 from raylt.errors import ClientLost, TooFewReplies
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedper import FedPer
@@ -151,11 +152,11 @@ def test_client_that_never_took_part_is_judged_by_the_global_model(tiny_task, tm
     for name, _, id, reply in host.replies:
         if name == "judge":  # the first is that of the model that comes first
             judged.setdefault(id, reply["confusion"])
-    matrix = experiment.evaluator._judge_global(last=False)[0].all
+    cells = cells_of(experiment.evaluator._judge_global(last=False)[0].all)
     never = set(experiment.fleet.ids) - asked
     assert never
-    assert all(torch.equal(judged[id], matrix) for id in never)
-    assert any(not torch.equal(judged[id], matrix) for id in asked)
+    assert all(torch.equal(judged[id], cells) for id in never)
+    assert any(not torch.equal(judged[id], cells) for id in asked)
     figures = reports[-1].clients
     assert figures.keys() == set(metrics.KINDS)
     assert all(kind.keys() == {"mean", "worst_decile"} for kind in figures.values())
