@@ -216,14 +216,18 @@ def draw(figures: dict[str, Any], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     names = list(dict.fromkeys(cell["method"] for cell in figures["cells"]))
-    picture, axes = plt.subplots(1, len(names), figsize=(2.6 * len(names), 2.8), sharey=True)
-    for axis, name in zip(np.atleast_1d(axes), names, strict=True):
+    picture, grid = plt.subplots(2, -(-(len(names) + 1) // 2), figsize=(8.4, 6), sharex=True, sharey=True)
+    axes, rest = grid.flat[: len(names)], grid.flat[len(names) :]
+    for axis, name in zip(axes, names, strict=True):
         for rule in dict.fromkeys(cell["rule"] for cell in figures["cells"]):
             few = [cell["groups"][-1] for cell in figures["cells"] if (cell["method"], cell["rule"]) == (name, rule)]
             axis.plot(HOSTILE, few, marker="o", label=rule)
-        axis.set(title=name, xlabel="hostile of 10", xticks=HOSTILE)
-    np.atleast_1d(axes)[0].set_ylabel("few-shot accuracy, %")
-    np.atleast_1d(axes)[0].legend(fontsize=7)
+        axis.set(title=name, xticks=HOSTILE)
+    for axis in rest:
+        axis.axis("off")
+    rest[0].legend(*axes[0].get_legend_handles_labels(), loc="center", title="rule")
+    picture.supxlabel(f"hostile clients of {figures['clients']}")
+    picture.supylabel("accuracy on few-shot classes, %")
     picture.tight_layout()
     picture.savefig(file, dpi=120)
 

@@ -12,14 +12,14 @@ from sphinx.application import Sphinx
 project = "raylt"
 author = "raylt contributors"
 release = installed_version("raylt")
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml", "narrow_tables"]
 html_math_renderer = "mathml"
 exclude_patterns = ["_build", "generated/methods/*"]
 html_theme = "furo"
 html_title = f"raylt {release}"
 html_show_copyright = False
 html_show_sourcelink = False
-html_static_path = ["site.css"]
+html_static_path = ["site.css", "fonts"]
 html_css_files = ["site.css"]
 html_theme_options = {"top_of_page_buttons": []}
 html_extra_path = ["grafana.json"]

@@ -18,6 +18,7 @@ from sphinx.pycode import ModuleAnalyzer
 ROOT = Path(__file__).resolve().parents[1]
 GROUND_COLUMNS = ("arm", "accuracy", "many", "medium", "few", "matched", "worst_decile")  # as wide as a page
 TIED = "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}"  # conf.py does this for pages, but not for what they include
+WITHOUT_MODEL = ("local", "fedproto", "fedic", "mupfl")  # methods of which no mean of models is taken
 WITHOUT_PAPER = ("local", "noisymeans", "oracle")  # baselines and controls of raylt
 
 
@@ -32,6 +33,11 @@ def write_pages(folder: Path) -> None:
         if name == "methods" or not file.is_file() or file.read_text() != text:  # Sphinx reads newer files again
             file.write_text(text)
     write_method_parts(folder)
+    (folder / "api").mkdir(exist_ok=True)
+    for name, text in api_parts().items():
+        file = folder / "api" / f"{name}.md"
+        if not file.is_file() or file.read_text() != text:
+            file.write_text(text)
 
 
 def write_method_parts(folder: Path) -> None:
@@ -86,12 +92,29 @@ def method_part(name: str, measured: str) -> str:
             *decided,
             "## What leaves a client",
             "",
+            *uploads(name),
+            "",
             "Bytes of one client's replies and messages, measured with resnet8 and ten classes:",
             "",
             *re.findall(r"^- .+$", section.partition("A client sends:")[2], re.M),
             "",
         ]
     )
+
+
+def uploads(name: str) -> list[str]:
+    """Return what a client of a method sends; beyond its model, as the table of docs/privacy.md has it."""
+    table = (ROOT / "docs" / "privacy.md").read_text().partition("| method | uploads |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    model = "" if name in WITHOUT_MODEL else "the shared entries of its model, and "
+    lines = [f"A client sends {model}figures such as the loss. [Privacy](../privacy.md) compares the methods' uploads."]
+    for methods, content, reduction, _ in rows:
+        if f"`{name}`" in methods:
+            condition = methods.partition(f"`{name}` with ")[2]
+            lines += ["", f"In addition{', with ' + condition if condition else ''}: {content}."]
+            if reduction != "each":
+                lines.append("With `federation.secure=true` the server sees only its sum over clients.")
+    return lines
 
 
 def departures(notes: str) -> list[str]:
@@ -162,16 +185,15 @@ def settings_page() -> str:
     """Return a table of every setting, a section each."""
     from raylt.config import allowed, settings
 
-    lines = ["# Settings", "", "`raylt settings` prints the same. Each is given as `key=value` or in a YAML file.", ""]
-    section = None
+    sections: dict[str, list[str]] = {}
     for key, field in settings():
-        name = key.rpartition(".")[0] or "run"
-        if name != section:
-            section = name
-            lines += [f"## {section}", "", "| setting | default | allowed | meaning |", "|---|---|---|---|"]
-        cells = [f"`{key}`", _default(field), allowed(field), field.description or ""]
-        lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+        cells = [f"`{key}`", field.description or "", _default(field), allowed(field)]
+        row = "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+        sections.setdefault(key.rpartition(".")[0] or "run", []).append(row)
+    lines = ["# Settings", "", "`raylt settings` prints the same. Each is given as `key=value` or in a YAML file.", ""]
+    for section, rows in sections.items():
+        lines += [f"## {section}", "", "| setting | meaning | default | allowed |", "|---|---|---|---|", *rows, ""]
+    return "\n".join(lines)
 
 
 def _default(field: Any) -> str:
@@ -241,27 +263,54 @@ def contract_page() -> str:
     return "\n".join(lines)
 
 
+CONSEQUENCES = {
+    "reply": "A reply that cannot be used is rejected. The round continues with the others, and its line in "
+    "`metrics.jsonl` has the client and the reason under `rejected`. `raylt debug RUN --round R --client ID` repeats "
+    "the client's call in one process. If too few replies remain for `federation.quorum`, the run ends with "
+    "`reply.too-few`, whose message has the first failure. Mend that, then continue with `raylt resume RUN`. Values "
+    "that are not finite or out of range mostly come from training that diverged: lower `local.lr`. Names, shapes, "
+    "weights and late writes are mistakes in a method's code: `raylt check FILE` finds them.",
+}  # by subject of the codes: what happens, and what to do
+
+
 def error_codes_page() -> str:
     """Return every error code with its meaning."""
     from raylt.errors import CODES
 
     lines = ["# Error codes", "", "Every error that raylt raises on purpose carries a `code`.", ""]
     for subject, codes in groupby(sorted(CODES), key=lambda code: code.partition(".")[0]):
-        lines += [f"## {subject}", "", "| code | meaning |", "|---|---|"]
+        lines += [f"## {subject}", "", *([CONSEQUENCES[subject], ""] if subject in CONSEQUENCES else [])]
+        lines += ["| code | meaning |", "|---|---|"]
         lines += [*(f"| `{code}` | {CODES[code]} |" for code in codes), ""]
     return "\n".join(lines) + "\n"
 
 
 def api_page() -> str:
-    """Return the page that autodoc fills with every public name, in the groups of `raylt.__all__`."""
+    """Return the page with every public name, in the groups of `raylt.__all__`, each with a page of its own."""
     import raylt
 
-    lines = ["# Python API", "", "Every public name is imported from `raylt`.", ""]
+    lines = ["# Python API", "", "Every public name is imported from `raylt`.", "", "| page | names |", "|---|---|"]
+    groups = dict(_groups(Path(raylt.__file__ or "").read_text()))
+    for title, names in groups.items():
+        lines.append(f"| [{title}](api/{_file_of(title)}.md) | {' '.join(f'`{name}`' for name in names)} |")
+    return "\n".join([*lines, "", "```{toctree}", ":hidden:", *(f"api/{_file_of(each)}" for each in groups), "```", ""])
+
+
+def api_parts() -> dict[str, str]:
+    """Return a page for each group of public names, which autodoc fills, by the name of its file."""
+    import raylt
+
+    pages = {}
     for title, names in _groups(Path(raylt.__file__ or "").read_text()):
-        lines += [f"## {title}", ""]
+        lines = [f"# {title}", ""]
         for name in names:
             lines += ["```{eval-rst}", *_directive(name, getattr(raylt, name)), "```", ""]
-    return "\n".join(lines)
+        pages[_file_of(title)] = "\n".join(lines)
+    return pages
+
+
+def _file_of(title: str) -> str:
+    return title.lower().replace(" ", "-")
 
 
 def _groups(source: str) -> Iterator[tuple[str, list[str]]]:

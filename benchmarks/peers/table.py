@@ -40,7 +40,6 @@ def show(record: dict) -> str:
                     for key in ("round_cpu", "cpu", "round_wall", "wall", "first", "memory")
                 ]
                 parts.append(f"| {NAMES[name]} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
-        parts += [f"| {NAMES[name]} | not measured: {why} | | | | | |" for name, why in scale["missing"].items()]
         parts.append("")
     versions = ", ".join(
         f"{package} {version}"
@@ -57,6 +56,10 @@ def show(record: dict) -> str:
         f"{record['date']}, {versions}, torch {kernel['torch']}, "
         f"commit {', '.join(dict.fromkeys(scale['commit'] for scale in record['scales'].values()))}."
     )
+    parts += [
+        f"{NAMES[name]} was not measured: {why}."
+        for name, why in dict(item for scale in record["scales"].values() for item in scale["missing"].items()).items()
+    ]
     if record["left_out"]:
         parts.append(f"Not measured yet: {', '.join(record['left_out'])}.")
     return "\n".join(parts)

@@ -145,7 +145,8 @@ def rank(
         _print(ranking_table(ranking), format)
     if to is not None:
         picture = to.with_suffix(".svg")
-        command = f"raylt rank {' '.join(map(str, paths))} --measure {measure}{' --costs' if costs else ''} --to {to}"
+        options = f"--measure {measure}{' --costs' if costs else ''} --to {to}"
+        command = f"raylt rank {' '.join(map(str, paths))} \\\n    {options}"
         with store.Folder.open(to.parent) as folder:
             folder.write(picture.name, ranking_svg(ranking))
             folder.write(to.name, leaderboard_page(ranking, picture.name, command))

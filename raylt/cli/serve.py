@@ -60,7 +60,7 @@ def _check(host: str, token: str | None) -> None:
     missing = next((name for name in PACKAGES if find_spec(name) is None), None)
     if missing is not None:
         raise ConfigError(
-            f"raylt serve: {missing} is not installed. Install it with pip install 'raylt[serve]'.",
+            f"raylt serve: {missing} is not installed. Run pip install '.[serve]' in the clone.",
             code="config.missing-package",
             package=missing,
         )

@@ -276,7 +276,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "cryptography",
         lambda run: run.config.federation.secure and _missing("cryptography"),
         "secure sums need the package cryptography",
-        "Install it: pip install 'raylt[secure]'",
+        "Run pip install '.[secure]' in the clone",
         "config.missing-package",
     ),
     Exclusion(
@@ -351,7 +351,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         "opacus",
         lambda run: run.config.privacy.update_epsilon is not None and _missing("opacus"),
         "the budget of clients needs the accountant of the package opacus",
-        "Install it: pip install 'raylt[dp]'",
+        "Run pip install '.[dp]' in the clone",
         "config.missing-package",
     ),
     Exclusion(

@@ -201,7 +201,7 @@ def _timm(name: str, architecture: str, shape: tuple[int, int, int], weights: st
         import timm
     except ImportError:
         raise ConfigError(
-            f"model: timm is not installed ({name}). Run pip install 'raylt[timm]'.",
+            f"model: timm is not installed ({name}). Run pip install '.[timm]' in the clone.",
             code="config.missing-package",
             key="model",
             value=name,

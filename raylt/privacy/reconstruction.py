@@ -58,7 +58,7 @@ def check_measures() -> None:
     """Raise a ConfigError if the library that computes the measures is not installed."""
     if importlib.util.find_spec("torchmetrics") is None:
         raise ConfigError(
-            "raylt attack: torchmetrics is not installed. Run pip install 'raylt[attack]'.",
+            "raylt attack: torchmetrics is not installed. Run pip install '.[attack]' in the clone.",
             code="config.missing-package",
             name="torchmetrics",
         )

@@ -17,7 +17,7 @@ from small_runs import make_tiny_run, picture
 from raylt.runs.export.export import export
 from raylt.runs.export.load import load_image, load_model
 
-pytest.importorskip("starlette", reason="raylt[serve] is not installed")
+pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytestmark = pytest.mark.slow
 
 PATIENCE_S = 200

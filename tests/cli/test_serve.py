@@ -34,4 +34,4 @@ def test_without_ray_serve_the_extra_is_named(raylt, monkeypatch, tmp_path):
     ended = raylt("serve", tmp_path / "run")
     assert ended.code == 2
     assert "[config.missing-package]" in ended.err
-    assert "raylt[serve]" in ended.err
+    assert "pip install '.[serve]'" in ended.err

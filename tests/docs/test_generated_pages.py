@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import generate
+import narrow_tables
 import pytest
 import typer
+from docutils import nodes
+from docutils.utils import new_document
 from latex2mathml.converter import convert
 
 import raylt
@@ -38,12 +41,17 @@ def commands(command, path="raylt"):
 
 def test_settings_page_has_a_row_with_every_setting():
     rows = re.findall(r"^\| `([\w.]+)` \|", generate.settings_page(), re.M)
-    assert rows == [key for key, _ in settings()]
+    assert sorted(rows) == sorted(key for key, _ in settings())
     assert len(rows) > 40
 
 
+def test_settings_page_has_each_section_once():
+    titles = re.findall(r"^## (\w+)$", generate.settings_page(), re.M)
+    assert sorted(titles) == sorted({key.rpartition(".")[0] or "run" for key, _ in settings()})
+
+
 def test_settings_page_shows_defaults_as_yaml():
-    rows = dict(re.findall(r"^\| `([\w.]+)` \| (`[^`]*`|) \|", generate.settings_page(), re.M))
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| .+? \| (`[^`]*`|) \| [^|]+ \|$", generate.settings_page(), re.M))
     assert rows["data.download"] == "`false`"
     assert rows["data.imbalance"] == "`null`"
     assert rows["data.source"] == "`digits`"
@@ -74,8 +82,15 @@ def test_error_codes_page_has_every_code():
 
 
 def test_api_page_has_every_public_name_once():
-    names = re.findall(r"^\.\. [\w:]+:: raylt\.(\w+)$", generate.api_page(), re.M)
+    text = "\n".join(generate.api_parts().values())
+    names = re.findall(r"^\.\. [\w:]+:: raylt\.(\w+)$", text, re.M)
     assert sorted(names) == sorted(set(raylt.__all__) - {"__version__"})
+
+
+def test_api_page_leads_to_a_page_with_each_group():
+    page = generate.api_page()
+    assert re.findall(r"^api/([\w-]+)$", page, re.M) == list(generate.api_parts())
+    assert re.findall(r"\]\(api/([\w-]+)\.md\)", page) == list(generate.api_parts())
 
 
 @pytest.mark.parametrize(
@@ -124,6 +139,59 @@ def test_method_page_has_every_field_and_departure_and_says_whether_it_was_run(p
     assert was_run != ("It was not run on the" in part)
     included = re.findall(rf"\{{include\}} \.\./generated/methods/{page.stem}\.md", page.read_text())
     assert len(included) == 2
+
+
+def table_of(titles: list[str], *rows: list[str]) -> nodes.document:
+    """Return a page with one table."""
+    page = new_document("page")
+    group = nodes.tgroup("", nodes.thead("", row_of(titles)), nodes.tbody("", *map(row_of, rows)), cols=len(titles))
+    page += nodes.table("", group)
+    return page
+
+
+def row_of(cells: list[str]) -> nodes.row:
+    return nodes.row("", *(nodes.entry("", nodes.paragraph("", cell)) for cell in cells))
+
+
+def test_cells_of_a_table_with_sentences_have_the_title_of_their_column():
+    page = table_of(["claim", "seeds", "verdict"], ["SFD is above FedAvg on accuracy", "6", "holds"])
+    narrow_tables.mark_tables(None, page, "page")
+    (table,) = page.findall(nodes.table)
+    assert table["classes"] == ["stacked"]
+    assert [cell.get("title") for cell in page.findall(nodes.entry)] == [None] * 3 + ["claim", "seeds", "verdict"]
+
+
+@pytest.mark.parametrize(
+    ("titles", "row"),
+    [(["arm", "few, %", "many, %"], ["sfd", "91.9 ± 2.2", "88.3 ± 0.3"]), (["key", "meaning"], ["seed", 40 * "a"])],
+)
+def test_tables_of_figures_or_of_two_columns_keep_their_columns(titles, row):
+    page = table_of(titles, row)
+    narrow_tables.mark_tables(None, page, "page")
+    assert [table["classes"] for table in page.findall(nodes.table)] == [[]]
+
+
+def test_fonts_of_the_style_are_there_with_their_licence():
+    files = re.findall(r"url\(\"([\w.-]+)\"\)", (DOCS / "site.css").read_text())
+    assert files
+    for file in files:
+        assert (DOCS / "fonts" / file).read_bytes()[:4] == b"wOF2"
+        assert "SIL OPEN FONT LICENSE" in (DOCS / "fonts" / f"{Path(file).stem}-OFL.txt").read_text()
+
+
+def test_what_a_client_sends_is_that_of_the_page_on_privacy():
+    assert "count, sums of z and z zᵀ." in " ".join(generate.uploads("ccvr"))
+    assert "federation.secure=true" in " ".join(generate.uploads("ccvr"))
+    assert "In addition, with `prior=global`: once: counts." in generate.uploads("la")
+    assert "federation.secure" not in " ".join(generate.uploads("mupfl"))
+    assert "entries of its model" not in " ".join(generate.uploads("fedproto"))
+    assert len(generate.uploads("fedavg")) == 1
+
+
+def test_codes_of_replies_say_what_happens_and_what_to_do():
+    section = generate.error_codes_page().partition("## reply\n")[2].partition("| code |")[0]
+    assert "federation.quorum" in section
+    assert "raylt debug" in section
 
 
 def test_placeholders_of_help_texts_are_no_elements_of_html():
@@ -176,6 +244,7 @@ def test_site_builds_without_warnings_and_fetches_nothing_from_elsewhere(tmp_pat
     written = {file.relative_to(DOCS) for file in DOCS.rglob("*.md") if PARTS not in file.parents}
     assert {file.with_suffix(".html").as_posix() for file in written} <= pages.keys()
     assert {name: found for name, text in pages.items() if (found := FETCHED.findall(text))} == {}
+    assert (site / "_static" / "STIXTwoMath.woff2").is_file()
     styles = [file for file in site.rglob("*.css") if FETCHED_BY_STYLE.search(file.read_text())]
     assert styles == []
     for name in OURS:

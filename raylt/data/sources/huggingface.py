@@ -1,4 +1,4 @@
-"""Data sets of the `datasets` library (`data.source=hf:NAME@REVISION`, or `hf:PATH` if saved); needs raylt[hf].
+"""Data sets of the `datasets` library (`data.source=hf:NAME@REVISION`, or `hf:PATH` if saved); needs the extra hf.
 
 A loader script is never executed.
 """
@@ -154,7 +154,7 @@ def _load(config: DataConfig) -> dict[str, Any]:
         datasets: Any = importlib.import_module("datasets")
     except ImportError:
         raise ConfigError(
-            f"data.source: {config.source} needs the datasets library. Run pip install raylt[hf].",
+            f"data.source: {config.source} needs the datasets library. Run pip install '.[hf]' in the clone.",
             code="config.missing-package",
             key="data.source",
             value=config.source,

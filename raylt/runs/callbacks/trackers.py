@@ -58,8 +58,8 @@ def check_trackers(names: Sequence[str]) -> None:
             )
         if find_spec(name) is None:
             raise ConfigError(
-                f"{spoken('--track', 'trackers')}: the package is not installed ({name}). Run pip install "
-                "'raylt[track]'.",
+                f"{spoken('--track', 'trackers')}: the package is not installed ({name}). Run "
+                "pip install '.[track]' in the clone.",
                 code="config.missing-package",
                 key="--track",
                 name=name,

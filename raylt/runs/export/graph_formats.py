@@ -90,7 +90,7 @@ def _read_onnx(path: Path) -> GraphModel:
         import onnxruntime  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ConfigError(
-            f"{path}: onnxruntime is not installed. Run pip install 'raylt[onnx]'.",
+            f"{path}: onnxruntime is not installed. Run pip install '.[onnx]' in the clone.",
             code="config.missing-package",
             name="onnxruntime",
             path=str(path),
@@ -156,7 +156,8 @@ def _write_onnx(path: Path, program: torch.export.ExportedProgram, description: 
     except ImportError as error:
         package = error.name or "onnx"
         raise ConfigError(
-            f"{spoken('--format', 'format')}: {package} is not installed (onnx). Run pip install 'raylt[onnx]'.",
+            f"{spoken('--format', 'format')}: {package} is not installed (onnx). Run pip install '.[onnx]' in the "
+            "clone.",
             code="config.missing-package",
             key="--format",
             name=package,

@@ -1,4 +1,4 @@
-"""The page of verdicts, docs/reproducibility.md, and the table of verdicts for a terminal."""
+"""The page of verdicts, and the table of verdicts for a terminal."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -32,10 +32,9 @@ def page(judged: Sequence[Verdict]) -> str:
     counts = count(judged)
     with_runs = sum(verdict.ours is not None for verdict in judged)
     lines = [
-        "# Reproducibility of the papers' tables",
+        "# Verdicts on the papers' tables",
         "",
-        "`raylt verdicts --page docs/reproducibility.md --mix-versions studies/results/*.json` writes this page from "
-        "recorded runs. Do not edit it by hand.",
+        "`raylt verdicts --page FILE --mix-versions studies/results/*.json` writes this page from recorded runs.",
         "",
         f"Of {len(judged)} printed cells, {with_runs} have recorded runs, {counts['not run']} have a command and no "
         f"run, and {counts['cannot be run']} have no command.",

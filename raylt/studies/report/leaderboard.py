@@ -14,6 +14,15 @@ WIDTH = 760
 NAMES = 190  # width of the column of names
 ROW = 20
 MARGIN = 34
+TICK = 3  # log-odds between two lines of the grid
+STYLE = """<style>
+.page { fill: #ffffff } text { fill: #1f2730 }
+.grid { stroke: #dddddd } .zero { stroke: #888888 } .arm { stroke: #1f5fa8; stroke-width: 2 } .mark { fill: #1f5fa8 }
+@media (prefers-color-scheme: dark) {
+.page { fill: #11161c } text { fill: #e6ebf0 }
+.grid { stroke: #2b343e } .zero { stroke: #7d8894 } .arm { stroke: #6aa9f0 } .mark { fill: #6aa9f0 }
+}
+</style>"""
 
 
 def ranking_table(ranking: Ranking) -> TextTable:
@@ -64,8 +73,6 @@ def leaderboard_page(ranking: Ranking, picture: str, command: str) -> str:
         [
             "# Leaderboard",
             "",
-            f"`{command}` writes this page from recorded runs.",
-            "",
             "A seed of a cell is a block: its runs share split and initial weights, and each pair of its arms is",
             "compared. Strengths are those of the model of Bradley and Terry, as log-odds against an arm of mean",
             "strength. Intervals come from a bootstrap over the seeds of each cell, so they hold for these grounds.",
@@ -75,7 +82,14 @@ def leaderboard_page(ranking: Ranking, picture: str, command: str) -> str:
             "",
             f"![Strengths of the arms with intervals]({picture})",
             "",
-            ranking_table(ranking).markdown(),
+            ranking_table(ranking).markdown().rstrip(),
+            "",
+            "This page is written from recorded runs by",
+            "",
+            "```",
+            command,
+            "```",
+            "",
         ]
     )
 
@@ -93,12 +107,13 @@ def ranking_svg(ranking: Ranking) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
         f'font-size="12" role="img"><title>{escape(_title(ranking))}</title>',
-        f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+        STYLE,
+        f'<rect class="page" width="{WIDTH}" height="{height}"/>',
         f'<text x="8" y="20">{escape(_title(ranking))}</text>',
     ]
-    for tick in range(low, high + 1):
-        colour = "#888888" if tick == 0 else "#dddddd"
-        parts.append(f'<line x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{MARGIN}" y2="{bottom}" stroke="{colour}"/>')
+    for tick in range(-(-low // TICK) * TICK, high + 1, TICK):
+        kind = "zero" if tick == 0 else "grid"
+        parts.append(f'<line class="{kind}" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{MARGIN}" y2="{bottom}"/>')
         parts.append(f'<text x="{x(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{tick:+d}</text>')
     for number, arm in enumerate(ranking.arms):
         parts += _line(arm, MARGIN + ROW * number + ROW // 2, x(arm.strength.estimate), _ends(arm, x))
@@ -120,8 +135,8 @@ def _line(arm: Ranked, y: int, centre: float, ends: tuple[float, float]) -> list
     text = f"{arm.arm}: {arm.strength.estimate:+.2f}, {finished}"
     return [
         f'<text x="{NAMES - 10}" y="{y + 4}" text-anchor="end">{escape(arm.arm)}</text>',
-        f'<line x1="{ends[0]:.1f}" x2="{ends[1]:.1f}" y1="{y}" y2="{y}" stroke="#1f5fa8" stroke-width="2"/>',
-        f'<circle cx="{centre:.1f}" cy="{y}" r="4" fill="#1f5fa8"><title>{escape(text)}</title></circle>',
+        f'<line x1="{ends[0]:.1f}" x2="{ends[1]:.1f}" y1="{y}" y2="{y}" class="arm"/>',
+        f'<circle cx="{centre:.1f}" cy="{y}" r="4" class="mark"><title>{escape(text)}</title></circle>',
     ]
 
 

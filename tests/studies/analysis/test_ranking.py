@@ -1,6 +1,7 @@
 """Rankings: wins by hand, strengths against a maximised likelihood, and runs that failed."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -117,6 +118,10 @@ def test_table_page_and_picture_name_every_arm():
         assert f">{arm}</text>" in picture
         assert f"| {arm} |" in page
     assert "d &amp; e" in picture
+    assert "prefers-color-scheme: dark" in picture
+    ticks = [int(tick) for tick in re.findall(r'text-anchor="middle">([+-]\d+)<', picture)]
+    assert 0 in ticks
+    assert all(tick % 3 == 0 for tick in ticks)
     assert "0 of 2" in page
     assert "![Strengths of the arms with intervals](x.svg)" in page
     assert any("d & e: 1 of 2 runs" in line for lines in ranking_table(ranking).notes.values() for line in lines)
