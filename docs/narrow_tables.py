@@ -13,7 +13,7 @@ SENTENCE = 20  # characters of the mean cell from which a column holds sentences
 
 
 def mark_tables(_app: Sphinx, page: nodes.document, _name: str) -> None:
-    """Give tables with sentences the class `stacked`, and each of their cells the title of its column."""
+    """Give tables with sentences the class `stacked`, and each cell that is not empty the title of its column."""
     for table in page.findall(nodes.table):
         titles, *rows = [[cell.astext() for cell in row] for row in table.findall(nodes.row)]
         if len(titles) < 3 or not rows or max(mean(map(len, column)) for column in zip(*rows, strict=True)) < SENTENCE:
@@ -21,7 +21,8 @@ def mark_tables(_app: Sphinx, page: nodes.document, _name: str) -> None:
         table["classes"].append("stacked")
         for row in list(table.findall(nodes.row))[1:]:
             for cell, title in zip(row, titles, strict=True):
-                cell["title"] = title
+                if cell.astext():  # site.css hides the others
+                    cell["title"] = title
 
 
 def visit_cell(translator: HTML5Translator, node: nodes.entry) -> None:

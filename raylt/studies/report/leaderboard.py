@@ -114,7 +114,9 @@ def ranking_svg(ranking: Ranking) -> str:
     for tick in range(-(-low // TICK) * TICK, high + 1, TICK):
         kind = "zero" if tick == 0 else "grid"
         parts.append(f'<line class="{kind}" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{MARGIN}" y2="{bottom}"/>')
-        parts.append(f'<text x="{x(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{tick:+d}</text>')
+        parts.append(
+            f'<text x="{x(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{f"{tick:+d}" if tick else 0}</text>'
+        )
     for number, arm in enumerate(ranking.arms):
         parts += _line(arm, MARGIN + ROW * number + ROW // 2, x(arm.strength.estimate), _ends(arm, x))
     return "\n".join([*parts, "</svg>", ""])

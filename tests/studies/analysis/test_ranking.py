@@ -119,7 +119,7 @@ def test_table_page_and_picture_name_every_arm():
         assert f"| {arm} |" in page
     assert "d &amp; e" in picture
     assert "prefers-color-scheme: dark" in picture
-    ticks = [int(tick) for tick in re.findall(r'text-anchor="middle">([+-]\d+)<', picture)]
+    ticks = [int(tick) for tick in re.findall(r'text-anchor="middle">([+-]?\d+)<', picture)]
     assert 0 in ticks
     assert all(tick % 3 == 0 for tick in ticks)
     assert "0 of 2" in page
