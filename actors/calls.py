@@ -50,7 +50,7 @@ class ClientDirectory(Protocol):
         """Return a reference to a client's private state; None before its first call."""
 
     def keep(self, private: Any) -> Any:
-        """Return a reference to the same state that survives the loss of the client's node."""
+        """Return a reference to the state that stays valid if the client's node is lost."""
 
     def patience(self, name: str, clients: int) -> float:
         """Return the seconds after which a call of this function for some clients counts as stuck."""

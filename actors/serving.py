@@ -82,7 +82,7 @@ def stop() -> None:
 
 
 async def _body(request: HttpRequest, most: int) -> bytes:
-    """Read at most `most` bytes of a body, and one more byte if it is longer."""
+    """Read up to `most` + 1 bytes of a body; the extra byte shows that the body is too long."""
     parts = bytearray()
     async for part in request.stream():
         parts += part

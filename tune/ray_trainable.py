@@ -156,7 +156,7 @@ class FederatedRun(ray_tune.Trainable):
         }
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Write raylt's checkpoint after the last step, and this trial's settings."""
+        """Write raylt's checkpoint of the most recent step, and this trial's settings."""
         assert self._experiment is not None
         assert self._report is not None
         self._experiment.save(self._report)

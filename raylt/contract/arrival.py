@@ -20,7 +20,7 @@ TIMEOUT_S = 600
 
 
 def bits_elsewhere(case: Case) -> dict[str, str]:
-    """Return the bits of the undisturbed run, computed in another process to which the method travelled.
+    """Return the result bits of the undisturbed run, computed by another process that was sent the method.
 
     A method of raylt itself is importable everywhere, so its value alone is pickled, in this process.
 

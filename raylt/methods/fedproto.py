@@ -36,7 +36,7 @@ PROTOTYPES = "prototypes"
 
 
 class FedProto(Method):
-    """Local training with a pull towards the global prototypes; nothing else travels."""
+    """Local training, pulled towards the global prototypes; clients exchange only prototypes."""
 
     name: ClassVar[str] = "fedproto"
     paper: ClassVar[str] = "Tan et al., AAAI 2022"

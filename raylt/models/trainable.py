@@ -267,7 +267,7 @@ def _is_pointwise(layer: nn.Conv2d) -> bool:
 
 
 def whole_model(model: SplitModel) -> SplitModel:
-    """Return an equal model with all entries and without adapters and hooks; logits agree in evaluation mode.
+    """Return a plain model with the same logits in evaluation mode: adapters merged, hooks removed.
 
     A model without frozen entries is returned as it is.
     """

@@ -65,9 +65,9 @@ def replay(run: Run, round: int, client: int, function: str | None, device: Devi
                 experiment.step()
         except ReplayedCall as call:
             return call
-    asked = f"not called with {function}" if function else "not asked"
+    asked = f"was not called with {function}" if function else "was not asked"
     raise ConfigError(
-        f"--client: {asked} in round {round} ({client}). Look up the calls of each round in metrics.jsonl.",
+        f"--client: the client {asked} in round {round} ({client}). Choose one that metrics.jsonl lists for the round.",
         code="client.not-asked",
         key="--client",
         client=client,
@@ -117,7 +117,13 @@ class ReplayFleet(LocalFleet):
         start = time.perf_counter()
         reply, _ = self._host.run(fn, message, self.round, client, self._shards[client], private)
         if isinstance(reply, Unusable):
-            raise ClientError(client, round, name, f"reply rejected: {reply.fault}", code="reply.rejected")
+            raise ClientError(
+                client,
+                round,
+                name,
+                f"the reply is rejected: {reply.fault}. Correct what the function returns",
+                code="reply.rejected",
+            )
         raise ReplayedCall(name, time.perf_counter() - start, reply)
 
 

@@ -158,7 +158,7 @@ def portable(config: Config) -> dict[str, Any]:
 
 
 def file_names(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings that hold a file's path, each reduced to the file's name."""
+    """Map each file path in the settings to the file's name."""
     texts = [value for value in flat(config).values() if isinstance(value, str)]
     return {text: name for text in texts if (name := _without_location(text)) != text}
 

@@ -122,6 +122,7 @@ def test_rows_of_fedsm_that_share_a_first_stage_are_what_whole_runs_give(images,
         assert branched.summary["model_sha256"] == whole.summary["model_sha256"]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_a_run_gives_the_weights_of_the_bare_loop():
     assert "same weights, bit for bit: yes" in script("overhead", "--rounds", 2, "--model", "small")

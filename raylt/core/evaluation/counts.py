@@ -86,7 +86,7 @@ class CountsByClient(Mapping[int, Tensor]):
         return id in self.cells
 
     def of(self, ids: Collection[int]) -> "CountsByClient":
-        """Return the counts of some of the clients, in the same order."""
+        """Return the counts of these clients, in the order of this object."""
         return CountsByClient(self.classes, {id: cells for id, cells in self.cells.items() if id in ids})
 
     @classmethod

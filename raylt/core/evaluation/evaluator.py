@@ -121,7 +121,7 @@ class Evaluator:
         return counts, metrics.quality(torch.cat(probabilities), self._test.y.cpu())
 
     def _say_not_numbers(self, count: int, models: str) -> None:
-        """Add a remark to the step's figures if predictions are not numbers."""
+        """Add a warning to the step's figures if some predictions are NaN."""
         if count:
             self.server.figures["predictions"] = (
                 f"{count} predictions of {models} are not numbers; they count as wrong. Lower local.lr"

@@ -63,7 +63,7 @@ def gradient_norm(loss: Tensor, params: Sequence[Tensor]) -> float:
 
 
 def reply_of(objective: Objective, names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return the part `shares` of a client's reply; no part if the loss has no named terms.
+    """Return the part `shares` of a client's reply, or an empty dict if the loss has no named terms.
 
     The share of a term is its gradient's length over the sum of all lengths. It is zero for a client that took no step,
     and for a term that this round's objective leaves out.

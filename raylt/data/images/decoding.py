@@ -159,11 +159,14 @@ def read_npz(
             with np.load(stream, allow_pickle=False) as file:
                 return {key: file[key] for key in keys if key in file}
     except Exception as error:  # numpy and zipfile raise many types for a damaged file
-        cause = "no such file" if not exists(path) else " ".join(str(error).split())
+        if not exists(path):
+            raise DataError(
+                f"{path.absolute()}: no such file. Check the path.", code="data.not-found", path=str(path)
+            ) from None
         raise DataError(
-            f"{path.absolute()}: not a readable npz file ({cause}). Write it with numpy.savez_compressed and without "
-            "Python objects.",
-            code="data.malformed" if exists(path) else "data.not-found",
+            f"{path.absolute()}: not a readable npz file ({' '.join(str(error).split())}). Write it with "
+            "numpy.savez_compressed and without Python objects.",
+            code="data.malformed",
             path=str(path),
         ) from None
 
@@ -220,12 +223,14 @@ def eight_bits(pixels: np.ndarray, depth: int | None, bits: int | None = None) -
     low = float(pixels.min())
     high = float(pixels.max())
     if depth is None and pixels.dtype.kind != "f" and bits > 16 and low >= 0:
-        raise ValueError("greys of more than 16 bits have no usual full scale: set data.depth to their number of bits")
+        raise ValueError(
+            "greys of more than 16 bits, which have no usual full scale: set data.depth to the bits of an image"
+        )
     full_scale = 1.0 if pixels.dtype.kind == "f" else float(2**bits - 1)
     white = full_scale if depth is None else float(2**depth - 1)
     if not 0 <= low <= high <= white:
         raise ValueError(
-            f"greys from {low:g} to {high:g}, which do not lie in 0..{white:g}: set data.depth to their number of bits"
+            f"greys from {low:g} to {high:g}, outside of 0..{white:g}: set data.depth to the bits of an image"
         )
     return (pixels * (255 / white) + 0.5).astype(np.uint8)
 

@@ -276,7 +276,7 @@ def _checked_images(path: Path, key: str, x: np.ndarray, depth: int | None) -> n
         try:
             x = eight_bits(x, depth)
         except ValueError as error:
-            raise _malformed(path, f"{key} is {x.dtype} and has {error}. Give uint8 values.", key) from None
+            raise _malformed(path, f"{key} is {x.dtype} and has {error}, or give uint8 values.", key) from None
     return x if x.ndim == 4 else x[..., None]
 
 

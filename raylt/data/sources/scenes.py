@@ -304,7 +304,7 @@ def _draw(rng: np.random.Generator, tint: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _reach(shape: int, down: np.ndarray, across: np.ndarray) -> np.ndarray:
-    """Return the smallest size of a shape that covers each pixel, from the pixel's offset to the shape's centre."""
+    """Return, for each pixel's offset from a shape's centre, the smallest size at which the shape covers it."""
     far = np.maximum(abs(down), abs(across))
     near = np.minimum(abs(down), abs(across))
     match shape:

@@ -177,9 +177,10 @@ def _torchvision(name: str, root: Path, download: bool) -> Source:
         test = loader(root, train=False, download=download)
     except (RuntimeError, OSError, ValueError, AssertionError) as error:  # torchvision asserts the length of a file
         if download:
-            remedy = f"The download failed: {' '.join(str(error).split())}."
+            reason = " ".join(str(error).split())
+            remedy = f"The download failed: {reason}. Try again, or set data.root to a folder with a copy."
         else:
-            remedy = "Set data.download=true, or set data.root to its folder."
+            remedy = "Set data.download=true, or set data.root to the folder with the data set."
         raise DataError(
             f"data.source: no intact copy under {root.resolve()} ({name}). {remedy}",
             code="data.not-found",

@@ -79,8 +79,8 @@ class CLIP2FL(CReFF):
         if self.contrast and model.dim != teacher.dim:
             raise ConfigError(
                 f"model: method.contrast compares features of {config.model} (d = {model.dim}) with texts of "
-                f"method.teacher = {teacher.name} (d = {teacher.dim}). Set method.contrast=0, or with CLIP's ViT-B-32 "
-                "model=resnet8_proj, cnn_proj or resnet50_proj.",
+                f"method.teacher = {teacher.name} (d = {teacher.dim}). Set method.contrast=0. With "
+                "CLIP's ViT-B-32, model=resnet8_proj, cnn_proj or resnet50_proj fits, too.",
                 code="model.wrong-width",
                 key="model",
                 value=config.model,

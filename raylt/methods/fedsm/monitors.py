@@ -12,7 +12,7 @@ from raylt.tree import Tree
 
 
 def answers(client: Client, logits: Tensor) -> Tree:
-    """Return the client's images per class, `n`, and how many the teacher classifies correctly, `right`, int64 [C].
+    """Count per class a client's images, `n`, and those that the teacher classifies correctly, `right`, int64 [C].
 
     Args:
         client: The client.

@@ -20,7 +20,7 @@ STARTS = 50  # of k-means: with ten, 2 of 30 draws of six clients and 4 of 20 of
 
 
 class Clustering(NamedTuple):
-    """Clusters of n participants.
+    """A clustering of the n participants.
 
     Attributes:
         labels: Cluster of each participant, numbered 0, 1, ... by first member.

@@ -231,7 +231,7 @@ def _check_rebuilt(model: TrainedModel, description: ModelDescription, path: Pat
     images = torch.randint(0, 256, (2, height, width, channels), dtype=torch.uint8, generator=generator)
     if not torch.equal(model(model.preprocess(images)), rebuilt(rebuilt.preprocess(images))):
         raise ConfigError(
-            f"method: the entries of its model do not determine its output ({setup.method.name}). Export it with "
+            f"method: its model cannot be rebuilt from its entries alone ({setup.method.name}). Export it with "
             f"{spoken('--format pt2', 'format=' + repr('pt2'))}.",
             code="export.not-rebuildable",
             key="method",

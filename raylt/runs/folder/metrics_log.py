@@ -104,14 +104,14 @@ class Lines:
             )
         if lines < step - 1:
             raise _changed_log(
-                f"{file}: the file has {lines} lines, and the checkpoint after step {step} follows line {step - 1}. "
+                f"{file}: the file has {lines} lines, and the checkpoint of step {step} needs {step - 1}. "
                 "Put the missing lines back.",
                 path=str(file),
             )
         if self.head(step - 1) != seal["line"]:
             raise _changed_log(
-                f"{file}: line {step - 1} was changed after the checkpoint after step {step} was written, or belongs "
-                "to another run. Put the original back.",
+                f"{file}: line {step - 1} does not match the checkpoint of step {step}. It was edited, or belongs to "
+                "another run. Put the original back.",
                 path=str(file),
                 line=step - 1,
             )

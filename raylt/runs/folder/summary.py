@@ -202,7 +202,7 @@ def summarise(
         "seconds": sum(report["seconds"] + report["evaluation_seconds"] for report in reports),
         "seconds_per_round": sum(report["seconds"] for report in steps) / len(steps),
         "figures": final["figures"],
-        "troubles": {kind: sum(len(report[kind]) for report in reports) for kind in TROUBLES},
+        "troubles": {kind: sum(len(report[kind]) for report in reports) for kind in TROUBLES} | {SERVER_DEATHS: 0},
         **({"privacy": budgets[-1]} if budgets else {}),
         **model,
     }

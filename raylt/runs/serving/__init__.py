@@ -1,1 +1,1 @@
-"""An exported model over HTTP: requests, answers and the page, without a server."""
+"""Serving an exported model over HTTP: requests, responses and the web page. The server itself is in `actors`."""

@@ -158,7 +158,7 @@ class Service:
             )
 
     def _check_rate(self, address: str) -> None:
-        """Count an image from an address, which may send a second's allowance at once, then one at a time."""
+        """Charge one image to an address's rate limit, which allows bursts of one second's images."""
         rate = self._limits.rate
         if rate is None:
             return

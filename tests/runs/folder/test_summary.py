@@ -150,7 +150,7 @@ def test_troubles_are_counted_over_the_run():
     summary = summary_of(
         report(1, 0.5, lost=[3], retried=[3, 3]), report(2, 0.5, lost=[1], rejected={"4": "w", "5": "w"})
     )
-    assert summary["troubles"] == {"lost": 2, "retried": 2, "rejected": 2}
+    assert summary["troubles"] == {"lost": 2, "retried": 2, "rejected": 2, "server_deaths": 0}
 
 
 def test_reports_are_left_alone():
