@@ -21,8 +21,8 @@ endif
 # clusters and wait for them, so one by one
 PAIRED = -n 2 --dist loadfile
 FAST = $(BIN)/pytest -m "not slow" $(PAIRED)
-COMPUTE = $(addprefix tests/,core data fuzz methods models ops own_code plots privacy recipes test_accelerator.py \
-	test_contract.py)
+COMPUTE = $(addprefix tests/,contract core data docs fuzz methods models ops own_code plots privacy recipes studies \
+	test_accelerator.py test_contract.py test_docs.py test_machine.py test_metrics.py test_mutants.py)
 
 .PHONY: install run test fast mutants bench fuzz docs
 
