@@ -125,7 +125,9 @@ def main() -> None:
     except ClickException as error:
         if message := error.format_message():  # none where the help was printed
             reason = " ".join(message.replace("Value error, ", "").split()).rstrip(".")
-            err.print(f"error [{USAGE}]: {reason}. Give what raylt --help lists.", soft_wrap=True)
+            context = getattr(error, "ctx", None)
+            command = context.command_path if context else "raylt"
+            err.print(f"error [{USAGE}]: {reason}. Give what {command} --help lists.", soft_wrap=True)
         code = error.exit_code
     except (KeyboardInterrupt, typer.Abort):
         code = 130

@@ -18,9 +18,8 @@ from raylt.disk import file_errors
 from raylt.tree import Tree, leaves, map_tensors
 
 IN_MEMORY = 2 * 2**30  # bytes
-SMALLEST = (
-    2**20
-)  # bytes of the parts of a reply that go into the file: each takes a mapping, of which a process has 65,530
+# bytes; the parts of a smaller reply stay in memory: each in the file takes a mapping, of which a process has 65,530
+SMALLEST = 2**20
 ALIGNED = 64  # bytes: torch's vector instructions want no less
 
 
