@@ -42,12 +42,13 @@ def lines_below(folder: Path) -> int:
     return total
 
 
-def kill_at_random(command, folder: Path, kills: int, seed: int, log: Path) -> None:
+def kill_at_random(command, folder: Path, kills: int, seed: int, log: Path, longest: float = 3.0) -> None:
     """Start a command again and again, kill it at random moments, and let it end the last time.
 
     Args:
         command: of the number of starts before; the arguments of a process.
         folder: where its runs are. Most kills wait until a step more is there, so that something gets done.
+        longest: seconds that a kill waits after that, at most.
     """
     chance = random.Random(seed)
     end = time.monotonic() + LIMIT_S
@@ -60,7 +61,7 @@ def kill_at_random(command, folder: Path, kills: int, seed: int, log: Path) -> N
                 assert time.monotonic() < end, log.read_text()
                 time.sleep(0.02)
             if start < kills:
-                time.sleep(chance.uniform(0.0, 3.0))
+                time.sleep(chance.uniform(0.0, longest))
                 process.kill()
             process.wait(end - time.monotonic())
         finally:
@@ -79,13 +80,13 @@ def test_a_study_killed_at_random_moments_ends_with_the_same_tables(cluster, tmp
         "name": "tiny",
         "arms": {"scaffold": "scaffold", "ccvr": "ccvr"},
         "seeds": 2,
-        "base": {"data": {"clients": 4}, "federation": {"rounds": 6}, "resources": {"actors": 2}},
+        "base": {"data": {"clients": 4}, "federation": {"rounds": 12}, "resources": {"actors": 2}},
         "claims": ["scaffold > ccvr on few"],
     }
     file, out = tmp_path / "tiny.yaml", tmp_path / "killed"
     file.write_text(json.dumps(tree))
     command = [*RAYLT, "study", file, "--out", out, "--fleet", "ray", "--address", cluster.address]
-    kill_at_random(lambda _: command, out, kills=2, seed=471, log=tmp_path / "log")
+    kill_at_random(lambda _: command, out, kills=3, seed=471, log=tmp_path / "log", longest=0.3)
     straight = Study.create(define(tree), tmp_path / "straight")
     assert straight.run() == []
     killed = Study.open(out / "tiny")
