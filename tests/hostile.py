@@ -295,5 +295,10 @@ class Judged(Hostile):
             if self.kind == "lost":
                 raise ValueError("gone")
             lie = COUNTS[self.kind]
-            client.reply = lambda **parts: Reply(len(client), parts | {"confusion": lie})
+
+            def reply(**parts: Any) -> Reply:
+                del client.reply  # a client outlives the call
+                return Reply(len(client), parts | {"confusion": lie})
+
+            client.reply = reply
         return client.model
