@@ -93,7 +93,7 @@ def test_at_80_columns_nothing_but_the_bar_is_cut(tmp_path):
     figures = r"loss 12.345 acc 32.0 % \(best 32.0\)"
     for expected in (
         r"round 996/1000 joining 3/1000 33:(20|19|18)",
-        rf"round 997/1000 semantic s 1000/1000 {figures} 26:(40|39|38)",
+        rf"round 997/1000 semantic st 1000/1000 {figures} 26:(40|39|38)",
         rf"round 999/1000 training 999/1000 {figures} 13:(20|19|18)",
         # the last phase is no round, and is in the time that is left
         rf"round 1000/1000 synthesis {figures} 06:(40|39|38)",
