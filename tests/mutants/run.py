@@ -29,7 +29,7 @@ from rewrite import NotFoundOnce, definitions, parse, replace
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("raylt", "actors", "tune")
-COPIED = (*PACKAGES, "tests", "pyproject.toml")
+COPIED = (*PACKAGES, "studies", "tests", "pyproject.toml")
 
 
 @dataclass(frozen=True)
