@@ -44,7 +44,18 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ("fedavg", "sfd", "mupfl")  # methods whose run folders are kept, and which run on Ray
 ACTORS = (1, 2)
-TIMED = {"seconds", "evaluation_seconds", "seconds_per_round", "stages", "date", "previous", "made", "line", "sha256"}
+TIMED = {
+    "seconds",
+    "evaluation_seconds",
+    "seconds_per_round",
+    "stages",
+    "date",
+    "previous",
+    "made",
+    "line",
+    "sha256",
+    "provenance",
+}
 SHOWN = 12  # differences that are printed of an item
 PAGE_BLOCK = re.compile(r"<!-- raylt compare (.*?) -->\r?\n(.*?)<!-- end of raylt compare -->", re.DOTALL)
 EXAMPLE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
