@@ -1,10 +1,11 @@
-"""What one hostile client of ten is worth by each lie about its features, at its true weight and without robust rules.
+"""What one hostile client of ten is worth by each lie about its features, at its true weight, with each robust rule.
 
     python benchmarks/sum_lies.py [--clients 10] [--rounds 10] [--seeds 1] [--methods NAME ...] [--record | --page]
 
 As in hostile_sums.py, honest clients train, and then one hostile client sends statistics too. It counts its samples
 truly and lies about their features. Table: accuracy on all classes without the client's lie, and the points that the
-lie takes from it, or that it was rejected. `--record` and `--page` are those of hostile_sums.py.
+lie takes from it under the same rule, or that it was rejected; means over the seeds. `--record` and `--page` are those
+of hostile_sums.py.
 """
 
 import argparse
@@ -44,8 +45,8 @@ def main() -> None:
 
 
 def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train each seed once, then finish with each lie."""
-    results: dict[str, list[float | None]] = {}
+    """Train each seed once, then finish with each rule and lie."""
+    results: dict[tuple[str, str], list[float | None]] = {}
     for seed in range(arguments.seeds):
         with tempfile.TemporaryDirectory() as folder, one_thread():
             config = hostile_sums.settings(name, seed, arguments)
@@ -55,23 +56,27 @@ def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
             while trained.server.round < arguments.rounds:
                 report = trained.step()
             trained.save(report)
-            for lie in ("none", *LIES):
-                accuracy = finished(name, seed, lie, arguments, task, Path(folder))
-                results.setdefault(lie, []).append(accuracy)
-                print(name, seed, lie, accuracy, flush=True)
+            for rule in hostile_sums.RULES:
+                for lie in ("none", *LIES):
+                    accuracy = finished(name, seed, rule, lie, arguments, task, Path(folder))
+                    results.setdefault((rule or "sum", lie), []).append(accuracy)
+                    print(name, seed, rule, lie, accuracy, flush=True)
     return [
         {
             "method": name,
+            "rule": rule,
             "lie": lie,
             "accuracy": None if None in values else round(100 * float(np.mean(values)), 1),  # pyright: ignore
         }
-        for lie, values in results.items()
+        for (rule, lie), values in results.items()
     ]
 
 
-def finished(name: str, seed: int, lie: str, arguments: argparse.Namespace, task: Task, folder: Path) -> float | None:
+def finished(
+    name: str, seed: int, rule: str | None, lie: str, arguments: argparse.Namespace, task: Task, folder: Path
+) -> float | None:
     """Return the accuracy after the last phase with one lying client; None where its reply is rejected."""
-    setup = resolve(hostile_sums.settings(name, seed, arguments))
+    setup = resolve(hostile_sums.settings(name, seed, arguments, rule))
     holders = [k for k, size in enumerate(task.sizes) if size]
     liar = int(np.random.default_rng(seed).permutation(holders)[0])
     method = setup.method
@@ -140,15 +145,14 @@ LIES: dict[str, Callable[[tree.Tree], tree.Tree]] = {
 
 def table(figures: dict[str, Any]) -> str:
     """Accuracy without a lie, and the points that each lie takes from it."""
-    cells = {(cell["method"], cell["lie"]): cell["accuracy"] for cell in figures["cells"]}
+    cells = {(cell["method"], cell["rule"], cell["lie"]): cell["accuracy"] for cell in figures["cells"]}
     rows = []
-    for method in dict.fromkeys(method for method, _ in cells):
-        honest = cells[method, "none"]
-        lost = [cells[method, lie] for lie in LIES]
-        rows.append(
-            [f"`{method}`", f"{honest:.1f}", *("rejected" if v is None else f"{v - honest:+.1f}" for v in lost)]
-        )
-    return recorded.table_of(["method", "no lie", *LIES], rows)
+    for method, rule in dict.fromkeys((method, rule) for method, rule, _ in cells):
+        honest = cells[method, rule, "none"]
+        lost = [cells[method, rule, lie] for lie in LIES]
+        points = ["rejected" if value is None else f"{value - honest:+.1f}" for value in lost]
+        rows.append([f"`{method}`", rule if rule == "sum" else f"`{rule}`", f"{honest:.1f}", *points])
+    return recorded.table_of(["method", "rule", "no lie", *LIES], rows)
 
 
 if __name__ == "__main__":
