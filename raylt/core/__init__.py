@@ -1,1 +1,1 @@
-"""The base of every method: clients, the server, the fleet between them, and the experiment."""
+"""The base of all methods: clients, the server, the fleet that connects them, and the experiment."""

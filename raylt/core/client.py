@@ -1,4 +1,4 @@
-"""`Client`: one participant, with all that a client function may see; `Reply`: the value that it sends back.
+"""`Client`, one participant of the federation, and `Reply`, the value that a client sends to the server.
 
 The module also has the operations on pixels that clients share: features of single pixels, on which methods train
 classifiers, and losses for pixels without a label.
@@ -31,7 +31,7 @@ Message = Tree
 
 @dataclass(frozen=True)
 class Reply:
-    """The value that a client sends back once per call: its weight (its number of samples) and a tree.
+    """The value that a client returns from one call: a weight (its number of samples) and a tree of values.
 
     The transport brings the tree to the CPU.
     """
@@ -44,7 +44,10 @@ ClientFunction = Callable[["Client", Message], Reply]
 
 
 class ClientState(dict[str, Any]):
-    """The memory of a client: a tree of tensors, stamped when they are handed over, so that later changes are found."""
+    """A client's private memory between its calls: a tree of tensors.
+
+    A tensor is recorded when it is stored, so that a later change in place is found.
+    """
 
     def __init__(self, values: Tree, stamps: Stamps):
         super().__init__()
@@ -111,7 +114,7 @@ class Client:
         self.recall({})
 
     def recall(self, state: Tree) -> None:
-        """Start a call with the state after the last call; the call has handed over no value yet."""
+        """Start a call of a client function with the private state that the client's last call left."""
         self._stamps = Stamps()
         self._state = ClientState(state, self._stamps)
 
@@ -124,7 +127,7 @@ class Client:
         self._state = ClientState(values, self._stamps)
 
     def check_stamps(self) -> None:
-        """End a call; raise `LateWrite` if a value was changed after it was handed over.
+        """Check, at the end of a call, that no tensor was changed after it was put into the reply or the state.
 
         Raises:
             LateWrite: a tensor was changed after it was handed over.
@@ -135,23 +138,28 @@ class Client:
 
     @property
     def augment(self) -> Augmentation | None:
-        """Return the augmentation of the client's training images; None without one."""
+        """Return the augmentation of the client's training images, or None if there is none."""
         return self._augment
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def receive(self, params: Params) -> None:
-        """Load the model entries in a message; other entries of the model do not change."""
+        """Load the model entries in the server's message; the model's other entries do not change."""
         load_entries(self.model, params)
 
     def reply(self, **parts: Any) -> Reply:
-        """Return a reply weighted by this client's number of samples; do not change its tensors afterwards."""
+        """Return a reply that is weighted by this client's number of samples.
+
+        The tensors of the reply must not be changed afterwards.
+        """
         self._stamps.add(parts, "reply")
         return Reply(float(len(self)), parts)
 
     def cross_entropy(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Return the mean cross-entropy of a batch, a scalar; `local.unlabelled` says how unlabelled pixels count.
+        """Return the mean cross-entropy of a batch, a scalar.
+
+        The setting `local.unlabelled` says how unlabelled pixels count.
 
         Args:
             logits: [B, C], or [B, C, H, W].
@@ -163,18 +171,23 @@ class Client:
         return F.cross_entropy(logits, y)
 
     def steps(self, epochs: float | None = None, batch: int | None = None) -> int:
-        """Return the number of batches that `batches` yields, one per SGD step; by default as `local` says."""
+        """Return the number of SGD steps, one for each batch that `batches` yields.
+
+        By default, the settings in `local` give the epochs and the batch size.
+        """
         return self.config.local.step_count(len(self), epochs, batch)
 
     @property
     def epochs(self) -> float:
-        """Return the passes over the client's samples in a round: `local.epochs`, or `local.steps` as epochs."""
+        """Return the number of epochs in a round: `local.epochs`, or `local.steps` converted to epochs."""
         local = self.config.local
         in_a_pass = self.steps(epochs=1)
         return local.epochs if local.steps is None or not in_a_pass else local.steps / in_a_pass
 
     def batches(self, epochs: float | None, size: int) -> Iterator[Batch]:
-        """Yield shuffled, augmented batches of [2, size] samples, in an order set by (seed, function, round, client).
+        """Yield shuffled, augmented batches of 2 to `size` samples.
+
+        The order depends only on (seed, function, round, client).
 
         Args:
             epochs: passes over the samples, or a part of one; None as `local` says.
@@ -182,7 +195,7 @@ class Client:
         return (self.batch(rows) for rows in self.rows(epochs, size))
 
     def rows(self, epochs: float | None, size: int) -> Iterator[Tensor]:
-        """Yield the row numbers of each batch's samples, int64 [2..size]; see `batches`."""
+        """Yield the row numbers of the samples in each batch, int64 [n] with 2 <= n <= size; see `batches`."""
         left = self.steps(epochs, size)
         while left:
             order = torch.randperm(len(self), generator=self.order).to(self.device, non_blocking=True)
@@ -197,7 +210,7 @@ class Client:
         return self.samples.batch(rows, in_turn([self._augment, then]), self.noise)
 
     def begin(self, purpose: str, round: int) -> None:
-        """Set the round and the random generators of one call."""
+        """Set the round of a call, and seed the random generators that the call uses."""
         self.round = round
         self.order = torch.Generator().manual_seed(seed_for(self.config.seed, "order", purpose, round, self.id))
         self.noise = torch.Generator(self.device).manual_seed(
@@ -206,7 +219,7 @@ class Client:
 
 
 def pixel_features(z: Tensor, y: Tensor, per_class: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw features and labels of pixels: at most `per_class` for each class in an image.
+    """Draw features and labels of random pixels, at most `per_class` for each class in an image.
 
     A pixel's feature is interpolated as a `PixelModel` interpolates its logits, so the classifier gives the same logits
     for it. Images with one feature and one label each, z [B, d] and y [B], are returned as they are.
@@ -247,7 +260,7 @@ def pixel_features(z: Tensor, y: Tensor, per_class: int, generator: torch.Genera
 
 
 def labelled_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """Return the cross-entropy of the labelled pixels; 0, without a gradient, if no pixel has a label.
+    """Return the mean cross-entropy of the labelled pixels, or 0 without a gradient if no pixel has a label.
 
     Args:
         logits: [B, C, H, W].
@@ -260,7 +273,7 @@ def labelled_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def back_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    """Return a cross-entropy in which a pixel without a label may have any class that the batch's labels do not show.
+    """Return a cross-entropy that lets an unlabelled pixel have any class that is absent from the batch's labels.
 
     The probability of such a pixel is the sum of these classes' probabilities (BackCE of FedSeg, Miao et al., CVPR
     2023; the absent classes are those of the batch, as in its code). Where the labels show all classes, such pixels are

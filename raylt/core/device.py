@@ -30,7 +30,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads it when it is first used 
 
 @contextmanager
 def all_threads() -> Iterator[None]:
-    """Use all cores of the machine inside the block, at a time when no client computes."""
+    """Use all CPU cores inside the block; call this only while no client computes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(len(cores()))
     try:
@@ -40,7 +40,7 @@ def all_threads() -> Iterator[None]:
 
 
 def open_device(config: Config, leased: bool | None = None) -> torch.device:
-    """Set torch's arithmetic as the configuration says, and return the device of this process.
+    """Set torch's arithmetic options from the configuration, and return the device of this process.
 
     Args:
         leased: whether Ray leased a GPU to this process; None without Ray, where any GPU may be used.
@@ -56,7 +56,7 @@ def open_device(config: Config, leased: bool | None = None) -> torch.device:
 
 
 def describe(device: torch.device) -> dict[str, str | None]:
-    """Return device, driver, torch version and kind of processor, on which bits and seconds depend.
+    """Describe the device, driver, torch version and processor, which affect results and durations.
 
     Returns:
         A dict. "device" is the GPU's name, or "cpu"; "driver", "cuda" and "mps" are None on a CPU; "mps" is "running"
@@ -74,12 +74,15 @@ def describe(device: torch.device) -> dict[str, str | None]:
 
 
 def gpus() -> int:
-    """Return the number of GPUs that torch sees here; `open_device` decides whether the process may use one."""
+    """Return the number of GPUs that torch sees on this machine.
+
+    `open_device` decides whether the process may use one.
+    """
     return torch.cuda.device_count()
 
 
 def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver of this machine; None without a driver."""
+    """Return the version of this machine's NVIDIA driver, or None if there is no driver."""
     try:
         words = _DRIVER.read_text().splitlines()[0].split()
     except (OSError, IndexError):
@@ -159,7 +162,7 @@ def _refusal(config: Config, asked: str, why: str) -> ConfigError:
 
 
 def _set_arithmetic(config: Config, device: torch.device) -> None:
-    """Set all of torch's arithmetic switches; an earlier run in this process may have set others."""
+    """Set all of torch's arithmetic options, since an earlier run in this process may have changed them."""
     cuda = device.type == "cuda"
     backends = torch.backends
     tf32 = cuda and config.local.precision == "tf32"
@@ -201,7 +204,7 @@ _FULL = (
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, says that the device had no room.
+    """Return whether an error, or one of its causes, says that the device ran out of memory.
 
     Room may be missing in torch's own memory, or for a context or a handle.
     """
@@ -213,7 +216,7 @@ def is_full(error: BaseException | None) -> bool:
 
 
 class InHalves:
-    """A function of images that halves its batches once the device has no room for a whole batch.
+    """Wraps a function of images so that it halves its batches when the device runs out of memory.
 
     Each image's result must not depend on the other images of the batch, as with a model's answers in evaluation mode.
     Only the rounding of the last bits may differ.

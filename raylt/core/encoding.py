@@ -1,4 +1,4 @@
-"""`encode`: replaces the images of a task by features, where the encoder is frozen.
+"""`encode`: replaces the images of a task by precomputed features if the model's encoder is frozen.
 
 With `trainable=classifier` the encoder gives the same features in every round, so it runs once. Features lie in a cache
 below data.root, which all methods, seeds and arms of a study share. Each encoder has a folder there: its name has the
@@ -38,7 +38,9 @@ Report = Callable[[str], object]
 
 
 def encode(setup: Setup, task: Task, report: Report = lambda text: None) -> tuple[Setup, Task]:
-    """Return a setup and a task that train on features if the encoder is frozen; otherwise return both unchanged.
+    """Replace a task's images by precomputed features if the encoder is frozen.
+
+    Otherwise the setup and the task are returned unchanged.
 
     Training samples have 1 + `views` features each where `augment` is set: that of the image, and those of augmented
     views, which follow from the pixels alone. A batch takes a view of each sample at random.
@@ -77,13 +79,13 @@ def encode(setup: Setup, task: Task, report: Report = lambda text: None) -> tupl
 
 
 def trains_on_features(setup: Setup, spec: TaskSpec) -> bool:
-    """Return whether clients train on features: the encoder is frozen, and each image has one feature."""
+    """Return whether clients train on features: the encoder is frozen and gives one feature vector per image."""
     return setup.config.trainable == "classifier" and spec.kind == "classification"
 
 
 @dataclass
 class FeatureCache:
-    """The features of one encoder under one precision, in memory once they are used, and on the disk.
+    """A cache, on disk and in memory, of the features that one encoder computes at one precision.
 
     Attributes:
         computed: images that the encoder ran on.
@@ -114,7 +116,7 @@ class FeatureCache:
 
     @cached_property
     def _fixed(self) -> np.ndarray:
-        """Return the features of two fixed images, float32 [2, d]."""
+        """Return the encoder's features of two fixed images, float32 [2, d]; they become part of the cache's key."""
         images = torch.randint(0, 256, (2, *self.spec.shape), generator=torch.Generator().manual_seed(0))
         return self._run(images.to(torch.uint8))
 
@@ -133,7 +135,7 @@ class FeatureCache:
         return np.stack([self._view(images, of_view, view) for view, of_view in enumerate(keys)], axis=1)
 
     def _view(self, images: np.ndarray, keys: list[bytes], view: int) -> np.ndarray:
-        """Return the features of one view of images, float32 [n, d]; compute those that the cache lacks."""
+        """Return the features of one augmented view of images, float32 [n, d]; compute only features not yet cached."""
         with folder_for(self.path) as folder:
             cached = _read(folder, keys)
             lacking = [key for key in dict.fromkeys(keys) if key not in cached]
@@ -172,7 +174,7 @@ class FeatureCache:
 
     @torch.no_grad()
     def _run(self, images: Tensor) -> np.ndarray:
-        """Return the features of at most BATCH images, float32 [n, d]; black images fill up the batch."""
+        """Return the features of at most BATCH images, float32 [n, d]; pad the batch with black images."""
         n = len(images)
         full = torch.cat([images, images.new_zeros(BATCH - n, *images.shape[1:])]).to(self.device)
         mean, std = (torch.tensor(values, device=self.device) for values in (self.spec.mean, self.spec.std))
@@ -186,14 +188,14 @@ def _key_of_view(key: bytes, augment: str, view: int) -> bytes:
 
 
 def _augmented(image: Tensor, key: bytes, augment: Augmentation) -> Tensor:
-    """Return a randomly augmented view of an image, [1, H, W, channels]; its key seeds the random numbers."""
+    """Return a randomly augmented view of an image, [1, H, W, channels]; `key` seeds the augmentation."""
     generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
     x, _ = augment(image[None], torch.zeros(1, dtype=torch.int64), generator)
     return x.float()
 
 
 def _read(folder: Folder, keys: Sequence[bytes]) -> dict[bytes, np.ndarray]:
-    """Return the features that the cache has for these keys."""
+    """Return the features that a cache folder has for the given keys."""
     wanted = set(keys)
     features: dict[bytes, np.ndarray] = {}
     for name in folder.names():
@@ -220,13 +222,16 @@ def _read(folder: Folder, keys: Sequence[bytes]) -> dict[bytes, np.ndarray]:
 
 
 def _rows(folder: Folder) -> int:
-    """Return the number of features in the cache."""
+    """Return the number of features in a cache folder."""
     names = [name for name in folder.names() if name.startswith("keys.")]
     return sum(len(np.load(folder.path / name, mmap_mode="r")) for name in names)
 
 
 def _write(folder: Folder, keys: Sequence[bytes], features: np.ndarray) -> None:
-    """Add features to the cache as a new pair of files; the file of keys is written last and makes the pair valid."""
+    """Add features to the cache as a new pair of files.
+
+    The file of keys is written last and makes the pair valid.
+    """
     name = hashlib.sha256(b"".join(keys)).hexdigest()[:16]
     packed = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), KEY_BYTES)
     for kind, array in (("features", features), ("keys", packed)):

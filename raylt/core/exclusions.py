@@ -1,4 +1,4 @@
-"""Settings that exclude each other: a table, evaluated once when a run is planned.
+"""A table of settings that exclude each other, checked once when a run is planned.
 
 A row names a setting, what it excludes, why, and the remedy. `raylt plan`, `raylt run`, searches and studies all
 evaluate the same rows, so nothing is refused only after a run has been set up.
@@ -24,7 +24,7 @@ RISK = 0.01  # the largest accepted chance that Poisson sampling leaves some rou
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The properties of a planned run that a row of the table may look at.
+    """The properties of a planned run that the exclusion table can test.
 
     Attributes:
         spec: of the task.
@@ -40,7 +40,7 @@ class PlannedRun:
 
     @property
     def training_clients(self) -> int:
-        """Return the clients that train: all but those that join after training."""
+        """Return the number of clients that train: all but those that join after training."""
         return (self.config.data.clients or 1) - self.config.data.new_clients
 
     @property
@@ -50,7 +50,7 @@ class PlannedRun:
 
     @property
     def shares_nothing_that_learns(self) -> bool:
-        """Return whether the shared part of the model is frozen and the method asks clients for nothing else."""
+        """Return whether clients would share only frozen parameters, and upload nothing else."""
         method = self.method
         shares = bool(method.shared(self.model)) or method.uploads_more
         return not shares and bool(method.shared(whole_model(self.model)))
@@ -93,7 +93,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """One row of the table.
+    """One row of the exclusion table: a setting, and a second setting or property that it cannot be combined with.
 
     Attributes:
         setting: its key.
@@ -112,7 +112,7 @@ class Exclusion:
     code: str = "config.conflict"
 
     def error(self, run: PlannedRun) -> ConfigError:
-        """Return the error for a run with both settings."""
+        """Return the error for a run that combines both settings."""
         value = run.setting(self.setting)
         shown = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
         why = self.why if isinstance(self.why, str) else self.why(run)
@@ -405,7 +405,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
 
 
 def check_exclusions(run: PlannedRun) -> None:
-    """Raise the error of the first row that applies.
+    """Raise the error of the first exclusion that applies to a planned run.
 
     Raises:
         ConfigError: two settings of the run exclude each other.

@@ -175,7 +175,7 @@ class Experiment:
         return self._step - self._peak["step"] >= patience and self._step < self._last_round
 
     def _early_end(self) -> str:
-        """Return the remark on an early stop, which the tables of a run show."""
+        """Return the remark on an early stop that a run's tables display."""
         assert self._peak is not None
         return (
             f"after round {self._last_round} of {self.server.rounds}: no better accuracy on validation samples since "
@@ -183,12 +183,12 @@ class Experiment:
         )
 
     def _result(self) -> Tree:
-        """Return the entries of the global model as an exported file would hold them."""
+        """Return the state-dict entries of the global model as an exported file would contain them."""
         return {"model": dict(self.method.global_model(self.server).state_dict())}
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Finish the method inside the block, as if the last step had been the last round; undo it afterwards.
+        """Run the method's final phase now, and restore the state from before it when the block ends.
 
         The rehearsal draws other numbers than the finish at the end, whose seeds follow the last round's number.
         """
@@ -207,7 +207,7 @@ class Experiment:
             server.model, server.state, server.round, server.figures, server.timings = before
 
     def judge_again(self) -> dict[str, Any]:
-        """Evaluate the models after the last step again, for a branch with other fields of the method.
+        """Evaluate the models after the last step again, for a branch that changed fields of the method.
 
         Returns:
             All figures of an evaluation, by their names in `RoundReport`.
@@ -290,7 +290,7 @@ class Experiment:
 
     @cached_property
     def _frozen_sha256(self) -> str | None:
-        """Return the hash of the frozen entries, which no checkpoint holds; None if none is frozen."""
+        """Return the hash of the model's frozen entries, which checkpoints leave out, or None if none is frozen."""
         frozen = frozen_entries(self.server.model)
         return (
             hash_tensors({name: value.detach().cpu().contiguous() for name, value in frozen.items()})
@@ -304,7 +304,7 @@ class Experiment:
 
     @property
     def _branch_points(self) -> set[int]:
-        """Return the steps after which a run can be branched, whose checkpoints are kept."""
+        """Return the steps after which a run can be branched; their checkpoints are kept."""
         return set(self.method.stages(self._last_round).values())
 
     def _write_matrices(self) -> None:

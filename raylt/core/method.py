@@ -1,4 +1,4 @@
-"""`Method`: one federated algorithm as a value; its fields are hyper-parameters, its functions the algorithm.
+"""`Method`: one federated algorithm as a value, with hyper-parameters as fields and the algorithm as functions.
 
 The framework owns the loop over rounds; a method owns one round. A function that takes a `client` runs at that client
 and sees only it and the message. A function that takes the `server` runs there and reaches clients with `fleet.ask`.
@@ -80,11 +80,11 @@ class Method(BaseModel):
 
     @property
     def finishes(self) -> bool:
-        """Return whether the run has a phase after the last round, which is `finish`."""
+        """Return whether the run has a phase after the last round, which `finish` implements."""
         return type(self).finish is not Method.finish
 
     def stages(self, rounds: int) -> dict[str, int]:
-        """Return, by name, the step after which each stage of a run begins; a run can be branched at these steps.
+        """Map each stage of a run to the step after which it begins; a run can be branched at these steps.
 
         Args:
             rounds: The number of rounds, R.
@@ -93,12 +93,12 @@ class Method(BaseModel):
 
     @property
     def sees_each(self) -> tuple[str, ...]:
-        """Return the names of the parts that the server asks for as `each`, and so sees for every client."""
+        """Return the names of the reply parts that the server sees for every single client (`each`)."""
         return ()
 
     @property
     def augments(self) -> bool:
-        """Return whether the method changes images in a way of its own, so that it cannot train on features."""
+        """Return whether the method changes images itself, so that it cannot train on precomputed features."""
         return False
 
     @property
@@ -108,19 +108,24 @@ class Method(BaseModel):
 
     @property
     def uploads_more(self) -> bool:
-        """Return whether clients upload more than a model and its loss; noise on the model would not hide the rest."""
+        """Return whether clients upload more than a model and its loss.
+
+        Noise on the model would not hide such other uploads.
+        """
         return bool(self.finishes or self.sees_each or self.terms)
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """Return the names of the terms of a `Terms` objective; each round logs their shares of the gradient.
+        """Return the names of the loss terms in a `Terms` objective.
+
+        Each round logs the terms' shares of the gradient.
 
         The schema of replies is fixed before a client trains, so the names are declared and not read off replies.
         """
         return ()
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
-        """Fetch missing files and refuse unusable settings, before any other process starts.
+        """Fetch missing files and reject unusable settings, before any other process starts.
 
         Args:
             model: A new model of the run.
@@ -132,21 +137,23 @@ class Method(BaseModel):
     # the model
 
     def build(self, task: TaskSpec, base: SplitModel) -> SplitModel:
-        """Return the model that this method trains, made from a plain one: add heads, swap layers."""
+        """Return the model that this method trains, derived from the base model (for example with added heads)."""
         return base
 
     def shared(self, model: SplitModel) -> Params:
-        """Return the entries of the model that travel; the other entries are private to each client."""
+        """Return the model's state-dict entries that are sent. The other entries are private to each client."""
         return model.entries()
 
     # at a client
 
     def join(self, client: Client, message: Message) -> Reply:
-        """Fill `client.state`, once, before the first round."""
+        """Fill `client.state` once per client, before the first round."""
         return client.reply()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the loss function of a batch; it is made once a round, so its closure can hold the round's constants.
+        """Return the loss as a function of a batch.
+
+        The function is made once a round, so its closure can hold the round's constants.
 
         A loss with several terms is a `Terms`.
         """
@@ -159,7 +166,9 @@ class Method(BaseModel):
         return client.reply(model=self.shared(client.model), **parts)
 
     def settle(self, client: Client, message: Message) -> None:
-        """Prepare a client that joins after training, once, before its evaluation; the message is that of a round.
+        """Prepare a client that joins after training, once, before its evaluation.
+
+        The message is that of a round.
 
         The client joins and trains its private entries on its samples, as long as in a round, under the final shared
         entries. Where it keeps only running statistics (federation.batchnorm = local), it takes these. A method that
@@ -204,7 +213,7 @@ class Method(BaseModel):
         return Cohort(rng.choice(fleet.ids, asked, replace=False), wanted)
 
     def message(self, server: Server) -> Message:
-        """Return the message to every client of the round."""
+        """Return the message that the server sends to every client of the round."""
         return {"model": tree.snapshot(self.shared(server.model))}
 
     def round(self, server: Server, fleet: Fleet) -> None:
@@ -212,18 +221,18 @@ class Method(BaseModel):
         train_clients(self, server, fleet)
 
     def server_optimiser(self) -> ServerOptimiser | None:
-        """Return the rule of `server.step`; with None, the mean of the clients becomes the global model."""
+        """Return the optimiser of `server.step`, or None to take the clients' mean as the global model."""
         return None
 
     def finish(self, server: Server, fleet: Fleet) -> None:
-        """Run the phase after the last round, in a method that `finishes`."""
+        """Run the phase after the last round, if the method `finishes`."""
 
     def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
-        """Describe the work and time of `finish` for plans; return an empty text if it takes no longer than a round."""
+        """Describe the work and time of `finish`, or return an empty text if it takes no longer than a round."""
         return ""
 
     def last_phase_seconds(self, spec: TaskSpec, model: SplitModel) -> float | None:
-        """Return the time of `finish` on one core, for the time that is left; None where it is not known before."""
+        """Return the expected seconds of `finish` on one core, or None if they cannot be predicted."""
         return None
 
     # what is judged
@@ -233,11 +242,11 @@ class Method(BaseModel):
         return server.model
 
     def client_model(self, client: Client) -> SplitModel:
-        """Return the model that this client uses, in a personal method; it has just received the shared entries."""
+        """Return the model that a client of a personal method uses, after it received the shared entries."""
         return client.model
 
     def other_model(self, client: Client, name: str) -> SplitModel:
-        """Return one of `other_models`; the client has just received the shared entries."""
+        """Return the client's model that `other_models` calls `name`, after it received the shared entries."""
         raise NotImplementedError
 
     def predict(self, model: nn.Module, x: Tensor) -> Tensor:
@@ -246,7 +255,7 @@ class Method(BaseModel):
 
 
 def train_model(method: Method, client: Client, message: Message, epochs: float | None = None) -> Tree:
-    """Train a client's model on the method's objective; return the parts of the reply that report on it.
+    """Train a client's model on the method's objective; return the reply parts that report on the training.
 
     Args:
         epochs: as `local.epochs` and `local.steps` say by default.
@@ -268,7 +277,7 @@ def train_clients(
     weights: Mapping[int, float] | None = None,
     **parts: Reduction,
 ) -> Replies:
-    """Ask clients to train, make their mean the next global model, and log their loss.
+    """Ask clients to train, average their models into the next global model, and log their loss.
 
     Args:
         cohort: The method's `sample` by default.

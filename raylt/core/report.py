@@ -193,7 +193,7 @@ class RoundReport(BaseModel):
 
 
 def shown_figure(line: Mapping[str, Any]) -> tuple[str, float | None]:
-    """Return name and value of the main figure, for displays with room for only one.
+    """Return the name and value of the main figure, for displays that have room for one figure.
 
     Args:
         line: a line of metrics.jsonl; the value is None where nothing was judged.

@@ -1,4 +1,4 @@
-"""`Server`: the global model and the server's memory; `ServerOptimiser`: the rule of the server's step.
+"""`Server`, the global model and the server's memory, and `ServerOptimiser`, the rule of the server's step.
 
 The rules are those of adaptive federated optimisation (Reddi et al., ICLR 2021). They take the clients' mean minus the
 global model, Delta, as a negative gradient. Entries that are not trained (BatchNorm's running statistics and counters)
@@ -25,10 +25,10 @@ from raylt.tree import Tree
 
 
 class ServerOptimiser(Protocol):
-    """A rule for the server's step."""
+    """A rule that turns the clients' mean change into the server's step."""
 
     def step(self, state: Params, delta: Params) -> Params:
-        """Return the change of each trained entry.
+        """Return the change of each trained entry of the global model.
 
         Args:
             state: memory of the rule, float64 by name; empty before the first step; changed in place.
@@ -39,7 +39,10 @@ class ServerOptimiser(Protocol):
 
 @dataclass(frozen=True)
 class ServerMomentum:
-    """v <- beta v + Delta; w <- w + lr v (FedAvgM; Hsu et al., 2019)."""
+    """FedAvgM, server momentum (Hsu et al., 2019): v <- beta v + Delta; w <- w + lr v.
+
+    Delta is the clients' mean minus the global model w.
+    """
 
     beta: float = 0.9
     lr: float = 1.0
@@ -52,8 +55,10 @@ class ServerMomentum:
 
 @dataclass(frozen=True)
 class ServerAdam:
-    """Algorithm 2, FedAdam: m <- beta1 m + (1 - beta1) Delta; v <- beta2 v + (1 - beta2) Delta^2;
-    w <- w + lr m / (sqrt(v) + tau).
+    """FedAdam, the server's Adam (Algorithm 2).
+
+    m <- beta1 m + (1 - beta1) Delta; v <- beta2 v + (1 - beta2) Delta^2; w <- w + lr m / (sqrt(v) + tau), where Delta
+    is the clients' mean minus the global model w.
 
     As in the paper, m starts at 0, v at tau^2, and there is no bias correction.
     """
@@ -76,13 +81,16 @@ class ServerAdam:
         return steps
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
-        """Return the second moment after a step, computed from Delta^2."""
+        """Return the next second moment v, computed from the square of Delta."""
         return self.beta2 * v + (1 - self.beta2) * square
 
 
 @dataclass(frozen=True)
 class ServerYogi(ServerAdam):
-    """Algorithm 2, FedYogi: v <- v - (1 - beta2) Delta^2 sign(v - Delta^2)."""
+    """FedYogi, the server's Yogi (Algorithm 2).
+
+    As FedAdam, except for v <- v - (1 - beta2) Delta^2 sign(v - Delta^2).
+    """
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
         return v - (1 - self.beta2) * square * (v - square).sign()
@@ -107,7 +115,7 @@ class Timings(dict[str, float]):
 
     @contextmanager
     def time(self, name: str) -> Iterator[StageProgress]:
-        """Add the seconds that the block takes to a stage.
+        """Add the duration of the block, in seconds, to the named stage.
 
         Yields:
             A function that tells the observer how many steps of the stage are done, of how many.
@@ -125,7 +133,7 @@ class Timings(dict[str, float]):
             self.add({name: time.perf_counter() - start})
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Add seconds to the stages of the same names."""
+        """Add the given seconds to the stages with the same names."""
         for name, more in seconds.items():
             self[name] = self.get(name, 0.0) + more
 
@@ -176,7 +184,7 @@ class Server:
         return seed_for(self.config.seed, "server", purpose, self.round)
 
     def receive(self, params: Params) -> None:
-        """Load entries of the global model that clients agree on; the other entries do not change."""
+        """Load entries into the global model; its other entries do not change."""
         load_entries(self.model, tree.to(params, self.device))
 
     @torch.no_grad()

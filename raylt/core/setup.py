@@ -1,4 +1,4 @@
-"""`Setup`: the values that make up an experiment; they travel to every process, which then looks up no names."""
+"""`Setup`: the values that make up an experiment, sent to every process so that no process looks up names."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from raylt.seeds import seeded
 
 @dataclass(frozen=True)
 class Setup:
-    """A configuration with its names resolved.
+    """A configuration whose names (method, model and so on) are resolved to values.
 
     Attributes:
         model: number of classes and shape of an image (height, width, channels) to a new model, with random weights
@@ -34,7 +34,7 @@ class Setup:
     schedule: Schedule | None = None
 
     def new_model(self, spec: TaskSpec) -> SplitModel:
-        """Return the model that every participant starts from, the same in every process."""
+        """Return the initial model, which is the same in every process."""
         with seeded(self.config.seed, "model"):
             base = limit(self.model(spec.classes, spec.shape), self.config.trainable)
             model = self.method.build(spec, base)
@@ -44,7 +44,7 @@ class Setup:
         return model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
 
     def check(self, spec: TaskSpec, model: SplitModel) -> None:
-        """Refuse settings that exclude each other, before anything starts.
+        """Raise ConfigError if settings exclude each other, before anything starts.
 
         Args:
             model: a new model, from `new_model`.
@@ -56,6 +56,6 @@ class Setup:
 
 
 def private_entries(method: Method, model: SplitModel) -> Params:
-    """Return the entries of the model that do not travel."""
+    """Return the model's state-dict entries that are never sent."""
     shared = method.shared(model).keys()
     return {name: value for name, value in model.state_dict().items() if name not in shared}

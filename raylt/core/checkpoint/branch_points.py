@@ -13,14 +13,14 @@ from raylt.errors import ConfigError
 
 
 class Fork(NamedTuple):
-    """The point at which two runs diverge: the stage, and the last step that they share."""
+    """The point at which two runs diverge: the first stage that differs, and the last step that the runs share."""
 
     stage: str
     step: int
 
 
 def fork(config: Config, method: Method, other_config: Config, other: Method) -> Fork:
-    """Return the last step that two runs have in common.
+    """Return the point at which two runs with these configurations and methods diverge.
 
     Raises:
         ConfigError: they differ from the first round on, or not at all.
@@ -79,12 +79,15 @@ def fork(config: Config, method: Method, other_config: Config, other: Method) ->
 
 
 def stage_of(method: type[Method], field: str) -> str | None:
-    """Return the stage from which a field acts, or None if it acts from the first round on."""
+    """Return the stage of training from which a method's field acts, or None if it acts from the first round."""
     return next((stage for stage, names in method.later.items() if field in names), None)
 
 
 def _changed(method: Method, other: Method) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the fields that differ; for two different methods, only fields that act in the training of both."""
+    """Yield the fields in which two methods differ, as (name, old value, new value).
+
+    For two methods of different classes, only fields that act from the first round on are compared.
+    """
     before, after = (
         {
             name: value

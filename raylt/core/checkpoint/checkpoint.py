@@ -72,7 +72,7 @@ class Seal:
 
 @closed
 class CheckpointPart(TypedDict):
-    """The entry of a part in the manifest; a part without tensors has no file."""
+    """The manifest's entry for one part of a checkpoint. A part without tensors has no file."""
 
     file: str | None
     sha256: str | None
@@ -99,7 +99,7 @@ class Checkpoint:
     parts: dict[str, CheckpointPart]
 
     def read(self, part: str) -> Tree:
-        """Return the tree of a part, its tensors on the CPU."""
+        """Return the tree of a checkpoint part, with its tensors on the CPU."""
         entry = self.parts[part]
         try:
             tensors = load_file(self.folder / entry["file"]) if entry["file"] else {}
@@ -117,7 +117,7 @@ def write(
     keep: int,
     lasting: Collection[int] = (),
 ) -> Checkpoint:
-    """Commit a checkpoint, then remove all but the newest `keep`.
+    """Write a checkpoint, then remove all but the newest `keep` checkpoints.
 
     Args:
         parts: names and trees; None for a part that is unchanged since `previous`.
@@ -213,7 +213,7 @@ def sweep(folder: Folder) -> list[str]:
 
 
 def replace_tensors(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file into a folder, or replace the one with this name in one step."""
+    """Write tensors to a safetensors file in a folder; replace an existing file of that name atomically."""
     beside = f".{name}.{secrets.token_hex(8)}{WRITING}"
     with Folder.open(folder) as target:
         try:
@@ -235,7 +235,7 @@ def hash_tensors(tensors: dict[str, Tensor]) -> str:
 
 
 def tensor_names(form: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of the tensors in a part's tree, as the manifest stores it."""
+    """Yield the names of the tensors in a tree that was read from a checkpoint's manifest."""
     for value in form.values():
         if isinstance(value, dict):
             yield from tensor_names(value)
@@ -244,7 +244,7 @@ def tensor_names(form: dict[str, Any]) -> Iterator[str]:
 
 
 def fill(form: dict[str, Any], tensors: dict[str, Tensor]) -> Tree:
-    """Put tensors back into a part's tree, as the manifest stores it."""
+    """Return a tree from a checkpoint's manifest with the tensors filled in."""
     filled: Tree = {}
     for key, value in form.items():
         if isinstance(value, dict):
@@ -257,7 +257,7 @@ def fill(form: dict[str, Any], tensors: dict[str, Tensor]) -> Tree:
 
 
 def unreadable(folder: Path, part: str, error: Exception) -> CheckpointError:
-    """Return the error for a part that can no longer be read."""
+    """Return the error for a checkpoint part that cannot be read."""
     return CheckpointError(
         f"{folder}: {part} cannot be read ({' '.join(str(error).split())}). Give another round, or start a new run.",
         code="checkpoint.damaged",
@@ -267,7 +267,7 @@ def unreadable(folder: Path, part: str, error: Exception) -> CheckpointError:
 
 
 def _write_part(folder: Folder, name: str, part: Tree | ClientStates) -> CheckpointPart:
-    """Write a part into a new checkpoint's folder."""
+    """Write one part of a checkpoint into the checkpoint's folder, and return the manifest's entry."""
     if isinstance(part, ClientStates):
         form, tensors = _pack(part)
     else:
@@ -280,7 +280,7 @@ def _write_part(folder: Folder, name: str, part: Tree | ClientStates) -> Checkpo
 
 
 def _save(folder: Folder, name: str, tensors: dict[str, Tensor]) -> None:
-    """Write a safetensors file into a folder that was just made.
+    """Write tensors to a safetensors file in a newly made folder.
 
     Raises:
         DiskFull: the disk has no room.
@@ -296,7 +296,7 @@ def _save(folder: Folder, name: str, tensors: dict[str, Tensor]) -> None:
 
 
 def _pack(states: ClientStates) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the common tree of several client states, and their tensors by client id and path."""
+    """Pack clients' states: return one tree for the manifest, and all tensors by client id and path."""
     numbers: dict[str, int] = {}
     clients: dict[str, int] = {}
     tensors: dict[str, Tensor] = {}
@@ -318,7 +318,7 @@ def _tensors(part: Tree) -> dict[str, Tensor]:
 
 
 def _form(part: Tree, path: str = "") -> dict[str, Any]:
-    """Return a part's tree with `[name]` in place of each tensor."""
+    """Return a tree for the manifest, with `[name]` in place of each tensor."""
     form = {}
     for key, value in part.items():
         assert isinstance(key, str), f"key {key!r}: states are dicts with string keys"
@@ -334,7 +334,7 @@ def _form(part: Tree, path: str = "") -> dict[str, Any]:
 
 
 class _EarlierCheckpoints:
-    """The two checkpoints before the new one; their files supply the parts that have not changed."""
+    """The two checkpoints before a new checkpoint, whose files supply the parts that have not changed."""
 
     def __init__(self, folder: Folder, previous: Checkpoint | None):
         self._folder, self._previous = folder, previous
@@ -357,7 +357,7 @@ class _EarlierCheckpoints:
             self._older.__exit__()
 
     def carry(self, name: str, new: Folder) -> CheckpointPart:
-        """Put an unchanged part into the new checkpoint's folder: link the older file, or copy the previous one."""
+        """Link or copy the file of an unchanged part from an earlier checkpoint into the new one's folder."""
         assert self._previous is not None
         entry = self._previous.parts[name]
         file = entry["file"]

@@ -1,4 +1,4 @@
-"""Private states of clients in checkpoints; a file (a pack) holds the states of several clients.
+"""Clients' private states in checkpoints, stored in packs: files that hold the states of several clients.
 
     000012/clients-000012-0.safetensors     the tensors of clients that were called since the checkpoint before
     000012/clients-000009-0.safetensors     tensors of other clients, as they were written after step 9
@@ -32,7 +32,7 @@ FEW, LITTLE = 64, 2**24  # clients, and bytes, below which a pack is small
 
 
 def parts(step: int, saved: Mapping[str, CheckpointPart], fleet: Fleet) -> Iterator[tuple[str, ClientStates | None]]:
-    """Yield the packs of a checkpoint; None for an unchanged pack.
+    """Yield the name and the client states of each pack in a new checkpoint; None stands for an unchanged pack.
 
     Args:
         saved: the parts of the checkpoint before, whose clients the fleet has.
@@ -51,14 +51,14 @@ def parts(step: int, saved: Mapping[str, CheckpointPart], fleet: Fleet) -> Itera
 
 
 def copied(step: int, saved: Checkpoint) -> Iterator[tuple[str, Tree | ClientStates]]:
-    """Yield all parts of a checkpoint, for a copy of it in another run after the same step."""
+    """Yield all parts of a checkpoint, so that another run can save a copy of it."""
     states = SavedStates(saved)
     yield from ((name, saved.read(name)) for name in saved.parts if not name.startswith(PACKS))
     yield from _packed(step, ((id, states.read_from(name, id)) for id, name in sorted(states.part_of.items())))
 
 
 def part_of_client(saved: Mapping[str, CheckpointPart]) -> dict[int, str]:
-    """Return, by client id, the name of the part that holds the client's newest state."""
+    """Map each client id to the name of the checkpoint part that holds the client's newest state."""
     packs = [name for name in saved if name.startswith(PACKS)]
     packs.sort(key=lambda name: [int(number) for number in name.removeprefix(PACKS).split("-")])
     return {int(id): name for name in packs for id in saved[name]["tree"]["clients"]}
@@ -77,11 +77,11 @@ class SavedStates:
         self.part_of = part_of_client(saved.parts)
 
     def read(self, id: int) -> Tree | None:
-        """Return a client's state with its tensors on the CPU; None for a client that was never called."""
+        """Return a client's state with its tensors on the CPU, or None if the client was never called."""
         return self.read_from(self.part_of[id], id) if id in self.part_of else None
 
     def read_from(self, name: str, id: int) -> Tree:
-        """Return a client's state from the part of this name."""
+        """Return a client's state from the named part of the checkpoint."""
         entry = self._saved.parts[name]
         try:
             form = entry["tree"]["forms"][entry["tree"]["clients"][str(id)]]
@@ -110,6 +110,6 @@ def _packed(step: int, private_states: Iterable[tuple[int, Tree]]) -> Iterator[t
 
 
 def _is_worth_keeping(entry: CheckpointPart, current: int) -> bool:
-    """Return whether to keep a pack in which `current` clients have their newest state."""
+    """Return whether to keep a pack that holds the newest state of `current` clients."""
     small = current < FEW and entry["tree"]["bytes"] < LITTLE
     return not small and 2 * current >= len(entry["tree"]["clients"])

@@ -1,1 +1,1 @@
-"""Evaluation of the global model and of each client's own."""
+"""Evaluation of the global model and of the clients' own models."""

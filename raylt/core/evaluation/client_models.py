@@ -33,7 +33,7 @@ class Judge:
     other: str | None = None
 
     def judge(self, client: Client, message: Message) -> Reply:
-        """Count (true, predicted) classes of this client's model on the test set.
+        """Count the pairs (true class, predicted class) of this client's model on the test set.
 
         The reply has the cells of these counts. Where the message names the owners of the test images, each cell also
         has the count on the client's own test images. The reply also has the number of predictions that are not
@@ -51,7 +51,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class NewClient:
-    """The client function of a client that joins after training.
+    """The client function that prepares a client that joins after training.
 
     Attributes:
         method: defines what such a client does before it is judged.
@@ -60,13 +60,13 @@ class NewClient:
     method: Method
 
     def settle(self, client: Client, message: Message) -> Reply:
-        """Prepare a new client as the method asks, before its evaluation."""
+        """Prepare a new client for its evaluation by the method's function `settle`."""
         self.method.settle(client, message)
         return client.reply()
 
 
 def judged_entries(server: Server, method: Method) -> Params:
-    """Return the entries of the server's model that clients need for an evaluation.
+    """Return the state-dict entries of the server's model that clients need for an evaluation.
 
     For a personal method these are the entries that it shares, for others the entries of the global model that may
     travel: federation.batchnorm = local keeps running statistics at the clients.
@@ -81,7 +81,7 @@ def judged_entries(server: Server, method: Method) -> Params:
 
 @torch.no_grad()
 def judged_model(method: Method, client: Client, entries: Params, other: str | None = None) -> SplitModel:
-    """Return the model that a client uses: its own, or the global one with the client's own statistics.
+    """Return the model to evaluate at a client: its own, or the global model with the client's own statistics.
 
     A client that was never asked takes its statistics now.
 
@@ -107,12 +107,12 @@ def judged_model(method: Method, client: Client, entries: Params, other: str | N
 
 
 def cells_with_own(counts: Counts, id: int) -> Tensor:
-    """Return the cells of a model's counts on all images, each with the count on one client's own images, [m, 3]."""
+    """Return the nonzero confusion counts of a model on all images and on one client's images, [m, 3]."""
     return cells_of(counts.all, counts.own.get(id, torch.zeros_like(counts.all)))
 
 
 def counts_on(shard: Shard, classes: int) -> Reduction:
-    """Return the reduction for the cells of counts on a test set, [m, 2], see `cells_of`.
+    """Return the reduction that checks and collects confusion counts on a test set, [m, 2]; see `cells_of`.
 
     It rejects negative counts, and rows whose sums are not the numbers of samples, or labelled pixels, of the classes.
     """
@@ -121,7 +121,7 @@ def counts_on(shard: Shard, classes: int) -> Reduction:
 
 
 def counts_on_own(shard: Shard, classes: int, own: Mapping[int, Tensor]) -> Reduction:
-    """Return the reduction for the cells of counts on a test set and on the client's own test images, [m, 3].
+    """Return the reduction that checks confusion counts on a test set and on the client's own images, [m, 3].
 
     Args:
         own: samples per class, int64 [C], of each client that has test images.
@@ -131,7 +131,7 @@ def counts_on_own(shard: Shard, classes: int, own: Mapping[int, Tensor]) -> Redu
 
 
 def not_numbers_on(shard: Shard) -> Reduction:
-    """Return the reduction for the number of predictions on a test set that are not numbers."""
+    """Return the reduction that checks the number of NaN predictions on a test set."""
     most = shard.labels().size
     return each.like(0).where(lambda count: f"is more than the {most} labels" if count > most else None)
 
@@ -143,14 +143,14 @@ def totals(shard: Shard, classes: int, rows: np.ndarray | None = None) -> Tensor
 
 
 def _cells_like(expected: Tensor, columns: int) -> Reduction:
-    """Return the reduction for a model's nonzero cells of counts: at most C^2, and at most one per label."""
+    """Return a reduction for the nonzero confusion counts of a model: at most C^2, and at most one per label."""
     classes, labels = len(expected), int(expected.sum())
     most = min(classes**2, labels)
     return each.like(torch.empty(most, columns, dtype=cell_type(classes, labels), device="meta")).or_shorter()
 
 
 def _count_fault(cells: Tensor, expected: Tensor, what: str = "the test set") -> str | None:
-    """Return why cells and counts [m, 2] cannot be those of a test set, or None."""
+    """Return the reason why confusion counts [m, 2] cannot come from a test set, or None if they can."""
     places, counts = cells.long().unbind(1)
     classes = len(expected)
     if len(places) and (places[0] < 0 or places[-1] >= classes**2 or (places.diff() <= 0).any()):

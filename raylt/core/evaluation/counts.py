@@ -1,4 +1,4 @@
-"""Counts of (true, predicted) classes, and the files of a run folder that store them (confusions/000012.npz).
+"""Confusion counts, and the files of a run folder that store them (confusions/000012.npz).
 
 `EvaluationSet` is the test set of one process, `Counts` the running counts of one model's answers, and `Matrices` the
 counts of one whole evaluation. Matrices of clients are kept as their cells that are not zero, `CountsByClient`: with
@@ -36,12 +36,12 @@ _NAME = re.compile(r"[0-9]{6,}\.npz")
 
 
 def cell_type(classes: int, labels: int) -> torch.dtype:
-    """Return the integer type for the cell numbers of a matrix and for counts of up to this many labels."""
+    """Return the integer type that holds the cell numbers of a confusion matrix, and counts up to `labels`."""
     return torch.int32 if max(classes**2, labels) < 2**31 else torch.int64
 
 
 def cells_of(*matrices: Tensor) -> Tensor:
-    """Return the cells that are nonzero in at least one matrix of counts.
+    """Return the cells that are nonzero in at least one of several confusion matrices, with their counts.
 
     Args:
         matrices: counts, int64 [C, C], of some labels and of parts of them.
@@ -57,7 +57,7 @@ def cells_of(*matrices: Tensor) -> Tensor:
 
 
 class CountsByClient(Mapping[int, Tensor]):
-    """Counts int64 [C, C] by client id; only nonzero cells are in memory.
+    """Confusion counts int64 [C, C] by client id; only nonzero cells are held in memory.
 
     A matrix has no more such cells than the test set has labels. Each access makes the matrix.
 
@@ -86,12 +86,12 @@ class CountsByClient(Mapping[int, Tensor]):
         return id in self.cells
 
     def of(self, ids: Collection[int]) -> "CountsByClient":
-        """Return the counts of these clients, in the order of this object."""
+        """Return the counts of the clients in `ids` only."""
         return CountsByClient(self.classes, {id: cells for id, cells in self.cells.items() if id in ids})
 
     @classmethod
     def gathered(cls, classes: int, keys: Tensor, counts: Tensor) -> "CountsByClient":
-        """Add counts up by client and cell.
+        """Return the counts by client, with values of the same client and cell added up.
 
         Args:
             keys: client id times C^2 plus the number of a cell, int64 [n], in any order and perhaps several times.
@@ -111,7 +111,7 @@ class CountsByClient(Mapping[int, Tensor]):
 
 
 class Counts:
-    """Counts of (true, predicted) classes over a test set, and over each client's own part of it.
+    """Confusion counts over a test set, and over each client's own images in it.
 
     Args:
         owners: the client of each test image or NO_CLIENT, int64 [N]; None where no image has an owner.
@@ -205,7 +205,7 @@ class EvaluationSet:
         return counts.cpu()
 
     def _has_features_of(self, encoder: nn.Module) -> bool:
-        """Return whether the stored features are this encoder's; otherwise prepare to store this encoder's."""
+        """Return whether the stored features are from this encoder; if not, prepare to store its features."""
         entries = encoder.state_dict()
         layout = [(name, value.dtype, value.shape) for name, value in entries.items()]
         # in one piece: a comparison of each entry would make the host wait for each
@@ -218,7 +218,7 @@ class EvaluationSet:
 
 
 class _KeptFeatures(nn.Module):
-    """An encoder that returns stored features for the images x, and computes the features of other images."""
+    """An encoder that returns stored features `z` for the stored images `x`, and computes all other features."""
 
     x: Tensor
     z: Tensor
@@ -240,7 +240,9 @@ def counts_of(
     owners: Tensor | None = None,
     on_logits: Callable[[Tensor], None] | None = None,
 ) -> Counts:
-    """Count (true, predicted) classes over all samples or labelled pixels; the counts are on the CPU.
+    """Count the pairs (true class, predicted class) over all samples or labelled pixels.
+
+    The counts are on the CPU.
 
     Args:
         predict: images [B, channels, H, W] to logits [B, C] or [B, C, H, W], in evaluation mode.
@@ -285,7 +287,7 @@ class Matrices:
         return self.shared is not None or bool(self.clients or self.own)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the counts as the tensors of a file: of clients the ids, the numbers of cells, and all their cells."""
+        """Return the counts as tensors for a file: client ids, the number of cells per client, and the cells."""
         tensors = {} if self.shared is None else {"shared": self.shared}
         for name in _STACKS:
             counts: CountsByClient = getattr(self, name)
@@ -301,7 +303,7 @@ class Matrices:
 
 
 def write(folder: Path, step: int, matrices: Matrices) -> None:
-    """Write the counts of an evaluation into a run folder."""
+    """Write the confusion counts of an evaluation into a run folder."""
     content = io.BytesIO()
     arrays = {name: value.numpy() for name, value in matrices.tensors().items()}
     np.savez_compressed(content, **arrays)  # pyright: ignore[reportArgumentType]
@@ -310,7 +312,7 @@ def write(folder: Path, step: int, matrices: Matrices) -> None:
 
 
 def read(folder: Path, step: int, sha256: str) -> Matrices:
-    """Read the counts of the evaluation after a step.
+    """Read the confusion counts of the evaluation after a step.
 
     Args:
         sha256: the hash of the counts in the step's report.
@@ -352,7 +354,7 @@ def read(folder: Path, step: int, sha256: str) -> Matrices:
 
 
 def copy(source: Path, target: Path, steps: Iterable[int]) -> None:
-    """Copy the counts of some steps from one run folder to another."""
+    """Copy the confusion counts of some steps from one run folder to another."""
     with Folder.open(source) as old_run, Folder.open(target) as new_run:
         if FOLDER not in old_run.names():
             return
@@ -362,7 +364,7 @@ def copy(source: Path, target: Path, steps: Iterable[int]) -> None:
 
 
 def prune(folder: Path, step: int, spared: Collection[int]) -> None:
-    """Remove the counts of steps after `step`, and all but the last `KEPT` evaluations up to it.
+    """Remove the counts of steps after `step`, and of earlier steps except the last `KEPT` evaluations.
 
     Args:
         spared: steps whose counts stay all the same.
@@ -379,7 +381,7 @@ def prune(folder: Path, step: int, spared: Collection[int]) -> None:
 
 
 def missing(folder: Path, steps: Iterable[int]) -> set[int]:
-    """Return the steps whose counts the run folder does not have."""
+    """Return the steps whose confusion counts are missing from the run folder."""
     with Folder.open(folder) as run:
         if FOLDER not in run.names():
             return set(steps)
@@ -389,13 +391,13 @@ def missing(folder: Path, steps: Iterable[int]) -> set[int]:
 
 
 def remove(folder: Path, step: int) -> None:
-    """Remove the counts of a step."""
+    """Remove the confusion counts of a step."""
     with Folder.open(folder) as run, run.inner(FOLDER) as inner:
         inner.remove(_name(step))
 
 
 def _by_client(entries: dict[str, Tensor], name: str) -> CountsByClient:
-    """Return the counts of clients from the arrays of a file.
+    """Return clients' confusion counts from the arrays of a file.
 
     Raises:
         ValueError, RuntimeError, IndexError: the arrays do not fit each other.

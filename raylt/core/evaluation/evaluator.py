@@ -1,4 +1,4 @@
-"""`Evaluator`: decides which models are evaluated after a step, and computes the figures for its report.
+"""`Evaluator`: evaluates the models that are due after a step, and computes the figures for the step's report.
 
 `validate` judges on validation images, which no client trains on: searches and the choice of a round go by these.
 """
@@ -128,7 +128,7 @@ class Evaluator:
             )
 
     def _judge_clients(self, cohort: Cohort, other: str | None = None) -> Matrices:
-        """Evaluate the clients' own models, at the clients.
+        """Ask clients to evaluate their own models, and return the counts.
 
         Args:
             other: one of the method's `other_models`, instead of the model that clients use.
@@ -149,7 +149,7 @@ class Evaluator:
         return Matrices(None, *_split(got["confusion"], self.task.classes))
 
     def _judge_new_clients(self, deployed: Matrices | None) -> dict[str, Any]:
-        """Evaluate the clients that join after training; neither the server nor these clients change.
+        """Evaluate the clients that join after training, without changing the server or these clients.
 
         Args:
             deployed: counts of the model that all clients share; None where clients have models of their own.
@@ -175,7 +175,7 @@ class Evaluator:
         return self._figures(self._judge_clients(self.fleet.everyone, name), self.fleet.ids)
 
     def _figures(self, matrices: Matrices, ids: Collection[int]) -> dict[str, Any]:
-        """Compute the figures of clients' own models, or of a shared one, with each client's view of the classes.
+        """Compute the figures of clients' own models or of a shared model, with each client's view of the classes.
 
         The overall figures of clients' own models are read off the sum of their counts.
 
@@ -204,7 +204,7 @@ class Evaluator:
 
     @cached_property
     def _owners(self) -> Tensor | None:
-        """Return the client of each test image, or NO_CLIENT; None if clients have no test images of their own."""
+        """Return the owner (a client id, or NO_CLIENT) of each test image; None if no client owns test images."""
         if self.task.own_tests is None:
             return None
         owners = np.full(len(self.task.test), NO_CLIENT, dtype=np.int64)
@@ -214,7 +214,7 @@ class Evaluator:
 
     @cached_property
     def _counts_reduction(self) -> Reduction:
-        """Return the reduction for clients' counts, with the totals that these must have."""
+        """Return the reduction that checks clients' counts against the known totals of the test set."""
         test, classes = self.task.test, self.task.classes
         if self.task.own_tests is None:
             return counts_on(test, classes)
@@ -223,7 +223,7 @@ class Evaluator:
 
 
 def _shown(clients: dict[str, Any]) -> str:
-    """Return the figure that is displayed for clients' own models: accuracy on the client's own images."""
+    """Return the name of the accuracy that is displayed for clients' own models."""
     return next((kind for kind in (metrics.LOCAL, "matched") if kind in clients), "accuracy")
 
 
@@ -291,7 +291,7 @@ class ValidationJudge:
     method: Method
 
     def judge(self, client: Client, message: Message) -> Reply:
-        """Count (true, predicted) classes of this client's model on the images in the message.
+        """Count the pairs (true class, predicted class) of this client's model on the images in the message.
 
         The reply has the cells of these counts, with those on the images that were taken from this client.
         """
@@ -320,7 +320,7 @@ def balance(matrix: Tensor) -> Tensor:
 
 
 def _split(cells: Mapping[int, Tensor], classes: int) -> tuple[CountsByClient, CountsByClient]:
-    """Return clients' counts on all images, and on the images of their own where a client has any.
+    """Split clients' counts into the counts on all images and the counts on each client's own images.
 
     Args:
         cells: of each client, [m, 2], or [m, 3] with the counts on its own images; see `cells_of`.
@@ -331,12 +331,15 @@ def _split(cells: Mapping[int, Tensor], classes: int) -> tuple[CountsByClient, C
 
 
 def _as_message(shard: Shard) -> dict[str, Any]:
-    """Return images and labels as a message carries them: mapped images by file and rows, others by value."""
+    """Return images and labels in the form that a message carries.
+
+    Memory-mapped images are sent as a file path with rows, other images as tensors.
+    """
     if isinstance(shard.x, Mapped):
         return {"path": shard.x.path, "rows": view(shard.x.rows), "labels": view(shard.labels())}
     return {"images": view(load(shard.x)), "labels": view(shard.labels())}
 
 
 def _as_deployed(shared: Counts | None) -> Matrices | None:
-    """Return the global model's counts as deployed, for a method whose clients all use the global model."""
+    """Return the global model's counts as those of all clients, for a method whose clients use the global model."""
     return None if shared is None else Matrices(shared.all, own=shared.own)

@@ -23,7 +23,9 @@ from raylt.tree import Tree
 
 
 class Replies(Mapping[str, Any]):
-    """The reduced parts of the replies by name; an `each` part holds the values by client id, ascending.
+    """The aggregated replies to one call, by the name of each part.
+
+    An `each` part holds the values by client id, ascending.
 
     Attributes:
         weights: of the usable replies, by client id, ascending.
@@ -44,7 +46,7 @@ class Replies(Mapping[str, Any]):
 
 
 class Aggregator(ABC):
-    """Combines the usable replies to one call; all have the same layout.
+    """Base class of aggregators, which combine the usable replies to one call. All replies have the same layout.
 
     Attributes:
         weights: of the accepted replies, by client id, ascending.
@@ -75,7 +77,7 @@ class Aggregator(ABC):
 
     @abstractmethod
     def empty(self) -> "Aggregator":
-        """Return an aggregator for replies of another layout to the same call."""
+        """Return a new aggregator for replies to the same call that have another layout."""
 
 
 class Plain(Aggregator):
@@ -122,7 +124,7 @@ class Plain(Aggregator):
 
 
 class Robust(Aggregator):
-    """Means and sums by a robust rule, computed once all replies are accepted; values by client as in `Plain`.
+    """Robust means and sums, computed after all replies are accepted. Values by client are as in `Plain`.
 
     Args:
         parts: the reductions by name.
@@ -167,7 +169,7 @@ class Robust(Aggregator):
 
 
 class LayoutVote:
-    """Aggregates replies to a call separately by layout; only the layout of the most replies counts.
+    """Aggregates replies separately by layout; only the most frequent layout is used in the end.
 
     Args:
         aggregator: empty; for the layout of the first reply.
@@ -188,7 +190,7 @@ class LayoutVote:
         self._aggregators[layout].accept(id, reply)
 
     def winner(self) -> tuple[Aggregator | None, dict[int, Fault]]:
-        """Return the aggregator of the most frequent layout, and by client id why other replies do not count.
+        """Return the aggregator of the most frequent layout, and why the other replies are rejected, by client id.
 
         Where two layouts are equally frequent, no reply counts.
         """

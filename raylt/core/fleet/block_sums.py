@@ -1,4 +1,4 @@
-"""Sums of `mean` and `total` parts in blocks of a fixed size, so that the bits do not depend on where they are added.
+"""Sums of `mean` and `total` parts over fixed blocks of clients, so that results do not depend on the processes.
 
 The clients that are asked are in the order of their ids; BLOCK neighbours of this order are a block. The replies of a
 block are added in this order, in float64, and then the blocks in theirs. Seed and round decide which clients are asked,
@@ -22,7 +22,7 @@ ReplyLayout = frozenset[tuple[tuple[str | int, ...], str]]  # path and kind of e
 
 
 class BlockSums:
-    """Sums of replies that have one layout.
+    """Running sums over replies that have the same layout.
 
     Args:
         parts: the reductions by name; parts that are neither `mean` nor `total` are left out.
@@ -40,18 +40,18 @@ class BlockSums:
         self._total.add({name: reply.tree[name] for name in self._total_parts})
 
     def merge(self, block: "BlockSums") -> None:
-        """Add the sums of the next block, in the order of the ids; the other block stays unchanged."""
+        """Add the sums of the next block, in the order of the ids, without changing that block."""
         self._mean.merge(block._mean, maximum=True)
         self._total.merge(block._total, maximum=False)
 
     def reduced(self) -> Tree:
-        """Return the mean or the sum of each part, by its name."""
+        """Return the mean or the sum of each part, by the name of the part."""
         return {**self._mean.mean(), **self._total.sum()}
 
 
 @dataclass(frozen=True)
 class SummedReply:
-    """The value that replaces a reply whose numbers are in the sums of its block.
+    """A placeholder for a reply whose values are already included in the sums of its block.
 
     Attributes:
         nbytes: size of the reply: what it would have taken to a server in another process.
@@ -66,12 +66,12 @@ class SummedReply:
 
 
 def block_numbers(ids: Iterable[int]) -> dict[int, int]:
-    """Return, by client id, the number of the block of each client that is asked."""
+    """Map the id of each asked client to the number of the client's block."""
     return {id: position // BLOCK for position, id in enumerate(sorted(ids))}
 
 
 def split_into_blocks(ids: Sequence[int]) -> list[list[int]]:
-    """Return the clients that are asked, in ascending order, block by block."""
+    """Split the ids of the asked clients into blocks, in ascending order."""
     return [list(ids[start : start + BLOCK]) for start in range(0, len(ids), BLOCK)]
 
 

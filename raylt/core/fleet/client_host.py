@@ -51,7 +51,7 @@ class ClientHost:
     def run(
         self, fn: ClientFunction, message: Message, round: int, id: int, shard: Shard | None, private: Tree | None
     ) -> tuple[Reply | Unusable, Tree]:
-        """Run one client's function once.
+        """Run a client function once for one client.
 
         Where the device is full, the host drops the data of the other clients and runs the function again.
 
@@ -74,7 +74,7 @@ class ClientHost:
         return self._run(fn, message, round, id, shard, private)
 
     def drop(self, all_but: int) -> bool:
-        """Free the device of the data of all clients but one; return whether there was any."""
+        """Free the device memory of all clients' data except one client's; return whether there was any to free."""
         dropped = [id for id in self.clients if id != all_but]
         for id in dropped:
             self._release(id)
@@ -105,7 +105,7 @@ class ClientHost:
         return plain(reply, after, self._room)
 
     def _called(self, fn: ClientFunction, client: Client, message: Message) -> Reply:
-        """Run a client function; give an exception the code reply.not-finite if the model has diverged."""
+        """Run a client function; give its exception the code reply.not-finite if the model has diverged."""
         try:
             return fn(client, message)
         except RayltError:

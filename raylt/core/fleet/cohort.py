@@ -1,4 +1,4 @@
-"""`Cohort`: the clients that are asked; `RoundStats`: what happened in one round."""
+"""`Cohort`, the clients that a call asks, and `RoundStats`, the statistics of one round."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class Cohort:
 
 @dataclass
 class Traffic:
-    """Bytes of all calls of one function: `down` in messages, `up` in replies of `replies` clients."""
+    """Bytes in all calls of one client function: `down` in messages, `up` in the replies of `replies` clients."""
 
     down: int = 0
     up: int = 0

@@ -1,4 +1,4 @@
-"""`Fleet`: the only way to reach clients; the server names a reduction for each part of their replies:
+"""`Fleet`: runs client functions on clients and reduces each part of their replies as the server asks:
 
     got = fleet.ask(fn, cohort, message, model=mean.like(message["model"]), gradients=total, map=each)
 
@@ -51,7 +51,7 @@ class Answer:
 
 
 class Fleet(ABC):
-    """All clients of an experiment; see the module's docstring.
+    """All clients of an experiment, and the only way to call them.
 
     Attributes:
         ids: clients that hold samples and train, ascending.
@@ -83,16 +83,16 @@ class Fleet(ABC):
 
     @property
     def everyone(self) -> Cohort:
-        """All clients that hold samples and train."""
+        """The clients that hold samples and train, as a cohort."""
         return Cohort(self.ids, everyone=True)
 
     def begin(self, round: int) -> None:
-        """Start a round: seeds follow from its number, and its statistics are empty."""
+        """Start a round: set its number, from which seeds follow, and reset its statistics."""
         self.round = round
         self.round_stats = RoundStats()
 
     def note(self, text: str) -> None:
-        """Warn the user, in one line, of a problem that was overcome."""
+        """Warn the user, in one line, about a problem from which the run has recovered."""
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def ask(
@@ -162,7 +162,7 @@ class Fleet(ABC):
 
     @abstractmethod
     def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
-        """Run a pure function of the server on each item, on idle processes, and return the results in order.
+        """Run a pure server-side function on each item, in idle processes, and return the results in order.
 
         The function sees no client's data. An item whose process is lost is run again, with the same outcome. A long
         function calls `report_steps` (item_progress.py).
@@ -172,18 +172,18 @@ class Fleet(ABC):
         """
 
     def show_items(self, fn: ItemFunction, done: int, total: int) -> None:
-        """Tell the observer how many items of a call of `map` are done."""
+        """Tell the observer how many items of a `map` call are done."""
         if self.on_progress is not None:
             self.on_progress(getattr(fn, "__name__", "map"), done, total)
 
     def show_steps(self, fn: ItemFunction, done: int, total: int, steps: Mapping[int, tuple[int, int]]) -> None:
-        """Tell the observer how far the items under way are, see `progress_of_items`."""
+        """Tell the observer how far the unfinished items of a `map` call are; see `progress_of_items`."""
         if self.on_items is not None:
             self.on_items(progress_of_items(getattr(fn, "__name__", "map"), done, total, steps))
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Undo, after the block, all changes to clients' private states and to the round's statistics."""
+        """Undo all changes to clients' private states and to the round's statistics when the block ends."""
         before = dict(self._private), set(self.changed), self.round, self.round_stats
         try:
             with self.protection.rehearsing():
@@ -193,7 +193,7 @@ class Fleet(ABC):
 
     @contextmanager
     def judging(self) -> Iterator[None]:
-        """Mark calls inside the block as the researcher's, not the federation's; private states do not change."""
+        """Mark calls in the block as the researcher's evaluation, which leaves clients' private states unchanged."""
         with self.rehearsing(), self.protection.judging():
             yield
 
@@ -237,7 +237,7 @@ class Fleet(ABC):
     def _counted(
         self, name: str, fn: ClientFunction, cohort: Cohort, message: Message, schema: Schema, summable: bool
     ) -> Iterator[Answer]:
-        """Yield the answers, and record their bytes and the waiting time in `round_stats`."""
+        """Yield the clients' answers, and record their bytes and the waiting time in `round_stats`."""
         size = tree.nbytes(message)
         traffic = self.round_stats.traffic.setdefault(name, Traffic())
         # which replies are usable matters while calls run only where some clients may be left out
@@ -267,7 +267,7 @@ class Fleet(ABC):
             yield answer
 
     def _take_in(self, answer: Answer, name: str, schema: Schema, vote: LayoutVote) -> ClientError | None:
-        """Check one answer and add a usable reply; return why it cannot be used, or None."""
+        """Check one client's answer and add its reply; return the error if the reply is unusable, otherwise None."""
         if answer.reply is None:
             assert answer.error is not None
             self.round_stats.lost.append(answer.id)
@@ -295,7 +295,7 @@ class Fleet(ABC):
             self.round_stats.participants.update(privates)
 
     def _check_divergence(self, name: str, cohort: Cohort, message: Message, errors: list[ClientError]) -> None:
-        """Raise `Diverged` where more than half of the clients sent values that no model can have."""
+        """Raise `Diverged` if more than half of the clients sent infinite, NaN or far too large values."""
         diverged = [error for error in errors if error.code in DIVERGED]
         if 2 * len(diverged) <= len(cohort):
             return
@@ -345,13 +345,13 @@ class Fleet(ABC):
 
 
 def largest_of(message: Tree) -> float:
-    """Return the largest magnitude in the float tensors of a tree; 0 without any."""
+    """Return the largest magnitude in the float tensors of a tree, or 0 if the tree has none."""
     floats = [leaf for _, leaf in tree.leaves(message) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return max((leaf.abs().max().item() for leaf in floats if leaf.numel()), default=0.0)
 
 
 def check_finite(parts: Tree, what: str, config: Config) -> None:
-    """Refuse a tree with a value that is infinite or not a number.
+    """Raise an error if a tree contains NaN or an infinite value.
 
     Args:
         what: the tree, in words that a message starts with.

@@ -1,4 +1,4 @@
-"""Progress inside an item of `Fleet.map`: its function reports its steps from the process that it runs in."""
+"""Progress inside one item of `Fleet.map`, reported by the item's function from its own process."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ _observer: ContextVar[StageProgress | None] = ContextVar("observer", default=Non
 
 @dataclass(frozen=True)
 class ItemsProgress:
-    """The progress of a call of `Fleet.map`.
+    """The progress of one `Fleet.map` call.
 
     Attributes:
         stage: the name of the function.
@@ -33,7 +33,7 @@ ItemsHook = Callable[[ItemsProgress], None]
 
 
 def report_steps(done: int, total: int) -> None:
-    """Report how many steps of the item under way are done; without effect outside `Fleet.map`."""
+    """Report how many steps of the current item are done. Outside `Fleet.map` this does nothing."""
     observer = _observer.get()
     if observer is not None:
         observer(done, total)
@@ -41,7 +41,7 @@ def report_steps(done: int, total: int) -> None:
 
 @contextmanager
 def steps_reported_to(observer: StageProgress | None) -> Iterator[None]:
-    """Send the reports of the block's `report_steps` to an observer."""
+    """Send the reports of `report_steps` inside the block to an observer."""
     token = _observer.set(observer)
     try:
         yield
@@ -50,7 +50,7 @@ def steps_reported_to(observer: StageProgress | None) -> Iterator[None]:
 
 
 def progress_of_items(stage: str, done: int, total: int, steps: Mapping[int, tuple[int, int]]) -> ItemsProgress:
-    """Return the progress of a call.
+    """Return the progress of a `Fleet.map` call, from finished items and the steps of unfinished items.
 
     Args:
         steps: by number of an item under way, its steps that are done and its steps; at least one item.

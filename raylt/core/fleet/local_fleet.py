@@ -1,4 +1,4 @@
-"""`LocalFleet`: the fleet whose clients all live in this process."""
+"""`LocalFleet`: a fleet that runs all clients in this process."""
 
 import pickle
 import time
@@ -116,7 +116,7 @@ class LocalFleet(Fleet):
         raise AssertionError("unreachable")
 
     def _run(self, fn: ClientFunction, message: Message, id: int) -> tuple[bytes, bytes]:
-        """Run a call at one client; return its reply and its pickled private state."""
+        """Run a client function for one client; return the reply and the client's pickled private state."""
         handle = self._private.get(id)
         private = None if handle is None else from_arrays(pickle.loads(handle))
         reply, after = packed(*self._host.run(fn, from_arrays(message), self.round, id, self._shards[id], private))

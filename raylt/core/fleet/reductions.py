@@ -22,7 +22,7 @@ ReductionKind = Literal["mean", "total", "each"]
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """The reduction of one part of the replies, and the form that the part must have.
+    """A reduction of one part of the replies, with the checks that the part must pass.
 
     Attributes:
         template: names, types and shapes of the part, as a tree. Values do not matter, so tensors may lie on torch's
@@ -64,7 +64,7 @@ class Reduction:
         return replace(self, template=template, partial=False)
 
     def within(self, template: Any) -> "Reduction":
-        """Return a reduction for a part with a subset of these entries (of classes, say), each of them complete."""
+        """Return a reduction for a part that has some of the template's entries (such as classes), each complete."""
         return replace(self, template=template, partial=True)
 
     def or_shorter(self) -> "Reduction":
@@ -72,7 +72,7 @@ class Reduction:
         return replace(self, shorter=True)
 
     def where(self, condition: Callable[[Any], str | None]) -> "Reduction":
-        """Return a reduction for a part that also meets a condition.
+        """Return a reduction that also checks a condition on the part.
 
         Args:
             condition: gets the part; returns why it cannot be used, or None.
@@ -80,7 +80,7 @@ class Reduction:
         return replace(self, condition=condition)
 
     def where_of(self, condition: Callable[[int, Any], str | None]) -> "Reduction":
-        """Return a reduction for a part that also meets a condition that depends on its client.
+        """Return a reduction that also checks a condition on the part and the id of its client.
 
         Args:
             condition: gets the client's id and the part; returns why the part cannot be used, or None.
@@ -88,7 +88,7 @@ class Reduction:
         return replace(self, own_condition=condition)
 
     def counting(self, *names: str) -> "Reduction":
-        """Return a reduction for a part whose counts add up to the number of the client's samples.
+        """Return a reduction that checks that the part's counts add up to the client's number of samples.
 
         Args:
             names: of the counts, as the last names of their paths; without any, the part itself is a tensor of counts.
@@ -96,7 +96,7 @@ class Reduction:
         return replace(self, counted=names or ("",))
 
     def over_samples(self, condition: Callable[[int, Tree], str | None]) -> "Reduction":
-        """Return a reduction for a part about the client's samples, whose number the server knows.
+        """Return a reduction that checks the part against the client's number of samples, which the server knows.
 
         Args:
             condition: gets the number of the client's samples and all parts of its reply, each of the right form;
@@ -105,18 +105,21 @@ class Reduction:
         return replace(self, samples_condition=condition)
 
     def by_column(self) -> "Reduction":
-        """Return a reduction for a matrix whose columns are sums of classes, each with its count as its last number.
+        """Return a reduction for a matrix with one class sum per column; a column's last number is the class count.
 
         Robust rules then take each class by itself.
         """
         return replace(self, by_columns=True)
 
     def up_to(self, largest: float) -> "Reduction":
-        """Return a reduction for a part whose values may reach this magnitude, and its counts exceed its samples."""
+        """Return a reduction that accepts magnitudes up to `largest`, in place of the default limit."""
         return replace(self, largest=largest)
 
     def bounded(self, per_sample: Mapping[str, float] | float, mend: Callable[[Any], Any] | None = None) -> "Reduction":
-        """Return a reduction for a sum over samples, each of which adds at most this much; noise can hide it."""
+        """Return a reduction for a sum over samples to which each sample adds at most `per_sample` in length.
+
+        With this bound, noise can hide each sample (differential privacy).
+        """
         return replace(self, per_sample=per_sample, mend=mend)
 
 

@@ -1,4 +1,4 @@
-"""Robust rules for means (`federation.robust` on a `mean`), for rounds in which some clients may be hostile.
+"""Robust rules for means (`federation.robust` on a `mean`), for rounds in which some clients may be malicious.
 
 Each rule takes a mean part by itself, entry by entry of its tensors and numbers. It keeps what all K clients sent of
 the part, so it needs K times the memory of the part, where a mean needs it once. Sums have rules of their own, in
@@ -28,7 +28,7 @@ CUT_PER_SIDE = 0.2  # twice the share of hostile clients that is usually assumed
 
 
 def robust_mean(rule: Rule, values: Sequence[Tree], weights: Sequence[float]) -> Tree:
-    """Combine one part of all replies by a robust rule.
+    """Combine the clients' values of one reply part by a robust rule.
 
     Args:
         values: the part by client, all of one layout; an entry that a client left out counts as zero.
@@ -59,7 +59,7 @@ def _columns(values: Sequence[Tree]) -> dict[LeafPath, Tensor]:
 
 
 def _middle(column: Tensor, trimmed: float) -> Tensor:
-    """Return the mean of each entry [K, ...] without the share `trimmed` of smallest and of largest values.
+    """Return the trimmed mean of each entry [K, ...]: drop the share `trimmed` of lowest and of highest values.
 
     At least one value of three is cut on either side, and one or two values in the middle stay. Of whole numbers the
     lower middle one is returned.
@@ -73,7 +73,7 @@ def _middle(column: Tensor, trimmed: float) -> Tensor:
 
 
 def _clipped(columns: dict[LeafPath, Tensor], weights: Tensor) -> dict[LeafPath, Tensor]:
-    """Return the median plus the weighted mean of the differences from it, each clipped to their median length.
+    """Return the median plus the weighted mean of the clients' differences from it, clipped to their median norm.
 
     A length is that of all float leaves together.
     """
@@ -91,7 +91,7 @@ def _clipped(columns: dict[LeafPath, Tensor], weights: Tensor) -> dict[LeafPath,
 
 
 def _as_tree(combined: dict[LeafPath, Tensor], columns: dict[LeafPath, Tensor], values: Sequence[Tree]) -> Tree:
-    """Return the leaves as a tree, in the types that the clients sent; plain numbers are numbers."""
+    """Return the combined leaves as a tree, converted back to the types that the clients sent."""
     like = {path: leaf for value in reversed(values) for path, leaf in leaf_paths(value)}
     tree: Tree = {}
     for path in columns:

@@ -33,7 +33,7 @@ COUNT = "n"
 
 
 def robust_sum(rule: Rule, part: Reduction, values: Sequence[Any], samples: Sequence[float]) -> Any:
-    """Sum one part of all replies by a robust rule.
+    """Sum the clients' values of one reply part by a robust rule.
 
     Args:
         values: the part by client, all of one layout; a client may lack entries.
@@ -53,13 +53,16 @@ def robust_sum(rule: Rule, part: Reduction, values: Sequence[Any], samples: Sequ
 
 
 def _entry_sum(rule: Rule, entries: Sequence[Any]) -> Any:
-    """Sum one class over the clients that have it; an entry without a count counts as a sum over one sample."""
+    """Sum one class's entries over the clients that have the class.
+
+    An entry without a count counts as a sum over one sample.
+    """
     counted = all(isinstance(entry, dict) and COUNT in entry for entry in entries)
     return _unit_sum(rule, entries, [entry[COUNT] if counted else 1 for entry in entries])
 
 
 def _columns_summed(rule: Rule, values: Sequence[Tensor]) -> Tensor:
-    """Sum a tensor [D + 1, C] column by column; each column's last number is its count."""
+    """Sum the clients' tensors [D + 1, C] column by column. Each column ends with its count."""
     summed = torch.zeros_like(values[0], dtype=torch.float64)
     for c in range(summed.shape[1]):
         columns = [value[:, c] for value in values if value[-1, c] > 0]
@@ -71,7 +74,7 @@ def _columns_summed(rule: Rule, values: Sequence[Tensor]) -> Tensor:
 
 
 def _unit_sum(rule: Rule, values: Sequence[Any], counts: Sequence[float]) -> Any:
-    """Sum trees, tensors or numbers of one layout: integers plainly, floats by the robust rule."""
+    """Sum trees, tensors or numbers of the same layout: add integers as usual, and floats by the robust rule."""
     leaves = [dict(leaf_paths(value, ())) for value in values]
     floats = [path for path, leaf in leaves[0].items() if not _is_whole(leaf)]
     whole = [path for path in leaves[0] if path not in floats]
@@ -91,7 +94,7 @@ def _unit_sum(rule: Rule, values: Sequence[Any], counts: Sequence[float]) -> Any
 
 
 def _robust_mean(rule: Rule, means: Tensor, weights: Tensor) -> Tensor:
-    """Combine the means of clients [K, m]; their weights [K] are numbers of samples."""
+    """Combine the clients' means [K, m] by a robust rule, with the numbers of samples [K] as weights."""
     if len(means) < 3:
         return _weighted(means, weights)
     if rule == "median":

@@ -58,7 +58,7 @@ class Schema:
         }
 
     def fault(self, id: int, reply: Arrived) -> Fault | None:
-        """Return why a client's reply is unusable on its own, without comparison with others; None if it is usable."""
+        """Return why a client's reply is unusable, or None. Other clients' replies are not compared."""
         if isinstance(reply, Unusable):
             return reply.fault
         if fault := self._weight_fault(id, reply.weight):
@@ -90,7 +90,7 @@ class Schema:
         return light
 
     def sum_block(self, ids: Sequence[int], replies: Sequence[Reply | Unusable]) -> list[SummedReply | Unusable]:
-        """Return the sums of a whole block's replies, added by ascending ids; `Unusable` for a reply with a fault."""
+        """Add up a block's usable replies in id order; return a placeholder for each reply, `Unusable` if faulty."""
         faults = [self.fault(id, reply) for id, reply in zip(ids, replies, strict=True)]
         usable = [reply for reply, fault in zip(replies, faults, strict=True) if fault is None]
         summed = iter(
@@ -104,7 +104,7 @@ class Schema:
         ]
 
     def layout(self, reply: Reply | SummedReply) -> ReplyLayout:
-        """Return names, types and shapes of the parts without a template; the most frequent layout counts."""
+        """Return a reply's layout: the names, types and shapes of the parts that have no template."""
         if isinstance(reply, SummedReply):
             return reply.layout
         return frozenset(
@@ -148,7 +148,10 @@ class Schema:
         return None if text is None else Fault("reply.condition", f"{name} {text}")
 
     def _samples_fault(self, id: int, parts: Mapping[str, Any]) -> Fault | None:
-        """Return the first part that cannot describe the client's samples; each part already has the right form."""
+        """Return the fault of the first part that cannot describe the client's samples, or None.
+
+        Each part already has the right form.
+        """
         for name, part in self.parts.items():
             text = _reason(part.samples_condition, self._sizes[id], parts)
             if text is not None:
@@ -162,7 +165,7 @@ class Schema:
         return LARGEST[part.kind] * (max(1, samples) * self._labels if part.kind == "total" else 1)
 
     def _count_fault(self, name: str, leaves: dict[Path, Any], labels: int) -> Fault | None:
-        """Return why the integers of a part cannot count a client's samples, or their labels.
+        """Return why the integers of a part cannot be counts of a client's samples or labels, or None.
 
         Those of one name are added up over the entries of the part: of classes, say.
         """
@@ -197,7 +200,7 @@ class Schema:
 
 
 def layout_fault(layout: ReplyLayout, usual: ReplyLayout, usual_replies: str = "most replies") -> Fault:
-    """Return the first difference between a layout and the most frequent one.
+    """Return the first difference between a layout and the layout of most replies.
 
     Args:
         usual_replies: the replies that have the usual layout, in words.
@@ -247,7 +250,7 @@ def _leaf_fault(leaf: Any, expected: Any) -> Fault | None:
 
 
 def _is_shorter(leaf: Any, expected: Any) -> bool:
-    """Return whether a leaf is a tensor of the expected type and shape, but for fewer rows."""
+    """Return whether a leaf is a tensor of the expected type and shape, possibly with fewer rows."""
     return (
         isinstance(leaf, Tensor)
         and isinstance(expected, Tensor)
@@ -259,7 +262,10 @@ def _is_shorter(leaf: Any, expected: Any) -> bool:
 
 
 def _reason(condition: Callable[..., str | None] | None, *arguments: Any) -> str | None:
-    """Return why a reply does not meet a condition; a condition that raises counts as not met."""
+    """Return the reason why a reply does not meet a condition, or None.
+
+    A condition that raises counts as not met.
+    """
     if condition is None:
         return None
     try:
@@ -313,7 +319,10 @@ def _tensor_fault(leaf: Tensor, part: Reduction, largest: float) -> Fault | None
 
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield each leaf with its path, a tuple of names, so that dots do not look like nesting, nor 1 like "1"."""
+    """Yield each leaf with its path as a tuple of names.
+
+    Unlike a dotted path, a tuple keeps a name such as "a.b" apart from nested names, and 1 from "1".
+    """
     if isinstance(value, dict) and (value or len(path) == 1):  # an empty dict below a part is a leaf: it has a name
         for name, inner in value.items():
             yield from _leaves(inner, (*path, name))

@@ -10,7 +10,7 @@ from raylt.tree import Tree
 
 
 def check_class_sums(task: Task, model: SplitModel, of_class: Tree) -> None:
-    """Refuse class sums that take more than a reply may, for the client with the most classes.
+    """Raise ConfigError if the sums of all classes of a client would exceed the size limit of a reply.
 
     Args:
         of_class: the template of one class's sums.

@@ -1,4 +1,4 @@
-"""`ValueStore`: the values by client of one call, of which only the first gibibytes are in memory.
+"""`ValueStore`: stores clients' values in one call; the first gibibytes stay in memory, the rest goes to a file.
 
 A method that compares clients asks for `each` update. With 1,000 clients and ResNet-18 these are 45 GB, which a sum
 would need once. The store writes what exceeds IN_MEMORY into a file and returns views of it. Their bits are the same,
@@ -24,14 +24,14 @@ ALIGNED = 64  # bytes: torch's vector instructions want no less
 
 
 class ValueStore:
-    """Keeps what clients sent, in memory or in a file."""
+    """Stores the values that clients send, in memory or in a file."""
 
     def __init__(self) -> None:
         self._in_memory = 0
         self._file: IO[bytes] | None = None
 
     def keep(self, parts: Tree) -> Tree:
-        """Return the parts of one reply with the same bits, as views of a file where they have no room in memory.
+        """Return the parts of one reply with the same bits, as views of a file once memory is full.
 
         All tensors of a reply go there: one that stayed would keep the memory that they arrived in.
 

@@ -1,4 +1,4 @@
-"""The values that travel between a client's process and the server's.
+"""Checks and conversions of the values that clients' processes and the server's process exchange.
 
 `plain` checks a reply and a private state in the client's process, `packed` turns their tensors into arrays, and
 `unpacked` checks the reply again in the server's process.
@@ -56,7 +56,7 @@ class Fault:
 
     @classmethod
     def of(cls, error: BaseException) -> "Fault":
-        """Describe an exception that ended a call.
+        """Return the fault that describes an exception of a client function.
 
         The code is "device.full" where the device had no room, the error's own code where raylt raised it on purpose,
         and "client.failed" otherwise.
@@ -72,7 +72,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Unusable:
-    """The value that replaces a reply that cannot be used.
+    """A placeholder for a reply that cannot be used.
 
     Attributes:
         nbytes: size of the reply, where its client's process measured it.
@@ -83,7 +83,7 @@ class Unusable:
 
 
 class _NotSendable(Exception):
-    """A leaf or a name that may not travel; `fault` says why."""
+    """The exception for a leaf or a name that cannot be sent; `fault` gives the reason."""
 
     def __init__(self, text: str, code: str = "reply.not-sendable"):
         super().__init__(text)
@@ -91,12 +91,12 @@ class _NotSendable(Exception):
 
 
 def room_for(model_bytes: int) -> int:
-    """Return the largest allowed size of a reply or state in bytes: a few models, plus a fixed amount for figures."""
+    """Return the size limit of a reply or state in bytes: a few models, plus a fixed amount for figures."""
     return LEAST_ROOM + 16 * model_bytes
 
 
 def plain(reply: Any, private: Tree, room: int) -> tuple[Reply | Unusable, Tree]:
-    """Return a reply and a private state on the CPU, as values that another process can read.
+    """Return a reply and a private state on the CPU, in types that another process can read.
 
     Args:
         reply: what the client function returned, of any type.
@@ -124,12 +124,12 @@ def plain(reply: Any, private: Tree, room: int) -> tuple[Reply | Unusable, Tree]
 
 
 def packed(reply: Reply | Unusable, private: Tree) -> tuple[Reply | Unusable, Tree]:
-    """Return a reply and a private state with arrays for tensors, which every transport carries."""
+    """Convert the tensors of a reply and a private state to arrays, which every transport can send."""
     return reply if isinstance(reply, Unusable) else Reply(reply.weight, to_arrays(reply.tree)), to_arrays(private)
 
 
 def unpacked(sent: Any) -> Reply | Unusable:
-    """Return the reply that was packed, or the reason why it cannot be used.
+    """Convert a packed reply back; return `Unusable` with the reason if the reply cannot be used.
 
     This function does not raise, whatever was sent.
     """
@@ -146,7 +146,7 @@ def unpacked(sent: Any) -> Reply | Unusable:
 
 
 def _checked_fault(fault: Any) -> Fault:
-    """Return a fault that a client's process sent, with a code that exists and a short text."""
+    """Return a fault from a client's process with a known error code and a shortened text."""
     if type(fault) is not Fault:
         return Fault("reply.not-sendable", shown(fault, 400))
     known_code = type(fault.code) is str and fault.code in CODES
@@ -154,7 +154,7 @@ def _checked_fault(fault: Any) -> Fault:
 
 
 def shown(value: Any, length: int = 60) -> str:
-    """Return a name or value shortened to one line, for a message."""
+    """Return a name or value as text, shortened to one line for a message."""
     if type(value) is int and abs(value) >= 10**20:
         return f"a number of {value.bit_length()} bits"
     if type(value) not in (str, int, float, bool, type(None)):
@@ -239,7 +239,7 @@ def _number(value: Any) -> Any:
 
 
 def _outgoing(value: Any) -> Any:
-    """Return a leaf as it may travel, still on the device where it was computed."""
+    """Return a leaf in a type that can be sent, still on the device where it was computed."""
     if not isinstance(value, Tensor):
         return _simple(value)
     value = value.detach()

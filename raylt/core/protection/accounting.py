@@ -1,4 +1,4 @@
-"""Privacy accounting for Gaussian noise: epsilon and delta of a deviation, and the least deviation for both.
+"""Privacy accounting for Gaussian noise: the epsilon of given noise, and the least noise for given epsilon.
 
 `calibrated_sigma` serves `privacy.epsilon` (one upload of sums over samples); `epsilon_of` serves
 `privacy.noise_multiplier` (rounds of clients' models).
@@ -11,7 +11,10 @@ from raylt.config import Config
 
 
 def delta_of(sigma: float, epsilon: float) -> float:
-    """Return delta of the Gaussian mechanism with sensitivity 1: Phi(1/2s - es) - exp(e) Phi(-1/2s - es)."""
+    """Return the delta of the Gaussian mechanism with sensitivity 1, for a standard deviation and an epsilon.
+
+    With s = sigma and e = epsilon: delta = Phi(1/2s - es) - exp(e) Phi(-1/2s - es).
+    """
     from scipy.special import log_ndtr
 
     half = 1 / (2 * sigma)
@@ -19,7 +22,7 @@ def delta_of(sigma: float, epsilon: float) -> float:
 
 
 def calibrated_sigma(epsilon: float, delta: float) -> float:
-    """Return the smallest standard deviation of the mechanism that satisfies epsilon and delta."""
+    """Return the smallest standard deviation with which the Gaussian mechanism satisfies epsilon and delta."""
     low = 1e-4
     high = 1.0
     while delta_of(high, epsilon) > delta:
@@ -35,7 +38,7 @@ def calibrated_sigma(epsilon: float, delta: float) -> float:
 
 @cache
 def epsilon_of(noise_multiplier: float, rate: float, rounds: int, delta: float) -> float:
-    """Return the epsilon of a number of rounds, by Opacus's RDP accountant.
+    """Return the epsilon that a number of rounds spend, by Opacus's RDP accountant.
 
     Args:
         rate: the chance of each client to take part in a round; 1 claims nothing for sampling.

@@ -1,4 +1,4 @@
-"""Differential privacy of whole clients in trained models: DP-FedAvg (McMahan et al., ICLR 2018, Alg. 1).
+"""Client-level differential privacy of trained models: DP-FedAvg (McMahan et al., ICLR 2018, Alg. 1).
 
 Neighbours are two federations that differ in one client, which only one of them has. Every client's update, all entries
 of the model together, is cut to the length S, `privacy.update_clip`, and counts once whatever its samples. The server
@@ -35,7 +35,7 @@ LEAST_VARIANCE = 1e-3
 
 @dataclass(frozen=True)
 class ClientNoise:
-    """The clipping and the noise in one round.
+    """The clipping of clients' updates and the noise on their mean, in one round.
 
     Attributes:
         start: the model that clients were sent.
@@ -47,7 +47,7 @@ class ClientNoise:
 
     @classmethod
     def of(cls, parts: Mapping[str, Reduction], message: Message, config: Config, round: int) -> "ClientNoise | None":
-        """Return the noise for a call that uploads a model; None if nothing is uploaded or no budget is set.
+        """Return the noise for a call that uploads a model, or None if no model is uploaded or no budget is set.
 
         Raises:
             BudgetSpent: this round would exceed the budget.
@@ -82,13 +82,16 @@ class ClientNoise:
 
     @property
     def _expected_clients(self) -> float:
-        """Return q K, the expected number of sampled clients; clients without samples count, new clients do not."""
+        """Return q K, the expected number of sampled clients.
+
+        Clients without samples count, new clients do not.
+        """
         clients = self.config.data.clients
         assert clients is not None, "a run's configuration says how many there are"
         return self.config.federation.participation * (clients - self.config.data.new_clients)
 
     def clipped(self, reply: Reply) -> Reply:
-        """Return a reply whose update is at most S long, with weight 1 and without a loss."""
+        """Return a reply whose update is clipped to the norm S, with weight 1 and without a loss."""
         model = reply.tree[RELEASED]
         changes = {
             name: value.double() - self.start[name].double()
@@ -104,7 +107,7 @@ class ClientNoise:
         return Reply(1.0, {name: cut if name == RELEASED else 0.0 for name in reply.tree})
 
     def noised(self, got: Replies) -> Replies:
-        """Return the model that was sent plus the sum of the updates divided by q K, with noise."""
+        """Return the model that was sent, plus the sum of the updates divided by q K, plus noise."""
         privacy = self.config.privacy
         rng = np.random.default_rng(secrets.randbits(256))
         deviation = privacy.noise_multiplier * privacy.update_clip / self._expected_clients

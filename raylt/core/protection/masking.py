@@ -43,7 +43,9 @@ Unmasking = dict[int, tuple[str, int]]  # by member: "seed" or "key", and a shar
 
 @dataclass(frozen=True)
 class Commitment:
-    """The hashes that bind a member to the secrets it deals; its mask key has a public key and needs no hash.
+    """The hashes that bind a member to the secrets that it deals to other members.
+
+    The member's mask key needs no hash, since it has a public key.
 
     Attributes:
         seed: of the seed.
@@ -63,7 +65,7 @@ class Introduction:
 
 
 class Member:
-    """A client's side of one sum.
+    """A client's side of one secure sum.
 
     Args:
         id: the member's number, from 0; the number of its shares is one more.
@@ -106,7 +108,7 @@ class Member:
         return sealed
 
     def receive(self, sender: int, sealed: bytes) -> None:
-        """Keep the shares that another member dealt to this one."""
+        """Keep the shares that another member dealt to this member."""
         both = ChaCha20Poly1305(self._share_secret(sender)).decrypt(self._nonce(sender, self.id), sealed, None)
         self._shares[sender] = int.from_bytes(both[:SHARE_BYTES], "big"), int.from_bytes(both[SHARE_BYTES:], "big")
 
@@ -133,7 +135,7 @@ class Member:
 
 @dataclass
 class Collector:
-    """The server's side of one sum.
+    """The server's side of one secure sum.
 
     Attributes:
         introduction: public keys and commitments of the members.
@@ -156,7 +158,7 @@ class Collector:
         self._sent.append(id)
 
     def unmasked(self, answers: Mapping[int, Unmasking], threshold: int) -> np.ndarray:
-        """Return the sum over the members that sent a vector, uint64 [n].
+        """Return the sum of all masked vectors without the masks, uint64 [n].
 
         Answers with another share than its dealer committed itself to are left out; `wrong` names them.
 
@@ -199,7 +201,7 @@ class Collector:
         return "seed" if id in self._sent else "key"
 
     def _fault(self, survivor: int, answer: Unmasking) -> str | None:
-        """Return why a survivor's shares differ from those dealt to it, or None."""
+        """Return why a survivor's shares differ from the shares that were dealt to it, or None."""
         for id in self._keys:
             kind, share = answer.get(id, ("", 0))
             if kind != self._kind(id):
@@ -248,12 +250,15 @@ def introduce(members: Sequence[Member], threshold: int) -> Introduction:
 
 
 def hash_of(secret: int) -> bytes:
-    """Return the SHA-256 of a seed or share; these have too many possible values for a guess."""
+    """Return the SHA-256 of a seed or share, which has too many possible values to be guessed."""
     return hashlib.sha256(secret.to_bytes(SHARE_BYTES, "big")).digest()
 
 
 def add_pair(masked: np.ndarray, own: int, other: int, key: bytes) -> None:
-    """Add a pair's mask to a member's vector in place: plus at the smaller number, minus at the larger."""
+    """Add or subtract, in place, the mask that two members share.
+
+    The member with the smaller number adds the mask, the other member subtracts it.
+    """
     mask = stream(key, len(masked))
     if own < other:
         masked += mask
@@ -274,7 +279,7 @@ def agree(private: bytes, public: bytes, purpose: bytes) -> bytes:
 
 
 def public_key(private: bytes) -> bytes:
-    """Return the public key of a private X25519 key."""
+    """Return the public key that belongs to a private X25519 key."""
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
@@ -284,7 +289,7 @@ def _key_pair() -> tuple[bytes, bytes]:
 
 
 def split(secret: bytes, holders: Iterable[int], threshold: int) -> dict[int, int]:
-    """Split a secret into one share for each holder.
+    """Split a secret into shares, one for each holder.
 
     A share is the value, at the holder's number, of a random polynomial whose value at 0 is the secret.
 
@@ -306,7 +311,7 @@ def evaluate(coefficients: list[int], x: int, prime: int) -> int:
 
 
 def join(shares: Mapping[int, int], length: int = 32) -> bytes:
-    """Return the secret of `length` bytes, as the value at 0 of Lagrange's polynomial through the shares.
+    """Recover a secret of `length` bytes from shares, by Lagrange interpolation at 0.
 
     Raises:
         ValueError: the shares are fewer than the threshold, or of several secrets. Not every such mistake is detected.

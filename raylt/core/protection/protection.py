@@ -15,7 +15,7 @@ from raylt.errors import BudgetSpent, ConfigError
 
 
 def check_delta(config: Config, sizes: Sequence[int]) -> None:
-    """Refuse a delta of at least 1 / n, for the n samples or clients that it protects.
+    """Raise ConfigError if delta is at least 1 / n, where n is the number of protected samples or clients.
 
     A mechanism that publishes one of N as it is satisfies (0, 1 / N): with such a delta epsilon says nothing.
 
@@ -42,7 +42,7 @@ def check_delta(config: Config, sizes: Sequence[int]) -> None:
 
 
 class Protection:
-    """The protection settings, and the privacy budget that is left.
+    """The protection settings of a run, and the privacy budget that is left.
 
     Args:
         samples: of each client, by id.
@@ -56,7 +56,7 @@ class Protection:
         self._spent = False
 
     def with_templates(self, parts: Mapping[str, Reduction], message: Message) -> dict[str, Reduction]:
-        """Return the parts; if clients add noise, the model that was sent is the template of the model's part."""
+        """Return the reductions; where clients' models get noise, the model that was sent becomes their template."""
         model = parts.get(RELEASED)
         if self._config.privacy.update_epsilon is None or self._judging or model is None or RELEASED not in message:
             return dict(parts)

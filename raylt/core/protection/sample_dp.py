@@ -38,7 +38,7 @@ from raylt.tree import Tree
 
 @dataclass(frozen=True)
 class Noise:
-    """Noise on one upload.
+    """The Gaussian noise on one upload of a client.
 
     Attributes:
         deviations: of the noise by part and, where a part has several leaves, by their last name.
@@ -50,7 +50,7 @@ class Noise:
 
     @classmethod
     def of(cls, parts: Mapping[str, Reduction], config: Config) -> "Noise | None":
-        """Return the noise that `privacy` asks for; None if it asks for none or no part is a bounded sum."""
+        """Return the noise that `privacy` asks for, or None if it asks for none or no part is a bounded sum."""
         budget = config.privacy
         bounded = {name: part.per_sample for name, part in parts.items() if part.per_sample is not None}
         if budget.epsilon is None or not bounded:
@@ -67,7 +67,7 @@ class Noise:
         return cls(deviations, sigma)
 
     def added(self, reply: Reply, parts: Mapping[str, Reduction], share: float) -> Reply:
-        """Return a reply with noise in every entry that its parts may have, including entries that the client left out.
+        """Return a reply with noise in every entry that its parts may have, even in entries that the client left out.
 
         Args:
             share: this client's share of the variance.
@@ -88,7 +88,7 @@ class Noise:
         }
 
     def mended(self, name: str, value: Any, parts: Mapping[str, Reduction]) -> Any:
-        """Return a noisy sum changed to one that samples could have, by the `mend` of its reduction.
+        """Return a noisy sum after the correction `mend` of its reduction, which makes it one that samples could have.
 
         This is post-processing, which costs no privacy.
         """
@@ -151,7 +151,7 @@ def _noised(
 
 
 def _numbers(template: Any) -> Any:
-    """Return a template whose leaves are float64 or plain numbers."""
+    """Return a template whose leaves are float64 tensors or plain numbers."""
     if isinstance(template, dict):
         return {key: _numbers(inner) for key, inner in template.items()}
     return template.to(torch.float64) if isinstance(template, Tensor) else 0.0

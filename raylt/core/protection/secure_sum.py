@@ -96,7 +96,7 @@ class Secure(Aggregator):
 
 @dataclass(frozen=True)
 class VectorEntry:
-    """The tensor or number of a part that a slice of the vector holds.
+    """The tensor or number of a reply part that one slice of the vector encodes.
 
     Attributes:
         like: its template; a tensor or a number.
@@ -116,7 +116,7 @@ class VectorEntry:
 
 
 class FixedPoint:
-    """The position of every entry of the parts in a vector.
+    """The fixed-point encoding of reply parts as one vector of integers.
 
     The vector also holds, for each entry that a reply may leave out, the number of clients that have it.
 

@@ -40,7 +40,7 @@ class GraphRecorder(Protocol):
     """Records and replays functions on one type of device."""
 
     def warm_up(self, fn: Callable[[], None]) -> None:
-        """Run a function on the stream of a later recording, without recording it."""
+        """Run a function, without recording it, on the stream that will record it later."""
 
     def record(self, fn: Callable[[], None], generator: torch.Generator | None) -> Callable[[], Any]:
         """Record the launches of a function without running them.
@@ -126,7 +126,7 @@ def _steady(module: nn.Module) -> bool:
 
 
 class Repeated:
-    """A step function that is replayed after `WARM_UP` calls, if a call has as many rows as the first.
+    """A step function that is recorded after `WARM_UP` calls, then replayed for batches of the recorded size.
 
     Args:
         step: function that takes a step on the samples at `rows`, int64 [B].
@@ -169,7 +169,7 @@ class Repeated:
         self._replay()
 
     def renew(self) -> None:
-        """Record the step again, because a number from the host in its computation has changed."""
+        """Record the step again after a number from the host in its computation has changed."""
         self._replay = None
 
     def _record(self, recorder: GraphRecorder, rows: Tensor) -> Callable[[], Any]:

@@ -119,7 +119,7 @@ def fit_seconds(dim: int, classes: int, samples: int, epochs: int, batch: int) -
 
 
 def about(seconds: float) -> str:
-    """Return a duration for a plan, with the machine on which it was measured."""
+    """Return an estimated duration as text, with the machine on which it was measured."""
     return f"about {max(1, round(seconds))} s on one core of this machine"
 
 
@@ -141,7 +141,7 @@ class SoftmaxGradients:
 
     @torch.no_grad()
     def __call__(self, z: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss, a scalar, and the gradients of the weight [C, d] and of the bias [C], if there is a bias.
+        """Return the loss, a scalar, and the gradients of the weight [C, d] and of the bias [C], if any.
 
         Args:
             z: features [B, d].

@@ -22,7 +22,9 @@ Objective = Callable[[Batch], Tensor]
 
 
 class Terms:
-    """An objective: the sum of a batch's terms; `sgd` measures the terms on the last batch of a local training.
+    """An objective that is the sum of named loss terms.
+
+    `sgd` measures the terms on the last batch of a local training.
 
     The measurement takes one more backward pass for each term on this one batch; it draws nothing and changes no bit of
     the training. It uses the last batch, since on the first a proximal term is zero by definition.
@@ -63,7 +65,7 @@ def gradient_norm(loss: Tensor, params: Sequence[Tensor]) -> float:
 
 
 def reply_of(objective: Objective, names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Return the part `shares` of a client's reply, or an empty dict if the loss has no named terms.
+    """Return the reply part `shares`, or an empty dict if the loss has no named terms.
 
     The share of a term is its gradient's length over the sum of all lengths. It is zero for a client that took no step,
     and for a term that this round's objective leaves out.
@@ -74,12 +76,15 @@ def reply_of(objective: Objective, names: Sequence[str]) -> dict[str, dict[str, 
 
 
 def asked_for(names: Sequence[str]) -> dict[str, Reduction]:
-    """Return the keyword argument of `fleet.ask` that requests the part `shares`, if the loss has named terms."""
+    """Return the keyword argument that makes `fleet.ask` request the part `shares`, if the loss has named terms."""
     return {"shares": mean.like(dict.fromkeys(names, 0.0))} if names else {}
 
 
 def figure_of(got: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the figure `shares` of a round: means over clients that add up to 1 if any client took a step."""
+    """Return the round's figure `shares`: each loss term's share of the gradient, as a mean over clients.
+
+    The shares add up to 1 if any client took a step.
+    """
     if "shares" not in got:
         return {}
     total = sum(got["shares"].values()) or 1.0

@@ -87,7 +87,7 @@ def sgd(
 
 @torch.no_grad()
 def take_statistics(client: Client, kept: frozenset[str] | None = None) -> None:
-    """Recompute the running statistics of a client's model from its samples, over as many batches as in a round.
+    """Recompute the running statistics of a client's model from as many batches as a round has.
 
     It does nothing unless the client keeps them (federation.batchnorm = local) and never took any. The samples are used
     in their order and without augmentation: nothing is drawn, so the model that is judged is the one exported.
@@ -112,7 +112,9 @@ def take_statistics(client: Client, kept: frozenset[str] | None = None) -> None:
 
 
 def balanced(client: Client, epochs: float | None = None, size: int | None = None) -> Iterator[Tensor]:
-    """Yield sample indices of as many batches as `client.rows` yields, with each owned class equally likely.
+    """Yield sample indices of class-balanced batches, as many as `client.rows` yields.
+
+    Each class that the client owns is equally likely.
 
     Args:
         epochs: by default as `local.epochs` and `local.steps` say.
