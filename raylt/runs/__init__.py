@@ -1,1 +1,1 @@
-"""Run folders: making, resuming, reading and replaying them."""
+"""Runs and run folders: starting, resuming, reading and replaying them."""

@@ -1,4 +1,4 @@
-"""Runs that continue from another run's steps, in their own folder.
+"""Runs that take over the first steps of another run and continue in a folder of their own.
 
 `branch` repeats what a run does late, with other fields of its method. The steps before that stage are the parent's.
 The result is that of a whole run with those fields.
@@ -55,7 +55,7 @@ def branch(
     quiet: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
-    """Run the rest of a run with other fields of its method.
+    """Repeat the last stages of a run with other fields of its method, in a new run folder.
 
     Args:
         run: a run or its folder. It need not be finished, but must have committed the shared steps.
@@ -79,7 +79,7 @@ def branch(
 
 
 def can_branch(run: Run, config: Config) -> bool:
-    """Return whether a configuration can continue from the committed steps of a run."""
+    """Return whether a new run with this configuration can continue from the committed steps of a run."""
     try:
         _shared_steps(run, followed(config, run.config))
     except (ConfigError, CheckpointError):
@@ -97,7 +97,7 @@ def branch_to(
     quiet: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
-    """Run the rest of a run with another whole configuration, including all fields of its method, in a new folder."""
+    """Branch a run with a complete new configuration, in a new folder; see `branch`."""
     config = followed(config, run.config)
     stage, step = _shared_steps(run, config)
     setup = run.resolve(config)
@@ -115,7 +115,7 @@ def branch_to(
 
 
 def _shared_steps(run: Run, config: Config) -> Fork:
-    """Return the stage at which a configuration starts to differ from a run, and the last step that they share.
+    """Return the point at which a configuration starts to differ from a run's: the stage and last shared step.
 
     Raises:
         CheckpointError: the run has not committed that step, or has not kept its checkpoint.
@@ -151,7 +151,7 @@ def resume(
     quiet: bool = False,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
-    """Continue a run as `Run.resume` does; with another number of rounds, as `extend` does.
+    """Continue a run as `Run.resume` does, or as `extend` does if the number of rounds is changed.
 
     Raises:
         CheckpointError: as of `Run.resume`.
@@ -240,7 +240,7 @@ def check_extension(run: Run, rounds: int) -> None:
 
 
 def _reads_rounds(method: Method) -> bool:
-    """Return whether the source of a method reads the number of rounds."""
+    """Return whether the source code of a method uses the number of rounds."""
     classes = [kind for kind in type(method).__mro__ if issubclass(kind, Method) and kind is not Method]
     # the whole file of a plugin: a function next to the method may read the number
     sources = [kind if kind.__module__.startswith("raylt.") else inspect.getmodule(kind) or kind for kind in classes]
@@ -252,7 +252,7 @@ def _reads_rounds(method: Method) -> bool:
 
 
 def _as_any_round(report: MetricsLine, config: Config, method: Method, run: Run, folder: Path) -> None:
-    """Return the report of a last round without the figures that only last rounds have."""
+    """Remove from a last round's report, in place, the figures that only last rounds have."""
     step = report["step"]
     every = config.evaluation
     shared_due = step % every.every == 0
@@ -302,7 +302,7 @@ class _Descent:
     judge_again: Callable[[MetricsLine], None]
 
     def run_rest(self, fleet: FleetKind, address: str | None, quiet: bool, callbacks: Sequence[Callback]) -> Run:
-        """Take over the shared steps and run the rest.
+        """Take over the shared steps from the parent run and run the remaining steps.
 
         Raises:
             CheckpointError: the folder exists.
@@ -325,7 +325,7 @@ class _Descent:
         return Run(self.folder)
 
     def _take_over_steps(self, journal: Journal) -> None:
-        """Copy the lines, counts and provenance of the shared steps, and the checkpoint after them."""
+        """Copy the parent's reports, counts and provenance of the shared steps, and the checkpoint after them."""
         step = self.saved.facts["step"]
         reports = [
             {key: value for key, value in line.items() if key not in FILE_KEYS} for line in self.parent.reports[:step]

@@ -1,4 +1,4 @@
-"""`raylt debug`: repeat one client's call of a run in this process, where a debugger and prints work."""
+"""`raylt debug`: repeat one client's call of a run in this process, where debuggers and print work."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -29,19 +29,19 @@ DeviceKind = Literal["cpu", "cuda"]
 
 @dataclass
 class ReplayedCall(Exception):
-    """A repeated call, raised as an exception to end the round."""
+    """The outcome of a repeated client call, raised as an exception to end the round."""
 
     function: str
     seconds: float
     reply: Reply
 
     def entries(self) -> list[tuple[str, str, str]]:
-        """Return path, kind and range of each part of the reply."""
+        """Return the path, type and range of each leaf in the reply."""
         return [(path, *_describe(leaf)) for path, leaf in tree.leaves(self.reply.tree)]
 
 
 def replay(run: Run, round: int, client: int, function: str | None, device: DeviceKind | None = None) -> ReplayedCall:
-    """Repeat a client's first call in a round, or its call of `function`, without catching exceptions.
+    """Repeat one client's call in a round (its first call, or its call of `function`), without catching exceptions.
 
     Args:
         round: 1..R; R + 1 for the method's last phase, 0 for the join.
@@ -76,7 +76,7 @@ def replay(run: Run, round: int, client: int, function: str | None, device: Devi
 
 
 def _checkpoint_before(run: Run, round: int) -> Checkpoint | None:
-    """Return the checkpoint that a round starts from; None for the first."""
+    """Return the checkpoint that a round starts from, or None for the first round."""
     if round <= 1:
         return None
     kept = checkpoint.steps(run.folder / "checkpoints")
@@ -94,7 +94,7 @@ def _checkpoint_before(run: Run, round: int) -> Checkpoint | None:
 
 
 class ReplayFleet(LocalFleet):
-    """A fleet that answers as in the run until the wanted call, which it raises as a `ReplayedCall`."""
+    """A fleet that repeats a round up to one client's call, and raises the outcome of this call as `ReplayedCall`."""
 
     def __init__(self, config: Config, task: Task, host: ClientHost, round: int, client: int, function: str | None):
         super().__init__(config, task, host)
@@ -128,7 +128,7 @@ class ReplayFleet(LocalFleet):
 
 
 def _describe(leaf: Any) -> tuple[str, str]:
-    """Describe the kind and the range of a part of a reply."""
+    """Describe a leaf of a reply by its type and its range of values."""
     if not isinstance(leaf, Tensor):
         return type(leaf).__name__, f"{leaf}"
     kind = f"{leaf.dtype} {list(leaf.shape)}".removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""An experiment in this process, restored from a checkpoint."""
+"""Restores an experiment from a checkpoint in this process."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,13 +46,13 @@ def open_in_process(
 
 
 def with_device(setup: Setup, device: Literal["auto", "cpu", "cuda"]) -> Setup:
-    """Return the setup with another `resources.device`."""
+    """Return the setup with `resources.device` replaced."""
     resources = setup.config.resources.model_copy(update={"device": device})
     return replace(setup, config=setup.config.model_copy(update={"resources": resources}))
 
 
 def on_any_device(setup: Setup) -> Setup:
-    """Return the setup for reading a run, so that a run from a GPU can be read on a machine without one."""
+    """Return a setup that can read a run on any machine, even a run from a GPU on a machine without one."""
     return with_device(setup, "auto") if setup.config.resources.device == "cuda" else setup
 
 

@@ -74,7 +74,7 @@ class Run:
         return f"Run({str(self.folder)!r}, {self.state})"
 
     def _repr_html_(self) -> str:
-        """Return the summary as a table; for an unfinished run, its state and the last step's figures."""
+        """Return the summary as an HTML table; for an unfinished run, the state and the last step's figures."""
         if self.state == "done":
             return html_of(table_of(self.summary, str(self.folder)))
         rows = [("run folder", str(self.folder)), ("state", self.state)]
@@ -89,7 +89,7 @@ class Run:
         return html_table((), rows)
 
     def plot(self, kind: PictureKind = "curves", path: Path | str | None = None) -> "Figure":
-        """Draw the run, and return a figure that a notebook shows.
+        """Draw the run, and return a figure that a notebook can show.
 
         Args:
             kind: "curves" (accuracy and groups over rounds), "data" (the split), "clients" (the accuracy of each),
@@ -105,7 +105,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Return the folder's name."""
+        """The name of the run folder."""
         return self.folder.resolve().name
 
     @property
@@ -120,22 +120,22 @@ class Run:
 
     @cached_property
     def config(self) -> Config:
-        """Return the configuration, with all fields of the method."""
+        """The configuration of the run, with all fields of the method."""
         return self._files.config()
 
     @property
     def sha256(self) -> str:
-        """Return the SHA-256 of everything that determines the result, see raylt/runs/folder/identity.py."""
+        """The SHA-256 over everything that determines the result, see raylt/runs/folder/identity.py."""
         return self._files.identity["sha256"]
 
     @property
     def origins(self) -> list[PluginRecord]:
-        """Return records of the plugins that the run was made with, see raylt/registry.py."""
+        """The records of the plugins that the run was made with, see raylt/registry.py."""
         return self._files.plugins()
 
     @cached_property
     def setup(self) -> Setup:
-        """Return the method, model and augmentation that the configuration names, as values.
+        """The method, model and augmentation that the configuration names, as values.
 
         Raises:
             ConfigError: a plugin is missing, or has changed since.
@@ -154,7 +154,7 @@ class Run:
 
     @cached_property
     def task(self) -> Task:
-        """Return the data with the run's split; the data must still be in its place.
+        """The data with the run's split. The data must not have moved.
 
         Raises:
             CheckpointError: the data are not those of the run.
@@ -166,7 +166,7 @@ class Run:
 
     @cached_property
     def outline(self) -> Task:
-        """Return the task without its data, which is enough to open models.
+        """The task without its data, which is enough to load models.
 
         With a plugin's method, which may look at images, it is the whole task.
         """
@@ -225,7 +225,7 @@ class Run:
 
     @property
     def clients(self) -> "DataFrame":
-        """Return every client's figures in each step with an evaluation of clients, such as the last.
+        """Return each client's figures, for all steps in which clients were evaluated.
 
         Columns step, phase, metric, client, value (float, in [0, 1]). The metrics are owned (accuracy over the owned
         classes), matched (over the client's own class mix), global (over all classes), miou, and local (on the client's
@@ -251,7 +251,7 @@ class Run:
         return self._files.matrices(step)
 
     def finished(self) -> "Run":
-        """Return this run after checking that it is finished.
+        """Return this run if it is finished; otherwise raise CheckpointError.
 
         Raises:
             CheckpointError: it is not finished, or its files were changed since.
@@ -260,7 +260,7 @@ class Run:
         return self
 
     def checkpoint(self) -> Checkpoint | None:
-        """Return the newest undamaged checkpoint; None if the run committed or kept none."""
+        """Return the newest undamaged checkpoint, or None if the run has none."""
         return self._files.checkpoint()
 
     def checkpoint_after(self, step: int) -> Checkpoint:
@@ -272,7 +272,7 @@ class Run:
         return self._files.checkpoint_after(step)
 
     def best_step(self) -> int:
-        """Return the step with the highest accuracy on validation images among those with a checkpoint.
+        """Return the step with the highest accuracy on validation images, among the steps with a checkpoint.
 
         The first counts where several have it.
 
@@ -297,7 +297,7 @@ class Run:
         return -max(judged)[1]
 
     def _saved_after(self, step: int) -> Checkpoint:
-        """Return the checkpoint after a step, if the run kept it."""
+        """Return the checkpoint after a step; raise CheckpointError if the run did not keep it."""
         kept = checkpoint.steps(self.folder / "checkpoints")
         if step not in kept:
             raise CheckpointError(
@@ -310,7 +310,7 @@ class Run:
         return self.checkpoint_after(step)
 
     def experiment(self, task: Task | None = None, step: int | None = None) -> Experiment:
-        """Return the experiment in this process, restored from a checkpoint.
+        """Restore the experiment from a checkpoint, in this process.
 
         Args:
             task: replaces the run's own task, as with other test images.
@@ -351,7 +351,7 @@ class Run:
         quiet: bool = False,
         callbacks: Sequence[Callback] = (),
     ) -> "Run":
-        """Continue the run after its last committed step; the result is that of an uninterrupted run.
+        """Continue the run after its last committed step. The result equals that of an uninterrupted run.
 
         Args:
             overrides: `key=value`, of `resources` and `output` only.
@@ -384,7 +384,9 @@ class Run:
         return self
 
     def model(self, step: int | None = None) -> trained_model.TrainedModel:
-        """Return the global model, ready to predict; for a run in progress, from its last checkpoint.
+        """Return the global model, ready to predict.
+
+        For a run in progress, this is the model in the last checkpoint.
 
         Args:
             step: whose model it is, as `best_step()` gives it; by default the last.
@@ -397,7 +399,7 @@ class Run:
         return trained_model.global_model(self.experiment(self.outline, step), tensors)
 
     def client_model(self, client: int | str, step: int | None = None) -> trained_model.TrainedModel:
-        """Return a client's own model, ready to predict; the global model if clients have none of their own.
+        """Return a client's own model, ready to predict, or the global model if clients have none of their own.
 
         Args:
             client: id or name.
@@ -415,7 +417,7 @@ class Run:
     def client_models(
         self, ids: Iterable[int] | None = None, step: int | None = None
     ) -> Iterator[tuple[int, trained_model.TrainedModel]]:
-        """Yield several clients' models with their ids, by default those of all clients with samples.
+        """Yield the id and model of several clients, by default of all clients with samples.
 
         Args:
             step: see `model`.
@@ -424,7 +426,7 @@ class Run:
         return trained_model.client_models(self.experiment(self.outline, step), self.setup, saved, ids)
 
     def resolve(self, config: Config) -> Setup:
-        """Return the values that a configuration names; relative paths start where the run's own do.
+        """Resolve the names in a configuration, with relative paths as in this run.
 
         Raises:
             ConfigError: a plugin is missing, or has changed since the run was made.
@@ -437,13 +439,13 @@ class Run:
         return provenance.start_of(self.folder)
 
     def _check_plugins(self, config: Config) -> None:
-        """Load the run's plugins and check that they are unchanged."""
+        """Load the run's plugins and check that they have not changed."""
         seek(config)
         check_origins([{**plugin} for plugin in self.origins], self.folder)
 
 
 def _figures(report: MetricsLine) -> Iterator[tuple[str, str, Any]]:
-    """Yield metric, group and value for each figure of a step."""
+    """Yield the metric, group and value of each figure in a step's report."""
     yield "accuracy", WHOLE, report["accuracy"]
     for group, value in (report["groups"] or {}).items():
         yield "accuracy", group, value

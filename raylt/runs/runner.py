@@ -1,4 +1,4 @@
-"""A run from its first step to its summary, in this process or on Ray."""
+"""Carries out a run from its first step to its summary, in this process or on Ray."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -28,7 +28,7 @@ SERVER_LIVES = 3  # times that the server's process may die in the same step
 
 
 class Steps(Protocol):
-    """An experiment in this process or in a server actor."""
+    """The interface of an experiment, which is in this process or in a server actor."""
 
     @property
     def done(self) -> bool: ...
@@ -40,7 +40,7 @@ class Steps(Protocol):
 def carry_out(
     setup: Setup, task: Task, journal: Journal, fleet: FleetKind, address: str | None, callback: Callback
 ) -> None:
-    """Run from the last committed step to the end, and unlock the run folder.
+    """Continue a run from its last committed step to the end, and unlock the run folder.
 
     Args:
         fleet: "ray" for client actors, "local" for all clients in this process.
@@ -79,7 +79,10 @@ def carry_out(
 def _take_all_steps(
     setup: Setup, task: Task, journal: Journal, fleet: FleetKind, address: str | None, callback: Callback
 ) -> dict[str, Any]:
-    """Take the remaining steps and summarise them; continue from the last checkpoint if the server's process dies."""
+    """Take the remaining steps and compute the summary.
+
+    If the server's process dies, the run continues from the last checkpoint.
+    """
     started = False
     deaths = 0
     committed = -1
@@ -163,7 +166,10 @@ def _in_this_process(setup: Setup, task: Task, folder: Path, callback: Callback)
 
 
 def _show_predictions(setup: Setup, task: Task, journal: Journal, callback: Callback) -> None:
-    """Draw test images with predictions; a failure gives only a message, since the run is already finished."""
+    """Draw test images with predictions.
+
+    A failure only gives a message, since the run is already finished.
+    """
     try:
         picture = draw_prediction_grid(setup, task, journal.folder)
         journal.show(picture)

@@ -20,7 +20,7 @@ _SECONDS = 120  # a passphrase may have to be typed
 
 
 def signature_of(file: Path) -> Path:
-    """Return the path of a file's signature."""
+    """Return the path of the signature that belongs to a file."""
     return file.with_name(file.name + ENDING)
 
 
@@ -55,7 +55,7 @@ def sign(file: Path, key: Path) -> Path:
 
 
 def check_signature(file: Path, signers: Path | None = None) -> str:
-    """Check the signature of a file; return the signer.
+    """Check the signature of a file, and return the signer.
 
     Args:
         signers: file of allowed signers, see `man ssh-keygen`. Without it any key counts, and the key is returned.

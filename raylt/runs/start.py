@@ -1,4 +1,4 @@
-"""`raylt.run` and `raylt.resume`."""
+"""The functions `raylt.run` and `raylt.resume`."""
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -94,7 +94,7 @@ def run(
 
 @no_exit()
 def plan_run(config: Config) -> tuple[Setup, Task]:
-    """Resolve a configuration, build its task and refuse conflicting settings; start nothing.
+    """Resolve a configuration, build its task and check for conflicting settings, without starting anything.
 
     Raises:
         ConfigError: a setting cannot be used.
@@ -113,7 +113,7 @@ def plan_run(config: Config) -> tuple[Setup, Task]:
 
 
 def check_setup(setup: Setup, spec: TaskSpec) -> None:
-    """Refuse conflicting settings, and a user's own model that cannot be trained, before anything starts.
+    """Raise an error for conflicting settings or a custom model that cannot be trained, before anything starts.
 
     Raises:
         ConfigError: method, model, data and settings do not fit together.
@@ -172,7 +172,7 @@ def configure(
 
 
 def _tree_of(what: "str | Path | Config | Method") -> dict[str, Any]:
-    """Return the settings that the first argument of `run` names."""
+    """Return the settings that the first argument of `run` stands for."""
     if isinstance(what, Config):
         return what.model_dump()
     if isinstance(what, Method):

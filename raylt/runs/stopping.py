@@ -1,4 +1,4 @@
-"""A request to stop a run at its next checkpoint.
+"""Requests to stop a run at its next checkpoint.
 
 It is a file in the run folder, so it reaches a run on another machine that shares the folder.
 """
@@ -13,7 +13,7 @@ FILE = "stop"
 
 
 class StopAsked(KeyboardInterrupt):
-    """A run has stopped at a checkpoint on request; it can be resumed."""
+    """Raised when a run has stopped at a checkpoint on request. The run can be resumed."""
 
 
 def ask_to_stop(folder: Path) -> None:
@@ -34,12 +34,12 @@ def ask_to_stop(folder: Path) -> None:
 
 
 def is_asked(folder: Path) -> bool:
-    """Return whether somebody asked the run in a folder to stop."""
+    """Return whether a stop of the run in a folder has been requested."""
     with Folder.open(folder) as run_folder:
         return run_folder.has(FILE)
 
 
 def withdraw(folder: Path) -> None:
-    """Remove a request to stop, which may be older than the run's current process."""
+    """Remove a request to stop a run, which may be older than the run's current process."""
     with Folder.open(folder) as run_folder:
         run_folder.remove(FILE)

@@ -1,4 +1,4 @@
-"""`raylt verify`: check the files of a run folder, and repair damage without loss of committed steps.
+"""`raylt verify`: check the files of a run folder, and repair damage without losing committed steps.
 
 Every file is compared with the files that it must agree with. A repair only removes: what a killed process left, and
 what is damaged where an undamaged checkpoint comes before it.
@@ -27,7 +27,7 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class Finding:
-    """The state of a file of a run.
+    """The result of checking one file of a run.
 
     Attributes:
         what: name of the file.
@@ -43,7 +43,7 @@ class Finding:
 
 
 def verify(folder: Path) -> list[Finding]:
-    """Check every file of a run and change nothing."""
+    """Check every file of a run without changing anything."""
     return list(_findings(Run.open(folder)))
 
 
@@ -89,7 +89,7 @@ class _RepairTarget:
 
 
 def _repair_target(files: Files) -> _RepairTarget | None:
-    """Return the state to which a run can be repaired; None if it cannot be repaired."""
+    """Return the state to which a run can be repaired, or None if it cannot be repaired."""
     root = files.identity["sha256"]
     steps = checkpoint.steps(files.path / CHECKPOINTS)
     with Folder.open(files.path) as folder:
@@ -107,7 +107,7 @@ def _repair_target(files: Files) -> _RepairTarget | None:
 
 
 def _undamaged_lines(folder: Folder, root: str) -> metrics_log.Lines:
-    """Return the lines before the first line that cannot be read or does not follow its predecessor."""
+    """Return the lines of metrics.jsonl before the first unreadable or wrongly linked line."""
 
     def is_damaged(most: int) -> bool:
         try:
@@ -150,7 +150,7 @@ def _findings(run: Run) -> Iterator[Finding]:
 
 
 def finding_of(what: str, read: Callable[[], str]) -> Finding:
-    """Return the finding on a file, from a function that reads the file and describes its content."""
+    """Return the finding on a file; `read` reads the file and describes its content."""
     try:
         return Finding(what, True, read())
     except RayltError as error:
@@ -164,7 +164,7 @@ def _describe_provenance(files: Files) -> str:
 
 
 def _check_plain_file(folder: Path, name: str) -> str:
-    """Raise a CheckpointError unless this name belongs to a plain file."""
+    """Raise CheckpointError unless this name belongs to a plain file."""
     with Folder.open(folder) as run_folder:
         if name in run_folder.names():
             run_folder.place(name)
@@ -204,7 +204,7 @@ def _check_checkpoints(files: Files) -> Iterator[Finding]:
 
 
 def _check_matrices(files: Files) -> Iterator[Finding]:
-    """Yield one finding if all counts are undamaged, else one for each damaged file.
+    """Yield one finding if all files of confusion counts are undamaged, otherwise one per damaged file.
 
     A long run drops its oldest counts, those of a checkpoint apart. So after `KEPT` evaluations the first files may be
     missing, but none in between.
@@ -226,7 +226,7 @@ def _check_matrices(files: Files) -> Iterator[Finding]:
 
 
 def _checkpoint_at(files: Files, step: int, lines: metrics_log.Lines | None) -> Checkpoint | str | CheckpointError:
-    """Return a checkpoint; a description of its damage; or the error that it belongs to another run.
+    """Return a checkpoint, a text on its damage, or the error that it belongs to another run.
 
     Args:
         lines: the lines that it must fit; None where they cannot be read.
@@ -244,7 +244,7 @@ def _checkpoint_at(files: Files, step: int, lines: metrics_log.Lines | None) -> 
 
 
 def _unfinished(run_folder: Folder) -> list[str]:
-    """Return the files that killed processes left."""
+    """Return the unfinished files that killed processes left."""
     names = run_folder.unfinished()
     with suppress(CheckpointError), run_folder.inner(CHECKPOINTS) as checkpoints:
         names += [f"{CHECKPOINTS}/{name}" for name in checkpoints.unfinished()]
@@ -252,7 +252,7 @@ def _unfinished(run_folder: Folder) -> list[str]:
 
 
 def _sweep(run_folder: Folder) -> list[str]:
-    """Remove the files that killed processes left, and return their names."""
+    """Remove the unfinished files that killed processes left, and return their names."""
     swept = checkpoint.sweep(run_folder)
     if CHECKPOINTS in run_folder.names():
         with run_folder.inner(CHECKPOINTS) as checkpoints:

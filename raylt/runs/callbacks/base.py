@@ -34,7 +34,7 @@ class StudyStatus:
 
 @dataclass(frozen=True)
 class TrialReport:
-    """A trial of a search after its end.
+    """A finished trial of a search.
 
     Attributes:
         trial: its name, which is the name of its folder.
@@ -61,7 +61,7 @@ class Callback:
     """
 
     def on_message(self, text: str, minor: bool = False) -> None:
-        """Receive a line for the user, such as a repaired fault.
+        """Receive a line for the user, such as a note on a repaired fault.
 
         Args:
             minor: of interest only to a person who is watching.
@@ -70,7 +70,7 @@ class Callback:
     # a run
 
     def on_start(self, folder: Path, config: "Config", reports: list[dict[str, Any]]) -> None:
-        """Receive the run before its first step.
+        """Receive the folder and configuration of a run before the run's first step.
 
         Args:
             folder: the run folder.
@@ -89,7 +89,7 @@ class Callback:
         """
 
     def on_items(self, progress: "ItemsProgress") -> None:
-        """Receive the progress inside the server's own work on several items, such as the classes of a synthesis."""
+        """Receive the progress of server-side work on several items, such as the synthesis of each class."""
 
     def on_last_phase(self, seconds: float) -> None:
         """Receive the expected duration of the method's last phase on one core, before the first step."""
@@ -104,7 +104,7 @@ class Callback:
         """
 
     def on_end(self, summary: dict[str, Any] | None) -> None:
-        """Receive the end of the run, however it ended.
+        """Receive the end of the run, whether it finished, failed or was interrupted.
 
         Args:
             summary: the content of summary.json; None when the run was interrupted or failed.
@@ -118,7 +118,7 @@ class Callback:
     # a search
 
     def on_search_start(self, folder: Path, methods: Sequence[str], trials: int | None, at_once: int) -> None:
-        """Receive the search before its first trial.
+        """Receive the folder and size of a search before the search's first trial.
 
         Args:
             methods: names of the methods that are searched.
@@ -127,7 +127,7 @@ class Callback:
         """
 
     def on_trial_end(self, trial: TrialReport, best: TrialReport | None, ended: int) -> None:
-        """Receive a trial after its end, however it ended.
+        """Receive a trial that has ended, whether it finished, stopped early or failed.
 
         Args:
             best: the best trial so far; None before a trial has a score.
@@ -135,11 +135,11 @@ class Callback:
         """
 
     def on_search_end(self) -> None:
-        """Receive the end of the search, however it ended."""
+        """Receive the end of the search, whether it finished, failed or was interrupted."""
 
 
 class Callbacks(Callback):
-    """Several callbacks that are called in order, as one callback."""
+    """A callback that calls several callbacks in order."""
 
     def __init__(self, callbacks: Sequence[Callback]):
         self._callbacks = tuple(callbacks)

@@ -1,4 +1,4 @@
-"""`NotebookProgress`: the callback that shows a run, study or search in a notebook, in one output that it updates."""
+"""`NotebookProgress`: the callback that shows a run, study or search in one notebook output, updated in place."""
 
 import time
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ NOTES = 20  # messages that are shown, the last ones
 
 
 def progress_display() -> Callback:
-    """Return the progress display for the place where the run was started: a notebook or a terminal."""
+    """Return the progress display for a notebook, or for a terminal outside notebooks."""
     return NotebookProgress() if in_notebook() else TerminalProgress()
 
 
 class NotebookProgress(Callback):
-    """Shows a run, a study or a search in one output of a cell: a bar, its text, and the last messages."""
+    """Shows a run, a study or a search in one output of a notebook cell: a bar, a text and the last messages."""
 
     def __init__(self) -> None:
         self._output = Output()
@@ -122,7 +122,7 @@ class NotebookProgress(Callback):
         self._show()
 
     def _show_step(self) -> None:
-        """Show the progress of a run."""
+        """Update the display with the progress of a run."""
         self._share = self._steps / self._total
         left = self._time_left.text(self._total - self._steps)
         parts = (f"round {self._taken}/{self._rounds}", self._stage, self._best.text)

@@ -79,7 +79,7 @@ def draw_prediction_grid(setup: Setup, task: Task, folder: Path) -> Picture:
 
 
 def palette_of(task: Task) -> np.ndarray:
-    """Return the colours of the classes, uint8 [256, 3]: those of the data set's authors, else evenly spaced hues."""
+    """Return the colours of the classes, uint8 [256, 3]: the data set's own colours, or evenly spaced hues."""
     colours = COLOURS.get(task.name)
     classes = task.classes - ("-" in task.groups)
     if colours is None:
@@ -116,7 +116,7 @@ def _with_words(images: np.ndarray, class_pairs: list[tuple[str, str]], name: st
 
 
 def _with_maps(images: np.ndarray, truth: np.ndarray, predicted: np.ndarray, name: str) -> Picture:
-    """Draw one row per image: the image, its true map and its predicted map."""
+    """Draw one row per image: the image, its true label map and its predicted label map."""
     from PIL import Image
 
     columns = [_enlarge(part) for part in (images, truth, predicted)]
@@ -129,7 +129,7 @@ def _with_maps(images: np.ndarray, truth: np.ndarray, predicted: np.ndarray, nam
 
 
 def _enlarge(images: np.ndarray) -> np.ndarray:
-    """Return images with three channels in which each pixel becomes a square, uint8 [n, H, W, 3]."""
+    """Return images with three channels in which each pixel is enlarged to a square, uint8 [n, H, W, 3]."""
     factor = max(1, -(-SIDE // images.shape[2]))
     coloured = images if images.shape[3] == 3 else np.repeat(images[..., :1], 3, axis=3)
     return coloured.repeat(factor, axis=1).repeat(factor, axis=2)

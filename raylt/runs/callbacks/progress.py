@@ -42,7 +42,7 @@ def progress_writer(folder: Path) -> Callable[..., None]:
 
 
 def item_writer(folder: Path, number: int) -> StageProgress:
-    """Return a function that writes the steps of one item into the run folder."""
+    """Return a function that writes the progress of one item (its finished steps) into the run folder."""
     last_time = time.monotonic()
 
     def write(done: int, total: int) -> None:
@@ -56,7 +56,7 @@ def item_writer(folder: Path, number: int) -> StageProgress:
 
 
 def read_progress(folder: Path) -> tuple[str, int, int] | ItemsProgress | None:
-    """Return the last progress of a run, or None where there is none or the file is being written."""
+    """Return the last reported progress of a run, or None if no progress can be read."""
     figures = _read(folder, FILE)
     if len(figures) == 3:
         stage, done, total = figures
@@ -65,7 +65,7 @@ def read_progress(folder: Path) -> tuple[str, int, int] | ItemsProgress | None:
 
 
 def read_items(folder: Path, numbers: Iterable[int]) -> dict[int, tuple[int, int]]:
-    """Return the steps of the items that have reported any: those that are done, and all."""
+    """Return, for each item that has reported steps, the number of finished steps and of all steps."""
     figures_by_item = {number: _read(folder, f"{ITEM}{number}") for number in numbers}
     return {
         number: (int(figures[0]), int(figures[1])) for number, figures in figures_by_item.items() if len(figures) == 2
@@ -73,14 +73,14 @@ def read_items(folder: Path, numbers: Iterable[int]) -> dict[int, tuple[int, int
 
 
 def remove_items(folder: Path, numbers: Iterable[int]) -> None:
-    """Remove the files of items that are done."""
+    """Remove the progress files of items that are done."""
     with Folder.open(folder) as run_folder:
         for number in numbers:
             run_folder.remove(f"{ITEM}{number}")
 
 
 def remove_progress(folder: Path) -> None:
-    """Remove the file once no process works on the run."""
+    """Remove a run's progress file, once no process works on the run."""
     with Folder.open(folder) as run_folder:
         run_folder.remove(FILE)
 
@@ -93,7 +93,7 @@ def _write(folder: Path, name: str, content: list[Any]) -> None:
 
 
 def _read(folder: Path, name: str) -> list[Any]:
-    """Return the content of a file; an empty list where there is none or it is being written."""
+    """Return the content of a progress file, or an empty list if the file is missing or incomplete."""
     try:
         with Folder.open(folder) as run_folder:
             content = json.loads(run_folder.read(name, 1000)) if run_folder.has(name) else []

@@ -21,7 +21,7 @@ _RESULTS = ("accuracy", "groups/many", "groups/medium", "groups/few", "clients/l
 
 
 class Board:
-    """Writes a TensorBoard file into a run folder, from the first report on.
+    """Writes a TensorBoard file into a run folder, starting with the first report.
 
     Args:
         settings: returns the run's settings for HPARAMS; called when the file is begun.
@@ -62,7 +62,7 @@ class Board:
 
 
 def curve_of(name: str) -> str:
-    """Return the TensorBoard tag of a number's curve: family and name.
+    """Return the TensorBoard tag, `family/name`, for a number of a report.
 
     Args:
         name: path of the number in a report, such as clients/owned/mean.
@@ -92,7 +92,7 @@ def figures_of(report: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 def settings_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that have a value, by their full keys; values other than numbers become text."""
+    """Return the settings that have a value, by full key, with values other than numbers as text."""
     return {
         name: value if isinstance(value, bool | int | float | str) else str(value)
         for name, value in _leaves(config)
@@ -101,14 +101,14 @@ def settings_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hparams(settings: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the records of the HPARAMS tab: the settings, and the curves that show the results."""
+    """Return the records for TensorBoard's HPARAMS tab: the settings, and the curves that show the results."""
     from tensorboardX.summary import hparams
 
     return hparams(settings_of(settings), {curve_of(name): 0 for name in _RESULTS})
 
 
 def _record(content: bytes) -> bytes:
-    """Return a TFRecord: length, its CRC, content, its CRC."""
+    """Return content in the TFRecord format: length, CRC of the length, content, CRC of the content."""
     from tensorboardX.record_writer import masked_crc32c
 
     length = struct.pack("<Q", len(content))

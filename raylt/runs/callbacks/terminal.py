@@ -98,7 +98,7 @@ class TerminalProgress(Callback):
         self._time_left.last_phase = seconds
 
     def _show_stage(self, stage: str, share: float, counts: str, words: str) -> None:
-        """Show a stage on the bar with its counts, or on a line with its words.
+        """Show a running stage: its counts on a progress bar, or its words as a line.
 
         Args:
             share: the share of the stage that is done.
@@ -142,12 +142,12 @@ class TerminalProgress(Callback):
         self._bar.stop()
 
     def _round_text(self, steps: int) -> str:
-        """Return the number of finished rounds; a method's work after the last round is not a round."""
+        """Return the number of finished rounds as text; a phase after the last round is not counted."""
         return f"round {min(steps, self._rounds)}/{self._rounds}"
 
 
 class StagePace:
-    """A running stage of a step: its name, progress and start time."""
+    """Tracks one stage of the current step: its name, progress and start time."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -156,11 +156,11 @@ class StagePace:
         self._line = self._since
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until the stage's end at the pace so far; None until something is done."""
+        """Return the seconds until the end of the stage at the present pace, or None before any progress."""
         return (time.monotonic() - self._since) / self.share * (1 - self.share) if self.share else None
 
     def line_is_due(self) -> bool:
-        """Return whether a line on this stage is due, and if so, record that it was written."""
+        """Return whether it is time for another line on this stage; if so, assume that the line is written now."""
         due = time.monotonic() - self._line >= LINE_EVERY
         if due:
             self._line = time.monotonic()
@@ -168,18 +168,18 @@ class StagePace:
 
 
 def items_text(progress: ItemsProgress) -> str:
-    """Return the progress inside items in words: "class 3 of 10, step 40 of 100"."""
+    """Return the progress inside items as text, such as "class 3 of 10, step 40 of 100"."""
     item = ITEMS.get(progress.stage, "item")
     return f"{item} {progress.done + 1} of {progress.total}, step {progress.step} of {progress.steps}"
 
 
 def in_words(seconds: float) -> str:
-    """Return a duration in seconds or minutes."""
+    """Return a duration as text, in seconds or minutes."""
     return f"{round(seconds)} s" if seconds < 90 else f"{round(seconds / 60)} min"
 
 
 class TimeLeft(ProgressColumn):
-    """The predicted time until the end of a run, from its last steps.
+    """Predicts the time until the end of a run from the durations of its last steps.
 
     rich's own column forgets steps older than half a minute, and a round may take longer.
     """
@@ -201,7 +201,7 @@ class TimeLeft(ProgressColumn):
         return Text(self.text(None if task.total is None else round(task.total - task.completed)))
 
     def text(self, steps: int | None) -> str:
-        """Return the predicted time of the remaining steps as minutes and seconds, or `--:--` if unknown.
+        """Return the predicted time for the remaining steps as minutes and seconds, or `--:--` if unknown.
 
         Args:
             steps: number of steps; None where it is not known.
@@ -219,7 +219,7 @@ class TimeLeft(ProgressColumn):
         return _clock(max(left_of_step, 0) + step * (steps - 1) if steps else 0)
 
     def _left_with_last_phase(self, steps: int, last_phase: float) -> float:
-        """Return the seconds that the remaining steps take, where the duration of the last is known."""
+        """Return the seconds that the remaining steps take if the last step takes `last_phase` seconds."""
         passed = time.monotonic() - self._since
         if steps == 1:
             return max(last_phase - passed, 0) if self.stage_left is None else self.stage_left
@@ -228,14 +228,14 @@ class TimeLeft(ProgressColumn):
 
 
 def _clock(seconds: float) -> str:
-    """Return seconds as minutes and seconds, or hours, minutes and seconds."""
+    """Return seconds as text: M:SS, or H:MM:SS from one hour on."""
     left = round(seconds)
     hours, minutes = left // 3600, left // 60 % 60
     return f"{hours}:{minutes:02}:{left % 60:02}" if hours else f"{minutes:02}:{left % 60:02}"
 
 
 class BestFigure:
-    """The last and the best value of the accuracy that is displayed.
+    """Tracks the last and the best value of the displayed accuracy.
 
     It is the mean over clients on their own test images where there are any. Else it is the accuracy, or of clients'
     own models the mean over clients on their own class mix. Before the first of these it is the global model's.
@@ -247,7 +247,7 @@ class BestFigure:
         self._best = 0.0
 
     def update(self, line: Mapping[str, Any]) -> str:
-        """Add the figures in a step's line of metrics.jsonl, and return the text on the step."""
+        """Read the figures from a step's line of metrics.jsonl, and return the text to display for the step."""
         local = (line["clients"] or {}).get(LOCAL)
         name, value = shown_figure(line)
         values = {
@@ -271,7 +271,7 @@ class BestFigure:
 
     @property
     def text(self) -> str:
-        """Return the text of a progress bar."""
+        """Return the text to show next to a progress bar."""
         if not self._kind:
             return ""
         return f"{SHORT_NAMES[self._kind]} {100 * self._last:.1f} % (best {100 * self._best:.1f})"

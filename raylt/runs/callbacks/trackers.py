@@ -1,4 +1,4 @@
-"""`--track mlflow|wandb`: send a run's settings, figures and picture of predictions to MLflow or W&B.
+"""`--track mlflow|wandb`: send a run's settings, figures and picture of predictions to MLflow or Weights & Biases.
 
 Figures have the names that TensorBoard shows. The tools' own environment variables say where they go
 (MLFLOW_TRACKING_URI, WANDB_MODE, WANDB_DIR and others). Without them MLflow writes mlflow.db next to the run folder, so
@@ -34,7 +34,7 @@ NOT_IN_NAMES = re.compile(r"[^\w\-. /]")  # of MLflow's metrics
 
 
 def trackers(names: Sequence[str]) -> list[Callback]:
-    """Return callbacks that log a run.
+    """Return the callbacks that log a run to the named trackers.
 
     Args:
         names: "mlflow", "wandb".
@@ -47,7 +47,7 @@ def trackers(names: Sequence[str]) -> list[Callback]:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise a ConfigError if a name is not a tracker or the tracker's package is not installed."""
+    """Raise ConfigError if a tracker's name is unknown or its package is not installed."""
     for name in names:
         if name not in TRACKERS:
             raise ConfigError(
@@ -67,7 +67,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class _Tracker(Callback):
-    """Base of both trackers: logs steps under their numbers, and turns each failure into a `RayltError`."""
+    """Base class of both trackers: logs each step, and turns every failure of the tool into a `RayltError`."""
 
     name: str
 
@@ -95,7 +95,7 @@ class _Tracker(Callback):
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Turn any exception inside the block into a `RayltError` that names the tool."""
+        """Turn any exception inside the block into a `RayltError` that names the tracking tool."""
         try:
             yield
         except Exception as error:  # these tools raise exceptions of many kinds
@@ -109,7 +109,7 @@ class _Tracker(Callback):
             ) from None
 
     def _open(self, folder: Path, id: str, settings: dict[str, Any]) -> bool:
-        """Open or continue the tool's entry for a run, and return whether it is new."""
+        """Open or continue the tracker's entry for a run, and return whether the entry is new."""
         raise NotImplementedError
 
     def _log(self, figures: dict[str, float], step: int) -> None:
@@ -121,12 +121,12 @@ class _Tracker(Callback):
         raise NotImplementedError
 
     def _close(self, model_sha256: str | None) -> None:
-        """Close the entry; the hash is None if the run was interrupted or failed."""
+        """Close the run's entry. The hash is None if the run was interrupted or failed."""
         raise NotImplementedError
 
 
 class Wandb(_Tracker):
-    """Logs to a run in W&B's project raylt."""
+    """Logs to a run in the project `raylt` of Weights & Biases."""
 
     name = "wandb"
     _run: Any = None
@@ -160,7 +160,7 @@ class Wandb(_Tracker):
 
 
 class MLflow(_Tracker):
-    """Logs to a run of an MLflow experiment that has the name of the folder above the run folder."""
+    """Logs to an MLflow experiment that is named after the parent of the run folder."""
 
     name = "mlflow"
     _client: Any = None
@@ -185,7 +185,7 @@ class MLflow(_Tracker):
         return not earlier
 
     def _experiment_id(self, client: Any, folder: Path) -> str:
-        """Return the id of the MLflow experiment for a folder of run folders; create it if there is none."""
+        """Return the id of the MLflow experiment for a folder of run folders; create the experiment if necessary."""
         experiment = client.get_experiment_by_name(folder.name)
         if experiment:
             return experiment.experiment_id

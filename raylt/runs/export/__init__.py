@@ -1,1 +1,1 @@
-"""Models taken out of a run: files, graph formats, model cards."""
+"""Export of a run's models: files, graph formats and model cards."""

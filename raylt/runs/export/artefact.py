@@ -1,4 +1,4 @@
-"""The safetensors file that `raylt export` writes, and the models in it.
+"""The safetensors file that `raylt export` writes, and the models that it contains.
 
 The file holds the models' entries, and under "raylt" in its metadata a JSON text, `ModelDescription`. It describes the
 architecture by its names and fields, the classes, the images, the origin of the model and its figures. Reading the file
@@ -63,7 +63,7 @@ class Input(TypedDict):
 
 @closed
 class ClientEntry(TypedDict):
-    """One client's model.
+    """The description of one client's model in an exported file.
 
     `own` maps each entry that differs between clients to the id of the first client with this client's value.
     `figures` has its accuracies by the names of `raylt.metrics.KINDS`. `tested` is the number of its own test images.
@@ -78,7 +78,7 @@ class ClientEntry(TypedDict):
 
 @closed
 class ModelDescription(TypedDict):
-    """Description of the models in an exported file.
+    """The description of the models in an exported file.
 
     `model` and `method` are the architecture, as a configuration names it; `side` is its `input`. `batch` is the number
     of images that were judged at a time. `run` and `split_sha256` identify the origin, and `figures` are those of the
@@ -118,11 +118,11 @@ class Artefact:
 
     @property
     def clients(self) -> list[ClientEntry]:
-        """Return the clients whose models the file has; none in the file of a global model."""
+        """The clients whose models the file contains; empty for the file of a global model."""
         return self.description["clients"] or []
 
     def model(self, client: str | int | None = None) -> TrainedModel:
-        """Return the global model, or the model of one client, by name or id.
+        """Return the global model, or the model of the client with this name or id.
 
         Raises:
             ConfigError: it has no such client; or it has several clients' models, and none is named.
@@ -187,7 +187,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], description: ModelDescripti
 
 
 class DistinctEntries:
-    """The entries of several models, with equal values stored once."""
+    """The state-dict entries of several models, with equal values stored once."""
 
     def __init__(self) -> None:
         # by entry and hash of its value: the first model that has the value, and the value
@@ -196,7 +196,7 @@ class DistinctEntries:
         self._first: dict[int, dict[str, int]] = {}
 
     def add(self, id: int, entries: Mapping[str, Tensor]) -> None:
-        """Add the entries of a model; store no value that another model already has."""
+        """Add a model's entries, storing only values that no earlier model has."""
         self._first[id] = {}
         for name, value in entries.items():
             copied = value.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -204,13 +204,13 @@ class DistinctEntries:
             self._first[id][name], _ = stored.setdefault(hash_tensors({name: copied}), (id, copied))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the values by their names in the file."""
+        """Return the distinct values by the names that they have in the file."""
         return {
             self._stored_name(name, id): value for name, values in self._values.items() for id, value in values.values()
         }
 
     def own_of(self, id: int) -> dict[str, int]:
-        """Return, for each entry that differs between models, the first model with the same value."""
+        """Map each entry that differs between models to the first model with the same value."""
         return {name: first for name, first in self._first[id].items() if self._stored_name(name, first) != name}
 
     def _stored_name(self, name: str, id: int) -> str:
@@ -219,7 +219,7 @@ class DistinctEntries:
 
 
 def parse(text: str, path: Path) -> ModelDescription:
-    """Return the description of a file from its JSON.
+    """Parse the description of an exported file from JSON.
 
     Raises:
         CheckpointError: there is no description, or it has another format.
@@ -253,7 +253,7 @@ def parse(text: str, path: Path) -> ModelDescription:
 
 
 def _contradiction(description: ModelDescription) -> str | None:
-    """Return how fields of a description contradict each other, or None."""
+    """Return the contradiction between fields of a description, or None if there is none."""
     image = description["input"]
     if image["height"] * image["width"] > PIXELS:
         return f"images of {image['height']}x{image['width']} pixels, more than {PIXELS:,}"
@@ -271,12 +271,12 @@ def _contradiction(description: ModelDescription) -> str | None:
 
 
 def to_json(description: ModelDescription) -> str:
-    """Return the JSON of a description."""
+    """Return a description as JSON."""
     return _DESCRIPTION.dump_json(description).decode()
 
 
 def unreadable(path: Path, error: Exception) -> CheckpointError:
-    """Return the error for a file whose reader failed."""
+    """Return the error for an exported file that cannot be read."""
     reason = " ".join(str(error).split())[:200]
     return CheckpointError(
         f"{path}: cannot be read ({reason}). Give a file that raylt export wrote.",
@@ -300,7 +300,7 @@ def task_spec_of(description: ModelDescription) -> TaskSpec:
 
 
 def setup_of(description: ModelDescription, path: Path) -> Setup:
-    """Return a setup with the method and the model that a file's description names.
+    """Return a setup with the method and the model that the description of an exported file names.
 
     Args:
         path: of the file, for errors.
@@ -322,7 +322,7 @@ def setup_of(description: ModelDescription, path: Path) -> Setup:
 
 
 def rebuild(setup: Setup, spec: TaskSpec, entries: Params) -> nn.Module:
-    """Return the network with these entries.
+    """Return the network that a setup builds, with the given state-dict entries loaded.
 
     Raises:
         ConfigError: it is neither the network of method and model nor that network with another linear classifier.
@@ -341,7 +341,7 @@ def rebuild(setup: Setup, spec: TaskSpec, entries: Params) -> nn.Module:
 
 
 def _check_sizes(setup: Setup, spec: TaskSpec, entries: Params) -> None:
-    """Check that a network's layers have the sizes of the entries, before the network takes memory.
+    """Check that a network's layers match the sizes of the entries, before memory is allocated for it.
 
     Raises:
         ConfigError: a layer has another size, or is larger than all entries together.
@@ -369,7 +369,7 @@ def _not_rebuildable(setup: Setup, reason: str) -> ConfigError:
 
 
 def choose_client_in(description: ModelDescription, client: str | int | None, path: Path) -> int | None:
-    """Return the id of a client in a file, by its name or id; None if the file has the global model.
+    """Return the id of a client in an exported file, by name or id; None if the file has only a global model.
 
     Raises:
         ConfigError: there is no such client; or there are several, and none is named.
@@ -384,7 +384,7 @@ def choose_client_in(description: ModelDescription, client: str | int | None, pa
 
 
 def choose_client(client: str | int | None, choices: Iterable[tuple[int, str]], where: str) -> int:
-    """Return the id of a client, by its name or id, among the clients with a model.
+    """Return the id of a client, by name or id, among the clients that have a model.
 
     Args:
         client: None where there is only one.

@@ -1,4 +1,4 @@
-"""`raylt evaluate`: evaluate a model, or each client's own, on new images in folders."""
+"""`raylt evaluate`: evaluate a model, or each client's own model, on new images in folders."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ LAYOUTS = "Expected are <class>/<image> and <client>/<class>/<image>, in the fol
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Counts of a model's predictions on images.
+    """The confusion counts of a model on the images of a folder.
 
     Attributes:
         class_names: C names.
@@ -39,7 +39,7 @@ class Evaluation:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the figures over all images, by class and by client; None where no image counts."""
+        """Return the figures over all images, by class and by client, with None where no image was counted."""
         columns = {name: values.tolist() for name, values in metrics.class_figures(self.matrix).items()}
         classes = []
         for c, name in enumerate(self.class_names):
@@ -101,7 +101,7 @@ def evaluate(
 
 
 def _folder_of(data: str) -> Path:
-    """Return the folder in folder:PATH."""
+    """Return the path in a data argument of the form folder:PATH."""
     kind, _, path = data.partition(":")
     if kind != "folder" or not path:
         raise ConfigError(
@@ -118,7 +118,7 @@ def _folder_of(data: str) -> Path:
 
 
 def _by_client(folder: Path, listing: Listing) -> dict[str | None, list[PurePosixPath]]:
-    """Return the images by client; if the folders do not distinguish clients, all images under None."""
+    """Return the images by client, or all images under None if the folders do not distinguish clients."""
     depths = {len(file.parts) for file in listing.files}
     if depths not in ({2}, {3}):
         fault = "images lie at different depths" if depths else "holds no images"
@@ -132,7 +132,9 @@ def _by_client(folder: Path, listing: Listing) -> dict[str | None, list[PurePosi
 
 
 def _count(model: Model, folder: Path, files: Sequence[PurePosixPath], faults: list[str], skip: bool) -> Tensor:
-    """Return the counts over some images, int64 [C, C]; add why others cannot be decoded to `faults`.
+    """Return the confusion counts on some images, int64 [C, C].
+
+    The reasons why images cannot be decoded are added to `faults`.
 
     Args:
         skip: whether to go on after a fault; else the other images are only decoded to find all faults.

@@ -103,12 +103,12 @@ def export(
 
 
 def card_of(path: Path) -> Path:
-    """Return the path of a file's model card: NAME.md, so that README.onnx does not replace README.md."""
+    """Return the path of an exported file's model card: NAME.md, so that README.onnx does not replace README.md."""
     return path.with_name(f"{path.name}.md")
 
 
 def has_client_models(run: Run) -> bool:
-    """Return whether clients have models of their own: the method is personal, or running statistics are local."""
+    """Return whether clients have their own models: the method is personal, or running statistics are local."""
     return run.method.personal or run.config.federation.batchnorm == "local"
 
 
@@ -118,7 +118,7 @@ def clients_of(run: Run) -> list[tuple[int, str]]:
 
 
 def model_of(run: Run, client: str | int | None = None) -> TrainedModel:
-    """Return the global model, or a client's own, by name or id.
+    """Return the global model, or the model of the client with this name or id.
 
     Raises:
         ConfigError: each client has a model of its own and none is named, or there is no such client.
@@ -129,7 +129,7 @@ def model_of(run: Run, client: str | int | None = None) -> TrainedModel:
 
 
 def _path_of(run: Run, to: Path | str | None, format: Format) -> Path:
-    """Return the path of the file; its suffix gives the format."""
+    """Return the path of the file to write, whose suffix gives the format."""
     if format not in FORMATS:
         raise ConfigError(
             f"format: must be {', '.join(FORMATS)} ({format!r}). Give one of these.",
@@ -150,7 +150,7 @@ def _path_of(run: Run, to: Path | str | None, format: Format) -> Path:
 
 
 def _model_to_export(run: Run, client: str | int | None, format: Format) -> int | None:
-    """Return the id of the client whose model alone is exported, GLOBAL, or None for all clients' models."""
+    """Return the client to export, GLOBAL for the global model, or None for the models of all clients."""
     if client is not None:
         return choose_client(client, clients_of(run), str(run.folder))
     if not has_client_models(run):
@@ -197,13 +197,13 @@ def _describe(
 
 
 def _reports(run: Run) -> list[dict[str, Any]]:
-    """Return the reports up to the exported model: those up to the last checkpoint if a run has stopped."""
+    """Return the run's reports up to the exported model; an unfinished run exports its last checkpoint."""
     saved = None if run.state == "done" else run.checkpoint()
     return run.reports if saved is None else run.reports[: saved.facts["step"]]
 
 
 def _figures(report: dict[str, Any]) -> dict[str, float | None]:
-    """Return the models' figures and the means over clients; empty if there was no evaluation."""
+    """Return the model's figures and the means over clients, or an empty dict without an evaluation."""
     if report["accuracy"] is None:
         return {}
     over_clients = {f"clients_{kind}": spread["mean"] for kind, spread in report["clients"].items()}
@@ -217,7 +217,7 @@ def _figures_of(report: dict[str, Any], client: int) -> dict[str, float | None]:
 
 @torch.no_grad()
 def _check_rebuilt(model: TrainedModel, description: ModelDescription, path: Path) -> None:
-    """Check that the model read back from the file gives the same logits, bit for bit.
+    """Check that the model that is read back from the file gives exactly the same logits.
 
     Raises:
         ConfigError: it does not, as with a network that `Method.build` does not make.

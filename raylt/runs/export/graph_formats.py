@@ -1,4 +1,4 @@
-"""Models as graphs: torch.export's .pt2 and ONNX.
+"""Models as computation graphs: torch.export's .pt2 and ONNX.
 
 They hold the computation itself, from an image's bytes to logits, and a `ModelDescription`. Reading them needs neither
 raylt's networks nor a method's code. They are programs: read only files of people whose programs you would run.
@@ -106,7 +106,7 @@ def _read_onnx(path: Path) -> GraphModel:
 
 
 class _FromBytes(nn.Module):
-    """The network from stored images to logits."""
+    """A network that maps uint8 images to logits, with the preprocessing included."""
 
     def __init__(self, model: TrainedModel):
         super().__init__()
@@ -117,7 +117,7 @@ class _FromBytes(nn.Module):
 
 
 def write(path: Path, model: TrainedModel, description: ModelDescription) -> None:
-    """Write a model as a .pt2 or .onnx file, by the path's suffix.
+    """Write a model to a .pt2 or .onnx file; the path's suffix gives the format.
 
     Raises:
         ConfigError: torch cannot export the model, or the writer of ONNX is not installed.
@@ -168,7 +168,7 @@ def _write_onnx(path: Path, program: torch.export.ExportedProgram, description: 
 
 
 def _write_with(path: Path, save: Callable[[str], None]) -> None:
-    """Write a file with a library that needs a path, and move it to its place in one step."""
+    """Write a file through a library that needs a path, then move it to its final path atomically."""
     with tempfile.TemporaryDirectory() as folder:
         temporary = Path(folder) / path.name
         save(str(temporary))

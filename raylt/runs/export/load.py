@@ -1,4 +1,4 @@
-"""`raylt.load_model`: open a model from an exported file, and read image files in the form that it takes."""
+"""`raylt.load_model`: load a model from an exported file, and read image files in the model's input format."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ SUFFIXES = (".safetensors", ".pt2", ".onnx")
 
 
 def load_model(file: Path | str, client: str | int | None = None) -> TrainedModel | GraphModel:
-    """Load the model from a file that `raylt export` wrote; this needs neither the run nor its data.
+    """Load the model from a file that `raylt export` wrote. Neither the run nor its data is needed.
 
     Args:
         client: name or id of the client whose model it is, where the file has several.
@@ -41,7 +41,7 @@ def load_model(file: Path | str, client: str | int | None = None) -> TrainedMode
 
 
 def has_several_models(path: Path) -> bool:
-    """Return whether a file has the models of several clients."""
+    """Return whether a file contains the models of several clients."""
     return path.suffix == ".safetensors" and len(artefact.read(path).clients) > 1
 
 
@@ -67,7 +67,7 @@ def load_images(files: Sequence[Path], shape: tuple[int, int, int], fit: Fit, de
 def try_images(
     files: Sequence[Path], shape: tuple[int, int, int], fit: Fit, depth: int | None = None
 ) -> tuple[np.ndarray, dict[int, str]]:
-    """Return the images that can be decoded, in order, and why others cannot, by index in `files`."""
+    """Return the images that can be decoded, and the reason for each other image, by its index in `files`."""
     images = []
     faults: dict[int, str] = {}
     for index, file in enumerate(files):
@@ -79,12 +79,12 @@ def try_images(
 
 
 def describe_faults(faults: Sequence[str]) -> str:
-    """Return a line on all images that cannot be decoded, worded as for a data set."""
+    """Return one message about all images that cannot be decoded."""
     return f"{len(faults)} images cannot be decoded: {'; '.join(faults)}. Replace or remove them."
 
 
 def load_image(file: Path | bytes, shape: tuple[int, int, int], fit: Fit, depth: int | None) -> np.ndarray:
-    """Return an image file, or the content of one, as uint8 [H, W, channels]; see `load_images`.
+    """Decode an image file, or the bytes of one, to uint8 [H, W, channels]; see `load_images`.
 
     Raises:
         DataError: it cannot be decoded.

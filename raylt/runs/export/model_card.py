@@ -1,4 +1,4 @@
-"""The model card of an exported file: describes the model, its origin, its figures and its use."""
+"""The model card of an exported file, which describes the model, its origin, its figures and its use."""
 
 import re
 import shlex
@@ -23,7 +23,7 @@ MOST = 50  # clients or classes that are named
 
 
 def model_card(description: ModelDescription, file: str) -> str:
-    """Return the card in Markdown.
+    """Return the model card of an exported file in Markdown.
 
     Args:
         file: the name of the exported file.
@@ -94,7 +94,7 @@ def _figures(description: ModelDescription) -> list[str]:
 
 
 def _basis(tests: JudgedImages | None) -> list[str]:
-    """Return sentences on the number of test images behind the figures."""
+    """Return sentences on how many test images the figures are based on."""
     if tests is None:
         return []
     low, high = tests["thresholds"]

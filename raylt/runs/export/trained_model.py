@@ -1,4 +1,4 @@
-"""Models of a run for users: with preprocessing and class names."""
+"""A run's models for users, with preprocessing and class names."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +26,7 @@ from raylt.tree import view
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predictions for n images.
+    """The predictions of a model for n images.
 
     Attributes:
         labels: the likeliest class of each image, int64 [n], or of each pixel [n, H, W].
@@ -40,12 +40,12 @@ class Prediction:
 
     @property
     def names(self) -> list[str]:
-        """Return the name of each image's class; label maps have none."""
+        """The class name of each image's prediction. There are none for label maps."""
         return [self.class_names[label] for label in self.labels.tolist()]
 
     @property
     def shares(self) -> list[dict[str, float]]:
-        """Return each image's probability of each class, by class name; for label maps, its share of the pixels."""
+        """Return the probability of each class by name, per image; for label maps, each class's share of the pixels."""
         values = self.probabilities
         if self.labels.ndim > 1:
             classes = torch.arange(values.shape[1]).view(1, -1, 1, 1)
@@ -89,7 +89,7 @@ class TrainedModel(nn.Module):
         self.eval()
 
     def preprocess(self, images: Any) -> Tensor:
-        """Return images in the form that the network takes, float32 [n, channels, H, W].
+        """Convert uint8 images to the network's input, float32 [n, channels, H, W].
 
         Args:
             images: uint8 [n, H, W, channels], an array or a tensor.
@@ -186,7 +186,7 @@ def global_model(experiment: Experiment, trained: dict[str, Tensor] | None) -> T
 def client_models(
     experiment: Experiment, setup: Setup, saved: Checkpoint | None, ids: Iterable[int] | None
 ) -> Iterator[tuple[int, TrainedModel]]:
-    """Yield clients' own models with their ids, as an evaluation would use them now.
+    """Yield clients' own models with their ids, in the state in which an evaluation would use them now.
 
     Args:
         saved: the checkpoint that the experiment continues from; None before the first.
@@ -214,7 +214,7 @@ def client_models(
 
 
 def _check_trains(experiment: Experiment, id: int) -> None:
-    """Raise a ConfigError if a client has no model of its own."""
+    """Raise ConfigError if a client has no model of its own."""
     fleet = experiment.fleet
     if id in fleet.new_clients:
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""The files of a run folder: reading, writing, and the hashes that bind them together."""
+"""The files of a run folder: reading and writing them, and the hashes that link them."""

@@ -1,4 +1,4 @@
-"""identity.json: everything that determines a run's result, and one SHA-256 over it.
+"""identity.json: everything that determines a run's result, with one SHA-256 over it all.
 
 The file has the configuration without resources and output, the split's seal, the hashes of the data, the plugins and
 raylt's version, with their SHA-256.
@@ -30,7 +30,7 @@ _FORMAT = 1
 
 @closed
 class PluginRecord(TypedDict):
-    """A plugin that the run used, see raylt/registry.py."""
+    """The record of a plugin that a run uses, see raylt/registry.py."""
 
     kind: str
     name: str
@@ -40,7 +40,7 @@ class PluginRecord(TypedDict):
 
 @closed
 class Parent(TypedDict):
-    """The run that this one was branched from, see continuation.py.
+    """The parent of a branched run, see continuation.py.
 
     Attributes:
         name: of its folder.
@@ -111,7 +111,7 @@ def write(folder: Folder, identity: Identity) -> None:
 
 
 def as_text(tree: Any) -> str:
-    """Return indented JSON."""
+    """Return a tree of values as indented JSON."""
     return json.dumps(tree, indent=2) + "\n"
 
 
@@ -138,7 +138,7 @@ def read_identity(folder: Folder) -> Identity:
 
 
 def plugins_of(identity: Identity, folder: Folder) -> list[PluginRecord]:
-    """Read the records in origins.json.
+    """Read the records of a run's plugins from origins.json.
 
     Raises:
         CheckpointError: they are not those of the run.
@@ -151,7 +151,7 @@ def plugins_of(identity: Identity, folder: Folder) -> list[PluginRecord]:
 
 
 def check_config(identity: Identity, config: Config, folder: Folder) -> None:
-    """Check that config.yaml is the configuration of the run.
+    """Check that config.yaml still is the configuration that the run was made with.
 
     Raises:
         CheckpointError: settings differ; the message names them.
@@ -165,7 +165,7 @@ def check_config(identity: Identity, config: Config, folder: Folder) -> None:
 
 
 def check_split(identity: Identity, split: Split, folder: Folder) -> None:
-    """Check that split.json is the split of the run.
+    """Check that split.json still is the split that the run was made with.
 
     Raises:
         CheckpointError: it is that of another run.
@@ -180,7 +180,7 @@ def check_split(identity: Identity, split: Split, folder: Folder) -> None:
 
 
 def check_data(identity: Identity, data: Mapping[str, str], folder: Folder) -> None:
-    """Check that the data is the data of the run.
+    """Check that the data is the same data that the run was made with.
 
     Raises:
         CheckpointError: they differ; the message names the difference.
@@ -196,7 +196,7 @@ def check_data(identity: Identity, data: Mapping[str, str], folder: Folder) -> N
 
 
 def check_version(identity: Identity, folder: Folder) -> None:
-    """Check that this version of raylt made the run; another version may compute other numbers.
+    """Check that this version of raylt made the run, since another version may compute other numbers.
 
     Raises:
         CheckpointError: another version made it.

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line per committed step, bound to the line before it by a hash.
+"""metrics.jsonl: one line per committed step, each with a hash that links it to the line before.
 
 Under `previous` a line has the SHA-256 of the line before, and the first line that of the run (identity.py). A
 checkpoint has the same hash as the line of its step, and the report of that line; summary.json has the hash of the last
@@ -67,7 +67,7 @@ _LINE, _FACTS = TypeAdapter(MetricsLine), TypeAdapter(_Facts)
 
 @dataclass(frozen=True)
 class Lines:
-    """The lines of a run.
+    """The lines of a run's metrics.jsonl.
 
     Attributes:
         root: the run's SHA-256.
@@ -82,12 +82,12 @@ class Lines:
     torn: bool
 
     def head(self, step: int | None = None) -> str:
-        """Return the hash that the line after a step names as `previous`; by default after the last step."""
+        """Return the hash of a step's line, which the next line repeats as `previous`; by default the last step's."""
         step = len(self.texts) if step is None else step
         return hash_line(self.texts[step - 1]) if step else self.root
 
     def check(self, saved: "Checkpoint") -> None:
-        """Check that these lines and a checkpoint belong to the same run.
+        """Check that this metrics.jsonl and a checkpoint belong to the same run.
 
         Raises:
             CheckpointError: they do not.
@@ -126,29 +126,32 @@ class Lines:
 
 
 def as_record(report: RoundReport) -> dict[str, Any]:
-    """Return a report as JSON stores it, with strings as keys."""
+    """Return a report in the form that JSON stores, with strings as keys."""
     return json.loads(json.dumps(report.record()))
 
 
 def write_line(report: dict[str, Any], previous: str, date: str | None) -> str:
-    """Return a report as a line of JSON, without the line break."""
+    """Return a report as one line of JSON for metrics.jsonl, without the line break."""
     return json.dumps({"schema": SCHEMA, "previous": previous, "date": date, **report})
 
 
 def restored_line(saved: "Checkpoint", previous: str) -> str:
-    """Return the line of a checkpoint's step, for a run killed before it wrote the line; its date is null."""
+    """Return the missing line of metrics.jsonl for a checkpoint's step, if a kill came before the line was written.
+
+    The date of this line is null.
+    """
     text = write_line(saved.facts["report"], previous, None)
     as_json(text, _LINE, f"{saved.folder}: its report")
     return text
 
 
 def hash_line(text: str) -> str:
-    """Return the SHA-256 of a line."""
+    """Return the SHA-256 of a line of metrics.jsonl."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_lines(folder: Folder, root: str, most: int | None = None) -> Lines:
-    """Read the lines of a run folder.
+    """Read the lines of metrics.jsonl in a run folder.
 
     Args:
         root: the run's SHA-256.
@@ -178,7 +181,10 @@ def read_lines(folder: Folder, root: str, most: int | None = None) -> Lines:
 
 
 def was_saved(lines: Lines) -> bool:
-    """Return whether any step was saved in a checkpoint; a line restored from a checkpoint has no date."""
+    """Return whether any step was saved in a checkpoint.
+
+    A line that was restored from a checkpoint has no date.
+    """
     return any("checkpoint" in report["stages"] or report["date"] is None for report in lines.reports)
 
 
@@ -207,7 +213,7 @@ def _changed_log(message: str, **details: object) -> CheckpointError:
 
 
 def _difference(saved: dict[str, Any], line: dict[str, Any], path: str = "") -> str | None:
-    """Return the first figure that differs between a checkpoint's report and its line.
+    """Return the first figure that differs between a checkpoint's report and its line of metrics.jsonl.
 
     The line may have more: the seconds that the checkpoint took, and the judgements of a search.
     """

@@ -1,4 +1,4 @@
-"""provenance.jsonl: one line, with versions and machine, for each start or continuation of a run.
+"""provenance.jsonl: one line, with versions and machine, for each time a run was started or continued.
 
 A result is only comparable with another when the same code computed both. `code` is a SHA-256 over the sources that a
 number can depend on (data, models, core, operations, methods). So a change of the command line, of a picture or of the
@@ -58,7 +58,7 @@ def now() -> str:
 
 @functools.cache
 def code_sha256() -> str:
-    """Return the SHA-256 over names and contents of the source files that results depend on."""
+    """Return the SHA-256 over the names and contents of all source files that affect results."""
     digest = hashlib.sha256()
     for name in _DECISIVE:
         for file in sorted((_ROOT / name).rglob("*.py")) or [_ROOT / f"{name}.py"]:
@@ -93,7 +93,7 @@ def describe_process(fleet: str, config: Config, devices: Mapping[str, str | Non
 
 
 def _ray_version() -> str | None:
-    """Return the version of Ray; None if it is not installed, as a fleet in one process does not need it."""
+    """Return the version of Ray, or None if Ray is not installed (a fleet in one process does not need it)."""
     try:
         return importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
@@ -101,7 +101,7 @@ def _ray_version() -> str | None:
 
 
 def note(folder: Path, fleet: str, step: int, config: Config, devices: Mapping[str, str | None]) -> None:
-    """Append a line to the run's provenance: the run starts, or continues after `step` committed steps.
+    """Append a line to the run's provenance when the run starts or continues after `step` committed steps.
 
     Args:
         devices: from `Experiment.describe`.
@@ -111,7 +111,7 @@ def note(folder: Path, fleet: str, step: int, config: Config, devices: Mapping[s
 
 
 def check_device(folder: Path, config: Config, devices: Mapping[str, str | None]) -> None:
-    """Check that this device is of the same kind as the device on which the run began.
+    """Check that this device is of the same kind as the device on which the run started.
 
     Args:
         devices: from `Experiment.describe`.
@@ -137,14 +137,14 @@ def check_device(folder: Path, config: Config, devices: Mapping[str, str | None]
 
 
 def copy(source: Path, folder: Path) -> None:
-    """Append the lines of another run that shares its first steps with this run."""
+    """Copy the provenance of a run to another run that shares its first steps."""
     lines = [{key: value for key, value in line.items() if key not in LINKS} for line in read(source)]
     with Folder.open(folder) as run:
         _append(run, lines)
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run, oldest first, without lines that a kill cut off.
+    """Return the lines of a run's provenance, oldest first, without lines that a kill left incomplete.
 
     Raises:
         CheckpointError: a line was changed, removed or added.
@@ -154,7 +154,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def check_summary(folder: Folder, summary: Mapping[str, Any]) -> None:
-    """Check that a finished run's summary names the hash of the last line.
+    """Check that the summary of a finished run has the hash of the last provenance line.
 
     Raises:
         CheckpointError: a line was changed, removed or added.
@@ -177,7 +177,7 @@ def _append(run: Folder, contents: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _read(run: Folder) -> tuple[list[dict[str, Any]], str]:
-    """Return the lines, and the hash that the next line must name.
+    """Return the lines of a run's provenance, and the hash that the next line must repeat.
 
     Raises:
         CheckpointError: a line does not follow the line before it.
@@ -208,7 +208,7 @@ def _changed(run: Folder, problem: str) -> CheckpointError:
 
 
 def start_of(folder: Path) -> Path | None:
-    """Return the folder from which a run's relative paths start; None if the run did not record it.
+    """Return the folder that a run's relative paths refer to, or None if the run did not record it.
 
     A run that continues another has the other's lines first, and so its folder.
     """
@@ -218,7 +218,7 @@ def start_of(folder: Path) -> Path | None:
 
 
 def of_summary(folder: Path) -> dict[str, Any]:
-    """Return the fields of summary.json that describe how the run was made.
+    """Return the fields of a run's summary.json that describe how the run was made.
 
     Returns:
         The schema's version, the date of the end, the description of the last process, the number of processes, under
@@ -239,7 +239,10 @@ def of_summary(folder: Path) -> dict[str, Any]:
 
 @functools.cache
 def _commit() -> str | None:
-    """Return the commit that raylt runs from, with -dirty if files differ; None if raylt was installed."""
+    """Return the Git commit that raylt runs from, or None if raylt was installed.
+
+    The suffix -dirty marks files that differ from the commit.
+    """
     root = _ROOT.parent
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""`Files`: the files of a run folder, each validated when read and checked against the run's other files.
+"""`Files`: reads the files of a run folder, validates each, and checks them against one another.
 
 A file that was changed, or that belongs to another run, raises a CheckpointError that names the file and the
 difference. A study's records, `Run` and `raylt verify` all read run folders through this class.
@@ -45,7 +45,7 @@ RunState = Literal["missing", "running", "stopped", "done"]
 
 
 class Files:
-    """The files of a run folder, each read when it is asked for."""
+    """The files of a run folder, each read when it is first needed."""
 
     def __init__(self, folder: Path):
         self.path = folder
@@ -73,7 +73,7 @@ class Files:
             return read_identity(folder)
 
     def config(self) -> Config:
-        """Return the configuration that the run was made with; only resources and output may differ."""
+        """The configuration that the run was made with; only resources and output may have changed since."""
         with self._open() as folder:
             config = load(folder.place("config.yaml"))
             check_config(self.identity, config, folder)
@@ -96,7 +96,7 @@ class Files:
         return split
 
     def outline(self) -> "TaskOutline | None":
-        """Return the description of the data; None for a run that was made without one."""
+        """The description of the data, or None for a run that was made without one."""
         from raylt.data.fingerprint import OUTLINE as OUTLINE_HASH
         from raylt.data.task import OUTLINE as OUTLINES
 
@@ -115,7 +115,7 @@ class Files:
         return outline
 
     def check_data(self, task: "Task") -> None:
-        """Check that the data is the data of the run.
+        """Check that the data is the same data that the run was made with.
 
         Raises:
             CheckpointError: they are not.
@@ -135,13 +135,13 @@ class Files:
             check_version(self.identity, folder)
 
     def lines(self) -> Lines:
-        """Return the lines of the committed steps."""
+        """Return the lines of metrics.jsonl, one for each committed step."""
         root = self.identity["sha256"]
         with self._open() as folder:
             return read_lines(folder, root)
 
     def matrices(self, step: int | None = None) -> "Matrices":
-        """Return the counts of the evaluation after a step, by default the last."""
+        """Return the confusion matrices of the evaluation after a step, by default the last."""
         hashes = {report["step"]: report["confusion"] for report in self.lines().reports if report["confusion"]}
         if not hashes:
             raise CheckpointError(
@@ -165,7 +165,7 @@ class Files:
 
     @property
     def ended(self) -> bool:
-        """Return whether there is a summary."""
+        """Return whether the run has ended: its folder has a summary."""
         with self._open() as folder:
             return summary.FILE in folder.names()
 
@@ -182,7 +182,7 @@ class Files:
         return provenance.read(self.path)
 
     def checkpoint(self) -> "Checkpoint | None":
-        """Return the newest undamaged checkpoint; None if the run committed or kept none."""
+        """Return the newest undamaged checkpoint, or None if the run has none."""
         from raylt.core.checkpoint import checkpoint
 
         saved = checkpoint.latest(self.path / "checkpoints")[0]

@@ -1,4 +1,4 @@
-"""summary.json: the result of a run, bound to the run by hashes, and tables of it.
+"""summary.json: the result of a run, linked to the run by hashes, and its tables.
 
 The file has the run's SHA-256, that of the last line of metrics.jsonl, the model's, and under `sha256` the hash of all
 other fields.
@@ -54,7 +54,7 @@ Groups = dict[str, Share]
 
 
 class _Accuracy(BaseModel):
-    """Accuracies of the deployed model."""
+    """The summary's accuracies of the deployed model."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -67,7 +67,7 @@ class _Accuracy(BaseModel):
 
 
 class _Shown(BaseModel):
-    """The main figure over the rounds with an evaluation."""
+    """The summary's main figure: its values over all rounds with an evaluation."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -79,7 +79,7 @@ class _Shown(BaseModel):
 
 
 class _Clients(BaseModel):
-    """Figures over clients, on their own class mix; `by` has each kind of figure."""
+    """The summary's figures over clients, on each client's own class mix; `by` has each kind of figure."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -100,7 +100,10 @@ class _Bytes(TypedDict):
 
 
 class _SummaryFields(BaseModel):
-    """The fields of a finished run's summary.json; shares are in [0, 1], sizes in bytes, times in seconds."""
+    """The fields of a finished run's summary.json.
+
+    Shares are in [0, 1], sizes in bytes, times in seconds.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -140,7 +143,7 @@ class _SummaryFields(BaseModel):
 
 
 def _repeated_figures() -> Iterator[tuple[str, Any]]:
-    """Yield the fields that repeat a figure of the last line, in the form that `create_model` takes."""
+    """Yield the summary's fields that repeat a figure of the last step, in the form that `create_model` takes."""
     for name in SHARES:
         if name != "accuracy":
             annotation = RoundReport.model_fields[name].annotation
@@ -209,7 +212,7 @@ def summarise(
 
 
 def _shown(reports: list[MetricsLine]) -> dict[str, Any]:
-    """Return the main figure: its last value, best, mean of the last ten, and value before the phase after training."""
+    """Return the main figure's last value, best value, mean of the last ten, and value before the final phase."""
     name, last = shown_figure(reports[-1])
     rounds = [report for report in reports if report["phase"] == "round"]
     values = [value for kind, value in map(shown_figure, rounds) if kind == name and value is not None]
@@ -225,7 +228,7 @@ def _shown(reports: list[MetricsLine]) -> dict[str, Any]:
 
 
 def _pooled(by_client: dict[str, list[float | None]], tests: JudgedImages | None) -> float | None:
-    """Return the accuracy over all clients' own test images; None if clients have none."""
+    """Return the accuracy over all clients' own test images together, or None if clients have none."""
     if tests is None or tests["own"] is None or LOCAL not in by_client:
         return None
     judged = [(value, n) for value, n in zip(by_client[LOCAL], tests["own"], strict=True) if value is not None]
@@ -233,7 +236,7 @@ def _pooled(by_client: dict[str, list[float | None]], tests: JudgedImages | None
 
 
 def _by_participation(reports: list[MetricsLine]) -> dict[str, dict[str, Any] | None]:
-    """Return the figures of evaluated clients that took part in some round, and of those that never did.
+    """Return the figures of evaluated clients, separately for clients that took part in a round and for others.
 
     A group without clients is None.
     """
@@ -253,7 +256,7 @@ def _figures_of(ids: list[int], by_client: dict[str, list[float | None]]) -> dic
 
 
 def seal(summary: dict[str, Any], of: "Seal") -> dict[str, Any]:
-    """Return a summary with its own hash and the hashes that bind it to its run."""
+    """Return a summary with the hashes that link it to its run, and a hash over the summary itself."""
     content = json.loads(json.dumps({**summary, "run": of.run, "line": of.line}))
     return {**content, "sha256": hash_json(content)}
 
@@ -296,7 +299,9 @@ def read_summary(folder: Folder, lines: Lines) -> dict[str, Any]:
 
 
 def check_figures(summary: dict[str, Any], where: str) -> None:
-    """Check the fields of a summary that was recorded without its hashes; older summaries lack fields.
+    """Check the fields of a summary that was recorded without its hashes.
+
+    Older summaries may lack fields.
 
     Raises:
         CheckpointError: a field has another type or range; the message names it.
@@ -310,7 +315,7 @@ def _changed(message: str, path: Path) -> CheckpointError:
 
 
 def table_of(summary: dict[str, Any], folder: str) -> Table:
-    """Return the summary as a table; accuracies in percent."""
+    """Return the summary of a run as a table, with accuracies in percent."""
     table = Table(show_header=False, title=f"{summary['method']}, rounds: {summary['rounds']}", title_justify="left")
     table.add_column()
     table.add_column(overflow="fold")
@@ -356,7 +361,7 @@ def _accuracy_rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _own_rows(local: Spread, pooled: float | None, tests: JudgedImages | None) -> Iterator[tuple[str, str]]:
-    """Yield the rows on clients' own test images, with the numbers of images if recorded."""
+    """Yield the table's rows on clients' own test images, with the numbers of images if they were recorded."""
     sizes = [n for n in (tests and tests["own"]) or () if n]
     counted = f" ({len(sizes)} clients, {min(sizes)} to {max(sizes)} images each)" if sizes else ""
     yield "clients, mean (own test images)", percent(local["mean"]) + counted
@@ -366,7 +371,7 @@ def _own_rows(local: Spread, pooled: float | None, tests: JudgedImages | None) -
 
 
 def _intervals(groups: Groups, tested: dict[str, int]) -> str:
-    """Return the intervals of the groups with few test images; empty where no group has few."""
+    """Return the confidence intervals of class groups with few test images; empty if no group has few."""
     few = {name: n for name, n in tested.items() if 0 < n < FEW_SAMPLES and groups[name] is not None}
     texts = ["-" if name not in few else interval_text(groups[name] or 0.0, few[name]) for name in groups]
     return " / ".join(texts) if few else ""
@@ -420,7 +425,7 @@ def _last10_title(values: int | None) -> str:
 
 
 def split_table(task: Task, width: int) -> Table:
-    """Return the samples of each client by class; abbreviated if the columns exceed `width`.
+    """Return a table of each client's samples by class, abbreviated if it would exceed `width`.
 
     Columns are named by their classes, or where these do not fit by numbers, with the names below the table.
     """
@@ -445,7 +450,7 @@ def split_table(task: Task, width: int) -> Table:
 
 
 def _class_table(task: Task, heads: Sequence[str], groups: Sequence[str]) -> Table:
-    """Return the samples of each client by class, with the group of each class in the last row."""
+    """Return a table of each client's samples by class, with each class's group in the last row."""
     table = _counts_table("client", *heads, "samples")
     for k, (row, size) in enumerate(zip(task.client_counts, task.sizes, strict=True)):
         table.add_row(task.client_names[k], *(_short(n) if n else "·" for n in row), str(size))
@@ -464,19 +469,21 @@ def _counts_table(*heads: str) -> Table:
 
 
 def _short(count: int) -> str:
-    """Return a number of samples unchanged, a number of pixels in thousands or millions."""
+    """Return a count as short text: samples in full, pixels in thousands or millions."""
     if count < 100_000:
         return str(count)
     return f"{count / 1e3:.0f}k" if count < 1e7 else f"{count / 1e6:.0f}M"
 
 
 def percent(value: float | None) -> str:
-    """Return a share in percent; "-" for None."""
+    """Return a share as text in percent, or "-" for None."""
     return "-" if value is None else f"{100 * value:.2f} %"
 
 
 def with_images(value: float | None, images: int | None) -> str:
-    """Return a share in percent with its number of test images, and its interval if these are few.
+    """Return a share in percent with its number of test images.
+
+    If these are few, the confidence interval follows.
 
     Args:
         value: in [0, 1]; None where nothing was judged.
@@ -489,7 +496,7 @@ def with_images(value: float | None, images: int | None) -> str:
 
 
 def interval_text(value: float, images: int) -> str:
-    """Return Wilson's 95 % interval in percent."""
+    """Return Wilson's 95 % confidence interval of an accuracy as text, in percent."""
     low, high = wilson_interval(value, images)
     return f"{100 * low:.1f} to {100 * high:.1f} %"
 
@@ -499,7 +506,7 @@ def _percents(groups: dict[str, float | None]) -> str:
 
 
 def size(count: float) -> str:
-    """Return a number of bytes in binary units."""
+    """Return a number of bytes as text with a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""`Journal`: the run folder for the process that writes it; `Run` (run.py) reads it.
+"""`Journal`: writes a run folder; `Run` (run.py) reads it.
 
     identity.json    what the result follows from, see identity.py
     config.yaml      the resolved configuration, which `raylt resume` runs
@@ -47,7 +47,7 @@ SERVER_DIED = "the server's process died"  # the start of the note
 
 
 class Journal:
-    """A run folder, which one process at a time locks.
+    """A run folder that is open for writing and locked against other processes.
 
     Raises:
         CheckpointError: the folder cannot be written to, or another process has it locked.
@@ -111,32 +111,32 @@ class Journal:
         return journal
 
     def _make_resumable(self, config: Config) -> None:
-        """Write config.yaml, the last of the files, which makes the folder resumable."""
+        """Write config.yaml as the folder's last file, which makes the run resumable."""
         self._open.write("config.yaml", yaml_text.write(config.model_dump(mode="json")))
 
     @property
     def seal(self) -> Seal:
-        """Return the hashes that bind the next step to the steps before it."""
+        """Return the hashes that link the next step to the steps before it."""
         if self._head is None:
             self._head = self._lines().head()
         return Seal(self._root, self._head)
 
     def append(self, report: RoundReport) -> None:
-        """Record a committed step."""
+        """Record the report of a committed step."""
         self._append(metrics_log.as_record(report))
 
     def note(self, text: str) -> None:
-        """Add a line to the run's notes, which names a problem and its remedy."""
+        """Add a line about a problem and its remedy to the run's notes."""
         self._open.append(NOTES, text + "\n")
 
     def server_deaths(self) -> int:
-        """Return how many times the server's process died, according to the run's notes."""
+        """Return how many times the server's process has died, according to the run's notes."""
         if not self._open.has(NOTES):
             return 0
         return sum(line.startswith(SERVER_DIED) for line in self._open.read(NOTES).decode().splitlines())
 
     def adopt(self, reports: Sequence[dict[str, Any]], saved: Checkpoint, config: Config) -> None:
-        """Take over the first steps of another run: their reports, and the checkpoint after the last of them.
+        """Take over the first steps of another run: their reports, and the checkpoint after the last step.
 
         The run can be resumed only after that. A kill before leaves a folder that is no run.
         """
@@ -166,7 +166,7 @@ class Journal:
         return self._lines().reports
 
     def rewind(self) -> tuple[Checkpoint | None, list[str]]:
-        """Drop the lines after the newest usable checkpoint.
+        """Drop the lines of steps after the newest usable checkpoint.
 
         Returns:
             The checkpoint to continue from, and a warning for each damaged one.
@@ -197,7 +197,7 @@ class Journal:
         return saved, faults
 
     def discard(self) -> None:
-        """Remove the folder of a run without committed steps, unless another process has continued the run."""
+        """Remove the folder if no step was committed, unless another process has continued the run."""
         with Folder.open(self.folder) as folder:
             lock = folder.lock(LOCK) if self._lock is None else self._lock
             if lock is None:
@@ -208,7 +208,7 @@ class Journal:
                 os.close(lock)
 
     def show(self, picture: Picture) -> None:
-        """Add a picture of predictions of the final model to TensorBoard."""
+        """Add a picture of the final model's predictions to TensorBoard."""
         self._board.picture(self._open, len(self.reports()), picture)
 
     def write_summary(self, figures: dict[str, Any]) -> dict[str, Any]:

@@ -1,1 +1,4 @@
-"""Serving an exported model over HTTP: requests, responses and the web page. The server itself is in `actors`."""
+"""Serving an exported model over HTTP: requests, responses and the web page.
+
+The server itself is in `actors`.
+"""

@@ -1,4 +1,4 @@
-"""`ServedModel`: everything that a process needs to answer with a model, as one value."""
+"""`ServedModel`: an exported model as one value, with everything that a serving process needs."""
 
 import tempfile
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from raylt.runs.export.trained_model import TrainedModel
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The content of an exported file.
+    """The content of an exported model file, to be sent to serving processes.
 
     Attributes:
         name: of the file.
@@ -28,7 +28,7 @@ class ServedModel:
     card: str
 
     def open(self) -> "OpenedModel":
-        """Return the models in the file, ready to predict."""
+        """Load the models in the file, ready to predict."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / self.name
             file.write_bytes(self.content)
@@ -37,7 +37,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """The models of a file by client name; None is the key of a single model.
+    """The loaded models of an exported file, by client name; a single model has the key None.
 
     Attributes:
         clients: names of the clients, where each has a model of its own; else empty.
@@ -49,12 +49,12 @@ class OpenedModel:
 
     @property
     def any(self) -> TrainedModel | GraphModel:
-        """Return one of the models; all take the same images and have the same classes."""
+        """One of the models. All take the same images and have the same classes."""
         return next(iter(self.models.values()))
 
 
 def served_model(path: Path) -> ServedModel:
-    """Return the model of a run folder or exported file, after opening it once as a check.
+    """Return the model of a run folder or exported file, after loading it once as a check.
 
     Raises:
         ConfigError: the file is of another kind, the model cannot be exported, or a plugin or a package is missing.
@@ -67,7 +67,7 @@ def served_model(path: Path) -> ServedModel:
 
 
 def _read(path: Path) -> ServedModel:
-    """Return the content of a file, after opening its models so that errors name the user's file, not a copy."""
+    """Return the content of an exported file, after loading its models so that errors name the user's path."""
     _models_in(path)
     file = store.plain(path)
     card = card_of(path)
@@ -76,7 +76,7 @@ def _read(path: Path) -> ServedModel:
 
 
 def _models_in(path: Path) -> tuple[list[str], dict[str | None, TrainedModel | GraphModel]]:
-    """Return the names of the clients whose own models a file has, and the models by name."""
+    """Load the models of an exported file; return the clients' names and the models by name."""
     if path.suffix != ".safetensors":
         return [], {None: load_model(path)}
     artefact = read(path)

@@ -1,4 +1,4 @@
-"""`Service`: answers requests with a model; it is independent of the server, such as Ray Serve.
+"""`Service`: answers prediction requests with a model, independently of the server (such as Ray Serve).
 
     POST /predict?client=NAME   an image file as the body -> {"class": ..., "shares": {class: share}}
     GET /                       the page that one drops images on
@@ -41,7 +41,7 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a service.
+    """The limits that a service puts on requests.
 
     Args:
         token: that requests must bear; None asks for none.
@@ -56,7 +56,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Request:
-    """A request.
+    """An HTTP request to the service.
 
     Args:
         headers: by their names in lower case.
@@ -74,7 +74,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer to a request."""
+    """An HTTP answer to a request."""
 
     status: int
     body: bytes
@@ -86,7 +86,7 @@ Predict = Callable[[str | None, np.ndarray], Awaitable[dict[str, float]]]  # cli
 
 
 class Refused(RayltError):
-    """The refusal of a request, with its status.
+    """The error for a refused request, with its HTTP status.
 
     Args:
         status: of HTTP.
@@ -98,7 +98,7 @@ class Refused(RayltError):
 
 
 class Service:
-    """Answers requests with a model.
+    """Answers HTTP requests with the predictions of a model.
 
     Args:
         predict: computes the shares of classes; it may wait for other requests, to take several images at once.
@@ -112,7 +112,7 @@ class Service:
         self._allowance: OrderedDict[str, tuple[float, float]] = OrderedDict()  # by address: images, and since when
 
     async def answer(self, request: Request) -> Answer:
-        """Return the answer to a request; an error becomes an answer with its status."""
+        """Return the answer to a request; an error becomes an answer with the error's HTTP status."""
         try:
             return await self._route(request)
         except Refused as error:
@@ -158,7 +158,10 @@ class Service:
             )
 
     def _check_rate(self, address: str) -> None:
-        """Charge one image to an address's rate limit, which allows bursts of one second's images."""
+        """Count one image against the rate limit of an address; refuse the request if the limit is exceeded.
+
+        Bursts of one second's images are allowed.
+        """
         rate = self._limits.rate
         if rate is None:
             return
@@ -229,7 +232,10 @@ def _template() -> str:
 
 
 def _check_pixels(content: bytes) -> None:
-    """Refuse an image with more pixels than a service decodes; leave content that is not an image to the decoder."""
+    """Raise an error if an image has more pixels than a service decodes.
+
+    Content that is not an image is left to the decoder.
+    """
     from PIL import Image, UnidentifiedImageError
 
     try:
