@@ -1,1 +1,4 @@
-"""Studies: arms over cells and paired seeds, their runs, comparisons, claims and reports."""
+"""Studies: compare arms (methods or settings) over cells (data settings) and paired seeds.
+
+A study holds its runs, comparisons, claims and reports.
+"""

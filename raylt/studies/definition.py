@@ -41,7 +41,7 @@ _ARM = re.compile(r"[\w(][\w .,+()=/-]*")
 
 @dataclass(frozen=True)
 class Planned:
-    """One run of a study.
+    """One planned run of a study: its cell, arm, seed, settings and folder.
 
     Attributes:
         folder: path of the run, relative to the study's folder.
@@ -55,7 +55,7 @@ class Planned:
 
 
 class Definition(Section):
-    """A study as written by its author."""
+    """A study as its author wrote it: arms, cells, seeds and claims."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*$", max_length=LONGEST_NAME)
     about: str = ""
@@ -76,7 +76,7 @@ class Definition(Section):
     @field_validator("arms", mode="before")
     @classmethod
     def _arms(cls, value: Any) -> Any:
-        """Read `arm: fedprox` as `arm: {method: fedprox}`."""
+        """Expand the short form `arm: fedprox` to `arm: {method: fedprox}`."""
         if not isinstance(value, dict):
             return value
         return {name: {"method": arm} if isinstance(arm, str) else arm for name, arm in value.items()}
@@ -94,17 +94,17 @@ class Definition(Section):
 
     @property
     def compared_to(self) -> str:
-        """Return the reference arm: the first, unless `reference` names another."""
+        """The reference arm: the first arm, unless `reference` names another."""
         return self.reference or next(iter(self.arms))
 
     @property
     def all_seeds(self) -> list[int]:
-        """Return the seeds of every arm and cell."""
+        """The seeds that every arm uses in every cell."""
         return list(range(self.seeds)) if isinstance(self.seeds, int) else self.seeds
 
     @cached_property
     def all_cells(self) -> dict[str, dict[str, Any]]:
-        """Return the settings of each cell by label, in the file's order; without `cells`, one cell labelled "".
+        """The settings of each cell by label, in the file's order; without `cells`, one cell labelled "".
 
         Raises:
             ConfigError: two cells would have the same label, or there are too many.
@@ -127,7 +127,7 @@ class Definition(Section):
 
     @property
     def parsed_claims(self) -> list[Claim]:
-        """Return the claims as `read_claim` reads them.
+        """The claims as parsed by `read_claim`.
 
         Raises:
             ConfigError: a claim cannot be read or names an unknown arm.
@@ -140,11 +140,11 @@ class Definition(Section):
         return parsed
 
     def arms_of(self, cell: str) -> Sequence[str]:
-        """Return the arms that run in a cell."""
+        """Return the names of the arms that run in a cell."""
         return self.only.get(cell, list(self.arms))
 
     def runs(self, tuned: Outcomes | None = None) -> list[Planned]:
-        """List every run, by cell, then seed, then arm.
+        """Return every run of the study, ordered by cell, then seed, then arm.
 
         Args:
             tuned: outcomes of tuning; without them arms have the settings that the study gives.
@@ -160,7 +160,7 @@ class Definition(Section):
         ]
 
     def run(self, cell: str, arm: str, seed: int, tuned: Outcomes | None = None) -> Planned:
-        """Return the run of an arm in a cell with a seed, which need not be one of the study's."""
+        """Return the planned run of an arm in a cell with a seed, even a seed that the study does not use."""
         outcome = (tuned or {}).get(cell, {}).get(arm)
         tree = self._settings(cell, arm, seed)
         config = resolved(merge(tree, outcome["values"]) if outcome else tree, f"arm {arm!r}")
@@ -168,11 +168,11 @@ class Definition(Section):
         return Planned(cell, arm, seed, config, folder)
 
     def bases(self) -> dict[tuple[str, str], Config]:
-        """Return, by cell and arm, the settings from which each arm is tuned; see `base_of`."""
+        """Return, by cell and arm, the settings from which tuning starts; see `base_of`."""
         return {(cell, arm): self.base_of(cell, arm) for cell in self.all_cells for arm in self.arms_of(cell)}
 
     def base_of(self, cell: str, arm: str) -> Config:
-        """Return the settings from which an arm is tuned in a cell.
+        """Return the settings from which the tuning of an arm in a cell starts.
 
         They have the first seed, and only those fields of the method that the study gives.
         """
@@ -291,7 +291,7 @@ class Definition(Section):
 
 
 def read_definition(path: Path) -> Definition:
-    """Return the study in a YAML file, with the file's name unless the study has its own.
+    """Read a study from a YAML file; its name is the file's name unless the file gives another.
 
     Raises:
         ConfigError: the file cannot be read, or something in it is wrong.
@@ -308,7 +308,7 @@ def read_definition(path: Path) -> Definition:
 
 
 def define(tree: Mapping[str, Any]) -> Definition:
-    """Return a study from a mapping, with the settings of every run checked.
+    """Return the study that a mapping defines, after checking the settings of every run.
 
     Raises:
         ConfigError: something in it is wrong.

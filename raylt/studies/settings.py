@@ -1,4 +1,4 @@
-"""Settings of studies: merges them into configurations, names cells and folders, and compares runs."""
+"""Functions on settings of studies: merge them, name cells and folders, and compare runs."""
 
 import re
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _LOCATIONS = ("data.root", "data.download")  # settings that say where a machine
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    """Return the settings of one of the package's recipes or of a YAML file.
+    """Read the settings of a recipe in the package, or of a YAML file.
 
     Raises:
         ConfigError: there is no such recipe or file.
@@ -53,7 +53,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def merge(tree: Mapping[str, Any], changes: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Return settings overlaid with changes.
+    """Return a copy of settings with changes merged in.
 
     Keys may be nested or dotted. A method that the changes name replaces the former method and its fields. Fields
     without a name are added to the former method.
@@ -84,7 +84,7 @@ def merge(tree: Mapping[str, Any], changes: Mapping[str, Any], section: str = ""
 
 
 def resolved(tree: Mapping[str, Any], owner: str = "") -> Config:
-    """Return a run's configuration with all fields of its method, as a run folder records it.
+    """Return a run's complete configuration, with all fields of its method, as a run folder records it.
 
     Args:
         tree: settings; the rest has its defaults.
@@ -104,7 +104,7 @@ def resolved(tree: Mapping[str, Any], owner: str = "") -> Config:
 
 
 def label(settings: Mapping[str, Any]) -> str:
-    """Return the displayed name of a cell, as in "IF 100, alpha 0.5"."""
+    """Return the displayed name of a cell with these settings, such as "IF 100, alpha 0.5"."""
     words = []
     for key, value in settings.items():
         letter = _LETTERS.get(key, key.rpartition(".")[2])
@@ -114,13 +114,13 @@ def label(settings: Mapping[str, Any]) -> str:
 
 
 def slug(text: str) -> str:
-    """Return a name as a folder name: "IF 100, alpha 0.5" becomes "if100_alpha0.5"."""
+    """Convert a name to a folder name: "IF 100, alpha 0.5" becomes "if100_alpha0.5"."""
     joined = re.sub(r"([A-Za-z]) (?=[\d.])", r"\1", text.lower()).replace(", ", "_")
     return re.sub(r"[^\w.+=-]+", "-", joined).strip("-")
 
 
 def differences(config: dict[str, Any], planned: Config, elsewhere: bool = False) -> list[str]:
-    """List the settings in which a run differs from its plan, apart from resources and output.
+    """Return the settings in which a run differs from its plan, apart from resources and output.
 
     A method may have gained a field since the run was made. The run then counts with the field's default, which is how
     it was trained.
@@ -153,12 +153,12 @@ def differences(config: dict[str, Any], planned: Config, elsewhere: bool = False
 
 
 def portable(config: Config) -> dict[str, Any]:
-    """Return the settings that results depend on, by dotted key, with file names instead of paths."""
+    """Return the settings that affect results, by dotted key, with file names in place of paths."""
     return _without_locations(flat(settled(config)))
 
 
 def file_names(config: Mapping[str, Any]) -> dict[str, str]:
-    """Map each file path in the settings to the file's name."""
+    """Map each file path in the settings to the name of the file."""
     texts = [value for value in flat(config).values() if isinstance(value, str)]
     return {text: name for text in texts if (name := _without_location(text)) != text}
 

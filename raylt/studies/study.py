@@ -83,7 +83,7 @@ def study(
 
 
 def of_runs(folders: Sequence[Path]) -> "Study":
-    """Return a study of single runs.
+    """Return a study that consists of single runs.
 
     Arms differ in the method or the model, cells in the data, and seeds in both seeds.
 
@@ -111,7 +111,7 @@ def of_runs(folders: Sequence[Path]) -> "Study":
 
 
 def check_claimed_groups(definition: Definition, plans: Sequence[Planned]) -> None:
-    """Check that each group of classes in a claim has test images in some cell.
+    """Check that each class group that a claim mentions has test images in some cell.
 
     Args:
         definition: the study.
@@ -151,7 +151,7 @@ def check_claimed_groups(definition: Definition, plans: Sequence[Planned]) -> No
 
 
 class Study:
-    """Arms over cells and seeds, with the state of each run.
+    """A study: its definition (arms, cells and seeds), and the state of each run.
 
     Attributes:
         definition: arms, cells, seeds and claims.
@@ -183,7 +183,7 @@ class Study:
         return f"Study({str(self.folder or self.definition.name)!r}, {done} of {len(self.records)} runs done)"
 
     def _repr_html_(self) -> str:
-        """Return the states of the runs as a table, with the measure's mean over finished runs."""
+        """Return an HTML table of the runs' states, with the mean of the measure over finished runs."""
         groups: dict[tuple[str, str], list[RunRecord]] = {}
         for record in self.records:
             groups.setdefault((record.cell, record.arm), []).append(record)
@@ -210,7 +210,7 @@ class Study:
         spread: Literal["interval", "sd"] = "interval",
         path: Path | str | None = None,
     ) -> "Figure":
-        """Draw the curves of the arms, and return a figure that a notebook shows.
+        """Draw the learning curves of the arms, and return a figure that a notebook can show.
 
         Args:
             measures: accuracy, many, medium, few, local, matched, owned, clients or worst_decile, a panel each; by
@@ -289,7 +289,7 @@ class Study:
 
     @classmethod
     def open(cls, path: Path | str) -> "Study":
-        """Open a study's folder or its results.json.
+        """Open a study from its folder or from its results.json.
 
         Raises:
             CheckpointError: the path is neither.
@@ -313,18 +313,18 @@ class Study:
 
     @classmethod
     def open_unchecked(cls, folder: Path) -> "Study":
-        """Open a study's folder even if its runs are damaged or have other settings than planned."""
+        """Open a study's folder even if runs are damaged or have other settings than the study plans."""
         opened = cls(read_definition(folder / FILE), folder, [])
         opened.read()
         return opened
 
     @property
     def planned(self) -> list[Planned]:
-        """Return every run, with the settings that its arm was tuned to."""
+        """Return every planned run, with the settings to which its arm was tuned."""
         return self.definition.runs(self.tuned)
 
     def read(self) -> list[RunRecord]:
-        """Read the state of every run from its folder; recorded runs need no folder.
+        """Read the state of every run from its folder; runs taken from a results file need no folder.
 
         Returns:
             The records, in the order of `planned`.
@@ -350,7 +350,7 @@ class Study:
         mix_versions: bool = False,
         record_file: Path | None = None,
     ) -> list[str]:
-        """Tune arms if the study asks for it, do the unfinished runs, and write results.json.
+        """Run the study: tune arms if asked for, carry out unfinished runs, and write results.json.
 
         Args:
             callback: receives messages and the progress; by default a bar in a notebook, and nothing elsewhere.
@@ -406,7 +406,7 @@ class Study:
         mix_versions: bool = False,
         may_lack: bool = False,
     ) -> Comparison:
-        """Compare the finished runs, see `raylt.studies.analysis.comparison.compare`."""
+        """Compare the finished runs; see `raylt.studies.analysis.comparison.compare`."""
         definition = self.definition
         own = {
             arm: {key: value for key, value in flat(changes).items() if not key.startswith("method")}
@@ -429,7 +429,7 @@ class Study:
 
     @property
     def holdings(self) -> Holdings:
-        """Return the clients' class counts in the first finished run of each cell.
+        """Return each client's class counts, from the first finished run of each cell.
 
         Each cell has "names" and "groups" of the classes, and "counts" by client and class. A cell is left out where
         its data are not on this machine.
@@ -449,7 +449,7 @@ class Study:
         return self._holdings
 
     def save_results(self, record_file: Path | None = None) -> list[str]:
-        """Write results.json, from which tables and reports are made: the definition and every record.
+        """Write results.json: the definition and the record of every run, from which tables and reports are made.
 
         Args:
             record_file: results that are kept, to which finished runs are added.
@@ -467,11 +467,11 @@ class Study:
         return recorded_runs.update(record_file, self.definition, done, self.holdings, self.tuned)
 
     def is_on_record(self, record: RunRecord) -> bool:
-        """Return whether a run is done because it is on record and has no folder."""
+        """Return whether a run was taken from a results file, so that it has no folder."""
         return self.recorded.records.get((record.cell, record.arm, record.seed)) is record
 
     def check_whole(self) -> None:
-        """Check that no run is damaged.
+        """Check that no run of the study is damaged.
 
         Raises:
             CheckpointError: files of a run contradict each other, were changed or cannot be read.
@@ -502,7 +502,10 @@ class Study:
                 )
 
     def _check_runs(self, folder: Path, mix_versions: bool) -> None:
-        """Check that no run is damaged, and that one version of the code made all, unless versions may be mixed."""
+        """Check that no run is damaged and that one version of the code made all runs.
+
+        Several versions are accepted with `mix_versions`.
+        """
         current = provenance.code_sha256()
         self.read()
         self.check_whole()
@@ -520,7 +523,7 @@ class Study:
 
 
 def check_definition_seal(folder: Path) -> None:
-    """Check that study.yaml is the file that raylt wrote into a study's folder.
+    """Check that study.yaml is unchanged since raylt wrote it into a study's folder.
 
     Raises:
         CheckpointError: it was changed, or the folder has no seal.
@@ -543,7 +546,7 @@ def check_definition_seal(folder: Path) -> None:
 
 
 def _readable(record: RunRecord) -> RunRecord:
-    """Return a record after a check that it has a configuration and no contradictions.
+    """Check that a record has a configuration and no contradictions, and return it.
 
     Raises:
         CheckpointError: the run is damaged or has no configuration.
@@ -595,7 +598,7 @@ def _settled(record: RunRecord) -> dict[str, Any]:
 
 
 def _arm_names(trees: list[dict[str, Any]]) -> list[str]:
-    """Name each run by its method, the fields that differ among the method's runs, and its model if models differ."""
+    """Name each run by its method, by the fields that differ within the method, and by its model if models differ."""
     methods = [tree["method.name"] for tree in trees]
     models = _labels([{"model": tree["model"]} for tree in trees])
     names = [""] * len(trees)
@@ -611,7 +614,7 @@ def _arm_names(trees: list[dict[str, Any]]) -> list[str]:
 
 
 def _labels(parts: list[dict[str, Any]]) -> list[str]:
-    """Return, for each mapping, a label of the values in which it differs from the others."""
+    """Return, for each mapping, a label with the values in which it differs from the other mappings."""
     keys = list(dict.fromkeys(key for part in parts for key in part))
     differing = [key for key in keys if len({str(part.get(key)) for part in parts}) > 1]
     return [label({key: part[key] for key in differing if key in part}) for part in parts]

@@ -1,4 +1,7 @@
-"""Checks of studies and of their results, for `raylt verify`; see raylt/runs/verify.py for runs."""
+"""Checks of study folders and results files, for `raylt verify`.
+
+See raylt/runs/verify.py for the checks of runs.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +19,7 @@ from raylt.studies.study import FILE, Study, check_definition_seal
 
 
 def verify_results(file: Path) -> list[Finding]:
-    """Check a file of results: its seal, and each record against the summary of its run."""
+    """Check a results file: its seal, and each record against the summary of its run."""
     try:
         _, records, _, _ = read_results(file)
     except RayltError as error:
@@ -30,7 +33,7 @@ def verify_results(file: Path) -> list[Finding]:
 
 
 def verify_study(folder: Path) -> list[Finding]:
-    """Check a study's folder: its definition, its runs, and the files of results in it."""
+    """Check a study's folder: its definition, its runs and its results files."""
     return list(_findings(folder))
 
 
@@ -67,7 +70,7 @@ def _check_settings(study: Study, folder: Path) -> str:
 
 
 def _describe_run(folder: Path) -> str:
-    """Return the state of a run; raise a RayltError if one of its files is damaged."""
+    """Return the state of a run as text; raise a RayltError if one of its files is damaged."""
     record = read_run(folder)
     files = Files(folder)
     if record.state in ("damaged", "done"):

@@ -34,7 +34,7 @@ class StudyStatus:
 
 @dataclass(frozen=True)
 class TrialReport:
-    """A finished trial of a search.
+    """The outcome of a search's trial that has ended.
 
     Attributes:
         trial: its name, which is the name of its folder.

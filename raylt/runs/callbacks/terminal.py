@@ -228,7 +228,7 @@ class TimeLeft(ProgressColumn):
 
 
 def _clock(seconds: float) -> str:
-    """Return seconds as text: M:SS, or H:MM:SS from one hour on."""
+    """Return seconds as text: MM:SS, or H:MM:SS from one hour on."""
     left = round(seconds)
     hours, minutes = left // 3600, left // 60 % 60
     return f"{hours}:{minutes:02}:{left % 60:02}" if hours else f"{minutes:02}:{left % 60:02}"

@@ -45,7 +45,7 @@ class Prediction:
 
     @property
     def shares(self) -> list[dict[str, float]]:
-        """Return the probability of each class by name, per image; for label maps, each class's share of the pixels."""
+        """Each image's class probabilities, by class name; for label maps, each class's share of the pixels."""
         values = self.probabilities
         if self.labels.ndim > 1:
             classes = torch.arange(values.shape[1]).view(1, -1, 1, 1)

@@ -73,7 +73,7 @@ class Files:
             return read_identity(folder)
 
     def config(self) -> Config:
-        """The configuration that the run was made with; only resources and output may have changed since."""
+        """Return the configuration that the run was made with; only resources and output may have changed since."""
         with self._open() as folder:
             config = load(folder.place("config.yaml"))
             check_config(self.identity, config, folder)
@@ -96,7 +96,7 @@ class Files:
         return split
 
     def outline(self) -> "TaskOutline | None":
-        """The description of the data, or None for a run that was made without one."""
+        """Return the description of the data, or None for a run that was made without one."""
         from raylt.data.fingerprint import OUTLINE as OUTLINE_HASH
         from raylt.data.task import OUTLINE as OUTLINES
 

@@ -1,4 +1,4 @@
-"""`Claim`: a statement that one arm of a study is better than another; `judge`: its test on the runs."""
+"""`Claim`, a statement that one arm of a study is better than another, and `judge`, which tests claims on runs."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +14,7 @@ Values = dict[tuple[str, str], dict[int, float]]  # by (arm, cell) and seed
 
 @dataclass(frozen=True)
 class Claim:
-    """The claim that `better` has a higher (or lower) `measure` than `worse`.
+    """A claim that the arm `better` has a higher (or lower) `measure` than the arm `worse`.
 
     Attributes:
         models: the model that counts on either side, where a method judges several models of a client; "" for the one
@@ -30,7 +30,7 @@ class Claim:
 
     @property
     def measures(self) -> tuple[str, str]:
-        """Return the measure of both sides, in the form that `measure_of` takes."""
+        """The measures of the better and of the worse arm, in the form that `measure_of` takes."""
         better, worse = (f"{self.measure}@{model}" if model else self.measure for model in self.models)
         return better, worse
 
@@ -44,7 +44,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim with its verdict in one cell.
+    """A claim with the outcome of its test in one cell of the study.
 
     Attributes:
         at: the rounds whose figures count.
@@ -62,7 +62,9 @@ class Judged:
 
 
 def read_claim(text: str, arms: Sequence[str], measure: str, printed: float | None = None) -> Claim:
-    """Read "a > b" or "a < b", also with "on MEASURE"; "a@MODEL" is that model of the clients of a.
+    """Parse a claim such as "a > b", "a < b" or "a > b on MEASURE", where a and b are arms.
+
+    "a@MODEL" stands for the model of this name of a's clients.
 
     Args:
         text: the claim.
@@ -105,7 +107,7 @@ def read_claim(text: str, arms: Sequence[str], measure: str, printed: float | No
 
 @dataclass(frozen=True)
 class ClaimFigures:
-    """A claim with the figures of both its arms at the rounds `at`."""
+    """A claim with the measured figures of both its arms, by cell and seed."""
 
     claim: Claim
     at: At
@@ -113,12 +115,12 @@ class ClaimFigures:
     worse: Values
 
     def difference(self, cell: str, level: float) -> Paired | None:
-        """Return the paired difference in a cell; None if the arms share no seed."""
+        """Return the paired difference of the two arms in a cell, or None if they have no common seed."""
         better, worse = self._by_seed(cell)
         return difference(better, worse, level)
 
     def unjudged(self, cell: str, finished: Collection[tuple[str, str]]) -> list[str]:
-        """List the reasons why the claim is not tested in a cell.
+        """Return the reasons why the claim is not tested in a cell.
 
         There are none where the claim is judged, or where an arm has no finished run, which other lines name.
 
@@ -141,7 +143,7 @@ class ClaimFigures:
 
 
 def judge(claims: Sequence[ClaimFigures], cells: Sequence[str], level: float) -> list[Judged]:
-    """Test every claim in each cell with both its arms; all tests form one family."""
+    """Test every claim in each cell that has both arms. All tests form one family for the p values."""
     pairs: list[tuple[ClaimFigures, str, Paired]] = []
     for figures in claims:
         for cell in cells:
@@ -164,7 +166,7 @@ def judge(claims: Sequence[ClaimFigures], cells: Sequence[str], level: float) ->
 
 
 def difference(values: Mapping[int, float], reference: Mapping[int, float], level: float) -> Paired | None:
-    """Return the difference to a reference over the seeds that both have; None if they share no seed."""
+    """Return the mean difference to a reference, paired over the common seeds, or None without a common seed."""
     both = [seed for seed in values if seed in reference]
     return paired([values[seed] for seed in both], [reference[seed] for seed in both], level) if both else None
 

@@ -1,4 +1,4 @@
-"""`Comparison`: a study's arms, cell by cell, with the differences and claims that the seeds support.
+"""`Comparison`: compares a study's arms in each cell, with differences, intervals and tested claims.
 
 Runs can be compared where they have the same split, budget, optimiser, evaluation and code.
 """
@@ -30,7 +30,7 @@ _PASSES = (
 
 @dataclass(frozen=True)
 class Row:
-    """One arm in one cell.
+    """The figures of one arm in one cell.
 
     Attributes:
         values: by seed, of the finished runs.
@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Overall:
-    """One arm over all cells: its interquartile mean, and its probability of being better than the reference arm."""
+    """The figures of one arm over all cells: interquartile mean, and probability of beating the reference arm."""
 
     arm: str
     iqm: Interval
@@ -61,7 +61,7 @@ class Overall:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """The content of a study's tables; equal records give an equal comparison.
+    """The content of a study's tables. Equal records of runs give equal comparisons.
 
     Attributes:
         whole: the cells that `overall` covers, in which all arms have the same seeds.
@@ -93,11 +93,11 @@ class Comparison:
         return f"Comparison({self.measure!r}, {len(self.rows)} rows, arms {arms or 'none'})"
 
     def _repr_html_(self) -> str:
-        """Return the table that `raylt compare` prints."""
+        """Return the table that `raylt compare` prints, as HTML."""
         return later("raylt.studies.report.comparison_tables", "comparison_table")(self).html()
 
     def plot(self, path: Path | str | None = None) -> "Figure":
-        """Draw means with intervals and the value of every seed, and return a figure that a notebook shows.
+        """Draw each arm's mean with its interval and seeds, and return a figure that a notebook can show.
 
         Args:
             path: file that the picture is written to as well, .png, .pdf or .svg.
@@ -108,7 +108,7 @@ class Comparison:
         return later("raylt.plots.objects", "draw_comparison")(self, path)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the comparison as plain values."""
+        """Return the comparison as JSON values."""
         return {"schema": 1, **asdict(self)}
 
     def frame(self) -> Any:
@@ -137,7 +137,7 @@ def compare(
     mix_versions: bool = False,
     may_lack: bool = False,
 ) -> Comparison:
-    """Compare the finished runs; the comparison lists the other runs.
+    """Compare the finished runs of a study, and list the other runs.
 
     Args:
         records: runs in any state.
@@ -212,7 +212,7 @@ def compare(
 
 
 def judged_on(done: Sequence[RunRecord]) -> str:
-    """Return test images and group thresholds of a cell's runs; empty if none recorded them."""
+    """Describe the test images and the group thresholds of a cell's runs; return "" if none were recorded."""
     tests = next((tests for run in done if run.summary and (tests := run.summary.get("tests"))), None)
     if tests is None:
         return ""
@@ -267,7 +267,7 @@ def check_comparable(done: Sequence[RunRecord], own: Mapping[str, Collection[str
 
 
 def _conditions(record: RunRecord) -> dict[str, str]:
-    """Return the conditions that compared runs must share, each in words."""
+    """Return the conditions that runs must share in order to be compared, each as a text."""
     assert record.summary is not None
     return {
         "split": record.summary["split_sha256"][:12],
@@ -279,7 +279,7 @@ def _conditions(record: RunRecord) -> dict[str, str]:
 
 
 def _condition_of(key: str) -> str:
-    """Return the condition that a setting belongs to; "" if none."""
+    """Return the name of the condition to which a setting belongs, or "" if it belongs to none."""
     section, _, name = key.partition(".")
     if section == "local":
         return "budget" if name in _PASSES else "optimiser"
@@ -299,7 +299,10 @@ def _budget(config: dict[str, Any]) -> str:
 
 
 def _optimiser(config: dict[str, Any]) -> str:
-    """Describe how clients train; settings that an older record lacks have their defaults."""
+    """Describe how clients train in a run.
+
+    Settings that an older record lacks have their defaults.
+    """
     local = completed(config)["local"]
     return ", ".join(f"local.{name} {local[name]}" for name in sorted(local) if name not in _PASSES)
 
@@ -330,19 +333,19 @@ def _parts_only_in(condition: str, other: str) -> str:
 
 
 def _versions(done: Sequence[RunRecord]) -> list[str]:
-    """Return how many runs each version of the code made; empty if there is only one version."""
+    """Return a line for each version of the code with its number of runs; empty if there is one version."""
     made = Counter(" and ".join(code[:12] for code in record.made.get("codes", ["unknown"])) for record in done)
     return [f"{code}: {runs} runs" for code, runs in made.items()] if len(made) > 1 else []
 
 
 def _unsealed(done: Sequence[RunRecord]) -> list[str]:
-    """Return the number of runs without a seal, by cell and arm."""
+    """Return the number of runs whose records have no seal, by cell and arm."""
     counts = Counter((record.cell, record.arm) for record in done if not record.sealed)
     return [f"{f'{cell}, ' if cell else ''}{arm}: {runs} runs" for (cell, arm), runs in counts.items()]
 
 
 def _values(done: Sequence[RunRecord], measure: str, at: At) -> tuple[Values, list[str]]:
-    """Return the values by arm, cell and seed, and a line for each arm and cell whose runs lack the measure."""
+    """Return a measure's values by arm, cell and seed, and a line for each arm and cell whose runs lack it."""
     values: Values = {}
     lacking: dict[tuple[str, str], list[RunRecord]] = {}
     for record in sorted(done, key=lambda r: r.seed):
@@ -428,7 +431,10 @@ def _optimism(done: Sequence[RunRecord], arm: str, cell: str, measure: str) -> f
 
 
 def _claim_figures(done: Sequence[RunRecord], claim: Claim, at: At) -> ClaimFigures:
-    """Return the figures of both sides of a claim, from the last round unless both have other rounds."""
+    """Return the figures of both arms of a claim.
+
+    They are from the last round, unless both measures have values of other rounds.
+    """
     common = at if all(measure_of(name).every_round for name in claim.measures) else "last"
     better, worse = (_values(done, name, common)[0] for name in claim.measures)
     return ClaimFigures(claim, common, better, worse)
@@ -447,7 +453,7 @@ def _whole(values: Values, arms: Sequence[str], cells: Sequence[str]) -> list[st
 def _overall(
     values: Values, arms: Sequence[str], whole: Sequence[str], reference: str, level: float, higher: bool
 ) -> list[Overall]:
-    """Return the figures over those cells; empty if there are fewer than two.
+    """Return each arm's figures over the cells that all arms share; empty if there are fewer than two such cells.
 
     Args:
         values: by arm, cell and seed.

@@ -1,4 +1,4 @@
-"""`MEASURES`: the figures by which studies compare runs, by name; `value_of`: reads one from a record.
+"""`MEASURES`, the figures by which studies compare runs, and `value_of`, which reads a figure from a record.
 
 Where a method judges several models of a client, `matched@post_local` is that figure of the model `post_local`.
 """
@@ -88,7 +88,7 @@ MEASURES: dict[str, Measure] = {
 
 
 def measure_of(name: str) -> Measure:
-    """Return the measure with a name, or with `NAME@MODEL`.
+    """Return the measure with this name, or for `NAME@MODEL` the measure of one of a client's models.
 
     Raises:
         ConfigError: there is no such measure.
@@ -114,7 +114,7 @@ def measure_of(name: str) -> Measure:
 
 
 def value_of(record: RunRecord, measure: str, at: At) -> float | None:
-    """Return a figure of a finished run; None if the run lacks it."""
+    """Return the value of a measure for a finished run, or None if the run lacks it."""
     assert record.summary is not None
     definition = measure_of(measure)
     last = definition.read(record.summary)
@@ -130,7 +130,7 @@ def value_of(record: RunRecord, measure: str, at: At) -> float | None:
 
 
 def _chosen(record: RunRecord, key: str) -> float | None:
-    """Return the figure at the step with the best model on validation samples, the first if several are equal.
+    """Return the figure at the step with the best accuracy on validation samples (the first such step).
 
     The step may be the finish.
     """

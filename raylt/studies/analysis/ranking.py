@@ -58,7 +58,7 @@ class Ranked:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The arms, strongest first.
+    """A ranking of arms, strongest first.
 
     Attributes:
         studies: names of the studies.
@@ -75,7 +75,7 @@ class Ranking:
     arms: list[Ranked]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the ranking as plain values."""
+        """Return the ranking as JSON values."""
         return {"schema": 1, **asdict(self)}
 
 
@@ -128,7 +128,7 @@ def rank(
 
 
 def with_costs(ranking: Ranking, studies: Mapping[str, Sequence[RunRecord]]) -> Ranking:
-    """Return the ranking with each arm's costs, measured in a tiny run with the fields of the arm's first record.
+    """Return the ranking with each arm's costs, measured in a tiny run of the arm's method.
 
     A method that is not raylt's own is not measured.
     """
@@ -150,7 +150,7 @@ def _cost(config: Mapping[str, Any]) -> float | None:
 
 
 def fit(wins: np.ndarray) -> np.ndarray:
-    """Return the strengths in the Bradley-Terry model, with mean 0, float64 [R, A].
+    """Fit the Bradley-Terry model to wins, and return the strengths with mean 0, float64 [R, A].
 
     The fit is the minorisation of Hunter (Annals of Statistics 2004).
 
@@ -170,7 +170,7 @@ def fit(wins: np.ndarray) -> np.ndarray:
 def _cells(
     studies: Mapping[str, Sequence[RunRecord]], measure: str, at: At
 ) -> dict[tuple[str, str], list[dict[str, float | None]]]:
-    """Return the blocks of each cell of each study that have at least two arms."""
+    """Return, for each cell, its blocks: the values of at least two arms for the same seed."""
     cells: dict[tuple[str, str], dict[int, dict[str, float | None]]] = {}
     for name, records in studies.items():
         for record in records:
@@ -182,7 +182,7 @@ def _cells(
 
 
 def _planned(studies: Mapping[str, Sequence[RunRecord]]) -> Counter[str]:
-    """Return, by arm, the number of seeds in the cells where the arm has a run."""
+    """Count each arm's planned runs: the seeds of all cells in which the arm has a run."""
     planned: Counter[str] = Counter()
     for records in studies.values():
         for cell in {record.cell for record in records}:
@@ -193,7 +193,7 @@ def _planned(studies: Mapping[str, Sequence[RunRecord]]) -> Counter[str]:
 
 
 def _wins(block: Block, arms: Sequence[str], higher: bool) -> np.ndarray:
-    """Return which arm beats which in a block, float64 [A, A]: 1/2 for ties, 0 where an arm is missing."""
+    """Return the matrix of wins between arms in a block, float64 [A, A]: 1/2 for ties, 0 for missing arms."""
     values = np.array([_signed(block[arm], higher) if arm in block else np.nan for arm in arms])
     present = ~np.isnan(values)
     better = (values[:, None] > values[None]) + 0.5 * (values[:, None] == values[None])
@@ -201,21 +201,21 @@ def _wins(block: Block, arms: Sequence[str], higher: bool) -> np.ndarray:
 
 
 def _signed(value: float | None, higher: bool) -> float:
-    """Return a value, negated if less is better; minus infinity for a failed run."""
+    """Return a value with its sign changed if lower is better; a failed run counts as minus infinity."""
     if value is None:
         return -np.inf
     return value if higher else -value
 
 
 def _ranks(block: Block, higher: bool) -> dict[str, float]:
-    """Return the rank of each arm in a block; 1 is the best."""
+    """Return the rank of each arm in a block, 1 for the best."""
     arms = list(block)
     wins = _wins(block, arms, higher)
     return {arm: float(len(arms) - wins[i].sum()) for i, arm in enumerate(arms)}
 
 
 def _resampled(wins: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the wins in RESAMPLES bootstrap draws of each cell's blocks, [R, A, A]."""
+    """Return the wins between arms in RESAMPLES bootstrap samples of each cell's blocks, [R, A, A]."""
     rng = np.random.default_rng(0)
     drawn = np.zeros((RESAMPLES, *wins[0].shape[1:]))
     for blocks in wins:

@@ -1,4 +1,4 @@
-"""Statistics of a few paired seeds, with distributions and resampling from scipy.
+"""Statistics of a few paired seeds, based on scipy's distributions and resampling.
 
 A cell has three to ten seeds. The t interval of their paired differences has its nominal coverage, while a 95 %
 percentile bootstrap over three seeds covers 75 %. Over many cells the interquartile mean and the probability of
@@ -22,7 +22,7 @@ NO_SPREAD = 1e-12  # range of equal values after rounding, relative to the large
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with its confidence interval; without an interval, `low` and `high` are None."""
+    """An estimate with its confidence interval; `low` and `high` are None if no interval can be given."""
 
     estimate: float
     low: float | None
@@ -30,17 +30,17 @@ class Interval:
 
     @property
     def half(self) -> float:
-        """Return half of the width; infinite without an interval."""
+        """Half the width of the interval; infinite if there is no interval."""
         return math.inf if self.low is None or self.high is None else (self.high - self.low) / 2
 
     def holds(self, value: float) -> bool:
-        """Return whether a value lies inside the interval; False without an interval."""
+        """Return whether a value lies inside the interval, or False if there is no interval."""
         return self.low is not None and self.high is not None and self.low <= value <= self.high
 
 
 @dataclass(frozen=True)
 class Paired:
-    """The difference of two arms over the same seeds.
+    """The mean difference of two arms over the same seeds, with its t test.
 
     Attributes:
         difference: mean of (arm - reference) with its t interval.
@@ -54,14 +54,14 @@ class Paired:
 
     @property
     def untested(self) -> str:
-        """Return the verdict if there is no p value: too few seeds, or differences that are all equal."""
+        """The verdict for a difference that has no p value: too few seeds, or no spread."""
         if self.n < LEAST_FOR_P:
             return "too few seeds"
         return "no difference" if abs(self.difference.estimate) <= NO_SPREAD else "no spread"
 
 
 def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Return mean and t interval of independent values; a single value has no interval."""
+    """Return the mean of independent values with its t interval. A single value has no interval."""
     return _t_test(np.asarray(values, dtype=float), level)[0]
 
 
@@ -79,7 +79,7 @@ def paired(arm: Sequence[float], reference: Sequence[float], level: float = 0.95
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p values adjusted for their family (Holm 1979).
+    """Return p values adjusted for multiple tests (Holm, 1979).
 
     The smallest is multiplied by m, the next by m - 1 and so on, and no adjusted value is below the one before.
     """
@@ -91,7 +91,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def over_cells(cells: Sequence[Sequence[float]], level: float = 0.95) -> Interval:
-    """Return the interquartile mean of an arm's values, with a bootstrap within each cell.
+    """Return the interquartile mean of an arm's values over all cells, with a bootstrap interval.
 
     Args:
         cells: values by cell and seed.
@@ -105,7 +105,7 @@ def over_cells(cells: Sequence[Sequence[float]], level: float = 0.95) -> Interva
 
 
 def improvement(arm: Sequence[Sequence[float]], reference: Sequence[Sequence[float]], level: float = 0.95) -> Interval:
-    """Return the probability that a run of an arm beats a run of the reference, averaged over cells.
+    """Return the probability that a run of an arm beats a run of the reference arm, averaged over cells.
 
     A tie counts half.
 
@@ -124,7 +124,7 @@ def improvement(arm: Sequence[Sequence[float]], reference: Sequence[Sequence[flo
 
 
 def _t_test(values: np.ndarray, level: float) -> tuple[Interval, float | None]:
-    """Return the mean with its t interval and the two-sided p value for mean zero; None without spread."""
+    """Return the mean with its t interval, and the two-sided p value for mean zero (None without spread)."""
     mean = float(values.mean())
     if len(values) < 2:
         return Interval(mean, None, None), None
@@ -136,13 +136,13 @@ def _t_test(values: np.ndarray, level: float) -> tuple[Interval, float | None]:
 
 
 def _wins(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return [..., n, n] from two [..., n]: 1 where the first is larger, 0.5 for ties."""
+    """Compare each value of `a` with each of `b`, [..., n, n]: 1 if `a` is larger, 0.5 for ties, otherwise 0."""
     difference = a[..., :, None] - b[..., None, :]
     return (difference > 0) + 0.5 * (difference == 0)
 
 
 def _stratified(cells: list[np.ndarray], statistic: Callable[[list[np.ndarray]], np.ndarray], level: float) -> Interval:
-    """Bootstrap a statistic over several cells; resample the values of each cell separately.
+    """Return a statistic over several cells with a bootstrap interval; each cell's values are resampled separately.
 
     Args:
         cells: [n] or [n, 2] each.

@@ -11,7 +11,7 @@ from raylt.studies.report.text_table import TextTable
 
 @dataclass(frozen=True)
 class Reached:
-    """Medians over an arm's seeds in a cell that reached the target; None if no run did.
+    """Rounds, bytes and seconds until an arm reached the target in a cell, as medians over its seeds.
 
     Attributes:
         runs: number of finished runs.
@@ -28,12 +28,12 @@ class Reached:
     seconds: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the medians as plain values."""
+        """Return the medians as JSON values."""
         return asdict(self)
 
 
 def reached(records: Sequence[RunRecord], target: float) -> list[Reached]:
-    """Return, by arm and cell, how soon finished runs reached the target accuracy."""
+    """Return, by arm and cell, how soon the finished runs reached the target accuracy."""
     groups: dict[tuple[str, str], list[RunRecord]] = {}
     for record in records:
         if record.state == "done":
@@ -42,7 +42,7 @@ def reached(records: Sequence[RunRecord], target: float) -> list[Reached]:
 
 
 def with_target(table: TextTable, reaching: Sequence[Reached], target: float) -> TextTable:
-    """Return the table of a comparison with a second table: how soon its arms reach the accuracy."""
+    """Return a comparison's table followed by a table of how soon its arms reach the target accuracy."""
     rows = []
     for each in reaching:
         mebibytes = None if each.bytes is None else each.bytes / 2**20
@@ -74,6 +74,6 @@ def _reached(cell: str, arm: str, runs: Sequence[RunRecord], target: float) -> R
 
 
 def _first(record: RunRecord, target: float) -> int | None:
-    """Return the index of the first step that reaches the target."""
+    """Return the index of the first step of a run that reaches the target accuracy."""
     accuracies = record.curve["accuracy"]
     return next((index for index, value in enumerate(accuracies) if value is not None and value >= target), None)

@@ -1,1 +1,1 @@
-"""The papers' printed tables, and verdicts of recorded runs on them."""
+"""The papers' printed tables, and verdicts on whether recorded runs reproduce them."""

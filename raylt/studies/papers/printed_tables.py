@@ -1,4 +1,4 @@
-"""Every cell of the papers' tables as data, with the corresponding run of raylt.
+"""The cells of the papers' printed tables as data, each with the settings of the corresponding run.
 
 papers.csv has the figures, one row per printed cell, and known errors in print in the column `note`. This module turns
 a row into a run: the recipe of its setting and the settings of its method, or the reason why there is no such run. The
@@ -88,7 +88,7 @@ _UNCLEAR = {"FedAvg with clustering": "the paper does not say what FedAvg with c
 
 @dataclass(frozen=True)
 class Expectation:
-    """A printed cell, and the value expected from the paper.
+    """A cell of a printed table, with the value that a reproduction should reach.
 
     Attributes:
         number: row in papers.csv, from 1.
@@ -123,35 +123,35 @@ class Expectation:
 
     @property
     def cell(self) -> str:
-        """Return the setting in words, as in cifar10, IF 100, alpha 0.5, K 20."""
+        """The setting in words, such as "cifar10, IF 100, alpha 0.5, K 20"."""
         words = [f"{key} {value}" for key, value in self.setting.items() if key not in ("dataset", "r")]
         return ", ".join([self.setting["dataset"], *words])
 
     @property
     def arm(self) -> str:
-        """Return the label of the method with the other parameters that the row fixes."""
+        """The label of the method, with the other parameters that the row fixes."""
         more = {key: value for key, value in self.setting.items() if key in ("lambda", "clusters", "E")}
         return " ".join([self.method, *(f"{key}={value}" for key, value in more.items())])
 
     def config(self) -> Config:
-        """Return the settings of the run, with seed 0 and all fields of its method."""
+        """Return the settings of the corresponding run, with seed 0 and all fields of its method."""
         assert self.problem is None
         return resolved(merge(_recipe(self.recipe), self.changes))
 
     def identity(self) -> str:
-        """Return the hash that all runs of this cell share, over settings without seed, rounds and paths."""
+        """Return the hash that all runs of this cell share, whatever their seed, rounds and paths."""
         return _identity_of(self.number)
 
 
 @cache
 def expectations() -> tuple[Expectation, ...]:
-    """Return all printed cells, in the order of papers.csv."""
+    """Return all printed cells, in the order of the file papers.csv."""
     with (Path(__file__).with_name("papers.csv")).open(newline="") as stream:
         return tuple(_expectation(number, row) for number, row in enumerate(csv.DictReader(stream), 1))
 
 
 def identity(config: Mapping[str, Any]) -> str:
-    """Return a hash that is equal for runs that differ at most in seeds, number of rounds, paths and resources.
+    """Return a hash over the settings except seeds, number of rounds, paths and resources.
 
     Args:
         config: content of config.yaml; a setting that an older file lacks has its default.
@@ -222,7 +222,7 @@ def _expectation(number: int, row: dict[str, str]) -> Expectation:
 
 
 def _corrected(row: dict[str, str]) -> dict[str, str]:
-    """Return the row with its true setting, if a heading is wrong or missing; see its note.
+    """Return a row of papers.csv with its true setting where the printed heading is wrong or missing.
 
     The two IF headings of MuPFL's Table 2 are taken to be swapped. The captions of Tables 5 and 6 then agree with it,
     and so do Figs. 6 and 8, which count rounds to 70 % at IF 10. Table 1 repeats figures of Table 2 without a setting.
@@ -244,7 +244,7 @@ def _recipe_of(row: dict[str, str]) -> str:
 
 
 def _changes(row: dict[str, str]) -> tuple[dict[str, Any], str | None]:
-    """Return the method's settings that change the recipe, and the reason if the row cannot be run."""
+    """Return a row's changes to the recipe's settings, and the reason if the row cannot be run."""
     label = row["method"]
     paper = row["paper"]
     changes: dict[str, Any] = {}
@@ -273,7 +273,7 @@ def _changes(row: dict[str, str]) -> tuple[dict[str, Any], str | None]:
 
 
 def _numbers(tree: Any) -> Any:
-    """Return settings with every integer as a float, so that 1 and 1.0 are equal."""
+    """Return settings with every integer converted to a float, so that 1 and 1.0 hash alike."""
     if isinstance(tree, dict):
         return {key: _numbers(value) for key, value in tree.items()}
     if isinstance(tree, list):

@@ -1,4 +1,4 @@
-"""Studies of the papers' printed tables: selected cells, at full or reduced scale."""
+"""Studies that reproduce selected cells of the papers' tables, at full or reduced scale."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,7 +51,7 @@ def select(
 
 
 def plan(cells: Sequence[Expectation], name: str, seeds: int, scale: float) -> Definition:
-    """Return a study of the selected cells that can be run.
+    """Return a study that runs those selected cells that can be run.
 
     Args:
         cells: printed cells.
@@ -116,7 +116,7 @@ def name_of(paper: str, table: str | None, where: Mapping[str, str], scale: floa
 
 
 def command(cell: Expectation) -> str:
-    """Return the command that runs a cell; "" for a cell that cannot be run."""
+    """Return the shell command that runs a printed cell, or "" if the cell cannot be run."""
     if cell.problem is not None:
         return ""
     method = cell.changes.get("method", {})
@@ -135,7 +135,10 @@ def _cell_name(each: Expectation) -> str:
 
 
 def _arm_name(each: Expectation, arms: Mapping[str, dict[str, Any]]) -> str:
-    """Return the row's label, with the data set if another cell has the same label but other settings."""
+    """Return the arm's name for a printed cell.
+
+    It includes the data set if another cell has the same label but other settings.
+    """
     name = each.arm.replace("[", "(").replace("]", ")")
     return name if arms.get(name, each.changes) == each.changes else f"{name} ({each.setting['dataset']})"
 

@@ -1,4 +1,4 @@
-"""The page of verdicts, and the table of verdicts for a terminal."""
+"""The verdicts on printed results as a Markdown page, and as a table for a terminal."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -28,7 +28,7 @@ MEANING = {
 
 
 def page(judged: Sequence[Verdict]) -> str:
-    """Return the page as Markdown: coverage, meaning of the verdicts, and a line per cell."""
+    """Return the page of verdicts in Markdown: coverage, meaning of the verdicts, and a line per cell."""
     counts = count(judged)
     with_runs = sum(verdict.ours is not None for verdict in judged)
     lines = [
@@ -53,7 +53,7 @@ def page(judged: Sequence[Verdict]) -> str:
 
 
 def verdict_tables(judged: Sequence[Verdict]) -> Group:
-    """Return a terminal table for each setting of a paper's table; brackets hold differences to FedAvg."""
+    """Return a terminal table of verdicts for each setting; differences to FedAvg are in brackets."""
     parts: list[Table | str] = []
     for (paper, table, cell), group in groupby(judged, key=lambda v: (v.cell.paper, v.cell.table, v.cell.cell)):
         parts += [_setting_table(f"{paper}, table {table}: {cell}", list(group)), ""]
@@ -92,7 +92,7 @@ def _with_difference(value: str, difference: str) -> str:
 
 
 def _columns(verdict: Verdict) -> list[str]:
-    """Return table, cell, row, figure, printed and measured value, both differences, and the verdict as texts."""
+    """Return the texts of a verdict's row: cell, figure, printed and measured value, differences, verdict."""
     cell = verdict.cell
     printed = f"{100 * cell.value:.2f}"
     notes = [verdict.why] if verdict.why else []
@@ -112,7 +112,7 @@ def _columns(verdict: Verdict) -> list[str]:
 
 
 def _coverage(judged: Sequence[Verdict]) -> list[str]:
-    """Return a table of how many cells of each printed table have runs or commands."""
+    """Return a table of how many cells of each printed table have runs or can be run."""
     lines = ["| table | cells | with recorded runs | command, no run | no command |", "|---|---|---|---|---|"]
     for table, group in groupby(sorted(judged, key=lambda v: v.cell.table), key=lambda v: v.cell.table):
         of_table = list(group)
@@ -139,7 +139,10 @@ def _with_runs(judged: Sequence[Verdict]) -> list[str]:
 
 
 def _without_runs(judged: Sequence[Verdict]) -> list[str]:
-    """Return one line per cell without runs: its printed value, and its command or why there is none."""
+    """Return a line for each printed cell without runs, with its value and the command that runs it.
+
+    A cell that cannot be run has the reason in place of the command.
+    """
     if not judged:
         return []
     lines = [

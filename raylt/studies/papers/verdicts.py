@@ -1,4 +1,4 @@
-"""Verdicts: the comparison of recorded runs with each cell that the papers print."""
+"""Verdicts: comparisons of recorded runs with the cells of the papers' tables."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ WIDEST = 0.05  # half width of an interval; a wider one contains nearly any figu
 
 @dataclass(frozen=True)
 class Verdict:
-    """A printed cell and its runs.
+    """The verdict on one printed cell, from the runs of this cell.
 
     Attributes:
         ours: mean and t interval over the seeds; None without runs.
@@ -59,7 +59,9 @@ class Verdict:
 def verdicts(
     records: Sequence[RunRecord], cells: Sequence[Expectation] | None = None, mix_versions: bool = False
 ) -> list[Verdict]:
-    """Return a verdict for each printed cell; unfinished runs and runs outside all cells do not count.
+    """Return a verdict for each printed cell.
+
+    Unfinished runs, and runs that belong to no cell, do not count.
 
     Args:
         records: runs in any state.
@@ -75,7 +77,7 @@ def verdicts(
 
 
 def judge(cell: Expectation, runs: dict[str, list[RunRecord]], mix_versions: bool) -> Verdict:
-    """Return the verdict on one cell.
+    """Return the verdict on one printed cell.
 
     With the paper's number of rounds, a cell is reproduced when the t interval over the seeds contains the printed
     value. Its difference is reproduced when the interval of the paired differences to FedAvg contains the printed
@@ -135,7 +137,7 @@ def judge(cell: Expectation, runs: dict[str, list[RunRecord]], mix_versions: boo
 
 
 def count(judged: Sequence[Verdict]) -> dict[VerdictKind, int]:
-    """Return the number of cells by kind of verdict."""
+    """Count the printed cells by kind of verdict."""
     counts = Counter(verdict.kind for verdict in judged)
     return {kind: counts[kind] for kind in KINDS}
 
@@ -143,7 +145,7 @@ def count(judged: Sequence[Verdict]) -> dict[VerdictKind, int]:
 def _kind(
     cell: Expectation, ours: Interval, printed: float | None, difference: Paired | None, seeds: int, scale: float
 ) -> tuple[VerdictKind, str]:
-    """Return the kind of a verdict, and a reason if the kind does not explain itself.
+    """Return the kind of a verdict, and a reason if the kind alone is not clear.
 
     Args:
         cell: the printed cell.
@@ -175,7 +177,7 @@ def _kind(
 def _kind_of_ablation(
     cell: Expectation, ours: Interval, printed: float | None, difference: Paired | None
 ) -> tuple[VerdictKind, str]:
-    """Return the kind for a row of an ablation, which a matching level alone does not reproduce."""
+    """Return the kind of verdict for an ablation, which must reproduce its difference to FedAvg."""
     if printed is None:
         return "cannot be told", "the paper prints no FedAvg of this setting to take the difference to"
     if difference is None or difference.n < LEAST_SEEDS:
@@ -192,7 +194,7 @@ def _kind_of_ablation(
 
 
 class _Seeds(NamedTuple):
-    """The runs of a cell at one scale.
+    """The runs of a printed cell at one scale (number of rounds relative to the paper).
 
     Attributes:
         scale: number of rounds, relative to the paper.
@@ -206,7 +208,7 @@ class _Seeds(NamedTuple):
 
 
 def _by_seed(cell: Expectation, records: list[RunRecord], scale: float | None = None) -> _Seeds:
-    """Return a cell's runs at a scale, by default the paper's, else the largest that was run."""
+    """Return a cell's runs at one scale: by default the paper's number of rounds, otherwise the largest."""
     paper_rounds = cell.config().federation.rounds
     scales = {record.config["federation"]["rounds"] / paper_rounds for record in records}
     default = 1.0 if 1.0 in scales else max(scales, default=1.0)
@@ -240,7 +242,7 @@ def _other_split_note(seeds: int, of: int) -> str:
 
 
 def _base(cell: Expectation) -> Expectation | None:
-    """Return FedAvg's cell with the same setting and figure, in the same table if there is one.
+    """Return FedAvg's printed cell of the same setting and figure, from the same table if possible.
 
     There is none for FedAvg itself, and where the paper prints none.
     """
@@ -267,13 +269,13 @@ def _code(record: RunRecord) -> tuple[str, ...]:
 
 
 def _leading_code(records: Sequence[RunRecord]) -> tuple[str, ...] | None:
-    """Return the version of the code that made most of the runs; None without runs."""
+    """Return the version of the code that made most of the runs, or None without runs."""
     counts = Counter(map(_code, records))
     return counts.most_common(1)[0][0] if counts else None
 
 
 def _made_by(code: tuple[str, ...] | None, records: list[RunRecord]) -> list[RunRecord]:
-    """Return the runs made by one version of the code; all runs for None."""
+    """Return the runs that one version of the code made, or all runs if `code` is None."""
     return [record for record in records if code is None or _code(record) == code]
 
 
@@ -286,7 +288,7 @@ def _short(record: RunRecord, key: str) -> str:
 
 
 def _made(records: Sequence[RunRecord]) -> str:
-    """Return versions and device of the last run, and the number of code versions behind the runs."""
+    """Return the versions and device of the last run, and the number of code versions in all runs."""
     made = records[-1].made
     if not made:
         return "unknown"

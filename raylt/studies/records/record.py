@@ -1,4 +1,4 @@
-"""`RunRecord`: everything that a comparison needs to know of one run, read from its folder.
+"""`RunRecord`: all facts about one run that a comparison needs, read from the run folder.
 
 Comparisons use only records with the state "done". The states:
 
@@ -44,7 +44,7 @@ Printable = Annotated[str, AfterValidator(printable)]
 
 
 def _with_codes(made: dict[str, Any]) -> dict[str, Any]:
-    """Return the provenance of a record after a check that its code hashes, if any, are a list of strings."""
+    """Check that the code hashes in a record's provenance are strings, and return the provenance."""
     codes = made.get("codes", ["unknown"])
     if (
         not isinstance(codes, list)
@@ -57,7 +57,7 @@ def _with_codes(made: dict[str, Any]) -> dict[str, Any]:
 
 @closed
 class _Record(TypedDict):
-    """A record as JSON."""
+    """The JSON form of a `RunRecord`."""
 
     cell: Printable
     arm: Printable
@@ -79,7 +79,7 @@ _RECORD = TypeAdapter(_Record)
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run of a study.
+    """The record of one run of a study: state, settings, results and provenance.
 
     Attributes:
         folder: of the run, relative to the study's folder where it belongs to a study.
@@ -115,21 +115,21 @@ class RunRecord:
 
     @property
     def rounds(self) -> int:
-        """Return the number of rounds that a finished run took; federation.patience may end it early."""
+        """The number of rounds that a finished run took, which federation.patience may have reduced."""
         return self.planned_steps if self.summary is None else self.summary["rounds"]
 
     @property
     def seconds(self) -> float:
-        """Return the duration of all committed steps in seconds, training and evaluation."""
+        """The seconds that all committed steps took, for training and evaluation."""
         return self.curve["seconds"][-1] if self.curve.get("seconds") else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as plain values."""
+        """Return the record as JSON values."""
         return {key: value for key, value in asdict(self).items() if key != "sealed"}
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any], name: str = "record") -> "RunRecord":
-        """Return the record that `to_json` wrote.
+        """Return the record from the JSON values that `to_json` returned.
 
         Args:
             tree: plain values.
@@ -142,7 +142,7 @@ class RunRecord:
 
 
 def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: str | None = None) -> RunRecord:
-    """Return the record of a run folder in any state; a broken folder gives a record, not an error.
+    """Return the record of a run folder in any state, even of a damaged folder.
 
     Args:
         folder: of the run.
@@ -180,7 +180,7 @@ def read_run(folder: Path, cell: str = "", arm: str = "", seed: int = 0, name: s
 
 
 def failure_file(folder: Path) -> Path:
-    """Return the file in which a study records the error that ended a run.
+    """Return the path of the file in which a study records the error that ended a run.
 
     It is next to the run's folder, since a run that cannot start leaves no folder.
     """
@@ -188,7 +188,7 @@ def failure_file(folder: Path) -> Path:
 
 
 def age(folder: Path) -> float | None:
-    """Return the seconds since the run last wrote a line or was created; None if there is no run."""
+    """Return the seconds since a run last wrote a line or was created, or None if there is no run."""
     for name in ("summary.json", "metrics.jsonl", "config.yaml"):
         if (folder / name).exists():
             return max(0.0, datetime.now().timestamp() - (folder / name).stat().st_mtime)
@@ -196,7 +196,10 @@ def age(folder: Path) -> float | None:
 
 
 def _unfinished(fields: dict[str, Any], state: RecordState, failure: Path) -> RunRecord:
-    """Return the record of a run that no process is running; it counts as failed if a study recorded an error."""
+    """Return the record of an unfinished run that no process is running.
+
+    The run counts as failed if a study recorded an error.
+    """
     if not failure.parent.is_dir():
         return RunRecord(**fields, state=state)
     with store.Folder.open(failure.parent) as folder:

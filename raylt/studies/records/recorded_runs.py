@@ -1,4 +1,4 @@
-"""Results of studies, and runs on record: finished runs that a study reads from a file instead of running them.
+"""Files of study results; a study can take finished runs from such a file instead of running them again.
 
 results.json has the definition of a study and every record, from which all tables and reports are made. A seal binds
 all of it, see seal.py. A file of schema 1 was written before there were seals: its records count, and every table
@@ -51,7 +51,7 @@ Key = tuple[str, str, int]  # cell, arm and seed
 
 @closed
 class Holding(TypedDict):
-    """The clients' class counts in a cell, see `Study.holdings`."""
+    """The class counts of all clients in one cell, see `Study.holdings`."""
 
     names: list[str]
     groups: list[str]
@@ -78,7 +78,7 @@ _RESULTS = TypeAdapter(_Results)
 
 @dataclass(frozen=True)
 class Recorded:
-    """Runs that a study reads from a file of records.
+    """Runs that a study takes from a file of results.
 
     Attributes:
         records: by cell, arm and seed.
@@ -109,7 +109,7 @@ def write_results(
 
 
 def read_results(path: Path) -> tuple[Definition, list[RunRecord], Holdings, Outcomes]:
-    """Return the content that `write_results` wrote.
+    """Read a study's results from a file that `write_results` wrote.
 
     Raises:
         CheckpointError: the file cannot be read, was changed after it was written, or has another schema.
@@ -137,7 +137,9 @@ def read_results(path: Path) -> tuple[Definition, list[RunRecord], Holdings, Out
 
 
 def seal_results(path: Path) -> list[str]:
-    """Seal a file that is older than seals, except records whose summaries have no hashes.
+    """Add seals (hashes) to a results file from before seals existed.
+
+    Records whose summaries have no hashes stay unsealed.
 
     Returns:
         One line for each record that stays unsealed.
@@ -165,7 +167,7 @@ def _unsealable(record: RunRecord) -> str | None:
 
 
 def _check_form(record: RunRecord, where: str) -> None:
-    """Check the fields of a finished run's record that tables and reports use, also if no hash protects them.
+    """Check the types of those fields of a finished run's record that tables and reports use.
 
     Raises:
         CheckpointError: a part has another form than a run's, or contradicts another part; the message names it.
@@ -191,7 +193,10 @@ def _check_form(record: RunRecord, where: str) -> None:
 
 
 def read_holdings(config: dict[str, Any], folder: Path) -> Holding | None:
-    """Return the clients' class counts in a run, see `Study.holdings`; None if its data is not on this machine."""
+    """Return all clients' class counts in a run, or None if the run's data is not on this machine.
+
+    See `Study.holdings`.
+    """
     try:
         task = build_task(DataConfig(**config["data"]), Files(folder).split(), provenance.start_of(folder))
     except (DataError, ConfigError):
@@ -200,12 +205,12 @@ def read_holdings(config: dict[str, Any], folder: Path) -> Holding | None:
 
 
 def record_path(file: Path, definition: Definition) -> Path:
-    """Return the file that stores the recorded runs of the study in `file`."""
+    """Return the path of the file with the recorded runs of the study that `file` defines."""
     return file.parent / "results" / f"{definition.name}.json"
 
 
 def load_planned(path: Path, planned: Sequence[Planned], mix_versions: bool) -> Recorded:
-    """Load the planned runs that are on record; none if the file does not exist.
+    """Load those planned runs that a results file contains; no runs if the file does not exist.
 
     Raises:
         CheckpointError: the file exists and cannot be read.
@@ -244,7 +249,7 @@ def load_planned(path: Path, planned: Sequence[Planned], mix_versions: bool) -> 
 
 
 def load_tuned(path: Path, definition: Definition, mix_versions: bool) -> Outcomes:
-    """Load recorded outcomes of searches that the study would repeat with the same settings.
+    """Load recorded tuning outcomes that a study would otherwise search for with the same settings.
 
     There are none where this code made none of the recorded runs, unless versions may be mixed. Another version made
     the searches, too.
@@ -269,7 +274,7 @@ def load_tuned(path: Path, definition: Definition, mix_versions: bool) -> Outcom
 
 
 def store_taken(folder: Path, definition: Definition, recorded: Recorded) -> None:
-    """Write the recorded runs that a study uses to its folder, replacing earlier ones."""
+    """Write the recorded runs that a study uses into the study's folder, replacing earlier ones."""
     if recorded.records:
         write_results(folder / RECORDED, definition, list(recorded.records.values()), recorded.holdings, {})
     else:
@@ -278,7 +283,7 @@ def store_taken(folder: Path, definition: Definition, recorded: Recorded) -> Non
 
 
 def load_stored(folder: Path, definition: Definition, tuned: Outcomes) -> Recorded:
-    """Load those runs of `store_taken` that the study still plans.
+    """Load the runs that `store_taken` wrote, if the study still plans them.
 
     The version of their code was checked when they were stored.
     """
@@ -290,7 +295,7 @@ def load_stored(folder: Path, definition: Definition, tuned: Outcomes) -> Record
 def update(
     path: Path, definition: Definition, done: Sequence[RunRecord], holdings: Holdings, tuned: Outcomes
 ) -> list[str]:
-    """Put finished runs on record, replacing those with the same cell, arm and seed.
+    """Add finished runs to the record file, replacing runs with the same cell, arm and seed.
 
     Other recorded runs stay where the study would still make them with the same settings. For this the study is taken
     with their seeds, and with the arms and cells that it had when they were recorded. The rest is removed, since it
@@ -345,13 +350,13 @@ def _key(record: RunRecord) -> Key:
 
 
 def _with_former(definition: Definition, former: Definition) -> Definition:
-    """Return a study with its former arms and cells added, unless others now have their names."""
+    """Return a study with the arms and cells of its former definition added, unless their names are in use."""
     arms = {arm: changes for arm, changes in former.arms.items() if arm not in definition.arms}
     return _with(definition, arms=definition.arms | arms, cells=former.all_cells | definition.all_cells)
 
 
 def _restricted(wide: Definition, definition: Definition, kept: Mapping[Key, RunRecord]) -> Definition:
-    """Return a study in which only those former arms and cells remain that have kept runs."""
+    """Return a study without those former arms and cells that have no kept runs."""
     cells = {cell for cell, _, _ in kept}
     arms = {arm for _, arm, _ in kept} | definition.arms.keys()
     fields: dict[str, Any] = {"arms": {arm: changes for arm, changes in wide.arms.items() if arm in arms}}
@@ -372,7 +377,7 @@ def _in_order(
 
 
 def _outcomes_of(kept: Mapping[Key, RunRecord], outcomes: Outcomes) -> Outcomes:
-    """Return the tuning outcomes for the cells and arms of the kept runs."""
+    """Return the tuning outcomes of those cells and arms that have kept runs."""
     pairs = {(cell, arm) for cell, arm, _ in kept}
     return {
         cell: {arm: outcome for arm, outcome in arms.items() if (cell, arm) in pairs} for cell, arms in outcomes.items()
@@ -380,7 +385,7 @@ def _outcomes_of(kept: Mapping[Key, RunRecord], outcomes: Outcomes) -> Outcomes:
 
 
 def _portable(record: RunRecord) -> RunRecord:
-    """Return a record without a machine's paths, also where its figures quote them."""
+    """Return a record in which file names replace this machine's paths, in settings and in figures."""
     tree = record.to_json()
     tree["config"]["data"]["root"] = Path(tree["config"]["data"]["root"]).name
     text = json.dumps(tree)
@@ -400,7 +405,7 @@ def _with(definition: Definition, **fields: Any) -> Definition:
 
 
 def _changes(record: RunRecord, wide: Definition, outcomes: Outcomes) -> str:
-    """Return why a study would now make a recorded run differently; "" if it would not."""
+    """Return the reason why the study would now run a recorded run differently, or "" if it would not."""
     cell = record.cell
     arm = record.arm
     if cell not in wide.all_cells or arm not in wide.arms:
@@ -422,7 +427,7 @@ def _search_hash(definition: Definition, cell: str, arm: str) -> str:
 
 
 def _differences(record: RunRecord, plan: Planned) -> str:
-    """Return the settings in which a recorded run differs from its plan; "" if none differ."""
+    """Return the settings in which a recorded run differs from the planned run, or "" if they agree."""
     try:
         return "; ".join(differences(record.config, plan.config, elsewhere=True))
     except ConfigError as error:

@@ -28,7 +28,7 @@ _TOLERANCE = 0.01  # seconds: curves are rounded
 
 @closed
 class RecordSeal(TypedDict):
-    """The hashes of one record's parts; `summary` is the hash that the run gave to its summary."""
+    """The hashes of the parts of one run's record; `summary` is the hash in the run's own summary."""
 
     place: str
     config: str
@@ -40,7 +40,7 @@ class RecordSeal(TypedDict):
 
 @closed
 class FileSeal(TypedDict):
-    """The seal of a file of results; a record without a seal has None."""
+    """The hashes that seal a results file; an unsealed record has None."""
 
     definition: str
     holdings: str
@@ -50,7 +50,7 @@ class FileSeal(TypedDict):
 
 
 def seal_record(record: RunRecord) -> RecordSeal | None:
-    """Return the seal of a record; None if its summary lacks the hash that its run gave it."""
+    """Return the seal of a record, or None if its summary has lost the hash that the run wrote."""
     if not record.sealed or (record.summary is not None and not is_intact(record.summary)):
         return None
     content = RunRecord.from_json(record.to_json()).to_json()  # numbers of the types that a reader gives them
@@ -65,7 +65,7 @@ def seal_record(record: RunRecord) -> RecordSeal | None:
 
 
 def seal_file(definition: Any, holdings: Any, tuned: Any, records: Sequence[RunRecord]) -> FileSeal:
-    """Return the seal of a file of results with this content."""
+    """Compute the seal of a results file with the given content."""
     content: Any = {
         "definition": hash_json(definition),
         "holdings": hash_json(holdings),
@@ -77,7 +77,7 @@ def seal_file(definition: Any, holdings: Any, tuned: Any, records: Sequence[RunR
 
 
 def check_seal(seal: FileSeal, content: Mapping[str, Any], records: Sequence[RunRecord], where: str) -> list[bool]:
-    """Check the content of a file of results against its seal.
+    """Check the content of a results file against its seal.
 
     Args:
         seal: as read from the file.
@@ -114,14 +114,14 @@ def check_seal(seal: FileSeal, content: Mapping[str, Any], records: Sequence[Run
 
 
 def changed(where: str, part: str, problem: str) -> CheckpointError:
-    """Return the error for a part of a file of results that has changed since it was recorded."""
+    """Return the error for a results file of which a part has changed since it was recorded."""
     return CheckpointError(
         f"{where}: {part} {problem}. Restore the original file.", code="record.changed", path=where, part=part
     )
 
 
 def is_intact(summary: Mapping[str, Any]) -> bool:
-    """Return whether a summary still has the hash that its run gave it."""
+    """Return whether a summary still matches the hash that its run wrote into it."""
     body = {key: value for key, value in summary.items() if key != "sha256"}
     for first in range(len(ADDED), -1, -1):
         # reading a run folder adds figures, as None, that did not exist when the run ended
@@ -132,7 +132,7 @@ def is_intact(summary: Mapping[str, Any]) -> bool:
 
 
 def contradiction(record: RunRecord) -> str | None:
-    """Return the part of a finished run's record that contradicts its summary; None if all parts agree."""
+    """Return the part of a finished run's record that contradicts the run's summary, or None."""
     summary = record.summary
     if summary is None:
         return "state" if record.state == "done" else None
@@ -171,7 +171,7 @@ def contradiction(record: RunRecord) -> str | None:
 
 
 def _agree_at_the_end(curve: Mapping[str, Sequence[Any]], summary: Mapping[str, Any]) -> bool:
-    """Return whether the last values of a curve equal those of the summary."""
+    """Return whether the last values of a curve equal the values in the summary."""
     expected = {"accuracy": summary["accuracy"]["last"], **summary["bytes"]}
     expected |= {group: (summary["groups"] or {}).get(group) for group in GROUPS}
     if any(curve[key][-1] != value for key, value in expected.items()):

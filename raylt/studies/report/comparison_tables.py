@@ -1,4 +1,4 @@
-"""Tables of comparisons: accuracies in percent, differences in points.
+"""Tables of comparisons, with accuracies in percent and differences in percentage points.
 
 Tables of equal runs are equal: nothing depends on the duration of a run unless the measure is `seconds`.
 """
@@ -49,7 +49,9 @@ def comparison_table(comparison: Comparison, spread: Spread = "interval") -> Tex
 
 
 def measures_table(comparisons: Sequence[Comparison], spread: Spread = "interval") -> TextTable:
-    """Return the table of several measures of the same runs; each cell is sorted by the first measure with values.
+    """Return the table of several measures of the same runs.
+
+    Each cell is sorted by the first measure with values.
 
     The column of a measure that no run has is empty.
 
@@ -94,7 +96,7 @@ def measures_table(comparisons: Sequence[Comparison], spread: Spread = "interval
 
 
 def claims_table(studies: Mapping[str, Comparison]) -> TextTable:
-    """Return the table of the claims of several studies, by the study's name.
+    """Return a table of the claims of several studies, by the name of the study.
 
     Raises:
         ConfigError: no study has a claim that its finished runs can decide.
@@ -120,7 +122,7 @@ def claims_table(studies: Mapping[str, Comparison]) -> TextTable:
 
 
 def finished(row: Row) -> str:
-    """Return a row's number of seeds, as "4 of 6" if the cell has more."""
+    """Return a row's number of seeds as text, such as "4", or "4 of 6" if some are missing."""
     n = len(row.values)
     return str(n) if n == row.planned else f"{n} of {row.planned}"
 
@@ -133,7 +135,7 @@ def shown(measure: str) -> Callable[[float], str]:
 
 
 def scale(measure: str) -> float:
-    """Return the factor from a value to the number in tables with its `unit`."""
+    """Return the factor that converts a measure's value to the unit that tables show."""
     if measure == "seconds":
         return 1
     return 2**-20 if measure.startswith("bytes") else 100
@@ -147,18 +149,18 @@ def unit(measure: str) -> str:
 
 
 def within(low: float, high: float, measure: str) -> tuple[float, float]:
-    """Return both ends of an interval, limited to possible values: no bytes below 0, no share above 1."""
+    """Clip an interval to possible values of its measure: no bytes below 0, no share above 1."""
     return max(0.0, low), min(1.0, high) if unit(measure) == "%" else high
 
 
 def interval(each: Interval, show: Callable[[float], str]) -> str:
-    """Return "1.20 [0.40, 2.00]", or the estimate alone if there is no interval."""
+    """Format an interval as "1.20 [0.40, 2.00]", or as the estimate alone if it has no bounds."""
     text = show(each.estimate)
     return text if each.low is None or each.high is None else f"{text} [{show(each.low)}, {show(each.high)}]"
 
 
 def margin(each: Interval, show: Callable[[float], str], sign: bool = False) -> str:
-    """Return "1.20 ± 0.80" for a symmetric interval, or the estimate alone if there is no interval.
+    """Format a symmetric interval as "1.20 ± 0.80", or as the estimate alone if it has no bounds.
 
     Args:
         each: the interval.
@@ -172,14 +174,14 @@ def margin(each: Interval, show: Callable[[float], str], sign: bool = False) -> 
 
 
 def probability(p: float | None) -> str:
-    """Return a p value with three digits; "-" for None."""
+    """Format a p value with three digits, or None as "-"."""
     if p is None:
         return "-"
     return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def printed_text(judged: Judged) -> str:
-    """Return a paper's printed difference and whether it lies in the interval; "" for a claim without one.
+    """Return the paper's printed difference, and whether it lies in the interval; "" if none is printed.
 
     Differences that are all the same have no interval, so nothing is in it or out of it.
     """
@@ -193,12 +195,12 @@ def printed_text(judged: Judged) -> str:
 
 
 def claim_text(judged: Judged, at: At) -> str:
-    """Return a claim, with its rounds if they differ from the table's."""
+    """Return a claim as text, with its rounds if they differ from the table's."""
     return str(judged.claim) if judged.at == at else f"{judged.claim}, {HEADINGS[judged.at]}"
 
 
 def family(comparison: Comparison) -> str:
-    """Return the heading of the claims, with the number of tests that p values are adjusted for."""
+    """Return the heading of the claims table, with the number of tests for which p values are adjusted."""
     tested = sum(judged.p is not None for judged in comparison.claims)
     chosen = ", of rounds chosen on the test set" if comparison.at == "best" else ""
     has_printed = any(judged.claim.printed is not None for judged in comparison.claims)
@@ -232,7 +234,7 @@ def _spread_text(comparison: Comparison, spread: Spread) -> str:
 
 
 def _places(rows: Sequence[Row], comparisons: Sequence[Comparison], columns: Mapping[str, int]) -> Places:
-    """Return, by row and column, the ranks of the two best means of each cell and measure.
+    """Find the best and second-best mean of each cell and measure; return their ranks by row and column.
 
     Equal means, as shown, have the same place. Where all arms of a cell are equal, or there is one arm, none has one.
     """
@@ -270,7 +272,10 @@ def _notes(comparison: Comparison, left_out: list[str]) -> dict[str, list[str]]:
 
 
 def one_line_per_failure(lines: Sequence[str]) -> list[str]:
-    """Join lines `RUN: failed: reason` with the same reason: a wrong setting ends all runs of a study alike."""
+    """Join the lines `RUN: failed: REASON` that have the same reason into one line.
+
+    A wrong setting ends all runs of a study alike.
+    """
     runs_by_line: dict[str, list[str]] = {}
     for line in lines:
         run, _, reason = line.partition(": ")
@@ -284,7 +289,7 @@ def one_line_per_failure(lines: Sequence[str]) -> list[str]:
 
 
 def _figure_names(comparison: Comparison, spread: Spread) -> list[str]:
-    """Return the names of the columns after the arm's."""
+    """Return the names of the columns that follow the arm's column."""
     has_optimism = any(row.optimism is not None for row in comparison.rows)
     return [
         "seeds",
@@ -320,7 +325,7 @@ def _mean_text(row: Row | None, measure: str, spread: Spread) -> str:
 
 
 def _left_out_of_several(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return the lines on runs that are left out.
+    """Return the lines about runs that the comparisons of several measures leave out.
 
     A "-" in the table says that an arm has a figure in no run. Runs are named where a mean covers fewer runs than the
     table says.
@@ -336,7 +341,7 @@ def _left_out_of_several(comparisons: Sequence[Comparison]) -> list[str]:
 
 
 def _further(comparison: Comparison) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return title, heading and rows of the tables of claims and over cells, if there are any."""
+    """Return the further tables (claims, figures over cells), if any: title, heading and rows of each."""
     tables = []
     if comparison.claims:
         tables.append((family(comparison), *_claims(comparison)))
@@ -361,7 +366,7 @@ def _overall(comparison: Comparison) -> tuple[str, list[str], list[list[str]]]:
 
 
 def _claims(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Return heading and rows of the claims."""
+    """Return the heading and rows of the claims table."""
     claims = comparison.claims
     cells = len({row.cell for row in comparison.rows}) > 1
     printed = any(each.claim.printed is not None for each in claims)

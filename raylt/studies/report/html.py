@@ -1,4 +1,4 @@
-"""The report of a study: an HTML file that is complete in itself, without server, network or script."""
+"""The report of a study as one self-contained HTML file, without server, network or scripts."""
 
 import inspect
 import sys
@@ -50,7 +50,7 @@ _PROVENANCE = {  # heading of each entry of a record's provenance
 
 
 def write_report(study: Study, path: Path, mix_versions: bool = False) -> Path:
-    """Write the report of the finished runs; the report lists the other runs.
+    """Write the HTML report of a study's finished runs. The report also lists the other runs.
 
     Args:
         study: the study.
@@ -73,7 +73,7 @@ def write_report(study: Study, path: Path, mix_versions: bool = False) -> Path:
 
 
 def render(study: Study, mix_versions: bool = False) -> str:
-    """Return the report as HTML; see `write_report`."""
+    """Return the report of a study as HTML; see `write_report`."""
     done = [record for record in study.records if record.state == "done"]
     if not done:
         raise ConfigError(
@@ -155,7 +155,7 @@ def _claims(comparison: Comparison) -> list[tuple[Any, ...]]:
 
 
 def _overall(comparison: Comparison) -> list[tuple[str, str, str]]:
-    """Return each arm with its interquartile mean and its probability of improvement."""
+    """Return each arm with its interquartile mean and its probability of beating the reference arm."""
     show = shown(comparison.measure)
     return [
         (
@@ -168,7 +168,7 @@ def _overall(comparison: Comparison) -> list[tuple[str, str, str]]:
 
 
 def _cell(study: Study, comparison: Comparison, cell: str, colours: dict[str, int], detail: Detail) -> dict[str, Any]:
-    """Return the drawings of a cell."""
+    """Return the drawings of one cell of the study."""
     done = [record for record in study.records if record.state == "done" and record.cell == cell]
     runs_by_arm = {arm: [record for record in done if record.arm == arm] for arm in colours}
     runs_by_arm = {arm: runs for arm, runs in runs_by_arm.items() if runs}
@@ -204,7 +204,7 @@ def _cell(study: Study, comparison: Comparison, cell: str, colours: dict[str, in
 
 
 def _estimate(row: Row, colour: int, measure: str) -> Estimate:
-    """Return the mean of an arm with its interval, which is cut to possible values of the measure."""
+    """Return the mean of an arm with its interval, clipped to possible values of the measure."""
     low, high = row.mean.low, row.mean.high
     if low is not None and high is not None:
         low, high = within(low, high, measure)
@@ -214,7 +214,7 @@ def _estimate(row: Row, colour: int, measure: str) -> Estimate:
 def _panels(
     cell: str, runs_by_arm: dict[str, list[RunRecord]], colours: dict[str, int], detail: Detail
 ) -> list[tuple[str, Markup]]:
-    """Return title and drawing of each learning curve with more than one point."""
+    """Return the title and drawing of each learning curve that has more than one point."""
     lines: dict[str, list[Curve]] = {}
     for key in ("accuracy", *GROUPS):
         curves = [_curve(arm, colours[arm], runs, key) for arm, runs in runs_by_arm.items()]
@@ -229,7 +229,7 @@ def _panels(
 
 
 def _curve(arm: str, colour: int, runs: Sequence[RunRecord], key: str) -> Curve | None:
-    """Return the mean over seeds at rounds with an evaluation in all runs; None if there is no such round."""
+    """Return an arm's curve over the rounds that all its runs evaluated, or None if there are none."""
     columns = [dict(zip(run.curve["step"], run.curve[key], strict=True)) for run in runs]
     # a results file has JSON's single type of number
     steps = [int(step) for step in columns[0] if all(column.get(step) is not None for column in columns)]
@@ -248,19 +248,19 @@ def _curve(arm: str, colour: int, runs: Sequence[RunRecord], key: str) -> Curve 
 
 
 def _group_means(runs: Sequence[RunRecord]) -> tuple[list[float | None], list[list[float]]]:
-    """Return the mean accuracy of each group, and its values by seed."""
+    """Return the mean accuracy of each class group, and its values by seed."""
     seeds = [[value for run in runs if (value := value_of(run, group, "last")) is not None] for group in GROUPS]
     return [fmean(values) if values else None for values in seeds], seeds
 
 
 def _clients(runs: Sequence[RunRecord]) -> list[float]:
-    """Return the accuracy of every evaluated client of the first seed, lowest first."""
+    """Return the accuracies of the evaluated clients in the first seed's run, lowest first."""
     values = min(runs, key=lambda run: run.seed).by_client.get("matched", [])
     return sorted(value for value in values if value is not None)
 
 
 def _verdicts(study: Study, done: Sequence[RunRecord], mix_versions: bool) -> list[tuple[Any, str, str, str]]:
-    """Return each verdict with its printed value, measured value and difference to FedAvg as text."""
+    """Return each verdict with its printed value, measured value and difference to FedAvg, as text."""
     if study.definition.paper is None:
         return []
     return [
@@ -276,7 +276,7 @@ def _verdicts(study: Study, done: Sequence[RunRecord], mix_versions: bool) -> li
 
 
 def _costs(done: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Return traffic and time of each arm in each cell, as means over its runs."""
+    """Return the traffic and time of each arm in each cell, as means over its runs."""
     groups: dict[tuple[str, str], list[RunRecord]] = {}
     for record in done:
         groups.setdefault((record.cell, record.arm), []).append(record)
@@ -294,7 +294,7 @@ def _costs(done: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 def _provenance(done: Sequence[RunRecord]) -> list[tuple[str, str]]:
-    """Return versions and machines, each with all values that occur."""
+    """Return the versions and machines of the runs, each with all values that occur."""
     entries = []
     for key, heading in _PROVENANCE.items():
         values = list(dict.fromkeys(str(run.made[key]) for run in done if run.made.get(key) is not None))
@@ -304,7 +304,7 @@ def _provenance(done: Sequence[RunRecord]) -> list[tuple[str, str]]:
 
 
 def _departures(names: set[str]) -> list[tuple[str, str, str]]:
-    """Return each method with its paper and the docstring of its file, which lists departures from the paper."""
+    """Return each method with its paper and its module's docstring, which lists departures from the paper."""
     departures = []
     for name in sorted(names):
         method = METHODS.get(name)

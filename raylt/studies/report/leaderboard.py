@@ -26,7 +26,7 @@ STYLE = """<style>
 
 
 def ranking_table(ranking: Ranking) -> TextTable:
-    """Return the table of a ranking, a line per arm, with the arms' costs if measured."""
+    """Return a ranking as a table with one line per arm, and with the arms' costs if they were measured."""
     costs = any(arm.cost is not None for arm in ranking.arms)
     rows = [
         [
@@ -62,7 +62,7 @@ def ranking_table(ranking: Ranking) -> TextTable:
 
 
 def leaderboard_page(ranking: Ranking, picture: str, command: str) -> str:
-    """Return the page of a ranking in Markdown.
+    """Return the leaderboard page of a ranking in Markdown.
 
     Args:
         ranking: the ranking.
@@ -95,7 +95,7 @@ def leaderboard_page(ranking: Ranking, picture: str, command: str) -> str:
 
 
 def ranking_svg(ranking: Ranking) -> str:
-    """Draw a ranking: a line per arm with its strength and interval, strongest at the top."""
+    """Draw a ranking: one line per arm with its strength and interval, strongest at the top."""
     low = floor(min(arm.strength.low or 0.0 for arm in ranking.arms))
     high = ceil(max(arm.strength.high or 0.0 for arm in ranking.arms))
     height = MARGIN + ROW * len(ranking.arms) + MARGIN

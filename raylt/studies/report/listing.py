@@ -24,13 +24,13 @@ LIMIT = 2**30  # bytes of recorded.json
 
 
 class _RecordedRun(TypedDict):
-    """The fields of a record that a list needs."""
+    """The fields that a list reads from a recorded run."""
 
     folder: str
 
 
 class _RecordedRuns(TypedDict):
-    """The fields of recorded.json that a list needs."""
+    """The fields that a list reads from recorded.json."""
 
     records: list[_RecordedRun]
 
@@ -40,7 +40,7 @@ _RECORDED = TypeAdapter(_RecordedRuns)
 
 @dataclass(frozen=True)
 class ListedRun:
-    """A run, or a study with its number of finished runs.
+    """A row of the list: a run, or a study with its number of finished runs.
 
     Attributes:
         name: folder, relative to the listed folder.
@@ -62,7 +62,7 @@ class ListedRun:
     images: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry as plain values."""
+        """Return the row as JSON values."""
         return asdict(self)
 
 
@@ -148,14 +148,17 @@ def _study(folder: Path) -> ListedRun:
 
 
 def _recorded(study: Path) -> set[Path]:
-    """Return the folders that recorded runs would have; none if recorded.json cannot be read."""
+    """Return the folders that a study's recorded runs would have, or none if recorded.json cannot be read."""
     with suppress(CheckpointError), Folder.open(study) as opened:
         return {study / each["folder"] for each in opened.read_json(RECORDED, _RECORDED, LIMIT)["records"]}
     return set()
 
 
 def _planned(file: Path) -> int | None:
-    """Return the number of a study's runs, without `Definition`, which would import torch for a second."""
+    """Return the number of runs that a study file defines.
+
+    It avoids `Definition`, which would import torch for a second.
+    """
     try:
         tree = read_file(file)
         cells = tree.get("cells") or [{}]

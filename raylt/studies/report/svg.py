@@ -32,7 +32,9 @@ def looks(arm: int) -> str:
 
 @dataclass(frozen=True)
 class Detail:
-    """The number of marks in a drawing; pages with many drawings have fewer in each, to stay below 2 MB.
+    """Limits on the number of marks in a drawing, lower for pages with many drawings.
+
+    They keep a page below 2 MB.
 
     Attributes:
         touched: points of a curve that have a title under the mouse.
@@ -48,7 +50,7 @@ class Detail:
 
     @classmethod
     def of(cls, cells: int, rows: int) -> "Detail":
-        """Return the numbers of marks per drawing, for a page with this many cells and rows.
+        """Return the limits on marks per drawing, for a page with this many cells and rows.
 
         Args:
             cells: number of cells.
@@ -68,7 +70,7 @@ class Detail:
 
 @dataclass(frozen=True)
 class Curve:
-    """One arm over rounds: mean, lowest and highest value of the seeds.
+    """The learning curve of one arm: mean, lowest and highest value over seeds, by round.
 
     Attributes:
         colour: number of the arm, which has the same colour in all drawings.
@@ -90,7 +92,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One arm in one cell: the mean, its interval (None without one) and every seed."""
+    """The mean of one arm in one cell, with its interval (None if there is none) and every seed's value."""
 
     name: str
     colour: int
@@ -102,7 +104,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Bars:
-    """One arm: the mean of each group (None without one) and the values of its seeds."""
+    """The bars of one arm: the mean of each class group (None if there is none) and the values by seed."""
 
     name: str
     colour: int
@@ -112,7 +114,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Strip:
-    """One arm: the accuracies of its clients, lowest first."""
+    """The accuracies of one arm's clients, lowest first."""
 
     name: str
     colour: int
@@ -120,7 +122,7 @@ class Strip:
 
 
 def curves(each: Sequence[Curve], label: str, highest: float, detail: Detail) -> str:
-    """Draw lines with bands from the lowest to the highest seed.
+    """Draw learning curves, each with a band from the lowest to the highest seed.
 
     A diamond marks the end of a method's last phase, or the only judged step.
 
@@ -148,7 +150,7 @@ def curves(each: Sequence[Curve], label: str, highest: float, detail: Detail) ->
 
 
 def _curve(curve: Curve, x: Callable[[float], float], y: Callable[[float], float], detail: Detail) -> list[str]:
-    """Return band, line and marks of a curve."""
+    """Return the SVG elements of a curve: band, line and marks."""
     parts = []
     colour = f"c{curve.colour % COLOURS}"
     drawn = thinned(len(curve.rounds), detail.points)
@@ -176,7 +178,7 @@ def _curve(curve: Curve, x: Callable[[float], float], y: Callable[[float], float
 
 
 def estimates(each: Sequence[Estimate], label: str, show_unit: str = "%", scale: float = 100) -> str:
-    """Draw a line per arm: its interval, a bar at its mean, and a point for every seed."""
+    """Draw one line per arm: its interval, a bar at its mean, and a point for every seed."""
     lows = [value for e in each for value in [*e.values, e.mean if e.low is None else e.low]]
     highs = [value for e in each for value in [*e.values, e.mean if e.high is None else e.high]]
     low = min(lows, default=0.0)
@@ -216,7 +218,7 @@ def _estimate(e: Estimate, y: int, x: Callable[[float], float], show_unit: str, 
 
 
 def bars(groups: Sequence[str], each: Sequence[Bars], label: str) -> str:
-    """Draw the bars of the arms next to each other in each group, with a point for every seed."""
+    """Draw bars for each class group, one per arm, with a point for every seed."""
     top = _nice(max((value for arm in each for values in arm.seeds for value in values), default=1.0))
     y = _height_of(top)
     span = (WIDTH - LEFT - RIGHT) / len(groups)
@@ -243,7 +245,7 @@ def bars(groups: Sequence[str], each: Sequence[Bars], label: str) -> str:
 
 
 def strips(each: Sequence[Strip], label: str, detail: Detail) -> str:
-    """Draw a line per arm with a bar at the mean and a point for every client, or for evenly chosen clients."""
+    """Draw one line per arm: a bar at the mean, and a point for every client or for evenly chosen clients."""
 
     def x(value: float) -> float:
         return SIDE + (WIDTH - 2 * SIDE) * value
@@ -270,7 +272,7 @@ def strips(each: Sequence[Strip], label: str, detail: Detail) -> str:
 
 
 def holdings(counts: Sequence[Sequence[int]], names: Sequence[str], label: str, detail: Detail) -> str:
-    """Draw the clients' class counts: squares per client and class, whose areas are numbers of samples.
+    """Draw the clients' class counts as squares whose areas are numbers of samples.
 
     Of many clients an even choice is drawn, and neighbouring classes share a column where there are many.
 
@@ -315,7 +317,7 @@ def holdings(counts: Sequence[Sequence[int]], names: Sequence[str], label: str, 
 
 
 def svg(parts: Sequence[str], label: str, height: int = HEIGHT) -> str:
-    """Return a complete drawing from its parts, with a description for screen readers."""
+    """Return a complete SVG drawing of the given elements, with a description for screen readers."""
     return (
         f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label, quote=True)}">'
         f"{''.join(parts)}</svg>"
@@ -328,14 +330,14 @@ def shortened(name: str) -> str:
 
 
 def thinned(count: int, most: int) -> list[int]:
-    """Return at most `most` evenly spaced indices below `count`, including the first and the last."""
+    """Return at most `most` evenly spaced indices below `count`, including the first and the last index."""
     if count <= most:
         return list(range(count))
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
 
 
 def _height_of(top: float) -> Callable[[float], float]:
-    """Return a function from a value to its height in a drawing whose axis ends at `top`."""
+    """Return a function that maps a value to its vertical position, for an axis that ends at `top`."""
 
     def y(value: float) -> float:
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / top)
@@ -358,7 +360,7 @@ def _axes(ys: Sequence[tuple[float, str]], xs: Sequence[tuple[float, str]], labe
 
 
 def _line_axis(height: int, ticks: Sequence[tuple[float, str]]) -> list[str]:
-    """Return the axis of a drawing with a line per arm."""
+    """Return the axis of a drawing that has one line per arm."""
     bottom = height - BOTTOM
     parts = [f'<line class="axis" x1="{SIDE}" x2="{WIDTH - SIDE}" y1="{bottom}" y2="{bottom}"/>']
     for x, text in ticks:
@@ -372,7 +374,7 @@ def _tick(x: float, y: int, anchor: str, text: str) -> str:
 
 
 def _upright(x: float, y: int, text: str) -> str:
-    """Return a label that reads upwards and ends at (x, y)."""
+    """Return a text label that is rotated to read upwards and ends at (x, y)."""
     place = f"{x + 4:.1f} {y}"
     return f'<text class="tick" transform="translate({place}) rotate(-90)" text-anchor="end">{escape(text)}</text>'
 
@@ -403,7 +405,7 @@ def _ticks(top: float) -> list[float]:
 
 
 def _even(low: float, high: float) -> list[float]:
-    """Return three to six round numbers between two numbers."""
+    """Return a few evenly spaced round numbers between `low` and `high`, for an axis."""
     span = high - low
     for step in (b * 10.0**e for e in range(-4, 7) for b in (1, 2, 5)):
         if span / step <= 6:
@@ -413,7 +415,7 @@ def _even(low: float, high: float) -> list[float]:
 
 
 def _columns(classes: int, most: int) -> list[range]:
-    """Return at most `most` ranges of consecutive classes, equally wide except the last."""
+    """Split the classes into at most `most` ranges of consecutive classes, equally wide except the last."""
     width = max(1, -(-classes // most))
     return [range(first, min(first + width, classes)) for first in range(0, classes, width)]
 

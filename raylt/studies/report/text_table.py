@@ -1,4 +1,4 @@
-"""`TextTable`: a table, followed by more tables and notes, for a terminal, as Markdown and as LaTeX."""
+"""`TextTable`: a table, followed by more tables and notes, as terminal text, Markdown, HTML or LaTeX."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ Places = dict[tuple[int, int], int]  # by row and column: 1 for the best, 2 for 
 
 @dataclass(frozen=True)
 class TextTable:
-    """Rows of text under a heading, followed by more tables and lists of lines.
+    """A table of texts with a heading, followed by more tables and by notes.
 
     Attributes:
         columns: one letter for each column: l, or r for figures, which are not wrapped.
@@ -69,7 +69,7 @@ class TextTable:
         return Group(*parts)
 
     def table(self, columns: Sequence[int], title: str | None) -> Table:
-        """Return a table of rich with some of the columns."""
+        """Return some of the columns as a table of the library rich."""
         table = _table(title, [self.head[index] for index in columns])
         for column, index in zip(table.columns, columns, strict=True):
             if self.columns[index] == "r":
@@ -82,7 +82,7 @@ class TextTable:
         return table
 
     def html(self) -> str:
-        """Return HTML for a notebook: the table, then further tables and notes."""
+        """Return HTML for a notebook: the table, then the further tables and the notes."""
         right = [number for number, letter in enumerate(self.columns) if letter == "r"]
         parts = [html_table(self.head, self._rows(), self.title, right)]
         parts += [html_table(head, rows, title) for title, head, rows in self.further]
@@ -94,7 +94,7 @@ class TextTable:
         return "".join(parts)
 
     def markdown(self) -> str:
-        """Return Markdown with pipe tables, which GitHub draws."""
+        """Return the table in Markdown, in GitHub's syntax for tables."""
         lines = [f"**{self.title}**", "", *_pipes(self.head, self.rows)]
         for title, head, rows in self.further:
             lines += ["", f"**{title}**", "", *_pipes(head, rows)]
@@ -104,7 +104,7 @@ class TextTable:
         return "\n".join(lines) + "\n"
 
     def latex(self) -> str:
-        """Return a tabular for booktabs, with a column's best figure in bold and its second underlined.
+        """Return a LaTeX tabular (booktabs) with each column's best figure in bold and second-best underlined.
 
         Everything that a caption must say, further tables and notes are comments.
         """
@@ -127,7 +127,7 @@ class TextTable:
         return "\n".join(lines) + "\n"
 
     def _ranked(self, cell: str, row: int, column: int) -> str:
-        """Return a LaTeX cell, its figure in bold if it is the best, underlined if it is the second.
+        """Return a LaTeX cell, in bold if its figure is the best and underlined if it is the second-best.
 
         What stands behind ± is set as it is: a bold interval would say that the interval is better.
         """
@@ -138,11 +138,11 @@ class TextTable:
         return f"{command}{{{figure}}}{sign}{spread}"
 
     def _starts(self) -> list[bool]:
-        """Return for each row whether it starts a new group; the first row does not."""
+        """Return, for each row, whether the row starts a new group of rows. The first row does not."""
         return [self.grouped and index > 0 and row[0] != self.rows[index - 1][0] for index, row in enumerate(self.rows)]
 
     def _rows(self) -> list[list[str]]:
-        """Return the rows with each group's name in its first row only."""
+        """Return the rows with each group's name only in the group's first row."""
         return [
             row if not self.grouped or index == 0 or starts else ["", *row[1:]]
             for index, (row, starts) in enumerate(zip(self.rows, self._starts(), strict=True))
@@ -151,7 +151,7 @@ class TextTable:
 
 @dataclass(frozen=True)
 class _AsWideAsFits:
-    """The rows as one table, or as several tables one below the other if the columns do not fit."""
+    """A table for the terminal that is split into several tables if its columns do not fit."""
 
     table: TextTable
 
@@ -188,7 +188,10 @@ def _pipes(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _tex(text: str) -> str:
-    """Return a cell as LaTeX, without a leading [ or *, which would be an argument of the previous row's end."""
+    """Escape a cell for LaTeX.
+
+    A leading [ or * is protected, since it would be an argument of the previous row's end.
+    """
     if text == "-":
         return "--"
     sign = "$-$" if _NEGATIVE.match(text) else ""

@@ -1,1 +1,1 @@
-"""Execution of a study: scheduler, worker processes, shared training and tuning of arms."""
+"""Running a study: the scheduler, worker processes, shared training, and the tuning of arms."""

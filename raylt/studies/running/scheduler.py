@@ -1,4 +1,4 @@
-"""The scheduler of a study: runs start longest first, each in its own process, over the machine's cores.
+"""The scheduler of a study, which distributes runs over worker processes, longest run first.
 
 The run folders hold the whole state of a study, so it can be killed at any time and continued. On the cores of one
 machine, whole runs in parallel are faster than the clients of one run in parallel: no round waits for its slowest
@@ -39,7 +39,7 @@ def run_all(
     address: str | None,
     pace: Pace,
 ) -> list[str]:
-    """Do every run that is unfinished and that no other process is running.
+    """Carry out every unfinished run of a study that no other process is running.
 
     Args:
         planned: runs of the study.
@@ -72,7 +72,7 @@ def run_all(
 
 
 def makespan(seconds: Iterable[float], slots: int) -> float:
-    """Return the time until all runs are done if each free slot takes the longest remaining run."""
+    """Return the time until all runs are done, if each free slot takes the longest remaining run."""
     loads = [0.0] * slots
     for each in sorted(seconds, reverse=True):
         loads[loads.index(min(loads))] += each
@@ -81,7 +81,7 @@ def makespan(seconds: Iterable[float], slots: int) -> float:
 
 @dataclass
 class Job:
-    """A run to be done.
+    """A run that a worker has to carry out, and its progress.
 
     Attributes:
         planned: the run.
@@ -108,7 +108,7 @@ class Job:
 
 @dataclass
 class Worker:
-    """A process and its current run."""
+    """A worker process and its current job."""
 
     process: "subprocess.Popen[str]"
     job: Job | None = None
@@ -116,7 +116,7 @@ class Worker:
 
 
 class _Pool:
-    """The workers, the waiting jobs and the workers' messages."""
+    """The pool of worker processes, with the waiting jobs and the workers' messages."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class _Pool:
         self._plugins = plugin_files()
 
     def run(self) -> list[str]:
-        """Do all jobs.
+        """Carry out all jobs.
 
         Returns:
             Folders of the runs that failed.
@@ -168,12 +168,12 @@ class _Pool:
         return self._failed
 
     def _assign_all(self, log: Any) -> None:
-        """Give jobs to all free workers; one finished run may release several waiting jobs."""
+        """Give a job to each free worker, since one finished run may release several waiting jobs."""
         for number in range(len(self._slots)):
             self._assign(number, log)
 
     def _assign(self, number: int, log: Any) -> None:
-        """Give the next job to a slot's worker; start a process if the slot has none."""
+        """Give the next job to the worker of a slot; start a process if the slot has none."""
         worker = self._workers.get(number)
         job = self._next()
         if job is None or (worker is not None and worker.job):
@@ -200,7 +200,7 @@ class _Pool:
             worker.process.stdin.flush()
 
     def _next(self) -> Job | None:
-        """Return the longest job that need not wait for its stem: the stem is neither waiting nor running."""
+        """Return the longest waiting job that need not wait for a run from which it continues."""
         pending = {job.folder for job in self._waiting}
         pending |= {worker.job.folder for worker in self._workers.values() if worker.job}
         return next((job for job in self._waiting if job.stem not in pending), None)
@@ -270,7 +270,7 @@ class _Pool:
         self._assign_all(log)
 
     def _worker_died(self, number: int, worker: Worker, log: Any) -> None:
-        """Restart the job of a process that was killed or ran out of memory, or mark it as failed."""
+        """Restart the job of a worker process that has died, or mark the job as failed after several attempts."""
         del self._workers[number]
         job = worker.job
         code = worker.process.wait()

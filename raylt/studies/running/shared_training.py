@@ -1,4 +1,4 @@
-"""Shared training: runs that begin in the same way are trained once, up to the first step that differs.
+"""Shared training: runs with the same first steps are trained once, up to the step at which they differ.
 
 See raylt/core/checkpoint/branch_points.py.
 """
@@ -13,7 +13,7 @@ from raylt.studies.definition import Planned
 
 
 class Stem(NamedTuple):
-    """The run from which another run continues.
+    """The run (stem) from whose first steps another run continues.
 
     Attributes:
         folder: of the stem, relative to the study's folder.
@@ -25,7 +25,7 @@ class Stem(NamedTuple):
 
 
 def stems(planned: Sequence[Planned]) -> dict[str, Stem]:
-    """Return the stem of each run that can continue from another run, by its folder.
+    """Find, for each run that can continue from another run's first steps, this other run (its stem).
 
     A run that has a stem is not the stem of another run. A run keeps the checkpoints before its own stages only, so no
     run could continue from it before an earlier stage. The runs with the earliest stage therefore come first.
@@ -48,7 +48,7 @@ def _kept_steps(run: Planned) -> set[int]:
 
 
 def _shared_steps(root: Planned, other: Planned) -> int:
-    """Return the number of steps that two runs share; 0 if the root keeps no checkpoint after the last of them."""
+    """Return the number of steps that two runs share; 0 if the first run keeps no checkpoint after them."""
     try:
         shared = fork(root.config, resolve(root.config).method, other.config, resolve(other.config).method)
     except ConfigError:  # the runs differ from the start

@@ -1,4 +1,4 @@
-"""`Pace`: predicts the duration of runs from timed steps; before the first run, in proportion to their work."""
+"""`Pace`: predicts how long runs take, from timed steps or, before any, in proportion to the work."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ StepSeconds = dict[int, list[float]]  # durations by number of the round
 
 
 class Pace:
-    """Durations of rounds and of the phase after training, by arm and cell.
+    """The measured durations of rounds and of the phase after training, by arm and cell.
 
     Attributes:
         measured: whether a step was timed. `left` is then in seconds, and in client epochs before.
@@ -44,15 +44,15 @@ class Pace:
         return not self.measured or (FINISH not in self._nearest(planned) and self._expected_finish(planned) is None)
 
     def learn(self, planned: Planned, step: int, seconds: float) -> None:
-        """Add the duration of a step."""
+        """Add the measured duration of a run's step."""
         self._note(planned.arm, planned.cell, step, planned.config.federation.rounds, seconds)
 
     def expect(self, planned: Planned, seconds: float) -> None:
-        """Note the expected duration of a run's finish; it counts until one of its arm was timed."""
+        """Set the expected duration of a run's final phase, used until a run of the same arm has been timed."""
         self._expected[planned.arm, planned.cell] = seconds
 
     def left(self, planned: Planned, steps: int) -> float:
-        """Return the time that a run needs after `steps` steps, done by itself or taken from another run."""
+        """Return the time that a run still needs after `steps` of its steps are done."""
         rounds = planned.config.federation.rounds
         if not self.measured:
             return max(0, rounds - steps) * _work(planned.config)
@@ -62,12 +62,12 @@ class Pace:
         return sum(means.get(step, usual) for step in range(steps + 1, rounds + 1)) + finish
 
     def _expected_finish(self, planned: Planned) -> float | None:
-        """Return what was expected of the run's arm in its cell, else in another cell; None where nothing was."""
+        """Return the expected duration of an arm's final phase, from this cell if possible, or None if unknown."""
         of_arm = [seconds for (arm, _), seconds in self._expected.items() if arm == planned.arm]
         return self._expected.get((planned.arm, planned.cell), of_arm[0] if of_arm else None)
 
     def _nearest(self, planned: Planned) -> StepSeconds:
-        """Return the durations of the arm in the run's cell, else of the arm, else of all runs."""
+        """Return measured durations of the arm in the run's cell, otherwise of the arm, otherwise of all runs."""
         in_cell = self._seconds.get((planned.arm, planned.cell))
         if in_cell:
             return in_cell
@@ -84,7 +84,7 @@ def _joined(several: Sequence[StepSeconds]) -> StepSeconds:
 
 
 def _work(config: Config) -> float:
-    """Return the work of one round: passes over the data times the share of participating clients.
+    """Return the work of one round: epochs times the share of participating clients.
 
     The sizes of clients are not known here, so a step counts as a pass where the work is set in steps.
     """

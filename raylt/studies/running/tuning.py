@@ -1,4 +1,4 @@
-"""Tuning: every arm of a study searches with the same budget of client-steps, on validation samples.
+"""Tuning of a study's arms on validation samples, each with the same budget of client steps.
 
     tune: {runs: 8, ranges: {local.lr: "loguniform(0.003, 0.1)"}}
 
@@ -57,7 +57,7 @@ class Tuning(Section):
 
 @closed
 class Tuned(TypedDict):
-    """The outcome of an arm's search in a cell.
+    """The outcome of tuning one arm in one cell.
 
     `asked` is the hash of the search, see `search_hash`. `values` are settings by dotted key. `score` is the metric on
     validation samples; None where there was nothing to search.
@@ -95,7 +95,9 @@ def search_arms(
     fleet: Literal["local", "ray"],
     address: str | None,
 ) -> Outcomes:
-    """Search for every arm and cell without an outcome in tuned.json; interrupted searches continue.
+    """Search for the best settings of every arm and cell without an outcome in tuned.json.
+
+    Interrupted searches continue.
 
     Args:
         bases: settings by cell and arm, with only those fields of the method that the study gives.
@@ -157,7 +159,7 @@ def search_arms(
 
 
 def search_hash(tuning: Tuning, arm: str, base: Config, reference: Config) -> str:
-    """Return a hash of everything that an arm's search depends on, independent of the place of its files.
+    """Return a hash of everything that an arm's search depends on, except where its files are.
 
     Settings for other arms do not count. The reference arm counts, since its runs are the unit of the budget.
     """
@@ -176,7 +178,7 @@ def search_hash(tuning: Tuning, arm: str, base: Config, reference: Config) -> st
 
 
 def applying(ranges: Mapping[str, str], method: type[Method]) -> dict[str, str]:
-    """Return the ranges without those of fields that a method lacks, which are for other arms."""
+    """Return the search ranges that apply to a method: all except those of fields that the method lacks."""
     return {
         key: text
         for key, text in ranges.items()
@@ -185,7 +187,7 @@ def applying(ranges: Mapping[str, str], method: type[Method]) -> dict[str, str]:
 
 
 def read_tuned(folder: Path) -> Outcomes:
-    """Return the outcomes in a study's folder.
+    """Read the tuning outcomes from a study's folder.
 
     Raises:
         CheckpointError: tuned.json cannot be read, or was changed.
@@ -205,18 +207,18 @@ def read_tuned(folder: Path) -> Outcomes:
 
 
 def write_tuned(folder: Path, outcomes: Outcomes) -> None:
-    """Write the outcomes to a study's folder."""
+    """Write the tuning outcomes to a study's folder."""
     content = {"outcomes": outcomes, "sha256": hash_json(outcomes)}
     store.write(folder / FILE, json.dumps(content, indent=1) + "\n")
 
 
 def joined(outcomes: Outcomes, more: Outcomes) -> Outcomes:
-    """Return both sets of outcomes; for an arm and cell in both, the outcome from `more`."""
+    """Merge two sets of tuning outcomes; `more` wins where both have the same cell and arm."""
     return {cell: outcomes.get(cell, {}) | more.get(cell, {}) for cell in outcomes | more}
 
 
 def searched(outcomes: Outcomes) -> dict[str, set[str]]:
-    """Return, by dotted key, the settings that each arm was tuned in."""
+    """Return, by arm, the dotted keys of the settings that were tuned."""
     settings: dict[str, set[str]] = {}
     for arms in outcomes.values():
         for arm, outcome in arms.items():
@@ -225,7 +227,7 @@ def searched(outcomes: Outcomes) -> dict[str, set[str]]:
 
 
 def describe(cell: str, arm: str, outcome: Tuned) -> str:
-    """Return one line with the values, the cost and the score of a search."""
+    """Return one line with the tuned values, the cost and the score of a search."""
     name = f"{arm} in {cell}" if cell else arm
     if outcome["score"] is None:
         return f"{name}: nothing to tune"
@@ -239,7 +241,7 @@ def describe(cell: str, arm: str, outcome: Tuned) -> str:
 def _run_searches(
     jobs: list[dict[str, Any]], slots: list[WorkerSlot], folder: Path
 ) -> Iterator[tuple[dict[str, Any], Tuned]]:
-    """Run one process for each job, at most one per slot at a time.
+    """Run one search process for each job, at most one per slot at a time.
 
     Yields:
         Each job with its outcome, in the order of the jobs.
@@ -284,7 +286,7 @@ def _run_searches(
 
 
 def _outcome(arm: str, answer: str) -> Tuned:
-    """Return the outcome that an arm's process printed.
+    """Parse the tuning outcome that an arm's search process printed.
 
     Raises:
         ConfigError: the process reported a mistake in the settings.

@@ -1,4 +1,4 @@
-"""A process that does a study's runs one after another: `python -m raylt.studies.running.worker`.
+"""The worker process of a study, which carries out runs: `python -m raylt.studies.running.worker`.
 
 Jobs arrive as lines of JSON on its standard input, and events leave as lines of JSON on its standard output. The
 process ends at once when its input ends, which also happens when the study's process is killed. A run continues from
@@ -68,7 +68,7 @@ class EventSender(Callback):
 
 
 def main() -> None:
-    """Do the jobs from standard input until it ends."""
+    """Carry out the jobs that arrive on standard input, until it ends."""
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps what libraries print out of the events
     sender = EventSender(channel)
@@ -95,7 +95,7 @@ def main() -> None:
 def do(
     folder: Path, config: Config, fleet: Any, address: str | None, callback: Callback, stem: Run | None = None
 ) -> None:
-    """Start or continue a run, and take it to its end.
+    """Start or continue a run, and carry it out to its end.
 
     Args:
         folder: of the run.

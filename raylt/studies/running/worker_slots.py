@@ -1,4 +1,4 @@
-"""Worker slots: one worker per core, or per GPU if runs may use GPUs."""
+"""Worker slots: the resources for one worker process each, one per core or per GPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from raylt.machine import cores
 
 @dataclass(frozen=True)
 class WorkerSlot:
-    """Resources of one worker process.
+    """The resources of one worker process.
 
     Attributes:
         cores: that the process may use; empty for all.
@@ -21,7 +21,7 @@ class WorkerSlot:
 
 
 def slot_count(parallel: int | None, fleet: str, runs: Sequence[Config]) -> int:
-    """Return how many of these runs can be done at once.
+    """Return the number of these runs that can run at the same time.
 
     With Ray it is one run, since Ray spreads the clients of a run itself. Otherwise it is one run per GPU, or per core
     where there is no GPU that a run may use.
@@ -30,7 +30,7 @@ def slot_count(parallel: int | None, fleet: str, runs: Sequence[Config]) -> int:
 
 
 def worker_slots(parallel: int | None, fleet: str, runs: Sequence[Config]) -> list[WorkerSlot]:
-    """Return the slots of the workers for these runs, at most one per run."""
+    """Return the slots of the workers that carry out these runs, at most one per run."""
     count = min(slot_count(parallel, fleet, runs), len(runs))
     if fleet == "ray":
         return [WorkerSlot(frozenset(), {})] * count
@@ -47,7 +47,7 @@ def worker_slots(parallel: int | None, fleet: str, runs: Sequence[Config]) -> li
 
 
 def _gpus(runs: Sequence[Config]) -> int:
-    """Return the number of this machine's GPUs; 0 if no run may use one."""
+    """Return the number of this machine's GPUs, or 0 if none of the runs may use a GPU."""
     if all(config.resources.gpu_share == 0 for config in runs):
         return 0
     from raylt.core.device import gpus  # imports torch, which a study without open runs does not need
