@@ -1,4 +1,4 @@
-"""`python -m raylt`."""
+"""The entry point of `python -m raylt`."""
 
 from raylt.cli.main import main
 

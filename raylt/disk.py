@@ -1,4 +1,4 @@
-"""Turn file errors of the operating system into raylt's errors; make folders that only their user can open."""
+"""Convert the operating system's file errors to raylt's errors, and make folders that only the user can open."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 @contextmanager
 def file_errors(path: Path) -> Iterator[None]:
-    """Turn errors of the operating system inside the block into raylt's errors about this path."""
+    """Convert operating system errors inside the block to raylt's errors about this path."""
     try:
         yield
     except OSError as error:
@@ -39,7 +39,7 @@ def file_errors(path: Path) -> Iterator[None]:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path is a plain file; False also for a path that no file can have."""
+    """Return whether a path is a plain file. An invalid path gives False."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -47,7 +47,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a path is a folder; False also for a path that no folder can have."""
+    """Return whether a path is a folder. An invalid path gives False."""
     try:
         return path.is_dir()
     except (OSError, ValueError):
@@ -55,7 +55,7 @@ def is_folder(path: Path) -> bool:
 
 
 def exists(path: Path) -> bool:
-    """Return whether a path exists; False also for a string that cannot be a path."""
+    """Return whether a path exists. An invalid path gives False."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -63,7 +63,7 @@ def exists(path: Path) -> bool:
 
 
 def check_name(name: str, key: str) -> None:
-    """Check that a name can be printed and can be the name of one folder.
+    """Check that a name is printable and usable as the name of a single folder.
 
     Args:
         key: what gives the name, for the error.
@@ -96,7 +96,7 @@ def make(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until the content of a file or folder is on the disk."""
+    """Flush the content of a file or folder to the disk."""
     with file_errors(path):
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

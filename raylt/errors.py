@@ -1,4 +1,4 @@
-"""Errors that raylt raises on purpose.
+"""The errors that raylt raises on purpose, with their codes.
 
     RayltError ─ ConfigError   ─ UnknownMethod      input: exit code 2
                ├ DataError                          input: exit code 2
@@ -266,7 +266,7 @@ class RayltError(Exception):
         self.details = details
 
     def __str__(self) -> str:
-        """Return the message on one line, with unprintable characters replaced, shortened if it is long."""
+        """Return the message on one line, with unprintable characters replaced, and shortened if it is long."""
         text = on_one_line(super().__str__())
         return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
 
@@ -275,17 +275,17 @@ class RayltError(Exception):
 
 
 def on_one_line(text: str) -> str:
-    """Return a text with each unprintable character, such as a newline or an escape, replaced by a question mark."""
+    """Replace each unprintable character of a text, such as a newline or an escape, by a question mark."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def quoted(path: object) -> str:
-    """Return a path as a shell takes it, for commands in messages that the user may paste."""
+    """Return a path quoted for the shell, for commands in messages that the user may paste."""
     return shlex.quote(str(path))
 
 
 def did_you_mean(word: str, choices: Iterable[str], prefix: str = "") -> str:
-    """Return `Did you mean X? ` for the choice that is most similar to a mistyped word; "" if none is similar.
+    """Return `Did you mean X? ` with the choice most similar to a mistyped word, or "" if none is similar.
 
     Args:
         prefix: text before the choice, such as the section of a setting.
@@ -295,13 +295,16 @@ def did_you_mean(word: str, choices: Iterable[str], prefix: str = "") -> str:
 
 
 def resume_call(folder: object) -> str:
-    """Return the command or call that continues a run, as the user would type it."""
+    """Return the shell command or Python call that continues a run, for messages."""
     return spoken(f"raylt resume {quoted(folder)}", f"raylt.resume({str(folder)!r})")
 
 
 @contextmanager
 def at_the_shell() -> Iterator[None]:
-    """Make error messages inside the block name shell commands and options; child processes inherit this."""
+    """Make error messages inside the block name shell commands and options.
+
+    Child processes inherit this.
+    """
     before = os.environ.get(_AT_THE_SHELL)
     os.environ[_AT_THE_SHELL] = "1"
     try:
@@ -313,7 +316,7 @@ def at_the_shell() -> Iterator[None]:
 
 
 def spoken(shell: str, python: str) -> str:
-    """Return a command or option as the user types it: at a shell, or as a call or argument in Python."""
+    """Return the shell form of a command or option if raylt runs at the shell, otherwise the Python form."""
     return shell if _AT_THE_SHELL in os.environ else python
 
 
@@ -326,23 +329,23 @@ def _restore(kind: type[RayltError], args: tuple[object, ...], fields: dict[str,
 
 
 class ConfigError(RayltError):
-    """A setting is unknown, of the wrong type, out of range or in conflict with another."""
+    """Raised if a setting is unknown, of the wrong type, out of range or in conflict with another setting."""
 
     exit_code = 2
 
 
 class UnknownMethod(ConfigError):
-    """No method has this name."""
+    """Raised if no method has the given name."""
 
 
 class DataError(RayltError):
-    """The data is missing, malformed or cannot be split as asked."""
+    """Raised if data is missing, malformed or cannot be split as asked."""
 
     exit_code = 2
 
 
 class ClientError(RayltError):
-    """A client's function raised, or its reply cannot be used.
+    """Raised if a client's function raised an exception or its reply cannot be used.
 
     Args:
         client: id of the client, or -1 when unknown.
@@ -363,14 +366,14 @@ class ClientError(RayltError):
 
 
 class ClientLost(ClientError):
-    """The process that held a client died before it replied."""
+    """Raised if the process that held a client died before the client replied."""
 
     def __init__(self, client: int, round: int, function: str, cause: str):
         super().__init__(client, round, function, cause, code="client.lost")
 
 
 class LateWrite(RayltError):
-    """A tensor of a reply or of a client's state was changed in place after it was handed over.
+    """Raised if a client changed a tensor in place after it put the tensor into its reply or state.
 
     Args:
         path: of the tensor in the reply or state.
@@ -386,23 +389,23 @@ class LateWrite(RayltError):
 
 
 class BudgetSpent(RayltError):
-    """An upload with noise would exceed the run's privacy budget."""
+    """Raised if an upload with noise would exceed the run's privacy budget."""
 
 
 class Overflow(RayltError):
-    """A value is too large for the fixed point of a secure sum."""
+    """Raised if a value is too large for the fixed-point numbers of a secure sum."""
 
 
 class TooFewReplies(RayltError):
-    """Fewer clients replied usably than `federation.quorum` asks for."""
+    """Raised if fewer clients sent a usable reply than `federation.quorum` requires."""
 
 
 class Diverged(TooFewReplies):
-    """The updates of most clients are infinite, not numbers, or too large for a model."""
+    """Raised if the updates of most clients are infinite, NaN or far too large."""
 
 
 class ServerLost(RayltError):
-    """The process that hosts the experiment died; the run continues from its last checkpoint.
+    """Raised if the process that hosts the experiment died. The run continues from its last checkpoint.
 
     Args:
         cause: one line.
@@ -416,17 +419,17 @@ class ServerLost(RayltError):
 
 
 class CheckpointError(RayltError):
-    """A run folder exists already, is not whole, or belongs to another configuration."""
+    """Raised if a run folder already exists, is incomplete or damaged, or belongs to another configuration."""
 
     exit_code = 2
 
 
 class FolderHeld(CheckpointError):
-    """Another process uses this run folder."""
+    """Raised if another process uses the run folder."""
 
 
 class DiskFull(RayltError):
-    """A file could not be written because the disk, or the user's quota, is full.
+    """Raised if a file cannot be written because the disk or the user's quota is full.
 
     Args:
         path: of the file.
@@ -446,7 +449,7 @@ class DiskFull(RayltError):
 
 
 def user_fault(error: BaseException) -> str:
-    """Return the type and message of an exception with the innermost place in the user's own code.
+    """Describe an exception by its type, its message and the innermost line of the user's own code.
 
     Code of raylt, of Python and of installed packages is not the user's; without any of it the last place is named.
     """
@@ -462,7 +465,7 @@ def user_fault(error: BaseException) -> str:
 
 @contextmanager
 def no_exit() -> Iterator[None]:
-    """Make sys.exit() in the user's own code an error, since it would end the process in silence.
+    """Turn sys.exit() in the user's own code into an error, since it would end the process silently.
 
     Raises:
         ConfigError: the code inside the block tried to end the process; the message names the place.
@@ -490,7 +493,7 @@ def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
 
 @cache  # a recursion has a thousand frames of one file
 def _is_user_code(file: str) -> bool:
-    """Return whether a file belongs neither to raylt nor to Python nor to an installed package."""
+    """Return whether a file is the user's own code: not raylt, not Python, not an installed package."""
     home, path = Path(__file__).resolve().parents[1], Path(file)
     others = [home / name for name in ("raylt", "actors", "tune")] + [
         Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")
@@ -499,7 +502,7 @@ def _is_user_code(file: str) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception in one line: its type, its message and the innermost line outside installed packages."""
+    """Describe an exception in one line: type, message and the innermost line outside installed packages."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text = textwrap.shorten(" ".join(str(error).split()), 400, placeholder=" ...")
@@ -507,5 +510,5 @@ def one_line(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error in one line: the message of raylt's own errors; type, message and place of any other."""
+    """Describe any error in one line: raylt's own errors by their message, others by `one_line`."""
     return str(error) if isinstance(error, RayltError) else one_line(error)

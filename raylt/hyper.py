@@ -1,4 +1,4 @@
-"""`hp()`: declare a hyper-parameter once, with its default, checks, search range and source."""
+"""`hp()`: declare a hyper-parameter with its default, checks, search range and source."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 @dataclass(frozen=True)
 class Choice:
-    """A search range: one of the given values."""
+    """A search range that consists of the given values."""
 
     values: tuple[Any, ...]
 
@@ -23,7 +23,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Uniform:
-    """A search range: a float in [low, high]."""
+    """A search range of floats in [low, high], sampled uniformly."""
 
     low: float
     high: float
@@ -34,7 +34,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class LogUniform:
-    """A search range: a float in [low, high], uniform in its logarithm."""
+    """A search range of floats in [low, high], sampled uniformly in the logarithm."""
 
     low: float
     high: float
@@ -60,7 +60,7 @@ def hp(default: Any, range: Range, source: str, **checks: Any) -> Any:
 
 
 def range_of(field: FieldInfo) -> Range:
-    """Return the search range that `hp` declared.
+    """Return the search range that `hp` declared for a field.
 
     Raises:
         KeyError: `hp` did not declare this field.
@@ -70,7 +70,7 @@ def range_of(field: FieldInfo) -> Range:
 
 
 def in_range(value: Any, range: Range) -> bool:
-    """Return whether a search could have drawn this value."""
+    """Return whether a value lies in a search range."""
     if isinstance(range, Choice):
         return value in range.values
     return math.isfinite(value) and range.low <= value <= range.high

@@ -1,18 +1,18 @@
-"""Facts about this machine that operating systems report in different ways."""
+"""Facts about this machine that each operating system reports in its own way."""
 
 import os
 import sys
 
 
 def cores() -> list[int]:
-    """Return the number of processors that this process may use; all where the system does not say (macOS)."""
+    """Return the numbers of the CPU cores that this process may use; all cores if unknown (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def peak_memory() -> int:
-    """Return the largest memory that this process has used so far, in bytes."""
+    """Return the peak memory of this process so far, in bytes."""
     import resource  # Windows has none, and is refused where raylt.store is imported
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

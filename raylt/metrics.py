@@ -1,4 +1,4 @@
-"""Figures from confusion matrices, int64 [C, C]: rows are true classes, columns predicted classes.
+"""Figures computed from confusion matrices, int64 [C, C]; rows are true classes, columns predicted classes.
 
 A matrix counts test samples, or for label maps their labelled pixels; `accuracy` is then aAcc and `macro` mAcc.
 Accuracies are in [0, 1]. A class without test samples has accuracy NaN and is left out of every mean.
@@ -41,12 +41,12 @@ def confusion(predicted: Tensor, truth: Tensor, classes: int, ignore: int | None
 
 
 def accuracy(matrix: Tensor) -> float:
-    """Return the share of the test samples that are classified correctly."""
+    """Return the accuracy: the share of test samples that are classified correctly."""
     return (matrix.diagonal().sum().double() / matrix.sum()).item()
 
 
 def wilson_interval(share: float, samples: int) -> tuple[float, float]:
-    """Return Wilson's 95 % score interval of a share of independent samples (Wilson, JASA 1927, Eq. 7).
+    """Return Wilson's 95 % score interval for a share of independent samples (Wilson, JASA 1927, Eq. 7).
 
     Args:
         share: of the samples that are right, in [0, 1].
@@ -60,7 +60,7 @@ def wilson_interval(share: float, samples: int) -> tuple[float, float]:
 
 
 def class_accuracy(matrix: Tensor) -> Tensor:
-    """Return the share of each class's test samples that are classified correctly, float64 [..., C].
+    """Return the accuracy of each class, float64 [..., C].
 
     It is NaN for a class without test samples.
 
@@ -111,7 +111,10 @@ def matched_accuracy(matrix: Tensor, client_counts: Tensor) -> Tensor:
 
 
 def class_iou(matrix: Tensor) -> Tensor:
-    """Return the intersection over union of each class, float64 [..., C]; NaN if it is neither true nor predicted."""
+    """Return the intersection over union of each class, float64 [..., C].
+
+    NaN for a class that is neither true nor predicted anywhere.
+    """
     hits = _hits(matrix)
     return hits / (matrix.sum(dim=-2) + matrix.sum(dim=-1) - hits)
 
@@ -144,7 +147,7 @@ def class_figures(matrix: Tensor) -> dict[str, Tensor]:
 
 
 def as_seen(matrix: Tensor, view: Tensor) -> Tensor:
-    """Return the counts with each true and predicted class replaced by one client's view of it.
+    """Return a confusion matrix with the classes mapped to those that one client distinguishes.
 
     Args:
         matrix: Counts [C, C].
@@ -157,7 +160,7 @@ def as_seen(matrix: Tensor, view: Tensor) -> Tensor:
 
 
 def seen_by_each(matrices: Mapping[int, Tensor] | Tensor, views: Tensor, ids: Iterable[int]) -> Mapping[int, Tensor]:
-    """Return counts by client id, each with that client's view of the classes.
+    """Return confusion matrices by client id, with the classes mapped to those that each client distinguishes.
 
     Args:
         matrices: Counts of each client's own model by client id, or the counts of one shared model.
@@ -172,7 +175,7 @@ def seen_by_each(matrices: Mapping[int, Tensor] | Tensor, views: Tensor, ids: It
 
 
 class Computed(Mapping[int, "Tensor"]):
-    """Matrices by client id, each computed when it is asked for, so that few are in memory at a time.
+    """A mapping from client id to confusion matrix that computes each matrix on access, to save memory.
 
     Args:
         ids: The clients, in their order.
@@ -199,7 +202,7 @@ class Computed(Mapping[int, "Tensor"]):
 
 
 def pooled(matrices: Iterable[Tensor]) -> Tensor:
-    """Return the sum of at least one matrix of counts.
+    """Return the sum of several confusion matrices (at least one).
 
     A matrix that neighbours share, since their clients have one model, is added up once. No other matrix than the sum
     and the last one is kept.
@@ -217,7 +220,7 @@ def pooled(matrices: Iterable[Tensor]) -> Tensor:
 
 
 def worst_decile(values: Sequence[float]) -> float:
-    """Return the mean of the lowest tenth of the values; the tenth holds at least one value."""
+    """Return the mean of the lowest tenth of the values, at least one value."""
     lowest = sorted(values)[: -(-len(values) // 10)]
     return sum(lowest) / len(lowest)
 
@@ -225,7 +228,7 @@ def worst_decile(values: Sequence[float]) -> float:
 def by_client(
     matrices: Mapping[int, Tensor], client_counts: Tensor, own: Mapping[int, Tensor] | None = None
 ) -> dict[str, list[float | None]]:
-    """Return the figures of each client by name of the figure, lists of length K; None for a client without evaluation.
+    """Return each figure's values by client, a list of length K with None for clients without evaluation.
 
     The kinds are owned, matched and global accuracy and the mean IoU of owned classes. Where clients have test images,
     "local" is the accuracy on them. A client is not judged if it has no model, or no sample of any tested class.
@@ -267,13 +270,16 @@ def _hits(matrix: Tensor) -> Tensor:
 
 
 def _mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted mean along the last dimension, ignoring NaN; the bits do not depend on the batch size."""
+    """Return the weighted mean along the last dimension, ignoring NaN.
+
+    The bits do not depend on the batch size.
+    """
     weights = weights.where(~values.isnan(), 0.0)
     return (weights * values.nan_to_num()).cumsum(-1)[..., -1] / weights.cumsum(-1)[..., -1]
 
 
 def quality(probabilities: Tensor, truth: Tensor, bins: int = 15) -> dict[str, float | None] | None:
-    """Return the AUC and the calibration error of predicted probabilities; None if the model has diverged.
+    """Return the AUC and the calibration error of predicted probabilities, or None if the model has diverged.
 
     Args:
         probabilities: Rows that sum to 1, [n, C].
@@ -305,7 +311,7 @@ def quality(probabilities: Tensor, truth: Tensor, bins: int = 15) -> dict[str, f
 
 
 def _area(positive: np.ndarray, scores: np.ndarray) -> float:
-    """Return the area under the ROC curve, bit for bit that of scikit-learn's `roc_auc_score`.
+    """Return the area under the ROC curve, with exactly the result of scikit-learn's `roc_auc_score`.
 
     Importing scikit-learn would cost each process a second and 70 MB.
 
@@ -324,7 +330,7 @@ def _area(positive: np.ndarray, scores: np.ndarray) -> float:
 
 
 def client_figures(each: dict[str, list[float | None]]) -> dict[str, dict[str, float]]:
-    """Return mean and mean of the worst tenth over the evaluated clients, for each list of `by_client`."""
+    """Return, for each figure of `by_client`, the mean over clients and the mean of the worst tenth."""
     judged = {kind: judged for kind, values in each.items() if (judged := [v for v in values if v is not None])}
     return {
         kind: {"mean": sum(values) / len(values), "worst_decile": worst_decile(values)}

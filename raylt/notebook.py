@@ -1,4 +1,4 @@
-"""Output in notebooks: tables as HTML, and an output of a cell that is updated in place."""
+"""Output in notebooks: tables as HTML, and a cell output that is updated in place."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -10,20 +10,20 @@ from rich.table import Table
 
 
 def in_notebook() -> bool:
-    """Return whether this process is the kernel of a notebook, not a plain IPython terminal."""
+    """Return whether this process runs a notebook, not a plain IPython terminal."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return hasattr(shell, "kernel")
 
 
 class Output:
-    """An output of the running cell that each call of `show` replaces."""
+    """An output of the running notebook cell; each call of `show` replaces the output's content."""
 
     def __init__(self) -> None:
         self._handle: Any = None
 
     def show(self, html: str) -> None:
-        """Replace the output."""
+        """Replace the content of the output."""
         from IPython.display import HTML, display  # pyright: ignore[reportMissingImports]  # only notebooks have it
 
         if self._handle is None:
@@ -64,7 +64,7 @@ def html_table(
 
 
 def html_of(table: Table) -> str:
-    """Return a plain-text table, made for a terminal, as HTML."""
+    """Return a table that was made for a terminal as HTML."""
     columns = [[str(cell) for cell in column.cells] for column in table.columns]
     head = [str(column.header) for column in table.columns] if table.show_header else []
     right = [number for number, column in enumerate(table.columns) if column.justify == "right"]
@@ -73,7 +73,7 @@ def html_of(table: Table) -> str:
 
 
 def later(module: str, function: str) -> Callable[..., Any]:
-    """Return a function that an earlier layer offers as a method and imports from a later layer when it is called.
+    """Import a function when it is needed, from a module that the caller must not import at the top.
 
     A run does not depend on the pictures that can be drawn of it. It only knows where they are: this is no import.
     """

@@ -1,4 +1,4 @@
-"""`recordable`: marks a function whose GPU launches may be recorded once as a CUDA graph and replayed.
+"""`recordable`: marks functions whose GPU work may be recorded once as a CUDA graph and then replayed.
 
 A replay launches on the same memory what was launched during the recording, whatever the host does meanwhile.
 A function that does more than launch is replayed wrongly, without an error. So a function counts as recordable only
@@ -15,7 +15,7 @@ _TESTED_MODULES = "raylt.methods."
 
 
 def recordable(fn: Function) -> Function:
-    """Declare that every call of a function launches the same work on the same tensors of a device.
+    """Declare that every call of a function launches the same GPU work on the same tensors.
 
     - It draws no numbers on the host: neither from `client.order` nor with Python's or NumPy's generators. It may draw
       from `client.noise` and from torch's own generator of the device.
@@ -32,13 +32,16 @@ def recordable(fn: Function) -> Function:
 
 
 def not_recordable(fn: Function) -> Function:
-    """Declare that the calls of a function differ; without this, functions of raylt's own methods count as alike."""
+    """Declare that calls of a function launch different GPU work.
+
+    Without this, functions of raylt's own methods count as recordable.
+    """
     setattr(fn, _MARK, False)
     return fn
 
 
 def is_recordable(fn: object) -> bool:
-    """Return whether a function, or an object with an attribute `recordable`, may be recorded."""
+    """Return whether the GPU work of `fn`, a function or an object with the attribute `recordable`, may be recorded."""
     mark = getattr(fn, _MARK, None)
     if mark is not None:
         return mark is True

@@ -1,4 +1,4 @@
-"""The registry: it maps names in a configuration to values, once, in the process that starts a run.
+"""The registry, which maps names in a configuration to values, once, in the process that starts a run.
 
 Plugins are a user's own methods, models, data sources, augmentations, partitions and schedules. They come as values
 (`raylt.register`), from a file (`--plugin FILE`), or from an installed package through the entry points
@@ -44,7 +44,7 @@ TABLES: dict[PluginKind, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Plugin:
-    """A registered value that is not part of raylt.
+    """A registered method, model, data source or augmentation that is not part of raylt.
 
     Attributes:
         kind: Kind of the value.
@@ -61,7 +61,7 @@ class Plugin:
     sha256: str | None
 
     def record(self) -> dict[str, str | None]:
-        """Return the record of the plugin in a run folder."""
+        """Return the record of this plugin that a run folder stores."""
         return {"kind": self.kind, "name": self.name, "origin": self.origin, "sha256": self.sha256}
 
 
@@ -89,7 +89,7 @@ def register(value: Any, name: str | None = None, *, kind: PluginKind | None = N
 
 
 def load_plugin(file: Path) -> list[Plugin]:
-    """Run a Python file, register its subclasses of `Method`, and return all plugins that it registers.
+    """Run a Python file, register its subclasses of `Method`, and return all plugins that the file registers.
 
     The file may also call `raylt.register`.
 
@@ -113,19 +113,19 @@ def load_plugin(file: Path) -> list[Plugin]:
 
 
 def plugin_modules() -> list[ModuleType]:
-    """Return the modules that define this process's plugins and the classes that they inherit from."""
+    """Return the modules that define this process's plugins, and the modules of the classes they inherit from."""
     kinds = [kind for plugin in _plugins.values() for kind in getattr(plugin.value, "__mro__", (plugin.value,))]
     names = dict.fromkeys(getattr(kind, "__module__", None) or "" for kind in kinds)
     return [sys.modules[name] for name in names if name in sys.modules]
 
 
 def is_plugin(kind: PluginKind, name: str) -> bool:
-    """Return whether a name belongs to a value that the user or an installed package registered."""
+    """Return whether a name belongs to a plugin, registered by the user or by an installed package."""
     return (kind, name) in _plugins
 
 
 def plugins() -> list[Plugin]:
-    """Return all plugins of this process, so that other processes can resolve configurations without this registry."""
+    """Return all plugins of this process, so that they can be sent to other processes."""
     return list(_plugins.values())
 
 
@@ -137,7 +137,7 @@ def adopt(others: Iterable[Plugin]) -> None:
 
 
 def resolve(config: Config) -> Setup:
-    """Return a configuration with the method, the model and the augmentation that it names.
+    """Return a configuration together with the method, model and augmentation that it names.
 
     Raises:
         ConfigError: A name is unknown, or a field of the method is wrong.
@@ -157,7 +157,7 @@ def resolve(config: Config) -> Setup:
 
 
 def seek(config: Config) -> None:
-    """Load plugins of installed packages that a configuration names and that are not registered yet."""
+    """Load the plugins of installed packages that a configuration names, unless they are registered already."""
     for kind, name in sorted(_named(config)):
         if name in TABLES[kind] or (kind == "source" and name.partition(":")[0] in NAMES):
             continue
@@ -176,7 +176,10 @@ def seek(config: Config) -> None:
 
 
 def plugin_files() -> list[str]:
-    """Return the plugin files of this process; values registered by a call have no file for other processes."""
+    """Return the paths of the plugin files that this process has loaded.
+
+    Values that a call registered have no file.
+    """
     return [str(module.__file__) for name, module in sys.modules.items() if name.startswith(PLUGIN)]
 
 
@@ -187,7 +190,7 @@ def origins(config: Config) -> list[dict[str, str | None]]:
 
 
 def _named(config: Config) -> set[tuple[PluginKind, str]]:
-    """Return kind and name of each value in a configuration that a plugin may supply."""
+    """Return the kind and name of each value in a configuration that a plugin may supply."""
     augmentations: set[tuple[PluginKind, str]] = {("augmentation", name) for name in config.augment.split("+")}
     named: set[tuple[PluginKind, str]] = {
         ("method", config.method["name"]),
@@ -201,7 +204,7 @@ def _named(config: Config) -> set[tuple[PluginKind, str]]:
 
 
 def check_origins(recorded: list[dict[str, Any]], folder: Path) -> None:
-    """Check that the plugins of a run are registered and unchanged. No code is ever run from a run folder.
+    """Check that a run's plugins are registered and unchanged. Code from a run folder is never run.
 
     Args:
         recorded: Records of the run's plugins.
@@ -261,7 +264,7 @@ def _add(value: Any, name: str | None, kind: PluginKind | None, origin: str) -> 
 
 
 def _place(value: Callable[..., Any]) -> tuple[str, str]:
-    """Return module and name of a value; a cell or file that is run again defines the same pair."""
+    """Return the module and name of a value, by which a redefinition of the same value is recognised."""
     return value.__module__.removeprefix(PLUGIN), value.__qualname__
 
 

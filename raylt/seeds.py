@@ -1,4 +1,4 @@
-"""Seeds that depend on (seed, purpose, round, client) and not on the order of execution."""
+"""Seeds that depend on (seed, purpose, round, client), not on the order of execution."""
 
 import hashlib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def seed_for(seed: int, *keys: str | int) -> int:
-    """Return a seed in [0, 2**63) that depends on `seed` and the keys only.
+    """Return a seed in [0, 2**63) that depends only on `seed` and the keys.
 
     It is the same on every machine and in every process; Python's own `hash` is not.
 
@@ -25,7 +25,7 @@ def seed_for(seed: int, *keys: str | int) -> int:
 
 @contextmanager
 def seeded(seed: int, *keys: str | int, device: "torch.device | None" = None) -> Iterator[None]:
-    """Seed torch's global generators with `seed_for(seed, *keys)` for a block; restore their states afterwards."""
+    """Seed torch's global generators with `seed_for(seed, *keys)` inside the block, and restore them afterwards."""
     import torch  # not at the top: processes that only draw splits need no torch
 
     cuda = [device] if device is not None and device.type == "cuda" else []

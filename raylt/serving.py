@@ -1,4 +1,4 @@
-"""The application for Ray Serve's own command line and configuration files.
+"""The application object for Ray Serve's own command line and configuration files.
 
     serve run raylt.serving:app model=runs/shops
 
@@ -15,7 +15,7 @@ TOKEN = "RAYLT_SERVE_TOKEN"
 
 
 class ServeArguments(BaseModel):
-    """The arguments of the application.
+    """The arguments of the Ray Serve application.
 
     Attributes:
         model: path of a run folder or of an exported file.
@@ -31,7 +31,7 @@ class ServeArguments(BaseModel):
 
 
 def app(arguments: ServeArguments) -> Any:
-    """Return the application of Ray Serve that answers with a model."""
+    """Return the Ray Serve application that serves a model."""
     from actors.serving import application
     from raylt.runs.serving.model import served_model
     from raylt.runs.serving.service import Limits

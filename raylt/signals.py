@@ -1,4 +1,4 @@
-"""A command's response to SIGTERM, and to a reader that closes its pipe, as `head` does."""
+"""Signal handling of commands: SIGTERM, and pipes whose reader closes them, as `head` does."""
 
 import io
 import os
@@ -10,7 +10,10 @@ from typing import Any, TextIO
 
 
 def interrupt_on_sigterm() -> None:
-    """Make SIGTERM end a command as Ctrl-C does; otherwise the process, or Ray's handler, would end silently."""
+    """Make SIGTERM end a command as Ctrl-C does.
+
+    Otherwise the process, or Ray's handler, would end silently.
+    """
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -20,7 +23,10 @@ def interrupt_on_sigterm() -> None:
 
 
 def outlive_pipes() -> None:
-    """Discard output to a pipe that its reader has closed; the command continues and ends with its own exit code."""
+    """Discard output to a pipe that its reader has closed.
+
+    The command continues and ends with its own exit code.
+    """
     sys.stdout = _outliving(sys.stdout)
     sys.stderr = _outliving(sys.stderr)
 
@@ -45,7 +51,10 @@ def _outliving(stream: TextIO) -> TextIO:
 
 
 class _Pipe(io.FileIO):
-    """A pipe whose further output, also that of child processes, goes to /dev/null once its reader has closed it."""
+    """A pipe that redirects further output to /dev/null after its reader has closed it.
+
+    This includes the output of child processes.
+    """
 
     def write(self, data: Any, /) -> int:
         try:

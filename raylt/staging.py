@@ -1,4 +1,4 @@
-"""Transfers of many tensors between the host and a GPU in one copy.
+"""Copy many tensors between the host and a GPU in one transfer.
 
 Each copy costs the host about ten microseconds whatever its size, and a copy from the GPU makes the host wait. A
 message or a reply has about a hundred tensors. So they are gathered in one piece of memory first. On the host this is
@@ -17,7 +17,7 @@ ALIGNED = 512  # bytes, as in torch's own allocator; libraries choose kernels by
 
 
 def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return each tensor on a device, with the same bits and strides; tensors already on it are shared.
+    """Return each tensor on a device, with the same bits and strides. Tensors already on the device are shared.
 
     Tensors that arrive on the GPU share one piece of memory, which lives as long as any of them. Tensors that arrive
     on the CPU have memory of their own.
@@ -40,7 +40,7 @@ def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 class Buffer:
-    """Page-locked host memory for one parcel at a time, as large as the largest parcel so far."""
+    """A buffer of page-locked host memory for one transfer at a time, as large as the largest transfer so far."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,7 +48,7 @@ class Buffer:
         self._read: Any = None  # event: the GPU has read the last parcel
 
     def send(self, tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-        """Return GPU copies of tensors on the CPU; the host does not wait for them."""
+        """Copy tensors from the CPU to a GPU, without making the host wait."""
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
@@ -65,7 +65,7 @@ class Buffer:
         return [_part(there, start, tensor).data for start, tensor in zip(starts, tensors, strict=True)]
 
     def receive(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return CPU copies of tensors on a GPU."""
+        """Copy tensors from a GPU to the CPU."""
         # the widest types first, so that every tensor starts at a multiple of its width
         kinds = sorted({tensor.dtype for tensor in tensors}, key=lambda kind: (-kind.itemsize, str(kind)))
         starts, end = {}, 0
@@ -82,7 +82,7 @@ class Buffer:
             return [_part(memory, starts[place], tensor).clone() for place, tensor in enumerate(tensors)]
 
     def _free(self, size: int) -> Tensor:
-        """Return this many bytes of the buffer, after the GPU has read the last parcel."""
+        """Return `size` bytes of the buffer, once the GPU has read the previous transfer."""
         if self._read is not None:
             self._read.synchronize()
             self._read = None
@@ -95,7 +95,10 @@ _BUFFER = Buffer()  # of this process
 
 
 def _parcels(tensors: Sequence[Tensor], places: list[int]) -> Iterator[list[int]]:
-    """Yield the indices of tensors in groups of at least two tensors and at most MOST bytes; leave out the rest."""
+    """Yield groups of tensors (by index) to copy together: at least two tensors, at most MOST bytes.
+
+    Other tensors are left out.
+    """
     parcel: list[int] = []
     size = 0
     for place in places:
@@ -122,10 +125,10 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return a dense tensor's numbers in memory order, [n]."""
+    """Return the numbers of a dense tensor in memory order, [n]."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _part(whole: Tensor, start: int, like: Tensor) -> Tensor:
-    """Return the bytes from `start` on as a tensor with the type, shape and strides of another tensor."""
+    """Return bytes of a buffer, from `start` on, as a tensor with another tensor's type, shape and strides."""
     return whole[start : start + like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())

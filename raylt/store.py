@@ -1,4 +1,4 @@
-"""Files of run, study and search folders, which may come from another person.
+"""Safe access to the files of run, study and search folders, which may come from other people.
 
 A `Folder` is held open, and its files are reached by plain names from its handle:
 
@@ -45,7 +45,7 @@ _PLAIN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 class Folder:
-    """A folder with an open handle, under which its files are found even if its path changes.
+    """A folder with an open handle, which finds the folder's files even if its path changes.
 
     Args:
         path: Path that errors name.
@@ -57,7 +57,7 @@ class Folder:
 
     @classmethod
     def open(cls, path: Path) -> "Folder":
-        """Open the folder at a path. The path comes from the user, so it may be a link."""
+        """Open the folder at a path that the user named, which may be a symbolic link."""
         with file_errors(path):
             return cls(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
@@ -68,7 +68,7 @@ class Folder:
         os.close(self._handle)
 
     def inner(self, name: str, make: bool = False) -> "Folder":
-        """Open a folder in this one; with `make`, make it first if it does not exist."""
+        """Open a subfolder; with `make`, make the subfolder first if it does not exist."""
         with self._errors(name):
             if make:
                 with suppress(FileExistsError):
@@ -77,21 +77,21 @@ class Folder:
         return Folder(self.path / name, handle)
 
     def new(self, name: str) -> "Folder":
-        """Make a folder in this one and open it. The name must be free."""
+        """Make a subfolder, whose name must be free, and open it."""
         with self._errors(name):
             os.mkdir(name, 0o700, dir_fd=self._handle)
         return self.inner(name)
 
     def names(self) -> list[str]:
-        """Return the sorted names of everything in the folder."""
+        """Return the sorted names of all files and folders in this folder."""
         return sorted(os.listdir(self._handle))
 
     def unfinished(self) -> list[str]:
-        """Return the names of files that a process is writing, or was writing when it was killed."""
+        """Return the names of files that a process is writing, or was writing when the process was killed."""
         return [name for name in self.names() if name.startswith(".") and name.endswith(WRITING)]
 
     def has(self, name: str) -> bool:
-        """Return whether a plain file has this name."""
+        """Return whether the folder has a plain file of this name."""
         with self._errors(name), suppress(FileNotFoundError):
             return stat.S_ISREG(os.stat(name, dir_fd=self._handle, follow_symlinks=False).st_mode)
         return False
@@ -134,13 +134,13 @@ class Folder:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
     def place(self, name: str) -> Path:
-        """Return the path of a plain file, for libraries that read by path."""
+        """Return the path of a plain file in the folder, for libraries that read by path."""
         with self._errors(name):
             os.close(self._plain(name, os.O_RDONLY))
         return self.path / name
 
     def write(self, name: str, content: bytes | str) -> None:
-        """Write a whole file in one step; it replaces a file of the same name."""
+        """Write a whole file atomically, replacing any file of the same name."""
         content = content.encode() if isinstance(content, str) else content
         beside = f".{name}.{secrets.token_hex(8)}{WRITING}"
         with self._errors(name):
@@ -158,7 +158,7 @@ class Folder:
             os.fsync(self._handle)
 
     def append(self, name: str, content: bytes | str) -> None:
-        """Append to a file, and wait until the content is on the disk."""
+        """Append to a file, and flush the file to the disk."""
         with self._errors(name), self.log(name) as stream:
             stream.write(content.encode() if isinstance(content, str) else content)
             stream.flush()
@@ -180,7 +180,7 @@ class Folder:
         return stream
 
     def lock(self, name: str, wait: bool = False) -> int | None:
-        """Take the lock of this name and return its handle; closing the handle frees the lock.
+        """Take the named lock and return its handle. Closing the handle releases the lock.
 
         Args:
             name: Name of the lock's file.
@@ -196,7 +196,7 @@ class Folder:
             return handle
 
     def is_locked(self, name: str) -> bool:
-        """Return whether a process has the lock of this name."""
+        """Return whether a process holds the named lock."""
         with suppress(OSError, CheckpointError):
             handle = self._plain(name, os.O_RDONLY)
             try:
@@ -208,13 +208,13 @@ class Folder:
         return False  # the file does not exist, or this user may not open it
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a file or folder in this folder, and wait until that is on the disk."""
+        """Rename a file or folder in this folder, and flush the change to the disk."""
         with self._errors(new):
             os.replace(old, new, src_dir_fd=self._handle, dst_dir_fd=self._handle)
             os.fsync(self._handle)
 
     def move(self, name: str, target: "Folder") -> None:
-        """Move a file into another folder; a file of the same name there is replaced."""
+        """Move a file into another folder, replacing any file of the same name there."""
         with self._errors(name):
             os.replace(name, name, src_dir_fd=self._handle, dst_dir_fd=target._handle)
             os.fsync(target._handle)
@@ -229,7 +229,7 @@ class Folder:
         os.link(name, name, src_dir_fd=self._handle, dst_dir_fd=target._handle, follow_symlinks=False)
 
     def copy(self, name: str, target: "Folder") -> None:
-        """Copy a file into another folder, where its name is free, and wait until it is on the disk."""
+        """Copy a file into another folder, where its name must be free, and flush the copy to the disk."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _PLAIN
         with (
             target._errors(name),
@@ -241,7 +241,7 @@ class Folder:
             os.fsync(stream.fileno())
 
     def remove(self, name: str) -> None:
-        """Remove a file, a link (not its target), or a folder with its content."""
+        """Remove a file, a symbolic link (not its target), or a folder with its content."""
         with self._errors(name), suppress(FileNotFoundError):
             if stat.S_ISDIR(os.stat(name, dir_fd=self._handle, follow_symlinks=False).st_mode):
                 shutil.rmtree(name, dir_fd=self._handle)
@@ -249,7 +249,7 @@ class Folder:
                 os.unlink(name, dir_fd=self._handle)
 
     def _plain(self, name: str, flags: int) -> int:
-        """Return a handle of a plain file."""
+        """Open a plain file in the folder and return its handle."""
         handle = os.open(name, flags | _PLAIN, 0o600, dir_fd=self._handle)
         mode = os.fstat(handle).st_mode
         if not stat.S_ISREG(mode):
@@ -262,7 +262,7 @@ class Folder:
         return handle
 
     def _errors(self, name: str) -> AbstractContextManager[None]:
-        """Check a name, and return a context in which file errors name its path."""
+        """Check a file's name, and return a context in which file errors name the file's path."""
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise CheckpointError(
                 f"{self.path}: is asked for a name that no file can have ({name!r}). Give a plain name.",
@@ -273,21 +273,21 @@ class Folder:
 
 
 def folder_for(path: Path) -> Folder:
-    """Open the folder at a path, and make it first if it does not exist."""
+    """Open the folder at a path; make the folder first if it does not exist."""
     with file_errors(path), suppress(FileExistsError):
         make(path)
     return Folder.open(path)
 
 
 def read(path: Path, limit: int = LIMIT) -> bytes:
-    """Return the content of a file that the user named; the path may be a link."""
+    """Return the content of a file that the user named. The path may be a symbolic link."""
     path = _followed(path)
     with Folder.open(path.parent) as folder:
         return folder.read(path.name, limit)
 
 
 def plain(path: Path, limit: int | None = None) -> Path:
-    """Return the path of a plain file that its user named, links followed, for libraries that read by path.
+    """Resolve the path of a plain file that the user named, for libraries that read by path.
 
     Raises:
         CheckpointError: there is none, it is a folder, a FIFO, a socket or a device, or it has more than `limit` bytes.
@@ -305,7 +305,7 @@ def plain(path: Path, limit: int | None = None) -> Path:
 
 
 def check_archive(path: Path) -> None:
-    """Check that a zip file from a library that does not compress unpacks to no more than its own size.
+    """Check that a zip file does not unpack to more than its own size.
 
     Raises:
         CheckpointError: its entries claim more bytes than the file has, or it is damaged.
@@ -330,7 +330,7 @@ def check_archive(path: Path) -> None:
 
 
 def _followed(path: Path) -> Path:
-    """Return a path with its links followed.
+    """Resolve the symbolic links in a path.
 
     Raises:
         CheckpointError: links lead to each other, or the path cannot be one.
@@ -346,6 +346,6 @@ def _followed(path: Path) -> Path:
 
 
 def write(path: Path, content: bytes | str) -> None:
-    """Write a file by its path, as `Folder.write` does."""
+    """Write a file given by its path, as `Folder.write` does."""
     with Folder.open(path.parent) as folder:
         folder.write(path.name, content)

@@ -1,4 +1,4 @@
-"""Nested dicts of tensors: messages, replies and states consist of them.
+"""Functions on trees (nested dicts of tensors), of which messages, replies and states consist.
 
 Leaves are tensors, numbers, strings and None. Keys are strings; in messages and replies they may also be whole
 numbers, such as class indices.
@@ -20,7 +20,7 @@ LeafPath = tuple[Any, ...]
 
 
 def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf with its dotted path, in the order of the dicts."""
+    """Yield every leaf of a tree with its dotted path, in the order of the dicts."""
     for key, value in tree.items():
         place = f"{path}.{key}" if path else str(key)
         if isinstance(value, dict):
@@ -30,7 +30,9 @@ def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def leaf_paths(value: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, Any]]:
-    """Yield every leaf with its path, a tuple of keys, so that a dot in a key does not look like nesting.
+    """Yield every leaf of a tree with its path as a tuple of keys.
+
+    Unlike a dotted path, a tuple keeps a dot in a key apart from nesting.
 
     A value that is no tree is a leaf itself.
     """
@@ -42,7 +44,7 @@ def leaf_paths(value: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, Any]
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:
-    """Return the tree with `fn` applied to its tensors; other leaves stay."""
+    """Apply `fn` to all tensors of a tree; leave other leaves unchanged."""
     return {
         key: map_tensors(fn, value) if isinstance(value, dict) else fn(value) if isinstance(value, Tensor) else value
         for key, value in tree.items()
@@ -50,19 +52,22 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Tree) -> Tree:
 
 
 def to(tree: Tree, device: torch.device) -> Tree:
-    """Return the tree on a device, moved in one copy (raylt.staging); tensors already on it are shared."""
+    """Return a tree on a device, moved in one copy (raylt.staging). Tensors already on the device are shared."""
     arrived = iter(moved([leaf for _, leaf in leaves(tree) if isinstance(leaf, Tensor)], device))
     return map_tensors(lambda _: next(arrived), tree)
 
 
 def snapshot(tree: Tree) -> Tree:
-    """Return a CPU copy of a tree, which later changes to the tree do not reach."""
+    """Return a copy of a tree on the CPU that shares no memory with the tree."""
     own = map_tensors(lambda t: t.detach().clone() if t.device.type == "cpu" else t.detach(), tree)
     return to(own, torch.device("cpu"))
 
 
 def view(array: np.ndarray) -> Tensor:
-    """Return a tensor that shares an array's memory; do not write to it, as an object store's arrays are read-only."""
+    """Return a tensor that shares a NumPy array's memory.
+
+    Do not write to the tensor: arrays from an object store are read-only.
+    """
     if array.flags.writeable:  # the usual case; a filter of warnings would take ten times as long as the view
         return torch.from_numpy(array)
     with warnings.catch_warnings():
@@ -71,12 +76,12 @@ def view(array: np.ndarray) -> Tensor:
 
 
 def to_arrays(tree: Tree) -> Tree:
-    """Return the tree with NumPy arrays for tensors; an object store shares arrays between processes without a copy."""
+    """Convert the tensors of a tree to NumPy arrays, which an object store shares between processes."""
     return map_tensors(lambda t: t.numpy(), tree)
 
 
 def from_arrays(tree: Tree) -> Tree:
-    """Return the tree with tensors for arrays, without a copy; see `view`."""
+    """Convert the arrays of a tree to tensors without a copy; see `view`."""
     return {
         key: from_arrays(value) if isinstance(value, dict) else view(value) if isinstance(value, np.ndarray) else value
         for key, value in tree.items()
@@ -84,7 +89,7 @@ def from_arrays(tree: Tree) -> Tree:
 
 
 def nbytes(tree: Tree) -> int:
-    """Return the size of a plain encoding in bytes: tensors' bytes, 8 for each number, the length of each string."""
+    """Return the size of a tree in bytes: all bytes of tensors, 8 per number, the length of each string."""
     total = 0
     for _, leaf in leaves(tree):
         if isinstance(leaf, Tensor):
@@ -95,7 +100,7 @@ def nbytes(tree: Tree) -> int:
 
 
 def zip_tensors(fn: Callable[..., Any], *trees: Tree) -> Tree:
-    """Return a tree whose leaves are `fn` of the tensors or numbers under the same name in several trees.
+    """Combine several trees leaf by leaf: apply `fn` to the tensors or numbers of the same name.
 
     Raises:
         KeyError: A tree lacks a name of the first tree.
@@ -110,22 +115,22 @@ def zip_tensors(fn: Callable[..., Any], *trees: Tree) -> Tree:
 
 
 def add(a: Tree, b: Tree) -> Tree:
-    """Return a + b for the names in a."""
+    """Return the sum of two trees, a + b, for the names in a."""
     return zip_tensors(lambda x, y: x + y, a, b)
 
 
 def sub(a: Tree, b: Tree) -> Tree:
-    """Return a - b for the names in a."""
+    """Return the difference of two trees, a - b, for the names in a."""
     return zip_tensors(lambda x, y: x - y, a, b)
 
 
 def scale(a: Tree, factor: float) -> Tree:
-    """Return factor * a."""
+    """Return a tree multiplied by a factor."""
     return zip_tensors(lambda x: factor * x, a)
 
 
 class Stamps:
-    """A record of tensors that were handed over; it finds tensors that were changed in place afterwards.
+    """Records tensors, and finds those that were changed in place after they were recorded.
 
     It makes no copy: torch counts the in-place changes of each tensor's memory, over all its views.
     """
@@ -134,18 +139,18 @@ class Stamps:
         self._handed_over: dict[str, tuple[Tensor, int]] = {}
 
     def add(self, tree: Tree, path: str) -> None:
-        """Record the tensors of a tree; they replace tensors recorded under the same names."""
+        """Record the tensors of a tree, replacing earlier records under the same names."""
         for name, leaf in leaves(tree, path):
             if isinstance(leaf, Tensor):
                 self._handed_over[name] = leaf, leaf._version
 
     def changed(self) -> str | None:
-        """Return the path of the first tensor that was changed, or None."""
+        """Return the path of the first recorded tensor that has changed, or None."""
         return next((path for path, (tensor, version) in self._handed_over.items() if tensor._version != version), None)
 
 
 class RunningSum:
-    """A sum or weighted mean of trees in float64; it adds one tree at a time and keeps none of them.
+    """A running sum or weighted mean of trees in float64, which takes one tree at a time and keeps none.
 
     Float tensors and numbers are summed, times the weight. Integer and boolean tensors are summed in a sum; in a mean
     they take the maximum, as BatchNorm's batch counters need. A missing key counts as zero in a sum.
@@ -162,7 +167,7 @@ class RunningSum:
         self.weight += 0.0 if weight is None else weight
 
     def merge(self, later: "RunningSum", maximum: bool) -> None:
-        """Add another running sum; the other sum stays unchanged.
+        """Add another running sum, without changing that sum.
 
         Args:
             later: The other sum.
@@ -178,11 +183,11 @@ class RunningSum:
         vars(self).update(state, total=from_arrays(state["total"]))
 
     def sum(self) -> Tree:
-        """Return the sum, float tensors in float64 and integer tensors in int64."""
+        """Return the sum of the trees, with float tensors in float64 and integer tensors in int64."""
         return self.total
 
     def mean(self) -> Tree:
-        """Return the weighted mean, each tensor in its original type."""
+        """Return the weighted mean of the trees, each tensor in its original type."""
         return _divide(self.total, self._like, self.weight)
 
 

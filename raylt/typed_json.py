@@ -1,4 +1,4 @@
-"""JSON that is checked against a type, and its hash."""
+"""JSON that is checked against a type, and hashes over JSON."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ closed = with_config(ConfigDict(extra="forbid"))  # for a TypedDict: refuses unk
 
 
 def as_json(content: bytes | str, kind: "TypeAdapter[T]", what: str, error: type[RayltError] = CheckpointError) -> T:
-    """Return the value of a JSON text, checked against a type without conversion: a string is not a number.
+    """Parse a JSON text and check it strictly against a type, so that a string is not accepted as a number.
 
     Args:
         content: The JSON.
@@ -33,7 +33,7 @@ def as_json(content: bytes | str, kind: "TypeAdapter[T]", what: str, error: type
 
 
 def printable(text: str) -> str:
-    """Return a string if all its characters can be printed, for fields that take no other characters.
+    """Return a string if all its characters are printable; otherwise raise ValueError.
 
     Raises:
         ValueError: it has a character that cannot be printed, such as a newline or an escape sequence.
@@ -49,7 +49,7 @@ def hash_json(tree: Any) -> str:
 
 
 def chain(content: dict[str, Any], previous: str) -> dict[str, Any]:
-    """Return the content of a log line with the hash of the line before it and a hash over both.
+    """Return a log line with the previous line's hash and with a hash over its own content.
 
     Args:
         previous: the hash of the line before; of the first line, that of the file it belongs to.
@@ -59,6 +59,6 @@ def chain(content: dict[str, Any], previous: str) -> dict[str, Any]:
 
 
 def is_chained(line: dict[str, Any], previous: str) -> bool:
-    """Return whether `chain` made a line and the line follows the line with this hash."""
+    """Return whether a line that `chain` made is intact and follows the line with the hash `previous`."""
     content = {key: value for key, value in line.items() if key != "sha256"}
     return line.get("previous") == previous and line.get("sha256") == hash_json(content)

@@ -1,4 +1,4 @@
-"""The command line; it refuses unsupported operating systems before it imports any command."""
+"""The command line, which refuses unsupported operating systems before it imports any command."""
 
 import sys
 

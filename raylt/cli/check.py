@@ -1,4 +1,4 @@
-"""`raylt check`: check a method against the contract of all methods."""
+"""The command `raylt check`: test a method against the contract that all methods meet."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -40,7 +40,7 @@ def plan(
 
 
 def _check_as_run_does(config: Config) -> str:
-    """Check the settings as `raylt run` does before a start, and describe the work after the last round.
+    """Check the settings as `raylt run` does before it starts, and describe the work after the last round.
 
     Plans are also made where the data is not, on a laptop for a cluster. Checks that need the data are then left out,
     and the last phase is not described.

@@ -1,4 +1,4 @@
-"""`raylt compare | rank | report`: print or draw comparisons of runs."""
+"""The commands `raylt compare | rank | report`: print or draw comparisons of runs."""
 
 import json
 import sys
@@ -166,7 +166,7 @@ def report(
 
 
 def open_any(paths: Sequence[Path]) -> "Study":
-    """Open a study, its results, or run folders as a study.
+    """Open paths as one study: a study's folder, a results file, or run folders.
 
     Raises:
         ConfigError: a study is among several paths.

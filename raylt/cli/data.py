@@ -1,4 +1,4 @@
-"""`raylt data`: show the split of a configuration, and the caches of decoded images."""
+"""The command `raylt data`: show how the data is split over clients, and the caches of decoded images."""
 
 import json
 from pathlib import Path

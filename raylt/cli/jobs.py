@@ -1,4 +1,4 @@
-"""`raylt submit | stop`: run a command on a cluster without a terminal; end a run at its next checkpoint."""
+"""The commands `raylt submit | stop`: run a command as a job on a cluster, and end a run at its next checkpoint."""
 
 import os
 from dataclasses import asdict
@@ -100,7 +100,7 @@ def stop(
 
 
 def follow_job(name: str, address: str, every_s: float) -> None:
-    """Print the output of a job until it ends; stopping this does not stop the job."""
+    """Print the output of a job until the job ends. Stopping this function does not stop the job."""
     claim()
     from actors.cluster.jobs import connect
 
@@ -113,7 +113,7 @@ def follow_job(name: str, address: str, every_s: float) -> None:
 
 
 def list_jobs(address: str, format: Format) -> None:
-    """Print the jobs of raylt on a cluster."""
+    """Print a table of raylt's jobs on a cluster."""
     claim()
     from actors.cluster.jobs import connect
 
@@ -130,7 +130,7 @@ def list_jobs(address: str, format: Format) -> None:
 
 
 def complete(command: str, words: list[str]) -> str | None:
-    """Add the missing options for folders on the cluster to a command, in place.
+    """Add to a command, in place, the options for folders on the cluster that the user left out.
 
     Returns:
         The run folder on the cluster; None for a command of several runs.
@@ -149,7 +149,7 @@ def complete(command: str, words: list[str]) -> str | None:
 
 
 def dashboard_of(address: str | None) -> str:
-    """Return the address of the dashboard that an option or RAYLT_DASHBOARD names.
+    """Return the address of Ray's dashboard, from the option or from RAYLT_DASHBOARD.
 
     Raises:
         ConfigError: neither does.
@@ -165,7 +165,7 @@ def dashboard_of(address: str | None) -> str:
 
 
 def _check_files(words: list[str]) -> None:
-    """Raise a ConfigError if a configuration or plugin lies outside the folder that is sent to the cluster."""
+    """Raise ConfigError if a configuration or plugin is outside the folder that is sent to the cluster."""
     for word in words:
         value = word.removeprefix("--plugin=")
         if not value.endswith((*YAML, ".py")) or value.startswith("recipe:") or "=" in value:

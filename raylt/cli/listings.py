@@ -1,4 +1,4 @@
-"""`raylt methods | settings | recipes`: list methods, settings and recipes."""
+"""The commands `raylt methods | settings | recipes`: list methods, settings and recipes."""
 
 import json
 from collections.abc import Mapping
@@ -156,5 +156,5 @@ def _plain(*heads: str) -> Table:
 
 
 def _yaml(value: object) -> str:
-    """Return a value in the notation of a settings file."""
+    """Return a value as text in YAML, as a settings file would contain it."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""The command line `raylt`: exit code 2 means unusable input, 1 a failed run."""
+"""The command line `raylt`. Exit code 2 means unusable input, exit code 1 a failed run."""
 
 import os
 import sys
@@ -99,7 +99,7 @@ def options(
 
 
 def _plugins_first(arguments: list[str]) -> list[str]:
-    """Move every --plugin before the command, so that the code is loaded before the command looks up names."""
+    """Move every --plugin option before the command, so that plugins are loaded before the command runs."""
     plugins, others, waiting = [], [], list(arguments)
     while waiting:
         argument = waiting.pop(0)
@@ -113,7 +113,10 @@ def _plugins_first(arguments: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Run the command line. Print an error as one line with its code, or its traceback with `--debug`."""
+    """Run the command line.
+
+    An error is printed as one line with its code, or as a traceback with `--debug`.
+    """
     arguments = sys.argv[1:]
     debug = "--debug" in arguments  # wherever it stands
     code = 0

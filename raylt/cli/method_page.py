@@ -1,4 +1,4 @@
-"""Tables of the methods for the terminal, and the page of their costs.
+"""Tables of the methods for the terminal, and the documentation page of their costs.
 
 All content comes from the methods' declarations and from measurements on a tiny run.
 """
@@ -37,7 +37,7 @@ ITEM = re.compile(r"(\[\d+\]|-) ")  # that begins a departure in a module's docs
 
 
 def entries(methods: Mapping[str, type[Method]], model: str | None, image: str, classes: int) -> dict[str, MethodEntry]:
-    """Return the declarations and costs of each method, as JSON values.
+    """Return the facts and costs of each method as JSON values.
 
     Args:
         methods: The methods by name.
@@ -99,18 +99,18 @@ def _model(name: str, classes: int, shape: tuple[int, int, int]) -> SplitModel:
 
 
 def group(method: type[Method]) -> str:
-    """Return the method's key in GROUPS."""
+    """Return the key of the group (in GROUPS) to which a method belongs."""
     return method.group or ("personal" if method.personal else "global")
 
 
 def year(method: type[Method]) -> int | None:
-    """Return the last year that the method's `paper` names."""
+    """Return the last year that the reference in the method's `paper` names."""
     years = re.findall(r"\b(?:19|20)\d\d\b", method.paper)
     return int(years[-1]) if years else None
 
 
 def sends(call: Mapping[str, Any]) -> str:
-    """Return the parts of a reply as a text, such as `model, loss; gradients of each`.
+    """Return the parts of a call's reply as text, such as `model, loss; gradients of each`.
 
     The parts whose values the server sees client by client come last.
     """
@@ -120,12 +120,12 @@ def sends(call: Mapping[str, Any]) -> str:
 
 
 def passes(call: Mapping[str, Any]) -> str:
-    """Return the passes of a call over the samples as a text, such as `1 trained, 2 read`."""
+    """Return how often a call passes over the samples, as text such as `1 trained, 2 read`."""
     return ", ".join(f"{call[kind]:g} {kind}" for kind in ("trained", "read") if call[kind]) or "none"
 
 
 def table(listing: Mapping[str, MethodEntry]) -> Group:
-    """Return a table of all methods by group, one line per method."""
+    """Return a table of all methods, grouped, with one line per method."""
     parts = []
     for key, title in GROUPS.items():
         lines = {name: entry for name, entry in listing.items() if entry["group"] == key}
@@ -150,7 +150,7 @@ def table(listing: Mapping[str, MethodEntry]) -> Group:
 
 
 def _costs(calls: list[dict[str, Any]]) -> list[str]:
-    """Return a method's cells: parts, bytes up and down and passes of a round, and parts of the phase after it."""
+    """Return the table cells of a method's costs: reply parts, bytes and passes of a round, and of the last phase."""
     rounds = [call for call in calls if call["when"] == "round"]
     later = [f"{sends(call)} ({size(call['up'])})" for call in calls if call["when"] == "finish"]
     return [
@@ -163,7 +163,7 @@ def _costs(calls: list[dict[str, Any]]) -> list[str]:
 
 
 def one(name: str, entry: MethodEntry) -> Group:
-    """Return a description of one method with its calls and fields."""
+    """Return the printed description of one method, with its calls and fields."""
     plain: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "show_edge": False}
     calls = Table("when", "call", "sends", "up", "down", "passes", **plain)
     for call in entry["calls"] or []:
@@ -188,7 +188,7 @@ def one(name: str, entry: MethodEntry) -> Group:
 
 
 def reflowed(notes: str) -> list[str | Text | Table]:
-    """Return a docstring's paragraphs and list items (`[1] ...`, `- ...`), wrapped to the terminal's width.
+    """Return the paragraphs and list items of a docstring, wrapped to the terminal's width.
 
     Indented lines continue an item; its text is printed next to its mark.
     """
@@ -215,7 +215,7 @@ def _block(lines: list[str]) -> str | Text | Table:
 
 
 def write(page: Path, listing: Mapping[str, MethodEntry]) -> None:
-    """Write the page.
+    """Write the documentation page of the methods' costs.
 
     Raises:
         ConfigError: It cannot be written.
@@ -229,7 +229,7 @@ def write(page: Path, listing: Mapping[str, MethodEntry]) -> None:
 
 
 def markdown(listing: Mapping[str, MethodEntry]) -> str:
-    """Return the page."""
+    """Return the documentation page of the methods' costs in Markdown."""
     lines = [
         "# Costs of all methods",
         "",
@@ -289,5 +289,5 @@ def _section(name: str, entry: MethodEntry) -> list[str]:
 
 
 def _what(info: Mapping[str, Any]) -> str:
-    """Return a field's source, and the stage from which the field acts."""
+    """Return the source of a method's field, and the stage from which the field acts."""
     return info["source"] + (f" (from {info['stage']} on)" if info["stage"] else "")

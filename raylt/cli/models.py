@@ -1,4 +1,4 @@
-"""`raylt export | predict | evaluate`: export the models of a run, and use them."""
+"""The commands `raylt export | predict | evaluate`: export the models of a run, and use exported models."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -139,7 +139,7 @@ def evaluate(
 
 
 def open_model(model: Path, client: str | None) -> "TrainedModel | GraphModel":
-    """Return the model of a run folder or of an exported file."""
+    """Load the model of a run folder or of an exported file."""
     if is_folder(model):
         from raylt.runs.export.export import model_of
         from raylt.runs.run import Run
@@ -151,7 +151,7 @@ def open_model(model: Path, client: str | None) -> "TrainedModel | GraphModel":
 
 
 def _with_interval(figures: dict[str, Any]) -> str:
-    """Return an accuracy in percent, with its interval where it rests on few images."""
+    """Return an accuracy in percent as text, with its confidence interval if it is based on few images."""
     from raylt.metrics import FEW_SAMPLES
     from raylt.runs.folder.summary import interval_text, percent
 
@@ -162,7 +162,7 @@ def _with_interval(figures: dict[str, Any]) -> str:
 
 
 def _has_several(model: Path) -> bool:
-    """Return whether each client has a model of its own."""
+    """Return whether a run folder or exported file has a separate model for each client."""
     if is_folder(model):
         from raylt.runs.export.export import has_client_models
         from raylt.runs.run import Run

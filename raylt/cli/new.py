@@ -1,4 +1,4 @@
-"""`raylt new example | study | method | cluster`: files to start from."""
+"""The command `raylt new example | study | method | cluster`: write files to start from."""
 
 import shutil
 from importlib.metadata import metadata
@@ -82,7 +82,7 @@ def new(
 
 
 def _prepare(folder: Path, targets: list[Path]) -> None:
-    """Make the folder where it is missing.
+    """Check that the files to write do not exist yet, and make the folder if it is missing.
 
     Raises:
         ConfigError: it cannot be made, or a file exists.
@@ -109,7 +109,10 @@ def _prepare(folder: Path, targets: list[Path]) -> None:
 
 
 def _project() -> str:
-    """Return a pyproject.toml for this raylt as it is installed: a wheel has none."""
+    """Return the text of a pyproject.toml that depends on the installed raylt.
+
+    An installed wheel has no such file to copy.
+    """
     installed = metadata("raylt")
     needed = [package for package in installed.get_all("Requires-Dist") or () if "extra ==" not in package]
     return PROJECT.format(

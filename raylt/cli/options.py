@@ -1,4 +1,4 @@
-"""Options that several commands have, and their output."""
+"""Options that several commands share, and helpers for printing."""
 
 import json
 import re
@@ -26,13 +26,13 @@ UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud80
 
 
 class Output(Console):
-    """A console without markup, since names may contain brackets; its tables wrap long words and cut none."""
+    """A console without markup, since names may contain brackets. Tables wrap long words instead of cutting them."""
 
     def __init__(self, stderr: bool = False):
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
 
     def render(self, *arguments: Any, **how: Any) -> Iterator[Segment]:
-        """Render printed text without the escape sequences that names and files may contain."""
+        """Print text without the escape sequences that names and files may contain."""
         for segment in super().render(*arguments, **how):
             if segment.control or not UNSAFE.search(segment.text):
                 yield segment
@@ -51,7 +51,7 @@ out, err = Output(), Output(stderr=True)
 
 
 class _Started(Callback):
-    """The folder of the run or search that a command has started."""
+    """Remembers the folder of the run or search that a command has started."""
 
     folder: Path | None = None
     command = ""
@@ -67,7 +67,7 @@ class _Started(Callback):
 
 @contextmanager
 def say_how_to_resume() -> Iterator[_Started]:
-    """Name the folder of an interrupted run or search and the command that continues it, and exit with 130."""
+    """If the block is interrupted, print the command that continues its run or search, and exit with 130."""
     started = _Started()
     try:
         yield started
@@ -111,13 +111,13 @@ FormatOption = Annotated[Format, typer.Option("--format", help="Format of the re
 
 
 def divide(settings: Sequence[str] | None) -> tuple[str | None, list[str]]:
-    """Return the configuration that the first argument names, if any, and the remaining arguments as settings."""
+    """Split a command's arguments into the configuration that the first names, if any, and the settings."""
     given = list(settings or [])
     return (given.pop(0), given) if given and ("=" not in given[0] or Path(given[0]).exists()) else (None, given)
 
 
 def config_of(settings: Sequence[str] | None) -> Config:
-    """Return the configuration of a command, by default the demonstration's."""
+    """Return the configuration that a command's arguments define, by default the demonstration's."""
     return load(*divide(settings)) if settings else load(f"recipe:{DEMO}")
 
 

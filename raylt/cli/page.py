@@ -1,4 +1,4 @@
-"""`raylt page`: update the tables in Markdown pages with the output of `raylt compare`.
+"""The command `raylt page`: update tables in Markdown pages with the output of `raylt compare`.
 
 A table is between two comments. The first comment has the arguments of the command:
 
@@ -50,7 +50,7 @@ def page(
 
 
 def filled(text: str, name: str = "page") -> str:
-    """Return the text of a page with all its tables updated.
+    """Return the text of a Markdown page with all its tables updated.
 
     Args:
         text: Markdown.

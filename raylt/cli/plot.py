@@ -1,4 +1,4 @@
-"""`raylt plot`: draw runs, studies and splits."""
+"""The command `raylt plot`: draw runs, studies and data splits."""
 
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""The part of `raylt tune` for searches with Ray Tune's own schedulers, see tune/ray_search.py."""
+"""The part of `raylt tune` that uses Ray Tune's own schedulers, see tune/ray_search.py."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ SHOWN = 20  # rows of the table
 
 
 def is_one(folder: Path) -> bool:
-    """Return whether a folder holds a search with one of Ray Tune's schedulers."""
+    """Return whether a folder contains a search that uses one of Ray Tune's schedulers."""
     return (folder / PLAN).is_file()
 
 
@@ -34,7 +34,7 @@ def search(
     choices: Mapping[str, Any],
     format: Format,
 ) -> None:
-    """Search in a new folder, and show the trials.
+    """Run a search in a new folder, and print the trials.
 
     Args:
         spaces: one space, by its method.
@@ -83,7 +83,7 @@ def search(
 
 
 def resume(folder: Path, address: str | None, format: Format) -> None:
-    """Continue an interrupted search, and show the trials."""
+    """Continue an interrupted search, and print the trials."""
 
     def run() -> "RaySearchResult":
         from tune.ray_search import resume_ray_search
@@ -94,7 +94,7 @@ def resume(folder: Path, address: str | None, format: Format) -> None:
 
 
 def check_options(fleet: str, budget: int | None, track: Sequence[str], scheduler: str) -> None:
-    """Refuse options that only raylt's own searches have."""
+    """Raise ConfigError for options that only raylt's own schedulers support."""
     given = {"--fleet local": fleet == "local", "--budget": budget is not None, "--track": bool(track)}
     for option, is_given in given.items():
         if is_given:
@@ -108,7 +108,7 @@ def check_options(fleet: str, budget: int | None, track: Sequence[str], schedule
 
 
 def _in_session(address: str | None, run: Callable[[], "RaySearchResult"]) -> "RaySearchResult":
-    """Run a search in a Ray session, with the variables that Tune reads when it is imported."""
+    """Run a search in a Ray session, after setting the environment variables that Tune reads on import."""
     from actors.cluster.session import environment, session
     from tune.search import QUIET
 

@@ -1,4 +1,4 @@
-"""`raylt reproduce | verdicts`: run the cells of the papers' tables, and compare recorded runs with them."""
+"""The commands `raylt reproduce | verdicts`: run cells of the papers' tables, and compare recorded runs with them."""
 
 import json
 import sys
@@ -103,7 +103,7 @@ def verdicts(
 
 
 def show(judged: "list[Verdict]", format: str, only_run: bool = False) -> None:
-    """Print the verdicts, and the number of cells with each kind of verdict.
+    """Print the verdicts, and the number of printed cells with each kind of verdict.
 
     Args:
         judged: the verdicts.
@@ -124,7 +124,7 @@ def show(judged: "list[Verdict]", format: str, only_run: bool = False) -> None:
 
 
 def parse_cells(text: str | None) -> dict[str, str]:
-    """Return the mapping that a text such as IF=100,alpha=0.5 describes."""
+    """Parse a text such as "IF=100,alpha=0.5" into a mapping."""
     where = {}
     for part in (text or "").split(","):
         key, equals, value = part.strip().partition("=")

@@ -1,4 +1,4 @@
-"""`raylt run | resume | branch | debug`: train, continue, branch and replay runs."""
+"""The commands `raylt run | resume | branch | debug`: train, continue, branch and replay runs."""
 
 import traceback
 from pathlib import Path

@@ -56,7 +56,7 @@ def serve(
 
 
 def _check(host: str, token: str | None) -> None:
-    """Raise a ConfigError if Ray Serve is not installed, or if others could use the service without a token."""
+    """Raise ConfigError if Ray Serve is missing, or if other machines could use the service without a token."""
     missing = next((name for name in PACKAGES if find_spec(name) is None), None)
     if missing is not None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""`raylt study | ls | follow`: run studies, list runs, and show the progress of a run."""
+"""The commands `raylt study | ls | follow`: run studies, list runs, and show the progress of a run."""
 
 import json
 import sys
@@ -150,7 +150,7 @@ def carry_out(
     record_file: Path | None,
     format: str,
 ) -> None:
-    """Run a study with a progress bar and print its comparison.
+    """Run a study with a progress bar, and print its comparison.
 
     Raises:
         RayltError: runs failed.
@@ -185,7 +185,7 @@ def raise_if_failed(study: "Study", failed: Sequence[str]) -> None:
 
 
 def show_plan(planned: "Study", parallel: int | None, fleet: str, format: str = "table") -> None:
-    """Print the runs of a study and their states, and the time left once a finished run gives an estimate."""
+    """Print the runs of a study with their states, and an estimate of the time left once a run is finished."""
     from raylt.studies.running.scheduler import makespan
     from raylt.studies.running.shared_training import stems
     from raylt.studies.running.time_left import Pace
@@ -237,7 +237,7 @@ def show_plan(planned: "Study", parallel: int | None, fleet: str, format: str = 
 
 
 def _last_phases(plans: "Sequence[Planned]") -> list[str]:
-    """Describe the phase after the last round for each arm where it takes long.
+    """Describe the phase after the last round, for each arm whose last phase takes long.
 
     Args:
         plans: runs whose last phase was not timed yet.
@@ -278,7 +278,7 @@ def _plan_table(entries: Sequence[dict[str, Any]], shared: bool) -> Table:
 
 
 def show_step(record: "RunRecord", index: int, bar: Progress, task: Any) -> None:
-    """Show one committed step on the progress bar, or as a line where the output is not a terminal."""
+    """Show one committed step on the progress bar, or as a line if the output is not a terminal."""
     step = record.curve["step"][index]
     accuracy = record.curve["accuracy"][index]
     judged = "" if accuracy is None else f"  accuracy {100 * accuracy:.2f} %"
@@ -293,7 +293,7 @@ def plain_table(*columns: str) -> Table:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in the largest unit that fits."""
+    """Return a duration as text, in the largest unit that fits."""
     for size, name in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= size:
             return f"{seconds / size:.1f} {name}"
@@ -301,7 +301,7 @@ def duration(seconds: float) -> str:
 
 
 class StudyProgress(Callback):
-    """The progress display of a study: a bar with the time left on a terminal, otherwise a line per run."""
+    """Shows the progress of a study: a bar with the time left on a terminal, otherwise a line per run."""
 
     def __init__(self) -> None:
         text = TextColumn("{task.fields[what]}", markup=False)

@@ -158,7 +158,7 @@ def tune(
 
 
 def _methods(tree: dict[str, Any], names: list[str]) -> tuple[Config, list[str]]:
-    """Return the configuration and the methods to search: `names`, or else the method of the configuration."""
+    """Return the configuration and the methods to search, by default the method in the configuration."""
     if names and "method" not in tree:
         assign(tree, "method", names[0])
     config = check(Config, tree)

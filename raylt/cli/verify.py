@@ -1,4 +1,4 @@
-"""`raylt verify`: check runs, searches, studies and records, and sign them."""
+"""The command `raylt verify`: check runs, searches, studies and record files, and sign them."""
 
 import os
 from pathlib import Path
@@ -126,7 +126,7 @@ def _sign(findings: "list[Finding]", file: Path, key: Path) -> None:
 
 
 def _signature(file: Path, signers: Path | None) -> "list[Finding]":
-    """Return the finding on a signature; an empty one if there is no signature and none is required."""
+    """Return the finding on a file's signature; it is empty if there is no signature and none is required."""
     from raylt.runs.signature import check_signature, signature_of
     from raylt.runs.verify import Finding
 

@@ -1,4 +1,4 @@
-"""The configuration: its settings (sections), reading (reading, yaml_text) and comparison (comparing).
+"""The configuration of a run: the settings, their reading from files, and their comparison.
 
 Imports no torch.
 """

@@ -1,4 +1,4 @@
-"""Compare two configurations by the settings that results depend on."""
+"""Compare two configurations by the settings that affect results."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,12 +13,12 @@ DRAWN = ("imbalance", "partition", "alpha", "tail", "beta", "per_client")
 
 
 def settled(config: Config) -> dict[str, Any]:
-    """Return the settings that results depend on, as JSON values."""
+    """Return the settings that affect results, as JSON values."""
     return {key: value for key, value in config.model_dump(mode="json").items() if key not in NO_RESULT}
 
 
 def followed(config: Config, recorded: Config) -> Config:
-    """Return the configuration of a planned run, completed with the values that its data will determine.
+    """Fill in a planned run's configuration with values that its data determines, from a run over the same data.
 
     Args:
         config: The planned configuration.
@@ -32,7 +32,7 @@ def followed(config: Config, recorded: Config) -> Config:
 
 
 def completed(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recorded settings, completed with defaults of settings that older versions lacked.
+    """Return recorded settings, with defaults for settings that older versions did not have.
 
     The default of a new setting is what older versions did.
 
@@ -49,7 +49,7 @@ def completed(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield each setting that differs as (key, old value, new value); None stands for a missing value.
+    """Yield each setting that differs as (key, old value, new value), with None for a missing value.
 
     Args:
         before: Nested settings, as `settled` returns them.

@@ -10,7 +10,7 @@ TEACHER = "teacher"  # the field of a method that may name a file, see raylt/mod
 
 
 def located(config: Config, start: Path | None) -> Config:
-    """Return the configuration with its relative paths made absolute.
+    """Return a configuration with its relative paths made absolute, starting from the folder `start`.
 
     Args:
         start: the folder in which relative paths start, the working directory of the process that made a run; None
@@ -28,7 +28,7 @@ def located(config: Config, start: Path | None) -> Config:
 
 
 def located_data(data: DataConfig, start: Path | None) -> DataConfig:
-    """Return the data settings with their relative paths made absolute, see `located`."""
+    """Return data settings with their relative paths made absolute, see `located`."""
     if start is None or start == Path.cwd():
         return data
     changes: dict[str, object] = {"root": _path(data.root, start), "source": _source(data.source, start)}

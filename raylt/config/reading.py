@@ -1,4 +1,4 @@
-"""Read a configuration from a YAML file, `key=value` overrides or keywords; each mistake becomes a `ConfigError`.
+"""Read a configuration from a YAML file, `key=value` overrides or keywords. Mistakes become a `ConfigError`.
 
 Keywords name a section (`local={"lr": 0.1}`), a source (`data="digits"`), or a setting by the last part of its key.
 Recipes are YAML files under raylt/recipes, named by their path there.
@@ -21,7 +21,7 @@ DEMO = "demo"  # the recipe that `raylt run` without settings runs
 
 
 def recipes() -> dict[str, str]:
-    """Return the first line of each recipe by its name, such as sfd/cifar10_if100_alpha0.05_k10."""
+    """Return the names of all recipes (such as sfd/cifar10_if100_alpha0.05_k10), each with its first line."""
     return {
         str(file.relative_to(FOLDER).with_suffix("")): file.read_text().partition("\n")[0].lstrip("# ")
         for file in sorted(FOLDER.rglob("*.yaml"))
@@ -29,7 +29,7 @@ def recipes() -> dict[str, str]:
 
 
 def recipe(name: str) -> Path:
-    """Return the path of a recipe's file.
+    """Return the path of the named recipe's file.
 
     Raises:
         ConfigError: There is no recipe of this name.
@@ -48,7 +48,9 @@ def recipe(name: str) -> Path:
 
 
 def load(path: Path | str | None = None, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of a YAML file, changed by `key=value` overrides; file or overrides name the method.
+    """Load the configuration in a YAML file, changed by `key=value` overrides.
+
+    The file or the overrides must name the method.
 
     Args:
         path: Path of the file, or recipe:NAME for one that comes with raylt; None reads no file.
@@ -62,26 +64,26 @@ def load(path: Path | str | None = None, overrides: Sequence[str] = ()) -> Confi
 
 
 def load_data(path: Path | str | None = None, overrides: Sequence[str] = ()) -> DataConfig:
-    """Return the data section of a configuration; the configuration need not name a method."""
+    """Load only the data section of a configuration, which need not name a method."""
     return check(Config, {"method": "none"} | read(path, overrides)).data
 
 
 def read(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the settings that a file and overrides name, unchecked; see `load`."""
+    """Read the settings in a file, changed by overrides, without checking them; see `load`."""
     tree = {} if path is None else _read_file(path)
     override(tree, overrides)
     return tree
 
 
 def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Change a mapping of settings in place by `key=value` overrides."""
+    """Apply `key=value` overrides to a mapping of settings, in place."""
     # the method first: its name drops the fields of another method, but not fields given in the same call
     for text in sorted(overrides, key=lambda text: not text.startswith(("method=", "method.name="))):
         _set(tree, text)
 
 
 def overlay(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Change a mapping of settings in place by a mapping of keys to values.
+    """Apply a mapping of changes to a mapping of settings, in place.
 
     The value of a section is a mapping; it changes only the settings that it names.
     """
@@ -110,7 +112,7 @@ def _read_file(path: Path | str) -> dict[str, Any]:
 
 
 def check(kind: type[BaseModel], tree: dict[str, Any], prefix: str = "") -> Any:
-    """Build a pydantic model from a mapping; a mistake becomes a `ConfigError`.
+    """Build a pydantic model from a mapping; raise ConfigError if a value is wrong.
 
     Args:
         kind: Class of the model.
@@ -127,7 +129,7 @@ def check(kind: type[BaseModel], tree: dict[str, Any], prefix: str = "") -> Any:
 
 
 def assign(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set one setting in a mapping of settings; dots separate the parts of its key."""
+    """Set one setting, given by its dotted key, in a nested mapping of settings."""
     value = str(value) if isinstance(value, Path) else value
     whole = key
     *parents, last = key.split(".")
@@ -186,12 +188,12 @@ def _short(value: Any) -> str:
 
 
 def _first_of(error: ValidationError) -> Any:
-    """Return the mistake to report: a missing method only if there is no other, such as a mistyped setting."""
+    """Return the mistake to report: a missing method only if there is no other mistake."""
     return min(error.errors(), key=lambda mistake: mistake["loc"] == ("method",) and mistake["type"] == "missing")
 
 
 def _refusal(kind: type[BaseModel], mistake: Any, prefix: str) -> ConfigError:
-    """Return the error for a mistake that pydantic found: key, what is wrong, value, what to do."""
+    """Convert a mistake that pydantic found to a ConfigError: key, what is wrong, value, what to do."""
     key, model, field = _place(kind, mistake["loc"])
     key = prefix + key
     code = next((code for start, (code, _) in MISTAKES.items() if mistake["type"].startswith(start)), "")
@@ -233,7 +235,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
 
 
 def _reason(mistake: Any) -> str:
-    """Return why a value is wrong, in raylt's words if it has any, else in the validator's or pydantic's."""
+    """Return the reason why a value is wrong, in raylt's words if there are any, otherwise in pydantic's."""
     for start, (_, reason) in MISTAKES.items():
         if reason and mistake["type"].startswith(start):
             return reason
@@ -242,7 +244,7 @@ def _reason(mistake: Any) -> str:
 
 
 def _remedy(field: FieldInfo | None) -> str:
-    """Return a sentence with the values that a field takes; empty for keys and items without a field."""
+    """Return a sentence on the values that a field takes, or "" if there is no field."""
     if field is None:
         return ""
     values = allowed(field)
@@ -251,7 +253,7 @@ def _remedy(field: FieldInfo | None) -> str:
 
 
 def _place(kind: type[BaseModel], location: Sequence[str | int]) -> tuple[str, type[BaseModel], FieldInfo | None]:
-    """Return the key of a mistake, the section that has it, and its field if it has one.
+    """Return the dotted key of a mistake, the section that contains it, and the field, if any.
 
     Behind the name of a field, pydantic adds the branch of a union or the index of an item; the key does not have them.
     """
@@ -269,14 +271,14 @@ def _place(kind: type[BaseModel], location: Sequence[str | int]) -> tuple[str, t
 
 
 def _unknown_key(key: str, prefix: str, model: type[BaseModel]) -> str:
-    """Return the message for a key that does not exist, with the nearest key and all names of its section."""
+    """Return the message for an unknown key, with the most similar key and all keys of the section."""
     if not model.model_fields:
         return f"{key}: there is no such setting, because {prefix.rstrip('.') or 'it'} has none. Leave it out."
     return f"{key}: there is no such setting. {_hint(key, prefix, model)}Give one of: {', '.join(model.model_fields)}."
 
 
 def _hint(key: str, prefix: str, model: type[BaseModel]) -> str:
-    """Return a question for the setting that was probably meant: of this section, or of the same name elsewhere."""
+    """Return a question such as "Did you mean X?" for an unknown key, or "" if no key is similar."""
     section, _, name = key.rpartition(".")
     hint = did_you_mean(name, model.model_fields, f"{section}." if section else "")
     elsewhere = [] if prefix else [other for other, _ in settings() if other.rpartition(".")[2] == name]
@@ -284,7 +286,7 @@ def _hint(key: str, prefix: str, model: type[BaseModel]) -> str:
 
 
 def apply(tree: dict[str, Any], keywords: Mapping[str, Any], fields: Collection[str] = ()) -> None:
-    """Change a mapping of settings in place by keywords.
+    """Apply keyword arguments to a mapping of settings, in place.
 
     A section's value is a mapping of the settings to change; `data` may also be the name of a source. Any other
     keyword is the last part of a setting's key, such as `rounds` for federation.rounds, or a field of the method.
@@ -301,7 +303,7 @@ def apply(tree: dict[str, Any], keywords: Mapping[str, Any], fields: Collection[
 
 
 def _key(name: str, value: Any, fields: Collection[str]) -> str:
-    """Return the full key of the setting that a keyword names."""
+    """Return the full key of the setting that a keyword argument names."""
     if name in Config.model_fields:
         return "data.source" if name == "data" and isinstance(value, str) else name
     keys = [key for key, _ in settings() if key.endswith(f".{name}")]

@@ -24,7 +24,7 @@ MOST_THREADS = 256  # of one process; with many more, OpenMP ends the process
 
 
 def setting(default: Any, description: str, takes: str | None = None, **checks: Any) -> Any:
-    """Declare a setting with its default, help text and bounds.
+    """Declare a setting with its default, help text and bounds, as a pydantic field.
 
     Args:
         default: Its default; `...` where there is none.
@@ -37,7 +37,7 @@ def setting(default: Any, description: str, takes: str | None = None, **checks: 
 
 
 class Section(BaseModel):
-    """A part of the configuration: immutable, without unknown keys."""
+    """Base class of the configuration's sections: immutable, and without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -63,7 +63,7 @@ USUAL = {"imbalance": 20.0, "partition": "dirichlet", "clients": 10}  # of bench
 
 
 class DataConfig(Section):
-    """The data set, its long tail and its partition over clients.
+    """Settings of the data: the data set, its long tail and its partition over clients.
 
     None means that the data decide: a user's own data bring their clients and their long tail. For a benchmark only
     `test` stays None.
@@ -218,7 +218,10 @@ class DataConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _as_usual(cls, tree: Any) -> Any:
-        """Give benchmarks the literature's imbalance, partition and number of clients where the user set none."""
+        """Fill in the literature's usual imbalance, partition and number of clients for benchmark data sets.
+
+        Values that the user has set stay.
+        """
         source = tree.get("source", "digits") if isinstance(tree, dict) else None
         if not isinstance(source, str) or source not in BENCHMARKS:
             return tree
@@ -229,7 +232,7 @@ class DataConfig(Section):
 
 
 class FederationConfig(Section):
-    """The clients of a round, and the treatment of their replies."""
+    """Settings of a round: the clients that take part, and how their replies are handled."""
 
     rounds: int = setting(
         30,
@@ -286,7 +289,7 @@ class FederationConfig(Section):
 
 
 class PrivacyConfig(Section):
-    """Differential privacy for samples (epsilon) and for clients (update_epsilon)."""
+    """Settings of differential privacy, for samples (epsilon) or for clients (update_epsilon)."""
 
     epsilon: float | None = setting(
         None,
@@ -321,12 +324,12 @@ class PrivacyConfig(Section):
 
     @property
     def longest(self) -> float | None:
-        """Return the length to which features are clipped; None leaves them as they are."""
+        """The length to which features are clipped, or None if they are not clipped."""
         return None if self.epsilon is None else self.clip
 
 
 class LocalConfig(Section):
-    """Training at a client."""
+    """Settings of the training at a client."""
 
     epochs: int | float = setting(
         2,
@@ -386,11 +389,11 @@ class LocalConfig(Section):
     @field_validator("epochs")
     @classmethod
     def _whole(cls, value: float) -> float:
-        """Turn a float with a whole number of epochs into an integer, so that 2.0 and 2 give the same run."""
+        """Convert a float with a whole number of epochs to an integer, so that 2.0 and 2 give the same run."""
         return int(value) if value == int(value) else value
 
     def step_count(self, samples: int, epochs: float | None = None, batch: int | None = None) -> int:
-        """Return the number of SGD steps for this many samples; a last batch of one is dropped.
+        """Return the number of SGD steps for this many samples. A last batch of one sample is dropped.
 
         Args:
             samples: Number of samples of the client.
@@ -408,7 +411,7 @@ class LocalConfig(Section):
 
 
 class ResourcesConfig(Section):
-    """Devices, and the number and size of client actors.
+    """Settings of devices, and of the number and size of client actors.
 
     Results depend on the kind of device alone. On a GPU without `deterministic` their last bits also depend on the
     order in which its threads end.
@@ -453,7 +456,7 @@ class ResourcesConfig(Section):
 
     @property
     def gpu_share(self) -> float | Literal["auto"]:
-        """Return the share of a GPU that one client actor takes; 0 keeps clients and server off the GPUs."""
+        """The share of a GPU that one client actor takes; 0 keeps clients and server off the GPUs."""
         return 0.0 if self.device == "cpu" else self.gpus_per_client
 
     @field_validator("gpus_per_client")
@@ -467,13 +470,16 @@ class ResourcesConfig(Section):
 
 
 def _out_of_range(small: bool) -> PydanticCustomError:
-    """Return the error for a number that is too small or too large, for fields that also accept a word."""
+    """Return the error message for a number out of range, in fields that also accept a word."""
     kind = "greater_than_equal" if small else "less_than_equal"
     return PydanticCustomError(kind, "is too small" if small else "is too large")
 
 
 class EvaluationConfig(Section):
-    """Times of evaluations on the balanced test set; models are always evaluated after the last round."""
+    """Settings of evaluations on the balanced test set.
+
+    Models are always evaluated after the last round.
+    """
 
     every: int = setting(1, "Rounds between two evaluations of the global model.", ge=1, le=MOST)
     personal: int = setting(
@@ -487,7 +493,7 @@ class EvaluationConfig(Section):
 
 
 class OutputConfig(Section):
-    """Checkpoints of a run."""
+    """Settings of a run's checkpoints."""
 
     checkpoint_every: int = setting(1, "Rounds between two checkpoints.", ge=1, le=MOST)
     keep: int = setting(
@@ -496,10 +502,10 @@ class OutputConfig(Section):
 
 
 class Config(Section):
-    """Everything that defines a run. Only the method has no default."""
+    """The complete configuration of a run. Only the method has no default."""
 
     def _repr_html_(self) -> str:
-        """Return the settings that differ from their defaults, as a table."""
+        """Return an HTML table of the settings that differ from their defaults."""
         rows = [(f"method.{name}" if name != "name" else "method", str(value)) for name, value in self.method.items()]
         for key, field in settings():
             section, _, name = key.rpartition(".")
@@ -565,7 +571,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _normalised_by_the_encoder(cls, tree: Any) -> Any:
-        """Turn off raylt's normalisation where the encoder resizes images, unless the user sets it."""
+        """Turn off raylt's normalisation if the encoder resizes images, unless the user has set it."""
         data = tree.get("data", {}) if isinstance(tree, dict) else None
         if not isinstance(data, dict) or tree.get("input") is None or "normalise" in data:
             return tree
@@ -588,7 +594,7 @@ class Config(Section):
 
 
 def settings() -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every setting with its key, in the order of the file."""
+    """Yield every setting with its dotted key, in the order of the file."""
     for name, field in Config.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, Section):
@@ -598,7 +604,7 @@ def settings() -> Iterator[tuple[str, FieldInfo]]:
 
 
 def allowed(field: FieldInfo) -> str:
-    """Return the values that a user may choose for a field: words, or a kind of number and its bounds."""
+    """Return the values that a field accepts, as text: words, or a kind of number with its bounds."""
     if isinstance(field.json_schema_extra, dict) and "takes" in field.json_schema_extra:
         return str(field.json_schema_extra["takes"])
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -612,7 +618,7 @@ def allowed(field: FieldInfo) -> str:
 
 
 def branches(annotation: Any) -> tuple[Any, ...]:
-    """Return the member types of a union, or an annotation of one type as it is."""
+    """Return the member types of a union, or a tuple of the one type if there is no union."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return typing.get_args(annotation)
     return (annotation,)

@@ -1,4 +1,4 @@
-"""Type checks that pydantic lacks: it accepts strings as numbers, numbers as booleans and unprintable strings."""
+"""Type checks stricter than pydantic's, which converts strings to numbers and numbers to booleans."""
 
 import types
 import typing
@@ -11,7 +11,7 @@ LONGEST_TEXT = 4096
 
 
 def as_typed(annotation: Any, value: Any) -> Any:
-    """Return the value unchanged if its type is one that the annotation names.
+    """Return a value unchanged if its type is one of the types in an annotation; otherwise raise an error.
 
     Raises:
         PydanticCustomError: The value has another type that pydantic would convert, as '010' to 10 or 'yes' to true.
@@ -42,7 +42,7 @@ def as_typed(annotation: Any, value: Any) -> Any:
 
 
 def _mismatch(branches: Sequence[Any]) -> LiteralString:
-    """Return the fault of a value that has none of the expected types."""
+    """Return the message for a value that has none of the expected types."""
     if float in branches:
         return "is not a number"
     return "is not a whole number" if int in branches else "is not true or false"

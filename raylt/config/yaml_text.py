@@ -1,4 +1,4 @@
-"""The YAML that raylt reads: YAML 1.2's scalars, unique keys, no references.
+"""A strict YAML reader and writer: YAML 1.2 scalars, unique keys, no references.
 
 PyYAML alone reads YAML 1.1. There `on` and `yes` are true, 010 is 8, 1:30 is 90, 1_000 is 1000, and the last of two
 equal keys counts. In raylt these are texts, which a setting with a number refuses, and an error.
@@ -48,7 +48,7 @@ class _Reader(yaml.SafeLoader):
         return node
 
     def scalar(self, node: yaml.ScalarNode) -> Any:
-        """Return the value of a scalar, also of one with an explicit tag."""
+        """Return the value of a YAML scalar, with or without an explicit tag."""
         text, looks = node.value, _LOOKS.get(node.tag)
         if looks is not None and not looks.match(text):
             raise _fault(f"{text[:40]!r} does not fit its tag; remove the tag", node.start_mark)
@@ -59,7 +59,7 @@ class _Reader(yaml.SafeLoader):
         return {NULL: lambda: None, BOOL: lambda: text.lower() == "true", INT: lambda: int(text)}[node.tag]()
 
     def mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
-        """Return a mapping whose keys are strings, each used once."""
+        """Return a YAML mapping after checking that its keys are strings and unique."""
         tree: dict[str, Any] = {}
         for key, value in node.value:
             name = self.construct_object(key, deep=True)
@@ -81,7 +81,7 @@ _Reader.yaml_constructors = {
 
 
 class _Writer(yaml.SafeDumper):
-    """A YAML writer that quotes strings which a YAML reader would take for another type."""
+    """A YAML writer that quotes strings that a YAML reader would take for another type."""
 
     yaml_implicit_resolvers = {
         first: [*looks, *_LOOKS.items()] for first, looks in yaml.SafeDumper.yaml_implicit_resolvers.items()
@@ -89,7 +89,7 @@ class _Writer(yaml.SafeDumper):
 
 
 def parse(text: str) -> Any:
-    """Return the value of a YAML text.
+    """Parse a YAML text and return its value.
 
     Raises:
         ValueError: The text is not YAML; the message is one line with the place.
@@ -103,12 +103,12 @@ def parse(text: str) -> Any:
 
 
 def write(tree: Any) -> str:
-    """Return a value as YAML with its keys in order; `parse` reads the same value from it."""
+    """Return a value as YAML text with the keys in order, so that `parse` returns the same value."""
     return yaml.dump(tree, Dumper=_Writer, sort_keys=False)
 
 
 def read_file(path: Path) -> Any:
-    """Return the value of a YAML file.
+    """Read a YAML file and return its value.
 
     Raises:
         ConfigError: The file does not exist, is no plain file of at most 1 MiB, or is not YAML.
@@ -141,7 +141,7 @@ def _content(path: Path) -> bytes:
 
 
 def _described(error: yaml.YAMLError) -> str:
-    """Return a YAML problem and its place in one line."""
+    """Describe a YAML error and its position in one line."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return " ".join(str(error).split())
