@@ -287,11 +287,14 @@ def quoted(path: object) -> str:
 def did_you_mean(word: str, choices: Iterable[str], prefix: str = "") -> str:
     """Return `Did you mean X? ` with the choice most similar to a mistyped word, or "" if none is similar.
 
+    Letters count as similar in either case.
+
     Args:
         prefix: text before the choice, such as the section of a setting.
     """
-    nearest = difflib.get_close_matches(word, list(choices), 1)
-    return f"Did you mean {prefix}{nearest[0]}? " if nearest else ""
+    written = {choice.casefold(): choice for choice in choices}
+    nearest = difflib.get_close_matches(word.casefold(), written, 1)
+    return f"Did you mean {prefix}{written[nearest[0]]}? " if nearest else ""
 
 
 def resume_call(folder: object) -> str:

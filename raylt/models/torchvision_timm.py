@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raylt.config.yaml_text import parse
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, did_you_mean
 from raylt.models import pretrained
 from raylt.models.split import SplitModel
 from raylt.recordability import recordable
@@ -134,9 +134,11 @@ def _torchvision(
     import torchvision.models
     from torchvision.models import get_model, list_models
 
-    if architecture not in list_models(module=torchvision.models):
+    architectures = list_models(module=torchvision.models)
+    if architecture not in architectures:
         raise ConfigError(
             f"model: torchvision has no classifier {architecture!r} ({name}). "
+            f"{did_you_mean(architecture, architectures, 'torchvision:')}"
             "torchvision.models.list_models(module=torchvision.models) lists those that it has.",
             code="config.unknown-name",
             key="model",

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, did_you_mean
 from raylt.plots.arms import draw_arms
 from raylt.plots.classes import confusion_of, draw_classes, draw_confusion
 from raylt.plots.client_groups import draw_clusters
@@ -41,8 +41,9 @@ def draw_run(run: Run, kind: PictureKind, path: Path | str | None) -> "Figure":
         return draw_classes(confusion_of(run), path)
     if kind == "confusion":
         return draw_confusion(confusion_of(run), path)
+    kinds = get_args(PictureKind)
     raise ConfigError(
-        f"kind: no such picture of a run ({kind}). Give one of {', '.join(get_args(PictureKind))}.",
+        f"kind: no such picture of a run ({kind}). {did_you_mean(kind, kinds)}Give one of {', '.join(kinds)}.",
         code="config.unknown-name",
         key="kind",
         value=kind,

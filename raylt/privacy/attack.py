@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raylt.core.experiment import Experiment
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, did_you_mean
 from raylt.methods.fedyoyo import effective_samples
 from raylt.methods.flea import FLea, halves
 from raylt.models.split import linear, trained_names
@@ -50,8 +50,8 @@ def attack(run: Run, upload: str | None = None, outside: str | None = None, epoc
     uploads = (REFERENCE, *uploads_of(run.method))
     if upload is not None and upload not in uploads:
         raise ConfigError(
-            f"--upload: {run.method.name} uploads nothing of this name that can be attacked ({upload}). Give one of "
-            f"{', '.join(uploads)}.",
+            f"--upload: {run.method.name} uploads nothing of this name that can be attacked ({upload}). "
+            f"{did_you_mean(upload, uploads)}Give one of {', '.join(uploads)}.",
             code="config.unknown-name",
             key="--upload",
             value=upload,

@@ -28,7 +28,7 @@ from pydantic import Field, field_validator
 from raylt.config import Config, Section, check
 from raylt.config.sections import LAST_SEED
 from raylt.disk import LONGEST_NAME
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, did_you_mean
 from raylt.studies.analysis.claims import Claim, read_claim
 from raylt.studies.analysis.measures import At, measure_of
 from raylt.studies.running.tuning import Outcomes, Tuning
@@ -348,8 +348,9 @@ def _shared_folder(key: str, names: Sequence[str], folder: str) -> ConfigError:
 
 
 def _unknown(key: str, kind: str, name: str, names: Iterable[str]) -> ConfigError:
+    names = list(names)
     return ConfigError(
-        f"{key}: no such {kind} ({name!r}). Choose from {', '.join(names)}.",
+        f"{key}: no such {kind} ({name!r}). {did_you_mean(name, names)}Choose from {', '.join(names)}.",
         code="config.unknown-name",
         key=key,
         name=name,

@@ -20,7 +20,7 @@ from raylt.data.images.image_files import Listing, list_images, notes_of, plain_
 from raylt.data.images.image_trees import How, decode_tree
 from raylt.data.sources.arrays import PUBLISHED, Source, channel_statistics
 from raylt.disk import exists
-from raylt.errors import ConfigError, DataError
+from raylt.errors import ConfigError, DataError, did_you_mean
 
 LAYOUTS = (
     "Use <client>/<class>/<image>, train/<client>/<class>/<image>, train/<class>/<image> or <class>/<image>; the "
@@ -118,10 +118,11 @@ def _test_folder(folder: Path, top: set[str], test_part: str | None) -> str | No
     """Return the name of the folder with the test images; None if there is none."""
     if test_part is None:
         return "test" if "test" in top else None
-    if test_part not in top or test_part == "train":
+    parts = sorted(top - {"train"})
+    if test_part not in parts:
         raise ConfigError(
-            f"data.test_part: {folder} has no folder of test images with this name ({test_part}). Take one of "
-            f"{', '.join(sorted(top - {'train'}))}.",
+            f"data.test_part: {folder} has no folder of test images with this name ({test_part}). "
+            f"{did_you_mean(test_part, parts)}Take one of {', '.join(parts)}.",
             code="config.unknown-name",
             key="data.test_part",
             value=test_part,

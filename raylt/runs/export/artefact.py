@@ -26,7 +26,7 @@ from raylt.core.checkpoint.checkpoint import hash_tensors
 from raylt.core.setup import Setup
 from raylt.data.images.decoding import PIXELS
 from raylt.data.task import JudgedImages, TaskSpec
-from raylt.errors import CheckpointError, ConfigError, RayltError, spoken
+from raylt.errors import CheckpointError, ConfigError, RayltError, did_you_mean, spoken
 from raylt.models.split import Params, with_classifier
 from raylt.registry import check_origins, resolve, seek
 from raylt.runs.export.trained_model import TrainedModel
@@ -410,7 +410,8 @@ def choose_client(client: str | int | None, choices: Iterable[tuple[int, str]], 
     ids = by_id | by_name  # a name comes before an id
     if str(client) not in ids:
         raise ConfigError(
-            f"{where}: has no model of this client ({client}). Give one of {shown}.",
+            f"{where}: has no model of this client ({client}). {did_you_mean(str(client), by_name)}"
+            f"Give one of {shown}.",
             code="client.unknown",
             client=client,
         )

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from raylt.data.images.decoding import FORMATS, Undecodable
-from raylt.errors import RayltError, describe_error
+from raylt.errors import RayltError, describe_error, did_you_mean
 from raylt.runs.export.load import load_image
 from raylt.runs.serving.model import OpenedModel
 
@@ -188,7 +188,11 @@ class Service:
             )
         if name is not None and name not in clients:
             choice = f"one of {_listed(clients)}" if clients else "no client: all use one model"
-            raise Refused(404, f"client: there is none of this name ({name}). Name {choice}.", "client.unknown")
+            raise Refused(
+                404,
+                f"client: there is none of this name ({name}). {did_you_mean(name, clients)}Name {choice}.",
+                "client.unknown",
+            )
         return name
 
     async def _image(self, request: Request) -> np.ndarray:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, did_you_mean
 from raylt.studies.analysis.measures import At, measure_of
 from raylt.studies.analysis.statistics import Paired, holm, paired
 
@@ -89,7 +89,8 @@ def read_claim(text: str, arms: Sequence[str], measure: str, printed: float | No
     for arm in (better, worse):
         if arm not in arms:
             raise ConfigError(
-                f"study.claims: no such arm in {text!r} ({arm}). Choose from {', '.join(arms)}.",
+                f"study.claims: no such arm in {text!r} ({arm}). {did_you_mean(arm, arms)}"
+                f"Choose from {', '.join(arms)}.",
                 code="config.unknown-name",
                 key="study.claims",
                 value=text,

@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from raylt.config import completed
-from raylt.errors import CheckpointError, ConfigError, spoken
+from raylt.errors import CheckpointError, ConfigError, did_you_mean, spoken
 from raylt.notebook import later
 from raylt.studies.analysis.claims import Claim, ClaimFigures, Judged, Values, difference, judge
 from raylt.studies.analysis.measures import At, measure_of, value_of
@@ -175,7 +175,7 @@ def compare(
     arms = _in_order(record.arm for record in records)
     if reference not in arms:
         raise ConfigError(
-            f"reference: no such arm ({reference}). Choose from {', '.join(arms)}.",
+            f"reference: no such arm ({reference}). {did_you_mean(reference, arms)}Choose from {', '.join(arms)}.",
             code="config.unknown-name",
             key="reference",
             name=reference,

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from raylt.core.report import FIGURES, POOLED, SHARED
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, did_you_mean
 from raylt.studies.records.record import RunRecord
 
 At = Literal["last", "last10", "validation", "best"]
@@ -97,7 +97,8 @@ def measure_of(name: str) -> Measure:
     if word not in MEASURES or (at and (word not in _OF_MODELS or not model)):
         names = _OF_MODELS if at else MEASURES
         raise ConfigError(
-            f"measure: no such measure ({name}). Choose from {', '.join(names)}{', each with @MODEL' if at else ''}.",
+            f"measure: no such measure ({name}). {did_you_mean(word, names)}"
+            f"Choose from {', '.join(names)}{', each with @MODEL' if at else ''}.",
             code="config.unknown-name",
             key="measure",
             name=name,

@@ -206,6 +206,19 @@ def test_clients_that_there_are_not_are_refused(plain, personal, tmp_path):
         raylt.export(personal, tmp_path / "all.pt2", format="pt2")
 
 
+@pytest.mark.parametrize("client", ["Linz", "LINZ", "lins", "linz "])
+def test_a_client_named_in_another_way_is_answered_with_the_name_that_is_like_it(personal, client):
+    with refused("client.unknown", ConfigError, client=client) as caught:
+        raylt.export(personal, client=client)
+    assert "Did you mean linz?" in str(caught.value)
+    with refused("client.unknown", ConfigError, client=client) as caught:
+        personal.client_model(client)
+    assert "Did you mean linz?" in str(caught.value)
+    with refused("client.unknown", ConfigError, client=client) as caught:
+        raylt.load_model(raylt.export(personal), client)
+    assert "Did you mean linz?" in str(caught.value)
+
+
 # without anything else
 
 

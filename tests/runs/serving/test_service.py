@@ -79,7 +79,9 @@ def test_each_client_has_its_own_model(files, tmp_path):
         model = load_model(files["fedper"], name)
         assert answer["shares"] == model.predict(load_images([file], model.shape, model.fit)).shares[0]
     assert code_of(ask.post(picture())) == (400, "client.not-named")
-    assert code_of(ask.post(picture(), query={"client": "Wien"})) == (404, "client.unknown")
+    refusal = ask.post(picture(), query={"client": f"{names[-1]}x"})
+    assert code_of(refusal) == (404, "client.unknown")
+    assert f"Did you mean {names[-1]}?" in json.loads(refusal.body)["error"]
 
 
 def test_a_client_of_a_common_model_is_unknown(ask):
