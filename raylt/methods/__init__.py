@@ -1,4 +1,4 @@
-"""The table of methods by name; each method has a file or a folder in this package."""
+"""The table of federated learning methods by name. Each method has a file or a folder in this package."""
 
 from typing import Any
 
@@ -114,7 +114,7 @@ METHODS: dict[str, type[Method]] = {
 
 
 def make_method(settings: dict[str, Any]) -> Method:
-    """Return the method that the `method` of a configuration names, with its fields.
+    """Return the method that `settings["name"]` names, constructed with the other settings as its fields.
 
     Raises:
         UnknownMethod: There is no method of this name.

@@ -1,4 +1,4 @@
-"""APFL: each client mixes its own model with the global one, in a share that it learns (Deng et al., 2020).
+"""APFL: each client mixes its personal model with the global model and learns the mixing weight (Deng et al., 2020).
 
 Symbols are those of Algorithm 1 (from memory). Decisions, some by the authors' code, MLOPTPSU/FedTorch at 1edcfbf:
 [1] After each step of w_i the client steps v_i on the same batch, along the gradient of the loss at the mixture of
@@ -28,7 +28,7 @@ from raylt.models.split import Params, SplitModel, load_entries
 
 
 class APFL(Method):
-    """FedAvg, plus a second model at each client that is trained as part of the mixture with the global one."""
+    """FedAvg in which each client also trains a personal model, as part of a mixture with the global model."""
 
     name: ClassVar[str] = "apfl"
     paper: ClassVar[str] = "Deng et al., arXiv 2020"
@@ -69,15 +69,15 @@ class APFL(Method):
         return client.reply(model=self.shared(model), loss=total.item() / max(seen, 1))
 
     def share(self, client: Client) -> Tensor:
-        """Return the client's alpha, a scalar on its device."""
+        """Return the client's mixing weight alpha, a scalar on the client's device."""
         return client.state.get("alpha", torch.tensor(self.alpha)).to(client.device)
 
     def settle(self, client: Client, message: Message) -> None:
-        """Train v_i and alpha as in a client's first round."""
+        """Train the personal model v_i and the mixing weight alpha as in a client's first round."""
         self.train(client, message)
 
     def client_model(self, client: Client) -> SplitModel:
-        """Return the mixture of v_i with the received global model."""
+        """Return the mixture of the client's personal model v_i with the received global model."""
         if "own" not in client.state:
             return client.model
         own = copy.deepcopy(client.model)
@@ -87,7 +87,10 @@ class APFL(Method):
 
 
 def mixed(own: SplitModel, model: SplitModel, alpha: Tensor) -> Params:
-    """Return alpha v + (1 - alpha) w for each trained parameter; only v and alpha receive gradients."""
+    """Return the mixture of a personal model v and the global model w: alpha v + (1 - alpha) w per trained parameter.
+
+    Only v and alpha receive gradients.
+    """
     w = dict(model.named_parameters())
     return {
         name: alpha * v + (1 - alpha) * w[name].detach() for name, v in own.named_parameters() if w[name].requires_grad

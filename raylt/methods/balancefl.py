@@ -33,7 +33,7 @@ POOL = 500
 
 
 class BalanceFL(Method):
-    """Balanced batches, perturbed features of rarer classes, and distillation on classes that a client lacks."""
+    """FedAvg with balanced batches, perturbed rare-class features, and distillation on classes that a client lacks."""
 
     name: ClassVar[str] = "balancefl"
     paper: ClassVar[str] = "Shuai et al., IPSN 2022"
@@ -57,7 +57,11 @@ class BalanceFL(Method):
         return client.reply(model=self.shared(client.model), loss=loss)
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return cross-entropy over owned classes plus distillation on the others, minus the entropy of predictions."""
+        """Return the loss of a client.
+
+        It is the cross-entropy on owned classes, plus distillation on missing classes, minus the entropy of
+        predictions.
+        """
         model = client.model
         is_owned = client.counts > 0  # [1]
         # indices of classes: with a mask each step would wait for the number of classes
@@ -82,7 +86,11 @@ class BalanceFL(Method):
         return not_recordable(loss) if self.fa else loss  # the augmentation draws on the host
 
     def augmentation(self, client: Client) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return a function that adds N(0, M_k) to a feature of class c with probability 1 - n_c / n_max."""
+        """Return a function that adds Gaussian noise to features, more often to those of a rare class.
+
+        A feature of class c receives N(0, M_k) with probability 1 - n_c / n_max. M_k is the within-class covariance at
+        the client.
+        """
         z, y = features(client)  # [n, d], [n], of the received model [2]
         scatter, weights = class_scatter(z, y)
         pool = perturb(scatter / max(weights, 1), POOL, client.order).float()  # [3]

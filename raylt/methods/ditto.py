@@ -1,4 +1,4 @@
-"""Ditto: a personal model for each client, regularised towards the global one (Li et al., ICML 2021).
+"""Ditto: a personal model for each client, regularised towards the global model (Li et al., ICML 2021).
 
 Departures from the text of Algorithm 1:
 [1] The global model is FedAvg's, the solver of G(.) in the paper's experiments. A client trains it first, so that the
@@ -27,7 +27,10 @@ from raylt.ops.proximal import squared_distance
 
 
 class Ditto(Method):
-    """Each client keeps v_k and uploads only w_k; with lam = 0, v_k is trained on the client's own loss alone."""
+    """FedAvg in which each client also keeps a personal model v_k and uploads only its copy w_k of the global model.
+
+    With lam = 0, v_k is trained on the client's own loss alone.
+    """
 
     name: ClassVar[str] = "ditto"
     paper: ClassVar[str] = "Li et al., ICML 2021"
@@ -50,13 +53,13 @@ class Ditto(Method):
         return client.reply(model={name: trained[name] for name in self.shared(client.model)}, loss=loss)
 
     def settle(self, client: Client, message: Message) -> None:
-        """Train v_k from the received w_t, as in a client's first round [2]."""
+        """Train a personal model v_k from the received global model w_t, as in a client's first round [2]."""
         client.receive(message["model"])
         sgd(client, self.near_global(client))
         client.state["personal"] = tree.snapshot(client.model.state_dict())
 
     def near_global(self, client: Client) -> Objective:
-        """Return h_k(v; w_t) = F_k(v) + lambda/2 ||v - w_t||^2, where w_t is the current model."""
+        """Return the personal objective h_k(v; w_t) = F_k(v) + lambda/2 ||v - w_t||^2 with the current model as w_t."""
         model = client.model
         params = [p for p in model.parameters() if p.requires_grad]
         anchor = [p.detach().clone() for p in params]

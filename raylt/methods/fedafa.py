@@ -1,5 +1,5 @@
-"""FedAFA: FedAvg, after which each client tunes the upper layers with adversarial features of its rarer classes (Lu et
-al., ICASSP 2023).
+"""FedAFA: FedAvg, after which each client fine-tunes the upper layers with adversarial features of its rare classes (Lu
+et al., ICASSP 2023).
 
 Stage 2 and its values follow the authors' code, which holds this stage alone. Departures from the code:
 [1] Layers up to the cut are frozen, including their running statistics; in the code BatchNorm keeps counting.
@@ -36,7 +36,7 @@ from raylt.models.split import SplitModel, load_entries
 
 
 class FedAFA(Method):
-    """FedAvg, then personal upper layers, which stay at their client."""
+    """FedAvg, then training of personal upper layers, which each client keeps."""
 
     name: ClassVar[str] = "fedafa"
     paper: ClassVar[str] = "Lu et al., ICASSP 2023"
@@ -82,7 +82,10 @@ class FedAFA(Method):
         server.log(loss=got["loss"], generated=got["generated"])
 
     def personalise(self, client: Client, message: Message) -> Reply:
-        """Run stage 2 at a client; report the share of samples that were replaced by generated features."""
+        """Train the client's personal upper layers (stage 2); report the share of samples that were replaced.
+
+        Generated features of a rarer class replace them.
+        """
         client.receive(message["model"])
         take_statistics(client)
         lower, upper = halves(client.model, self.cut)
@@ -114,7 +117,7 @@ class FedAFA(Method):
         self.personalise(client, message)
 
     def generate(self, client: Client, glob: nn.Module, a: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the positions of the samples of a batch to replace, and generated activations of their classes.
+        """Return which samples of a batch to replace, and the generated activations of their classes.
 
         Args:
             glob: The global model's upper layers.
@@ -146,7 +149,9 @@ class FedAFA(Method):
 def adversarial(
     upper: nn.Module, a: Tensor, target: Tensor, noise: Tensor, steps: int, step: float
 ) -> tuple[Tensor, Tensor]:
-    """Return activations near `a` [G, C', H', W'] that a model classifies as `target` [G], and their probabilities.
+    """Perturb activations `a` [G, C', H', W'] until `upper` classifies them as `target` [G].
+
+    Return the new activations and their probabilities of the target class.
 
     Args:
         upper: Maps activations to logits; it is not changed.
@@ -166,7 +171,10 @@ def adversarial(
 
 
 def halves(model: SplitModel, cut: str) -> tuple[nn.Module, nn.Module]:
-    """Return a model's layers up to and including a layer, and the rest up to the logits; both share its memory."""
+    """Return a model in two halves: the layers up to and including `cut`, and the rest up to the logits.
+
+    Both halves share the memory of the model.
+    """
     layers = dict(model.encoder.named_children())
     late = list(layers)[list(layers).index(cut) + 1 :]
     return (

@@ -1,5 +1,5 @@
-"""FedALA: each client learns, weight by weight, how much of the global model its next training starts from (Zhang et
-al., AAAI 2023).
+"""FedALA: each client learns, for each weight, how to mix the global model with its own before training (Zhang et al.,
+AAAI 2023).
 
 Symbols are the paper's (from memory); where it is silent, the authors' code decides (TsingZ0/PFLlib at 2b077c1):
 [1] Of the received model, all but the last layer is taken as it is (p = 1). `scope=all` mixes every trained weight.
@@ -51,7 +51,10 @@ class FedALA(Method):
         return client.reply(model=self.shared(client.model), **parts)
 
     def mix(self, client: Client) -> Params:
-        """Learn W; return theta_i + (theta - theta_i) W for the weights in scope, with W in [0, 1]."""
+        """Learn mixing weights W in [0, 1]; return the mixed parameters theta_i + (theta - theta_i) W.
+
+        `scope` selects the weights that are mixed.
+        """
         model = copy.deepcopy(client.model).train()
         params = dict(model.named_parameters())
         prefix = "" if self.scope == "all" else "classifier."
@@ -82,7 +85,7 @@ class FedALA(Method):
         return {name: p.detach() for name, p in mixed.items()}
 
     def settle(self, client: Client, message: Message) -> None:
-        """Train as in a client's first round."""
+        """Train the received model, as in a client's first round."""
         self.train(client, message)
 
     def client_model(self, client: Client) -> SplitModel:
@@ -93,13 +96,13 @@ class FedALA(Method):
 
 @torch.no_grad()
 def put(params: Params, own: Params, gap: Params, weights: Params) -> None:
-    """Set each parameter to theta_i + (theta - theta_i) W."""
+    """Set each parameter to a mixture of the client's own and the global value: theta_i + (theta - theta_i) W."""
     for name, p in params.items():
         p.copy_(own[name] + gap[name] * weights[name])
 
 
 def done(losses: list[float], first: bool) -> bool:
-    """Return whether the mixing weights have converged, judging by the losses of the epochs so far [2]."""
+    """Return whether learning of the mixing weights is finished, given the losses of the epochs so far [2]."""
     if not first or not losses:
         return len(losses) > 0
     settled = len(losses) > WINDOW and Tensor(losses[-WINDOW:]).std(correction=0).item() < SPREAD

@@ -7,7 +7,7 @@ from raylt.data.sources.sources import ProblemKind
 
 
 class FedAvg(Method):
-    """Local SGD and averaging, which are the defaults of `Method`."""
+    """Local SGD, then a weighted average of the models. Both are the defaults of `Method`."""
 
     name: ClassVar[str] = "fedavg"
     paper: ClassVar[str] = "McMahan et al., AISTATS 2017"

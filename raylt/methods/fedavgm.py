@@ -12,7 +12,10 @@ from raylt.hyper import Choice, LogUniform, hp
 
 
 class FedAvgM(Method):
-    """v <- beta v + Delta; w <- w + lr v, where Delta is the clients' mean minus w. beta = 0 is FedAvg."""
+    """FedAvg with server momentum: v <- beta v + Delta, then w <- w + lr v.
+
+    Delta is the clients' mean model minus w. beta = 0 is FedAvg.
+    """
 
     name: ClassVar[str] = "fedavgm"
     paper: ClassVar[str] = "Hsu et al., arXiv 2019"

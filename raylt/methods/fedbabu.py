@@ -1,5 +1,5 @@
-"""FedBABU: FedAvg of the encoder under a classifier that stays as it was drawn, then fine-tuning at each client (Oh et
-al., ICLR 2022).
+"""FedBABU: FedAvg of the encoder under a fixed random classifier, then fine-tuning at each client (Oh et al., ICLR
+2022).
 
 Decisions:
 [1] All clients have the same classifier, drawn from the run's seed; it never travels.
@@ -27,7 +27,7 @@ from raylt.models.split import Params, SplitModel, load_entries
 
 
 class FedBABU(Method):
-    """Training of the encoder alone, and fine-tuning to a personal model at each client after the last round."""
+    """FedAvg of the encoder alone, then fine-tuning of a personal model at each client after the last round."""
 
     name: ClassVar[str] = "fedbabu"
     paper: ClassVar[str] = "Oh et al., ICLR 2022"
@@ -58,7 +58,7 @@ class FedBABU(Method):
         server.log(tuning_loss=got["loss"])
 
     def personalise(self, client: Client, message: Message) -> Reply:
-        """Fine-tune the global model, and keep the result as the client's own model [2]."""
+        """Fine-tune the global model and keep the result as the client's personal model [2]."""
         client.receive(message["model"])
         drawn = tree.snapshot(client.model.entries("classifier."))
         loss = sgd(client, self.objective(client, message), self.tuned(client.model), self.tune_epochs)
@@ -67,7 +67,7 @@ class FedBABU(Method):
         return client.reply(loss=loss)
 
     def tuned(self, model: SplitModel) -> Iterable[Tensor]:
-        """Return the parameters that fine-tuning updates."""
+        """Return the parameters of the model that fine-tuning updates."""
         parts = {"all": model, "encoder": model.encoder, "classifier": model.classifier}
         return parts[self.tune].parameters()
 

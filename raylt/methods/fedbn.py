@@ -1,4 +1,4 @@
-"""FedBN: FedAvg in which all of BatchNorm stays at the clients (Li et al., ICLR 2021).
+"""FedBN: FedAvg in which each client keeps its own BatchNorm layers (Li et al., ICLR 2021).
 
 Each client keeps scale, shift and running statistics of every BatchNorm layer, as in the authors' code (med-air/FedBN
 at 0927bb8). `federation.batchnorm=local` is another algorithm, SiloBN: only the statistics stay.
@@ -24,7 +24,7 @@ from raylt.models.split import Params, SplitModel, running_statistics
 
 
 class FedBN(Method):
-    """FedAvg of all entries except those of BatchNorm layers."""
+    """FedAvg of all model entries except those of BatchNorm layers."""
 
     name: ClassVar[str] = "fedbn"
     paper: ClassVar[str] = "Li et al., ICLR 2021"

@@ -22,7 +22,7 @@ from raylt.hyper import Choice, hp
 
 
 class FedDecorr(Method):
-    """FedAvg with a loss term at the clients against dimensional collapse."""
+    """FedAvg with a local loss term against dimensional collapse of features."""
 
     name: ClassVar[str] = "feddecorr"
     paper: ClassVar[str] = "Shi et al., ICLR 2023"
@@ -51,7 +51,7 @@ class FedDecorr(Method):
 
 
 def decorrelation(z: Tensor, scale: str) -> Tensor:
-    """Return the mean squared correlation between dimensions of features [B, d], a scalar [1]."""
+    """Return the mean squared correlation between the dimensions of features [B, d], a scalar [1]."""
     with torch.autocast(z.device.type, enabled=False):
         z = z.float() - z.float().mean(0)
         z = z / (z.var(0) + 1e-8).sqrt()

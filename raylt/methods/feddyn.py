@@ -32,7 +32,7 @@ from raylt.ops.proximal import squared_distance
 
 
 class FedDyn(Method):
-    """FedAvg with dynamic regularisation; a client uploads only its model."""
+    """FedAvg with dynamic regularisation. A client uploads only its model."""
 
     name: ClassVar[str] = "feddyn"
     paper: ClassVar[str] = "Acar et al., ICLR 2021"
@@ -46,7 +46,7 @@ class FedDyn(Method):
         return "cross_entropy", "dynamic"
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return L_k(theta) + alpha_k / 2 ||theta - (theta^{t-1} - d_k)||^2 [1]."""
+        """Return the regularised loss L_k(theta) + alpha_k / 2 ||theta - (theta^{t-1} - d_k)||^2 [1]."""
         named = {name: p for name, p in client.model.named_parameters() if p.requires_grad}
         received = {name: p.detach().clone() for name, p in named.items()}  # the model was received just before
         anchor = list(tree.sub(received, own_updates(client, received)).values())
@@ -90,5 +90,5 @@ class FedDyn(Method):
 
 
 def own_updates(client: Client, like: Params) -> Params:
-    """Return d_k; zeros before the client's first training."""
+    """Return the client's running correction d_k, or zeros before its first training."""
     return tree.to(client.state.get("updates", tree.scale(like, 0)), client.device)

@@ -1,5 +1,5 @@
-"""FedETF: features trained towards a fixed equiangular classifier, which each client tunes afterwards (Li et al., ICCV
-2023).
+"""FedETF: features trained towards a fixed equiangular classifier, which each client fine-tunes afterwards (Li et al.,
+ICCV 2023).
 
 Departures from the text, and from the authors' code where the text is silent:
 [1] The frame has as many dimensions as there are classes, and a linear layer maps the features to them, as in the code.
@@ -39,7 +39,7 @@ FRAME = "classifier.weight"
 
 
 class FedETF(Method):
-    """FedAvg of the layers before the frame, with the balanced softmax; then a personal frame for each client."""
+    """FedAvg with balanced softmax under a fixed classifier frame, then a fine-tuned personal frame for each client."""
 
     name: ClassVar[str] = "fedetf"
     paper: ClassVar[str] = "Li et al., ICCV 2023"
@@ -76,7 +76,7 @@ class FedETF(Method):
         return {name: value for name, value in model.entries().items() if name != FRAME}
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the cross-entropy of beta v_c mu + gamma log n_c, Eq. 6 [3]."""
+        """Return the balanced-softmax cross-entropy of logits beta v_c mu + gamma log n_c, Eq. 6 [3]."""
         counts = client.counts.clamp(min=0 if self.missing == "mask" else 1)
         shift = counts.double().pow(self.gamma).log().float()  # [C]; 0^0 = 1: no shift with gamma = 0
         return lambda batch: F.cross_entropy(client.model(batch.x) + shift, batch.y)
@@ -130,7 +130,10 @@ class FedETF(Method):
 def tune(
     client: Client, params: Iterable[Tensor], epochs: int, lr: float, momentum: float = 0.0, weight_decay: float = 0.0
 ) -> float:
-    """Train the frame or the projection on fixed features by cross-entropy; return the loss of the last batch."""
+    """Train `params` of the frame or the projection by cross-entropy on fixed base features.
+
+    Return the loss of the last batch.
+    """
     model, value = client.model.train(), torch.zeros(())
     optimiser = SGD(params, lr, momentum, weight_decay)
     base, projection, unit = (model.encoder.get_submodule(name) for name in ("base", "projection", "unit"))
@@ -151,7 +154,7 @@ class Unit(nn.Module):
 
 
 class Frame(nn.Module):
-    """Fixed classifier with a learnt temperature [2]; its `weight` is a buffer, not a parameter.
+    """Fixed classifier with a learnt temperature [2]. Its `weight` is a buffer, not a parameter.
 
     Args:
         weight: The frame, [C, d].

@@ -16,7 +16,7 @@ from raylt.hyper import Choice, hp
 
 
 class FedFocal(Method):
-    """FedAvg in which samples that the model already classifies well have less weight."""
+    """FedAvg with less weight on samples that the model already classifies well."""
 
     name: ClassVar[str] = "fedfocal"
     paper: ClassVar[str] = "Sarkar et al., arXiv 2020"
@@ -29,7 +29,7 @@ class FedFocal(Method):
 
 
 def focal_loss(logits: Tensor, y: Tensor, gamma: float) -> Tensor:
-    """Return the mean of -(1 - p_y)^gamma log p_y over logits [B, C] with labels int64 [B]."""
+    """Return the mean focal loss -(1 - p_y)^gamma log p_y over logits [B, C] with labels int64 [B]."""
     nll = F.cross_entropy(logits, y, reduction="none")  # -log p_y
     # 1 - p_y from the logarithm: near p_y = 1 the difference would be rounded to 0, whose root has no gradient
     wrong = -(-nll).clamp(max=-1e-12).expm1()

@@ -1,5 +1,5 @@
-"""Fed-GraB: FedAvg in which a controller per class balances its positive gradients with its negative ones (Xiao et al.,
-NeurIPS 2023).
+"""Fed-GraB: FedAvg in which a controller per class balances positive against negative gradients (Xiao et al., NeurIPS
+2023).
 
 This is the self-adjusting gradient balancer of section 3.2 (from memory), as released: ZackZikaiXiao/FedGraB, main at
 7394da6. Decisions:
@@ -36,7 +36,10 @@ from raylt.hyper import Choice, LogUniform, hp
 
 
 class FedGraB(Method):
-    """FedAvg with a balanced binary cross-entropy for each class. kp = ki = kd = 0 switches the balancer off."""
+    """FedAvg with a binary cross-entropy for each class, balanced by a controller.
+
+    kp = ki = kd = 0 switches the balancer off.
+    """
 
     name: ClassVar[str] = "fedgrab"
     paper: ClassVar[str] = "Xiao et al., NeurIPS 2023"
@@ -77,7 +80,7 @@ class FedGraB(Method):
 
 
 def estimated_shares(weight: Tensor) -> Tensor:
-    """Return estimates of the classes' shares of all samples, from a classifier weight [C, d]; float64 [C], CPU."""
+    """Estimate each class's share of all samples from a classifier weight [C, d]; return float64 [C] on the CPU."""
     lengths = weight.double().cpu().norm(dim=1)
     above = (lengths - lengths.mean()) / lengths.std(correction=0).clamp(min=1e-12)
     above = above - above.min()
@@ -85,7 +88,7 @@ def estimated_shares(weight: Tensor) -> Tensor:
 
 
 def most_frequent(shares: Tensor, share: float) -> Tensor:
-    """Return the smallest set of most frequent classes that together have this share of the samples, as bool [C]."""
+    """Return a mask, bool [C], of the fewest most frequent classes that together have `share` of all samples."""
     order = shares.argsort(descending=True, stable=True)
     before = shares[order].cumsum(0) - shares[order]
     chosen = torch.zeros(len(shares), dtype=torch.bool)
@@ -94,7 +97,9 @@ def most_frequent(shares: Tensor, share: float) -> Tensor:
 
 
 class Balancer:
-    """An objective that updates the controllers in place at every call, and draws the exempt classes on the host.
+    """Training objective that updates the class controllers in place at every call.
+
+    The exempt classes are drawn on the host.
 
     Attributes:
         state: Tensors [C] by name. `difference` sums, for each class, its positive gradients minus its negative ones;
@@ -123,7 +128,10 @@ class Balancer:
         return F.binary_cross_entropy_with_logits(logits.float(), target, weight, reduction="sum") / len(batch.y)
 
     def control(self) -> Tensor:
-        """Step the incremental PID controllers towards a difference of 0; return outputs [C], 0 if shut [4]."""
+        """Advance the PID controllers by one step towards a gradient difference of 0; return their outputs [C].
+
+        The output of a shut controller is 0 [4].
+        """
         m, s = self._method, self.state
         error, last, before_last = -s["difference"], s["last"], s["before_last"]
         output = s["output"] + m.kp * (error - last) + m.ki * error + m.kd * (error - 2 * last + before_last)
@@ -133,12 +141,12 @@ class Balancer:
 
 
 def boost(output: Tensor) -> Tensor:
-    """Return a controller's output as a weight in [0, 10]; the output 0 gives the weight 1."""
+    """Map a controller's output to a loss weight in [0, 10]; output 0 gives weight 1."""
     return (10 / 9) / (1 / 9 + (-0.5 * output).exp())
 
 
 def exempt_classes(classes: int, generator: torch.Generator) -> Tensor:
-    """Draw the classes that a step does not reweight, bool [C] on the CPU [2]."""
+    """Draw a mask, bool [C] on the CPU, of the classes that a training step does not reweight [2]."""
     chosen: list[bool] = []
     for uniform in torch.rand(classes, generator=generator).tolist():
         chosen.append(uniform < 0.1 ** (sum(chosen) / max(classes - 1, 1)))

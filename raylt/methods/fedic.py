@@ -1,4 +1,5 @@
-"""FEDIC: FedAvg whose global model learns from a calibrated ensemble of the clients' models (Shang et al., ICME 2022).
+"""FEDIC: FedAvg whose global model is distilled from a calibrated ensemble of the clients' models (Shang et al., ICME
+2022).
 
 Privileged: the server holds labelled images of every class (`data.auxiliary`), which federations as a rule do not have,
 and sees each client's model. The steps are those of the authors' code, shangxinyi/FEDIC at 4fce882, with departures:
@@ -33,7 +34,7 @@ from raylt.ops.local_updates import check_averaged_statistics
 
 
 class FEDIC(Method):
-    """FedAvg, then three short trainings on the server's images: fine-tuning, calibration and distillation."""
+    """FedAvg, then fine-tuning, calibration and distillation on the server's images."""
 
     name: ClassVar[str] = "fedic"
     paper: ClassVar[str] = "Shang et al., ICME 2022"
@@ -82,7 +83,7 @@ class FEDIC(Method):
         server.log(loss=got["loss"], labels_loss=labels_loss, distillation=distilled)
 
     def distil(self, server: Server, images: Samples, models: list[tree.Tree]) -> tuple[float, float]:
-        """Train the global model on labels and on the calibrated ensemble; return the last step's two losses."""
+        """Train the global model on labels and on the ensemble's predictions; return both losses of the last step."""
         student = server.model
         generator = torch.Generator().manual_seed(server.seed("batches"))
         answers = [outputs(with_entries(student, entries), images) for entries in models]
@@ -116,13 +117,16 @@ class FEDIC(Method):
         return hard.item(), soft.item()
 
     def draws(self, n: int, generator: torch.Generator, device: torch.device) -> list[Tensor]:
-        """Return the rows of the batches in one training; a batch contains no row twice."""
+        """Draw the row indices of each batch of one training. A batch contains no row twice."""
         size = min(self.batch, n)
         return [torch.randperm(n, generator=generator)[:size].to(device) for _ in range(self.steps)]
 
 
 class Ensemble(nn.Module):
-    """The clients' logits, weighted by client, calibrated by class, and gated against the tuned model's logits."""
+    """Ensemble of the clients' models: logits weighted by client, calibrated by class and gated.
+
+    The gate mixes them with the logits of the tuned model.
+    """
 
     def __init__(self, dim: int, classes: int):
         super().__init__()
@@ -134,7 +138,10 @@ class Ensemble(nn.Module):
         self.gate_bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, z: Tensor, logits: Tensor, own: Tensor) -> Tensor:
-        """Return logits [B, C] from mean features [B, d], clients' logits [K, B, C] and tuned logits [B, C] [5]."""
+        """Return ensemble logits [B, C] [5].
+
+        The arguments are mean features [B, d], clients' logits [K, B, C] and logits of the tuned model [B, C].
+        """
         trust = (logits @ self.client_scale + self.client_bias).sigmoid()  # [K, B]
         weighted = (logits * (trust / trust.sum(0))[..., None]).sum(0)
         calibrated = weighted * self.class_scale + self.class_bias
@@ -143,7 +150,7 @@ class Ensemble(nn.Module):
 
 
 def with_entries(model: SplitModel, entries: tree.Tree) -> SplitModel:
-    """Return a copy of a model with some entries replaced."""
+    """Return a copy of the model in which `entries` replace the entries of the same name."""
     other = copy.deepcopy(model)
     load_entries(other, entries)
     return other
@@ -151,7 +158,7 @@ def with_entries(model: SplitModel, entries: tree.Tree) -> SplitModel:
 
 @torch.no_grad()
 def outputs(model: SplitModel, images: Samples) -> tuple[Tensor, Tensor]:
-    """Return features [N, d] and logits [N, C] of all images, in evaluation mode."""
+    """Return the features [N, d] and logits [N, C] of all images, with the model in evaluation mode."""
     model.eval()
     parts = [model.encoder(batch.x) for batch in images.in_order(256)]
     z = torch.cat(parts)
@@ -159,7 +166,7 @@ def outputs(model: SplitModel, images: Samples) -> tuple[Tensor, Tensor]:
 
 
 def divergence(teacher: Tensor, logits: Tensor, temperature: float) -> Tensor:
-    """Return the mean over a batch of KL(q || p), where q is the softmax of the teacher's logits over T [4]."""
+    """Return the mean KL(q || p) over a batch; q and p are tempered softmaxes of teacher's and student's logits [4]."""
     q = (teacher / temperature).log_softmax(1)
     p = (logits / temperature).log_softmax(1)
     return F.kl_div(p, q, reduction="batchmean", log_target=True)

@@ -20,7 +20,7 @@ from raylt.hyper import Choice, LogUniform, hp
 
 
 class FedLC(Method):
-    """FedAvg with a margin for each class of a client; rarer classes have larger margins."""
+    """FedAvg with a logit margin for each class of a client. Rare classes have large margins."""
 
     name: ClassVar[str] = "fedlc"
     paper: ClassVar[str] = "Zhang et al., ICML 2022"
@@ -38,6 +38,6 @@ class FedLC(Method):
         return lambda batch: F.cross_entropy(client.model(batch.x) - margin, batch.y)  # [1]
 
     def margin(self, counts: Tensor) -> Tensor:
-        """Return tau n^(-1/4) for each class, float32 [C]; infinity for a class that is left out [2]."""
+        """Return the margin tau n^(-1/4) of each class with n samples, float32 [C]; infinity if excluded [2]."""
         margin = self.tau * counts.float().clamp(min=1e-8 if self.missing == "eps" else 1).pow(-0.25)
         return margin.masked_fill(counts == 0, torch.inf) if self.missing == "mask" else margin

@@ -35,7 +35,10 @@ FRAME, HEAD = "frame", "personal"
 
 
 class FedLoGe(Method):
-    """A model with three classifiers: the frame (`frame`), the global (`classifier`) and the client's (`personal`)."""
+    """A model with three classifiers: a fixed frame, a global classifier and the client's personal classifier.
+
+    They are the modules `frame`, `classifier` and `personal`.
+    """
 
     name: ClassVar[str] = "fedloge"
     paper: ClassVar[str] = "Xiao et al., ICLR 2024"
@@ -74,7 +77,10 @@ class FedLoGe(Method):
         return client.reply()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the sum of cross-entropies of the frame, which trains the encoder, and of both classifiers [2]."""
+        """Return the sum of the cross-entropies of the frame and of both classifiers [2].
+
+        Only the frame's cross-entropy trains the encoder.
+        """
         model = client.model
         frame, personal = model.get_submodule(FRAME), model.get_submodule(HEAD)
         if not frame.get_buffer("weight").any():
@@ -92,7 +98,7 @@ class FedLoGe(Method):
         return loss
 
     def settle(self, client: Client, message: Message) -> None:
-        """Train only the personal classifier, on the final encoder; it no longer needs the frame."""
+        """Train only the personal classifier of a new client, on the final encoder, without the frame."""
         client.receive(message["model"])
         encoder, personal = client.model.encoder, client.model.get_submodule(HEAD)
         sgd(
@@ -125,7 +131,7 @@ class FedLoGe(Method):
 
 
 class Fixed(nn.Module):
-    """Untrained linear layer without a bias; its weight is zero until the client receives it."""
+    """Fixed linear layer without a bias. Its weight is zero until the client receives the frame."""
 
     weight: Tensor
 

@@ -1,5 +1,5 @@
-"""FedNH: features trained towards class prototypes on the unit sphere, which the server moves smoothly (Dai et al.,
-AAAI 2023).
+"""FedNH: features trained towards class prototypes on the unit sphere, smoothly updated by the server (Dai et al., AAAI
+2023).
 
 Symbols are the paper's (from memory); where it is silent, the authors' code decides (Yutong-Dai/FedNH at ddc26f7):
 [1] The classifier has no parameters: logits are `scale` times the cosines to the prototypes. They start as orthonormal
@@ -33,7 +33,7 @@ PROTOTYPES = "classifier.weight"
 
 
 class FedNH(Method):
-    """FedAvg of the encoder under a classifier of prototypes, which local training does not change."""
+    """FedAvg of the encoder, with class prototypes as the classifier. Local training does not change the prototypes."""
 
     name: ClassVar[str] = "fednh"
     paper: ClassVar[str] = "Dai et al., AAAI 2023"
@@ -82,12 +82,12 @@ class FedNH(Method):
 
 
 def trained(entries: Params) -> Params:
-    """Return all entries except the prototypes."""
+    """Return all entries of a model except the prototypes."""
     return {name: value for name, value in entries.items() if name != PROTOTYPES}
 
 
 class Cosines(nn.Module):
-    """Classifier of scaled cosines; `weight` is a buffer of unit rows [C, d]."""
+    """Classifier with scaled cosine similarities as logits. `weight` is a buffer of unit rows [C, d]."""
 
     weight: Tensor
 

@@ -1,4 +1,4 @@
-"""FedNova: normalised averaging, which weights clients by samples, not by steps (Wang et al., NeurIPS 2020).
+"""FedNova: normalised averaging, which weighs clients by sample count, not by step count (Wang et al., NeurIPS 2020).
 
 Sections are the paper's. Departures from the text:
 [1] p_i is over the participants of a round, not over all clients.
@@ -27,7 +27,10 @@ from raylt.tree import Tree
 
 
 class FedNova(Method):
-    """FedAvg of normalised updates; clients upload d_i and |a_i|_1, and local SGD may have momentum."""
+    """FedAvg of normalised updates: clients upload the direction d_i and the gradient mass |a_i|_1.
+
+    Local SGD may have momentum.
+    """
 
     name: ClassVar[str] = "fednova"
     paper: ClassVar[str] = "Wang et al., NeurIPS 2020"
@@ -43,7 +46,10 @@ class FedNova(Method):
         check_sgd(self.name, config)
 
     def train(self, client: Client, message: Message) -> Reply:
-        """Return d_i = G_i a_i / |a_i|_1 (section 4) times the learning rate: the update divided by |a_i|_1."""
+        """Train the received model; report its normalised update, which is the update divided by |a_i|_1.
+
+        This is d_i = G_i a_i / |a_i|_1 of section 4, times the learning rate.
+        """
         client.receive(message["model"])
         loss = sgd(client, self.objective(client, message))
         mass = gradient_mass(client.steps(), client.config.local.momentum)
@@ -53,7 +59,10 @@ class FedNova(Method):
         return client.reply(direction=direction, mass=mass, rest=rest, loss=loss)
 
     def round(self, server: Server, fleet: Fleet) -> None:
-        """Step x <- x - tau_eff sum_i p_i d_i with tau_eff = sum_i p_i |a_i|_1, section 5 [1]."""
+        """Run a round with the server step x <- x - tau_eff sum_i p_i d_i, section 5 [1].
+
+        tau_eff = sum_i p_i |a_i|_1.
+        """
         message = self.message(server)
         x, rest = trained_and_rest(server.model, message["model"])
         got = fleet.ask(
@@ -70,6 +79,9 @@ class FedNova(Method):
 
 
 def mass_fault(n: int, parts: Tree, local: LocalConfig) -> str | None:
-    """Return why an uploaded |a_i|_1 is wrong for a client with n samples, or None: the samples determine the steps."""
+    """Return why an uploaded gradient mass |a_i|_1 is wrong for a client with n samples; None if it is right.
+
+    The samples determine the number of steps, and thus the mass.
+    """
     expected = gradient_mass(local.step_count(n), local.momentum)
     return None if parts["mass"] == expected else f"is {parts['mass']:g}, and its samples make it {expected:g}"

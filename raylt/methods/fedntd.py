@@ -1,4 +1,4 @@
-"""FedNTD: FedAvg that keeps the received model's view of the classes that are not a sample's own (Lee et al., NeurIPS
+"""FedNTD: FedAvg that distils the received model's predictions for all classes but the true class (Lee et al., NeurIPS
 2022).
 
 Loss and defaults are those of the authors' code, Lee-Gihun/FedNTD at 043269e. Decisions:
@@ -24,7 +24,7 @@ from raylt.hyper import LogUniform, hp
 
 
 class FedNTD(Method):
-    """FedAvg with distillation from the received model over all classes but the true one."""
+    """FedAvg with distillation from the received model over all classes but the true class."""
 
     name: ClassVar[str] = "fedntd"
     paper: ClassVar[str] = "Lee et al., NeurIPS 2022"
@@ -38,7 +38,7 @@ class FedNTD(Method):
         return ("cross_entropy", "distillation") if self.beta else ()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the cross-entropy plus beta times the not-true distillation from the received model."""
+        """Return the cross-entropy plus beta times the not-true distillation loss from the received model."""
         if not self.beta:
             return super().objective(client, message)
         model = client.model
@@ -59,7 +59,10 @@ class FedNTD(Method):
 
 
 def divergence(teacher: Tensor, logits: Tensor, tau: float) -> Tensor:
-    """Return the mean KL(q || p) over a batch; q and p are softmaxes of the two logits [B, C - 1] over tau [1]."""
+    """Return the mean KL(q || p) over a batch, where q and p are softmaxes of teacher's and own logits over tau [1].
+
+    Both logits are [B, C - 1], without the true class.
+    """
     q = (teacher.float() / tau).log_softmax(1)
     p = (logits.float() / tau).log_softmax(1)
     return F.kl_div(p, q, reduction="batchmean", log_target=True)

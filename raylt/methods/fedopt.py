@@ -14,7 +14,7 @@ from raylt.hyper import Choice, LogUniform, hp
 
 
 class FedAdam(Method):
-    """FedAvg with Adam at the server, which keeps the moments m and v; clients train as in FedAvg."""
+    """FedAvg with Adam at the server, which keeps the moments m and v. Clients train as in FedAvg."""
 
     name: ClassVar[str] = "fedadam"
     paper: ClassVar[str] = "Reddi et al., ICLR 2021"
@@ -32,7 +32,7 @@ class FedAdam(Method):
 
 
 class FedYogi(FedAdam):
-    """FedAdam with Yogi's second moment, which grows no faster than it falls."""
+    """FedAdam with Yogi's second moment, which rises no faster than it falls."""
 
     name: ClassVar[str] = "fedyogi"
 

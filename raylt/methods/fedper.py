@@ -12,7 +12,7 @@ from raylt.models.split import Params, SplitModel
 
 
 class FedPer(Method):
-    """FedAvg of the encoder, including its running statistics; encoder and classifier are trained jointly."""
+    """FedAvg of the encoder, including its running statistics. Encoder and classifier are trained jointly."""
 
     name: ClassVar[str] = "fedper"
     paper: ClassVar[str] = "Arivazhagan et al., arXiv 2019"

@@ -1,4 +1,4 @@
-"""FedProto: clients share their class means of features instead of a model (Tan et al., AAAI 2022).
+"""FedProto: clients share the mean feature of each class instead of a model (Tan et al., AAAI 2022).
 
 Symbols are the paper's (from memory); the authors' code, yuetan031/FedProto at cb3c41f, decides the loss:
 [1] The regulariser is the mean square of a feature's distance from its class's global prototype over batch and
@@ -36,7 +36,7 @@ PROTOTYPES = "prototypes"
 
 
 class FedProto(Method):
-    """Local training, pulled towards the global prototypes; clients exchange only prototypes."""
+    """Local training with a loss that pulls features towards global prototypes; only prototypes are exchanged."""
 
     name: ClassVar[str] = "fedproto"
     paper: ClassVar[str] = "Tan et al., AAAI 2022"
@@ -64,7 +64,7 @@ class FedProto(Method):
         return ("cross_entropy", "prototypes") if self.weight else ()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the cross-entropy plus lambda times the distance of features from the prototypes [1]."""
+        """Return the cross-entropy plus lambda times the distance between features and their class prototypes [1]."""
         if not self.weight:
             return super().objective(client, message)
         model = client.model
@@ -116,7 +116,7 @@ class FedProto(Method):
 
 
 class Prototypes(nn.Module):
-    """The global prototypes, float32 [C, d], and which classes have one, int64 [C]."""
+    """Module with the global prototypes, float32 [C, d], and a mask of classes that have a prototype, int64 [C]."""
 
     means: Tensor
     present: Tensor
@@ -128,6 +128,6 @@ class Prototypes(nn.Module):
 
 
 def prototypes_of(model: SplitModel) -> tuple[Tensor, Tensor]:
-    """Return a model's prototypes [C, d], and which classes have one, bool [C]."""
+    """Return a model's prototypes [C, d] and a mask, bool [C], of the classes that have a prototype."""
     prototypes = model.get_submodule(PROTOTYPES)
     return prototypes.get_buffer("means").clone(), prototypes.get_buffer("present") > 0

@@ -19,7 +19,7 @@ from raylt.ops.proximal import squared_distance
 
 
 class FedProx(Method):
-    """FedAvg with (mu / 2) ||w - w_t||^2 added to each local loss. mu = 0 is FedAvg."""
+    """FedAvg with the proximal term (mu / 2) ||w - w_t||^2 added to each local loss. mu = 0 is FedAvg."""
 
     name: ClassVar[str] = "fedprox"
     paper: ClassVar[str] = "Li et al., MLSys 2020"
@@ -33,7 +33,7 @@ class FedProx(Method):
         return "cross_entropy", "proximal"
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return h(w) = F(w) + mu/2 ||w - w_t||^2 over the trainable parameters, Eq. 2."""
+        """Return the proximal loss h(w) = F(w) + mu/2 ||w - w_t||^2 over the trainable parameters, Eq. 2."""
         params = [p for p in client.model.parameters() if p.requires_grad]
         anchor = [p.detach().clone() for p in params]  # w_t: the model was received just before
 

@@ -1,5 +1,4 @@
-"""FedReLa: FedAvg whose clients re-label samples to classes that are rarer for them, late in training (Hu et al., ICML
-2026).
+"""FedReLa: FedAvg whose clients relabel samples to their rarer classes late in training (Hu et al., ICML 2026).
 
 A sample gets the label of a rare or absent class that the global model assigns to it. As in the authors' public code,
 with these decisions:
@@ -30,7 +29,7 @@ LATE_RATE = 0.1  # share of the rate after re-labelling; from the code [5]
 
 
 class FedReLa(Method):
-    """FedAvg whose clients train on new labels after the share `after` of the rounds."""
+    """FedAvg whose clients train on new labels once the share `after` of all rounds has passed."""
 
     name: ClassVar[str] = "fedrela"
     paper: ClassVar[str] = "Hu et al., ICML 2026"
@@ -68,7 +67,9 @@ class FedReLa(Method):
 
 
 def relabel(p: Tensor, y: Tensor, counts: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """Return new labels, int64 [n]: sample i of class y becomes class c with probability tanh(s_ic - t_c) (r_c - r_y).
+    """Return new labels, int64 [n], in which some samples move to a rarer class that the model finds probable.
+
+    Sample i of class y becomes class c with probability tanh(s_ic - t_c) (r_c - r_y).
 
     s_ic is the distance of p_ic above the mean over the samples of class y, in their deviations. t_c is the value that
     a share of all samples exceed. r_c is 1 for the client's rarest class and 0 for its most frequent one. Where several

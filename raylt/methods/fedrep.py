@@ -1,4 +1,4 @@
-"""FedRep: private classifiers on a shared encoder, trained alternately (Collins et al., ICML 2021).
+"""FedRep: a shared encoder and private classifiers, trained in turn (Collins et al., ICML 2021).
 
 Departures from the text of Algorithm 1:
 [1] Updates are epochs over the data: `head_epochs` of the classifier and `local.epochs` of the encoder.
@@ -36,7 +36,7 @@ class FedRep(Method):
         return model.entries("encoder.")
 
     def settle(self, client: Client, message: Message) -> None:
-        """Train the classifier as in the first half of a round, lines 7 to 9 of the algorithm."""
+        """Train the classifier of a new client as in the first half of a round, lines 7 to 9 of the algorithm."""
         self.train_classifier(client, message)
 
     def train_classifier(self, client: Client, message: Message) -> Reply:

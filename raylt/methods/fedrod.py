@@ -1,4 +1,4 @@
-"""FedRoD: a balanced generic classifier, and a personal one whose logits are added (Chen and Chao, ICLR 2022).
+"""FedRoD: a balanced generic classifier, and a personal classifier whose logits are added (Chen and Chao, ICLR 2022).
 
 Departures from the text:
 [1] The personal classifier starts at 0, so that a client that never took part predicts as the generic classifier does.
@@ -27,7 +27,10 @@ HEAD = "personal"
 
 
 class FedRoD(Method):
-    """A generic classifier G (`classifier`) and a personal classifier P (`personal`), which stays at the client."""
+    """FedAvg with a shared generic classifier G and a personal classifier P, which stays at the client.
+
+    They are the modules `classifier` and `personal`.
+    """
 
     name: ClassVar[str] = "fedrod"
     paper: ClassVar[str] = "Chen and Chao, ICLR 2022"
@@ -51,7 +54,10 @@ class FedRoD(Method):
         return {name: value for name, value in model.entries().items() if not name.startswith(f"{HEAD}.")}
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the balanced risk of G plus the empirical risk of G + P, which trains P alone."""
+        """Return the balanced risk of the generic classifier G plus the empirical risk of G + P.
+
+        The second term trains only the personal classifier P.
+        """
         model, head = client.model, client.model.get_submodule(HEAD)
         shift = client.counts.clamp(min=0 if self.missing == "mask" else 1).log()  # [2]
 

@@ -1,5 +1,5 @@
-"""FedRS: FedAvg with a restricted softmax, which holds the weights of classes that a client lacks (Li and Zhan, KDD
-2021).
+"""FedRS: FedAvg with a restricted softmax, which limits updates to the weights of classes that a client lacks (Li and
+Zhan, KDD 2021).
 
 Checked against the authors' repository, lxcnju/FedRepo at 18eeb6d. Departures:
 [1] The whole logit is scaled. The authors' classifier has no bias.
@@ -22,7 +22,7 @@ from raylt.hyper import Choice, Uniform, hp
 
 
 class FedRS(Method):
-    """FedAvg whose clients scale down, or mask, the logits of classes that they lack."""
+    """FedAvg whose clients scale down or mask the logits of classes that they lack."""
 
     name: ClassVar[str] = "fedrs"
     paper: ClassVar[str] = "Li and Zhan, KDD 2021"
@@ -38,7 +38,7 @@ class FedRS(Method):
         return lambda batch: F.cross_entropy(self.restricted(client.model(batch.x), owned), batch.y)
 
     def restricted(self, logits: Tensor, owned: Tensor) -> Tensor:
-        """Return logits [B, C]; those of classes outside `owned` (bool [C]) are scaled by alpha, or -inf [1] [2]."""
+        """Scale the logits [B, C] of classes outside `owned` (bool [C]) by alpha, or set them to -inf [1] [2]."""
         if self.missing == "mask":
             return logits.masked_fill(~owned, -torch.inf)
         return torch.where(owned, logits, self.alpha * logits)

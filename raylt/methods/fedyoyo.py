@@ -1,5 +1,4 @@
-"""FedYoYo: a client's strongly augmented images learn from its weakly augmented ones, with adjusted logits (Yan et al.,
-ICCV 2025).
+"""FedYoYo: self-distillation from weakly to strongly augmented images, with adjusted logits (Yan et al., ICCV 2025).
 
 Logits are adjusted to the client's classes and to the federation's. This follows the authors' public run; only part of
 the text was available. Decisions:
@@ -47,7 +46,7 @@ KEPT = 0.9  # share of the old estimate in the new one
 
 
 class FedYoYo(Method):
-    """FedAvg with self-distillation between augmentations and logits adjusted to the class distribution."""
+    """FedAvg with self-distillation between augmentations, and with logits adjusted to the class distribution."""
 
     name: ClassVar[str] = "fedyoyo"
     paper: ClassVar[str] = "Yan et al., ICCV 2025"
@@ -77,7 +76,7 @@ class FedYoYo(Method):
     # at a client
 
     def count(self, client: Client, message: Message) -> Reply:
-        """Report the effective samples of each class under the received model, [C] [1]."""
+        """Report the effective number of samples of each class under the received model, [C] [1]."""
         client.receive(message["model"])
         z, y = features(client)
         means = torch.stack(
@@ -127,7 +126,9 @@ class FedYoYo(Method):
 
 
 def effective_samples(centred: Tensor, y: Tensor, classes: int) -> Tensor:
-    """Return 1 / |mean direction|^2 for each class of a batch, at most 1e6; 0 for absent classes [1] [2].
+    """Return the effective number of samples of each class in a batch; 0 for absent classes [1] [2].
+
+    It is 1 / |mean direction|^2 of the class's features, at most 1e6.
 
     Args:
         centred: Features without the mean of their class, [B, d].
@@ -141,13 +142,16 @@ def effective_samples(centred: Tensor, y: Tensor, classes: int) -> Tensor:
 
 
 def effective_fault(n: int, parts: Tree) -> str | None:
-    """Return why a reply's effective samples are impossible for n samples, or None; a batch has at most 1 / LEAST."""
+    """Return why a client with n samples cannot have the reported effective samples, or None if it can.
+
+    A batch has at most 1 / LEAST.
+    """
     effective = parts["effective"]
     return None if ((effective >= 0) & (effective <= n / LEAST)).all() else "has impossible numbers of samples"
 
 
 def steadied(effective: Tensor, before: Tensor | None) -> Tensor:
-    """Return the smoothed estimate [C] after a round, without implausible values [2].
+    """Return the smoothed estimate of effective samples after a round, [C], without implausible values [2].
 
     Args:
         effective: The estimate of this round, [C].
@@ -161,7 +165,7 @@ def steadied(effective: Tensor, before: Tensor | None) -> Tensor:
 
 
 def distillation(weak: Tensor, strong: Tensor, y: Tensor, temperature: float) -> Tensor:
-    """Return the KL divergence between the predictions of strong and weak views, a scalar [5].
+    """Return the KL divergence between predictions for weakly and strongly augmented views, a scalar [5].
 
     It is the mean over the samples that the weak view classifies as labelled, and 0 without any. No gradient moves the
     weak views' predictions.

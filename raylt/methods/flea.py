@@ -1,4 +1,5 @@
-"""FLea: clients share activations of a few samples and train on mixtures with them (Xia et al., KDD 2024).
+"""FLea: clients share activations of a few samples and train on mixtures with other clients' activations (Xia et al.,
+KDD 2024).
 
 This follows SFD's reading of the paper, and the authors' code where both are silent. Decisions:
 [1] The activations are those after `layer`. SFD takes them after the fifth convolution of ResNet-18, its first stage.
@@ -41,7 +42,7 @@ from raylt.tree import Tree
 
 
 class FLea(Method):
-    """FedAvg on mixtures of a client's activations with activations that other clients shared."""
+    """FedAvg on mixtures of a client's activations with activations that other clients share."""
 
     name: ClassVar[str] = "flea"
     paper: ClassVar[str] = "Xia et al., KDD 2024"
@@ -89,7 +90,7 @@ class FLea(Method):
         return client.reply(model=self.shared(client.model), **parts)
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the loss of a batch: the first round's if there is no buffer, else the loss on mixtures."""
+        """Return the loss on mixtures with shared activations; before any were shared, return a warm-up loss."""
         model = client.model
         received = copy.deepcopy(model).requires_grad_(False).eval()
         lower, upper = halves(model, self.layer)
@@ -133,7 +134,7 @@ class FLea(Method):
 
     @torch.no_grad()
     def upload(self, client: Client, message: Message) -> Reply:
-        """Upload activations and labels of the samples that the client shares, by number."""
+        """Upload the activations and labels of the samples that the client shares, keyed by number."""
         client.receive(message["encoder"])
         batch = client.samples.batch(client.state["shared"].to(client.device))
         with autocast(client):
@@ -166,14 +167,14 @@ class FLea(Method):
 
     @torch.no_grad()
     def activation_shape(self, server: Server) -> torch.Size:
-        """Return the shape of one image's activations."""
+        """Return the shape of one image's activations at the cut layer."""
         height, width, channels = server.spec.shape
         x = torch.zeros(1, channels, height, width, device=server.device)
         return halves(server.model.eval(), self.layer)[0](x).shape[1:]
 
 
 def shared_samples(share: float, n: int) -> int:
-    """Return how many of a client's n samples it shares."""
+    """Return the number of samples that a client with n samples shares."""
     return math.ceil(share * n - 1e-9)
 
 
@@ -187,20 +188,23 @@ def shared_fault(n: int, parts: Tree, share: float, classes: int) -> str | None:
 
 
 def halves(model: SplitModel, layer: str) -> tuple[nn.Sequential, nn.Sequential]:
-    """Return the encoder up to and including a layer, and its remaining layers."""
+    """Return the encoder's layers up to and including `layer`, and the remaining layers."""
     assert isinstance(model.encoder, nn.Sequential)
     place = [name for name, _ in model.encoder.named_children()].index(layer) + 1
     return model.encoder[:place], model.encoder[place:]
 
 
 def divergence(received: Tensor, logits: Tensor) -> Tensor:
-    """Return the mean over a batch of KL(p || q): p from the received model's logits [B, C], q from the client's."""
+    """Return the mean KL(p || q) over a batch, where p is the received model's prediction and q the client's.
+
+    Both arguments are logits [B, C].
+    """
     p, q = received.float().log_softmax(1), logits.float().log_softmax(1)
     return F.kl_div(q, p, reduction="batchmean", log_target=True)
 
 
 def distance_correlation(x: Tensor, a: Tensor) -> Tensor:
-    """Return the distance correlation of two sets of B points, a scalar in [0, 1], in float32 (Szekely et al., 2007).
+    """Return the distance correlation of two sets of B points, a float32 scalar in [0, 1] (Szekely et al., 2007).
 
     Args:
         x: [B, ...].
@@ -215,7 +219,7 @@ def distance_correlation(x: Tensor, a: Tensor) -> Tensor:
 
 
 def centred_distances(x: Tensor) -> Tensor:
-    """Return the Euclidean distances [B, B] between B points [B, d], minus row and column means."""
+    """Return the Euclidean distances [B, B] between points [B, d], with row and column means subtracted."""
     squares = x.square().sum(1)
     # where the difference is rounded to nothing, as on the diagonal, the root has no gradient
     d = (squares[:, None] + squares[None] - 2 * x @ x.T).clamp(min=1e-12).sqrt()

@@ -1,4 +1,5 @@
-"""Logit adjustment: FedAvg with class margins that favour rare classes in training (Menon et al., ICLR 2021, Eq. 10).
+"""Logit adjustment: FedAvg with class margins that favour rare classes during training (Menon et al., ICLR 2021, Eq.
+10).
 
 Departures from the text, which has no clients:
 [1] pi is the distribution of a client's own samples, as the client sees no others. `prior=global` is the distribution
@@ -52,7 +53,7 @@ class LogitAdjustment(Method):
         return lambda batch: F.cross_entropy(client.model(batch.x) + shift, batch.y)
 
     def shift(self, counts: Tensor) -> Tensor:
-        """Return tau log pi for each class, up to a constant, float32 [C]; -inf for a class that is left out [2]."""
+        """Return the logit shift tau log pi per class, up to a constant, float32 [C]; -inf for excluded classes [2]."""
         counts = counts.clamp(min=1) if self.missing == "one" else counts
         return counts.double().pow(self.tau).log().float()
 

@@ -12,7 +12,7 @@ from raylt.models.split import Params, SplitModel
 
 
 class Local(Method):
-    """FedAvg in which no entry of the model is shared."""
+    """FedAvg in which clients share no entry of the model."""
 
     name: ClassVar[str] = "local"
     paper: ClassVar[str] = "no federation"

@@ -1,5 +1,5 @@
-"""MOON: FedAvg that draws features to the global model's and away from the client's previous ones (Li, He and Song,
-CVPR 2021).
+"""MOON: FedAvg with a contrastive loss that draws features to the global model's and away from the previous local
+model's (Li, He and Song, CVPR 2021).
 
 Departures from the text:
 [1] The global and the previous local model compute features in evaluation mode, as in the authors' code (QinbinLi/MOON
@@ -31,7 +31,7 @@ from raylt.models.split import Params, SplitModel, load_entries
 
 
 class MOON(Method):
-    """Model-contrastive training; each client keeps the encoder of its previous local model."""
+    """FedAvg with a model-contrastive loss. Each client keeps the encoder of its previous local model."""
 
     name: ClassVar[str] = "moon"
     paper: ClassVar[str] = "Li et al., CVPR 2021"
@@ -59,7 +59,7 @@ class MOON(Method):
         return ("cross_entropy", "contrastive") if self.mu else ()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the cross-entropy plus mu times the contrastive term, Eq. 4."""
+        """Return the cross-entropy plus mu times the model-contrastive loss, Eq. 4."""
         if not self.mu:
             return super().objective(client, message)
         model = client.model
@@ -78,7 +78,7 @@ class MOON(Method):
 
 
 def frozen(encoder: nn.Module, entries: Params) -> nn.Module:
-    """Return a frozen copy of the encoder with these entries, in evaluation mode [1]."""
+    """Return a copy of the encoder with `entries` loaded, without gradients and in evaluation mode [1]."""
     other = copy.deepcopy(encoder).requires_grad_(False).eval()
     load_entries(other, entries)
     return other

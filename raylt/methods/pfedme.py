@@ -28,7 +28,7 @@ from raylt.ops.proximal import squared_distance
 
 
 class PFedMe(Method):
-    """FedAvg of w_i, which each client moves towards its personal model theta_i."""
+    """FedAvg of local models w_i, which each client moves towards its personal model theta_i."""
 
     name: ClassVar[str] = "pfedme"
     paper: ClassVar[str] = "Dinh et al., NeurIPS 2020"
@@ -69,7 +69,7 @@ class PFedMe(Method):
         return client.reply(model=self.shared(model), loss=total.item() / max(seen, 1))
 
     def settle(self, client: Client, message: Message) -> None:
-        """Solve for theta_i as in a client's first round."""
+        """Compute the personal model theta_i of a new client as in a client's first round."""
         self.train(client, message)
 
     def server_optimiser(self) -> ServerMomentum | None:

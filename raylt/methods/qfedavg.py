@@ -1,4 +1,4 @@
-"""q-FedAvg: FedAvg in which clients with a larger loss weigh more (q-FFL; Li et al., ICLR 2020, Algorithm 2).
+"""q-FedAvg: FedAvg in which clients with a larger loss have more weight (q-FFL; Li et al., ICLR 2020, Algorithm 2).
 
 Departures from the text:
 [1] Clients are sampled uniformly and weighted by their samples, p_k; the text samples by p_k and weights uniformly. The
@@ -34,7 +34,7 @@ LEAST_RISK = 1e-10  # of F_k [3]
 
 
 class QFedAvg(Method):
-    """FedAvg that minimises sum_k p_k / (q + 1) F_k^(q + 1), Eq. 2."""
+    """FedAvg that minimises sum_k p_k / (q + 1) F_k^(q + 1) over the clients' losses F_k, Eq. 2."""
 
     name: ClassVar[str] = "qfedavg"
     paper: ClassVar[str] = "Li et al., ICLR 2020"
@@ -59,7 +59,10 @@ class QFedAvg(Method):
         check_sgd(self.name, config)
 
     def train(self, client: Client, message: Message) -> Reply:
-        """Return Delta_k = F_k^q dw_k, dw_k = L (w_t - w_k), and h_k = q F_k^(q-1) ||dw_k||^2 + L F_k^q, lines 4, 5."""
+        """Train the received model; report Delta_k = F_k^q dw_k and h_k, lines 4 and 5.
+
+        dw_k = L (w_t - w_k), and h_k = q F_k^(q-1) ||dw_k||^2 + L F_k^q.
+        """
         client.receive(message["model"])
         f = self.risk(client)  # F_k(w_t)
         lipschitz = self.bound(client)  # L
@@ -72,13 +75,13 @@ class QFedAvg(Method):
         return client.reply(delta=tree.scale(dw, f**self.q), h=h, rest=rest, loss=loss)
 
     def bound(self, party: Client | Server) -> float:
-        """Return L of line 4, which includes the momentum if `lipschitz` says so [2]."""
+        """Return the Lipschitz constant L of line 4. With `lipschitz=step` it includes the momentum [2]."""
         momentum = party.config.local.momentum if self.lipschitz == "step" else 0.0
         return (1 - momentum) / learning_rate(party)
 
     @torch.no_grad()
     def risk(self, client: Client) -> float:
-        """Return F_k, the mean loss of a client's model on all its samples, at least 1e-10 [3]."""
+        """Return F_k, the model's mean loss on all samples of the client, at least 1e-10 [3]."""
         model = client.model.eval()
         losses = 0.0
         for batch in client.samples.in_order(client.config.evaluation.batch):
@@ -86,7 +89,7 @@ class QFedAvg(Method):
         return max(losses / len(client), LEAST_RISK)
 
     def round(self, server: Server, fleet: Fleet) -> None:
-        """Step w <- w - sum_k Delta_k / sum_k h_k, line 7 [1]."""
+        """Run a round with the server step w <- w - sum_k Delta_k / sum_k h_k, line 7 [1]."""
         message = self.message(server)
         w, rest = trained_and_rest(server.model, message["model"])
         got = fleet.ask(
@@ -103,7 +106,9 @@ class QFedAvg(Method):
 
 
 def step_fault(n: int, parts: Tree, q: float, lipschitz: float) -> str | None:
-    """Return why h contradicts Delta, or None: h is at least the minimum of q |Delta|^2 / F^(q + 1) + L F^q over F.
+    """Return why a client's h is too small for its uploaded Delta, or None if it is plausible.
+
+    h is at least the minimum of q |Delta|^2 / F^(q + 1) + L F^q over F.
 
     The client alone knows F_k. A smaller h would make the server's step arbitrarily long.
     """

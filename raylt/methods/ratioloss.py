@@ -1,4 +1,4 @@
-"""RatioLoss: FedAvg whose cross-entropy weighs a class by how exclusively it pulls at the classifier (Wang et al., AAAI
+"""RatioLoss: FedAvg with a cross-entropy weighted by each class's share in the classifier's updates (Wang et al., AAAI
 2021).
 
 Privileged: the server holds labelled images of every class (`data.auxiliary`), which federations as a rule do not have.
@@ -35,7 +35,7 @@ ALONE = 10.0  # ratio of a class at whose weights no other class pulls; from the
 
 
 class RatioLoss(Method):
-    """FedAvg whose cross-entropy has class weights."""
+    """FedAvg with a class-weighted cross-entropy."""
 
     name: ClassVar[str] = "ratioloss"
     paper: ClassVar[str] = "Wang et al., AAAI 2021"
@@ -75,7 +75,7 @@ class RatioLoss(Method):
         check_averaged_statistics(self.name, config)
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the mean over samples of (alpha + beta r_y) times the cross-entropy."""
+        """Return the mean cross-entropy in which each sample has its class's weight alpha + beta r_y."""
         weights = message["weights"]  # [C]
         return lambda batch: (
             weights[batch.y] * F.cross_entropy(client.model(batch.x), batch.y, reduction="none")
@@ -88,7 +88,7 @@ class RatioLoss(Method):
 
     @torch.no_grad()
     def weights(self, server: Server) -> Tensor:
-        """Return the class weights of this round's loss, float32 [C]; ones in the first round [3]."""
+        """Return the class weights of the loss for this round, float32 [C]; ones in the first round [3]."""
         model, auxiliary = server.model.eval(), server.auxiliary
         if auxiliary is None or server.round <= 1:
             return torch.ones(model.classes)
@@ -101,7 +101,9 @@ class RatioLoss(Method):
 
 
 def ratios(pulls: Tensor, rival: float) -> Tensor:
-    """Return r_p: class p's pulls divided by the other classes' mean pulls, at weights where p pulls alone [4].
+    """Return r_p for each class p: its pulls divided by the other classes' mean pulls [4].
+
+    Only weights where p pulls alone count.
 
     Args:
         pulls: Change of the classifier by one step on images of class p, [P, C, d] with P = C.

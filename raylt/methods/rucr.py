@@ -1,5 +1,5 @@
-"""RUCR: FedAvg with features drawn to global prototypes and a classifier balanced on features mixed with them (Huang et
-al., IEEE Transactions on Mobile Computing 2024).
+"""RUCR: FedAvg with features drawn to global prototypes, and a classifier balanced on features mixed with the
+prototypes (Huang et al., IEEE Transactions on Mobile Computing 2024).
 
 Where the text is silent, the authors' code decides. Departures from both:
 [1] A prototype is the mean of the clients' class means, each scaled to length 1, weighted by samples. The code does so
@@ -42,7 +42,7 @@ from raylt.seeds import seed_for
 
 
 class RUCR(Method):
-    """FedAvg with prototypes; the defaults are those that the authors' code ran with."""
+    """FedAvg with global prototypes. The defaults are those of the authors' code."""
 
     name: ClassVar[str] = "rucr"
     paper: ClassVar[str] = "Huang et al., IEEE TMC 2024"
@@ -66,7 +66,7 @@ class RUCR(Method):
     # at a client
 
     def prototypes(self, client: Client, message: Message) -> Reply:
-        """Report, for each class of the client, its count and its count times the direction of its mean [1] [2]."""
+        """Report n_c and n_c times the direction of the mean feature, for each class c of the client [1] [2]."""
         client.receive(message["encoder"])
         return client.reply(classes=class_means(*features(client), unit=True))
 
@@ -75,7 +75,10 @@ class RUCR(Method):
         return ("cross_entropy", "prototypes") if self.weight else ()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return cross-entropy plus that of cosines to the prototypes, with log pi added for the true class."""
+        """Return the cross-entropy of the classifier plus a cross-entropy over cosines to the prototypes.
+
+        The cosine of the true class is shifted by log pi.
+        """
         if not self.weight:
             return super().objective(client, message)
         model, directions = client.model, F.normalize(message["means"], dim=1)
@@ -119,7 +122,7 @@ class RUCR(Method):
         return client.reply(model=self.shared(client.model), **parts)
 
     def mixed(self, z: Tensor, message: Message, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return `size` features lam P_c + (1 - lam) z / |z| for each class with a prototype, and their classes."""
+        """Return `size` features mixed with each class's prototype, lam P_c + (1 - lam) z / |z|, and their classes."""
         classes = message["present"].nonzero().flatten()
         y = classes.repeat_interleave(self.size)
         rows = torch.randint(len(z), (len(y),), generator=generator).to(z.device)
@@ -144,7 +147,7 @@ class RUCR(Method):
             server.log(retrain_loss=got["retrain_loss"])
 
     def global_prototypes(self, server: Server, fleet: Fleet, cohort: Cohort | list[int]) -> Message:
-        """Return P float32 [C, d], `present` bool [C], and pi [C], the classes' shares of the samples."""
+        """Return the global prototypes, float32 [C, d], a mask of classes that have one, and class shares pi [C]."""
         of_class = {"n": 1, "z": torch.empty(server.model.dim, device="meta")}
         like = dict.fromkeys(range(server.model.classes), of_class)
         message = {"encoder": tree.snapshot(server.model.entries("encoder."))}

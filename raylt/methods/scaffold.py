@@ -45,7 +45,7 @@ class Scaffold(Method):
         check_sgd(self.name, config)
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the cross-entropy with the gradient g_i(y) - c_i + c, Eq. 3."""
+        """Return the cross-entropy whose gradient is corrected to g_i(y) - c_i + c, Eq. 3."""
         plain = super().objective(client, message)
         drift = tree.sub(message["control"], client_control(client, message["control"]))
         params = {name: p for name, p in client.model.named_parameters() if name in drift}
@@ -88,5 +88,5 @@ class Scaffold(Method):
 
 
 def client_control(client: Client, c: Params) -> Params:
-    """Return c_i; zeros before the client's first training."""
+    """Return the client's control variate c_i, or zeros before its first training."""
     return tree.to(client.state.get("control", tree.scale(c, 0)), client.device)

@@ -1,1 +1,1 @@
-"""BPFed: the method, and the operations that only it uses."""
+"""BPFed: the method and the operations that only BPFed uses."""

@@ -1,4 +1,4 @@
-"""BPFed: an encoder trained together with private classifiers, which are then re-trained on balanced features (Balanced
+"""BPFed: train a shared encoder with private classifiers, then re-train the classifiers on balanced features (Balanced
 Personalized Federated Learning).
 
 Equation and algorithm numbers are the paper's. Departures from the text, each marked at its line:
@@ -47,7 +47,7 @@ from raylt.seeds import seed_for
 
 
 class BPFed(Method):
-    """Mixup training with private classifiers, then re-training on balanced, perturbed features.
+    """Mixup training with private classifiers, then re-training of the classifiers on balanced, perturbed features.
 
     Table 4 from its first row on: `alpha=0 fa=false loss=ce`, `fa=false loss=ce`, `loss=ce`, `loss=ls_all`, defaults.
     `alpha=0 crt=false lws=false initial=common` is FedPer.
@@ -121,14 +121,14 @@ class BPFed(Method):
         return client.reply()
 
     def train(self, client: Client, message: Message) -> Reply:
-        """Train encoder and classifier, Eq. 9 and 10; V_k stays at the client."""
+        """Train the encoder and the private classifier V_k, Eq. 9 and 10; upload only the encoder."""
         client.receive(message["model"])
         mixed = self.mixed(client) if self.alpha > 0 else None  # [1]
         loss = sgd(client, self.objective(client, message), make=mixed)
         return client.reply(model=self.shared(client.model), loss=loss)
 
     def mixed(self, client: Client) -> Callable[[Tensor], Batch]:
-        """Return a function that makes batches of the mixed set D~_k of Eq. 7 and 8.
+        """Return a function that makes batches of the mixup set, Eq. 7 and 8.
 
         Images are mixed when their batch is made, after each was augmented on its own.
         """
@@ -194,7 +194,7 @@ class BPFed(Method):
         return f"stage 2 at every client in {self.epochs} epochs, {duration} for 1,000 balanced features"
 
     def covariance(self, client: Client, message: Message) -> Reply:
-        """Report n_k M_k, packed float32 [d (d + 1) / 2], and n_k, Eq. 12-15 [2]."""
+        """Report the client's feature scatter n_k M_k, packed float32 [d (d + 1) / 2], and n_k, Eq. 12-15 [2]."""
         client.receive(message["model"])
         z, y = features(client)  # [n, d], [n]
         client.state["z"] = z  # [9]
@@ -202,7 +202,10 @@ class BPFed(Method):
         return client.reply(scatter=pack(scatter).float(), n=n)
 
     def retrain(self, client: Client, message: Message) -> Reply:
-        """Train V_k on balanced features with smoothed labels, Eq. 17-20; fold its scale into its weights."""
+        """Re-train the private classifier V_k on balanced features with smoothed labels, Eq. 17-20.
+
+        The classifier's scale is then folded into its weights.
+        """
         if "model" in message:  # no feature augmentation: no features were computed before
             client.receive(message["model"])
             z = features(client)[0]
@@ -239,7 +242,10 @@ class BPFed(Method):
         return client.reply(loss=loss, undecided=vague, halved=int(vague > 0), blind=int(vague == owned.sum()))
 
     def settle(self, client: Client, message: Message) -> None:
-        """Train a classifier on the final encoder, as in stage 1, then run stage 2 with M_k instead of M_glo."""
+        """Train a classifier of a new client on the final encoder: stage 1, then stage 2.
+
+        Stage 2 uses the client's covariance M_k instead of the global M_glo.
+        """
         super().settle(client, message)
         if self.finishes and self.fa:
             moments = self.covariance(client, message).tree
@@ -259,7 +265,7 @@ class BPFed(Method):
 
 
 class ScaledLinear(nn.Module):
-    """Classifier s * (W z + b), with the scale after the bias as in MiSLAS.
+    """Classifier s * (W z + b). The scale s multiplies the bias too, as in MiSLAS.
 
     It copies the weights, so that a failed call leaves nothing behind.
 
@@ -282,7 +288,7 @@ class ScaledLinear(nn.Module):
         return self.scale * self.linear(z)
 
     def folded(self) -> Params:
-        """Return weight and bias of a linear classifier that gives the same logits."""
+        """Return the weight and bias of a plain linear classifier with the same logits as this scaled classifier."""
         return {
             "classifier.weight": self.scale[:, None] * self.linear.weight,
             "classifier.bias": self.scale * self.linear.bias,
@@ -290,7 +296,9 @@ class ScaledLinear(nn.Module):
 
 
 def smooth_labels(counts: Tensor, delta: float, gamma: float, everywhere: bool = False) -> Tensor:
-    """Return the soft label q of each owned class, Eq. 19 and 20 of BPFed, float32 [C, C]; other rows are zero.
+    """Return the soft label of each owned class as a row of a float32 matrix [C, C], Eq. 19 and 20 of BPFed.
+
+    Rows of classes that the client lacks are zero.
 
     Args:
         counts: Samples per class, int64 [C], before balancing.
@@ -309,7 +317,7 @@ def smooth_labels(counts: Tensor, delta: float, gamma: float, everywhere: bool =
 
 
 def undecided(labels: Tensor, owned: Tensor) -> int:
-    """Return the number of a client's classes whose smoothed label is not largest at the true class.
+    """Return the number of the client's classes whose smoothed label is not largest at the true class.
 
     Args:
         labels: From `smooth_labels`, [C, C].
@@ -320,12 +328,15 @@ def undecided(labels: Tensor, owned: Tensor) -> int:
 
 
 def at_most(most: int) -> Callable[[int], str | None]:
-    """Return a condition that a count is at most `most`."""
+    """Return a function that describes why a count exceeds `most`, or returns None if the count does not."""
     return lambda count: None if count <= most else f"counts {count}, more than {most}"
 
 
 def mix(a: Batch, b: Batch, lam: Tensor, classes: int) -> Batch:
-    """Mix two batches with shares lam [B] of the first, Eq. 7 and 8; labels become float32 [B, C]."""
+    """Mix images and labels of two batches, Eq. 7 and 8 of BPFed. Labels become float32 [B, C].
+
+    The first batch has the shares `lam` [B], the second batch has 1 - `lam`.
+    """
     y_a = F.one_hot(a.y, classes).float()
     y_b = F.one_hot(b.y, classes).float()
     weight = lam.view(-1, 1, 1, 1)
@@ -333,7 +344,7 @@ def mix(a: Batch, b: Batch, lam: Tensor, classes: int) -> Batch:
 
 
 def balance(z: Tensor, y: Tensor, covariance: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return the features and perturbed copies, so that each class is as large as the largest one, Eq. 17 [5]."""
+    """Add perturbed copies of features until all classes are as large as the largest class, Eq. 17 [5]."""
     most = int(torch.bincount(y).max())
     rows = []
     for c in y.unique():

@@ -1,1 +1,1 @@
-"""Methods that compute a classifier after training, with one pass over all clients."""
+"""Methods that compute a classifier after training, in one pass over all clients."""

@@ -1,4 +1,4 @@
-"""CCVR: a classifier calibrated on virtual features, drawn from one Gaussian per class (Luo et al., NeurIPS 2021).
+"""CCVR: a classifier calibrated on virtual features drawn from one Gaussian per class (Luo et al., NeurIPS 2021).
 
 Departures from the text:
 [1] Clients upload sums, not their means and covariances. The pooled mean and covariance of Eq. 3 to 5 follow exactly,
@@ -24,7 +24,7 @@ from raylt.tree import Tree
 
 
 class CCVR(Calibrated):
-    """FedAvg, then calibration on Gaussian features."""
+    """FedAvg, then calibration of the classifier on features drawn from a Gaussian per class."""
 
     name: ClassVar[str] = "ccvr"
     paper: ClassVar[str] = "Luo et al., NeurIPS 2021"
@@ -38,6 +38,9 @@ class CCVR(Calibrated):
         return {c: self.gaussian(sums, generator) for c, sums in self.class_moments(server, fleet).items()}  # [1] [2]
 
     def gaussian(self, sums: Tree, generator: torch.Generator) -> Tensor:
-        """Draw M_c features from N(mu_c, Sigma_c), float32 [M_c, d]; Sigma_c is unbiased, as in Eq. 5."""
+        """Draw features of one class from the Gaussian N(mu_c, Sigma_c), float32 [M_c, d].
+
+        Sigma_c is the unbiased covariance, as in Eq. 5.
+        """
         n, mean, covariance = moments_from_sums(sums)
         return (mean + perturb(covariance * n / max(n - 1, 1), self.virtual, generator)).float()

@@ -1,4 +1,4 @@
-"""The base classes of methods that run FedAvg and then compute a classifier in one pass over all clients.
+"""Base classes for methods that run FedAvg and then compute a classifier in one pass over all clients.
 
 The encoder stays as it is. A finished run of FedAvg, or of any of these methods, can be given the classifier of
 another: `raylt branch RUN method=ccvr`.
@@ -27,13 +27,16 @@ from raylt.ops.moments import class_sums, moments_fault, nearest_moments, sample
 
 
 class AfterTraining(Method):
-    """FedAvg until the last round; a subclass puts a classifier into `server.state["classifier"]` in `finish`."""
+    """Base class: FedAvg in every round, then a new classifier that `finish` of a subclass computes.
+
+    The subclass stores the classifier in `server.state["classifier"]`.
+    """
 
     group: ClassVar[Group | None] = "statistics"
     trains_as: ClassVar[str | None] = "fedavg"
 
     def statistics(self, client: Client, message: Message) -> Reply:
-        """Report, for each class of the client, its count and the sums of z and z z^T, float64."""
+        """Report, for each class of the client, the sample count and the sums of features z and of z z^T, float64."""
         client.receive(message["model"])
         return client.reply(classes=class_sums(*features(client)))
 
@@ -51,7 +54,10 @@ class AfterTraining(Method):
 
 
 class Calibrated(AfterTraining):
-    """Methods that train the classifier further, on equal numbers of features of each class from `draw`."""
+    """Base class for methods that train the classifier further on equally many features per class.
+
+    A subclass draws the features in `draw`.
+    """
 
     later: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "finish": ("virtual", "epochs", "batch", "lr", "momentum", "weight_decay")
@@ -65,12 +71,12 @@ class Calibrated(AfterTraining):
     weight_decay: float = hp(1e-5, LogUniform(1e-6, 1e-3), "calibration weight decay; as SFD's", ge=0)
 
     def draw(self, server: Server, fleet: Fleet, generator: torch.Generator) -> dict[int, Tensor]:
-        """Return features of each class that a client has, float32 [M_c, d]."""
+        """Return M_c features, float32 [M_c, d], for each class c that any client has."""
         raise NotImplementedError
 
     @staticmethod
     def sums_like(d: int) -> tree.Tree:
-        """Return a template of one class's sums of features of length d."""
+        """Return a template of one class's feature sums, where features have length d."""
         return {
             "n": 1,
             "z": torch.empty(d, dtype=torch.float64, device="meta"),
@@ -78,7 +84,7 @@ class Calibrated(AfterTraining):
         }
 
     def class_moments(self, server: Server, fleet: Fleet) -> dict[int, tree.Tree]:
-        """Return the sums over clients for each class that a client has, in the order of the classes."""
+        """Return feature sums over all clients, one entry for each class that any client has, by ascending class."""
         like = dict.fromkeys(range(server.model.classes), self.sums_like(server.model.dim))
         privacy = server.config.privacy
         sums = (

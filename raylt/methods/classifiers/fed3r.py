@@ -1,4 +1,4 @@
-"""Fed3R: a classifier from ridge regression of labels on features, exact from sums (Fani et al., ICML 2024).
+"""Fed3R: a classifier by ridge regression of labels on features, computed exactly from sums (Fani et al., ICML 2024).
 
 Departures from the text:
 [1] The encoder is trained by FedAvg first; the paper's is pre-trained.
@@ -27,7 +27,7 @@ from raylt.ops.moments import pack, unpack, without_negative
 
 
 class Fed3R(AfterTraining):
-    """FedAvg, then ridge regression; the pass over all clients trains nothing."""
+    """FedAvg, then a classifier by ridge regression, in one pass over all clients without training."""
 
     name: ClassVar[str] = "fed3r"
     paper: ClassVar[str] = "Fani et al., ICML 2024"
@@ -39,7 +39,10 @@ class Fed3R(AfterTraining):
     normalise: bool = hp(True, Choice(True, False), "scaling of each class's weights to length 1; from the code")
 
     def statistics(self, client: Client, message: Message) -> Reply:
-        """Report A = Z^T Z packed and B = Z^T Y [d + 1, C], float64, of features with a constant 1 [2] [3]."""
+        """Report the ridge regression sums A = Z^T Z (packed) and B = Z^T Y [d + 1, C], float64.
+
+        Z holds the client's features with a constant 1 appended [2] [3].
+        """
         client.receive(message["model"])
         z, y = features(client)
         z = F.pad(z.double(), (0, 1), value=1.0)  # [n, d + 1]

@@ -21,7 +21,7 @@ from raylt.ops.moments import class_means, nearest_moments, pooled_means, sums_f
 
 
 class FedNCM(AfterTraining):
-    """FedAvg, then class means; the pass over all clients trains nothing."""
+    """FedAvg, then a classifier of class means, in one pass over all clients without training."""
 
     name: ClassVar[str] = "fedncm"
     paper: ClassVar[str] = "Legate et al., NeurIPS 2023"
@@ -29,12 +29,12 @@ class FedNCM(AfterTraining):
     sums_samples: ClassVar[bool] = True
 
     def statistics(self, client: Client, message: Message) -> Reply:
-        """Report, for each class of the client, its count and the sum of its features."""
+        """Report, for each class of the client, the sample count and the sum of the features."""
         client.receive(message["model"])
         return client.reply(classes=class_means(*features(client)))
 
     def finish(self, server: Server, fleet: Fleet) -> None:
-        """Set W_c = mu_c / ||mu_c||, b = 0."""
+        """Set each class's classifier weight to the normalised class mean mu_c / ||mu_c||, and the bias to 0."""
         of_class = {"n": 1, "z": torch.empty(server.model.dim, device="meta")}
         like = dict.fromkeys(range(server.model.classes), of_class)
         privacy = server.config.privacy

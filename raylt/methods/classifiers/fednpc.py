@@ -1,4 +1,4 @@
-"""FedNPC: a classifier trained further on noise until it prefers no class (Gao et al., CVPR Findings 2026).
+"""FedNPC: a classifier trained further on random noise until it prefers no class (Gao et al., CVPR Findings 2026).
 
 This follows the authors' code, the only public source. Departures from it:
 [1] The classifier after the last step is taken. The code takes that of the step with the best test accuracy, and the
@@ -23,7 +23,7 @@ from raylt.models.split import linear
 
 
 class FedNPC(AfterTraining):
-    """FedAvg [2], then a few steps of cross-entropy on N(0, I) with labels drawn uniformly."""
+    """FedAvg [2], then a few steps of cross-entropy on features from N(0, I) with uniformly drawn labels."""
 
     name: ClassVar[str] = "fednpc"
     paper: ClassVar[str] = "Gao et al., CVPR Findings 2026"

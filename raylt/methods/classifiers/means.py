@@ -1,4 +1,4 @@
-"""Noisy means, a control of raylt: a classifier calibrated on class means with isotropic noise.
+"""Noisy means: a classifier calibrated on class means with isotropic noise, a control experiment of raylt.
 
 The noise is the same for each class, so the difference between CCVR and this control is the worth of the classes'
 covariances.
@@ -24,7 +24,7 @@ from raylt.ops.moments import isotropic_deviation, moments_from_sums
 
 
 class NoisyMeans(Calibrated):
-    """FedAvg, then calibration on noisy class means."""
+    """FedAvg, then calibration of the classifier on class means with noise."""
 
     name: ClassVar[str] = "noisymeans"
     paper: ClassVar[str] = "a control of raylt"
@@ -37,7 +37,7 @@ class NoisyMeans(Calibrated):
         check_class_sums(task, model, self.sums_like(model.dim))
 
     def draw(self, server: Server, fleet: Fleet, generator: torch.Generator) -> dict[int, Tensor]:
-        """Return mu_c + noise s xi for each class c."""
+        """Return features mu_c + noise s xi for each class c: class means plus scaled isotropic Gaussian noise."""
         class_moments = {c: moments_from_sums(sums) for c, sums in self.class_moments(server, fleet).items()}  # [2]
         deviation = self.noise * isotropic_deviation(list(class_moments.values()))
         shape = self.virtual, server.model.dim

@@ -1,4 +1,5 @@
-"""Oracle, a control of raylt, not a federated method: a classifier calibrated on all clients' balanced real features.
+"""Oracle: a classifier calibrated on all clients' real features, balanced by class. It is a control experiment of
+raylt, not a federated method.
 
 It shows how much of a loss in accuracy is due to the encoder: no classifier from statistics should exceed it by more
 than chance. Clients hand over features of their images, which every other method of the family avoids.
@@ -23,7 +24,7 @@ from raylt.ops.moments import LONGEST_FEATURE
 
 
 class Oracle(Calibrated):
-    """FedAvg, then balanced re-training on real features of all clients."""
+    """FedAvg, then re-training of the classifier on all clients' real features, balanced by class."""
 
     name: ClassVar[str] = "oracle"
     paper: ClassVar[str] = "a control of raylt"
@@ -34,7 +35,7 @@ class Oracle(Calibrated):
         return ("classes",)
 
     def statistics(self, client: Client, message: Message) -> Reply:
-        """Report, for each class of the client, its count and M_c features drawn with replacement [1]."""
+        """Report, for each class of the client, the sample count and M_c features drawn with replacement [1]."""
         client.receive(message["model"])
         return client.reply(classes=class_bootstrap(*features(client), self.virtual, client.order))
 

@@ -1,4 +1,4 @@
-"""Post-hoc logit adjustment: logits after training, minus tau log pi (Menon et al., ICLR 2021, section 4.1).
+"""Post-hoc logit adjustment: subtract tau log pi from the logits after training (Menon et al., ICLR 2021, section 4.1).
 
 Departures from the text:
 [1] pi is that of all clients together, from their counts; `la` uses margins in training instead.
@@ -21,7 +21,7 @@ from raylt.ops.moments import NEVER
 
 
 class PostHoc(AfterTraining):
-    """FedAvg, then argmax f_y(x) - tau log pi_y. tau = 0 is FedAvg."""
+    """FedAvg, then predictions by argmax f_y(x) - tau log pi_y, with class priors pi. tau = 0 is FedAvg."""
 
     name: ClassVar[str] = "posthoc"
     paper: ClassVar[str] = "Menon et al., ICLR 2021"

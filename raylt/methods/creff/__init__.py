@@ -1,1 +1,1 @@
-"""CReFF, and CLIP2FL, which uses CReFF's federated features."""
+"""CReFF, and CLIP2FL, which builds on CReFF's federated features."""

@@ -1,4 +1,4 @@
-"""CLIP2FL: CReFF with an image-text teacher for the clients and the federated features (Shi et al., AAAI 2024).
+"""CLIP2FL: CReFF with an image-text teacher for the clients and for the federated features (Shi et al., AAAI 2024).
 
 Equation numbers are the paper's. Departures from the text, and from the authors' code where the text is silent, in
 addition to CReFF's:
@@ -38,7 +38,10 @@ from raylt.tree import Tree
 
 
 class CLIP2FL(CReFF):
-    """CReFF with distillation and a prototype contrast; kd = 0 and contrast = 0 gives CReFF and opens no teacher."""
+    """CReFF with distillation from an image-text teacher and a contrastive loss on prototypes.
+
+    With kd = 0 and contrast = 0 it equals CReFF and opens no teacher.
+    """
 
     name: ClassVar[str] = "clip2fl"
     paper: ClassVar[str] = "Shi et al., AAAI 2024"
@@ -64,7 +67,7 @@ class CLIP2FL(CReFF):
 
     @property
     def taught(self) -> bool:
-        """Return whether the settings need a teacher."""
+        """Return whether the settings require a teacher."""
         return self.kd > 0 or self.contrast > 0
 
     @property
@@ -93,7 +96,7 @@ class CLIP2FL(CReFF):
         return ("cross_entropy", "distillation") if self.kd else ()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return cross-entropy plus the divergence from the teacher's prediction for each image [1]."""
+        """Return the cross-entropy plus the divergence from the teacher's prediction for each image [1]."""
         if not self.kd:
             return super().objective(client, message)
         model = client.model
@@ -130,7 +133,7 @@ class CLIP2FL(CReFF):
         return super().match(server, gradients, penalty)
 
     def prototype_contrast(self, server: Server, classes: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return the contrastive loss between the matched features of these classes and prototypes, Eq. 8 [2] [3]."""
+        """Return a function for the contrastive loss of federated features with text prototypes, Eq. 8 [2] [3]."""
         text = server.state["text"].to(server.device)
         y = classes.repeat_interleave(self.per_class).to(server.device)
         return lambda h: self.contrast * F.cross_entropy(h.flatten(0, 1) @ text.T / self.contrast_temperature, y)

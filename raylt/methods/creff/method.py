@@ -1,4 +1,4 @@
-"""CReFF: FedAvg with a classifier re-trained on federated features, which match the clients' gradients (Shang et al.,
+"""CReFF: FedAvg with a classifier re-trained on federated features that match the clients' gradients (Shang et al.,
 IJCAI 2022).
 
 Sections are the paper's. Departures from the text, and from the authors' code where the text is silent:
@@ -33,7 +33,7 @@ from raylt.tree import Tree
 
 
 class CReFF(Method):
-    """FedAvg; the server re-trains the classifier on equal numbers of features per class."""
+    """FedAvg in which the server re-trains the classifier on an equal number of federated features per class."""
 
     name: ClassVar[str] = "creff"
     paper: ClassVar[str] = "Shang et al., IJCAI 2022"
@@ -52,7 +52,7 @@ class CReFF(Method):
         return True
 
     def train(self, client: Client, message: Message) -> Reply:
-        """Report the mean gradient of each owned class under the received model; then train as in FedAvg."""
+        """Train as in FedAvg, and report each owned class's mean gradient under the received model."""
         client.receive(message["model"])
         gradients = class_gradients(*features(client), linear(**message["classifier"]))  # [C, d + 1] each [1]
         reply = super().train(client, message)
@@ -88,7 +88,9 @@ class CReFF(Method):
             server.log(retrain_loss=self.retrain(server))
 
     def match(self, server: Server, gradients: Tree, penalty: Callable[[Tensor], Tensor] | None = None) -> float:
-        """Optimise features until their gradient has the direction of the clients', row by row; return the cosine [3].
+        """Optimise the federated features so that their gradient points in the direction of the clients' gradients.
+
+        Directions are compared row by row. Return the mean cosine [3].
 
         Args:
             gradients: Sums of the clients' gradients by class, [C, d + 1] each.
@@ -138,6 +140,6 @@ class CReFF(Method):
 
 
 def new_classifier(server: Server) -> nn.Linear:
-    """Return a classifier with new weights, seeded by the round."""
+    """Return a classifier with random initial weights, seeded by the round."""
     with seeded(server.seed("classifier")):
         return nn.Linear(server.model.dim, server.model.classes).to(server.device)

@@ -1,1 +1,1 @@
-"""FedSM: the method, and the operations that only it uses."""
+"""FedSM: the method and the operations that only FedSM uses."""

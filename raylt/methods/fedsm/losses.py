@@ -1,4 +1,4 @@
-"""Losses of FedSM: a student's against its teacher's features, a teacher's projection's against text features.
+"""FedSM's losses: student features against teacher features, and projected teacher features against text features.
 
 `Projection` is the trainable projection of a frozen image-text teacher.
 """
@@ -12,7 +12,9 @@ from raylt.models.clip import open_teacher
 
 
 def hint(z: Tensor, u: Tensor) -> Tensor:
-    """Return 1/2 ||z - u||^2, averaged over a batch, as in FitNets (Romero et al., ICLR 2015, Eq. 3); a scalar.
+    """Return the distillation loss 1/2 ||z - u||^2 of FitNets, averaged over a batch, a scalar.
+
+    Source: Romero et al., ICLR 2015, Eq. 3.
 
     A mean over the dimensions would have 1/d of the gradient, which is negligible next to the cross-entropy's.
 
@@ -24,7 +26,7 @@ def hint(z: Tensor, u: Tensor) -> Tensor:
 
 
 def margin_softmax(u: Tensor, y: Tensor, text: Tensor, margin: float, scale: float) -> Tensor:
-    """Return the Margin Metric Softmax CE(s (u - m t_y) T^T, y), averaged over a batch (CLIPood, ICML 2023).
+    """Return the Margin Metric Softmax loss CE(s (u - m t_y) T^T, y) averaged over a batch (CLIPood, ICML 2023).
 
     It lowers the true class's logit by s m (1 - cos(t_y, t_j)) more than that of class j.
 
@@ -39,7 +41,7 @@ def margin_softmax(u: Tensor, y: Tensor, text: Tensor, margin: float, scale: flo
 
 
 def projection_of(client: Client, teacher: str) -> Tensor:
-    """Return this client's projection [w, d] of the teacher's image tower, on the client's device.
+    """Return the client's copy of the projection [w, d] of the teacher's image tower, on the client's device.
 
     It is the teacher's own projection where the client has trained none.
     """
@@ -51,7 +53,7 @@ def projection_of(client: Client, teacher: str) -> Tensor:
 
 
 class Projection:
-    """The projection [w, d] of an image tower, trained by Margin Metric Softmax and AdamW, one step per batch.
+    """Trainable projection [w, d] of an image tower: one AdamW step on the Margin Metric Softmax loss per batch.
 
     Weight decay is 0.1, as in CLIPood. It starts as the teacher's. Between rounds it is private to the client, in
     `client.state["projection"]`.
@@ -70,7 +72,7 @@ class Projection:
         self._optimiser = torch.optim.AdamW([self.matrix], lr, weight_decay=0.1)
 
     def step(self, h: Tensor, y: Tensor, text: Tensor, margin: float, scale: float) -> Tensor:
-        """Take one step; return the features [B, d] from before it.
+        """Train the projection by one step; return the projected features [B, d] from before the step.
 
         Args:
             h: Features of the image tower, [B, w]. The others are as for `margin_softmax`.

@@ -82,7 +82,7 @@ OFFICIAL: dict[str, Any] = {
 
 
 class FedSM(Method):
-    """Distillation from an image-text teacher; classifiers re-trained on features mixed with global prototypes.
+    """FedAvg with an image-text teacher, and classifiers re-trained on features mixed with global prototypes.
 
     Table III: `partner=deterministic`, `partner=random`. Table IV: `finetune=true`. Table V: `lam_low=lam_high=0.8`,
     or, by the code, `lam_low=0.8 lam_high=0.95`.
@@ -187,7 +187,7 @@ class FedSM(Method):
 
     @property
     def distils(self) -> bool:
-        """Return whether the settings need image features of the teacher."""
+        """Return whether the settings require image features of the teacher."""
         return self.teacher != "none" and (self.finetune or self.kd > 0)
 
     @property
@@ -196,7 +196,7 @@ class FedSM(Method):
 
     @property
     def wordings(self) -> set[Wording]:
-        """Return the wordings of class names that the teacher encodes."""
+        """Return the prompt wordings in which the teacher encodes the class names."""
         return {"phrase", self.wording} if self.distils or (self.teacher != "none" and self.rounds > 0) else set()
 
     def prepare(self, task: Task, config: Config, model: SplitModel) -> None:
@@ -244,7 +244,7 @@ class FedSM(Method):
         return client.state[wording]
 
     def unit_text(self, client: Client) -> Tensor:
-        """Return T of Eq. 1, [C, d], with rows of length 1, on the client's device."""
+        """Return the text features T of Eq. 1, [C, d], with rows of length 1, on the client's device."""
         return F.normalize(self.text(client, "phrase"), dim=1).to(client.device)
 
     @property
@@ -256,7 +256,7 @@ class FedSM(Method):
         return ("cross_entropy", "hint" if self.finetune else "distillation") if self.distils else ()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the loss of Eq. 1; in fine-tuning, a squared error replaces the KL term, IV-C.2."""
+        """Return the loss of Eq. 1. In fine-tuning, a squared error replaces the KL term (IV-C.2)."""
         if not self.distils:
             return super().objective(client, message)
         model = client.model
@@ -286,7 +286,7 @@ class FedSM(Method):
         return Terms(client, terms)
 
     def learn(self, client: Client, message: Message) -> Tree:
-        """Train the received model; return the parts of the reply that report on it."""
+        """Train the received model; return the training figures for the reply."""
         parts = train_model(self, client, message)
         if self.finetune:
             h = encoded(client, self.teacher, False)
@@ -298,23 +298,23 @@ class FedSM(Method):
         return client.reply(**self.learn(client, message), model=self.shared(client.model))
 
     def prototypes(self, client: Client, message: Message) -> Reply:
-        """Report n_c^k f_c^k and n_c^k for each class of the client, Eq. 3."""
+        """Report the feature sum n_c^k f_c^k and the count n_c^k for each class of the client, Eq. 3."""
         client.receive(message["encoder"])
         return client.reply(classes=self.means(client))
 
     def of_classes(self, model: SplitModel) -> Reduction:
-        """Return the reduction of feature sums by class; a client sends those of its own classes."""
+        """Return the reduction that sums the clients' feature sums by class. A client sends only its own classes."""
         of_class = {"n": 1, "z": torch.empty(model.dim, device="meta")}
         like = dict.fromkeys(range(model.classes), of_class)
         longest = 1.0 if self.norm == "l2" else None
         return total.within(like).counting("n").over_samples(partial(sums_fault, longest=longest))
 
     def means(self, client: Client) -> dict[int, Tree]:
-        """Return the client's part of Eq. 3, computed with its current encoder."""
+        """Return the client's feature sums and counts for Eq. 3, computed with its current encoder."""
         return class_means(*features(client), self.norm == "l2")
 
     def train_and_retrain(self, client: Client, message: Message) -> Reply:
-        """Train the model, then its classifier on pseudo-features, Algorithm 1, lines 5 to 11."""
+        """Train the model, then re-train its classifier on pseudo-features, Algorithm 1, lines 5 to 11."""
         client.receive(message["model"])
         before, y = some_features(client)
         parts = self.learn(client, message)
@@ -323,20 +323,20 @@ class FedSM(Method):
         return client.reply(model=self.shared(client.model), retrain_loss=retrain_loss, **parts)
 
     def train_first(self, client: Client, message: Message) -> Reply:
-        """Train the model, keep it for `retrain_next`, and report prototypes, for `encoders=trained`."""
+        """Train the model, keep it for `retrain_next`, and report prototypes. Used with `encoders=trained`."""
         client.receive(message["model"])
         parts = self.learn(client, message)
         client.state["trained"] = tree.snapshot(self.shared(client.model))
         return client.reply(classes=self.means(client), **parts)
 
     def retrain_next(self, client: Client, message: Message) -> Reply:
-        """Re-train the classifier of the model that `train_first` kept on pseudo-features."""
+        """Re-train the classifier of the model from `train_first` on pseudo-features."""
         client.receive(client.state.pop("trained"))
         retrain_loss = self.fit(client, client.model.classifier, message)
         return client.reply(model=self.shared(client.model), retrain_loss=retrain_loss)
 
     def refit(self, client: Client, message: Message) -> Reply:
-        """Train a new classifier for the averaged encoder, for `retrain=after`."""
+        """Train a new classifier for the averaged encoder. Used with `retrain=after`."""
         client.receive(message["encoder"])
         classifier = nn.Linear(client.model.dim, client.model.classes).to(client.device)
         loss = self.fit(client, classifier, message)
@@ -367,7 +367,7 @@ class FedSM(Method):
         )
 
     def pseudo_features(self, client: Client, message: Message) -> tuple[Tensor, Tensor]:
-        """Return R^k of Eq. 6, [S P, d], for the P classes that have a prototype, and its labels [5]."""
+        """Return the pseudo-features R^k, [S P, d], of the P classes with a prototype, and their labels, Eq. 6 [5]."""
         z, y = features(client)  # [n, d], [n]
         classes = message["present"].nonzero().flatten()  # [P]
         uniform = torch.ones(2 * [client.model.classes])
@@ -379,7 +379,7 @@ class FedSM(Method):
         return r.flatten(0, 1), classes.repeat_interleave(self.size)
 
     def alpha(self, text: Tensor) -> Tensor:
-        """Return alpha of Eq. 5, [C, C]."""
+        """Return the class relevance matrix alpha of Eq. 5, [C, C]."""
         text = F.normalize(text, dim=1) if self.texts == "unit" else text  # [4]
         return relevance(text, self.similarity, self.softmax, self.partner == "inverted")
 
@@ -403,7 +403,7 @@ class FedSM(Method):
         server.state["teacher_accuracy"] = zero_shot(**got["teacher"], thresholds=server.spec.thresholds)
 
     def round(self, server: Server, fleet: Fleet) -> None:
-        """Run a round of Algorithm 1.
+        """Run one round of Algorithm 1.
 
         In the last rounds prototypes are computed first, or between training and re-training [3]; with `retrain=after`
         they are computed last.
@@ -453,7 +453,7 @@ class FedSM(Method):
         )
 
     def global_prototypes(self, server: Server, fleet: Fleet) -> Message:
-        """Return z^global of Eq. 3, float32 [C, d], and which classes have one, bool [C]."""
+        """Return the global prototypes z^global, float32 [C, d], and a mask, bool [C], of classes with one, Eq. 3."""
         got = fleet.ask(self.prototypes, fleet.everyone, encoder(server.model), classes=self.of_classes(server.model))
         return pooled_means(got["classes"], server.model.classes)
 
@@ -466,10 +466,10 @@ class FedSM(Method):
 
 
 def encoder(model: SplitModel) -> Message:
-    """Return the encoder's travelling entries, as a part of a message."""
+    """Return the encoder's entries in the form in which a message carries them."""
     return {"encoder": tree.snapshot(model.entries("encoder."))}
 
 
 def answers_fault(teacher: Tree) -> str | None:
-    """Return why a teacher's counts of right answers are impossible for `n` samples of each class, or None."""
+    """Return why the reported counts of a teacher's right answers exceed the sample counts `n`, or None."""
     return "is right on more samples than there are" if (teacher["right"] > teacher["n"]).any() else None

@@ -1,4 +1,4 @@
-"""Semantic mixup of FedSM, Eq. 4-6: class prototypes mixed with features of partners, chosen by class relevance."""
+"""Semantic mixup of FedSM, Eq. 4-6: class prototypes mixed with features of samples chosen by class relevance."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ Unit = Literal["class", "sample"]
 
 
 def relevance(text: Tensor, similarity: Similarity, temperature: float | None = None, inverted: bool = False) -> Tensor:
-    """Return alpha of Eq. 5 of FedSM, float32 [C, C], at least 0: the relevance of features of class j for class i.
+    """Return the relevance of class j's features for class i, a matrix alpha [C, C] of float32 >= 0, Eq. 5 of FedSM.
 
     The similarity of a class with itself would dominate: it is replaced by the mean of its row, itself among them.
 
@@ -37,7 +37,7 @@ def relevance(text: Tensor, similarity: Similarity, temperature: float | None = 
 
 
 def total_variation(alpha: Tensor) -> float:
-    """Return the mean total variation distance of alpha's rows, normalised to sum 1, from the uniform distribution.
+    """Return the mean total variation distance between the normalised rows of alpha and the uniform distribution.
 
     It lies in [0, 1 - 1/C]; rows without any weight count as uniform.
 
@@ -50,7 +50,7 @@ def total_variation(alpha: Tensor) -> float:
 
 
 def ranks(weights: Tensor) -> Tensor:
-    """Return the rank of each weight in its row, [P, O]; the smallest has rank 1.
+    """Return the rank of each weight within its row, [P, O]. The smallest weight has rank 1.
 
     Equal weights share the mean of their ranks.
     """
@@ -105,7 +105,7 @@ def draw_partners(
 
 
 def mix_features(z: Tensor, prototypes: Tensor, lam: Tensor) -> Tensor:
-    """Return (1 - lam) z + lam Z_c, Eq. 4 of FedSM.
+    """Mix features with prototypes: (1 - lam) z + lam Z_c, Eq. 4 of FedSM.
 
     Args:
         z: Local features, [P, S, d].

@@ -1,4 +1,4 @@
-"""Diagnostic figures for the parts of FedSM; none of them changes a training."""
+"""Diagnostic figures for the components of FedSM. They do not affect training."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from raylt.tree import Tree
 
 
 def answers(client: Client, logits: Tensor) -> Tree:
-    """Count per class a client's images, `n`, and those that the teacher classifies correctly, `right`, int64 [C].
+    """Count a client's images per class (`n`) and those that the teacher classifies correctly (`right`), int64 [C].
 
     Args:
         client: The client.
@@ -26,7 +26,7 @@ def answers(client: Client, logits: Tensor) -> Tree:
 
 
 def zero_shot(n: Tensor, right: Tensor, thresholds: tuple[int, int]) -> dict[str, float]:
-    """Return the unweighted mean accuracy over all classes, and over the classes of each group.
+    """Return the teacher's unweighted mean accuracy over all classes and over each group of classes.
 
     Classes without a sample and groups without a class are left out.
 
@@ -46,7 +46,7 @@ def zero_shot(n: Tensor, right: Tensor, thresholds: tuple[int, int]) -> dict[str
 
 @torch.no_grad()
 def some_features(client: Client) -> tuple[Tensor, Tensor]:
-    """Return features [B, d] and labels [B] of the client's first images: one batch, not augmented."""
+    """Return the features [B, d] and labels [B] of one batch, the client's first images without augmentation."""
     rows = torch.arange(min(len(client), client.config.local.batch), device=client.device)
     batch = client.samples.batch(rows)
     with autocast(client):
@@ -54,7 +54,7 @@ def some_features(client: Client) -> tuple[Tensor, Tensor]:
 
 
 def towards(client: Client, teacher: Tensor) -> float:
-    """Return the mean cosine between the student's and the teacher's features of some images.
+    """Return the mean cosine between the student's and the teacher's features of the client's first images.
 
     Args:
         client: The client.
@@ -65,7 +65,7 @@ def towards(client: Client, teacher: Tensor) -> float:
 
 
 def drift(before: Tensor, after: Tensor, y: Tensor, prototypes: Tensor) -> float:
-    """Return the mean distance by which training moved class means, divided by the mean distance of two prototypes.
+    """Return how far training moved class means, relative to the mean distance between two prototypes.
 
     It shows the distance of an encoder from that of the prototypes with which its features are mixed. It is 0 with
     fewer than two prototypes.

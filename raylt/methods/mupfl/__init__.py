@@ -1,1 +1,1 @@
-"""MuPFL: the method, and the operations that only it uses."""
+"""MuPFL: the method and the operations that only MuPFL uses."""

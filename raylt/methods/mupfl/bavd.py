@@ -1,4 +1,4 @@
-"""`BAVD`: biased activation value dropout of MuPFL (Eq. 6), a layer that can follow any activation."""
+"""BAVD, the biased activation value dropout of MuPFL (Eq. 6): a layer that can follow any activation."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -19,7 +19,7 @@ Stages = Sequence[str] | Literal["last", "all"]
 
 
 class BAVD(nn.Module):
-    """Layer that, in training mode, zeroes activations where the map M is below its mean.
+    """Dropout layer that, in training mode, zeroes activations where its map M is below the mean of M.
 
     M follows the activations and the change of the loss: after each training step `learn` takes that step's loss. It
     stays on the activations' device and no code waits for it. M is not an entry of the model: it belongs to one
@@ -59,7 +59,7 @@ class BAVD(nn.Module):
 
     @property
     def map(self) -> Tensor | None:
-        """Return M, float32 [1 or B, C or 1, H, W]; None before the first batch."""
+        """Return the map M, float32 [1 or B, C or 1, H, W]; None before the first batch."""
         return None if self._fresh else self._map
 
     @property
@@ -68,7 +68,7 @@ class BAVD(nn.Module):
         return None if self._fresh else self._loss
 
     def reset(self, map: Tensor | None = None, loss: Tensor | None = None) -> None:
-        """Reset the layer, or restore `map` and `loss` from the end of another training."""
+        """Reset the layer, or restore `map` and `loss` from the end of an earlier training."""
         self._fresh = map is None or loss is None  # the tensors stay: a recorded step uses the same ones
         if map is not None and loss is not None:
             self._map = map.clone()
@@ -87,7 +87,7 @@ class BAVD(nn.Module):
         return h * self._above(self._map)
 
     def learn(self, loss: Tensor) -> None:
-        """Update M by Eq. 6, with the loss (a scalar) of the batch that has just passed."""
+        """Update the map M with the loss (a scalar) of the batch just passed through the layer, Eq. 6."""
         assert self._batch_map is not None, "no batch has passed"
         loss = loss.detach().float()
         alike = self._map.shape == self._batch_map.shape and self._map.device == loss.device
@@ -104,14 +104,14 @@ class BAVD(nn.Module):
         self._fresh = False
 
     def keep(self) -> None:
-        """Store where M zeroes activations now, for evaluation mode; nowhere if there is no M yet."""
+        """Store the current dropout mask for use in evaluation mode; without a map, store a mask that drops nothing."""
         if self.map is None:
             self.mask.fill_(True)
         else:  # the mean over the places of the batch, where M has any
             self.mask.copy_(self._above(self.map.mean(0, keepdim=True)))
 
     def normalised(self) -> Tensor:
-        """Return M scaled to [0, 1] by its extremes, float32 [size]; zeros if all values are equal."""
+        """Return the map M scaled linearly to [0, 1], float32 [size]; zeros if all values are equal."""
         if self.map is None:
             return torch.zeros(self.size)
         flat = self.map.mean(0).flatten()  # over the places of the batch, where M has any
@@ -124,7 +124,7 @@ class BAVD(nn.Module):
 
 
 class WithMaps:
-    """Objective that updates the maps of BAVD layers with each batch's loss.
+    """Training objective that also updates the maps of the BAVD layers with each batch's loss.
 
     Args:
         reset_each_epoch: Reset the maps at the start of each epoch.
@@ -142,7 +142,7 @@ class WithMaps:
         return value
 
     def unlike(self, number: int) -> bool:
-        """Reset the maps before the first step of an epoch; return whether this step is one."""
+        """Reset the maps if step `number` is the first step of an epoch; return whether it is."""
         begins = self._period > 0 and (number - 1) % self._period == 0
         for layer in self._layers if begins else []:
             layer.reset()
@@ -158,7 +158,7 @@ def add_bavd(
     threshold: Threshold,
     keeps: bool,
 ) -> None:
-    """Append a BAVD layer to stages of the encoder; each stage ends with an activation.
+    """Append a BAVD layer to the chosen stages of the encoder. Each stage must end with an activation.
 
     Args:
         shape: Height, width and channels of an image.
@@ -187,7 +187,7 @@ def add_bavd(
 
 
 def add_dropout(model: SplitModel, stages: Stages, rate: float) -> None:
-    """Append plain dropout, which BAVD replaces (3.3), to stages of the encoder.
+    """Append plain dropout to the chosen stages of the encoder, for comparison with BAVD (3.3).
 
     Arguments and errors are those of `add_bavd`.
     """
@@ -196,7 +196,7 @@ def add_dropout(model: SplitModel, stages: Stages, rate: float) -> None:
 
 
 def stages_of(model: SplitModel, stages: Stages) -> dict[str, nn.Sequential]:
-    """Return the encoder's stages with the given names.
+    """Return the encoder's stages that `stages` selects.
 
     Raises:
         ConfigError: The encoder has no such stage.
@@ -229,16 +229,16 @@ def layers_of(model: nn.Module) -> list[BAVD]:
 
 
 def memory(layers: Sequence[BAVD]) -> Tree:
-    """Return the maps and losses of the layers, from which `recall` restores them."""
+    """Return copies of the layers' maps and losses, with which `recall` restores the layers."""
     return {str(i): {"map": copy_of(layer.map), "loss": copy_of(layer.loss)} for i, layer in enumerate(layers)}
 
 
 def copy_of(value: Tensor | None) -> Tensor | None:
-    """Return a copy of a tensor, or None."""
+    """Return a copy of a tensor; None for None."""
     return None if value is None else value.clone()
 
 
 def recall(layers: Sequence[BAVD], remembered: Tree) -> None:
-    """Restore the layers from a result of `memory`, or reset them if the tree is empty."""
+    """Restore the layers from a result of `memory`; reset them if it is empty."""
     for i, layer in enumerate(layers):
         layer.reset(**remembered.get(str(i), {}))

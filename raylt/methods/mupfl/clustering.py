@@ -1,4 +1,4 @@
-"""ACMU, 3.4: clusters of clients, formed by the directions of their updates.
+"""ACMU of MuPFL (3.4): client clusters, formed by the directions of the clients' updates.
 
 Similarities are cosines, and k-means runs with the number of clusters that fits best. Departures [n] are listed in
 method.py.
@@ -20,7 +20,7 @@ STARTS = 50  # of k-means: with ten, 2 of 30 draws of six clients and 4 of 20 of
 
 
 class Clustering(NamedTuple):
-    """A clustering of the n participants.
+    """A partition of n clients into clusters.
 
     Attributes:
         labels: Cluster of each participant, numbered 0, 1, ... by first member.
@@ -36,7 +36,7 @@ class Clustering(NamedTuple):
 
 
 def update_gram(updates: Sequence[Params], names: Iterable[str], block: int = 2**16) -> Tensor:
-    """Return the inner products of n updates over the named entries, float64 [n, n].
+    """Return the inner products of n updates, restricted to the named entries, float64 [n, n].
 
     They are summed over blocks of `block` numbers, so no more than n * block numbers are in memory next to the updates.
     """
@@ -50,7 +50,7 @@ def update_gram(updates: Sequence[Params], names: Iterable[str], block: int = 2*
 
 
 def mean_update(updates: Iterable[Params]) -> Params:
-    """Return the unweighted mean of updates, Eq. 14 of MuPFL; for integer entries, return the largest value."""
+    """Return the unweighted mean of updates, Eq. 14 of MuPFL; for integer entries, the largest value."""
     mean = RunningSum()
     for update in updates:
         mean.add(update, 1.0)
@@ -58,7 +58,7 @@ def mean_update(updates: Iterable[Params]) -> Params:
 
 
 def cosines(gram: Tensor) -> Tensor:
-    """Return cosines [n, n] of vectors from their inner products; a zero vector has cosine 0 with all others."""
+    """Return the cosines [n, n] of vectors, given their inner products. A zero vector has cosine 0 with all others."""
     norm = gram.diagonal().clamp(min=0).sqrt()
     zero = norm == 0
     unit = torch.where(zero, 1.0, norm)
@@ -67,7 +67,7 @@ def cosines(gram: Tensor) -> Tensor:
 
 
 def embed(similarity: Tensor) -> Tensor:
-    """Return points [n, n] with squared distances 2 (1 - similarity): the rows of U sqrt(Lambda).
+    """Return points [n, n] whose squared distances are 2 (1 - similarity): the rows of U sqrt(Lambda).
 
     Args:
         similarity: Positive semi-definite with a diagonal of ones, as mixtures of cosine matrices are, float64 [n, n].
@@ -78,7 +78,7 @@ def embed(similarity: Tensor) -> Tensor:
 
 
 def cluster(similarity: Tensor, kappas: Sequence[int], seed: int) -> Clustering:
-    """Run k-means for each number of clusters; return the result with the largest silhouette, Eq. 9-13 of MuPFL.
+    """Run k-means for each number of clusters and return the result with the largest silhouette, Eq. 9-13 of MuPFL.
 
     The silhouette is over 1 - similarity; a participant alone in its cluster counts as 0. Of equal silhouettes the
     smallest number wins. A number that k-means cannot reach, because participants coincide, is skipped.
@@ -122,7 +122,9 @@ KEPT_ROUNDS = 5  # rounds whose similarities stay in the server's state, for `ra
 def last_of_all(
     server: Server, updates: Mapping[int, Params], maps: Mapping[int, Tensor]
 ) -> tuple[dict[int, Params], dict[int, Tensor]]:
-    """Return, by ascending id, the latest update and map of every client that has taken part [14].
+    """Return the latest update and map of every client that has taken part, by ascending id [14].
+
+    They come from this round's replies or, for clients not in this round, from the server's state.
 
     They are those of this round and, for other clients, those in the server's state, which keeps them all.
     """
@@ -146,7 +148,7 @@ def form_clusters(
     kappa: int | None,
     kappa_max: int,
 ) -> list[list[int]]:
-    """Form clusters by Eq. 7-13 [4] and log them; return the ids of each cluster's members.
+    """Cluster the clients by Eq. 7-13 [4] and log the clusters; return the client ids of each cluster.
 
     The server's state keeps the similarities of KEPT_ROUNDS rounds.
 

@@ -73,7 +73,7 @@ Own = Literal["nothing", "classifier", "encoder", "model"]  # the part of the mo
 
 
 class MuPFL(Method):
-    """Activation dropout at clients (BAVD), client clusters (ACMU) and tuned classifiers (PKCF).
+    """FedAvg with activation dropout (BAVD), client clusters (ACMU) and fine-tuned classifiers (PKCF).
 
     Table 6: any of `bavd=false`, `acmu=false`, `pkcf=false`. Table 5: `kappa=2` to `kappa=6`. m = 0 in Fig. 7:
     `pkcf=false`.
@@ -163,12 +163,12 @@ class MuPFL(Method):
         return tuple(name for name, seen in parts.items() if seen)
 
     def shared(self, model: SplitModel) -> Params:
-        """Return all entries except BAVD's masks."""
+        """Return all entries of the model except BAVD's masks."""
         return {name: value for name, value in model.entries().items() if not name.endswith(".mask")}
 
     @property
     def own_start(self) -> Own:
-        """Return the part of the model that a client starts from its own values, not the global model's [9]."""
+        """Return the part of the model that a client starts from its own values instead of the global values [9]."""
         if self.next_init in ("cluster", "own"):
             return "model"
         if self.next_init == "encoder":
@@ -177,13 +177,13 @@ class MuPFL(Method):
 
     @property
     def own_update_start(self) -> Own:
-        """Return the part of the model in which an update is measured from the client's own values [6]."""
+        """Return the part of the model for which updates are measured from the client's own start values [6]."""
         if not (self.pkcf and self.updates == "tuned"):
             return self.own_start
         return "classifier" if self.own_start in ("nothing", "classifier") else "model"
 
     def remembered(self, client: Client) -> Params:
-        """Return the client's own entries for its next start; none if it has not taken part yet [9]."""
+        """Return the client's own entries for its next start; empty if the client has not taken part yet [9]."""
         own: Params = client.state.get("own", {})
         entries: Params = client.state.get("cluster", own) if self.next_init == "cluster" else own
         return own_entries(entries, self.own_start)
@@ -223,11 +223,14 @@ class MuPFL(Method):
         return client.reply(**parts)
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return the loss of Eq. 2, which also moves the maps of BAVD, Eq. 6 [1] [3]."""
+        """Return the loss of Eq. 2. Each call also updates the maps of BAVD, Eq. 6 [1] [3]."""
         return WithMaps(client, layers_of(client.model), reset_each_epoch=self.bavd_reset == "epoch")  # [13]
 
     def keep(self, client: Client, message: Message) -> Reply:
-        """Keep w~_i, Eq. 14: the start of the client's last update plus its cluster's mean update."""
+        """Store the client's cluster model w~_i, Eq. 14.
+
+        It is the start of the client's last update plus the cluster's mean update.
+        """
         start: Params = client.state["start"] if self.clustered == "all" else client.state.pop("start")
         updates = tree.to(message["update"], torch.device("cpu"))
         client.state["cluster"] = {name: start[name] + update for name, update in updates.items()}
@@ -257,14 +260,17 @@ class MuPFL(Method):
         return self.last_update
 
     def finish(self, server: Server, fleet: Fleet) -> None:
-        """Run a last local update of all clients, with its clusters; the global model and h_glo stay [10]."""
+        """Run a last local update and clustering of all clients; leave the global model and h_glo unchanged [10]."""
         self.train_all(server, fleet, fleet.everyone)
 
     def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
         return pkcf_work(spec, model, self.m, self.matching_steps, self.distance) if self.pkcf else ""
 
     def train_all(self, server: Server, fleet: Fleet, cohort: Cohort | list[int]) -> tuple[Params, Replies]:
-        """Train a cohort; return the replies and the mean of the trained models, by clusters with ACMU."""
+        """Train a cohort; return the mean of the trained models and the replies.
+
+        With ACMU the mean is taken by clusters.
+        """
         message = self.message(server)
         wanted: dict[str, Reduction] = {"loss": mean.like(0.0)}
         whole = message["model"]
@@ -290,7 +296,10 @@ class MuPFL(Method):
         return (self.by_clusters(server, fleet, whole, got) if self.acmu else got["model"]), got
 
     def by_clusters(self, server: Server, fleet: Fleet, whole: Params, got: Replies) -> Params:
-        """Run ACMU: send w~_i to the members of each cluster; return the mean over this round's members, Eq. 15."""
+        """Form clusters (ACMU), send each cluster's mean update to its members, and return the mean model, Eq. 15.
+
+        The mean runs over the clients of this round.
+        """
         updates = got["update"]
         maps = got.get("map", {})
         if self.clustered == "all":
@@ -321,7 +330,7 @@ class MuPFL(Method):
         return self.other_model(client, self.judged)
 
     def other_model(self, client: Client, name: str) -> SplitModel:
-        """Return one of MODELS; w_glo for a client that never took part [10]."""
+        """Return the client's model that `name` selects from MODELS; w_glo for a client that never took part [10]."""
         own: Params = client.state.get("own", {})
         cluster: Params = client.state.get("cluster", own)  # w~_i = w_i without ACMU
         entries: dict[str, Params] = {
@@ -339,7 +348,7 @@ class MuPFL(Method):
 
 
 def own_entries(entries: Params, own: Own) -> Params:
-    """Return the entries of the part of a model that the client keeps for itself."""
+    """Return the entries of the model part that `own` names: nothing, encoder, classifier or the whole model."""
     if own == "nothing":
         return {}
     return entries if own == "model" else part(entries, f"{own}.")

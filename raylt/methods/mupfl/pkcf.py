@@ -1,4 +1,4 @@
-"""PKCF, 3.5: features at the server with knowledge of all classes, on which clients tune their classifiers.
+"""PKCF of MuPFL (3.5): features at the server with knowledge of all classes, on which clients tune their classifiers.
 
 Departures [n] are listed in method.py.
 """
@@ -20,7 +20,7 @@ from raylt.tree import Tree
 
 
 def first_features(server: Server, m: int) -> None:
-    """Set h_glo to its value before any reply: noise, with all classes unknown [7]."""
+    """Initialise the server's features h_glo with noise, and mark all classes as unknown [7]."""
     generator = torch.Generator().manual_seed(server.seed("features"))
     model = server.model
     server.state["features"] = torch.randn(model.classes, m, model.dim, generator=generator)
@@ -28,7 +28,7 @@ def first_features(server: Server, m: int) -> None:
 
 
 def tune(client: Client, features: Tensor, owned: Tensor, epochs: int) -> None:
-    """Tune the client's classifier on features of the classes that it has had so far, Eq. 21 [7].
+    """Train the client's classifier on server features of the classes that the client has had so far, Eq. 21 [7].
 
     Args:
         features: h_glo [C, m, d].
@@ -53,7 +53,7 @@ def tune(client: Client, features: Tensor, owned: Tensor, epochs: int) -> None:
 
 
 def pkcf_work(spec: TaskSpec, model: SplitModel, m: int, steps: int, distance: Distance) -> str:
-    """Describe the server's matching and its time, estimated from one timed step, for plans."""
+    """Describe the server's feature matching for the plan of a run, with a duration estimated from one timed step."""
     h = torch.ones(spec.classes, m, model.dim)
     targets = torch.ones(spec.classes, spec.classes, model.dim + 1)
     classifier = nn.Linear(model.dim, spec.classes)
@@ -75,7 +75,7 @@ def match(
     distance: Distance,
     progress: StageProgress | None = None,
 ) -> None:
-    """Update h_glo for the classes that a participant has, Eq. 17-20 [7] [11].
+    """Update the server's features h_glo for the classes that any participant has, Eq. 17-20 [7] [11].
 
     Args:
         gradients: The result of `class_gradients` at each participant, Eq. 16.

@@ -1,1 +1,1 @@
-"""SFD: the method, and the operations that only it uses."""
+"""SFD: the method and the operations that only SFD uses."""

@@ -1,4 +1,4 @@
-"""Controls for SAFS that are not in the paper: other classifiers for SFD's encoder.
+"""Control experiments for SFD's synthesis (SAFS) that are not in the paper: other classifiers on the same encoder.
 
 They are the classifiers of CCVR, FedNCM and Fed3R, computed from SFD's own sums. Drawn features are as many of each
 class as SAFS makes, and the classifier learns from them as it does from SAFS's. So only the features differ.
@@ -22,7 +22,7 @@ RIDGE = 0.01  # Fed3R's
 
 
 def draws(kind: Classifier, sums: Mapping[int, Tree], sizes: list[int], seed: int) -> list[Tensor]:
-    """Draw features of each class, float32 [M_c, d], in the order of `sums`.
+    """Draw Gaussian features of each class, float32 [M_c, d], in the order of `sums`.
 
     They follow N(mu_c, Sigma_c), or have mean mu_c and the same deviation in every direction and for every class.
     """
@@ -40,7 +40,7 @@ def draws(kind: Classifier, sums: Mapping[int, Tree], sizes: list[int], seed: in
 
 
 def closed_form(kind: Classifier, sums: Mapping[int, Tree], classes: int) -> Params:
-    """Return FedNCM's classifier, or Fed3R's for the kind "ridge"."""
+    """Return the classifier of FedNCM or, for the kind "ridge", of Fed3R."""
     dim = len(next(iter(sums.values()))["z"])
     z = torch.zeros(classes, dim, dtype=torch.float64)
     n = torch.zeros(classes, dtype=torch.float64)

@@ -12,7 +12,7 @@ FourierKind = Literal["orf", "iid"]
 
 @lru_cache(maxsize=1)  # clients of one process ask for the same tensor; no code writes to it
 def draw_frequencies(dim: int, features: int, gamma: float, kind: FourierKind, seed: int) -> Tensor:
-    """Draw frequencies Omega from a seed; all parties with the same seed draw the same.
+    """Draw the frequencies Omega of random Fourier features. The same seed gives all parties the same frequencies.
 
     Args:
         dim: The width of a feature, d.
@@ -40,7 +40,7 @@ def draw_frequencies(dim: int, features: int, gamma: float, kind: FourierKind, s
 
 
 def fourier(z: Tensor, omega: Tensor) -> Tensor:
-    """Return phi(z) = sqrt(2/D) [cos(z Omega^T), sin(z Omega^T)], vectors of length 1, Eq. 3 of SFD.
+    """Return the random Fourier features sqrt(2/D) [cos(z Omega^T), sin(z Omega^T)] of z, unit vectors, Eq. 3 of SFD.
 
     Args:
         z: Features, [n, d].
@@ -54,12 +54,14 @@ def fourier(z: Tensor, omega: Tensor) -> Tensor:
 
 
 def fourier_sum(z: Tensor, omega: Tensor, chunk: int = 256) -> Tensor:
-    """Return the sum of phi over the rows of z, float64 [D]."""
+    """Return the sum of the random Fourier features over the rows of z, float64 [D]."""
     return torch.stack([fourier(part, omega).double().sum(0) for part in z.split(chunk)]).sum(0)
 
 
 def bootstrap_floor(phi: Tensor, omega: Tensor, mean: Tensor, cov: Tensor, size: int) -> float:
-    """Return the expected L_MMD (Eq. 15) of `size` real features drawn with replacement from a class, from its sums.
+    """Return the expected L_MMD (Eq. 15) of `size` real features of a class, drawn with replacement.
+
+    It is computed from the sums of the class.
 
     The mean distance of a mean of M draws from its expectation is sqrt(2 / pi) s / sqrt(M). The sum of the variances of
     a frequency's two features follows from cos^2 + sin^2 = 1; their difference is that of normal angles.

@@ -1,4 +1,4 @@
-"""The losses of local training (4.1), with the paper's equation numbers."""
+"""The losses of SFD's local training (4.1), with the paper's equation numbers."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ Delta = Literal["all", "negatives", "none"]
 
 
 def adjusted_prior(counts: Tensor, beta: float) -> Tensor:
-    """Return class counts with missing classes filled in, Eq. 6.
+    """Return class counts in which missing classes have a small positive count, Eq. 6.
 
     Args:
         counts: Samples per class at this client, int64 [C], at least one positive.
@@ -39,7 +39,7 @@ def logit_shift(prior: Tensor, gamma: float) -> Tensor:
 def adaptive_supcon(
     h: Tensor, y: Tensor, log_counts: Tensor, tau: float, delta: Delta = "all", with_self: bool = True
 ) -> Tensor:
-    """Return a supervised contrastive loss whose repulsion grows with the counts of the repelled classes, Eq. 7.
+    """Return a supervised contrastive loss that repels frequent classes more strongly, Eq. 7.
 
     Args:
         h: Projected features of unit length, [B, h], B >= 2.

@@ -89,7 +89,9 @@ SHOWN_CLASSES, SHOWN_FEATURES = 10, 200  # kept for `raylt plot features`: 4 MB 
 
 
 class SFD(Method):
-    """ABBL in local training, aggregation of feature statistics, and SAFS.
+    """FedAvg with bi-branch local training (ABBL), then a classifier re-trained on synthetic features (SAFS).
+
+    The synthesis uses feature statistics aggregated over all clients.
 
     Table 2: `abbl=ce`, `abbl=la`, `beta_pi=0`, `delta=none scl_self=false`. Table 3: `safs=false`, `aligner=false`,
     `mmd=false`, `arr=false`. Sources: equation, table and appendix numbers are the paper's; "from the code": only the
@@ -261,7 +263,7 @@ class SFD(Method):
         return ("cross_entropy", "contrastive") if self.abbl == "full" else ()
 
     def objective(self, client: Client, message: Message) -> Objective:
-        """Return L_ABBL, Eq. 8."""
+        """Return the bi-branch loss L_ABBL, Eq. 8."""
         model = client.model
         counts = client.counts
         prior = counts.float() if self.abbl == "la" else adjusted_prior(counts, self.beta_pi)  # pi, Eq. 6
@@ -303,7 +305,7 @@ class SFD(Method):
         return client.reply(classes=sums)
 
     def frequencies(self, dim: int, seed: int) -> Tensor:
-        """Return Omega [D/2, d] of Eq. 3; only its seed travels."""
+        """Return the frequencies Omega [D/2, d] of Eq. 3. Messages carry only their seed."""
         return draw_frequencies(dim, self.rf_dim, self.gamma_rbf, self.rf_type, seed)
 
     @property
@@ -332,7 +334,7 @@ class SFD(Method):
         train_clients(self, server, fleet, weights=self.weights(server, fleet))
 
     def weights(self, server: Server, fleet: Fleet) -> dict[int, float] | None:
-        """Return the weight of each client in the average, by id; None: its number of samples."""
+        """Return each client's weight in the average, by id; None if clients are weighted by sample count."""
         if self.weighting == "samples":
             return None
         steps = partial(server.config.local.step_count, epochs=1)
@@ -347,11 +349,11 @@ class SFD(Method):
             check_class_sums(task, model, self.class_sums_like(model.dim))
 
     def class_sums_like(self, d: int) -> Tree:
-        """Return a template of one class's sums of features of length d."""
+        """Return a template of one class's feature sums, where features have length d."""
         return {"n": 1, "z": sums_like(d), "zz": sums_like(d * (d + 1) // 2), "phi": sums_like(self.rf_dim)}
 
     def finish(self, server: Server, fleet: Fleet) -> None:
-        """Run Algorithm 2 and Algorithm 1, then train the classifier on the synthetic features."""
+        """Aggregate class statistics, synthesise features (Algorithms 2 and 1), and train the classifier on them."""
         seed, d = server.seed("fourier"), server.model.dim
         of_class = self.class_sums_like(d)
         message = {"model": tree.snapshot(encoder(server.model)), "seed": seed}
@@ -400,7 +402,7 @@ class SFD(Method):
             server.log(jitter=jitter, mmd=class_mean(made, "mmd"), arr=class_mean(made, "arr"))  # [8]
 
     def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
-        """Describe the work after the last round, with the time of its synthesis, estimated from timed steps."""
+        """Describe the synthesis after the last round, with a duration estimated from timed steps."""
         seconds = self.last_phase_seconds(spec, model)
         if seconds is None:
             return ""
@@ -431,7 +433,7 @@ class SFD(Method):
         return step * self.synthesis_steps * spec.classes * (low + high) / (2 * high)
 
     def real(self, server: Server, fleet: Fleet, sizes: dict[int, int]) -> list[Tree]:
-        """Return real features of each class, drawn with replacement from those that clients upload."""
+        """Return real features of each class, drawn with replacement from features that clients upload."""
         most = max(sizes.values())
         of_class = {"n": 1, "z": torch.empty(most, server.model.dim, device="meta")}
         message = {"model": tree.snapshot(encoder(server.model)), "size": most}
@@ -447,12 +449,15 @@ class SFD(Method):
         return [{"z": z[c][:size]} for c, size in sizes.items()]
 
     def hand_over(self, client: Client, message: Message) -> Reply:
-        """Report, for each class of the client, its count and `size` features with replacement, for the oracle."""
+        """Report, for each class of the client, the count and `size` real features drawn with replacement.
+
+        Only the oracle asks for them.
+        """
         client.receive(message["model"])
         return client.reply(features=class_bootstrap(*features(client), message["size"], client.order))
 
     def synthesise(self, item: Tree) -> Tree:
-        """Run Algorithm 1 for one class."""
+        """Synthesise the features of one class, Algorithm 1."""
         sums = item["sums"]
         of_class = moments_from_sums(sums)  # Eq. 10 [2]
         factor, jitter = cholesky(of_class.cov, 1e-5)  # Eq. 11 and appendix B
@@ -485,7 +490,7 @@ class SFD(Method):
         }
 
     def retrain(self, server: Server, z: Tensor, y: Tensor, progress: StageProgress | None = None) -> float:
-        """Fit the classifier to synthetic features (4.3); return the loss of the last epoch."""
+        """Train the classifier on synthetic features (4.3); return the loss of the last epoch."""
         weight = server.model.state_dict()["classifier.weight"].clone()
         bound = 0.0 if self.bias == "zero" else 1 / math.sqrt(server.model.dim)  # [3]
         generator = torch.Generator().manual_seed(server.seed("bias"))
@@ -518,15 +523,15 @@ class SFD(Method):
 
 
 def encoder(model: SplitModel) -> Params:
-    """Return the encoder's travelling entries."""
+    """Return the entries of the encoder that messages carry."""
     return model.entries("encoder.")
 
 
 def class_mean(made: list[Tree], loss: str) -> dict[str, float]:
-    """Return a loss's figures averaged over the classes, by name."""
+    """Return the figures of one loss averaged over the classes, by name of the figure."""
     return {name: sum(of_class[loss][name] for of_class in made) / len(made) for name in made[0][loss]}
 
 
 def sums_like(size: int) -> Tensor:
-    """Return the template of a sum over samples, float64 [size]."""
+    """Return the template of a sum of vectors over samples, float64 [size]."""
     return torch.empty(size, dtype=torch.float64, device="meta")

@@ -1,4 +1,5 @@
-"""SAFS for one class: features with a given mean and covariance, and a random Fourier mean close to a target.
+"""SAFS for one class: synthesise features with a given mean and covariance, and a random Fourier mean close to a
+target.
 
 Equation numbers are SFD's. `align`, `mmd` and `arr` are the equations; `bank_gradient` is the gradient of their
 composition in closed form. It is cheap for three reasons:
@@ -27,7 +28,7 @@ CHUNK = 128  # Fourier columns at a time on a CPU: [M, 128] floats are 1 MB at M
 
 
 class Target(NamedTuple):
-    """Target statistics for the synthetic features of a class.
+    """Target statistics for the synthetic features of one class.
 
     Attributes:
         mean: mu, float64 [d].
@@ -43,7 +44,7 @@ class Target(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """The two terms of L_syn, Eq. 17."""
+    """The two terms of the synthesis loss L_syn, Eq. 17."""
 
     mmd: float
     arr: float
@@ -51,7 +52,7 @@ class Losses(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """Switches for the components of SAFS (Table 3 of SFD)."""
+    """Switches for the components of the synthesis (SAFS, Table 3 of SFD)."""
 
     aligner: bool = True
     mmd: bool = True
@@ -59,7 +60,9 @@ class Parts:
 
 
 def bank_sizes(counts: list[int], smallest: int, largest: int) -> list[int]:
-    """Return M_c, linear in the class's rank by size: `largest` for the smallest class, `smallest` for the largest.
+    """Return the number of synthetic features M_c of each class, linear in the class's rank by size.
+
+    The smallest class has `largest` features and the largest class has `smallest`.
 
     Classes of one size share a rank; if all classes have one size, each gets `largest`.
     """
@@ -69,7 +72,7 @@ def bank_sizes(counts: list[int], smallest: int, largest: int) -> list[int]:
 
 
 def cholesky(cov: Tensor, jitter: float, limit: float = 1e-2) -> tuple[Tensor, float]:
-    """Return L with L L^T = cov + jitter I, and the jitter.
+    """Return the Cholesky factor L with L L^T = cov + jitter I, and the jitter that it needed.
 
     The jitter is raised tenfold until the matrix is positive definite.
 
@@ -92,7 +95,7 @@ def cholesky(cov: Tensor, jitter: float, limit: float = 1e-2) -> tuple[Tensor, f
 
 
 def align(raw: Tensor, target: Target) -> Tensor:
-    """Return features with exactly the target's mean and covariance, Eq. 12-14; differentiable.
+    """Transform features so that they have exactly the target's mean and covariance, Eq. 12-14; differentiable.
 
     Args:
         raw: Z_raw [M, d], M >= d + 1. Fewer rows span only a part of the space, and their covariance would be the
@@ -116,17 +119,19 @@ def align(raw: Tensor, target: Target) -> Tensor:
 
 
 def mmd(z: Tensor, target: Target) -> Tensor:
-    """Return L_MMD of Z_syn [M, d], Eq. 15, a scalar."""
+    """Return the loss L_MMD of synthetic features [M, d], Eq. 15, a scalar."""
     return (target.phi.to(z) - fourier(z, target.omega.to(z)).mean(0)).abs().sum()
 
 
 def arr(z: Tensor) -> Tensor:
-    """Return L_ARR of Z_syn [M, d], Eq. 16, a scalar."""
+    """Return the loss L_ARR of synthetic features [M, d], Eq. 16, a scalar."""
     return -z.clamp(max=0).sum(1).mean()
 
 
 def bank_gradient(raw: Tensor, prepared: "Prepared") -> tuple[Tensor, float]:
-    """Return the gradient of L_syn with respect to the memory bank, float32 [M, d], and L_syn itself, Eq. 17.
+    """Return the synthesis loss L_syn, Eq. 17, and its gradient with respect to the features, float32 [M, d].
+
+    The gradient comes first.
 
     Args:
         raw: Z_raw, float32 [M, d].
@@ -147,7 +152,7 @@ def bank_gradient(raw: Tensor, prepared: "Prepared") -> tuple[Tensor, float]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """One class's constants, float32, for Z = W L_g^T + mu with the angles W (Omega L_g)^T + Omega mu.
+    """Constants of one class for the synthesis, float32: Z = W L_g^T + mu with angles W (Omega L_g)^T + Omega mu.
 
     Attributes:
         factor: L_g [d, d], or None for Z = W.
@@ -185,7 +190,7 @@ class Prepared:
 
 
 def first_bank(target: Target, size: int, start: Start, generator: torch.Generator) -> Tensor:
-    """Draw the initial bank of Algorithm 1, float32 [M, d].
+    """Draw the initial features of Algorithm 1, float32 [M, d].
 
     Args:
         size: The number of features, M.
@@ -212,7 +217,7 @@ def synthesise(
     start: Start = "noise",
     progress: StageProgress | None = None,
 ) -> tuple[Tensor, tuple[Losses, Losses]]:
-    """Run Algorithm 1 for one class: SGD with momentum and a cosine learning rate on a bank of random features.
+    """Synthesise the features of one class by SGD with momentum and a cosine learning rate, Algorithm 1.
 
     Args:
         size: The number of features, M.
@@ -245,7 +250,7 @@ def synthesise(
 
 
 def _gradient_at(white: Tensor, prepared: Prepared) -> tuple[Tensor, float]:
-    """Return dL/dW and L_syn."""
+    """Return the synthesis loss L_syn and its gradient with respect to W, the gradient first."""
     gradient = torch.zeros_like(white)
     loss = white.new_zeros(())
     if prepared.parts.arr:
@@ -260,7 +265,7 @@ def _gradient_at(white: Tensor, prepared: Prepared) -> tuple[Tensor, float]:
 
 
 def _add_mmd(gradient: Tensor, white: Tensor, prepared: Prepared) -> Tensor:
-    """Add dL_MMD/dW to `gradient`, a few Fourier columns at a time; return L_MMD, Eq. 15."""
+    """Add the gradient of L_MMD to `gradient`, a few Fourier columns at a time; return L_MMD, Eq. 15."""
     m, half = len(white), len(prepared.waves)
     width = half if white.is_cuda else CHUNK  # a GPU wants few large kernels
     scale = 1 / math.sqrt(half)  # sqrt(2/D)
