@@ -1,4 +1,4 @@
-"""The device of a process and its arithmetic, chosen once per process and used by all computations.
+"""The device and the arithmetic options of a process, chosen once and used by all its computations.
 
 Nothing else asks torch whether there is a GPU. The lease comes from outside: on Ray a process may see a GPU that is not
 its own. A GPU that was leased to a process must be used or refused, never replaced by the CPU.
@@ -109,7 +109,7 @@ def mps_runs() -> bool:
 
 @functools.cache
 def processor_name() -> str:
-    """Return the kind of processor, as the system names it."""
+    """Return the name of the processor model, as the operating system reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -82,7 +82,7 @@ class PlannedRun:
         return [name for name, after in self.method.stages(rounds).items() if after < rounds]
 
     def setting(self, key: str) -> Any:
-        """Return the value of a setting such as `federation.secure`; for `method`, its name."""
+        """Return the value of the setting with this dotted key; the key `method` gives the method's name."""
         if key == "method":
             return self.method.name
         value: Any = self.config
@@ -93,7 +93,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """One row of the exclusion table: a setting, and a second setting or property that it cannot be combined with.
+    """A pair of settings (or a setting and a property) that a run cannot combine; one row of the table.
 
     Attributes:
         setting: its key.

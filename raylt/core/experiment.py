@@ -175,7 +175,7 @@ class Experiment:
         return self._step - self._peak["step"] >= patience and self._step < self._last_round
 
     def _early_end(self) -> str:
-        """Return the remark on an early stop that a run's tables display."""
+        """Return the text about an early stop for the tables of a run."""
         assert self._peak is not None
         return (
             f"after round {self._last_round} of {self.server.rounds}: no better accuracy on validation samples since "
@@ -229,7 +229,7 @@ class Experiment:
         return {"model_sha256": checkpoint.hash_tensors(model), "task": self.task.kind}
 
     def save(self, report: RoundReport, seal: Seal | None = None) -> None:
-        """Commit a checkpoint of everything that the next step depends on, and the report of the last step.
+        """Save a checkpoint with everything that the next step depends on, and the report of the last step.
 
         The checkpoint with the best accuracy on validation images stays, however many are kept.
         """
@@ -253,7 +253,7 @@ class Experiment:
         self.fleet.changed.clear()
 
     def load(self, saved: Checkpoint, clients: bool = True) -> None:
-        """Continue from a checkpoint.
+        """Restore the experiment from a checkpoint, in order to continue from it.
 
         Args:
             clients: whether to read the clients' private states. Looking at the global model needs none.

@@ -103,7 +103,7 @@ class Method(BaseModel):
 
     @property
     def sees_images(self) -> bool:
-        """Return whether a frozen model other than the trained one looks at the images."""
+        """Return whether the method feeds the images to a frozen model, besides the model that it trains."""
         return False
 
     @property
@@ -225,7 +225,7 @@ class Method(BaseModel):
         return None
 
     def finish(self, server: Server, fleet: Fleet) -> None:
-        """Run the phase after the last round, if the method `finishes`."""
+        """Run the phase after the last round; only called if `finishes` is true."""
 
     def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
         """Describe the work and time of `finish`, or return an empty text if it takes no longer than a round."""
@@ -246,11 +246,11 @@ class Method(BaseModel):
         return client.model
 
     def other_model(self, client: Client, name: str) -> SplitModel:
-        """Return the client's model that `other_models` calls `name`, after it received the shared entries."""
+        """Return the client's model of this name in `other_models`, after the client received the shared entries."""
         raise NotImplementedError
 
     def predict(self, model: nn.Module, x: Tensor) -> Tensor:
-        """Return logits of images [B, channels, H, W]: [B, C], or [B, C, H, W] where labels are maps."""
+        """Return the logits of images [B, channels, H, W]: [B, C], or [B, C, H, W] for segmentation."""
         return model(x)
 
 

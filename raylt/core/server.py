@@ -39,7 +39,9 @@ class ServerOptimiser(Protocol):
 
 @dataclass(frozen=True)
 class ServerMomentum:
-    """FedAvgM, server momentum (Hsu et al., 2019): v <- beta v + Delta; w <- w + lr v.
+    """FedAvgM, momentum as the server's optimiser (Hsu et al., 2019).
+
+    v <- beta v + Delta; w <- w + lr v.
 
     Delta is the clients' mean minus the global model w.
     """
@@ -55,7 +57,7 @@ class ServerMomentum:
 
 @dataclass(frozen=True)
 class ServerAdam:
-    """FedAdam, the server's Adam (Algorithm 2).
+    """FedAdam, Adam as the server's optimiser (Reddi et al., ICLR 2021, Algorithm 2).
 
     m <- beta1 m + (1 - beta1) Delta; v <- beta2 v + (1 - beta2) Delta^2; w <- w + lr m / (sqrt(v) + tau), where Delta
     is the clients' mean minus the global model w.
@@ -81,13 +83,13 @@ class ServerAdam:
         return steps
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
-        """Return the next second moment v, computed from the square of Delta."""
+        """Return the next second moment, computed from the square of the clients' mean change."""
         return self.beta2 * v + (1 - self.beta2) * square
 
 
 @dataclass(frozen=True)
 class ServerYogi(ServerAdam):
-    """FedYogi, the server's Yogi (Algorithm 2).
+    """FedYogi, Yogi as the server's optimiser (Reddi et al., ICLR 2021, Algorithm 2).
 
     As FedAdam, except for v <- v - (1 - beta2) Delta^2 sign(v - Delta^2).
     """

@@ -186,7 +186,7 @@ def steps(parent: Path) -> list[int]:
 
 
 def at(parent: Path, step: int) -> Checkpoint:
-    """Open the checkpoint after a step.
+    """Open the checkpoint that was saved after a given step.
 
     Raises:
         CheckpointError: it is damaged.
@@ -225,7 +225,7 @@ def replace_tensors(folder: Path, name: str, tensors: dict[str, Tensor]) -> None
 
 
 def hash_tensors(tensors: dict[str, Tensor]) -> str:
-    """Return the SHA-256 over CPU tensors in name order: name, type, shape and bytes of each."""
+    """Return one SHA-256 over named CPU tensors: their names, types, shapes and bytes, in name order."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name].detach().clone(memory_format=torch.contiguous_format)
@@ -318,7 +318,7 @@ def _tensors(part: Tree) -> dict[str, Tensor]:
 
 
 def _form(part: Tree, path: str = "") -> dict[str, Any]:
-    """Return a tree for the manifest, with `[name]` in place of each tensor."""
+    """Return a copy of a tree for the manifest, with each tensor replaced by `[name]`."""
     form = {}
     for key, value in part.items():
         assert isinstance(key, str), f"key {key!r}: states are dicts with string keys"

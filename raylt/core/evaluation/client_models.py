@@ -143,7 +143,7 @@ def totals(shard: Shard, classes: int, rows: np.ndarray | None = None) -> Tensor
 
 
 def _cells_like(expected: Tensor, columns: int) -> Reduction:
-    """Return a reduction for the nonzero confusion counts of a model: at most C^2, and at most one per label."""
+    """Return a reduction for nonzero confusion counts, whose number the classes and labels limit."""
     classes, labels = len(expected), int(expected.sum())
     most = min(classes**2, labels)
     return each.like(torch.empty(most, columns, dtype=cell_type(classes, labels), device="meta")).or_shorter()

@@ -36,7 +36,7 @@ _NAME = re.compile(r"[0-9]{6,}\.npz")
 
 
 def cell_type(classes: int, labels: int) -> torch.dtype:
-    """Return the integer type that holds the cell numbers of a confusion matrix, and counts up to `labels`."""
+    """Return the integer type for a confusion matrix's cell numbers and for counts up to `labels`."""
     return torch.int32 if max(classes**2, labels) < 2**31 else torch.int64
 
 
@@ -280,7 +280,7 @@ class Matrices:
 
     @property
     def sha256(self) -> str:
-        """Return the SHA-256 over the tensors of the file."""
+        """Return the SHA-256 over the tensors that the file of these matrices contains."""
         return hash_tensors(self.tensors())
 
     def __bool__(self) -> bool:

@@ -175,7 +175,8 @@ class Evaluator:
         return self._figures(self._judge_clients(self.fleet.everyone, name), self.fleet.ids)
 
     def _figures(self, matrices: Matrices, ids: Collection[int]) -> dict[str, Any]:
-        """Compute the figures of clients' own models or of a shared model, with each client's view of the classes.
+        """Compute the figures of clients' own models or of a shared model, on the classes that each client
+        distinguishes.
 
         The overall figures of clients' own models are read off the sum of their counts.
 

@@ -1,1 +1,1 @@
-"""The only way to reach clients: cohorts, reductions, schemas, aggregation, and the transports' common part."""
+"""Calls to clients: the fleet, cohorts, reductions and schemas of replies, and the aggregation of replies."""

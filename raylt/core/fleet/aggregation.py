@@ -65,7 +65,7 @@ class Aggregator(ABC):
 
     @abstractmethod
     def accept(self, id: int, reply: Reply | SummedReply) -> None:
-        """Add the next client's reply, in the order of the ids.
+        """Add a client's reply. Replies must be added in ascending order of client ids.
 
         Raises:
             Overflow: the reply has a value that does not fit into a secure sum.
@@ -73,7 +73,7 @@ class Aggregator(ABC):
 
     @abstractmethod
     def result(self) -> Replies:
-        """Return the reduced parts, once all replies have been accepted."""
+        """Return the aggregated parts, after all replies have been accepted."""
 
     @abstractmethod
     def empty(self) -> "Aggregator":
@@ -180,7 +180,7 @@ class LayoutVote:
         self._aggregators: dict[ReplyLayout, Aggregator] = {}
 
     def accept(self, id: int, reply: Reply | SummedReply, layout: ReplyLayout) -> None:
-        """Add the next client's reply, in the order of the ids.
+        """Add a client's reply. Replies must be added in ascending order of client ids.
 
         Raises:
             Overflow: the reply has a value that does not fit into a secure sum.

@@ -1,4 +1,4 @@
-"""Sums of `mean` and `total` parts over fixed blocks of clients, so that results do not depend on the processes.
+"""Sums of replies over fixed blocks of clients, so that results do not depend on which process adds them up.
 
 The clients that are asked are in the order of their ids; BLOCK neighbours of this order are a block. The replies of a
 block are added in this order, in float64, and then the blocks in theirs. Seed and round decide which clients are asked,
@@ -35,12 +35,12 @@ class BlockSums:
         self._total = RunningSum()
 
     def add(self, reply: Reply) -> None:
-        """Add the next client's reply, in the order of the ids."""
+        """Add a client's reply. Replies must be added in ascending order of client ids."""
         self._mean.add({name: reply.tree[name] for name in self._mean_parts}, reply.weight)
         self._total.add({name: reply.tree[name] for name in self._total_parts})
 
     def merge(self, block: "BlockSums") -> None:
-        """Add the sums of the next block, in the order of the ids, without changing that block."""
+        """Add the sums of the next block (in order of ids), without changing that block."""
         self._mean.merge(block._mean, maximum=True)
         self._total.merge(block._total, maximum=False)
 
@@ -76,7 +76,7 @@ def split_into_blocks(ids: Sequence[int]) -> list[list[int]]:
 
 
 def sum_replies(parts: Mapping[str, Reduction], replies: Sequence[tuple[Reply, ReplyLayout]]) -> list[SummedReply]:
-    """Return the sums of a whole block's usable replies, added by ascending ids."""
+    """Add up a block's usable replies in ascending order of ids, and return a placeholder for each reply."""
     sums: dict[ReplyLayout, BlockSums] = {}
     for reply, layout in replies:
         if layout not in sums:

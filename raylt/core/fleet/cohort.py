@@ -9,7 +9,7 @@ from raylt.core.server import Timings
 
 @dataclass(frozen=True, init=False)
 class Cohort:
-    """The clients that a call asks, and the number of replies that it needs.
+    """The clients that a call asks, and the number of replies that the call needs.
 
     Attributes:
         ids: ascending.
@@ -50,7 +50,7 @@ class Traffic:
 
 @dataclass
 class RoundStats:
-    """One round's traffic by client function, clients with problems, and seconds.
+    """Statistics of one round: traffic by client function, clients with problems, and durations.
 
     `timings` holds the wait for clients under the function's name, and "aggregation".
     """

@@ -42,7 +42,7 @@ DIVERGED = frozenset({"reply.not-finite", "reply.out-of-range", "reply.overflow"
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of one client's call: its reply with the handle of its new private state, or an error."""
+    """The outcome of one client's call: a reply and a handle of the client's new private state, or an error."""
 
     id: int
     reply: Arrived | None
@@ -87,7 +87,7 @@ class Fleet(ABC):
         return Cohort(self.ids, everyone=True)
 
     def begin(self, round: int) -> None:
-        """Start a round: set its number, from which seeds follow, and reset its statistics."""
+        """Start a round: set the round number, on which seeds depend, and reset the statistics."""
         self.round = round
         self.round_stats = RoundStats()
 
@@ -288,7 +288,7 @@ class Fleet(ABC):
         return ClientError(id, self.round, name, f"reply rejected: {fault}", code=fault.code, value=fault.value)
 
     def _commit(self, privates: dict[int, Any], cohort: Cohort) -> None:
-        """Keep the private states of the clients whose replies count."""
+        """Keep the new private states of the clients whose replies are used."""
         self._private.update(privates)
         self.changed.update(privates)
         if not cohort.everyone:

@@ -60,11 +60,14 @@ class Reduction:
     mend: Callable[[Any], Any] | None = None
 
     def like(self, template: Any) -> "Reduction":
-        """Return a reduction for a part that has exactly these names, types and shapes."""
+        """Return a reduction for a part that has exactly the names, types and shapes of a template."""
         return replace(self, template=template, partial=False)
 
     def within(self, template: Any) -> "Reduction":
-        """Return a reduction for a part that has some of the template's entries (such as classes), each complete."""
+        """Return a reduction for a part that may lack some of the template's entries, such as classes.
+
+        An entry that the part has is complete.
+        """
         return replace(self, template=template, partial=True)
 
     def or_shorter(self) -> "Reduction":
@@ -105,7 +108,7 @@ class Reduction:
         return replace(self, samples_condition=condition)
 
     def by_column(self) -> "Reduction":
-        """Return a reduction for a matrix with one class sum per column; a column's last number is the class count.
+        """Return a reduction for a matrix with one class sum per column; a column's last number is its sample count.
 
         Robust rules then take each class by itself.
         """
@@ -116,7 +119,7 @@ class Reduction:
         return replace(self, largest=largest)
 
     def bounded(self, per_sample: Mapping[str, float] | float, mend: Callable[[Any], Any] | None = None) -> "Reduction":
-        """Return a reduction for a sum over samples to which each sample adds at most `per_sample` in length.
+        """Return a reduction for a sum over samples in which each sample adds a value of norm at most `per_sample`.
 
         With this bound, noise can hide each sample (differential privacy).
         """

@@ -131,7 +131,7 @@ def _flat(leaf: Any) -> Tensor:
 
 
 def _as_tree(leaves: dict[tuple[Any, ...], Any]) -> Any:
-    """Return leaves by path as a tree; a leaf with an empty path is the value itself."""
+    """Build a tree from leaves by path; a single leaf with an empty path is returned as it is."""
     if () in leaves:
         return leaves[()]
     tree: dict[Any, Any] = {}

@@ -159,7 +159,7 @@ class Schema:
         return None
 
     def _largest(self, part: Reduction, samples: int) -> float:
-        """Return the largest magnitude in a part."""
+        """Return the largest magnitude that the values of a part may have."""
         if part.largest is not None:
             return part.largest
         return LARGEST[part.kind] * (max(1, samples) * self._labels if part.kind == "total" else 1)

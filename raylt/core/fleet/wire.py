@@ -186,7 +186,7 @@ class _Walk:
         self._paths = set[str]()
 
     def over(self, tree: Any, path: Path = ()) -> Tree:
-        """Return a copy of a tree with its leaves replaced.
+        """Return a copy of a tree in which each leaf is converted.
 
         Raises:
             _NotSendable: the tree holds something that may not travel.

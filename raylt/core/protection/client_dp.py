@@ -82,7 +82,7 @@ class ClientNoise:
 
     @property
     def _expected_clients(self) -> float:
-        """Return q K, the expected number of sampled clients.
+        """Return the expected number of sampled clients, q K.
 
         Clients without samples count, new clients do not.
         """
@@ -91,7 +91,8 @@ class ClientNoise:
         return self.config.federation.participation * (clients - self.config.data.new_clients)
 
     def clipped(self, reply: Reply) -> Reply:
-        """Return a reply whose update is clipped to the norm S, with weight 1 and without a loss."""
+        """Return a reply with its update clipped to the norm `privacy.update_clip`, with weight 1 and without a loss.
+        """
         model = reply.tree[RELEASED]
         changes = {
             name: value.double() - self.start[name].double()
@@ -107,7 +108,9 @@ class ClientNoise:
         return Reply(1.0, {name: cut if name == RELEASED else 0.0 for name in reply.tree})
 
     def noised(self, got: Replies) -> Replies:
-        """Return the model that was sent, plus the sum of the updates divided by q K, plus noise."""
+        """Return the model that was sent, plus the sum of the updates divided by the expected number of clients, plus
+        noise.
+        """
         privacy = self.config.privacy
         rng = np.random.default_rng(secrets.randbits(256))
         deviation = privacy.noise_multiplier * privacy.update_clip / self._expected_clients

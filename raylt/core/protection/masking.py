@@ -267,7 +267,7 @@ def add_pair(masked: np.ndarray, own: int, other: int, key: bytes) -> None:
 
 
 def stream(key: bytes, length: int) -> np.ndarray:
-    """Return ChaCha20's stream, uint64 [length], for a key that has no other use."""
+    """Return the ChaCha20 key stream, uint64 [length], of a key that is used only once."""
     cipher = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()
     return np.frombuffer(cipher.update(bytes(8 * length)), dtype="<u8")
 
@@ -303,7 +303,7 @@ def split(secret: bytes, holders: Iterable[int], threshold: int) -> dict[int, in
 
 
 def evaluate(coefficients: list[int], x: int, prime: int) -> int:
-    """Return the value of a polynomial modulo a prime; its constant coefficient comes first."""
+    """Return the value of a polynomial at `x` modulo a prime; the constant coefficient comes first."""
     value = 0
     for coefficient in reversed(coefficients):
         value = (value * x + coefficient) % prime

@@ -1,4 +1,4 @@
-"""`Protection`: decides what the server may see of the replies to a call, from `federation` and `privacy`."""
+"""`Protection`: decides, from the settings, what the server may see of clients' replies."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,7 +56,7 @@ class Protection:
         self._spent = False
 
     def with_templates(self, parts: Mapping[str, Reduction], message: Message) -> dict[str, Reduction]:
-        """Return the reductions; where clients' models get noise, the model that was sent becomes their template."""
+        """Return the reductions, with the model that was sent as the template of noisy model uploads."""
         model = parts.get(RELEASED)
         if self._config.privacy.update_epsilon is None or self._judging or model is None or RELEASED not in message:
             return dict(parts)

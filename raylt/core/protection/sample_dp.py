@@ -79,7 +79,7 @@ class Noise:
         return replace(reply, tree=noised)
 
     def released(self, parts: Mapping[str, Reduction]) -> dict[str, Reduction]:
-        """Return the form of the parts after noise: every entry is present, and counts are floats."""
+        """Return the reductions for the parts after noise, in which every entry is present and counts are floats."""
         return {
             name: part
             if name not in self.deviations
@@ -88,7 +88,7 @@ class Noise:
         }
 
     def mended(self, name: str, value: Any, parts: Mapping[str, Reduction]) -> Any:
-        """Return a noisy sum after the correction `mend` of its reduction, which makes it one that samples could have.
+        """Correct a noisy sum to a value that samples could have, with the function `mend` of the sum's reduction.
 
         This is post-processing, which costs no privacy.
         """

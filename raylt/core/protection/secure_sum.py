@@ -1,4 +1,4 @@
-"""`Secure`: adds up the summable parts of replies under masks (`federation.secure`).
+"""`Secure`: adds up masked replies, so that the server sees only their sums (`federation.secure`).
 
 The aggregator plays both sides of the protocol in the server's process: it computes what a client would send from the
 client's reply, and what the server would learn from that alone. Anybody who can look into this process sees the
@@ -39,7 +39,7 @@ SEALED_BYTES = 2 * SHARE_BYTES + 16  # two shares and their authentication tag
 
 
 class Secure(Aggregator):
-    """Means and sums of replies that arrive under masks.
+    """An aggregator of means and sums whose replies arrive masked.
 
     Args:
         parts: the reductions by name, `mean` or `total`; none where nothing is uploaded.
@@ -181,7 +181,7 @@ class FixedPoint:
         return np.concatenate([*vector, np.array(present, dtype=np.int64)]).astype(np.int64).view(np.uint64)
 
     def decode(self, total: np.ndarray, weight: float) -> Tree:
-        """Return the parts from a sum of vectors, as a plain aggregation returns them.
+        """Decode a sum of vectors to the parts that an aggregation without masks would return.
 
         Means have their own types, totals are float64 and int64. Counters in a mean are the clients' mean, rounded;
         a plain aggregation takes their maximum.
@@ -236,7 +236,7 @@ def _check_summable(name: str, part: Reduction) -> None:
 
 
 def _step_and_largest(like: Any, kind: str, step: float, largest: float, clients: int) -> tuple[float, float]:
-    """Return the step and the largest value of an entry's fixed-point numbers.
+    """Return the resolution and the largest value of the fixed-point numbers for an entry.
 
     Whole numbers of totals are exact. Whole numbers in means may be counters, which grow with the run.
     """

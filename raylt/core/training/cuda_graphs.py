@@ -169,7 +169,7 @@ class Repeated:
         self._replay()
 
     def renew(self) -> None:
-        """Record the step again after a number from the host in its computation has changed."""
+        """Discard the recording, so that the step is recorded again with changed values from the host."""
         self._replay = None
 
     def _record(self, recorder: GraphRecorder, rows: Tensor) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""Features of a client's samples, from its own encoder and from a frozen image-text teacher."""
+"""Features of a client's samples, from the client's encoder and from a frozen image-text teacher."""
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ def features(client: Client, augment: Augmentation | None = None, pixels: int = 
 
 
 def encoded(client: Client, teacher: str, projected: bool = True) -> Tensor:
-    """Return the teacher's features of a client's images, float16 [n, w], in the order of its samples.
+    """Return the teacher's features of a client's images, float16 [n, w], in sample order.
 
     The first call in a process encodes the images in batches, without augmentation, and keeps the features in the
     client's cache. They are never in a checkpoint: every process computes the same values again.

@@ -1,4 +1,4 @@
-"""`fit_classifier`: train a classifier on features.
+"""`fit_classifier`: trains a classifier on features.
 
 The gradient of a softmax regression has a closed form. Computing it directly saves two thirds of a small step, which is
 spent on autograd's bookkeeping. The same kernels run on the same values as in autograd, so the bits are the same.

@@ -107,7 +107,7 @@ class Adam:
 
 
 def _gradients(loss: Tensor, params: list[Tensor]) -> tuple[list[int], list[Tensor], list[Tensor]]:
-    """Return the parameters that the loss depends on: their indices, the parameters and their gradients."""
+    """Return the indices, the values and the gradients of the parameters that the loss depends on."""
     if not params:  # all of them are frozen
         return [], [], []
     gradients = torch.autograd.grad(loss, params, allow_unused=True)
