@@ -3,7 +3,7 @@
     python population_based.py results
 
 Two trials of FedProx start from different learning rates and run at once. Every three rounds the worse one takes over
-the model of the better one, and goes on with changed values. The last line shows what the best trial had at the end.
+the model of the better one and continues with changed values. The last line shows the best trial's final values.
 """
 
 import argparse

@@ -105,6 +105,14 @@ def messages() -> Iterator[tuple[str, str]]:
                 yield f"{file}:{node.lineno}", text
 
 
+def pages() -> Iterator[tuple[str, str]]:
+    """Yield the lines of every page and example, with their places."""
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.*")]
+    for file in sorted(file for file in files if file.suffix in (".md", ".py") and "_build" not in file.parts):
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            yield f"{file.relative_to(ROOT)}:{number}", line
+
+
 def sentences(text: str) -> list[str]:
     """Return the sentences of a text; a semicolon or a colon also ends one."""
     return re.split(r"(?<=[.;:?!])\s+", " ".join(text.split()))
@@ -181,7 +189,7 @@ def test_errors_name_a_setting_and_end_with_a_full_stop():
     ] == []
 
 
-@pytest.mark.parametrize("texts", [docstrings, helps, messages], ids=["docstrings", "helps", "errors"])
+@pytest.mark.parametrize("texts", [docstrings, helps, messages, pages], ids=["docstrings", "helps", "errors", "pages"])
 def test_texts_have_no_phrase_of_private_english(texts):
     assert [f"{place}: {phrase[0]}" for place, text in texts() for phrase in [BANNED.search(text)] if phrase] == []
 
