@@ -5,7 +5,7 @@ import sys
 
 
 def cores() -> list[int]:
-    """Return the numbers of the CPU cores that this process may use; all cores if unknown (macOS)."""
+    """Return the indices of the CPU cores that this process may use, or of all cores if unknown (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

@@ -262,7 +262,7 @@ class Folder:
         return handle
 
     def _errors(self, name: str) -> AbstractContextManager[None]:
-        """Check a file's name, and return a context in which file errors name the file's path."""
+        """Check a file's name, and return a context manager that adds the file's path to file errors."""
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise CheckpointError(
                 f"{self.path}: is asked for a name that no file can have ({name!r}). Give a plain name.",

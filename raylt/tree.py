@@ -89,7 +89,7 @@ def from_arrays(tree: Tree) -> Tree:
 
 
 def nbytes(tree: Tree) -> int:
-    """Return the size of a tree in bytes: all bytes of tensors, 8 per number, the length of each string."""
+    """Return the size of a tree in bytes, counting tensors' bytes, 8 per number and the length of each string."""
     total = 0
     for _, leaf in leaves(tree):
         if isinstance(leaf, Tensor):

@@ -618,7 +618,7 @@ def allowed(field: FieldInfo) -> str:
 
 
 def branches(annotation: Any) -> tuple[Any, ...]:
-    """Return the member types of a union, or a tuple of the one type if there is no union."""
+    """Return the member types of a union; for any other type, a tuple of this type."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return typing.get_args(annotation)
     return (annotation,)

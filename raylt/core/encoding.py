@@ -121,7 +121,7 @@ class FeatureCache:
         return self._run(images.to(torch.uint8))
 
     def shard(self, shard: Shard, views: int = 0) -> Shard:
-        """Return a client's data (shard) with features float32 [n, 1 + views, d] in place of images."""
+        """Return a shard with features float32 [n, 1 + views, d] in place of images."""
         chunks = [self._chunk(take(shard.x, rows), views) for rows in _chunks(len(shard))]
         none = np.empty((0, 1 + views, self._fixed.shape[1]), np.float32)
         return replace(shard, x=np.concatenate([none, *chunks]))
@@ -135,8 +135,7 @@ class FeatureCache:
         return np.stack([self._view(images, of_view, view) for view, of_view in enumerate(keys)], axis=1)
 
     def _view(self, images: np.ndarray, keys: list[bytes], view: int) -> np.ndarray:
-        """Return the features of one view (plain or augmented) of images, float32 [n, d], from the cache if possible.
-        """
+        """Return the features of one view of images, float32 [n, d], from the cache where possible."""
         with folder_for(self.path) as folder:
             cached = _read(folder, keys)
             lacking = [key for key in dict.fromkeys(keys) if key not in cached]

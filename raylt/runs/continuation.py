@@ -115,7 +115,7 @@ def branch_to(
 
 
 def _shared_steps(run: Run, config: Config) -> Fork:
-    """Return the point at which a configuration starts to differ from a run's: the stage and last shared step.
+    """Return the stage at which a configuration diverges from a run, and the last step that both share.
 
     Raises:
         CheckpointError: the run has not committed that step, or has not kept its checkpoint.

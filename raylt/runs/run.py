@@ -264,7 +264,7 @@ class Run:
         return self._files.checkpoint()
 
     def checkpoint_after(self, step: int) -> Checkpoint:
-        """Return the checkpoint after a step.
+        """Return the checkpoint that was saved after a step.
 
         Raises:
             CheckpointError: it is damaged.
@@ -426,7 +426,7 @@ class Run:
         return trained_model.client_models(self.experiment(self.outline, step), self.setup, saved, ids)
 
     def resolve(self, config: Config) -> Setup:
-        """Resolve the names in a configuration, with relative paths as in this run.
+        """Resolve the names in a configuration to values; relative paths start from the same folder as the run's.
 
         Raises:
             ConfigError: a plugin is missing, or has changed since the run was made.

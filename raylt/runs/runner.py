@@ -28,7 +28,7 @@ SERVER_LIVES = 3  # times that the server's process may die in the same step
 
 
 class Steps(Protocol):
-    """The interface of an experiment, which is in this process or in a server actor."""
+    """The interface to an experiment in this process or in a server actor."""
 
     @property
     def done(self) -> bool: ...

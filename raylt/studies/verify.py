@@ -19,7 +19,7 @@ from raylt.studies.study import FILE, Study, check_definition_seal
 
 
 def verify_results(file: Path) -> list[Finding]:
-    """Check a results file: its seal, and each record against the summary of its run."""
+    """Check a results file: its own hashes, and each record against the summary of its run."""
     try:
         _, records, _, _ = read_results(file)
     except RayltError as error:

@@ -175,8 +175,7 @@ class Evaluator:
         return self._figures(self._judge_clients(self.fleet.everyone, name), self.fleet.ids)
 
     def _figures(self, matrices: Matrices, ids: Collection[int]) -> dict[str, Any]:
-        """Compute the figures of clients' own models or of a shared model, on the classes that each client
-        distinguishes.
+        """Compute the figures of clients' own or shared models, on the classes that each client distinguishes.
 
         The overall figures of clients' own models are read off the sum of their counts.
 

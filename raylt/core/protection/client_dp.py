@@ -82,7 +82,7 @@ class ClientNoise:
 
     @property
     def _expected_clients(self) -> float:
-        """Return the expected number of sampled clients, q K.
+        """Return q K, the expected number of sampled clients.
 
         Clients without samples count, new clients do not.
         """
@@ -91,7 +91,9 @@ class ClientNoise:
         return self.config.federation.participation * (clients - self.config.data.new_clients)
 
     def clipped(self, reply: Reply) -> Reply:
-        """Return a reply with its update clipped to the norm `privacy.update_clip`, with weight 1 and without a loss.
+        """Return a reply with its update clipped to norm S, which is `privacy.update_clip`.
+
+        The reply has weight 1 and no loss.
         """
         model = reply.tree[RELEASED]
         changes = {
@@ -108,8 +110,9 @@ class ClientNoise:
         return Reply(1.0, {name: cut if name == RELEASED else 0.0 for name in reply.tree})
 
     def noised(self, got: Replies) -> Replies:
-        """Return the model that was sent, plus the sum of the updates divided by the expected number of clients, plus
-        noise.
+        """Add the clients' noisy mean update to the model that was sent.
+
+        The sum of the updates is divided by q K, then noise is added.
         """
         privacy = self.config.privacy
         rng = np.random.default_rng(secrets.randbits(256))

@@ -160,7 +160,7 @@ class StagePace:
         return (time.monotonic() - self._since) / self.share * (1 - self.share) if self.share else None
 
     def line_is_due(self) -> bool:
-        """Return whether it is time for another line on this stage; if so, assume that the line is written now."""
+        """Return whether another line on this stage is due; if it is, restart the waiting time."""
         due = time.monotonic() - self._line >= LINE_EVERY
         if due:
             self._line = time.monotonic()

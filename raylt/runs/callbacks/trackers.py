@@ -121,7 +121,7 @@ class _Tracker(Callback):
         raise NotImplementedError
 
     def _close(self, model_sha256: str | None) -> None:
-        """Close the run's entry. The hash is None if the run was interrupted or failed."""
+        """Close the tracker's entry for the run; `model_sha256` is None if the run was interrupted or failed."""
         raise NotImplementedError
 
 

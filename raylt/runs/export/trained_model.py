@@ -186,7 +186,7 @@ def global_model(experiment: Experiment, trained: dict[str, Tensor] | None) -> T
 def client_models(
     experiment: Experiment, setup: Setup, saved: Checkpoint | None, ids: Iterable[int] | None
 ) -> Iterator[tuple[int, TrainedModel]]:
-    """Yield clients' own models with their ids, in the state in which an evaluation would use them now.
+    """Yield clients' own models with their ids, as an evaluation at this point would use them.
 
     Args:
         saved: the checkpoint that the experiment continues from; None before the first.

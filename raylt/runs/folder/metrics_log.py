@@ -82,7 +82,7 @@ class Lines:
     torn: bool
 
     def head(self, step: int | None = None) -> str:
-        """Return the hash of a step's line, which the next line repeats as `previous`; by default the last step's."""
+        """Return the hash of a step's line (by default the last), which the next line must repeat."""
         step = len(self.texts) if step is None else step
         return hash_line(self.texts[step - 1]) if step else self.root
 
@@ -136,7 +136,7 @@ def write_line(report: dict[str, Any], previous: str, date: str | None) -> str:
 
 
 def restored_line(saved: "Checkpoint", previous: str) -> str:
-    """Return the missing line of metrics.jsonl for a checkpoint's step, if a kill came before the line was written.
+    """Return the line of metrics.jsonl for a checkpoint's step that a killed run did not write.
 
     The date of this line is null.
     """

@@ -191,7 +191,7 @@ class Files:
         return saved
 
     def checkpoint_after(self, step: int) -> "Checkpoint":
-        """Return the checkpoint after a step."""
+        """Return the checkpoint that was saved after a step."""
         from raylt.core.checkpoint import checkpoint
 
         try:

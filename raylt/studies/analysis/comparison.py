@@ -339,7 +339,7 @@ def _versions(done: Sequence[RunRecord]) -> list[str]:
 
 
 def _unsealed(done: Sequence[RunRecord]) -> list[str]:
-    """Return the number of runs whose records have no seal, by cell and arm."""
+    """Return the number of runs whose records no hashes protect, by cell and arm."""
     counts = Counter((record.cell, record.arm) for record in done if not record.sealed)
     return [f"{f'{cell}, ' if cell else ''}{arm}: {runs} runs" for (cell, arm), runs in counts.items()]
 

@@ -170,7 +170,7 @@ def fit(wins: np.ndarray) -> np.ndarray:
 def _cells(
     studies: Mapping[str, Sequence[RunRecord]], measure: str, at: At
 ) -> dict[tuple[str, str], list[dict[str, float | None]]]:
-    """Return, for each cell, its blocks: the values of at least two arms for the same seed."""
+    """Group the values by cell into blocks; a block holds the values of at least two arms for the same seed."""
     cells: dict[tuple[str, str], dict[int, dict[str, float | None]]] = {}
     for name, records in studies.items():
         for record in records:
@@ -182,7 +182,7 @@ def _cells(
 
 
 def _planned(studies: Mapping[str, Sequence[RunRecord]]) -> Counter[str]:
-    """Count each arm's planned runs: the seeds of all cells in which the arm has a run."""
+    """Return the number of runs that each arm should have: the seeds of all cells in which the arm has a run."""
     planned: Counter[str] = Counter()
     for records in studies.values():
         for cell in {record.cell for record in records}:

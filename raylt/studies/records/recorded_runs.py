@@ -249,7 +249,7 @@ def load_planned(path: Path, planned: Sequence[Planned], mix_versions: bool) -> 
 
 
 def load_tuned(path: Path, definition: Definition, mix_versions: bool) -> Outcomes:
-    """Load recorded tuning outcomes that a study would otherwise search for with the same settings.
+    """Load the recorded outcomes of searches that the study would repeat unchanged.
 
     There are none where this code made none of the recorded runs, unless versions may be mixed. Another version made
     the searches, too.
@@ -356,7 +356,7 @@ def _with_former(definition: Definition, former: Definition) -> Definition:
 
 
 def _restricted(wide: Definition, definition: Definition, kept: Mapping[Key, RunRecord]) -> Definition:
-    """Return a study without those former arms and cells that have no kept runs."""
+    """Return a study without the former arms and cells for which no runs were kept."""
     cells = {cell for cell, _, _ in kept}
     arms = {arm for _, arm, _ in kept} | definition.arms.keys()
     fields: dict[str, Any] = {"arms": {arm: changes for arm, changes in wide.arms.items() if arm in arms}}

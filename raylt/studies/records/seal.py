@@ -40,7 +40,7 @@ class RecordSeal(TypedDict):
 
 @closed
 class FileSeal(TypedDict):
-    """The hashes that seal a results file; an unsealed record has None."""
+    """The hashes that seal a results file, with None for each unsealed record."""
 
     definition: str
     holdings: str
@@ -50,7 +50,7 @@ class FileSeal(TypedDict):
 
 
 def seal_record(record: RunRecord) -> RecordSeal | None:
-    """Return the seal of a record, or None if its summary has lost the hash that the run wrote."""
+    """Return the hashes that seal a record, or None if its summary has lost the hash that the run wrote."""
     if not record.sealed or (record.summary is not None and not is_intact(record.summary)):
         return None
     content = RunRecord.from_json(record.to_json()).to_json()  # numbers of the types that a reader gives them
@@ -65,7 +65,7 @@ def seal_record(record: RunRecord) -> RecordSeal | None:
 
 
 def seal_file(definition: Any, holdings: Any, tuned: Any, records: Sequence[RunRecord]) -> FileSeal:
-    """Compute the seal of a results file with the given content."""
+    """Compute the hashes that seal a results file with the given content."""
     content: Any = {
         "definition": hash_json(definition),
         "holdings": hash_json(holdings),
@@ -77,7 +77,7 @@ def seal_file(definition: Any, holdings: Any, tuned: Any, records: Sequence[RunR
 
 
 def check_seal(seal: FileSeal, content: Mapping[str, Any], records: Sequence[RunRecord], where: str) -> list[bool]:
-    """Check the content of a results file against its seal.
+    """Check the content of a results file against its seal, that is, against its hashes.
 
     Args:
         seal: as read from the file.

@@ -126,7 +126,7 @@ def _state_counts(records: Sequence[RunRecord]) -> str:
 
 
 def _rows(comparison: Comparison) -> list[tuple[Any, ...]]:
-    """Return each row with its mean, standard deviation, difference and optimism as text."""
+    """Return the rows of a comparison with their figures formatted as text."""
     show = shown(comparison.measure)
     return [
         (
@@ -294,7 +294,7 @@ def _costs(done: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 
 def _provenance(done: Sequence[RunRecord]) -> list[tuple[str, str]]:
-    """Return the versions and machines of the runs, each with all values that occur."""
+    """List the versions and machines that made the runs, with all values that occur."""
     entries = []
     for key, heading in _PROVENANCE.items():
         values = list(dict.fromkeys(str(run.made[key]) for run in done if run.made.get(key) is not None))

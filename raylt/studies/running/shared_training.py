@@ -13,7 +13,7 @@ from raylt.studies.definition import Planned
 
 
 class Stem(NamedTuple):
-    """The run (stem) from whose first steps another run continues.
+    """The run from which another run continues, and the number of steps that both share.
 
     Attributes:
         folder: of the stem, relative to the study's folder.
@@ -25,7 +25,7 @@ class Stem(NamedTuple):
 
 
 def stems(planned: Sequence[Planned]) -> dict[str, Stem]:
-    """Find, for each run that can continue from another run's first steps, this other run (its stem).
+    """Map each run that can continue from another run's first steps to this other run, by folder.
 
     A run that has a stem is not the stem of another run. A run keeps the checkpoints before its own stages only, so no
     run could continue from it before an earlier stage. The runs with the earliest stage therefore come first.

@@ -52,7 +52,7 @@ class Pace:
         self._expected[planned.arm, planned.cell] = seconds
 
     def left(self, planned: Planned, steps: int) -> float:
-        """Return the time that a run still needs after `steps` of its steps are done."""
+        """Predict the remaining time of a run after its first `steps` steps."""
         rounds = planned.config.federation.rounds
         if not self.measured:
             return max(0, rounds - steps) * _work(planned.config)

@@ -159,7 +159,7 @@ def search_arms(
 
 
 def search_hash(tuning: Tuning, arm: str, base: Config, reference: Config) -> str:
-    """Return a hash of everything that an arm's search depends on, except where its files are.
+    """Return a hash of everything that an arm's search depends on, except the location of files.
 
     Settings for other arms do not count. The reference arm counts, since its runs are the unit of the budget.
     """
