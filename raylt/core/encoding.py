@@ -121,7 +121,7 @@ class FeatureCache:
         return self._run(images.to(torch.uint8))
 
     def shard(self, shard: Shard, views: int = 0) -> Shard:
-        """Return a shard with features float32 [n, 1 + views, d] in place of images."""
+        """Return a client's data (shard) with features float32 [n, 1 + views, d] in place of images."""
         chunks = [self._chunk(take(shard.x, rows), views) for rows in _chunks(len(shard))]
         none = np.empty((0, 1 + views, self._fixed.shape[1]), np.float32)
         return replace(shard, x=np.concatenate([none, *chunks]))

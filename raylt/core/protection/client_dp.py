@@ -82,7 +82,7 @@ class ClientNoise:
 
     @property
     def _expected_clients(self) -> float:
-        """Return q K, the expected number of sampled clients.
+        """Return the expected number of sampled clients, q K.
 
         Clients without samples count, new clients do not.
         """

@@ -151,7 +151,7 @@ class TextTable:
 
 @dataclass(frozen=True)
 class _AsWideAsFits:
-    """A table for the terminal that is split into several tables if its columns do not fit."""
+    """A table that is split into several tables if its columns do not fit the terminal."""
 
     table: TextTable
 
