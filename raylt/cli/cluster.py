@@ -8,7 +8,7 @@ from rich.table import Table
 
 from raylt.cli.options import Address, Format, FormatOption, Settings, config_of, err, out, print_json
 from raylt.config import Config
-from raylt.errors import DataError
+from raylt.errors import RayltError
 from raylt.own_code.top_level_names import claim
 
 
@@ -42,20 +42,18 @@ def plan(
 def _check_as_run_does(config: Config) -> str:
     """Check the settings as `raylt run` does before it starts, and describe the work after the last round.
 
-    Plans are also made where the data is not, on a laptop for a cluster. Checks that need the data are then left out,
-    and the last phase is not described.
+    Plans are also made where the data or weights are not, on a laptop for a cluster. Checks that need them are then
+    left out, and the last phase is not described.
     """
-    from raylt.runs.start import plan_run
+    from raylt.runs.start import lacks_files, preview_run
 
     try:
-        setup, task = plan_run(config)
-    except DataError as error:
-        if config.data.clients is None:
+        setup, task, model = preview_run(config)
+    except RayltError as error:
+        if config.data.clients is None or not lacks_files(error):
             raise
-        err.print(f"checked without the data: {error}", markup=False, soft_wrap=True)
+        err.print(f"checked without these files: {error}", markup=False, soft_wrap=True)
         return ""
-    model = setup.new_model(task.spec)
-    setup.method.prepare(task, setup.config, model)
     return setup.method.last_phase(task.spec, model)
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from raylt.cli.jobs import DashboardAddress, follow_job, list_jobs
 from raylt.cli.options import Format, err, out
-from raylt.errors import ConfigError, DataError, RayltError, quoted
+from raylt.errors import ConfigError, RayltError, quoted
 from raylt.runs.callbacks.base import Callback, StudyStatus
 
 if TYPE_CHECKING:
@@ -244,17 +244,19 @@ def _last_phases(plans: "Sequence[Planned]") -> list[str]:
     """
     from raylt.core.method import Method
     from raylt.registry import resolve
-    from raylt.runs.start import plan_run
+    from raylt.runs.start import lacks_files, preview_run
 
     lines = []
     for arm, config in {plan.arm: plan.config for plan in reversed(plans)}.items():
         if type(resolve(config).method).last_phase is Method.last_phase:
             continue
         try:
-            setup, task = plan_run(config)
-        except DataError:  # a study can be planned where its data are not
+            setup, task, model = preview_run(config)
+        except RayltError as error:
+            if not lacks_files(error):
+                raise
             continue
-        if text := setup.method.last_phase(task.spec, setup.new_model(task.spec)):
+        if text := setup.method.last_phase(task.spec, model):
             lines.append(f"last phase of {arm}: {text}")
     return lines
 

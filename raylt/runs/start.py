@@ -15,9 +15,10 @@ from raylt.data.splits.check import complete
 from raylt.data.splits.draw import check_judged
 from raylt.data.task import Task, TaskSpec, build_task, outline_of
 from raylt.disk import check_name
-from raylt.errors import ConfigError, no_exit
+from raylt.errors import ConfigError, RayltError, no_exit
 from raylt.methods import METHODS
 from raylt.models import try_model
+from raylt.models.split import SplitModel
 from raylt.registry import PluginKind, is_plugin, origins, register, resolve
 from raylt.runs import continuation
 from raylt.runs.callbacks.base import Callback, Callbacks
@@ -27,6 +28,8 @@ from raylt.runs.run import Run
 from raylt.runs.runner import FleetKind, carry_out
 from raylt.seeds import seeded
 
+# errors for files that may be on another machine, for which a run is planned here
+_LACKING_FILES = ("data.not-found", "model.weights-unavailable", "model.teacher-unavailable")
 # keywords of `run` that also take a function, by the kind of plugin that it becomes
 PLUGIN_KEYWORDS: dict[str, PluginKind] = {
     "model": "model",
@@ -93,8 +96,11 @@ def run(
 
 
 @no_exit()
-def plan_run(config: Config) -> tuple[Setup, Task]:
+def plan_run(config: Config, task: Task | None = None) -> tuple[Setup, Task]:
     """Resolve a configuration, build its task and check for conflicting settings, without starting anything.
+
+    Args:
+        task: of the same settings of data, where it was built already.
 
     Raises:
         ConfigError: a setting cannot be used.
@@ -103,13 +109,38 @@ def plan_run(config: Config) -> tuple[Setup, Task]:
     check_size(config.data)
     method = resolve(config).method
     config = config.model_copy(update={"method": {"name": method.name, **method.model_dump()}})
-    task = build_task(config.data)
+    task = task or build_task(config.data)
     config = config.model_copy(update={"data": complete(config.data, task.split)})
     setup = resolve(config)
     check_setup(setup, task.spec)
     check_delta(config, [size for k, size in enumerate(task.sizes) if k not in task.new_clients])
     check_judged(task.name, task.test.y, task.classes)
     return setup, task
+
+
+@no_exit()
+def preview_run(config: Config, task: Task | None = None) -> tuple[Setup, Task, SplitModel]:
+    """Check a configuration as `run` does before its first round, without starting anything.
+
+    Args:
+        task: of the same settings of data, where it was built already.
+
+    Returns:
+        The values that the configuration names, its task and its untrained model.
+
+    Raises:
+        ConfigError: a setting cannot be used.
+        DataError: the data is missing or cannot be split as asked.
+    """
+    setup, task = plan_run(config, task)
+    model = setup.new_model(task.spec)
+    setup.method.prepare(task, setup.config, model)
+    return setup, task, model
+
+
+def lacks_files(error: RayltError) -> bool:
+    """Return whether `preview_run` raised an error for files that are missing on this machine alone."""
+    return error.code in _LACKING_FILES
 
 
 def check_setup(setup: Setup, spec: TaskSpec) -> None:

@@ -16,16 +16,17 @@ import yaml
 from pydantic import TypeAdapter
 
 from raylt import store
-from raylt.config import Config, settled
+from raylt.config import Config, DataConfig, settled
 from raylt.config import differences as setting_differences
-from raylt.data.task import build_task, judged_images_of
+from raylt.data.task import JudgedImages, Task, judged_images_of
 from raylt.disk import exists, is_file
-from raylt.errors import CheckpointError, ConfigError, DataError, quoted, spoken
+from raylt.errors import CheckpointError, ConfigError, RayltError, quoted, spoken
 from raylt.metrics import GROUPS
 from raylt.notebook import html_table, in_notebook, later
 from raylt.runs.callbacks.base import Callback
 from raylt.runs.callbacks.notebook_progress import NotebookProgress
 from raylt.runs.folder import provenance
+from raylt.runs.start import lacks_files, preview_run
 from raylt.studies.analysis.comparison import Comparison, compare
 from raylt.studies.analysis.measures import At, value_of
 from raylt.studies.definition import Definition, Planned, define, read_definition
@@ -110,35 +111,54 @@ def of_runs(folders: Sequence[Path]) -> "Study":
     return Study(definition, None, records)
 
 
-def check_claimed_groups(definition: Definition, plans: Sequence[Planned]) -> None:
-    """Check that each class group that a claim mentions has test images in some cell.
+def check_open_runs(definition: Definition, plans: Sequence[Planned]) -> None:
+    """Check that runs can start, and that each group of classes in a claim has test images in some cell.
+
+    Of the runs of an arm in a cell, the first is checked for all seeds. A study can be planned where its data are not,
+    so a run whose files are missing here is not checked, and then the claims are not either.
 
     Args:
         definition: the study.
-        plans: the runs that are not done. Without the data of one of them nothing is checked.
+        plans: the runs that are not done.
 
     Raises:
-        ConfigError: a group has none, so that the claim could never be judged.
+        ConfigError: a run cannot start, or a claimed group has no test images, so that the claim could never be judged.
+        DataError: the data are malformed or cannot be split as asked.
     """
+    configs: dict[tuple[str, str], Config] = {}
+    for plan in plans:
+        configs.setdefault((plan.cell, plan.arm), plan.config)
+    judged: list[JudgedImages] = []
+    task: Task | None = None
+    data: DataConfig | None = None
+    complete = True
+    for config in configs.values():
+        if config.data != data:
+            task, data = None, config.data
+        try:
+            _, previewed, _ = preview_run(config, task)
+        except RayltError as error:
+            if not lacks_files(error):
+                raise
+            complete = False
+            continue
+        if task is None:
+            judged.append(judged_images_of(previewed))
+        task = previewed
+    if complete and judged:
+        _check_claimed_groups(definition, judged)
+
+
+def _check_claimed_groups(definition: Definition, judged: Sequence[JudgedImages]) -> None:
     claimed = {
         group: claim
         for claim in definition.parsed_claims
         for group in GROUPS
         if group in [measure.partition("@")[0] for measure in claim.measures]
     }
-    if not claimed or not plans:
-        return
-    judged: set[str] = set()
-    low, high = 0, 0
-    for config in {plan.cell: plan.config.data for plan in plans}.values():
-        try:
-            tests = judged_images_of(build_task(config))
-        except DataError:
-            return
-        judged.update(group for group, images in tests["groups"].items() if images)
-        low, high = tests["thresholds"]
+    low, high = judged[-1]["thresholds"]
     for group, claim in claimed.items():
-        if group not in judged:
+        if not any(images["groups"].get(group) for images in judged):
             raise ConfigError(
                 f"study.claims: no test image is of a {group}-shot class ({claim}). Set data.groups, which is "
                 f"[{low}, {high}] here, or claim something else.",
@@ -232,7 +252,8 @@ class Study:
         """Return the study that `create` would return, without writing anything.
 
         Raises:
-            ConfigError: a claim is about a group of classes that no cell has.
+            ConfigError: a run cannot start, or a claim is about a group of classes that no cell has.
+            DataError: the data are malformed or cannot be split as asked.
         """
         previewed = cls(definition, out / definition.name, [])
         if record_file is not None:
@@ -245,7 +266,7 @@ class Study:
             for plan, record in zip(previewed.planned, previewed.records, strict=True)
             if record.state != "done" and not previewed.is_on_record(record)
         ]
-        check_claimed_groups(definition, still_open)
+        check_open_runs(definition, still_open)
         return previewed
 
     @classmethod
@@ -263,6 +284,7 @@ class Study:
             mix_versions: whether recorded runs count although other code made them.
 
         Raises:
+            ConfigError, DataError: see `preview`.
             CheckpointError: the folder is something else, a run in it was made with other settings, or the record
                 cannot be read.
         """

@@ -152,13 +152,21 @@ def test_debug_shows_the_traceback_anywhere_on_the_line(tmp_path):
         ["method=fedavg", "federation.sampling=poisson", "federation.over_select=0.5"],
         ["method=fednova", "local.optimiser=adam"],
         ["method=ratioloss", "federation.rounds=2"],
+        ["method=fedavg", "model=cnn"],
+        ["method=fedavg", "data.clients=5000"],
     ],
 )
-def test_plan_refuses_what_run_refuses(raylt, settings):
+def test_plan_and_a_studys_dry_run_refuse_what_run_refuses(raylt, tmp_path, settings):
     planned = raylt("plan", *settings)
     refused(planned)
     done = raylt("run", *settings, "--fleet", "local")
     assert (done.code, done.err.splitlines()[-1]) == (2, planned.err.strip())
+    arm = "\n".join(f"    {text.replace('=', ': ', 1)}" for text in settings)
+    file = tmp_path / "one.yaml"
+    file.write_text(f"arms:\n  fits: fedavg\n  only:\n{arm}\n")
+    previewed = raylt("study", file, "--dry-run")
+    refused(previewed)
+    assert previewed.err.strip() == planned.err.strip()
 
 
 def test_a_missing_argument_with_choices_is_one_line(raylt):

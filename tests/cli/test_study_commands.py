@@ -134,6 +134,36 @@ def test_claim_on_a_group_without_classes_is_refused_in_a_dry_run(tmp_path, monk
     assert "8 runs" in printed(capsys, "study", "s.yaml", "--dry-run")
 
 
+UNFIT = [
+    ({"model": "cnn"}, "model.images-too-small", {"key": "model", "value": "cnn"}),
+    ({"model": "torchvision:googlenet"}, "model.wrong-input", {"key": "model"}),
+    ({"data": {"source": "digits", "size": 32}}, "config.conflict", {"key": "data.size"}),
+    ({"data": {"clients": 1000}}, "data.too-few", {}),
+]
+
+
+@pytest.mark.parametrize(("settings", "code", "details"), UNFIT)
+@pytest.mark.parametrize("options", [["--dry-run"], []])
+def test_arm_that_cannot_start_is_refused_before_anything_runs(tmp_path, monkeypatch, settings, code, details, options):
+    monkeypatch.chdir(tmp_path)
+    arms = {"fits": "fedavg", "unfit": {"method": "fedavg", **settings}}
+    (tmp_path / "s.yaml").write_text(json.dumps(TREE | {"arms": arms}))
+    with refused(code, **details):
+        app(["study", "s.yaml", *options], standalone_mode=False)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_study_is_planned_where_its_data_are_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tree = TREE | {"claims": ["prox > fedavg on few"], "cells": {"data.source": ["folder:elsewhere", "digits"]}}
+    (tmp_path / "s.yaml").write_text(json.dumps(tree))
+    assert "8 runs" in printed(capsys, "study", "s.yaml", "--dry-run")
+    arms = tree["arms"] | {"unfit": {"method": "fedavg", "model": "cnn"}}
+    (tmp_path / "s.yaml").write_text(json.dumps(tree | {"arms": arms}))
+    with refused("model.images-too-small", ConfigError):
+        app(["study", "s.yaml", "--dry-run"], standalone_mode=False)
+
+
 def test_dry_run_says_what_a_last_phase_costs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     fields = {"rf_dim": 60, "m_min": 80, "m_max": 120}
