@@ -304,7 +304,7 @@ def resume_call(folder: object) -> str:
 
 @contextmanager
 def at_the_shell() -> Iterator[None]:
-    """Make error messages inside the block name shell commands and options.
+    """Let error messages inside the block mention shell commands and options, not Python calls.
 
     Child processes inherit this.
     """

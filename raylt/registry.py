@@ -1,4 +1,4 @@
-"""The registry, which maps names in a configuration to values, once, in the process that starts a run.
+"""The registry: maps names in a configuration to values, once, in the process that starts a run.
 
 Plugins are a user's own methods, models, data sources, augmentations, partitions and schedules. They come as values
 (`raylt.register`), from a file (`--plugin FILE`), or from an installed package through the entry points

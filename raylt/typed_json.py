@@ -13,7 +13,7 @@ closed = with_config(ConfigDict(extra="forbid"))  # for a TypedDict: refuses unk
 
 
 def as_json(content: bytes | str, kind: "TypeAdapter[T]", what: str, error: type[RayltError] = CheckpointError) -> T:
-    """Parse a JSON text and check it strictly against a type, so that a string is not accepted as a number.
+    """Parse a JSON text and check it strictly against a type: a string, for example, is not a number.
 
     Args:
         content: The JSON.

@@ -11,7 +11,7 @@ LONGEST_TEXT = 4096
 
 
 def as_typed(annotation: Any, value: Any) -> Any:
-    """Return a value unchanged if its type is one of the types in an annotation; otherwise raise an error.
+    """Return a value if its type is one of the types in an annotation; otherwise raise an error.
 
     Raises:
         PydanticCustomError: The value has another type that pydantic would convert, as '010' to 10 or 'yes' to true.

@@ -93,7 +93,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A pair of settings (or a setting and a property) that a run cannot combine; one row of the table.
+    """A row of the table: a setting, and another setting or property that it must not be combined with.
 
     Attributes:
         setting: its key.

@@ -84,7 +84,9 @@ class Method(BaseModel):
         return type(self).finish is not Method.finish
 
     def stages(self, rounds: int) -> dict[str, int]:
-        """Map each stage of a run to the step after which it begins; a run can be branched at these steps.
+        """Map each stage of a run to the step after which the stage begins.
+
+        A run can be branched at these steps.
 
         Args:
             rounds: The number of rounds, R.

@@ -1,4 +1,4 @@
-"""`RoundReport`: the record of one committed step; all its figures are named here.
+"""`RoundReport`: the record of one committed step, with names for all its figures.
 
 Everything that shows or keeps a figure follows from the fields of this model: the line of metrics.jsonl and its JSON
 schema, the figures that summary.json repeats, the rows of `Run.metrics`, the curves of TensorBoard, and the headings of
@@ -31,7 +31,7 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 def _client_id(key: object) -> object:
-    """Return a client id as a number; JSON stores it as a string."""
+    """Convert a client id to a number, since JSON stores it as a string."""
     return int(key) if isinstance(key, str) and key.isdecimal() else key
 
 

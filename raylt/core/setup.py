@@ -1,4 +1,4 @@
-"""`Setup`: the values that make up an experiment, sent to every process so that no process looks up names."""
+"""`Setup`: the values that make up an experiment, in a form that can be sent to every process."""
 
 from dataclasses import dataclass
 

@@ -94,7 +94,7 @@ def _checkpoint_before(run: Run, round: int) -> Checkpoint | None:
 
 
 class ReplayFleet(LocalFleet):
-    """A fleet that repeats a round up to one client's call, and raises the outcome of this call as `ReplayedCall`."""
+    """A fleet that repeats a round up to one client's call, then raises the outcome as `ReplayedCall`."""
 
     def __init__(self, config: Config, task: Task, host: ClientHost, round: int, client: int, function: str | None):
         super().__init__(config, task, host)

@@ -297,7 +297,7 @@ class Run:
         return -max(judged)[1]
 
     def _saved_after(self, step: int) -> Checkpoint:
-        """Return the checkpoint after a step; raise CheckpointError if the run did not keep it."""
+        """Return the checkpoint after a step, or raise CheckpointError if the run did not keep it."""
         kept = checkpoint.steps(self.folder / "checkpoints")
         if step not in kept:
             raise CheckpointError(

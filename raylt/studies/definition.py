@@ -291,7 +291,9 @@ class Definition(Section):
 
 
 def read_definition(path: Path) -> Definition:
-    """Read a study from a YAML file; its name is the file's name unless the file gives another.
+    """Read a study from a YAML file.
+
+    The study has the file's name unless it gives its own.
 
     Raises:
         ConfigError: the file cannot be read, or something in it is wrong.

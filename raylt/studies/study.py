@@ -489,7 +489,7 @@ class Study:
         return recorded_runs.update(record_file, self.definition, done, self.holdings, self.tuned)
 
     def is_on_record(self, record: RunRecord) -> bool:
-        """Return whether a run was taken from a results file, so that it has no folder."""
+        """Return whether a run was taken from a results file instead of a run folder."""
         return self.recorded.records.get((record.cell, record.arm, record.seed)) is record
 
     def check_whole(self) -> None:
@@ -524,7 +524,7 @@ class Study:
                 )
 
     def _check_runs(self, folder: Path, mix_versions: bool) -> None:
-        """Check that no run is damaged and that one version of the code made all runs.
+        """Check that no run is damaged, and that all runs were made by one version of the code.
 
         Several versions are accepted with `mix_versions`.
         """

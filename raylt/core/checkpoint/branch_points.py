@@ -13,7 +13,7 @@ from raylt.errors import ConfigError
 
 
 class Fork(NamedTuple):
-    """The point at which two runs diverge: the first stage that differs, and the last step that the runs share."""
+    """The point at which two runs diverge: the stage that differs first, and the last step before that stage."""
 
     stage: str
     step: int
@@ -84,7 +84,7 @@ def stage_of(method: type[Method], field: str) -> str | None:
 
 
 def _changed(method: Method, other: Method) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the fields in which two methods differ, as (name, old value, new value).
+    """Yield (name, old value, new value) for each field that differs between two methods.
 
     For two methods of different classes, only fields that act from the first round on are compared.
     """

@@ -32,7 +32,9 @@ FEW, LITTLE = 64, 2**24  # clients, and bytes, below which a pack is small
 
 
 def parts(step: int, saved: Mapping[str, CheckpointPart], fleet: Fleet) -> Iterator[tuple[str, ClientStates | None]]:
-    """Yield the name and the client states of each pack in a new checkpoint; None stands for an unchanged pack.
+    """Yield the packs of a new checkpoint as (name, client states).
+
+    None in place of the states stands for an unchanged pack.
 
     Args:
         saved: the parts of the checkpoint before, whose clients the fleet has.

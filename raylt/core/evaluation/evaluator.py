@@ -341,5 +341,5 @@ def _as_message(shard: Shard) -> dict[str, Any]:
 
 
 def _as_deployed(shared: Counts | None) -> Matrices | None:
-    """Return the global model's counts as those of all clients, for a method whose clients use the global model."""
+    """Return the counts that clients share if all of them use the global model."""
     return None if shared is None else Matrices(shared.all, own=shared.own)

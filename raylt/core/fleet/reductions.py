@@ -83,7 +83,7 @@ class Reduction:
         return replace(self, condition=condition)
 
     def where_of(self, condition: Callable[[int, Any], str | None]) -> "Reduction":
-        """Return a reduction that also checks a condition on the part and the id of its client.
+        """Return a reduction that also checks a condition on the part and the client's id.
 
         Args:
             condition: gets the client's id and the part; returns why the part cannot be used, or None.
@@ -99,7 +99,7 @@ class Reduction:
         return replace(self, counted=names or ("",))
 
     def over_samples(self, condition: Callable[[int, Tree], str | None]) -> "Reduction":
-        """Return a reduction that checks the part against the client's number of samples, which the server knows.
+        """Return a reduction that also checks a condition on the part and the client's number of samples.
 
         Args:
             condition: gets the number of the client's samples and all parts of its reply, each of the right form;
@@ -108,7 +108,7 @@ class Reduction:
         return replace(self, samples_condition=condition)
 
     def by_column(self) -> "Reduction":
-        """Return a reduction for a matrix with one class sum per column; a column's last number is its sample count.
+        """Return a reduction for a matrix with one class per column: the class's sum, then its number of samples.
 
         Robust rules then take each class by itself.
         """
@@ -119,7 +119,7 @@ class Reduction:
         return replace(self, largest=largest)
 
     def bounded(self, per_sample: Mapping[str, float] | float, mend: Callable[[Any], Any] | None = None) -> "Reduction":
-        """Return a reduction for a sum over samples in which each sample adds a value of norm at most `per_sample`.
+        """Return a reduction for a sum over samples, with an upper bound on what each sample can add.
 
         With this bound, noise can hide each sample (differential privacy).
         """

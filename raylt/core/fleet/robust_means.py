@@ -73,7 +73,9 @@ def _middle(column: Tensor, trimmed: float) -> Tensor:
 
 
 def _clipped(columns: dict[LeafPath, Tensor], weights: Tensor) -> dict[LeafPath, Tensor]:
-    """Return the median plus the weighted mean of the clients' differences from it, clipped to their median norm.
+    """Return the median plus a weighted mean of the clients' differences from the median.
+
+    Each difference is clipped to the median length of all differences.
 
     A length is that of all float leaves together.
     """

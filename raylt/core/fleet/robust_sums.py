@@ -131,7 +131,10 @@ def _flat(leaf: Any) -> Tensor:
 
 
 def _as_tree(leaves: dict[tuple[Any, ...], Any]) -> Any:
-    """Build a tree from leaves by path; a single leaf with an empty path is returned as it is."""
+    """Build a tree from its leaves by path.
+
+    A single leaf with an empty path is returned as it is.
+    """
     if () in leaves:
         return leaves[()]
     tree: dict[Any, Any] = {}

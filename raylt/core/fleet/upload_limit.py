@@ -10,7 +10,7 @@ from raylt.tree import Tree
 
 
 def check_class_sums(task: Task, model: SplitModel, of_class: Tree) -> None:
-    """Raise ConfigError if the sums of all classes of a client would exceed the size limit of a reply.
+    """Raise ConfigError if a client's sums for all its classes would exceed the size limit of a reply.
 
     Args:
         of_class: the template of one class's sums.

@@ -1,4 +1,4 @@
-"""`ValueStore`: stores clients' values in one call; the first gibibytes stay in memory, the rest goes to a file.
+"""`ValueStore`: keeps the first gibibytes of clients' values in memory and writes the rest to a file.
 
 A method that compares clients asks for `each` update. With 1,000 clients and ResNet-18 these are 45 GB, which a sum
 would need once. The store writes what exceeds IN_MEMORY into a file and returns views of it. Their bits are the same,

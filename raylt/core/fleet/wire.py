@@ -164,7 +164,7 @@ def shown(value: Any, length: int = 60) -> str:
 
 
 def dotted(path: Path) -> str:
-    """Return a path as `model.encoder.weight`, short enough for a message."""
+    """Return a path joined by dots, such as `model.encoder.weight`, shortened for a message."""
     return shown(".".join(map(str, path)), 120)
 
 

@@ -43,7 +43,7 @@ Unmasking = dict[int, tuple[str, int]]  # by member: "seed" or "key", and a shar
 
 @dataclass(frozen=True)
 class Commitment:
-    """The hashes that bind a member to the secrets that it deals to other members.
+    """The hashes that a member publishes of the secrets that it deals to other members.
 
     The member's mask key needs no hash, since it has a public key.
 
@@ -82,7 +82,7 @@ class Member:
         self.commitment: Commitment | None = None  # with round 1
 
     def deal(self, all_keys: Mapping[int, Keys], threshold: int) -> dict[int, bytes]:
-        """Return two encrypted shares for each other member (round 1).
+        """Return two encrypted shares for every other member (round 1).
 
         Args:
             all_keys: public keys by member.

@@ -56,7 +56,7 @@ class Protection:
         self._spent = False
 
     def with_templates(self, parts: Mapping[str, Reduction], message: Message) -> dict[str, Reduction]:
-        """Return the reductions, with the model that was sent as the template of noisy model uploads."""
+        """Set the sent model as the template of the model uploads that get noise, and return all reductions."""
         model = parts.get(RELEASED)
         if self._config.privacy.update_epsilon is None or self._judging or model is None or RELEASED not in message:
             return dict(parts)

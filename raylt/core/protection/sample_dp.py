@@ -67,7 +67,7 @@ class Noise:
         return cls(deviations, sigma)
 
     def added(self, reply: Reply, parts: Mapping[str, Reduction], share: float) -> Reply:
-        """Return a reply with noise in every entry that its parts may have, even in entries that the client left out.
+        """Return a reply with noise in every possible entry of its parts, even in entries that the client left out.
 
         Args:
             share: this client's share of the variance.
@@ -88,7 +88,7 @@ class Noise:
         }
 
     def mended(self, name: str, value: Any, parts: Mapping[str, Reduction]) -> Any:
-        """Correct a noisy sum to a value that samples could have, with the function `mend` of the sum's reduction.
+        """Correct a noisy sum with its reduction's function `mend`, so that real samples could have this sum.
 
         This is post-processing, which costs no privacy.
         """

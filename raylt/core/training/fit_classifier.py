@@ -98,7 +98,7 @@ def fit_classifier(
 
 
 def fit_time(dim: int, classes: int, samples: int, epochs: int, batch: int) -> str:
-    """Return the time of `fit_classifier` on `samples` features, in words."""
+    """Return the estimated time that `fit_classifier` takes on `samples` features, as text."""
     return about(fit_seconds(dim, classes, samples, epochs, batch))
 
 

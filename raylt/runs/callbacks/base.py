@@ -70,7 +70,7 @@ class Callback:
     # a run
 
     def on_start(self, folder: Path, config: "Config", reports: list[dict[str, Any]]) -> None:
-        """Receive the folder and configuration of a run before the run's first step.
+        """Receive the folder and the configuration of a run before the first step.
 
         Args:
             folder: the run folder.

@@ -204,7 +204,7 @@ class DistinctEntries:
             self._first[id][name], _ = stored.setdefault(hash_tensors({name: copied}), (id, copied))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the distinct values by the names that they have in the file."""
+        """Return the tensors to store, by their names in the file."""
         return {
             self._stored_name(name, id): value for name, values in self._values.items() for id, value in values.values()
         }

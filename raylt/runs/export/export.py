@@ -103,7 +103,10 @@ def export(
 
 
 def card_of(path: Path) -> Path:
-    """Return the path of an exported file's model card: NAME.md, so that README.onnx does not replace README.md."""
+    """Return the path of the model card that belongs to an exported file: NAME.md.
+
+    So README.onnx does not replace README.md.
+    """
     return path.with_name(f"{path.name}.md")
 
 

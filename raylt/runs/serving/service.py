@@ -158,7 +158,7 @@ class Service:
             )
 
     def _check_rate(self, address: str) -> None:
-        """Count one image against the rate limit of an address; refuse the request if the limit is exceeded.
+        """Count an image against the rate limit of an address, and refuse the request above the limit.
 
         Bursts of one second's images are allowed.
         """

@@ -144,7 +144,10 @@ class ClaimFigures:
 
 
 def judge(claims: Sequence[ClaimFigures], cells: Sequence[str], level: float) -> list[Judged]:
-    """Test every claim in each cell that has both arms. All tests form one family for the p values."""
+    """Test every claim in each cell that has both arms.
+
+    All tests form one family, for which the p values are adjusted.
+    """
     pairs: list[tuple[ClaimFigures, str, Paired]] = []
     for figures in claims:
         for cell in cells:

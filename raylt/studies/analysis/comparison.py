@@ -333,19 +333,19 @@ def _parts_only_in(condition: str, other: str) -> str:
 
 
 def _versions(done: Sequence[RunRecord]) -> list[str]:
-    """Return a line for each version of the code with its number of runs; empty if there is one version."""
+    """Return a line for each version of the code with its number of runs, if there are several versions."""
     made = Counter(" and ".join(code[:12] for code in record.made.get("codes", ["unknown"])) for record in done)
     return [f"{code}: {runs} runs" for code, runs in made.items()] if len(made) > 1 else []
 
 
 def _unsealed(done: Sequence[RunRecord]) -> list[str]:
-    """Return the number of runs whose records no hashes protect, by cell and arm."""
+    """Return the number of runs whose records are not protected by hashes, by cell and arm."""
     counts = Counter((record.cell, record.arm) for record in done if not record.sealed)
     return [f"{f'{cell}, ' if cell else ''}{arm}: {runs} runs" for (cell, arm), runs in counts.items()]
 
 
 def _values(done: Sequence[RunRecord], measure: str, at: At) -> tuple[Values, list[str]]:
-    """Return a measure's values by arm, cell and seed, and a line for each arm and cell whose runs lack it."""
+    """Return a measure's values by arm, cell and seed, and a line for each arm and cell without values."""
     values: Values = {}
     lacking: dict[tuple[str, str], list[RunRecord]] = {}
     for record in sorted(done, key=lambda r: r.seed):
@@ -453,7 +453,7 @@ def _whole(values: Values, arms: Sequence[str], cells: Sequence[str]) -> list[st
 def _overall(
     values: Values, arms: Sequence[str], whole: Sequence[str], reference: str, level: float, higher: bool
 ) -> list[Overall]:
-    """Return each arm's figures over the cells that all arms share; empty if there are fewer than two such cells.
+    """Return each arm's figures over the given cells, or an empty list for fewer than two cells.
 
     Args:
         values: by arm, cell and seed.

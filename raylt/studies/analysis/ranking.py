@@ -182,7 +182,7 @@ def _cells(
 
 
 def _planned(studies: Mapping[str, Sequence[RunRecord]]) -> Counter[str]:
-    """Return the number of runs that each arm should have: the seeds of all cells in which the arm has a run."""
+    """Return, by arm, the number of seeds in all cells in which the arm has a run."""
     planned: Counter[str] = Counter()
     for records in studies.values():
         for cell in {record.cell for record in records}:

@@ -142,7 +142,9 @@ def _wins(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _stratified(cells: list[np.ndarray], statistic: Callable[[list[np.ndarray]], np.ndarray], level: float) -> Interval:
-    """Return a statistic over several cells with a bootstrap interval; each cell's values are resampled separately.
+    """Return a statistic over several cells with a bootstrap interval.
+
+    The values of each cell are resampled separately.
 
     Args:
         cells: [n] or [n, 2] each.

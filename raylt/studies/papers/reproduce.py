@@ -51,7 +51,7 @@ def select(
 
 
 def plan(cells: Sequence[Expectation], name: str, seeds: int, scale: float) -> Definition:
-    """Return a study that runs those selected cells that can be run.
+    """Return a study of the selected printed cells, without cells that cannot be run.
 
     Args:
         cells: printed cells.

@@ -208,7 +208,10 @@ class _Seeds(NamedTuple):
 
 
 def _by_seed(cell: Expectation, records: list[RunRecord], scale: float | None = None) -> _Seeds:
-    """Return a cell's runs at one scale: by default the paper's number of rounds, otherwise the largest."""
+    """Return a printed cell's runs at one scale.
+
+    The default is the paper's number of rounds, or the largest if there are no such runs.
+    """
     paper_rounds = cell.config().federation.rounds
     scales = {record.config["federation"]["rounds"] / paper_rounds for record in records}
     default = 1.0 if 1.0 in scales else max(scales, default=1.0)

@@ -1,4 +1,4 @@
-"""Files of study results; a study can take finished runs from such a file instead of running them again.
+"""Files of study results, from which a study can take finished runs instead of running them again.
 
 results.json has the definition of a study and every record, from which all tables and reports are made. A seal binds
 all of it, see seal.py. A file of schema 1 was written before there were seals: its records count, and every table
@@ -210,7 +210,9 @@ def record_path(file: Path, definition: Definition) -> Path:
 
 
 def load_planned(path: Path, planned: Sequence[Planned], mix_versions: bool) -> Recorded:
-    """Load those planned runs that a results file contains; no runs if the file does not exist.
+    """Load the planned runs that a results file contains.
+
+    There are none if the file does not exist.
 
     Raises:
         CheckpointError: the file exists and cannot be read.

@@ -28,7 +28,10 @@ _TOLERANCE = 0.01  # seconds: curves are rounded
 
 @closed
 class RecordSeal(TypedDict):
-    """The hashes of the parts of one run's record; `summary` is the hash in the run's own summary."""
+    """The hashes of the parts of one run's record.
+
+    `summary` is the hash that the run gave to its summary.
+    """
 
     place: str
     config: str

@@ -181,7 +181,7 @@ def probability(p: float | None) -> str:
 
 
 def printed_text(judged: Judged) -> str:
-    """Return the paper's printed difference, and whether it lies in the interval; "" if none is printed.
+    """Return the paper's printed difference and whether it lies in the interval, or "" if none is printed.
 
     Differences that are all the same have no interval, so nothing is in it or out of it.
     """

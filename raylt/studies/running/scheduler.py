@@ -200,7 +200,10 @@ class _Pool:
             worker.process.stdin.flush()
 
     def _next(self) -> Job | None:
-        """Return the longest waiting job that need not wait for a run from which it continues."""
+        """Return the longest waiting job that can start now.
+
+        A job must wait while the run from which it continues is waiting or running.
+        """
         pending = {job.folder for job in self._waiting}
         pending |= {worker.job.folder for worker in self._workers.values() if worker.job}
         return next((job for job in self._waiting if job.stem not in pending), None)

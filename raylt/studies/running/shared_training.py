@@ -48,7 +48,10 @@ def _kept_steps(run: Planned) -> set[int]:
 
 
 def _shared_steps(root: Planned, other: Planned) -> int:
-    """Return the number of steps that two runs share; 0 if the first run keeps no checkpoint after them."""
+    """Return the number of steps that two runs share.
+
+    It is 0 if the first run keeps no checkpoint after these steps.
+    """
     try:
         shared = fork(root.config, resolve(root.config).method, other.config, resolve(other.config).method)
     except ConfigError:  # the runs differ from the start

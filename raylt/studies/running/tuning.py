@@ -178,7 +178,7 @@ def search_hash(tuning: Tuning, arm: str, base: Config, reference: Config) -> st
 
 
 def applying(ranges: Mapping[str, str], method: type[Method]) -> dict[str, str]:
-    """Return the search ranges that apply to a method: all except those of fields that the method lacks."""
+    """Return the search ranges without those of fields that the method lacks."""
     return {
         key: text
         for key, text in ranges.items()
