@@ -116,8 +116,7 @@ class FeatureCache:
 
     @cached_property
     def _fixed(self) -> np.ndarray:
-        """Return the encoder's features of two fixed images, float32 [2, d], which identify the encoder in the cache.
-        """
+        """Return the encoder's features of two fixed images, float32 [2, d], as a part of the cache's key."""
         images = torch.randint(0, 256, (2, *self.spec.shape), generator=torch.Generator().manual_seed(0))
         return self._run(images.to(torch.uint8))
 
