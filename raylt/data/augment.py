@@ -1,4 +1,4 @@
-"""Random augmentations of whole batches, one decision per sample, on the device of the images.
+"""Random augmentations of whole image batches, drawn separately for each sample, on the device of the images.
 
 Images are [B, H, W, channels] with values 0..255: uint8 in memory, float32 where an augmentation interpolates. Labels
 [B] stay as they are. Label maps uint8 [B, H, W] move with their images, by nearest neighbour, and are VOID outside of
@@ -41,7 +41,7 @@ def normalise(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def normalise_rows(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Compute `x * scale + shift` of every image row, as `normalise` does.
+    """Normalise images by `x * scale + shift`, with precomputed constants for each image row.
 
     Args:
         x: [B, H, W, channels] in 0..255, uint8 or float32.
@@ -57,7 +57,7 @@ def normalise_rows(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 def row_constants(
     mean: tuple[float, ...], std: tuple[float, ...], width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the factors and shifts of `normalise_rows`; callers must not write to them.
+    """Return the scale and shift for `normalise_rows`. Callers must not modify them.
 
     They are kept, because computing them takes a tenth of a small step's time.
     """
@@ -70,7 +70,7 @@ def _row_constants(mean: Tensor, std: Tensor, width: int) -> tuple[Tensor, Tenso
 
 @recordable
 def crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Pad each image with zeros, crop it at random to its size, and mirror it with probability 1/2.
+    """Pad each image with zeros, crop it randomly to its original size, and mirror it with probability 1/2.
 
     The border is black, as in torchvision's usual recipe. CReFF's code pads after normalisation, so its border has the
     colour of the mean.
@@ -88,7 +88,10 @@ def crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor,
 
 
 def draw_crops(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw top left corners of crops in the padded image, int64 [B, 2] in 0..8, and the images to mirror, bool [B]."""
+    """Draw the top left corners of random crops, int64 [B, 2] in 0..8, and the images to mirror, bool [B].
+
+    Corners lie in the padded image.
+    """
     offsets = torch.randint(0, 2 * PADDING + 1, (batch, 2), generator=generator, device=generator.device)
     return offsets, _draw_flips(batch, generator)
 
@@ -107,7 +110,9 @@ def apply_crops(x: Tensor, offsets: Tensor, flips: Tensor, fill: int = 0) -> Ten
 
 @recordable
 def resized_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator, least: float = 0.64) -> tuple[Tensor, Tensor]:
-    """Resize a random crop of 64 to 100 % of each image's area to its size; mirror it with probability 1/2 (SFD).
+    """Resize a random crop of 64 to 100 % of each image's area to the image size; mirror it with probability 1/2.
+
+    This is SFD's augmentation.
 
     Args:
         x: uint8 [B, H, W, channels].
@@ -124,7 +129,9 @@ def resized_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator, least: f
 
 @recordable
 def scale_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Scale each image by 0.5 to 2, crop it at random to its size, and mirror it with probability 1/2 (street scenes).
+    """Scale each image by 0.5 to 2, crop it randomly to its original size, and mirror it with probability 1/2.
+
+    This is the usual augmentation of street scenes.
 
     A scaled image that is smaller lies at a random position. Its border pixels are repeated up to the edge, where the
     map is VOID.
@@ -143,7 +150,7 @@ def scale_crop_flip(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[T
 
 @recordable
 def draw_view(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Choose one of the augmented views of each sample at random.
+    """Choose one of each sample's precomputed augmented views at random.
 
     Args:
         x: features float32 [B, 1 + k, d], of the image and of its k views.
@@ -161,7 +168,7 @@ def draw_view(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor,
 def draw_boxes(
     batch: int, size: tuple[int, int], generator: torch.Generator, least: float = 0.64
 ) -> tuple[Tensor, Tensor]:
-    """Draw crops as top, left, height, width, int64 [B, 4], and the images to mirror, bool [B]."""
+    """Draw random crop boxes (top, left, height, width), int64 [B, 4], and the images to mirror, bool [B]."""
     area, *corner = torch.rand(3, batch, 1, generator=generator, device=generator.device)
     full = _sides(size, generator.device)
     sides = (full * (least + (1 - least) * area).sqrt()).round()  # [B, 2]
@@ -170,7 +177,7 @@ def draw_boxes(
 
 
 def draw_scaled_boxes(batch: int, size: tuple[int, int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw the crops that scaling by s, uniform in 0.5..2, shows at the image's size, and the images to mirror.
+    """Draw crop boxes that scale images by a random factor in 0.5..2, and the images to mirror.
 
     Returns:
         Parts as top, left, height, width, int64 [B, 4], larger than the image where s < 1; and flips, bool [B].
@@ -183,7 +190,7 @@ def draw_scaled_boxes(batch: int, size: tuple[int, int], generator: torch.Genera
 
 
 def apply_boxes(x: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
-    """Resize the crops `boxes` of `x` bilinearly to its size, and mirror the images that `flips` selects."""
+    """Resize the crops `boxes` of images `x` bilinearly to the image size; mirror the images that `flips` selects."""
     parts = F.grid_sample(
         x.float().permute(0, 3, 1, 2),
         _grid(x, boxes, flips),
@@ -195,7 +202,7 @@ def apply_boxes(x: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
 
 
 def apply_boxes_to_maps(maps: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
-    """Apply crops to label maps [B, H, W, 1] by nearest neighbour; pixels outside the maps become VOID."""
+    """Crop and resize label maps [B, H, W, 1] by nearest neighbour. Pixels outside the maps become VOID."""
     # grid_sample fills with 0, so VOID is shifted to 0 and back
     shifted = F.grid_sample(
         maps.permute(0, 3, 1, 2).float() - VOID,
@@ -208,7 +215,7 @@ def apply_boxes_to_maps(maps: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
 
 
 def _grid(x: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
-    """Return where each pixel of the crops lies in the images, in grid_sample's form, float32 [B, H, W, 2]."""
+    """Return the sampling grid of the crops for `grid_sample`, float32 [B, H, W, 2]."""
     height, width = x.shape[1:3]
     down = _centres(boxes[:, 0], boxes[:, 2], height)[:, :, None]  # [B, H, 1]
     across = _centres(boxes[:, 1], boxes[:, 3], width)
@@ -217,7 +224,7 @@ def _grid(x: Tensor, boxes: Tensor, flips: Tensor) -> Tensor:
 
 
 def cutout(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Blacken a square of half the image's side around a random pixel of each image (DeVries and Taylor, arXiv 2017).
+    """Blacken a random square of half the side length in each image (DeVries and Taylor, arXiv 2017).
 
     The square is cut at the image's edge. On CIFAR its side is their 16 pixels.
 
@@ -239,7 +246,7 @@ def cutout(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Te
 
 @dataclass(frozen=True)
 class EachImage:
-    """A transform of torchvision that is applied to every image of a batch separately, as in a data loader.
+    """Wrapper that applies a torchvision transform to every image of a batch separately, as a data loader does.
 
     Attributes:
         make: returns the transform, a function of uint8 [channels, H, W].
@@ -250,7 +257,7 @@ class EachImage:
     moves: bool
 
     def __call__(self, x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Transform images.
+        """Transform each image of a batch.
 
         Args:
             x: [B, H, W, channels] in 0..255; floats are rounded.
@@ -271,13 +278,13 @@ class EachImage:
 
 @dataclass(frozen=True)
 class InTurn:
-    """Several augmentations that are applied one after the other."""
+    """Augmentation that applies several augmentations one after the other."""
 
     steps: tuple[Augmentation, ...]
 
     @property
     def recordable(self) -> bool:
-        """Return whether each step is recordable, see `raylt.recordability.recordable`."""
+        """Return whether every step is recordable, see `raylt.recordability.recordable`."""
         return all(map(is_recordable, self.steps))
 
     def __call__(self, x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -287,7 +294,7 @@ class InTurn:
 
 
 def in_turn(steps: Sequence[Augmentation | None]) -> Augmentation | None:
-    """Combine augmentations into one; return None if there is none."""
+    """Combine several augmentations into one; return None if there are none."""
     augmentations = tuple(step for step in steps if step is not None)
     if len(augmentations) > 1:
         return InTurn(augmentations)
@@ -295,12 +302,12 @@ def in_turn(steps: Sequence[Augmentation | None]) -> Augmentation | None:
 
 
 def needs_grey_or_colour(augmentation: Augmentation | None) -> bool:
-    """Return whether an augmentation needs images of one channel or three, as colour operations do."""
+    """Return whether an augmentation works only on images with one or three channels, as colour operations do."""
     return any(isinstance(step, EachImage) or step is color_jitter for step in _steps_of(augmentation))
 
 
 def moves_pixels(augmentation: Augmentation | None) -> bool:
-    """Return whether an augmentation moves pixels but not the label maps with them."""
+    """Return whether an augmentation moves pixels of images without moving the label maps."""
     return any(isinstance(step, EachImage) and step.moves for step in _steps_of(augmentation))
 
 
@@ -350,7 +357,10 @@ def _moved(y: Tensor, move: Callable[[Tensor], Tensor]) -> Tensor:
 
 @functools.cache
 def _sides(size: tuple[int, int], device: torch.device) -> Tensor:
-    """Return height and width, int64 [2]; cached, because the copy makes the host wait for the device."""
+    """Return height and width as a cached tensor on the device, int64 [2].
+
+    It is cached because the copy makes the host wait for the device.
+    """
     return torch.tensor(size, device=device)
 
 
@@ -363,7 +373,7 @@ def _steps(n: int, like: Tensor) -> Tensor:
 
 
 def _centres(start: Tensor, length: Tensor, side: int) -> Tensor:
-    """Return where the `side` new pixels lie in the old image, in grid_sample's -1..1, float32 [B, side].
+    """Return the coordinates of `side` resized pixels in the old image, in grid_sample's -1..1, float32 [B, side].
 
     The clamp keeps pixels outside of a part from showing in it, as when a cut-out is resized.
     """

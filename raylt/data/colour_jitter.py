@@ -1,4 +1,4 @@
-"""`color_jitter`: random brightness, contrast, saturation and hue of whole batches.
+"""Augmentation `color_jitter`: random brightness, contrast, saturation and hue of whole image batches.
 
 The draws have the distribution of torchvision's `v2.ColorJitter` (0.4, 0.4, 0.4, 0.1): each image has its own factors
 and its own order of the four operations. The operations are torchvision's, with their rounding, on all images at a time
@@ -16,7 +16,7 @@ GREY = (0.2989, 0.587, 0.114)  # parts of red, green and blue
 
 
 def color_jitter(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Change brightness, contrast, saturation and hue of each image, in a random order.
+    """Change the brightness, contrast, saturation and hue of each image randomly, in a random order.
 
     Args:
         x: [B, H, W, channels] in 0..255, of one channel or three; floats are rounded.
@@ -30,7 +30,7 @@ def color_jitter(x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tens
 
 
 def draw_jitter(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw orders of the four operations, int64 [B, 4], and their factors, float32 [B, 4]."""
+    """Draw the order of the four colour operations, int64 [B, 4], and their factors, float32 [B, 4]."""
     device = generator.device
     order = torch.rand(batch, 4, generator=generator, device=device).argsort(1)
     uniform = torch.rand(batch, 4, generator=generator, device=device)
@@ -39,7 +39,7 @@ def draw_jitter(batch: int, generator: torch.Generator) -> tuple[Tensor, Tensor]
 
 
 def apply_jitter(x: Tensor, order: Tensor, factors: Tensor) -> Tensor:
-    """Apply the operations to images [B, H, W, channels] in 0..255; return uint8 of the same shape.
+    """Apply the colour operations to images [B, H, W, channels] in 0..255; return uint8 of the same shape.
 
     Args:
         order: numbers of the operations in the order in which each image takes them, int64 [B, 4].
@@ -60,17 +60,17 @@ def brightness(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def contrast(x: Tensor, factor: Tensor) -> Tensor:
-    """Blend images with the mean of their grey values; arguments as for `brightness`."""
+    """Blend images with the mean of their grey values. Arguments are those of `brightness`."""
     return _blend(x, _grey(x).mean((1, 2, 3), keepdim=True), factor)
 
 
 def saturation(x: Tensor, factor: Tensor) -> Tensor:
-    """Blend images with their grey values; arguments as for `brightness`."""
+    """Blend images with their grey values. Arguments are those of `brightness`."""
     return x if x.shape[1] == 1 else _blend(x, _grey(x), factor)
 
 
 def hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Shift hues by [n, 1, 1, 1], fractions of the colour circle; otherwise as `brightness`."""
+    """Shift the hues of images [n, channels, H, W] by `shift` [n, 1, 1, 1], in turns of the colour circle."""
     if x.shape[1] == 1:
         return x
     x = x / 255
@@ -104,5 +104,5 @@ def _blend(x: Tensor, other: Tensor, ratio: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor) -> Tensor:
-    """Return values as bytes with the fraction truncated, as in torchvision."""
+    """Return pixel values as bytes with the fraction truncated, as in torchvision."""
     return x.clamp_(0, 255).floor_()

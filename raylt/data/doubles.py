@@ -1,4 +1,4 @@
-"""Duplicate images: a test image that a model was trained on says nothing about new images."""
+"""Detection of test images that are also training images. Accuracy on them says nothing about new images."""
 
 import hashlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ AT_ONCE = 512  # images that are read together
 
 
 def repeated(training: Stored, tests: Stored) -> np.ndarray:
-    """Return which test images have the same pixels as a training image, bool [n].
+    """Return a mask, bool [n], of the test images that have the same pixels as a training image.
 
     Images are compared by the hash of their middle row of pixels, and where that agrees by the hash of all pixels. Of
     images on disk little more than these rows is read.
@@ -31,7 +31,7 @@ def repeated(training: Stored, tests: Stored) -> np.ndarray:
 
 
 def without_doubles(source: Source) -> Source:
-    """Return the source without test images that are also training images.
+    """Return the source without the test images that are also training images.
 
     Without a test part, every image is kept once, before a part of each client's images becomes its test images.
 
@@ -65,7 +65,7 @@ def without_doubles(source: Source) -> Source:
 
 
 def doubles_note(training: Stored, tests: Stored, name: str, refuse: bool) -> list[str]:
-    """Return a sentence on test images that are also training images; empty if there are none.
+    """Return a notice with the number of test images that are also training images; empty if there are none.
 
     Args:
         training: images that clients train on.
@@ -95,7 +95,7 @@ def doubles_note(training: Stored, tests: Stored, name: str, refuse: bool) -> li
 
 
 def _first_copies(x: Stored) -> np.ndarray:
-    """Return the rows of `x` except those that repeat an earlier image, ascending, int64."""
+    """Return the indices of images in `x` that do not repeat an earlier image, ascending, int64."""
     by_row: dict[bytes, list[int]] = {}
     for index, digest in enumerate(_row_hashes(x)):
         by_row.setdefault(digest, []).append(index)
@@ -114,12 +114,12 @@ def _left_out(count: int, of: int, part: str) -> list[str]:
 
 
 def _row_hashes(x: Stored) -> list[bytes]:
-    """Return a hash of the middle row of pixels of each image."""
+    """Return a hash of the middle pixel row of each image."""
     return [_digest(row) for row in pixel_rows(x, x.shape[1] // 2)]
 
 
 def _hashes(x: Stored, rows: list[int]) -> Iterator[bytes]:
-    """Yield a hash of all pixels of some images."""
+    """Yield a hash of all pixels of each image at `rows`."""
     for start in range(0, len(rows), AT_ONCE):
         for image in load(take(x, np.array(rows[start : start + AT_ONCE], dtype=np.int64))):
             yield _digest(image)

@@ -1,4 +1,4 @@
-"""Hashes of a task's pixels and labels; runs with equal hashes saw the same data."""
+"""Hashes of a task's pixels and labels. Runs with equal hashes used the same data."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ OUTLINE = "clients and classes"  # the name of the outline's hash
 
 @closed
 class _FileHash(TypedDict):
-    """The hash of a file of decoded images, valid as long as the file has this size and time."""
+    """The stored hash of a file of decoded images. It is valid while the file has this size and modification time."""
 
     bytes: int
     time_ns: int
@@ -64,7 +64,7 @@ def _hash(parts: Iterable[Stored]) -> str:
 
 
 def _hash_file(file: Path) -> str:
-    """Return the hash of a file of decoded images; large files are read only once per version."""
+    """Return the hash of a file of decoded images. Large files are read only if they have changed."""
     try:
         now = file.stat()
     except OSError as error:

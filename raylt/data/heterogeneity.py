@@ -1,4 +1,4 @@
-"""Figures that measure how much the clients of a task differ in their classes."""
+"""Measures of how much the class distributions of a task's clients differ."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Heterogeneity(NamedTuple):
-    """Figures of the counts by client and class.
+    """Measures of heterogeneity, computed from sample counts per client and class.
 
     Attributes:
         imbalance: samples of the largest class per sample of the smallest class that has any.
@@ -30,7 +30,7 @@ class Heterogeneity(NamedTuple):
 
 
 def heterogeneity(counts: np.ndarray) -> Heterogeneity:
-    """Return the heterogeneity of class counts, int [K, C], at least one of which is not 0."""
+    """Compute the heterogeneity of clients from counts per client and class, int [K, C], not all 0."""
     classes = counts.sum(0)
     clients = counts.sum(1)
     nonempty = counts[clients > 0]

@@ -1,4 +1,4 @@
-"""Label maps, the labels of segmentation: each pixel has a class, or VOID if it has no label.
+"""Label maps, the labels of segmentation: each pixel has a class, or VOID if it is unlabelled.
 
 One code path serves both problems. Labels are int64 [N], or uint8 maps [N, H, W]. A sample is an image either way:
 clients are weighted by images, and batches count images. Class counts are of images or of pixels. Where a batch is
@@ -33,12 +33,14 @@ def class_counts(labels: Stored, classes: int) -> np.ndarray:
 
 
 def shown(maps: Stored, classes: int) -> np.ndarray:
-    """Return which classes each image contains, bool [N, C]."""
+    """Return the classes that each image contains, bool [N, C]."""
     return np.stack([class_counts(take(maps, np.array([row])), classes) > 0 for row in range(len(maps))])
 
 
 def class_views(clients: int, classes: int, beta: int, erased: Erased = "background") -> np.ndarray:
-    """Return each client's view of the classes if it keeps `beta` of them, int64 [K, C + 1] or [K, C].
+    """Return, for each client, the class that replaces each class, if a client keeps `beta` classes.
+
+    The shape is int64 [K, C + 1] with a background class, otherwise [K, C].
 
     Client k keeps classes k, k + 1, .., k + beta - 1 (modulo C). With `erased="background"` all other classes become
     one background, class C. With `erased="unlabelled"` they become VOID, and there is no further class (FedSeg; Miao
@@ -52,7 +54,7 @@ def class_views(clients: int, classes: int, beta: int, erased: Erased = "backgro
 
 
 def relabel(labels: np.ndarray, view: np.ndarray) -> np.ndarray:
-    """Return label maps as a client with this view sees them, uint8 [N, H, W]; VOID stays VOID."""
+    """Replace the classes of label maps by a client's view of the classes, uint8 [N, H, W]; VOID stays VOID."""
     table = np.arange(256, dtype=np.uint8)
     table[: len(view)] = view
     return table[labels]

@@ -1,4 +1,4 @@
-"""`Samples`: the images of a shard as uint8 on a device, and the batches cut from them."""
+"""Samples of a client or test set as uint8 images on a device, and the batches made from them."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class Batch(NamedTuple):
 
 
 class Samples:
-    """The images and labels of one shard, on one device.
+    """The images and labels of one client or test set, on one device.
 
     Attributes:
         x: uint8 [n, H, W, channels]; with a frozen encoder features float32 [n, 1 + k, d], see raylt/core/encoding.py.
@@ -52,7 +52,7 @@ class Samples:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of images and labels on the device."""
+        """Return the number of bytes that images and labels take on the device."""
         return self.x.nbytes + self.y.nbytes
 
     @property
@@ -70,7 +70,7 @@ class Samples:
     def batch(
         self, rows: Tensor, augment: Augmentation | None = None, generator: torch.Generator | None = None
     ) -> Batch:
-        """Return the samples at `rows` (int64 [B], on the device), augmented if an augmentation is given."""
+        """Return the samples at `rows` (int64 [B], on the device) as a batch, optionally augmented."""
         x = self.x.index_select(0, rows)
         y = self.y.index_select(0, rows)
         if augment is not None:
@@ -87,6 +87,6 @@ class Samples:
     def in_order(
         self, size: int, augment: Augmentation | None = None, generator: torch.Generator | None = None
     ) -> Iterator[Batch]:
-        """Yield all samples once, in order, in batches of `size`, for evaluation and statistics."""
+        """Yield all samples once, in order, in batches of `size`. Used in evaluation and for statistics."""
         for rows in torch.arange(len(self), device=self.y.device).split(size):
             yield self.batch(rows, augment, generator)

@@ -1,4 +1,4 @@
-"""`Task`: the data of an experiment, by client; `TaskOutline`: the description that a run folder keeps of it."""
+"""`Task` is the data of an experiment, by client. `TaskOutline` is its description in a run folder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -32,7 +32,7 @@ LONGEST_NAME = 255  # letters of a class or client: a folder can have as many
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """Images and labels of one client, or of the test set.
+    """Images and labels of one client or of the test set.
 
     Args:
         x: uint8 [n, H, W, channels].
@@ -52,16 +52,16 @@ class Shard:
 
     @property
     def renaming(self) -> np.ndarray | None:
-        """Return the view if it renames every class; None if there is no view or it only removes labels."""
+        """Return the client's class view if it renames classes; None if there is no view or it only removes labels."""
         return None if self.view is None or (self.view == VOID).any() else self.view
 
     def labels(self) -> np.ndarray:
-        """Return `y` in memory, with the holder's view of the classes applied."""
+        """Load the labels into memory, with classes replaced by the holder's view of the classes."""
         return load(self.y) if self.view is None else relabel(load(self.y), self.view)
 
 
 class Holdings(PerClient[Shard]):
-    """The shards of all clients, each made on access as a view of one array.
+    """The images and labels of all clients, each made on access as a view of one array.
 
     Args:
         whole: the clients' samples, one client after the other; its view is None.
@@ -86,7 +86,7 @@ class Holdings(PerClient[Shard]):
 
 @dataclass(frozen=True, eq=False)
 class TaskSpec:
-    """The part of a task that every party may know; it says nothing about clients' samples.
+    """The part of a task that every party may know, without facts about clients' samples.
 
     Args:
         name: name of the source.
@@ -114,7 +114,7 @@ class TaskSpec:
 
 @dataclass(frozen=True, eq=False)
 class Task(TaskSpec):
-    """The data of an experiment.
+    """The data of an experiment: training samples of each client, test set and class statistics.
 
     Args:
         client_counts: training samples, or pixels, per client and class as the client sees it, int64 [K, C].
@@ -157,7 +157,7 @@ class Task(TaskSpec):
 
     @property
     def counts(self) -> np.ndarray:
-        """Return the training samples, or pixels, per class over all clients, int64 [C]."""
+        """Return the training samples, or labelled pixels, per class over all clients, int64 [C]."""
         return self.client_counts.sum(0)
 
     @cached_property
@@ -167,7 +167,7 @@ class Task(TaskSpec):
 
     @property
     def views(self) -> np.ndarray:
-        """Return the class that each client's evaluation puts in place of each class, int64 [K, C]."""
+        """Return, for each client, the class that replaces each class in evaluation, int64 [K, C]."""
         classes = np.arange(self.classes)
         if isinstance(self.shards, Holdings) and self.shards.views is None:
             return np.tile(classes, (self.clients, 1))
@@ -175,11 +175,11 @@ class Task(TaskSpec):
 
     @property
     def spec(self) -> TaskSpec:
-        """Return what every party may know of the task."""
+        """Return the part of the task that every party may know."""
         return TaskSpec(**{field.name: getattr(self, field.name) for field in fields(TaskSpec)})
 
     def without_data(self) -> "Task":
-        """Return the task as the server may know it: with shard sizes and views, without images and labels."""
+        """Return a copy of the task that the server may know: shard sizes and class views, no images or labels."""
         ends = np.cumsum(self.sizes)
         empty = Shard(np.empty((ends[-1], 0, 0, 0), np.uint8), np.empty((ends[-1], 0), np.uint8))
         views = self.shards.views if isinstance(self.shards, Holdings) else [shard.view for shard in self.shards]
@@ -187,7 +187,7 @@ class Task(TaskSpec):
 
 
 def build_task(config: DataConfig, split: Split | None = None, start: Path | None = None) -> Task:
-    """Open the data set that `config` names, make it long-tailed and partition it.
+    """Open the configured data set, make it long-tailed and partition it over clients.
 
     Args:
         split: a split to use instead of the one that the configuration describes.
@@ -241,14 +241,14 @@ def build_task(config: DataConfig, split: Split | None = None, start: Path | Non
 
 
 def _open(config: DataConfig, start: Path | None) -> Source:
-    """Open the source; its name stays that in the configuration, whatever folder relative paths start from."""
+    """Open the source, with relative paths from `start`. The source keeps its configured name."""
     there = located_data(config, start)
     source = open_source(there)
     return replace(source, name=config.source) if source.name == there.source else source
 
 
 def _check_lengths(owner: str, names: Sequence[str]) -> None:
-    """Refuse class and client names that are too long for tables, pictures and model cards.
+    """Raise an error if a class or client name is too long for tables, plots and model cards.
 
     Args:
         owner: "class" or "client".
@@ -265,7 +265,7 @@ def _check_lengths(owner: str, names: Sequence[str]) -> None:
 
 
 def _split_of(source: Source, config: DataConfig, split: Split | None) -> tuple[Split, list[str]]:
-    """Return the given, loaded or drawn split, and a note on settings of a loaded split that contradict `config`."""
+    """Return the given, loaded or drawn split, and a notice if a loaded split contradicts `config`."""
     if split is not None:
         check(split, source, config, "the split of this run")
         return split, []
@@ -279,7 +279,10 @@ def _split_of(source: Source, config: DataConfig, split: Split | None) -> tuple[
 def _classes(
     source: Source, split: Split, config: DataConfig
 ) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, int], list[np.ndarray] | None]:
-    """Return names and groups of the classes, the groups' thresholds, and the clients' views (None without views)."""
+    """Return the names and groups of classes, the groups' thresholds, and the clients' views of the classes.
+
+    The views are None if all clients see the classes themselves.
+    """
     names = source.class_names
     counts = class_counts(take(source.y_train, np.concatenate(split.clients)), len(names))
     if source.kind == "segmentation":
@@ -297,7 +300,7 @@ def _classes(
 
 
 def _hold_out(source: Source, split: Split, config: DataConfig) -> tuple[IndexLists, np.ndarray | None]:
-    """Return the clients' training rows, and the rows of the validation set (None without one)."""
+    """Return the clients' training rows and the rows of the validation set; None if there is no such set."""
     if config.validation:
         return hold_out_validation(split.clients, source.strata, config.validation, config.seed)
     clients = split.clients
@@ -305,7 +308,7 @@ def _hold_out(source: Source, split: Split, config: DataConfig) -> tuple[IndexLi
 
 
 def _clients_of(rows: np.ndarray, clients: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the client of each given row of the training set, int64 [n]."""
+    """Return the client that holds each given row of the training set, int64 [n]."""
     owners = np.repeat(np.arange(len(clients)), [len(part) for part in clients])
     every = np.concatenate(list(clients))
     order = np.argsort(every)
@@ -323,7 +326,7 @@ def _test_set(source: Source, split: Split) -> Shard:
 
 
 def _normalisation(source: Source, split: Split, config: DataConfig) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation per channel, without test samples that were split off."""
+    """Return mean and standard deviation per channel, computed without test samples that were split off."""
     if not config.normalise:
         channels = source.x_train.shape[3]
         return (0.0,) * channels, (1.0,) * channels
@@ -333,7 +336,7 @@ def _normalisation(source: Source, split: Split, config: DataConfig) -> tuple[tu
 
 
 def _client_counts(shards: Holdings, classes: int) -> np.ndarray:
-    """Return training samples, or pixels, per client and class with the client's view applied, int64 [K, C]."""
+    """Return the training samples, or labelled pixels, per client and class as the client sees it, int64 [K, C]."""
     y = shards.whole.y
     if len(y.shape) > 1 or shards.views is not None:
         return np.stack([class_counts(shard.labels(), classes) for shard in shards])
@@ -346,7 +349,7 @@ Count = Annotated[int, Field(ge=0)]
 
 @closed
 class JudgedImages(TypedDict):
-    """Numbers of test images behind a run's figures, and thresholds of the class groups.
+    """Numbers of test images behind the figures of a run, and thresholds of the class groups.
 
     `groups` has the test images, or labelled pixels, of the many-, medium- and few-shot classes. `own` has each
     client's own test images, by id; None where the data do not record them. `one_class` names the clients whose figures
@@ -361,7 +364,7 @@ class JudgedImages(TypedDict):
 
 
 def judged_images_of(task: Task) -> JudgedImages:
-    """Return the numbers of test images of a task."""
+    """Count the test images of a task by class group and by client."""
     labels = load(task.test.y)
     tested = class_counts(labels, task.classes)
     own = None if task.own_tests is None else [len(rows) for rows in task.own_tests]
@@ -388,7 +391,7 @@ def judged_images_of(task: Task) -> JudgedImages:
 
 @closed
 class TaskOutline(TypedDict):
-    """A task without its images and labels, enough to open a run's models without the data.
+    """Description of a task without images and labels, sufficient to open a run's models without the data.
 
     The fields are those of `Task`; `sizes` holds the images of each client, `newcomers` the new clients.
     """
@@ -409,7 +412,7 @@ OUTLINE = TypeAdapter(TaskOutline)
 
 
 def outline_of(task: Task) -> TaskOutline:
-    """Return the outline of a task that a run folder keeps."""
+    """Return the outline of a task, which a run folder stores."""
     return TaskOutline(
         name=task.name,
         kind=task.kind,
@@ -425,7 +428,7 @@ def outline_of(task: Task) -> TaskOutline:
 
 
 def task_from(outline: TaskOutline, split: Split) -> Task:
-    """Return a task with an outline's label counts per client and class, and images without pixels.
+    """Make a task from an outline and a split, with label counts but without images.
 
     A function that reads images fails with it. A client's model that follows from its state and its class counts is
     the same as with the data.

@@ -1,1 +1,1 @@
-"""Image files: finding, decoding and caching them."""
+"""Finding, decoding and caching of image files."""

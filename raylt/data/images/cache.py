@@ -1,4 +1,4 @@
-"""Decoded images in memory-mapped arrays, and the caches below data.root that hold them."""
+"""Decoded images in memory-mapped arrays, and the cache folders below data.root that hold the arrays."""
 
 import os
 from contextlib import suppress
@@ -18,7 +18,7 @@ from raylt.store import Folder
 
 @dataclass(frozen=True, eq=False)
 class Mapped:
-    """Rows of a memory-mapped array of decoded images or label maps.
+    """Selected rows of a memory-mapped array of decoded images or label maps.
 
     It pickles as a path and row numbers, so every process copies its own rows and no image travels.
 
@@ -32,18 +32,18 @@ class Mapped:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the rows in memory."""
+        """Return the shape that the rows have in memory."""
         return (len(self.rows), *self._open().shape[1:])
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, rows: int | slice | np.ndarray) -> np.ndarray:
-        """Copy some of the rows into memory, indexed as an array."""
+        """Copy the indexed rows into memory, like indexing of a NumPy array."""
         return np.array(self._open()[self.rows[rows]])
 
     def take(self, indices: np.ndarray) -> "Mapped":
-        """Return some of the rows, without a copy."""
+        """Return the rows at the given indices, without a copy."""
         return Mapped(self.path, self.rows[indices])
 
     def load(self) -> np.ndarray:
@@ -67,12 +67,12 @@ Stored = np.ndarray | Mapped
 
 
 def take(x: Stored, rows: np.ndarray) -> Stored:
-    """Return the given rows of `x`."""
+    """Return the rows of `x` at the given indices."""
     return x.take(rows) if isinstance(x, Mapped) else x[rows]
 
 
 def cut(x: Stored, start: int, end: int) -> Stored:
-    """Return consecutive rows of `x`, without a copy."""
+    """Return the rows of `x` from `start` to `end`, without a copy."""
     return Mapped(x.path, x.rows[start:end]) if isinstance(x, Mapped) else x[start:end]
 
 
@@ -82,12 +82,12 @@ def load(x: Stored) -> np.ndarray:
 
 
 def pixel_rows(x: Stored, line: int) -> np.ndarray:
-    """Return one row of pixels per image, uint8 [n, W, channels]; only these rows of mapped images are read."""
+    """Return the pixel row `line` of every image, uint8 [n, W, channels]. Only these rows of mapped images are read."""
     return x._open()[x.rows, line] if isinstance(x, Mapped) else x[:, line]
 
 
 class Cache(NamedTuple):
-    """A cache of decoded images.
+    """Description of a cache of decoded images, as `raylt data --cache` lists it.
 
     Attributes:
         name: name of its folder.
@@ -118,7 +118,7 @@ _ABOUT = TypeAdapter(_About)
 
 
 def caches(root: Path) -> list[Cache]:
-    """List the caches, by name.
+    """List all caches of decoded images below `root`, by name.
 
     Args:
         root: `data.root`.
@@ -137,7 +137,7 @@ def caches(root: Path) -> list[Cache]:
 
 
 def clear(root: Path, name: str) -> list[Cache]:
-    """Remove a cache, or all caches for the name `all`.
+    """Delete the cache with this name, or all caches if the name is `all`.
 
     Returns:
         The removed caches.
@@ -169,7 +169,7 @@ def clear(root: Path, name: str) -> list[Cache]:
 
 
 def _describe(folder: Folder, path: Path) -> Cache | None:
-    """Describe the cache in a folder; None if it holds no cache."""
+    """Describe the cache in a folder; return None if the folder holds no cache."""
     names = folder.names()
     if not any(file.startswith(("images.", "labels.", "features.")) for file in names):
         return None

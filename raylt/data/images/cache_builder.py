@@ -1,4 +1,4 @@
-"""Caches of decoded images: builds one array on disk from many small files.
+"""Builds caches of decoded images: one array on disk from many small image files.
 
 Decoding runs in parallel, with a progress bar, once for all processes. A second call continues where a killed one
 ended. A cache is a folder `NAME-HASH` under data.root/cache, whose hash covers everything that it was made from:
@@ -47,7 +47,7 @@ Decode = Callable[[int, Any], np.ndarray]
 
 
 def place_of(name: str, key: Any, cache: Path) -> Path:
-    """Return the path of the cache folder for a key."""
+    """Return the path of the cache folder for `key`."""
     return cache.resolve() / f"{name}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
 
 
@@ -60,7 +60,7 @@ def pack(
     grey: bool = False,
     whole: bool = True,
 ) -> dict[int, str]:
-    """Make the array of a cache if it does not exist yet.
+    """Decode all rows of a cache array and write the array, if it does not exist yet.
 
     Args:
         path: path of the array.
@@ -100,7 +100,9 @@ def _bad_file(path: Path) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Filling:
-    """The function and inputs that decode the rows of an array; light to import in processes that only decode.
+    """The function and settings that decode rows of a cache array.
+
+    This module is light to import in processes that only decode.
 
     Args:
         decode: row, input -> uint8 of a row's shape.
@@ -115,7 +117,7 @@ class Filling:
     grey: bool
 
     def fill(self, handle: int, rows: Sequence[int], given: Sequence[Any]) -> tuple[list[int], dict[int, str]]:
-        """Decode rows and write them into a file.
+        """Decode rows and write them into the array file.
 
         Args:
             handle: handle of the file in this process.
@@ -147,7 +149,7 @@ class Filling:
 
 
 def _runs(rows: Sequence[int], most: int) -> list[range]:
-    """Return index ranges of consecutive rows; each has at most `most` rows."""
+    """Split rows into index ranges of consecutive rows, each of at most `most` rows."""
     begins = [i for i in range(len(rows)) if i == 0 or rows[i] != rows[i - 1] + 1]
     ends = [*begins[1:], len(rows)]
     runs = []
@@ -157,7 +159,10 @@ def _runs(rows: Sequence[int], most: int) -> list[range]:
 
 
 def _write(handle: int, pixels: np.ndarray, offset: int) -> None:
-    """Write pixels at an offset of a file; a memory map would fill this process's memory with them."""
+    """Write pixels at an offset of a file.
+
+    A memory map would fill this process's memory with them.
+    """
     left = pixels.reshape(-1).data
     while left:
         written = os.pwrite(handle, left, offset)
@@ -166,7 +171,7 @@ def _write(handle: int, pixels: np.ndarray, offset: int) -> None:
 
 
 class _Share(NamedTuple):
-    """Rows that are decoded in one call, with their inputs."""
+    """Rows to decode in one call, with their inputs."""
 
     rows: list[int]
     given: list[Any]
@@ -179,7 +184,7 @@ class _Share(NamedTuple):
 
 
 class _Build:
-    """One process's work on an unfinished cache, and the state of its rows."""
+    """A cache that is being built by one process, with the decoding state of each row."""
 
     def __init__(
         self,
@@ -200,7 +205,7 @@ class _Build:
         self.states = self._earlier_states()
 
     def run(self, about: Mapping[str, Any], whole: bool) -> None:
-        """Decode the missing rows and finish the cache; see `pack`."""
+        """Decode the missing rows and finish the cache, as `pack` describes."""
         reasons = self._decode_missing()
         self.folder.remove(_bad_file(self.path))
         if reasons:
@@ -215,7 +220,7 @@ class _Build:
         self.folder.remove(self.state_file)
 
     def _earlier_states(self) -> np.ndarray:
-        """Return the row states that an earlier process wrote if its array still has its size; otherwise all GONE."""
+        """Return the row states that an earlier process saved, or GONE for all rows if its array no longer fits."""
         states = np.zeros(self.shape[0], np.uint8)
         with suppress(RayltError):
             written = np.frombuffer(self.folder.read(self.state_file, self.shape[0]), np.uint8)
@@ -224,7 +229,7 @@ class _Build:
         return states
 
     def _decode_missing(self) -> dict[int, str]:
-        """Decode the rows that are missing or bad, and return why the bad ones failed."""
+        """Decode the rows that are missing or bad; return the reasons of the rows that failed."""
         reasons: dict[int, str] = {}
         todo = np.flatnonzero((self.states == GONE) | (self.states == BAD))
         unwritten = 0
@@ -251,7 +256,7 @@ class _Build:
     def _decoded(
         self, handle: int, todo: np.ndarray
     ) -> Generator[tuple[list[int], list[int], dict[int, str]], None, None]:
-        """Decode rows in this process, and in one process per core once the remaining work justifies it.
+        """Decode rows in this process, or in one process per CPU core once the remaining work justifies that.
 
         Yields:
             Rows, their states, and the reasons of the bad ones.
@@ -306,7 +311,7 @@ class _Build:
 
 @contextmanager
 def _bar(total: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress on a terminal, and suppress PIL's warnings."""
+    """Show a progress bar on a terminal, and suppress PIL's warnings."""
     from PIL.Image import DecompressionBombWarning
     from rich.console import Console
     from rich.progress import Progress
@@ -330,7 +335,7 @@ def _header(shape: tuple[int, ...]) -> bytes:
 
 @contextmanager
 def _array(path: Path, shape: tuple[int, ...]) -> Iterator[BinaryIO]:
-    """Open the file of an array, whose bytes are allocated on the disk at once."""
+    """Open the file of an array for writing, with disk space allocated for all of its bytes."""
     size = _bytes(shape)
     existing = path.stat().st_size if path.is_file() else 0
     free = shutil.disk_usage(path.parent).free
@@ -354,7 +359,7 @@ def _array(path: Path, shape: tuple[int, ...]) -> Iterator[BinaryIO]:
 
 
 def _drop_channels(path: Path, shape: tuple[int, ...]) -> None:
-    """Replace three equal channels in a file by a single channel."""
+    """Replace the three equal channels of an array file by a single channel."""
     narrow = path.with_suffix(".narrow")
     before = np.memmap(path, np.uint8, "r", len(_header(shape)), shape)
     with narrow.open("wb") as stream:

@@ -1,4 +1,6 @@
-"""A decoding process, `python -m raylt.data.images.decode_worker HANDLE`; raylt/data/images/workers.py starts it.
+"""Main program of a decoding process, which raylt/data/images/workers.py starts.
+
+The command is `python -m raylt.data.images.decode_worker HANDLE`.
 
 It receives calls as pickles over the socket that it inherits, and sends the results back. When the other end is closed,
 as when the process that started it dies in any way, it ends at once, in the middle of an image.
@@ -16,7 +18,7 @@ from raylt.errors import one_line
 
 
 def main() -> None:
-    """Run calls until the other end of the pipe is closed."""
+    """Receive and run function calls until the other end of the pipe is closed."""
     channel = Connection(int(sys.argv[1]))
     letters: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(channel, letters), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Decoders of image files and npz archives; they check the claimed sizes before they allocate memory."""
+"""Decoders of image files and npz archives. They check the claimed sizes before they allocate memory."""
 
 import io
 import math
@@ -31,7 +31,7 @@ DEFLATED = 1040  # largest compression ratio of deflate
 
 
 class Undecodable(DataError):
-    """A file is not an image that can be decoded.
+    """A file cannot be decoded as an image.
 
     Args:
         name: printable name of the image.
@@ -50,12 +50,12 @@ class Undecodable(DataError):
 
     @property
     def reason(self) -> str:
-        """Return name and cause, for a list of images."""
+        """Return the file's name with the cause of the failure, for a list of images."""
         return f"{self.name} ({self.cause})"
 
 
 def open_image(file: Path) -> "Image.Image":
-    """Open an image file without a conversion of its colours.
+    """Open an image file without converting its colours.
 
     Raises:
         Undecodable: the file cannot be decoded, has a format that is not in FORMATS, or more than PIXELS pixels.
@@ -66,7 +66,9 @@ def open_image(file: Path) -> "Image.Image":
 
 
 def flat_image(file: Path | str | bytes, depth: int | None = None) -> "Image.Image":
-    """Decode an image file at its own size in mode L or RGB; `eight_bits` scales greys of more than 8 bits.
+    """Decode an image file at its original size in mode L or RGB.
+
+    `eight_bits` scales greys of more than 8 bits.
 
     Args:
         depth: `data.depth`.
@@ -87,7 +89,7 @@ def fitted_image(
     fit: Fit = "crop",
     depth: int | None = None,
 ) -> np.ndarray:
-    """Decode an image at `size`, with the orientation and colours that a viewer shows.
+    """Decode an image file and fit it to `size`, with the orientation and colours that an image viewer shows.
 
     The image is rotated as its EXIF says and put on white where it is transparent. An animation gives its first
     picture. Greys of more than 8 bits are scaled alike in all files of a kind, see `eight_bits`.
@@ -143,7 +145,7 @@ ArrayHeaders = dict[str, tuple[tuple[int, ...], np.dtype]]  # shape and type by 
 def read_npz(
     path: Path, keys: Sequence[str], check: Callable[[ArrayHeaders], None] | None = None
 ) -> dict[str, np.ndarray]:
-    """Read the arrays with these names from an npz file; omit names that the file lacks.
+    """Read the named arrays from an npz file, without names that the file lacks.
 
     Args:
         check: called with the shapes and types before an array takes memory; raises a ValueError where one is wrong.
@@ -203,7 +205,7 @@ def _flat(image: "Image.Image", depth: int | None) -> "Image.Image":
 
 
 def eight_bits(pixels: np.ndarray, depth: int | None, bits: int | None = None) -> np.ndarray:
-    """Scale greys of more than 8 bits to uint8, by a maximum that does not depend on the image.
+    """Scale greys of more than 8 bits to uint8. The white level does not depend on the image.
 
     White is 2^depth - 1. Without a depth it follows from the type: 1 for floats, 2^bits - 1 for integers of up to 16
     bits. Integers of 32 bits and more need a depth, because their own full scale would turn most data black.
@@ -236,7 +238,7 @@ def eight_bits(pixels: np.ndarray, depth: int | None, bits: int | None = None) -
 
 
 def is_deep(file: Path | str | bytes) -> bool:
-    """Return whether an image file has greys of more than 8 bits; False if it cannot be read."""
+    """Return whether an image file has greys of more than 8 bits; False if the file cannot be read."""
     try:
         with _image(file) as image:
             return image.mode[0] in "IF"
@@ -245,7 +247,7 @@ def is_deep(file: Path | str | bytes) -> bool:
 
 
 def _bits_of(image: "Image.Image") -> int | None:
-    """Return the bits per pixel of an integer image if its file, not its pixel type, states them."""
+    """Return the bits per pixel that the image's file states; None if the pixel type alone determines them."""
     if image.format == "TIFF":
         tags: Any = image.getexif()
         bits = tags.get(258, 16)  # BitsPerSample
@@ -256,7 +258,7 @@ def _bits_of(image: "Image.Image") -> int | None:
 
 
 def _depth_in(image: "Image.Image", depth: int | None) -> int | None:
-    """Return the bit depth of a file that is not loaded yet.
+    """Return the bit depth of an image file before its pixels are loaded.
 
     Raises:
         ValueError: a depth is set, and Pillow keeps only the upper 8 of 16 bits, as it does with colours.
@@ -289,7 +291,7 @@ def _image(file: Path | str | bytes) -> "Iterator[Image.Image]":
 
 @contextmanager
 def _unwarned() -> Iterator[None]:
-    """Keep PIL's warnings on odd metadata of an image off the terminal."""
+    """Suppress PIL's warnings about odd image metadata."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -307,7 +309,7 @@ def _cause(error: Exception) -> str:
 
 @contextmanager
 def _opened(file: Path | str | bytes) -> Iterator[BinaryIO]:
-    """Open a plain file, or content that is already in memory.
+    """Open a regular file, or content that is already in memory, as a binary stream.
 
     Links are followed, because many data sets consist of them. A FIFO is not waited for.
     """
@@ -341,7 +343,7 @@ def _content(handle: int, size: int) -> bytes:
 
 
 def _check_sizes(stream: BinaryIO, keys: Sequence[str]) -> ArrayHeaders:
-    """Check that no array claims more bytes than the archive can hold, nor all arrays more than the memory.
+    """Raise an error if arrays in an archive claim more bytes than the archive can hold or than the memory has.
 
     Returns:
         The shape and type of each array.

@@ -1,4 +1,4 @@
-"""The image files below a folder, and the other files and folders there."""
+"""Search for image files below a folder, with a record of all other files and folders."""
 
 import os
 import unicodedata
@@ -31,7 +31,7 @@ DEEPEST = 4  # levels of folders that are searched
 
 @dataclass(frozen=True)
 class Listing:
-    """The content of a folder and the folders below it.
+    """The image files and all other content of a folder and of its subfolders.
 
     Args:
         files: images, relative to the folder, in the order of their folders' and their own names.
@@ -47,7 +47,7 @@ class Listing:
 
 
 def list_images(folder: Path) -> Listing:
-    """Find the image files below a folder, by suffix or by the first bytes of the content.
+    """List the image files below a folder, recognised by suffix or by the first bytes of their content.
 
     A hidden file (its name begins with a dot) is no image. Links are followed, except to a folder above them.
 
@@ -60,7 +60,7 @@ def list_images(folder: Path) -> Listing:
 
 
 class _Search:
-    """A search below a folder, and the entries that it has found so far."""
+    """A search for image files below a folder, and its results so far."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -70,7 +70,7 @@ class _Search:
         self.hidden: list[str] = []
 
     def look(self, inner: PurePosixPath, above: frozenset[str]) -> None:
-        """Search a folder.
+        """Search a folder and its subfolders.
 
         Args:
             inner: the folder, relative to the one where the search began.
@@ -92,7 +92,7 @@ class _Search:
             self.empty.append(str(inner))
 
     def _entries(self, path: Path) -> list[tuple[str, bool]]:
-        """Return the sorted names in a folder, each with whether it is a folder."""
+        """Return the sorted names in a folder, each with a flag that is True for a folder."""
         try:
             # isdir instead of scandir's entries, which raise an error for a link to itself
             return [(name, os.path.isdir(path / name)) for name in sorted(os.listdir(path))]
@@ -120,7 +120,7 @@ class _Search:
 
 
 def notes_of(listings: Sequence[tuple[Path, Listing]]) -> list[str]:
-    """Describe, in sentences, the files and folders below some folders that were left out."""
+    """Describe, in sentences, the files and folders that the given listings left out."""
     notes = []
     ignored = sum((listing.ignored for _, listing in listings), Counter[str]())
     if ignored:
@@ -137,7 +137,9 @@ def notes_of(listings: Sequence[tuple[Path, Listing]]) -> list[str]:
 
 
 def plain_name(folder: Path, name: str) -> str:
-    """Return a folder's name as that of a class or client, in Unicode's composed form on every system.
+    """Return a folder's name as a class or client name, in Unicode's composed form.
+
+    The form is the same on every system.
 
     Raises:
         DataError: the name has characters that cannot be printed.
@@ -153,7 +155,10 @@ def plain_name(folder: Path, name: str) -> str:
 
 
 def shown_name(path: str | os.PathLike[str]) -> str:
-    """Return a path in printable characters; names may contain invalid text or terminal control sequences."""
+    """Return a path in printable characters.
+
+    File names may contain invalid text or terminal control sequences.
+    """
     text = os.fsencode(path).decode("utf-8", "replace")
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 

@@ -1,4 +1,4 @@
-"""Decodes trees of image files, each once."""
+"""Decoding of folders of image files into cached arrays; each file is decoded once."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ Bad = Literal["stop", "skip"]
 
 @dataclass(frozen=True)
 class How:
-    """Settings of the decoding.
+    """Settings for decoding images.
 
     Args:
         size: side in pixels.
@@ -43,7 +43,7 @@ class How:
 def decode_tree(
     name: str, folder: Path, files: Sequence[str], how: How, cache: Path
 ) -> tuple[Mapped, np.ndarray, tuple[str, ...]]:
-    """Decode image files to uint8 [N, size, size, channels].
+    """Decode image files below a folder to uint8 [N, size, size, channels], through a cache on disk.
 
     The key of the cache holds the files' sizes and times, so a file that was replaced is decoded again.
 
@@ -72,7 +72,7 @@ def decode_tree(
 def decode_all(
     path: Path, count: int, file: Callable[[int], str | bytes], how: How, about: Mapping[str, Any]
 ) -> tuple[Mapped, np.ndarray, tuple[str, ...]]:
-    """Decode images given as paths or as contents of files; see `decode_tree`.
+    """Decode images given as paths or as file contents; otherwise like `decode_tree`.
 
     Args:
         path: path of the array in its cache.
@@ -106,7 +106,7 @@ def decode_all(
 
 
 def _dark_note(x: Mapped) -> tuple[str, ...]:
-    """Describe images of more than 8 bits that use less than half of their range, and would look dark."""
+    """Return a notice if images of more than 8 bits use less than half of their range and would look dark."""
     brightest = int(load(take(x, np.linspace(0, len(x) - 1, min(len(x), 2000)).astype(np.int64))).max())
     if brightest > 127:
         return ()
@@ -125,7 +125,7 @@ def _stamp(path: str) -> tuple[int, int]:
 
 
 def _describe(bad: dict[int, str], path: Path) -> str:
-    """Name the damaged files in one line."""
+    """Describe the damaged files and their faults in one line."""
     reasons = [reason for _, reason in sorted(bad.items())]
     text = f"{len(reasons)} images cannot be decoded: {'; '.join(reasons[:LISTED])}"
     if len(reasons) > LISTED:

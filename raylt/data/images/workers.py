@@ -1,4 +1,6 @@
-"""Calls in worker processes; threads that decode small images mostly wait for the interpreter's lock.
+"""Function calls in worker processes, which decode small images faster than threads.
+
+Threads would mostly wait for the interpreter's lock.
 
 The processes are started without the multiprocessing module. A fork would copy the locks of torch and Ray, and its
 other start methods import the user's script again, which may lack an `if __name__ == "__main__"`.
@@ -23,7 +25,9 @@ THREADS = "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 def call_in_processes(
     count: int, calls: Iterable[tuple[Any, tuple[Any, ...]]], handles: tuple[int, ...]
 ) -> Generator[tuple[Any, Any], None, None]:
-    """Run calls in worker processes, which end when the iterator is closed or this process dies.
+    """Run function calls in worker processes and yield the results.
+
+    The processes end when the iterator is closed or this process dies.
 
     Args:
         count: number of processes.
@@ -58,7 +62,7 @@ def call_in_processes(
 
 
 class _Worker:
-    """A worker process, and the names of the calls that it was sent."""
+    """A worker process, and the names of the calls sent to it."""
 
     def __init__(self, handles: tuple[int, ...]):
         self.names: deque[Any] = deque()
@@ -87,7 +91,7 @@ class _Worker:
             remote.close()
 
     def send_next(self, calls: Iterator[tuple[Any, tuple[Any, ...]]]) -> None:
-        """Send the next call, if there is one."""
+        """Send the next call to the worker process, if any call is left."""
         following = next(calls, None)
         if following is None:
             return
@@ -99,7 +103,7 @@ class _Worker:
             raise self._death() from None
 
     def receive(self) -> tuple[Any, Any]:
-        """Wait for the result of the oldest call."""
+        """Wait for the result of the oldest call of this worker."""
         try:
             result, problem = self.channel.recv()
         except (EOFError, OSError):
@@ -109,7 +113,7 @@ class _Worker:
         return self.names.popleft(), result
 
     def end(self) -> None:
-        """Kill the process and wait for its end."""
+        """Kill the worker process and wait until it has ended."""
         self.channel.close()
         self._process.kill()
         self._process.wait()

@@ -1,4 +1,4 @@
-"""`Source`: a data set before it is split; `Arrays`: images and labels, as an npz file stores them."""
+"""Data sets as arrays: `Source` is a data set before it is split, `Arrays` is the content of an npz file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,17 +65,17 @@ class Source:
 
     @property
     def kind(self) -> ProblemKind:
-        """Return the kind of problem that the labels belong to."""
+        """Return the kind of problem, classification or segmentation, that the labels belong to."""
         return "classification" if len(self.y_train.shape) == 1 else "segmentation"
 
     @property
     def strata(self) -> np.ndarray:
-        """Return the strata of a validation set, int64 [N]: the labels, or one stratum for images with label maps."""
+        """Return the strata from which a validation set is drawn, int64 [N]: the class labels, or 0 for label maps."""
         return load(self.y_train) if self.kind == "classification" else np.zeros(len(self.y_train), dtype=np.int64)
 
 
 class Arrays(NamedTuple):
-    """The images, labels and names of a data set.
+    """The images, labels and names of a data set, as an npz file stores them.
 
     Attributes:
         x_train, x_test: uint8 [N, H, W, channels].
@@ -97,7 +97,7 @@ class Arrays(NamedTuple):
 
 
 def read_arrays(path: Path, depth: int | None = None) -> Arrays:
-    """Read the data set in an npz file (`data.source=npz:PATH`).
+    """Read a data set from an npz file (`data.source=npz:PATH`).
 
     The file has the arrays KEYS and, where it records the client of each sample, CLIENTS. Images of other types than
     uint8 are scaled as `eight_bits` does.
@@ -177,7 +177,7 @@ def _malformed(path: Path, problem: str, array: str) -> DataError:
 def _checked_clients(
     path: Path, entries: dict[str, np.ndarray], training: int, tests: int
 ) -> tuple[np.ndarray | None, np.ndarray | None, tuple[str, ...] | None]:
-    """Return client ids of training and test images as numbers, and the names of the distinct ids.
+    """Return the client ids of training and test images as numbers, and the name of each distinct id.
 
     Args:
         training: number of training images.
@@ -244,7 +244,7 @@ def _checked_names(path: Path, key: str, names: np.ndarray) -> np.ndarray:
 
 
 def _check_problem(path: Path, key: str, y: np.ndarray, images: tuple[int, ...]) -> None:
-    """Refuse labels of problems that raylt does not support.
+    """Raise an error if the labels belong to a problem that raylt does not support.
 
     Raises:
         DataError: the labels are numbers with a point, as in regression, or several for each image.

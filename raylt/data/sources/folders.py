@@ -1,4 +1,4 @@
-"""Images in folders (`data.source=folder:PATH`): finds the layout, and each image's class and client.
+"""Images in folders (`data.source=folder:PATH`): detects the layout, and the class and client of each image.
 
     <client>/<class>/<image>                a part of each client's images becomes its test images
     train/<client>/<class>/<image>          with test/<client>/<class>/<image>, or as above without a test folder
@@ -32,7 +32,7 @@ NOT_READ = {"val", "valid", "validation"}  # parts next to train that other tool
 
 @dataclass(frozen=True)
 class Part:
-    """The images of one part, ordered by client, class and name.
+    """The training or the test images of a folder, ordered by client, class and name.
 
     Args:
         below: the part's own folder, with a slash; files are relative to it.
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """The training and test images in a folder, and notes on everything else there."""
+    """The training and test images in a folder, and notices about all other files there."""
 
     folder: Path
     train: Part
@@ -77,7 +77,7 @@ class ImageLabels:
 
 
 def read_parts(folder: Path, test_part: str | None = None) -> Parts:
-    """Find the images in a folder and their layout, without decoding any.
+    """Find the images in a folder and detect their layout, without decoding any image.
 
     Args:
         test_part: name of the folder with the test images; None: `test`, or else, next to a `train` without clients,
@@ -115,7 +115,7 @@ def read_parts(folder: Path, test_part: str | None = None) -> Parts:
 
 
 def _test_folder(folder: Path, top: set[str], test_part: str | None) -> str | None:
-    """Return the name of the folder with the test images; None if there is none."""
+    """Return the name of the folder of test images; None if there is no such folder."""
     if test_part is None:
         return "test" if "test" in top else None
     parts = sorted(top - {"train"})
@@ -131,7 +131,7 @@ def _test_folder(folder: Path, top: set[str], test_part: str | None) -> str | No
 
 
 def _read_top(folder: Path, test: str | None) -> Parts:
-    """Find the images of a folder without a folder `train`."""
+    """Find the images of a folder that has no subfolder `train`."""
     listing = list_images(folder)
     notes = tuple(notes_of([(folder, listing)]))
     inside = [file for file in listing.files if file.parts[0] == test]
@@ -148,7 +148,7 @@ def _read_top(folder: Path, test: str | None) -> Parts:
 
 
 def open_parts(name: str, parts: Parts, how: How, cache: Path) -> Source:
-    """Decode the images of a folder; the source has test images only if the folder has.
+    """Decode the images of a folder into a data set, with test images only if the folder has some.
 
     Args:
         how, cache: see `decode_tree`.
@@ -170,7 +170,7 @@ def open_parts(name: str, parts: Parts, how: How, cache: Path) -> Source:
 
 
 def assemble(name: str, x: Mapped, rows: np.ndarray, labels: ImageLabels, notes: tuple[str, ...]) -> Source:
-    """Make a source of decoded images.
+    """Make a data set from decoded images and their labels.
 
     A client without a training image is left out together with its test images, and a note names it.
 
@@ -234,7 +234,7 @@ def _no_image(name: str, part: str, notes: tuple[str, ...]) -> DataError:
 
 
 def _positions(names: Sequence[str], ordered: Sequence[str]) -> np.ndarray:
-    """Return the position of each name in an ordered list, int64 [n]."""
+    """Return the position of each name in the list `ordered`, int64 [n]."""
     position = {name: index for index, name in enumerate(ordered)}
     return np.array([position[name] for name in names], dtype=np.int64)
 
@@ -244,7 +244,7 @@ def _wrong_layout(folder: Path, problem: str) -> DataError:
 
 
 def _top(folder: Path) -> set[str]:
-    """Return the names of the folders directly below a folder, without hidden ones."""
+    """Return the names of the visible folders directly below a folder."""
     if not exists(folder):
         raise DataError(f"{folder.absolute()}: no such folder. {LAYOUTS}", code="data.not-found", path=str(folder))
     if not folder.is_dir():
@@ -253,7 +253,7 @@ def _top(folder: Path) -> set[str]:
 
 
 def _check_names(folder: Path, top: set[str], test: str | None) -> None:
-    """Check that the top folders are either parts, or clients or classes."""
+    """Raise an error unless the top folders are clearly either parts (train, test) or clients and classes."""
     similar = {*PARTS, "training", "testing"}
     strange = sorted(name for name in top if name not in PARTS and name.lower() in similar)
     if strange:
@@ -278,7 +278,7 @@ def _check_names(folder: Path, top: set[str], test: str | None) -> None:
 
 
 def _part(folder: Path, below: str, listing: Listing, depths: set[int]) -> Part:
-    """Return a part whose images lie at one of the given depths.
+    """Return the part of the images below a folder, after a check that they lie at one of the given depths.
 
     Args:
         depths: numbers of folders between the part and its images.
@@ -304,7 +304,7 @@ def _part(folder: Path, below: str, listing: Listing, depths: set[int]) -> Part:
 
 
 def _check_same_names(folder: Path, what: str, train: Sequence[str], test: Sequence[str]) -> None:
-    """Check that every class or client of the test part has training images."""
+    """Raise an error if a class or client of the test part has no training images."""
     untrained = sorted({*test} - {*train})
     if untrained:
         raise DataError(

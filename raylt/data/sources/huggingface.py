@@ -1,4 +1,6 @@
-"""Data sets of the `datasets` library (`data.source=hf:NAME@REVISION`, or `hf:PATH` if saved); needs the extra hf.
+"""Data sets of the Hugging Face library `datasets` (`data.source=hf:NAME@REVISION`).
+
+A saved data set is `hf:PATH`. The module needs the extra `hf`.
 
 A loader script is never executed.
 """
@@ -20,7 +22,7 @@ VALIDATION = ("validation", "valid", "val", "dev")  # names of the part that is 
 
 
 def open_hub(config: DataConfig) -> Source:
-    """Open the data set and the columns that `config` names.
+    """Open the Hugging Face data set that `config.source` names.
 
     Raises:
         ConfigError: the library is not installed, the revision is missing, or there is no such column.
@@ -66,7 +68,7 @@ def open_hub(config: DataConfig) -> Source:
 
 
 def _test_part(config: DataConfig, parts: dict[str, Any], label: str) -> str | None:
-    """Return the name of the part that serves as test set; None if there is none."""
+    """Return the name of the part that serves as the test set; None if there is none."""
     named = config.test_part
     if named is not None:
         if named not in parts or named == "train":
@@ -85,12 +87,15 @@ def _test_part(config: DataConfig, parts: dict[str, Any], label: str) -> str | N
 
 
 def _is_labelled(part: Any, label: str) -> bool:
-    """Return whether any image of a part has a label; the library writes hidden labels as -1."""
+    """Return whether any image of a part has a label.
+
+    The library writes hidden labels as -1.
+    """
     return label in part.features and any(value not in (None, -1) for value in part[label])
 
 
 def _note_on(config: DataConfig, parts: dict[str, Any], test: str | None) -> tuple[str, ...]:
-    """Return a notice if a part other than `test` is the test set and the user did not ask for it."""
+    """Return a notice if the test set is a part not named `test` that the user did not choose."""
     if config.test_part is not None or test in (None, "test"):
         return ()
     why = "whose part test has no labels" if "test" in parts else "which has no part test"
@@ -124,7 +129,7 @@ def class_of(label: Any, names: list[str] | None, source: str) -> str:
 
 
 def _decode(config: DataConfig, parts: list[Any], image: str) -> Any:
-    """Decode the images of the parts, part by part; return what `decode_all` returns."""
+    """Decode the images of all parts, one part after the other; return the result of `decode_all`."""
     name = config.source
     how = How(config.size, config.channels, config.fit, config.bad, config.depth)
     key = [FORMAT, name, how.size, how.channels, how.fit, how.depth, image, [_stamp(part) for part in parts]]
@@ -193,7 +198,7 @@ def _undecoded(data: Any, image: Any) -> Any:
 
 
 def _columns(config: DataConfig, features: Any) -> tuple[str, str]:
-    """Return the names of the image and the label column."""
+    """Return the names of the image column and the label column."""
     image = config.image_column or _only_column(config, features, "Image", "data.image_column")
     label = config.label_column or _only_column(config, features, "ClassLabel", "data.label_column")
     return image, label
@@ -217,13 +222,13 @@ def _only_column(config: DataConfig, features: Any, kind: str, key: str) -> str:
 
 
 def _holds_bytes(feature: Any) -> bool:
-    """Return whether a column holds the bytes of files, alone or next to a path."""
+    """Return whether a column holds the bytes of files, with or without their paths."""
     feature = feature.get("bytes") if isinstance(feature, dict) else feature
     return getattr(feature, "dtype", None) in ("binary", "large_binary")
 
 
 def _stamp(data: Any) -> list[Any]:
-    """Return values that change if the data set changes."""
+    """Return values that change whenever the data set changes."""
     stats = [os.stat(file["filename"]) for file in data.cache_files]
     return [len(data), data._fingerprint, [(stat.st_size, stat.st_mtime_ns) for stat in stats]]
 

@@ -1,4 +1,4 @@
-"""Data sets with label maps: CamVid and Cityscapes from files, and drawn shapes that need no files."""
+"""Segmentation data sets: CamVid and Cityscapes from files, and generated shapes that need no files."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ COLOURS = {
 
 
 def camvid(root: Path, height: int, depth: int | None = None) -> Arrays:
-    """Open CamVid's 367 training and 233 test frames with 11 classes (Brostow et al., 2008, as SegNet divided them).
+    """Open CamVid with 367 training and 233 test frames and 11 classes (Brostow et al., 2008; divided as by SegNet).
 
     They are read from `root`/camvid as SegNet's tutorial distributes it ({train,test}/*.png, {train,test}annot/*.png of
     class indices, where 11 is void), or from `root`/camvid.npz (x_*, y_*, seq_*). Ids are the recordings.
@@ -97,7 +97,9 @@ def camvid(root: Path, height: int, depth: int | None = None) -> Arrays:
 
 
 def cityscapes(root: Path, height: int, depth: int | None = None) -> Arrays:
-    """Open Cityscapes' 2975 finely labelled training images, with its 500 validation images as test set; 19 classes.
+    """Open Cityscapes with 2975 finely labelled training images and 19 classes.
+
+    Its 500 validation images are the test set.
 
     torchvision reads them from `root`/cityscapes (leftImg8bit and gtFine, or the two archives). Ids are cities.
 
@@ -116,7 +118,7 @@ def cityscapes(root: Path, height: int, depth: int | None = None) -> Arrays:
 
 
 def shapes() -> Arrays:
-    """Draw scenes from a fixed seed: ground and sky, with discs, squares, triangles and, rarely, crosses.
+    """Generate scenes from a fixed seed: ground and sky with discs, squares, triangles and, rarely, crosses.
 
     There are 320 and 80 images of 64x64 pixels; outlines are void. Light differs between four recordings, the ids.
     """
@@ -132,7 +134,7 @@ def shapes() -> Arrays:
 
 @dataclass(frozen=True)
 class Frames:
-    """Images of one size and their label maps, before they are decoded.
+    """Images of one size with their label maps, before they are decoded.
 
     Args:
         key: JSON that identifies them; another key has another cache.
@@ -194,7 +196,7 @@ def _decoded(
 
 
 def _pack(path: Path, shape: tuple[int, ...], given: Callable[[int], Any], decode: Any, about: dict[str, Any]) -> None:
-    """Fill an array of a cache; a row that cannot be decoded raises an error."""
+    """Decode all rows of a cache array; raise an error if a row cannot be decoded."""
     bad = pack(path, shape, given, decode, about)
     if bad:
         row = min(bad)
@@ -209,7 +211,7 @@ def _pack(path: Path, shape: tuple[int, ...], given: Callable[[int], Any], decod
 
 @dataclass(frozen=True)
 class _Resized:
-    """A function that decodes images at height x width.
+    """Picklable function that decodes an image and resizes it to height x width.
 
     Args:
         before: width and height that an image must have.
@@ -238,7 +240,7 @@ class _Resized:
 
 @dataclass(frozen=True, eq=False)
 class _ResizedLabels:
-    """A function that decodes label maps at height x width.
+    """Picklable function that decodes a label map and resizes it to height x width.
 
     Args:
         before: width and height that a map must have.
@@ -285,7 +287,7 @@ def _size(given: Path | np.ndarray) -> tuple[int, int]:
 
 
 def _draw(rng: np.random.Generator, tint: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Draw one scene, and return its pixels and labels."""
+    """Draw one random scene; return its pixels and labels."""
     side = SHAPES_SIZE
     rows, columns = np.mgrid[:side, :side]
     labels = (rows > rng.uniform(0.3, 0.6) * side + rng.uniform(-0.2, 0.2) * (columns - side / 2)).astype(np.uint8)
@@ -304,7 +306,7 @@ def _draw(rng: np.random.Generator, tint: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def _reach(shape: int, down: np.ndarray, across: np.ndarray) -> np.ndarray:
-    """Return, for each pixel's offset from a shape's centre, the smallest size at which the shape covers it."""
+    """Return the smallest size at which a shape covers each pixel, given the pixel's offset from the centre."""
     far = np.maximum(abs(down), abs(across))
     near = np.minimum(abs(down), abs(across))
     match shape:
@@ -319,7 +321,7 @@ def _reach(shape: int, down: np.ndarray, across: np.ndarray) -> np.ndarray:
 
 
 def _camvid_files(folder: Path, part: str) -> tuple[Frames, np.ndarray]:
-    """Return the frames of a part, and the recording of each frame."""
+    """Return the frames of one part of CamVid from image files, and the recording of each frame."""
     images = sorted((folder / part).glob("*.png"))
     labels = [folder / f"{part}annot" / file.name for file in images]
     missing = [file for file in labels if not file.is_file()]
@@ -337,7 +339,7 @@ def _camvid_files(folder: Path, part: str) -> tuple[Frames, np.ndarray]:
 
 
 def _camvid_arrays(path: Path, part: str) -> tuple[Frames, np.ndarray]:
-    """Return the frames of a part in an npz file, and the recording of each frame."""
+    """Return the frames of one part of CamVid from an npz file, and the recording of each frame."""
     image_key, label_key, recording_key = (f"{name}_{part}" for name in ("x", "y", "seq"))
 
     def entries(keys: Sequence[str]) -> list[np.ndarray]:
@@ -375,7 +377,7 @@ def _camvid_table() -> np.ndarray:
 
 
 def _cityscapes_files(folder: Path, split: str) -> tuple[Frames, np.ndarray]:
-    """Return the frames of a part, and the city of each frame."""
+    """Return the frames of one part of Cityscapes, and the city of each frame."""
     from torchvision.datasets import Cityscapes
 
     try:

@@ -1,4 +1,4 @@
-"""Data sets as they are stored: training images, balanced test images, labels, class names, normalisation.
+"""Opens data sets: training images, balanced test images, labels, class names and normalisation.
 
 `digits` comes with scikit-learn. torchvision reads `cifar10`, `cifar100` and `fashion_mnist`. `cinic10`, `imagenet_lt`
 and `folder:PATH` are trees of image files. `npz:PATH` is one file of arrays, see arrays.py. Data sets with label maps
@@ -70,7 +70,7 @@ def open_source(config: DataConfig) -> Source:
 
 
 def check_size(config: DataConfig) -> None:
-    """Refuse `data.size` for a source of arrays, whose images keep their size.
+    """Raise an error if `data.size` is set for a source of arrays, whose images keep their size.
 
     Raises:
         ConfigError: the source is of arrays, and the size is not the default.
@@ -88,7 +88,7 @@ def check_size(config: DataConfig) -> None:
 
 
 def group_thresholds(config: DataConfig, largest: int, pixels: int | None = None) -> tuple[int, int]:
-    """Return (low, high) for `shot_groups`: the configured thresholds, or those for data of this size.
+    """Return the thresholds (low, high) of `shot_groups`: configured values, or defaults for the largest class.
 
     They go by the images alone and not by how these were loaded: `cifar10` and an npz file of the same images have the
     same groups. The literature has 200 and 1,000 for CIFAR-10-LT, whose largest class has 5,000 samples, and 20 and 100
@@ -146,7 +146,9 @@ def _digits() -> Source:
 
 
 def _load_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Return scikit-learn's digits as float64 [1797, 64] in 0..16 and their labels, without importing the package.
+    """Return scikit-learn's digits as float64 [1797, 64] in 0..16 and their labels.
+
+    The package itself is not imported.
 
     Importing scikit-learn takes longer than training on its digits for some rounds.
     """
@@ -238,7 +240,7 @@ def _imagenet_lt(folder: Path, config: DataConfig) -> Source:
 
 
 def _read_list(path: Path) -> tuple[list[str], np.ndarray]:
-    """Read the files and labels of a published list."""
+    """Read the file names and labels of a published list."""
     try:
         lines = store.read(path, LONGEST_LIST).decode().splitlines()
     except (CheckpointError, UnicodeDecodeError) as error:

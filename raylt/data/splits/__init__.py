@@ -1,1 +1,1 @@
-"""Splits: long tails, partitions over clients, validation and test parts."""
+"""Splits of a data set: long tails, partitions over clients, validation and test parts."""

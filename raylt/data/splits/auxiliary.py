@@ -1,4 +1,7 @@
-"""Images at the server, which only some methods need; having them is a privilege."""
+"""Images held by the server, which only some methods require.
+
+A method that has them has an advantage over the others.
+"""
 
 from collections.abc import Collection, Sequence
 
@@ -18,7 +21,7 @@ def auxiliary_rows(
     reserved: Sequence[np.ndarray],
     config: DataConfig,
 ) -> np.ndarray:
-    """Draw `config.auxiliary` training rows of each class for the server, with `config.seed`.
+    """Draw `config.auxiliary` training images of each class for the server, seeded by `config.seed`.
 
     Images that the long tail left out come first. The largest class has none of these, so where they are too few,
     copies of clients' images fill up. A class that has fewer images in all gives all of them. Images of new clients,

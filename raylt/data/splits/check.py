@@ -1,4 +1,4 @@
-"""Checks of a split against its source, and the settings that a split determines."""
+"""Checks that a split fits its source, and the settings that a split determines."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from raylt.errors import DataError
 
 
 def check(split: Split, source: Source, config: DataConfig, name: str) -> None:
-    """Check that a split fits a source.
+    """Raise an error if a split does not fit a source.
 
     Args:
         name: name of the split in errors.
@@ -25,7 +25,7 @@ def check(split: Split, source: Source, config: DataConfig, name: str) -> None:
 
 
 def _fault(split: Split, source: Source, config: DataConfig) -> str | None:
-    """Return why a split does not fit a source, with a remedy; None if it fits."""
+    """Return why a split does not fit a source, with a remedy; None if the split fits."""
     if split.labels_sha256 != hash_labels(source.y_train):
         return (
             f"the split was drawn from {split.source}, which has other training labels than data.source = "
@@ -63,7 +63,7 @@ _AGAIN = "Draw the split again."
 
 
 def own_tests(source: Source, split: Split) -> IndexLists | None:
-    """Return each client's rows of the test set; None if the data does not record them."""
+    """Return, for each client, the rows of its own test images; None if the data do not record them."""
     if split.partition not in ("by_id", "imported") or split.test_pooled:
         return None
     if split.test is not None:
@@ -75,7 +75,7 @@ def own_tests(source: Source, split: Split) -> IndexLists | None:
 
 
 def complete(config: DataConfig, split: Split) -> DataConfig:
-    """Return the configuration with the settings that the data determined, for the record.
+    """Return the configuration with the settings that the split determines, for the record of a run.
 
     For a split that was read from a file these are all settings that it was drawn with, whatever the configuration
     says.
@@ -91,7 +91,7 @@ def complete(config: DataConfig, split: Split) -> DataConfig:
 
 
 def drawn_otherwise(split: Split, config: DataConfig) -> list[str]:
-    """Return a sentence on settings of a loaded split that differ from the configuration; empty if none do."""
+    """Return a notice about settings of a loaded split that differ from the configuration; empty if none do."""
     if split.partition == "imported":  # nothing of it was drawn
         return []
     differences = []
@@ -105,7 +105,10 @@ def drawn_otherwise(split: Split, config: DataConfig) -> list[str]:
 
 
 def _drawn_with(split: Split) -> dict[str, Any]:
-    """Return the data settings that decide the clients' samples, without the seed, which also decides other draws."""
+    """Return the settings by which a split's samples were drawn, without the seed.
+
+    The seed also decides other draws.
+    """
     drawn = {key: getattr(split, key) for key in DRAWN if getattr(split, key) is not None}
     judged = {} if split.judged is None else {"new_clients": len(split.judged)}
     return drawn | judged | {"tail": split.tail or "global"}

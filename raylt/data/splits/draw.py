@@ -18,7 +18,7 @@ TEST = 0.2  # share of each client's, or each class's, images that become test i
 
 
 def draw(source: Source, config: DataConfig) -> Split:
-    """Draw the split of a source that `config` asks for; settings of None take the source's defaults.
+    """Draw a split of a source by the configuration. Unset settings take the source's defaults.
 
     Raises:
         DataError: the data cannot be split as asked.
@@ -54,7 +54,7 @@ def draw(source: Source, config: DataConfig) -> Split:
 def hold_out_validation(
     clients: Sequence[np.ndarray], labels: np.ndarray, share: float, seed: int
 ) -> tuple[IndexLists, np.ndarray]:
-    """Move the share `share` of each class from the clients to the validation set; the arguments decide which.
+    """Move a share of each class from the clients to the validation set, determined by the seed.
 
     From a class with n samples round(share * n) are taken, at least one and at most n - 1: a class with one sample
     stays in training. A client's last sample is never taken, so the clients stay the same. Where that leaves too few
@@ -98,7 +98,7 @@ def hold_out_validation(
 
 
 def hold_out(ids: np.ndarray, labels: np.ndarray, share: float, seed: int) -> list[np.ndarray]:
-    """Move the share `share` of each client's samples of each class to its test part; the arguments decide which.
+    """Choose a share of each client's samples of each class for the client's test part, determined by the seed.
 
     From n samples of a class round(share * n) are taken, never the last one. A client that would get no test sample,
     and has two samples of a class, gives one sample of its largest class.
@@ -125,7 +125,7 @@ def hold_out(ids: np.ndarray, labels: np.ndarray, share: float, seed: int) -> li
 
 
 def check_judged(name: str, y_test: Stored, classes: int) -> None:
-    """Check that at least one test sample has a label.
+    """Raise an error if no test sample has a label.
 
     Raises:
         DataError: no test sample has one, so that no model could be judged.
@@ -141,7 +141,7 @@ def check_judged(name: str, y_test: Stored, classes: int) -> None:
 
 
 def notes(source: Source, split: Split, y_test: np.ndarray, own: IndexLists | None) -> list[str]:
-    """Describe, in sentences, the samples, classes and clients that a split leaves out.
+    """Return sentences about the samples, classes and clients that a split leaves out.
 
     Args:
         y_test: labels of the test set.
@@ -178,14 +178,14 @@ def _first_ten(names: Sequence[str]) -> str:
 
 
 def _resolved(config: DataConfig, unique_ids: np.ndarray | None) -> DataConfig:
-    """Return the configuration with the source's defaults for partition, clients and imbalance."""
+    """Return the configuration with defaults for unset partition, clients and imbalance."""
     name = config.partition or ("dirichlet" if unique_ids is None else "by_id")
     clients = config.clients or (10 if unique_ids is None or name != "by_id" else len(unique_ids))
     return config.model_copy(update={"partition": name, "clients": clients, "imbalance": config.imbalance or 1.0})
 
 
 def test_part(source: Source, config: DataConfig) -> tuple[IndexLists | None, float | None]:
-    """Return the training rows that become test samples, and their share; None if the source has a test set.
+    """Return the training rows that become test samples, and their share; (None, None) if the source has a test set.
 
     The rows are those of each id, or one list where the source records no ids.
 
@@ -226,7 +226,10 @@ def _check_unset(config: DataConfig, key: str, problem: str) -> None:
 
 
 def _thinned(source: Source, pool: np.ndarray, config: DataConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows in `pool` that the long tail keeps, and their labels (for label maps, the classes in them)."""
+    """Return the rows of `pool` that remain after long-tail sampling, and their labels.
+
+    For label maps these are the classes in them.
+    """
     assert config.imbalance is not None
     classes = len(source.class_names)
     if source.kind == "classification":

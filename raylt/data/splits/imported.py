@@ -1,4 +1,4 @@
-"""Import other tools' index lists as a sealed split (`raylt data --import FILE`, `data.split=FILE`).
+"""Import of other tools' index lists as a raylt split (`raylt data --import FILE`, `data.split=FILE`).
 
     [[0, 5, 7], [1, 2]]                                    JSON: a list for each client
     {"wien": [0, 5, 7], "linz": [1, 2]}                    JSON: by name, as FedLab's client_dict and PFLlib's
@@ -41,7 +41,7 @@ ROW = re.compile("[0-9]{1,18}")
 
 @dataclass
 class _Lists:
-    """The rows of one client in each part."""
+    """The training and test rows of one client."""
 
     train: list[Any]
     test: list[Any]
@@ -50,7 +50,7 @@ class _Lists:
 
 
 def open_split(path: Path, source: Source, config: DataConfig) -> Split:
-    """Read the split in a file: raylt's own format, or index lists of another tool.
+    """Read a split from a file in raylt's own format, or from index lists of another tool.
 
     Raises:
         DataError: the file cannot be read, has another form, or lists rows or labels that the source does not have.
@@ -68,7 +68,7 @@ def open_split(path: Path, source: Source, config: DataConfig) -> Split:
 
 
 def _lists_in(path: Path, content: bytes) -> dict[str, _Lists] | None:
-    """Return the lists by client; None if the file is a split of raylt's own."""
+    """Return the index lists in a file by client; None if the file is in raylt's own format."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -155,7 +155,7 @@ def _from_csv(path: Path, text: str) -> dict[str, _Lists]:
 
 
 def _split_of(path: Path, lists: dict[str, _Lists], source: Source, config: DataConfig) -> Split:
-    """Return the sealed split from lists; draw a test part if neither the lists nor the source have one."""
+    """Make a split from index lists; draw a test part if neither the lists nor the source have one."""
     if not lists:
         raise _malformed(path, "it has no client")
     for name in lists:
@@ -196,7 +196,7 @@ def _split_of(path: Path, lists: dict[str, _Lists], source: Source, config: Data
 def _rows(
     path: Path, name: str, rows: Sequence[Any], source: Source, labels: Sequence[Any] | None = None
 ) -> np.ndarray:
-    """Return the rows of a client, ascending.
+    """Check a client's rows from the file and return them in ascending order.
 
     Raises:
         DataError: they are no row numbers of the source, or their labels are others than the source's.
@@ -217,7 +217,10 @@ def _rows(
 
 
 def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object after a check that its keys differ; the JSON reader would keep the last of equal keys."""
+    """Return a JSON object as a dict; raise an error if two keys are equal.
+
+    The JSON reader would keep the last of equal keys.
+    """
     tree = dict(pairs)
     if len(tree) < len(pairs):
         names = [name for name, _ in pairs]
@@ -227,7 +230,7 @@ def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def shortened(value: Any) -> str:
-    """Return a value from the file in one printable line of at most 80 characters."""
+    """Return a value from the file as one printable line of at most 80 characters."""
     text = value if isinstance(value, str) and value.isprintable() else ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -1,4 +1,4 @@
-"""Long-tailed class sizes n_c = int(n_max * (1/IF)^(c/(C-1))), of LDAM (Cao et al., NeurIPS 2019) and CReFF."""
+"""Long-tailed class sizes n_c = int(n_max * (1/IF)^(c/(C-1))), as in LDAM (Cao et al., NeurIPS 2019) and CReFF."""
 
 from bisect import bisect_left
 
@@ -9,7 +9,7 @@ from raylt.seeds import seed_for
 
 
 def long_tail_counts(available: np.ndarray, imbalance: float) -> np.ndarray:
-    """Return the samples per class of a long-tailed subset; class 0 is the largest, class C-1 the smallest.
+    """Return the number of samples per class in a long-tailed subset, from class 0 (largest) to C-1 (smallest).
 
     n_max is the largest number for which no class needs more samples than it has. Data that are already thinned can
     therefore be thinned further.
@@ -61,7 +61,7 @@ def long_tail_counts(available: np.ndarray, imbalance: float) -> np.ndarray:
 def long_tail_subset(
     labels: np.ndarray, imbalance: float, classes: int, seed: int, by_size: bool = False
 ) -> np.ndarray:
-    """Draw a random long-tailed subset and return its sorted positions; the arguments alone decide it.
+    """Draw a random long-tailed subset of samples, determined by the seed; return its sorted indices.
 
     Args:
         labels: int64 [n], in [0, classes).
@@ -80,7 +80,7 @@ def long_tail_subset(
 
 
 def own_tail(labels: np.ndarray, imbalance: float, rng: np.random.Generator) -> np.ndarray:
-    """Draw a client's own long-tailed subset and return its sorted positions.
+    """Draw a long-tailed subset of one client's samples; return its sorted indices.
 
     The classes are put into a random order. The class at position i of it keeps at most n_max * (1/IF)^(i/(C-1))
     samples and at least one, where n_max is the size of the client's largest class.
@@ -99,7 +99,7 @@ def own_tail(labels: np.ndarray, imbalance: float, rng: np.random.Generator) -> 
 
 
 def shot_groups(counts: np.ndarray, low: int, high: int) -> list[str]:
-    """Return the group of each class: "many" above `high` training samples, "few" below `low`, otherwise "medium"."""
+    """Return each class's group: "many" above `high` training samples, "few" below `low`, otherwise "medium"."""
     return ["many" if n > high else "few" if n < low else "medium" for n in counts]
 
 

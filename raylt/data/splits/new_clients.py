@@ -10,7 +10,7 @@ from raylt.seeds import seed_for
 
 
 def draw_new_clients(clients: Sequence[np.ndarray], config: DataConfig) -> tuple[int, ...]:
-    """Draw `config.new_clients` ids among the clients that hold samples, with `config.seed`.
+    """Draw the ids of `config.new_clients` clients from those that hold samples, seeded by `config.seed`.
 
     Args:
         clients: for each client, rows of the training set.

@@ -39,7 +39,7 @@ PARTITIONS: dict[str, Partition | str] = {name: name for name in BUILT_IN}  # wi
 def partition(
     labels: np.ndarray, config: DataConfig, ids: np.ndarray | None, unique_ids: np.ndarray | None = None
 ) -> list[np.ndarray]:
-    """Partition samples as `config` says, with the seed `config.seed`.
+    """Partition samples over clients as configured, seeded by `config.seed`.
 
     Args:
         labels: labels of the (long-tailed) training samples, int64 [n]; for label maps the classes that each image
@@ -111,7 +111,7 @@ def partition(
 
 
 def _check_fits(labels: np.ndarray, clients: int, config: DataConfig) -> None:
-    """Check that the settings fit the number of samples and the kind of labels."""
+    """Raise an error if the settings do not fit the number of samples or the kind of labels."""
     if clients > len(labels):
         raise DataError(
             f"data.clients: there are more clients than the {len(labels)} training samples ({clients}). "
@@ -148,7 +148,7 @@ def _check_fits(labels: np.ndarray, clients: int, config: DataConfig) -> None:
 
 
 def _own_partition(name: str, labels: np.ndarray, config: DataConfig, rng: np.random.Generator) -> list[np.ndarray]:
-    """Return the checked parts from a user's own partition.
+    """Call a user's own partition function and return its checked result.
 
     Raises:
         ConfigError: no partition has this name.
@@ -184,7 +184,9 @@ def _own_partition(name: str, labels: np.ndarray, config: DataConfig, rng: np.ra
 
 
 def creff(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> list[np.ndarray]:
-    """Divide by Dirichlet draws over groups of ten clients, then evenly in a group: CReFF (Shang et al., IJCAI 2022).
+    """Divide by Dirichlet draws over groups of ten clients, then evenly within each group (CReFF).
+
+    Source: Shang et al., IJCAI 2022.
 
     The groups' clients are laid end to end and cut again into K parts whose sizes differ by at most 1, so a client
     holds samples of two neighbouring draws.
@@ -214,7 +216,7 @@ def creff(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generat
 def dirichlet(
     labels: np.ndarray, clients: int, alpha: float, min_size: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Divide each class by p ~ Dir(alpha); draw again until each client has `min_size` samples.
+    """Divide each class over clients by p ~ Dir(alpha), repeated until each client has `min_size` samples.
 
     Raises:
         DataError: no draw gave each client `min_size` samples.
@@ -225,7 +227,7 @@ def dirichlet(
 def dirichlet_min(
     labels: np.ndarray, clients: int, alpha: float, min_size: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Divide as `dirichlet`, but add nothing to a client that already has n/K samples (NIID-bench).
+    """Divide like `dirichlet`, but add no samples to a client that already has n/K samples (NIID-bench).
 
     Raises:
         DataError: no draw gave each client `min_size` samples.
@@ -235,7 +237,7 @@ def dirichlet_min(
 
 
 def hsu(labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator) -> list[np.ndarray]:
-    """Draw a class distribution for each client, then samples by it: Hsu, Qi and Brown (2019).
+    """Draw a class distribution for each client, then draw its samples accordingly (Hsu, Qi and Brown, 2019).
 
     The mix is q ~ Dir(alpha p), where p holds the class frequencies of all samples. Samples are drawn one by one
     without replacement; sizes differ by at most 1. Where a class runs out, the mix of the clients that still draw is
@@ -309,7 +311,7 @@ def iid(labels: np.ndarray, clients: int, rng: np.random.Generator) -> list[np.n
 
 
 def by_id(ids: np.ndarray | None, clients: int, unique_ids: np.ndarray | None = None) -> list[np.ndarray]:
-    """Make a client of each recorded id, in the sorted order of ids.
+    """Make one client for each recorded id, in the sorted order of ids.
 
     Raises:
         DataError: there are no ids, or not as many different ones as clients.
@@ -338,7 +340,7 @@ def by_id(ids: np.ndarray | None, clients: int, unique_ids: np.ndarray | None = 
 def extended_dirichlet(
     labels: np.ndarray, clients: int, per_client: int, alpha: float, min_size: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Give every client `per_client` classes, and divide each class among its holders by p ~ Dir(alpha).
+    """Give every client `per_client` classes, and divide each class among its clients by p ~ Dir(alpha).
 
     The extended Dirichlet strategy of Li and Lyu (NeurIPS 2023), as FedLTLib's and PFLlib's `exdir` compute it: the
     classes of a client are drawn without replacement, again until each class has half of its even number of holders; a
@@ -367,7 +369,7 @@ def extended_dirichlet(
 
 
 def pathological(labels: np.ndarray, clients: int, per_client: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """Give every client `per_client` classes, and divide each class evenly among its holders.
+    """Give every client `per_client` classes, and divide each class evenly among its clients.
 
     The classes are drawn so that the numbers of clients that hold them differ by at most one.
 
@@ -429,7 +431,7 @@ def shards(labels: np.ndarray, clients: int, per_client: int, rng: np.random.Gen
 def quantity(
     labels: np.ndarray, clients: int, alpha: float, min_size: int, rng: np.random.Generator
 ) -> list[np.ndarray]:
-    """Divide samples at random in shares p ~ Dir(alpha): quantity skew (NIID-bench).
+    """Divide samples randomly into parts of unequal size, with shares p ~ Dir(alpha): quantity skew (NIID-bench).
 
     Shares are drawn again until each client has `min_size` samples.
 
@@ -468,7 +470,7 @@ def _retries_error(samples: int, clients: int, alpha: float, min_size: int) -> D
 def _deal_until(
     labels: np.ndarray, clients: int, alpha: float, rng: np.random.Generator, cap: float, cut: Cut, min_size: int
 ) -> np.ndarray:
-    """Return each sample's client, int64 [n], from the first draw in which each client gets `min_size` samples."""
+    """Assign each sample to a client, int64 [n]; draw again until each client has `min_size` samples."""
     rows = [np.flatnonzero(labels == c) for c in np.unique(labels)]
     for _ in range(RETRIES):
         owner = _deal(rows, clients, alpha, rng, cap, cut)
@@ -486,7 +488,7 @@ def _deal(
     cut: Cut,
     holds: np.ndarray | None = None,
 ) -> np.ndarray | None:
-    """Return each sample's client, int64 [n]; None if all clients with a share of some class are full.
+    """Assign each sample to a client, int64 [n]; return None if all clients that could take some class are full.
 
     Args:
         holds: the clients that may get samples of each class, bool [C, K]; by default all.
@@ -506,7 +508,10 @@ def _deal(
 
 
 def _draw_mix(concentration: np.ndarray, left: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Draw a mix of the classes with samples left; it has a single class if all shares would round to 0."""
+    """Draw a class distribution over the classes with samples left.
+
+    It has a single class if all shares would round to 0.
+    """
     mix = np.zeros(len(left))
     available = left > 0
     drawn = rng.dirichlet(concentration[available])
@@ -517,18 +522,18 @@ def _draw_mix(concentration: np.ndarray, left: np.ndarray, rng: np.random.Genera
 
 
 def _cut_down(p: np.ndarray, n: int) -> np.ndarray:
-    """Return cut positions, computed as in CReFF's code."""
+    """Return the positions at which shares `p` cut n samples, rounded down as in CReFF's code."""
     return (np.cumsum(p)[:-1] * n).astype(np.int64)
 
 
 def _cut_exact(p: np.ndarray, n: int) -> np.ndarray:
-    """Return cut positions that give clients n * p rounded down; the largest fractions get the remaining samples."""
+    """Return the positions at which shares `p` cut n samples; the largest fractions get the remaining samples."""
     counts = np.floor(n * p).astype(np.int64)
     counts[np.argsort(counts - n * p, kind="stable")[: n - counts.sum()]] += 1
     return np.cumsum(counts)[:-1]
 
 
 def _by_owner(owner: np.ndarray, clients: int) -> list[np.ndarray]:
-    """Return the positions of each client's samples, ascending."""
+    """Return the indices of each client's samples, ascending."""
     ends = np.cumsum(np.bincount(owner, minlength=clients))
     return np.split(np.argsort(owner, kind="stable"), ends[:-1])

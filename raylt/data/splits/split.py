@@ -1,4 +1,4 @@
-"""`Split`: each client's training samples, stored in a file with a hash; index lists for many clients."""
+"""A partition of a data set over clients as index lists, stored in a file with a hash."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ _LATER = ("test", "test_share", "client_names", "tail", "per_client", "test_pool
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Index lists into a source's training set, and the settings that they were drawn with.
+    """Index lists of each client's samples in a source, and the settings by which they were drawn.
 
     Args:
         clients: for each client, rows of the training set, int64 [n], ascending.
@@ -61,12 +61,12 @@ class Split:
 
     @cached_property
     def sha256(self) -> str:
-        """Return the SHA-256 of the clients' index lists alone, as JSON without spaces."""
+        """Return the SHA-256 of the clients' index lists alone, written as JSON without spaces."""
         return _hash(self.clients)
 
     @cached_property
     def seal(self) -> str:
-        """Return the SHA-256 of all fields, with each set of index lists replaced by its hash."""
+        """Return the SHA-256 of all fields of the split. Index lists enter by their hashes."""
         tree = {**self._fields, "clients": self.sha256, "test": None if self.test is None else _hash(self.test)}
         return hash_json({name: value for name, value in tree.items() if name not in _LATER or value is not None})
 
@@ -75,7 +75,7 @@ class Split:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def as_text(self) -> str:
-        """Return the content of a split.json."""
+        """Return the content of a split.json file for this split."""
         tree = {"sha256": self.sha256, **self._fields, "seal": self.seal}
         texts = {}
         for name, value in tree.items():
@@ -89,7 +89,7 @@ class Split:
 
     @classmethod
     def from_json(cls, content: str | bytes) -> "Split":
-        """Read the content of a split.json, the inverse of `as_text`.
+        """Read a split from the content of a split.json file, the inverse of `as_text`.
 
         Raises:
             DataError: the structure is another one, or a hash in the file does not match its lists or fields.
@@ -123,7 +123,7 @@ class Split:
 
     @classmethod
     def load(cls, path: Path) -> "Split":
-        """Read the split in a file.
+        """Read a split from a file.
 
         Raises:
             DataError: the file cannot be read, holds no split, or was changed.
@@ -145,7 +145,7 @@ Part = TypeVar("Part", covariant=True)
 
 
 class PerClient(Sequence[Part]):
-    """A sequence with one part per client, each made on access from data that is stored client by client.
+    """A sequence with one element per client, made on access from data stored client by client.
 
     Args:
         ends: for each client, the row at which its part ends, int64 [K].
@@ -177,7 +177,7 @@ class PerClient(Sequence[Part]):
 
     @abstractmethod
     def _part(self, client: int, start: int, end: int) -> Part:
-        """Return the part of a client, rows `start` to `end`."""
+        """Return the element of a client, which spans rows `start` to `end`."""
 
 
 class IndexLists(PerClient[np.ndarray]):
@@ -197,7 +197,7 @@ class IndexLists(PerClient[np.ndarray]):
 
     @classmethod
     def of(cls, lists: Iterable[np.ndarray]) -> "IndexLists":
-        """Copy lists into one array."""
+        """Copy index lists into one array."""
         parts = list(lists)
         ends = np.cumsum([len(part) for part in parts], dtype=int)
         return cls(np.concatenate([np.empty(0, np.int64), *parts]), ends)
@@ -207,7 +207,7 @@ class IndexLists(PerClient[np.ndarray]):
 
 
 def grouped(ids: np.ndarray, unique_ids: np.ndarray) -> IndexLists:
-    """Return the positions in `ids` of each unique id, ascending; all ids are sorted once.
+    """Return the positions of each unique id in `ids`, ascending. All ids are sorted once.
 
     Args:
         ids: [N].
@@ -220,7 +220,7 @@ def grouped(ids: np.ndarray, unique_ids: np.ndarray) -> IndexLists:
 
 
 def hash_labels(labels: Stored) -> str:
-    """Return the SHA-256 of labels: class labels as little-endian int64, label maps as their bytes."""
+    """Return the SHA-256 of labels: of class labels as little-endian int64, or of label maps as bytes."""
     digest = hashlib.sha256()
     for rows in np.array_split(np.arange(len(labels)), 1 + len(labels) // 64):
         part = load(take(labels, rows))
@@ -234,7 +234,7 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 @closed
 class _File(TypedDict):
-    """The content of a split.json."""
+    """The content of a split.json file."""
 
     sha256: Sha256
     clients: list[list[Row]]
@@ -259,7 +259,7 @@ _FILE = TypeAdapter(_File)
 
 
 def _texts(lists: Sequence[np.ndarray]) -> Iterator[str]:
-    """Yield the index lists as pieces of JSON without spaces.
+    """Yield the index lists as JSON text without spaces, piece by piece.
 
     They come in pieces, because Python's integers take several times the memory of an array.
     """
