@@ -1,1 +1,1 @@
-"""The contract of a method: checks that every method must pass and that `raylt check` runs."""
+"""The contract of methods: checks that every method must pass and that `raylt check` runs."""

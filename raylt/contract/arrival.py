@@ -1,4 +1,4 @@
-"""Run a case in another process; the method travels there with its source, as to a Ray worker."""
+"""Runs a check case in another process, to which the method is sent with its source, as to a Ray worker."""
 
 import json
 import os
@@ -20,7 +20,7 @@ TIMEOUT_S = 600
 
 
 def bits_elsewhere(case: Case) -> dict[str, str]:
-    """Return the result bits of the undisturbed run, computed by another process that was sent the method.
+    """Send the method to another process, run it there undisturbed, and return the hashes of the results.
 
     A method of raylt itself is importable everywhere, so its value alone is pickled, in this process.
 
@@ -56,7 +56,7 @@ def bits_elsewhere(case: Case) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the case that standard input describes; print its bits, or its fault, as JSON."""
+    """Run the case that is read from standard input; print its hashes, or its fault, as JSON."""
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # prints of the user's code must not mix with the answer
     shipped, kind, folder, threads = pickle.load(sys.stdin.buffer)

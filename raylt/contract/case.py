@@ -1,4 +1,4 @@
-"""`Case`: a method on one kind of problem, with the runs that the checks compare.
+"""A method on one kind of problem, with the small runs that the checks compare.
 
 The problems are small enough to train on in a moment. Their clients are of every kind that causes trouble.
 """
@@ -37,7 +37,7 @@ COUNTS = np.array([[12, 6, 4, 2], [8, 3, 3, 0], [0, 9, 0, 0], [0, 0, 1, 0], [0, 
 
 
 def make_task() -> Task:
-    """Return a classification task, C = 4, K = 6, 8x8x1: class c brightens quadrant c of a noisy image."""
+    """Return a tiny classification task, C = 4, K = 6, 8x8x1: class c brightens quadrant c of a noisy image."""
     rng = np.random.default_rng(0)
     shards = tuple(_draw(rng, row) for row in COUNTS)
     ends = np.cumsum([len(shard) for shard in shards])
@@ -74,7 +74,10 @@ SCENES = (5, 4, 3, 1, 0)
 
 
 def make_scenes() -> Task:
-    """Return a segmentation task with C = 3 and background, K = 5 and 16x16x3 images of blocks, partly unlabelled."""
+    """Return a tiny segmentation task with C = 3 and background, K = 5, of 16x16x3 images.
+
+    The images show blocks and are partly unlabelled.
+    """
     rng = np.random.default_rng(0)
     views = class_views(len(SCENES), 3, 2)
     shards = tuple(Shard(*_paint(rng, n), view) for n, view in zip(SCENES, views, strict=True))
@@ -99,7 +102,7 @@ def make_scenes() -> Task:
 
 
 def pixels(classes: int, shape: tuple[int, int, int]) -> PixelModel:
-    """Return a small stand-in for lraspp: two convolutions, d = 16."""
+    """Return a small segmentation model in place of lraspp: two convolutions, d = 16."""
     encoder = nn.Sequential(
         OrderedDict(
             stage1=nn.Sequential(nn.Conv2d(shape[2], 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()),
@@ -125,7 +128,7 @@ SOME = 0.3
 
 @dataclass
 class Case:
-    """A method on a problem of one kind: two rounds, with some clients that have few samples or none.
+    """A method on a problem of one kind, run for two rounds. Some clients have few samples or none.
 
     Attributes:
         method: The method, with the fields that it is checked with.
@@ -149,7 +152,7 @@ class Case:
         return make_task() if self.kind == "classification" else make_scenes()
 
     def config(self, participation: float = 1.0, **parts: Any) -> Config:
-        """Return the configuration, with some parts replaced."""
+        """Return the configuration of the case, with some parts replaced."""
         federation = {"rounds": 2, "participation": participation} | parts.pop("federation", {})
         tree = {
             "method": {"name": self.method.name, **self.method.model_dump()},
@@ -173,7 +176,7 @@ class Case:
         host: Callable[..., Any] = ClientHost,
         task: Task | None = None,
     ) -> Experiment:
-        """Return a new experiment in this process, by default on the case's task."""
+        """Return a new experiment in this process, by default on the task of the case."""
         setup = self.setup(config, method)
         task = task or self.task
         client_host = host(setup, task.spec, task.test, CPU)
@@ -182,21 +185,21 @@ class Case:
         return Experiment(setup, task, clients, CPU, self.folder)
 
     def run(self, config: Config | None = None, **how: Any) -> Trace:
-        """Run an experiment to its end; `how` is passed to `experiment`."""
+        """Run an experiment to its end. The arguments `how` are passed to `experiment`."""
         return finish(self.experiment(config or self.config(), **how))
 
     @cached_property
     def straight(self) -> Trace:
-        """Return the undisturbed run of all clients, with a `Recorder` as its host and an `Asked` as its fleet."""
+        """Return the undisturbed run with all clients, in which messages and replies are recorded."""
         return self.run(host=Recorder, fleet=Asked)
 
     @cached_property
     def partial(self) -> Trace:
-        """Return the undisturbed run in which some clients take part in each round."""
+        """Return the undisturbed run in which only some clients take part in each round."""
         return self.run(self.config(SOME), host=Recorder)
 
     def with_sample(self, sample: Callable[..., Any]) -> Method:
-        """Return the method with its `sample` replaced; the replacement receives the method's own `sample` first."""
+        """Return the method with its `sample` replaced. The replacement receives the original `sample` first."""
         kind = type(self.method)
         own = kind.sample
         other = type(

@@ -1,4 +1,4 @@
-"""The checks of a method, and the functions that run them.
+"""The checks that every method must pass, and the functions that run them.
 
 The docstring of a check is the sentence that `raylt check` prints. A failed check raises `Violation`.
 """
@@ -42,7 +42,7 @@ TROUBLES = "lost", "retried", "rejected"
 
 
 def ends_with_a_judged_model(case: Case) -> None:
-    """The method runs two rounds and the phase after them, with all or some clients; its final model is evaluated."""
+    """The method runs two rounds and its last phase, with all or some clients, and the final model is evaluated."""
     for trace in (case.straight, case.partial):
         expect([r.phase for r in trace.reports[:2]] == ["round", "round"], "the first two steps are not rounds")
         accuracy = trace.reports[-1].accuracy
@@ -153,7 +153,7 @@ def leaves_messages_alone(case: Case) -> None:
 
 
 def keeps_private_entries(case: Case) -> None:
-    """Clients load the server's shared entries and keep their private ones, also with local running statistics."""
+    """Clients load the server's shared entries and keep their private entries, also with local running statistics."""
     for batchnorm in ("average", "local"):
         config = case.config(federation={"batchnorm": batchnorm})
         model, other = (
@@ -174,7 +174,7 @@ def keeps_private_entries(case: Case) -> None:
 
 
 def local_running_statistics(case: Case) -> None:
-    """The method runs with federation.batchnorm = local; clients are then evaluated with their own statistics."""
+    """The method runs with federation.batchnorm = local, and clients are evaluated with their own statistics."""
     trace, judged = (
         case.run(case.config(federation={"batchnorm": "local"}, evaluation={"personal": personal}))
         for personal in (0, 1)
@@ -240,7 +240,7 @@ def predicts_what_was_judged(case: Case) -> None:
 
 
 def gives_one_logit_per_class(case: Case) -> None:
-    """Logits are finite, one for each class; for label maps, one for each class and pixel."""
+    """The model returns one finite logit per class; for label maps, one per class and pixel."""
     height, width, channels = case.task.shape
     model = case.method.global_model(case.straight.experiment.server).eval()
     x = torch.zeros(3, channels, height, width)
@@ -252,7 +252,7 @@ def gives_one_logit_per_class(case: Case) -> None:
 
 
 def believes_no_wrong_count(case: Case) -> None:
-    """The server rejects a reply that counts other samples than its client has, or is not a sum over samples."""
+    """The server rejects a reply with a wrong sample count, or with values that are no sums over samples."""
     fleet = case.straight.experiment.fleet
     assert isinstance(fleet, Asked)
     for call, name, counted, honest in _sums(fleet.asked, fleet.sizes):
@@ -270,7 +270,10 @@ def believes_no_wrong_count(case: Case) -> None:
 
 
 def _sums(asked: list[Question], sizes: Mapping[int, int]) -> Iterator[tuple[str, str, set[str], list[Honest]]]:
-    """Yield call, part, names of the part's counts of all samples, and honest replies, for parts about samples."""
+    """Yield the call, part, count names and replies of every part that is a sum over samples.
+
+    The names are those of counts that add up to the client's samples. The replies are honest.
+    """
     calls: dict[tuple[str, str], list[Honest]] = {}
     for call, schema, id, reply in asked:
         for name, part in schema.parts.items():
@@ -283,14 +286,14 @@ def _sums(asked: list[Question], sizes: Mapping[int, int]) -> Iterator[tuple[str
 
 
 def lies_blame_nobody_else(case: Case) -> None:
-    """A client that lies in every reply is rejected by its id; the run continues and no other client is rejected."""
+    """The server rejects a client that lies in every reply, and no other client; the run continues."""
     trace = case.run(case.config(federation={"quorum": 0.1}), host=Lies)
     blamed = {id for report in trace.reports for id in [*report.rejected, *report.lost]}
     expect(blamed <= {LIAR}, f"clients {sorted(blamed - {LIAR})} are blamed for a reply of client {LIAR}")
 
 
 def hands_over_values(case: Case) -> None:
-    """A tensor is not changed after it was handed over to a reply or to the client's state."""
+    """A client function does not change a tensor after it has put it into a reply or the client's state."""
     trace = case.run(case.config(federation={"retries": 0}))
     lost = {id for r in trace.reports for id in r.lost}
     expect(not lost, f"clients {sorted(lost)} were lost")
@@ -348,7 +351,7 @@ class Result:
 
 
 def run_checks(method: Method) -> Iterator[Result]:
-    """Run the checks in order, on each kind of problem that the method claims."""
+    """Run all checks in order, on each kind of problem that the method supports."""
     for kind in method.problems:
         with tempfile.TemporaryDirectory(prefix="raylt-check-") as folder:
             case = Case(method, kind, Path(folder))
@@ -357,7 +360,7 @@ def run_checks(method: Method) -> Iterator[Result]:
 
 
 def fault_of(check: Check, case: Case) -> str | None:
-    """Return the fault that a check finds in a method, in one line; None if the method passes.
+    """Run a check and return the fault that it finds in a method, in one line; None if the method passes.
 
     An exception is reported with the innermost line of the user's own code.
     """

@@ -1,4 +1,4 @@
-"""Measure a method's demands on its clients in a tiny run: parts of replies, bytes, passes over the samples."""
+"""Measures a method's costs at clients in a tiny run: parts of replies, bytes and passes over the samples."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -65,7 +65,7 @@ def measure(
     cut: bool = False,
     epochs: float = 1,
 ) -> list[CallCost]:
-    """Return the calls of a method at one client, before the first round, in a round, and after the last.
+    """Measure the calls of a method at one client: before the first round, in a round, and after the last.
 
     Args:
         method: The method. Fields in SHORT and UNTAUGHT are replaced.
@@ -111,7 +111,7 @@ def measure(
 
 
 def relative_cost(calls: list[CallCost], epochs: float = 1) -> float:
-    """Return the passes of a client in a round, as a multiple of those of FedAvg.
+    """Return a client's passes over its samples in a round, as a multiple of FedAvg's.
 
     A pass with a gradient counts three, one forward and two backward, and a pass without counts one.
 
@@ -123,7 +123,7 @@ def relative_cost(calls: list[CallCost], epochs: float = 1) -> float:
 
 
 def _calls(when: str, fleet: "_Fleet", passes: "_Passes", samples: int) -> Iterator[CallCost]:
-    """Return the calls of a step; a call to join that computes and sends nothing is left out."""
+    """Yield the cost of each call of a step, without calls at joining that compute and send nothing."""
     for name, traffic in fleet.round_stats.traffic.items():
         trained, read = (count / samples / traffic.replies for count in passes.counts.get(name, (0, 0)))
         if when != "join" or traffic.up or trained or read:
@@ -139,7 +139,7 @@ def _calls(when: str, fleet: "_Fleet", passes: "_Passes", samples: int) -> Itera
 
 
 class _ServerOnly(Exception):
-    """Raised when the server starts a part of the method that needs no clients."""
+    """Raised when the server starts a stage of the method that needs no clients."""
 
 
 class _Cut(Timings):
@@ -148,7 +148,10 @@ class _Cut(Timings):
 
 
 class _Passes:
-    """A counter, by client function, of images that pass the first layer of a client's encoder or of its copy."""
+    """Counter, by client function, of the images that pass through the first layer of a client's encoder.
+
+    Copies of the encoder count too.
+    """
 
     def __init__(self) -> None:
         self.counts: dict[str, tuple[int, int]] = {}

@@ -1,11 +1,11 @@
-"""The checks of a method's declarations, and the exception of a failed check."""
+"""Checks of what a method declares, and the exception that a failed check raises."""
 
 from raylt.contract.case import Case
 from raylt.hyper import in_range, range_of
 
 
 class Violation(AssertionError):
-    """A breach of the contract by a method; the message describes it."""
+    """A method breaks its contract. The message describes how."""
 
 
 def expect(condition: object, violation: str) -> None:

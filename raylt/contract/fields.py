@@ -1,4 +1,4 @@
-"""Checks of a method's fields: from which stage on each of them acts."""
+"""Checks that a method's fields have an effect only from their declared stage on."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,7 +34,7 @@ def acts_from_its_stage_on(case: Case) -> None:
 
 
 def others(method: Method, name: str) -> Iterator[Method]:
-    """Yield copies of the method with another value of one field, from its search range; skip refused values."""
+    """Yield copies of the method with other valid values of one field, from the field's search range."""
     field = type(method).model_fields[name]
     searched = range_of(field)
     values = searched.values if isinstance(searched, Choice) else (searched.low, searched.high)
@@ -48,7 +48,7 @@ def others(method: Method, name: str) -> Iterator[Method]:
 
 
 def _state_after(case: Case, method: Method, step: int) -> str:
-    """Return the state of a run after `step` steps: the server's state and model, and each client's state."""
+    """Return the state of a run after `step` steps: server state, model and the state of each client."""
     one = replace(case, method=method, raised=case.raised)
     experiment = one.experiment(one.config())
     for _ in range(step):

@@ -1,4 +1,4 @@
-"""Hosts and fleets that disturb a run: other orders, lost processes, failing attempts."""
+"""Client hosts and fleets that disturb a run: other client orders, lost processes, failing calls."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,10 @@ from raylt.tree import Tree
 
 
 def noting(run: Callable[..., Any], raised: list[Exception]) -> Callable[..., Any]:
-    """Return a host's `run` that also records the user's own exceptions in full; a fleet keeps one line of each."""
+    """Wrap a host's `run` so that exceptions in the user's own code are also recorded in `raised`.
+
+    A fleet keeps only one line of each exception.
+    """
 
     def noted(*call: Any) -> Any:
         try:
@@ -27,7 +30,7 @@ def noting(run: Callable[..., Any], raised: list[Exception]) -> Callable[..., An
 
 
 class Recorder(ClientHost):
-    """A host that records its messages and replies, and the names of functions that change their message."""
+    """Client host that records messages, replies, and the names of functions that change their message."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -48,14 +51,14 @@ class Recorder(ClientHost):
 
 
 class Backwards(LocalFleet):
-    """A fleet that runs the last client first; it answers in the order of ids, as every fleet does."""
+    """Fleet that runs the last client first. Replies are in the order of ids, as in every fleet."""
 
     def _answers(self, fn, ids, message, enough, usable, sums):
         yield from reversed(list(super()._answers(fn, ids[::-1], message, enough, usable, sums)))
 
 
 class OwnHosts:
-    """A host per client, and so a model object per client, as with one actor per client."""
+    """Client host that gives each client its own host and model object, as with one actor per client."""
 
     def __init__(self, *args: Any):
         self.args = args
@@ -69,7 +72,7 @@ class OwnHosts:
 
 
 class NewHosts:
-    """A new host for every call, as if the actor and its caches were lost before each call."""
+    """Client host that uses a new host for every call, as if the actor and its caches were lost before it."""
 
     def __init__(self, *args: Any):
         self.args = args
@@ -80,7 +83,7 @@ class NewHosts:
 
 
 class FailsFirst(ClientHost):
-    """A host where each client's first call of a function in a round raises after training."""
+    """Client host in which each client's first call of a function in a round raises an error after training."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)

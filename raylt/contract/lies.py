@@ -1,4 +1,4 @@
-"""Wrong replies made from honest ones; their claims contradict what the server knows."""
+"""Wrong replies made from correct ones, whose claims contradict what the server knows."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ LIAR = 0  # the client that lies; it has samples of every class
 
 
 class Asked(LocalFleet):
-    """A fleet that keeps each reply with the name of its call and the schema that checked it."""
+    """Fleet that records each reply with the name of its call and the schema that checked it."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -32,7 +32,7 @@ class Asked(LocalFleet):
 
 
 class Lies(ClientHost):
-    """A host whose first client lies: its counts are wrong, and its sums and means are not finite."""
+    """Client host whose first client sends wrong counts, and sums and means that are not finite."""
 
     def run(self, fn, message, round, id, shard, private):
         reply, after = super().run(fn, message, round, id, shard, private)
@@ -46,14 +46,14 @@ class Lies(ClientHost):
 
 
 def is_whole(leaf: Any) -> bool:
-    """Return whether a leaf is an integer or a tensor of integers."""
+    """Return whether a value is an integer or a tensor of integers."""
     if isinstance(leaf, Tensor):
         return not leaf.is_floating_point() and leaf.dtype != torch.bool
     return type(leaf) is int
 
 
 def counts_of_part(value: Any) -> dict[str, int]:
-    """Return the sums of a part's integer leaves by their last names; the name "" stands for the part itself."""
+    """Return the sums of a reply part's integers, by the last name in each path; "" for the part itself."""
     sums: dict[str, int] = {}
     for path, leaf in leaf_paths(value, ()):
         if is_whole(leaf):
@@ -63,13 +63,15 @@ def counts_of_part(value: Any) -> dict[str, int]:
 
 
 def wrong_weights(weight: float) -> Iterator[tuple[str, Any]]:
-    """Yield weights that a reply must not have."""
+    """Yield weights that a reply must not have, with their descriptions."""
     for wrong in (0, -1, LARGEST_COUNT, math.nan, math.inf, weight + 0.5):
         yield f"the weight {wrong}", wrong
 
 
 def wrong_leaves(value: Any, counted: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield copies of a part, each with one value that no sum over samples can have, and a description of the fault.
+    """Yield copies of a reply part with one impossible value each, and a description of the fault.
+
+    No sum over samples can have such a value.
 
     Args:
         counted: names of the counts that add up to the client's samples.
@@ -87,7 +89,7 @@ def wrong_leaves(value: Any, counted: set[str]) -> Iterator[tuple[str, Any]]:
 
 
 def replaced(value: Any, change: Callable[[Any], Any], name: str | None = None) -> Any:
-    """Return a part with each number, and each entry of its tensors, replaced by one number.
+    """Return a reply part in which `change` has replaced each number and each entry of a tensor.
 
     Args:
         name: the last name of the leaves; None: all.
@@ -133,7 +135,7 @@ def _at(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _with(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """Return a copy of a part with one leaf replaced."""
+    """Return a copy of a reply part with the value at `path` replaced."""
     if not path:
         return new
     copied: Tree = dict(value)

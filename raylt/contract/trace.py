@@ -1,4 +1,4 @@
-"""The result of a finished run, as bits that can be compared."""
+"""The result of a finished run as hashes that can be compared."""
 
 from dataclasses import dataclass
 
@@ -34,13 +34,13 @@ def fingerprint(parts: Tree) -> str:
 
 
 def private_states(experiment: Experiment) -> dict[int, Tree]:
-    """Return the private state of every client that was ever called, by id."""
+    """Return the private state of every client that was called at least once, by id."""
     fleet = experiment.fleet
     return dict(fleet.private_states(sorted(fleet._private)))
 
 
 def finish(experiment: Experiment, reports: list[RoundReport] | None = None) -> Trace:
-    """Take the remaining steps of an experiment.
+    """Run the remaining steps of an experiment and return the result.
 
     Args:
         reports: Reports of the steps so far.

@@ -1,4 +1,4 @@
-"""Models by name: each a `SplitModel` for any number of input channels, drawn from torch's global generator."""
+"""The table of models by name. Each builds a `SplitModel` with random weights for any number of input channels."""
 
 from collections.abc import Callable
 
@@ -46,7 +46,7 @@ _SMALLEST = {
 
 
 def build_model(name: str, classes: int, shape: tuple[int, int, int], weights: str | None = None) -> SplitModel:
-    """Build a model by name: a key of `MODELS`, `torchvision:NAME` or `timm:NAME`; see `build`."""
+    """Build the model that `name` names: a key of `MODELS`, `torchvision:NAME` or `timm:NAME`."""
     return build(classes, shape, name=name, factory=MODELS.get(name), weights=weights, side=None)
 
 
@@ -59,7 +59,7 @@ def build(
     weights: str | None,
     side: int | None,
 ) -> SplitModel:
-    """Build a model with random weights, except encoder weights that `weights` names.
+    """Build a model with random weights, or with the pretrained encoder weights that `weights` names.
 
     Args:
         classes: the number of classes, C.

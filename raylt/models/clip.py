@@ -1,4 +1,4 @@
-"""Teachers by name: the two towers of an open_clip model, or a file of features.
+"""Image-text teachers by name: an open_clip model with two towers, or a file of precomputed features.
 
     MODEL/TAG           open_clip's names, as ViT-B-32/openai; the weights are fetched into the user's cache
     MODEL/TAG:FILE      the weights of that tag, in a file
@@ -34,7 +34,7 @@ BATCH = 64  # fixed, because it decides the last bits of a feature
 
 
 def open_teacher(name: str) -> Teacher:
-    """Return the teacher of a name without reading any file.
+    """Return the teacher with this name, without reading any file.
 
     Paths in its name become absolute, so that processes with another working directory can open it too.
 
@@ -61,7 +61,7 @@ def open_teacher(name: str) -> Teacher:
 
 
 class OpenClip(Teacher):
-    """A model of open_clip.
+    """An image-text teacher from open_clip.
 
     Args:
         model: architecture, or local-dir:FOLDER.
@@ -134,7 +134,7 @@ class OpenClip(Teacher):
         return config
 
     def _source(self) -> dict[str, Any]:
-        """Return open_clip's description of the tag: the weights' address, their preprocessing and activation."""
+        """Return open_clip's description of the weights: address, preprocessing and activation."""
         import open_clip
 
         assert self.tag is not None
@@ -150,7 +150,7 @@ class OpenClip(Teacher):
         return source
 
     def _weights(self) -> Path:
-        """Return the file of the weights; if it is missing, one process per node fetches it."""
+        """Return the path of the weight file; download it if it is missing, once per node."""
         if self.tag is None:
             folder = Path(self.model.removeprefix("local-dir:"))
             endings = (".safetensors", ".bin", ".pth")
@@ -176,7 +176,7 @@ class OpenClip(Teacher):
         return self.file
 
     def load(self) -> Any:
-        """Load both towers with their weights, on the CPU."""
+        """Load the image tower and the text tower with their weights, on the CPU."""
         import open_clip
 
         source: dict[str, Any] = {} if self.tag is None else self._source()
@@ -206,7 +206,7 @@ class OpenClip(Teacher):
 def _tower(
     name: str, device: torch.device
 ) -> tuple[Callable[[Tensor], Tensor], Tensor | None, Callable[[np.ndarray], Tensor]]:
-    """Return encoder, projection and preprocessing of an image tower, shared by all clients of a process."""
+    """Return the encoder, projection and preprocessing of an image tower, shared by all clients of a process."""
     from open_clip.transform import PreprocessCfg, image_transform_v2
     from PIL import Image
 
@@ -230,7 +230,7 @@ def _tower(
 
 
 def _fetch(name: str, source: dict[str, Any]) -> Path:
-    """Return the file of a teacher's weights, from the cache or the network."""
+    """Return the path of a teacher's weight file, from the cache or after a download."""
     from huggingface_hub import constants, try_to_load_from_cache
     from open_clip import download_pretrained
     from open_clip.constants import HF_SAFE_WEIGHTS_NAME, HF_WEIGHTS_NAME
@@ -258,7 +258,7 @@ def _fetch(name: str, source: dict[str, Any]) -> Path:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Hold a lock, so that only one of a user's processes on a node fetches weights at a time."""
+    """Hold a lock so that only one of a user's processes on a node downloads weights at a time."""
     with Folder.open(Path(tempfile.gettempdir())) as folder:
         lock = folder.lock(f"raylt-weights-{os.getuid()}.lock", wait=True)
     assert lock is not None

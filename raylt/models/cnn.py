@@ -1,4 +1,4 @@
-"""Small convolutional networks: MuPFL's for Fashion-MNIST, and one for tests and the 8x8 digits.
+"""Small convolutional networks: MuPFL's network for Fashion-MNIST, and one for tests and the 8x8 digits.
 
 As in the residual networks, `stage1` and `stage2` end with an activation and `pool` makes the features.
 """
@@ -11,7 +11,9 @@ from raylt.models.split import SplitModel
 
 
 def cnn(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """Build two 5x5 convolutions and a linear layer; d = 1024 for 28x28 images, 62,346 parameters with C = 10.
+    """Build a CNN of two 5x5 convolutions and a linear layer.
+
+    d = 1024 for 28x28 images, 62,346 parameters with C = 10.
 
     MuPFL does not state the widths: 32 and 64 are ours.
     """
@@ -19,14 +21,14 @@ def cnn(classes: int, shape: tuple[int, int, int]) -> SplitModel:
 
 
 def cnn_proj(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """Build `cnn` with a linear layer that maps its features to CLIP's d = 512, as in `resnet8_proj`."""
+    """Build `cnn` with an extra linear layer that maps its features to CLIP's d = 512, as in `resnet8_proj`."""
     encoder, dim = _convolutions(shape)
     encoder.add_module("add_mlp", nn.Linear(dim, 512))
     return SplitModel(encoder, 512, classes)
 
 
 def small(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """Build two 3x3 convolutions with BatchNorm and global average pooling; d = 64."""
+    """Build a CNN of two 3x3 convolutions with BatchNorm and global average pooling; d = 64."""
     encoder = nn.Sequential(
         OrderedDict(
             stage1=nn.Sequential(
@@ -42,7 +44,7 @@ def small(classes: int, shape: tuple[int, int, int]) -> SplitModel:
 
 
 def _convolutions(shape: tuple[int, int, int]) -> tuple[nn.Sequential, int]:
-    """Build the encoder of `cnn`, and return it with the length of its features."""
+    """Build the encoder of `cnn`; return the encoder and the length of its features."""
     height, width, channels = shape
     encoder = nn.Sequential(
         OrderedDict(
@@ -55,5 +57,5 @@ def _convolutions(shape: tuple[int, int, int]) -> tuple[nn.Sequential, int]:
 
 
 def _side(side: int) -> int:
-    """Return a side's length after two rounds of an unpadded 5x5 convolution and halving."""
+    """Return the image side after two rounds of an unpadded 5x5 convolution and 2x pooling."""
     return ((side - 4) // 2 - 4) // 2

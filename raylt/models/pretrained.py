@@ -1,4 +1,4 @@
-"""Initial weights of a model: a state dict in a file, or torchvision's from ImageNet."""
+"""Initial weights of a model: a state dict from a file, or torchvision's ImageNet weights."""
 
 import warnings
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from raylt.errors import ConfigError
 
 
 def fetch(weights: Any) -> dict[str, Tensor]:
-    """Return one of torchvision's weights as a state dict, from its cache or the network.
+    """Return a torchvision weight set as a state dict, from torchvision's cache or after a download.
 
     Raises:
         ConfigError: the file cannot be fetched, or its content does not match the hash in its name.
@@ -33,7 +33,7 @@ def fetch(weights: Any) -> dict[str, Tensor]:
 
 
 def read(path: Path, model: str) -> dict[str, Tensor]:
-    """Read a state dict from a file of torch or safetensors.
+    """Read a state dict from a torch or safetensors file.
 
     Args:
         model: name of the model in errors.
@@ -85,7 +85,7 @@ def _load(file: Path) -> dict[str, Tensor]:
 
 
 def load_body(body: nn.Module, state: dict[str, Tensor], classifiers: Sequence[str], weights: str, model: str) -> None:
-    """Load all entries of a state dict except classifiers, which belong to other classes.
+    """Load all entries of a state dict except those of classifiers, which were trained on other classes.
 
     Args:
         classifiers: paths of the layers in `body` that stay as they are.
@@ -104,7 +104,7 @@ def load_body(body: nn.Module, state: dict[str, Tensor], classifiers: Sequence[s
 
 
 def _check_entries(expected: dict[str, Tensor], given: dict[str, Any], weights: str, model: str) -> None:
-    """Raise an error that names the first entry, in the order of the model, that does not fit."""
+    """Raise an error for the first entry of a state dict that does not fit the model."""
     for name in [*expected, *sorted(given)]:
         if name not in expected:
             fault = f"{name} is not an entry of the model"
@@ -124,7 +124,7 @@ def _check_entries(expected: dict[str, Tensor], given: dict[str, Any], weights: 
 
 
 def mismatch(weights: str, model: str, error: Exception) -> ConfigError:
-    """Return the error for a state dict of another model."""
+    """Return the error for a state dict that belongs to another model."""
     return ConfigError(
         f"weights: {weights} is not a state dict of {model} ({' '.join(str(error).split())[:200]}). "
         f"Give a state dict of {model}.",
@@ -135,7 +135,7 @@ def mismatch(weights: str, model: str, error: Exception) -> ConfigError:
 
 
 def for_channels(weight: Tensor, channels: int) -> Tensor:
-    """Convert a first convolution's weights [O, 3, k, k] to another number of channels, [O, channels, k, k].
+    """Convert the weights [O, 3, k, k] of a first convolution to another number of input channels.
 
     A grey image counts as the same image in all three channels. With more channels each takes the weights of the three
     colours in turn, scaled so that activations keep their size. timm does the same.

@@ -1,4 +1,4 @@
-"""Residual networks: CReFF's ResNet-8, ResNet-18 and -34 with a CIFAR stem, the narrow ResNet-32, ResNet-50.
+"""Residual networks: CReFF's ResNet-8, ResNet-18 and ResNet-34 for small images, the narrow ResNet-32, and ResNet-50.
 
 The stages of every encoder are called `stage1`, `stage2`, ...; the average pooling before the features is `pool`.
 """
@@ -15,7 +15,10 @@ from raylt.recordability import recordable
 
 @recordable
 class BasicBlock(nn.Module):
-    """A block of two 3x3 convolutions and a shortcut, which is a 1x1 convolution where the shape changes."""
+    """Residual block of two 3x3 convolutions and a shortcut.
+
+    The shortcut is a 1x1 convolution where the shape changes.
+    """
 
     ends_in_relu: ClassVar[bool] = True
 
@@ -45,19 +48,19 @@ def resnet8(classes: int, shape: tuple[int, int, int]) -> SplitModel:
 
 
 def resnet8_proj(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """Build ResNet-8 of CLIP2FL and FedSM: a linear layer without activation maps the features to CLIP's d = 512."""
+    """Build ResNet-8 with an extra linear layer that maps its features to CLIP's d = 512, for CLIP2FL and FedSM."""
     encoder = _encoder(shape[2], (64, 128, 256), blocks=(1, 1, 1))
     encoder.add_module("add_mlp", nn.Linear(256, 512))
     return SplitModel(encoder, 512, classes)
 
 
 def resnet18(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """Build ResNet-18 of SFD: 3x3 stem without max-pooling, d = 512; 11,173,962 parameters with 10 classes."""
+    """Build SFD's ResNet-18: 3x3 stem without max-pooling, d = 512; 11,173,962 parameters with 10 classes."""
     return SplitModel(_encoder(shape[2], (64, 128, 256, 512), blocks=(2, 2, 2, 2)), 512, classes)
 
 
 def resnet32(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """Build ResNet-32 of CIFAR's protocols: three stages of five blocks, widths 16, 32 and 64, d = 64.
+    """Build the ResNet-32 of CIFAR benchmarks: three stages of five blocks, widths 16, 32 and 64, d = 64.
 
     Shortcuts are 1x1 convolutions where the shape changes, as in the other networks of this module. He et al. pad them
     for CIFAR, which saves 2,752 of the 466,906 parameters (10 classes).
@@ -66,7 +69,10 @@ def resnet32(classes: int, shape: tuple[int, int, int]) -> SplitModel:
 
 
 def resnet34(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """Build ResNet-34 as `resnet18`: 3x3 stem without max-pooling, d = 512; 21,282,122 parameters with 10 classes."""
+    """Build ResNet-34 for small images: 3x3 stem without max-pooling, d = 512.
+
+    It has 21,282,122 parameters with 10 classes.
+    """
     return SplitModel(_encoder(shape[2], (64, 128, 256, 512), blocks=(3, 4, 6, 3)), 512, classes)
 
 
@@ -92,7 +98,10 @@ def resnet50(classes: int, shape: tuple[int, int, int]) -> SplitModel:
 
 
 def resnet50_proj(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """Build `resnet50` with a linear layer that maps the features to CLIP's d = 512: CLIP2FL, FedSM on ImageNet-LT."""
+    """Build ResNet-50 with an extra linear layer that maps its features to CLIP's d = 512.
+
+    CLIP2FL and FedSM use it on ImageNet-LT.
+    """
     encoder = resnet50(classes, shape).encoder
     encoder.add_module("add_mlp", nn.Linear(2048, 512))
     return SplitModel(encoder, 512, classes)
@@ -117,7 +126,7 @@ def _encoder(channels: int, widths: tuple[int, ...], blocks: tuple[int, ...]) ->
 
 
 def _draw_convolutions(net: nn.Module) -> None:
-    """Draw convolution weights from N(0, 2 / (k * k * out)), as CReFF's and SFD's code does."""
+    """Initialise convolution weights from N(0, 2 / (k * k * out)), as CReFF's and SFD's code does."""
     for module in net.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

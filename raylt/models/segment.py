@@ -24,7 +24,7 @@ LOW, WIDE, HIGH = 24, 576, 128
 
 @recordable
 class LRASPPEncoder(nn.Module):
-    """Encoder of LR-ASPP: images [B, channels, H, W] -> features [B, 152, H/8, W/8].
+    """Encoder of LR-ASPP, which maps images [B, channels, H, W] to features [B, 152, H/8, W/8].
 
     `stage1` ends at stride 8. `stage2` ends at stride 16 with 576 channels; without dilation it would end at 32.
     """
@@ -55,7 +55,7 @@ class LRASPPEncoder(nn.Module):
         return torch.cat([low, F.interpolate(gated, low.shape[2:], mode="bilinear", align_corners=False)], dim=1)
 
     def load_imagenet(self, weights: str) -> None:
-        """Load the backbone from a state dict of torchvision's `mobilenet_v3_small`.
+        """Load the backbone's weights from a state dict of torchvision's `mobilenet_v3_small`.
 
         Args:
             weights: a file, or "imagenet" to fetch torchvision's weights.

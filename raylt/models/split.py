@@ -1,4 +1,4 @@
-"""`SplitModel`: a model with an encoder and a classifier, the two halves that the methods train and exchange."""
+"""Base class of models: an encoder and a classifier, which methods train and exchange separately."""
 
 import copy
 from typing import ClassVar, Literal
@@ -16,7 +16,7 @@ Params = dict[str, Tensor]
 
 @recordable
 class SplitModel(nn.Module):
-    """A model that computes `classifier(encoder(x))`; a method may add further heads as attributes.
+    """A model that computes `classifier(encoder(x))`. A method may add further heads as attributes.
 
     Args:
         encoder: images [B, channels, H, W] -> features z [B, d].
@@ -39,7 +39,7 @@ class SplitModel(nn.Module):
         return self.classifier(self.encoder(x))
 
     def entries(self, prefix: str = "") -> Params:
-        """Return the parameters and buffers that may leave a client, by name; they share the model's memory.
+        """Return the parameters and buffers that may leave a client, by name. They share the model's memory.
 
         Args:
             prefix: start of their names: "encoder." for the encoder alone.
@@ -49,13 +49,13 @@ class SplitModel(nn.Module):
 
 
 def part(entries: Params, prefix: str | None) -> Params:
-    """Return the entries whose names start with a prefix; none if the prefix is None."""
+    """Return the entries whose names start with `prefix`; none if the prefix is None."""
     return {} if prefix is None else {name: value for name, value in entries.items() if name.startswith(prefix)}
 
 
 @recordable
 class PixelLinear(nn.Linear):
-    """A 1x1 convolution with the weights of a linear layer [C, d], for maps [B, d, h, w] and for pixels [n, d]."""
+    """Linear classifier of pixels with weights [C, d], for maps [B, d, h, w] and for single pixels [n, d]."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.movedim(1, -1)).movedim(-1, 1)
@@ -63,7 +63,7 @@ class PixelLinear(nn.Linear):
 
 @recordable
 class PixelModel(SplitModel):
-    """A SplitModel whose features are maps [B, d, h, w]; logits are resized to the images' size, [B, C, H, W].
+    """Segmentation model: features are maps [B, d, h, w], and logits are resized to the images, [B, C, H, W].
 
     The classifier acts on one pixel's features at a time. As in any SplitModel it may therefore be trained on features
     [n, d], here of single pixels, or be replaced by a classifier that was trained on them.
@@ -78,7 +78,7 @@ class PixelModel(SplitModel):
 
 @recordable
 class CutLinear(nn.Linear):
-    """A linear layer that clips its input [n, d] to the length `longest`, a scalar, as in its training."""
+    """Linear layer that clips each input vector to the length `longest`, as the training of its weights did."""
 
     longest: Tensor
 
@@ -87,14 +87,14 @@ class CutLinear(nn.Linear):
 
 
 def clipped(z: Tensor, length: float | Tensor) -> Tensor:
-    """Return features [n, d], each scaled down to at most the given length."""
+    """Scale down features [n, d] that are longer than the given length."""
     return z * (length / z.norm(dim=1, keepdim=True).clamp(min=1e-12)).clamp(max=1)
 
 
 def with_classifier(
     model: SplitModel, weight: Tensor, bias: Tensor | None, longest: float | Tensor | None = None
 ) -> SplitModel:
-    """Return the model with another linear classifier and no further heads; it shares the encoder.
+    """Return a model with the same encoder, another linear classifier and no further heads.
 
     Args:
         weight: [C, d]; used without a copy.
@@ -110,7 +110,7 @@ def with_classifier(
 
 
 def linear(weight: Tensor, bias: Tensor | None, kind: type[nn.Linear] = nn.Linear) -> nn.Linear:
-    """Return a linear layer with the given tensors as its parameters, without a copy."""
+    """Return a linear layer that uses the given tensors as parameters, without a copy."""
     layer = kind(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     layer.weight = nn.Parameter(weight)
     layer.register_parameter("bias", None if bias is None else nn.Parameter(bias))
@@ -118,19 +118,19 @@ def linear(weight: Tensor, bias: Tensor | None, kind: type[nn.Linear] = nn.Linea
 
 
 def with_encoder(model: SplitModel, encoder: nn.Module) -> SplitModel:
-    """Return the model with another encoder; everything else is shared."""
+    """Return a model with another encoder that shares everything else with the given model."""
     other = copy.copy(model)
     other._modules = {**model._modules, "encoder": encoder}
     return other
 
 
 def trained_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the trained entries, without buffers and frozen parameters."""
+    """Return the names of the trained parameters, without buffers and frozen parameters."""
     return frozenset(name for name, value in model.named_parameters() if value.requires_grad)
 
 
 def running_statistics(model: nn.Module) -> frozenset[str]:
-    """Return the names of the buffers of every BatchNorm layer."""
+    """Return the names of the buffers of all BatchNorm layers."""
     names = []
     for prefix, module in model.named_modules():
         if isinstance(module, _BatchNorm):
@@ -139,7 +139,7 @@ def running_statistics(model: nn.Module) -> frozenset[str]:
 
 
 def has_no_negative_features(encoder: nn.Module) -> bool:
-    """Return whether an encoder's structure, such as a ReLU at its end, rules out negative features.
+    """Return whether the encoder cannot output negative features, because it ends in a ReLU for example.
 
     Layers behind it that pool, flatten or drop keep the sign. Other structures may have such features too.
     """
@@ -160,7 +160,7 @@ _KEEP_SIGNS = (
 
 
 def _sign(module: nn.Module) -> bool | None:
-    """Return True if outputs are never negative, None if they have the signs of the inputs, else False."""
+    """Return True if a module's outputs are never negative, None if it keeps the signs of its inputs, or False."""
     if type(module) in _KEEP_SIGNS:
         return None
     if type(module) is nn.Sequential:
@@ -180,7 +180,7 @@ def set_training(model: nn.Module) -> None:
 
 @torch.no_grad()
 def load_entries(model: nn.Module, params: Params) -> None:
-    """Copy values into the model's entries of the same names; other entries stay unchanged.
+    """Copy values into the model's entries of the same names. Other entries stay unchanged.
 
     Raises:
         KeyError: the model has no such entry.

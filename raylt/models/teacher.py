@@ -1,4 +1,4 @@
-"""`Teacher`: a frozen image-text model; `FeatureFile`: a teacher with precomputed features."""
+"""Teachers for distillation: a frozen image-text model, or a file of its precomputed features."""
 
 import math
 import re
@@ -35,7 +35,7 @@ WNID = re.compile(r"n\d{8}")
 
 
 class Teacher(ABC):
-    """A frozen image-text model.
+    """Base class of teachers: a frozen image-text model.
 
     Args:
         name: its name in a configuration.
@@ -46,16 +46,16 @@ class Teacher(ABC):
 
     @property
     def about(self) -> str:
-        """Return a description of the teacher for results."""
+        """Return a description of the teacher for the results of a run."""
         return self.name
 
     @property
     @abstractmethod
     def dim(self) -> int:
-        """Return d, the dimension of the joint space."""
+        """Return d, the dimension of the joint image-text space."""
 
     def check(self, task: Task, wordings: Set[Wording], student: int | None = None) -> None:
-        """Fetch missing files, and detect now every problem that would otherwise end a run later.
+        """Download missing files and raise an error for every problem that would otherwise stop a run later.
 
         Args:
             wordings: wordings of the texts that the run needs.
@@ -79,7 +79,7 @@ class Teacher(ABC):
 
     @abstractmethod
     def _check(self, task: Task, wordings: Set[Wording], trainable: bool) -> None:
-        """Do the part of `check` that one kind of teacher needs.
+        """Run the checks that are specific to this kind of teacher. Part of `check`.
 
         Args:
             trainable: the run trains the teacher's projection.
@@ -87,22 +87,22 @@ class Teacher(ABC):
 
     @abstractmethod
     def text(self, names: Sequence[str], wording: Wording, device: torch.device) -> Tensor:
-        """Return the model's embeddings of class names, float32 [C, d], on the CPU."""
+        """Return the teacher's embeddings of class names, float32 [C, d], on the CPU."""
 
     @abstractmethod
     def images(self, samples: Samples) -> Tensor:
-        """Return features [n, w] of all samples, without augmentation, float32 on the samples' device.
+        """Return the features [n, w] of all samples without augmentation, float32 on the samples' device.
 
         `projection` maps them to the joint space. They are not normalised.
         """
 
     @abstractmethod
     def projection(self, device: torch.device) -> Tensor | None:
-        """Return the last, linear layer of the image tower, float32 [w, d]; None if `images` already applies it."""
+        """Return the last linear layer of the image tower, float32 [w, d]; None if `images` already applies it."""
 
 
 class FeatureFile(Teacher):
-    """Precomputed features in an npz file.
+    """A teacher whose features were precomputed and stored in an npz file.
 
     image [N, d]        of every training sample of the source, in its order; float16 or float32
     y [N]               labels of the samples, which show that the file belongs to the source
@@ -160,7 +160,10 @@ class FeatureFile(Teacher):
         return torch.from_numpy(self._read("image")["image"][samples.ids]).float().to(samples.x.device)
 
     def projection(self, device: torch.device) -> Tensor | None:
-        """Return the identity: the features are already in the joint space, and training starts from it."""
+        """Return the identity matrix, from which training of a projection starts.
+
+        The features are already in the joint space.
+        """
         return torch.eye(self.dim, device=device)
 
     def _read(self, *keys: str, optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
@@ -179,7 +182,7 @@ class FeatureFile(Teacher):
             ) from None
 
     def _check_headers(self, headers: ArrayHeaders) -> None:
-        """Check shapes and types before an array is read into memory.
+        """Raise an error if an array has a wrong shape or type, before it is read into memory.
 
         Raises:
             ValueError: an array has another shape than a teacher's, or claims more than features can be compressed.
@@ -195,7 +198,7 @@ class FeatureFile(Teacher):
 
 
 def describe(names: Sequence[str], wording: Wording) -> list[str]:
-    """Return texts for class names: "a photo of a {label}", or the labels alone.
+    """Return a text for each class name: "a photo of a {label}", or the label alone.
 
     Underscores become spaces, and ImageNet's 1000 ids the usual names.
 
@@ -220,7 +223,7 @@ def describe(names: Sequence[str], wording: Wording) -> list[str]:
 
 
 def shorten(error: Exception) -> str:
-    """Return an exception's message in one line of at most 200 characters."""
+    """Return an exception's message as one line of at most 200 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."
 

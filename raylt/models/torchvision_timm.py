@@ -1,4 +1,4 @@
-"""Image models of torchvision and timm: the last linear layer becomes the classifier, the rest the encoder."""
+"""Image models of torchvision and timm. The last linear layer becomes the classifier, the rest the encoder."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 
 @recordable
 class Features(nn.Module):
-    """A model without its last layer: images [B, channels, H, W] -> features [B, d]."""
+    """A model without its last layer, which maps images [B, channels, H, W] to features [B, d]."""
 
     def __init__(self, body: nn.Module):
         super().__init__()
@@ -36,7 +36,7 @@ class Features(nn.Module):
 
 @recordable
 class PreparedFeatures(Features):
-    """An encoder for pixels in [0, 1] of any size, which it resizes and normalises as in the model's training.
+    """Encoder that resizes and normalises pixels in [0, 1] as in the model's training, for images of any size.
 
     Args:
         side: height and width that the model gets, in pixels.
@@ -62,7 +62,7 @@ class PreparedFeatures(Features):
 def library_model(
     name: str, classes: int, shape: tuple[int, int, int], weights: str | None, side: int | None = None
 ) -> SplitModel:
-    """Build a model of torchvision or timm, with random weights or those that `weights` names.
+    """Build a torchvision or timm model with random weights, or with the weights that `weights` names.
 
     Args:
         name: `torchvision:NAME` or `timm:NAME`; arguments of timm's `create_model` may follow, as in
@@ -117,7 +117,10 @@ def library_model(
 
 
 def _prepared(encoder: Features, side: int, channels: int) -> PreparedFeatures:
-    """Return an encoder that resizes and normalises images; grey images use the colours' mean statistics."""
+    """Return an encoder that resizes and normalises images.
+
+    Grey images use the mean of the colours' statistics.
+    """
     training: dict[str, Any] = getattr(encoder.body, "pretrained_cfg", None) or {}  # of timm's models
     mean = list(training.get("mean", IMAGENET_MEAN))
     std = list(training.get("std", IMAGENET_STD))
@@ -130,7 +133,7 @@ def _prepared(encoder: Features, side: int, channels: int) -> PreparedFeatures:
 def _torchvision(
     name: str, architecture: str, shape: tuple[int, int, int], weights: str | None
 ) -> tuple[Features, int]:
-    """Build an encoder of torchvision, and return it with the length of its features."""
+    """Build an encoder from a torchvision model; return the encoder and the length of its features."""
     import torchvision.models
     from torchvision.models import get_model, list_models
 
@@ -175,7 +178,7 @@ def _torchvision_state(architecture: str, weights: str) -> dict[str, Tensor]:
 
 
 def _take_channels(body: nn.Module, channels: int, keep: bool) -> None:
-    """Replace the first convolution by one with another number of input channels.
+    """Replace the model's first convolution to accept another number of input channels.
 
     Args:
         keep: derive its weights from the old ones; otherwise they are random.
@@ -198,7 +201,7 @@ def _take_channels(body: nn.Module, channels: int, keep: bool) -> None:
 
 
 def _timm(name: str, architecture: str, shape: tuple[int, int, int], weights: str | None) -> tuple[Features, int]:
-    """Build an encoder of timm, and return it with the length of its features."""
+    """Build an encoder from a timm model; return the encoder and the length of its features."""
     try:
         import timm
     except ImportError:
@@ -227,7 +230,7 @@ def _timm(name: str, architecture: str, shape: tuple[int, int, int], weights: st
 
 
 def _options(name: str, pairs: list[str]) -> dict[str, Any]:
-    """Return the arguments of timm's `create_model` that are written in a model's name.
+    """Parse the arguments of timm's `create_model` from a model's name.
 
     Raises:
         ConfigError: one is not KEY=VALUE, or is decided by the data.
@@ -278,7 +281,7 @@ def _timm_untrained(name: str, architecture: str, channels: int, options: dict[s
 
 
 def _timm_pretrained(name: str, architecture: str, channels: int, weights: str, options: dict[str, Any]) -> nn.Module:
-    """Build a pretrained model without its classifier, with a first convolution for this number of channels."""
+    """Build a pretrained timm model without its classifier, for the given number of input channels."""
     import timm
 
     if weights == "imagenet":

@@ -1,4 +1,4 @@
-"""`trainable`: limits training to a part of a pretrained model; frozen entries are not among the model's entries.
+"""Limits training to a part of a pretrained model (`trainable`). Frozen entries are hidden from the model's state.
 
     all            every parameter
     classifier     the classifier; the encoder is a `FrozenEncoder`
@@ -32,7 +32,7 @@ STOCHASTIC = ("DropPath", "StochasticDepth")
 
 
 def limit(model: SplitModel, trainable: str) -> SplitModel:
-    """Freeze the parts of a new model that are not trained.
+    """Freeze the parts of a new model that `trainable` excludes from training.
 
     Args:
         model: changed in place.
@@ -72,7 +72,7 @@ def limit(model: SplitModel, trainable: str) -> SplitModel:
 
 
 def blocks_of(encoder: nn.Module) -> list[list[nn.Module]]:
-    """Return the blocks of an encoder from input to output; a block is a list of modules.
+    """Return the blocks of an encoder from input to output, each as a list of modules.
 
     Sequences are taken apart. A normalisation layer outside of a block belongs to the block before it. Parameters that
     an encoder holds itself (class tokens, positions) belong to no block.
@@ -100,13 +100,13 @@ def _parts_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _inner(child: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module's children, with containers replaced by their parts, or the module itself if it has none."""
+    """Yield a module's children, with containers replaced by their content; yield the module if it has no children."""
     parts = list(_parts_of(child))
     yield from parts or [child]
 
 
 def _freeze_all_but(encoder: nn.Module, learning: Iterable[nn.Module]) -> None:
-    """Remove all entries of an encoder from its state except those of the trained modules."""
+    """Freeze an encoder except for the modules `learning`, and remove frozen entries from its state."""
     kept: set[int] = set()
     for module in learning:
         own = module.added() if isinstance(module, LowRank) else module.parameters()
@@ -124,12 +124,15 @@ def _freeze_all_but(encoder: nn.Module, learning: Iterable[nn.Module]) -> None:
 
 
 def _stay_in_evaluation(module: nn.Module, _: Any) -> None:
-    """Set a module's mode before each call, since a method may call `train` on any part of a model."""
+    """Set a module to evaluation mode before each call.
+
+    A method may call `train` on any part of a model.
+    """
     module.training = False
 
 
 class Hidden:
-    """The hook that removes frozen entries from a state.
+    """Hook that removes frozen entries from a module's state dict.
 
     Attributes:
         names: of the frozen entries, below the module that has the hook.
@@ -145,7 +148,9 @@ class Hidden:
 
 @recordable
 class FrozenEncoder(nn.Module):
-    """An encoder that is never trained: images [B, channels, H, W] -> features [B, d], in evaluation mode.
+    """An encoder that is never trained and stays in evaluation mode.
+
+    It maps images [B, channels, H, W] to features [B, d].
 
     Features [B, d] that were computed before are returned as they are.
     """
@@ -167,7 +172,7 @@ class FrozenEncoder(nn.Module):
 
 
 class LowRank(nn.Module):
-    """The two matrices of an adapted layer (LoRA; Hu et al., ICLR 2022): W + up down, with up = 0 at the start.
+    """Layer with a low-rank update (LoRA; Hu et al., ICLR 2022): W + up down, with up = 0 at the start.
 
     Their scale alpha / r is 1. The entries of `weight` and `bias` keep the names that they have without the matrices.
     """
@@ -186,17 +191,17 @@ class LowRank(nn.Module):
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
 
     def added(self) -> list[nn.Parameter]:
-        """Return the two matrices."""
+        """Return the two matrices of the low-rank update."""
         return [self.down, self.up]
 
     def merged(self) -> Tensor:
-        """Return the weight with the product of the matrices, in the weight's shape."""
+        """Return the weight plus the product of the two matrices, in the weight's shape."""
         return self.weight + (self.up @ self.down).view_as(self.weight)
 
 
 @recordable
 class LowRankLinear(LowRank, nn.Linear):
-    """A linear layer with two matrices; in evaluation mode it uses the merged weight, as an export does."""
+    """Linear layer with a low-rank update. In evaluation mode it uses the merged weight, as an export does."""
 
     def __init__(self, layer: nn.Linear, rank: int):
         nn.Linear.__init__(self, layer.in_features, layer.out_features, layer.bias is not None, device="meta")
@@ -208,14 +213,14 @@ class LowRankLinear(LowRank, nn.Linear):
         return F.linear(input, self.weight, self.bias) + F.linear(F.linear(input, self.down), self.up)
 
     def plain(self) -> nn.Linear:
-        """Return the layer with the merged weight."""
+        """Return a plain linear layer with the merged weight."""
         layer = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         return _filled(layer, self)
 
 
 @recordable
 class LowRankConv(LowRank, nn.Conv2d):
-    """A 1x1 convolution with two matrices, as `LowRankLinear`."""
+    """1x1 convolution with a low-rank update, like `LowRankLinear`."""
 
     def __init__(self, layer: nn.Conv2d, rank: int):
         nn.Conv2d.__init__(
@@ -236,7 +241,7 @@ class LowRankConv(LowRank, nn.Conv2d):
         return self._conv_forward(input, self.weight, self.bias) + F.conv2d(narrow, self.up[:, :, None, None])
 
     def plain(self) -> nn.Conv2d:
-        """Return the layer with the merged weight."""
+        """Return a plain convolution with the merged weight."""
         stride: Any = self.stride
         layer = nn.Conv2d(self.in_channels, self.out_channels, 1, stride, bias=self.bias is not None, device="meta")
         return _filled(layer, self)
@@ -249,7 +254,7 @@ def _filled(layer: Any, adapted: LowRank) -> Any:
 
 
 def _add_low_rank(encoder: nn.Module, rank: int) -> Iterator[LowRank]:
-    """Replace every linear layer and 1x1 convolution of an encoder by one with two matrices."""
+    """Replace every linear layer and 1x1 convolution of an encoder by a layer with a low-rank update."""
     for path, layer in list(encoder.named_modules()):
         adapted: LowRankLinear | LowRankConv
         if type(layer) is nn.Linear:
@@ -267,7 +272,7 @@ def _is_pointwise(layer: nn.Conv2d) -> bool:
 
 
 def whole_model(model: SplitModel) -> SplitModel:
-    """Return a plain model with the same logits in evaluation mode: adapters merged, hooks removed.
+    """Return a plain model with the same logits in evaluation mode, with adapters merged and hooks removed.
 
     A model without frozen entries is returned as it is.
     """
@@ -294,7 +299,7 @@ def _hides(module: nn.Module) -> bool:
 
 
 def frozen_entries(model: nn.Module) -> Params:
-    """Return the hidden entries of a model by name: parameters and buffers that never change."""
+    """Return the frozen entries that a model hides, by name: parameters and buffers that never change."""
     entries: Params = {}
     for path, module in model.named_modules():
         values = dict(module.named_parameters()) | dict(module.named_buffers())

@@ -1,4 +1,4 @@
-"""`try_model`: one training step and one prediction of a user's own model, before a run starts."""
+"""A trial of a user's own model before a run starts: one training step and one prediction."""
 
 from itertools import chain
 
@@ -12,7 +12,9 @@ IMAGES = 2  # BatchNorm needs two values per channel in training mode
 
 
 def try_model(name: str, model: SplitModel, shape: tuple[int, int, int]) -> None:
-    """Check that a model can be trained, exchanged and saved; this changes its gradients and running statistics.
+    """Raise ConfigError if a model cannot be trained, exchanged or saved.
+
+    The trial changes the model's gradients and running statistics.
 
     Args:
         name: of the model, for messages.
@@ -48,7 +50,7 @@ def try_model(name: str, model: SplitModel, shape: tuple[int, int, int]) -> None
 
 
 def materialise(model: SplitModel, shape: tuple[int, int, int]) -> None:
-    """Give lazy layers their shapes and weights, by a forward pass with blank images.
+    """Give lazy layers their shapes and weights by a forward pass of blank images.
 
     Weights come from torch's global generator, as those of other layers do.
     """
@@ -76,7 +78,7 @@ def _check_types(name: str, model: SplitModel) -> None:
 
 
 def _check_memory(name: str, model: SplitModel) -> None:
-    """Check that no two entries share memory, since clients and files handle entries one by one."""
+    """Raise an error if two entries share memory, since clients and files handle entries one by one."""
     owners: dict[int, str] = {}
     for entry, value in model.state_dict().items():
         memory = value.untyped_storage()

@@ -1,1 +1,1 @@
-"""Pure tensor functions that two or more methods use."""
+"""Pure tensor functions used by two or more methods."""

@@ -1,4 +1,4 @@
-"""Draws with replacement from all clients' features, without collecting these in one place.
+"""Draws with replacement from all clients' features, without collecting all features in one process.
 
 A client draws as many as are wanted of each of its classes; the server takes each place from one of the clients.
 """
@@ -12,7 +12,9 @@ from raylt.tree import Tree
 
 
 def class_bootstrap(z: Tensor, y: Tensor, size: int, generator: torch.Generator) -> dict[int, Tree]:
-    """Return, for each class that occurs, its count `n` and `size` features drawn with replacement, `z` [size, d].
+    """Draw `size` features of each class with replacement; return them with the sample count of the class.
+
+    Each class that occurs has the entries `n` and `z` [size, d].
 
     Args:
         z: Features, float32 [n, d].
@@ -29,7 +31,9 @@ def class_bootstrap(z: Tensor, y: Tensor, size: int, generator: torch.Generator)
 
 
 def bootstrap_of_clients(drawn: Sequence[Tree], generator: torch.Generator) -> dict[int, Tensor]:
-    """Return features [size, d] drawn over all clients for each class that a client has, ascending.
+    """Draw features [size, d] of each class over all clients, from each client's own draws.
+
+    The result has the classes that any client has, ascending.
 
     Args:
         drawn: The result of `class_bootstrap` at each client, in a fixed order.

@@ -1,4 +1,4 @@
-"""Linear classifiers computed from statistics of features, without training: {"weight": [C, d], "bias": [C]}."""
+"""Linear classifiers computed from feature statistics without training: {"weight": [C, d], "bias": [C]}."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from raylt.tree import Tree
 
 
 def nearest_mean_classifier(means: Tensor, present: Tensor) -> Params:
-    """Return W_c = mu_c / ||mu_c||, b = 0, of FedNCM; it never predicts a class without a mean.
+    """Return FedNCM's classifier with weights mu_c / ||mu_c||; it never predicts a class without a mean.
 
     Args:
         means: Means of the classes, [C, d].
@@ -20,7 +20,7 @@ def nearest_mean_classifier(means: Tensor, present: Tensor) -> Params:
 
 
 def ridge_classifier(a: Tensor, b: Tensor, ridge: float, normalise: bool = True) -> Params:
-    """Return Fed3R's classifier: ridge regression of labels on features with a constant 1.
+    """Return Fed3R's classifier: ridge regression of labels on features with an appended constant 1.
 
     A class without samples is never predicted.
 
@@ -39,7 +39,7 @@ def ridge_classifier(a: Tensor, b: Tensor, ridge: float, normalise: bool = True)
 
 
 def ridge_sums_fault(n: int, parts: Tree, longest: float | None = None, negative: bool = True) -> str | None:
-    """Return why `a` (packed) and `b` of Fed3R cannot be sums over the same samples, or None.
+    """Return why Fed3R's sums `a` and `b` cannot come from the same samples of a client, or None.
 
     Args:
         n: Number of the client's samples.
@@ -65,5 +65,8 @@ def ridge_sums_fault(n: int, parts: Tree, longest: float | None = None, negative
 
 
 def ridge_regression(a: Tensor, b: Tensor, ridge: float) -> Tensor:
-    """Return the solution W [d, C] of (A + lambda I) W = B, A [d, d], B [d, C], float64, on the server's CPU."""
+    """Solve (A + lambda I) W = B for W [d, C], float64, on the server's CPU.
+
+    A is [d, d] and B is [d, C].
+    """
     return torch.linalg.solve(a + ridge * torch.eye(len(a), dtype=a.dtype), b)

@@ -1,11 +1,11 @@
-"""Distillation: the loss that a student learns from its teacher's logits."""
+"""Distillation loss between a student's and its teacher's logits."""
 
 from torch import Tensor
 from torch.nn import functional as F
 
 
 def distillation(logits: Tensor, log_teacher: Tensor, temperature: float) -> Tensor:
-    """Return T^2 KL(q || p), averaged over a batch, a scalar: the second term of Eq. 1 of FedSM.
+    """Return the distillation loss T^2 KL(q || p), averaged over a batch, a scalar (second term of Eq. 1 of FedSM).
 
     It is computed in float32, also under autocast.
 

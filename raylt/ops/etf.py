@@ -1,4 +1,4 @@
-"""Fixed classifiers with maximally separated rows: the simplex equiangular tight frame, and a sparse one."""
+"""Fixed classifiers with maximally separated rows: the simplex equiangular tight frame and a sparse variant."""
 
 import math
 
@@ -10,7 +10,7 @@ from raylt.errors import ConfigError
 
 
 def simplex_etf(classes: int, dim: int, generator: torch.Generator) -> Tensor:
-    """Return C unit vectors with pairwise cosines -1 / (C - 1), rotated at random; float32 [C, d].
+    """Return C randomly rotated unit vectors with pairwise cosines -1 / (C - 1), float32 [C, d].
 
     sqrt(C / (C - 1)) P (I - 1 1^T / C) with the columns of P orthonormal, Eq. 3 of FedETF, transposed.
 
@@ -44,7 +44,7 @@ def sparse_etf(
     length: float = 0.1,
     lr: float = 1e-4,
 ) -> Tensor:
-    """Return a simplex frame with a share of its entries set to 0 and the rest re-optimised; float32 [C, d].
+    """Return a simplex frame in which some entries are 0 and the others are re-optimised, float32 [C, d].
 
     Adam moves the entries, as in FedLoGe's code: rows get the given length, and the angle between each row and its
     nearest grows.

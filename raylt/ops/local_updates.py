@@ -1,4 +1,4 @@
-"""Quantities of a local training, computed from the model's entries before and after it."""
+"""Quantities of a client's local training, computed from the model before and after it."""
 
 from torch import nn
 
@@ -8,7 +8,7 @@ from raylt.models.split import Params, trained_names
 
 
 def check_sgd(method: str, config: Config) -> None:
-    """Refuse optimisers other than SGD, for a method that computes with SGD's sequence of gradients.
+    """Raise ConfigError if the optimiser is not SGD, for methods that rely on SGD's sum of gradients.
 
     Raises:
         ConfigError: The optimiser is another one.
@@ -25,7 +25,7 @@ def check_sgd(method: str, config: Config) -> None:
 
 
 def check_averaged_statistics(method: str, config: Config) -> None:
-    """Refuse running statistics that stay at clients, for a method whose server evaluates networks.
+    """Raise ConfigError if running statistics stay at clients, for methods whose server evaluates models.
 
     Raises:
         ConfigError: They stay there.
@@ -42,7 +42,7 @@ def check_averaged_statistics(method: str, config: Config) -> None:
 
 
 def gradient_mass(steps: int, momentum: float) -> float:
-    """Return the sum of the gradients' coefficients in a local update: |a|_1 of FedNova, section 4.
+    """Return the sum of the gradients' coefficients in a local update, |a|_1 of FedNova (section 4).
 
     SGD moves the weights by -lr sum_j a_j g_j over its steps j = 1..tau, a_j = (1 - rho^(tau - j + 1)) / (1 - rho): tau
     in all without momentum rho, (tau - rho (1 - rho^tau) / (1 - rho)) / (1 - rho) with it.
@@ -56,7 +56,7 @@ def gradient_mass(steps: int, momentum: float) -> float:
 
 
 def trained_and_rest(model: nn.Module, entries: Params) -> tuple[Params, Params]:
-    """Return the trained entries, and the others: BatchNorm's buffers and frozen entries."""
+    """Split the entries of a model into trained parameters and the rest: buffers and frozen parameters."""
     trained = trained_names(model)
     return (
         {name: value for name, value in entries.items() if name in trained},

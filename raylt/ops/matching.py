@@ -1,4 +1,6 @@
-"""Gradient matching: features whose classifier gradients match given ones, per class (CReFF; Eq. 16-20 of MuPFL).
+"""Gradient matching: optimise features so that their classifier gradients match given gradients of each class.
+
+Sources: CReFF; Eq. 16-20 of MuPFL.
 
 The gradient of softmax cross-entropy with respect to W and b is (p - e_y) [h, 1]^T. So it needs no autograd, and
 matching it needs one pass of autograd, not two. All functions work on features [n, d], of images or of pixels.
@@ -18,7 +20,7 @@ Distance = Literal["flat", "rows"]
 
 
 def class_gradients(z: Tensor, y: Tensor, classifier: nn.Module) -> dict[int, Tensor]:
-    """Return the mean gradient of the samples' cross-entropy for each class that occurs, Eq. 16.
+    """Return the mean gradient of the cross-entropy for each class that occurs, Eq. 16.
 
     Args:
         z: Features [n, d].
@@ -36,7 +38,7 @@ def class_gradients(z: Tensor, y: Tensor, classifier: nn.Module) -> dict[int, Te
 
 
 def gradients_fault(n: int, parts: Tree, labels: int = 1) -> str | None:
-    """Return why a reply of `class_gradients` cannot come from a client's samples, or None.
+    """Return why a reply of `class_gradients` cannot come from the client's samples, or None.
 
     The bias's gradient is the mean of p - e_c, and no feature is longer than 1e4.
 
@@ -59,7 +61,7 @@ def gradients_fault(n: int, parts: Tree, labels: int = 1) -> str | None:
 
 
 def mean_gradients(replies: list[Tree]) -> tuple[Tensor, Tensor]:
-    """Return the classes in the replies and the unweighted mean gradient of each class, Eq. 17.
+    """Return the classes that occur in the replies, and the unweighted mean gradient of each class, Eq. 17.
 
     Args:
         replies: Results of `class_gradients`.
@@ -84,7 +86,7 @@ def match_features(
     penalty: Callable[[Tensor], Tensor] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return features whose mean gradient aligns with each class's target, Eq. 19 and 20, by gradient descent.
+    """Optimise features so that their mean gradient matches each class's target, Eq. 19 and 20.
 
     Args:
         h: Initial features, [K, m, d]: m features of each of K classes.
@@ -127,7 +129,7 @@ def _weights(classifier: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def _gradient(h: Tensor, classes: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return the mean gradient of the m features of each class, [K, C, d + 1] for h [K, m, d]."""
+    """Return the mean classifier gradient of the m features of each class, [K, C, d + 1] for h [K, m, d]."""
     p = F.linear(h, weight, bias).softmax(-1)  # [K, m, C]
     own = F.one_hot(classes, len(weight)).bool()[:, None]  # [K, 1, C]
     # p - 1 of the own class as minus the sum of the others: near p = 1 the difference would round to 0
@@ -137,5 +139,5 @@ def _gradient(h: Tensor, classes: Tensor, weight: Tensor, bias: Tensor) -> Tenso
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Return the cosine along the last dimension; 0 for a zero vector."""
+    """Return the cosine of two tensors along the last dimension; 0 for a zero vector."""
     return F.cosine_similarity(a, b, dim=-1, eps=1e-12)

@@ -1,4 +1,4 @@
-"""First and second moments of features by class: sums at the clients, means and covariances at the server."""
+"""First and second moments of features by class: sums at clients, means and covariances at the server."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class Moments(NamedTuple):
 
 
 def class_sums(z: Tensor, y: Tensor) -> dict[int, Tree]:
-    """Return, for each class that occurs, its count `n` and the sums `z` [d] and `zz` [d (d + 1) / 2], packed.
+    """Return the count `n` and the sums `z` [d] and `zz` (packed z z^T) of the features of each class that occurs.
 
     Sums of these over clients are the sums of the pooled features. They are float64, because a covariance is the small
     difference of large second moments.
@@ -43,7 +43,7 @@ def class_sums(z: Tensor, y: Tensor) -> dict[int, Tree]:
 
 
 def class_means(z: Tensor, y: Tensor, unit: bool = False) -> dict[int, Tree]:
-    """Return, for each class that occurs, its count `n` and `n` times the mean of its features, `z` [d], float32.
+    """Return the count `n` and `n` times the mean feature, `z` float32 [d], for each class that occurs.
 
     Args:
         z: Features [n, d].
@@ -59,7 +59,11 @@ def class_means(z: Tensor, y: Tensor, unit: bool = False) -> dict[int, Tree]:
 
 
 def pooled_means(sums: Tree, classes: int) -> Tree:
-    """Return `means`, float32 [C, d], Eq. 3 of FedSM, and `present`, bool [C], from the sums of `class_means`."""
+    """Return class means over all clients, float32 [C, d], and a mask of classes that have one, bool [C].
+
+    The argument is the sum of `class_means` over clients, Eq. 3 of FedSM. The result has the entries `means` and
+    `present`.
+    """
     dim = len(next(iter(sums.values()))["z"])
     means, present = torch.zeros(classes, dim), torch.zeros(classes, dtype=torch.bool)
     for c, of_class in sums.items():
@@ -68,19 +72,19 @@ def pooled_means(sums: Tree, classes: int) -> Tree:
 
 
 def moments_from_sums(sums: Tree) -> Moments:
-    """Return count, mean and covariance from one class's sums, Eq. 10 of SFD."""
+    """Return the count, mean and covariance of one class's features from their sums, Eq. 10 of SFD."""
     mean = sums["z"] / sums["n"]
     return Moments(sums["n"], mean, unpack(sums["zz"], len(mean)) / sums["n"] - torch.outer(mean, mean))
 
 
 def isotropic_deviation(class_moments: Sequence[Moments]) -> float:
-    """Return the root of the variance around class means, averaged over samples and feature dimensions."""
+    """Return the standard deviation of features around their class means, pooled over samples and dimensions."""
     n = sum(of_class.n for of_class in class_moments)
     return (sum(of_class.n * of_class.cov.diagonal().mean().item() for of_class in class_moments) / n) ** 0.5
 
 
 def moments_fault(sums: Tree) -> str | None:
-    """Return why no features can have these sums of `class_sums`, or None.
+    """Return why no features can have the given sums of `class_sums`, or None.
 
     Such sums would make the variance of some direction negative.
     """
@@ -95,7 +99,7 @@ def moments_fault(sums: Tree) -> str | None:
 def sums_fault(
     n: int, parts: Tree, longest: float | None = None, part: str = "classes", negative: bool = True
 ) -> str | None:
-    """Return why sums of `class_sums` or `class_means` cannot be those of features, or None.
+    """Return why a client's features cannot have the sums of `class_sums` or `class_means` in a reply, or None.
 
     Counts are checked where they are declared (`Reduction.counting`).
 
@@ -123,7 +127,7 @@ def sums_fault(
 
 
 def scatter_fault(n: int, parts: Tree, classes: int, weight: str, longest: float | None = None) -> str | None:
-    """Return why `scatter` (packed) and the weight `n` cannot come from `class_scatter`, or None.
+    """Return why a client's `class_scatter` cannot have given the `scatter` and `n` of a reply, or None.
 
     Args:
         n: Number of the client's samples.
@@ -145,13 +149,13 @@ def scatter_fault(n: int, parts: Tree, classes: int, weight: str, longest: float
 
 
 def packed_trace(triangle: Tensor, dim: int) -> float:
-    """Return the trace of a packed symmetric matrix [d, d], see `pack`."""
+    """Return the trace of a symmetric matrix [d, d], given as its packed triangle."""
     rows = torch.arange(dim)
     return triangle[rows * dim - rows * (rows - 1) // 2].double().sum().item()
 
 
 def is_covariance(matrix: Tensor, precision: torch.dtype = torch.float64) -> bool:
-    """Return whether a symmetric matrix, float64 [d, d], has no negative eigenvalue beyond rounding error.
+    """Return whether a symmetric matrix, float64 [d, d], has no negative eigenvalue beyond rounding errors.
 
     Args:
         precision: Type in which the matrix was sent.
@@ -161,7 +165,7 @@ def is_covariance(matrix: Tensor, precision: torch.dtype = torch.float64) -> boo
 
 
 def sample_lengths(clip: float) -> dict[str, float]:
-    """Return the largest length that a sample with |z| at most `clip` adds to each leaf of `class_sums`.
+    """Return the largest norm that a sample with |z| <= `clip` adds to each entry of `class_sums`.
 
     The packed triangle of z z^T is not longer than |z|^2, and as long where z has one non-zero entry.
     """
@@ -169,7 +173,7 @@ def sample_lengths(clip: float) -> dict[str, float]:
 
 
 def nearest_moments(sums: Tree) -> Tree:
-    """Return the sums nearest to noisy ones that samples could have.
+    """Return the possible class sums that are nearest to the given noisy sums.
 
     Counts become whole numbers and covariances lose their negative directions. A class with a count below one is left
     out.
@@ -198,19 +202,19 @@ def nearest_moments(sums: Tree) -> Tree:
 
 
 def without_negative(matrix: Tensor) -> Tensor:
-    """Return the nearest symmetric matrix with no negative eigenvalue, float64 [d, d]."""
+    """Return the nearest symmetric matrix without negative eigenvalues, float64 [d, d]."""
     values, vectors = torch.linalg.eigh(matrix)
     return (vectors * values.clamp(min=0)) @ vectors.T
 
 
 def pack(matrix: Tensor) -> Tensor:
-    """Return the upper triangle of a symmetric matrix [d, d] row by row, [d (d + 1) / 2]."""
+    """Pack the upper triangle of a symmetric matrix [d, d] row by row into a vector [d (d + 1) / 2]."""
     rows, columns = torch.triu_indices(*matrix.shape, device=matrix.device)
     return matrix[rows, columns]
 
 
 def unpack(triangle: Tensor, dim: int) -> Tensor:
-    """Return the symmetric matrix [d, d] from a packed triangle, see `pack`."""
+    """Return the symmetric matrix [d, d] of a packed triangle, the inverse of `pack`."""
     rows, columns = torch.triu_indices(dim, dim, device=triangle.device)
     matrix = triangle.new_zeros(dim, dim)
     matrix[rows, columns] = triangle
@@ -219,7 +223,7 @@ def unpack(triangle: Tensor, dim: int) -> Tensor:
 
 
 def class_scatter(z: Tensor, y: Tensor, weight: str = "n") -> tuple[Tensor, int]:
-    """Return the sum over classes of weight_c M_c, Eq. 13-15 of BPFed, float64 [d, d], and the sum of weights.
+    """Return the weighted sum of class covariances M_c, float64 [d, d], and the sum of the weights, Eq. 13-15 of BPFed.
 
     Args:
         z: Features [n, d].
@@ -238,7 +242,7 @@ def class_scatter(z: Tensor, y: Tensor, weight: str = "n") -> tuple[Tensor, int]
 
 
 def perturb(covariance: Tensor, n: int, generator: torch.Generator) -> Tensor:
-    """Draw n vectors from N(0, M), float64 [n, d].
+    """Draw n vectors from N(0, M), float64 [n, d], where M is the given covariance.
 
     M [d, d] may lack full rank, with which a Cholesky factor would fail.
 

@@ -1,4 +1,4 @@
-"""Loss terms over all parameters: the squared distance from an anchor, and a term with a given gradient."""
+"""Loss terms over all parameters: the squared distance from an anchor, and a zero term with a given gradient."""
 # pyright: reportPrivateImportUsage=false
 
 from collections.abc import Sequence
@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 def squared_distance(params: Sequence[Tensor], anchor: Sequence[Tensor]) -> Tensor:
-    """Return the sum of ||p - a||^2 over all parameters, a scalar; its gradient with respect to p is 2 (p - a).
+    """Return the squared distance sum ||p - a||^2 between parameters and an anchor, a scalar.
+
+    Its gradient with respect to p is 2 (p - a).
 
     The bits equal those of `torch.stack([(p - a).square().sum() ...]).sum()` and of its gradient, with a quarter of the
     kernels: on a GPU the launches decide how long a step takes.
@@ -32,7 +34,7 @@ class _SquaredDistance(torch.autograd.Function):
 
 
 def with_gradient(params: Sequence[Tensor], gradient: Sequence[Tensor]) -> Tensor:
-    """Return a scalar 0 whose gradient with respect to the parameters is given.
+    """Return a scalar 0 whose gradient with respect to the parameters is `gradient`.
 
     The bits equal those of `sum(((p - p.detach()) * g).sum() ...)` and of its gradient, with a tenth of the kernels.
     """

@@ -1,1 +1,1 @@
-"""The user's own code: plugin files, and how their source reaches other processes."""
+"""The user's own code: plugin files, and the transfer of their source to other processes."""

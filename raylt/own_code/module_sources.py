@@ -1,4 +1,4 @@
-"""Collects the source of the user's own modules: plugins, modules next to a script, and what these import."""
+"""Collects the source of the user's own modules: plugins, modules next to a script, and their imports."""
 
 import ast
 import importlib.abc
@@ -18,7 +18,7 @@ OWN_PACKAGES = ("raylt", "actors", "tune")
 
 @dataclass(frozen=True)
 class Source:
-    """The source of one module.
+    """The source code of one module.
 
     Attributes:
         name: the module's dotted name.
@@ -33,7 +33,7 @@ class Source:
 
 
 class SourceLoader(importlib.abc.ExecutionLoader):
-    """Imports a module from the text of a `Source`."""
+    """Import loader that executes the source code in a `Source`."""
 
     def __init__(self, source: Source):
         self.source = source
@@ -49,7 +49,7 @@ class SourceLoader(importlib.abc.ExecutionLoader):
 
 
 def sources_of(module: ModuleType) -> list[Source]:
-    """Return the sources of a user's module and of the modules in its folder that it needs.
+    """Return the sources of a user's module and of the modules in its folder that it imports.
 
     These are the modules that one of them imports, at its top or inside a function, and those that this process has
     loaded from that folder. Modules from elsewhere must be importable in every process.
@@ -74,7 +74,7 @@ def sources_of(module: ModuleType) -> list[Source]:
 
 
 def own_folder(module: ModuleType) -> Path | None:
-    """Return the folder of a user's module; None for modules of Python, of installed packages and of raylt.
+    """Return the folder of a user's module; None for modules of Python, installed packages and raylt.
 
     For a module in a package it is the folder that holds the package.
     """
@@ -91,7 +91,7 @@ def own_folder(module: ModuleType) -> Path | None:
 
 
 def _in_folder(module: ModuleType, folder: Path) -> bool:
-    """Return whether a module is the user's and lies in a folder or below it."""
+    """Return whether a module is the user's own and its file is in or below a folder."""
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not _real(file).startswith(f"{folder}{os.sep}"):
         return False
@@ -111,7 +111,7 @@ def _real(file: str) -> str:
 
 
 def _source(name: str, file: Path, module: ModuleType | None = None) -> Source | None:
-    """Return a module's source: the text that it was loaded from, or its file if that text is unknown."""
+    """Return the source of a module: the text from which it was loaded or, if unknown, the content of its file."""
     loader = getattr(module, "__loader__", None)
     if isinstance(loader, SourceLoader):
         return loader.source
@@ -123,7 +123,7 @@ def _source(name: str, file: Path, module: ModuleType | None = None) -> Source |
 
 
 def _source_in(folder: Path, name: str) -> Source | None:
-    """Return the source of a module that is imported by this name, if it lies in the folder.
+    """Return the source of the module with this import name, if its file is in the folder.
 
     A file is not meant when another module of the same name shadows it in this process, such as a module of Python.
     """
@@ -140,12 +140,12 @@ def _source_in(folder: Path, name: str) -> Source | None:
 
 
 def _is_from(top: str, folder: Path) -> bool:
-    """Return whether a top-level name in this process was imported from the folder."""
+    """Return whether this process imports a top-level module from the folder."""
     return any(path and Path(path).resolve().is_relative_to(folder) for path in _paths_of(top))
 
 
 def _paths_of(top: str) -> list[str]:
-    """Return the file, or the folders, of a top-level module."""
+    """Return the file of a top-level module, or the folders of a package."""
     module = sys.modules.get(top)
     if module is not None:
         return [getattr(module, "__file__", None) or "", *getattr(module, "__path__", [])]
@@ -161,7 +161,7 @@ def _paths_of(top: str) -> list[str]:
 
 
 def imported_names(source: Source) -> Iterator[str]:
-    """Yield the dotted names that a source imports, at its top or inside a function, and their parent packages."""
+    """Yield the dotted names that a source imports anywhere, and their parent packages."""
     try:
         nodes = list(ast.walk(ast.parse(source.text)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # running it says what is wrong
@@ -180,7 +180,7 @@ def imported_names(source: Source) -> Iterator[str]:
 
 
 def _base_of(node: ast.ImportFrom, package: str) -> str:
-    """Return the absolute name of the module in `from module import ...`; "" outside packages."""
+    """Return the absolute name of the module in `from module import ...`; "" if there is none."""
     parents: list[str] = []
     if node.level:
         parts = package.split(".")

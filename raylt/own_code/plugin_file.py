@@ -1,4 +1,4 @@
-"""Imports plugin files as modules."""
+"""Imports plugin files as Python modules."""
 
 import hashlib
 import importlib.util
@@ -16,7 +16,9 @@ LIMIT = 16 * store.MIB  # bytes of a file
 
 
 def run_plugin(file: Path) -> ModuleType:
-    """Import a plugin's file; other processes import the same text under the same name.
+    """Import a plugin file as a module.
+
+    Other processes import the same text under the same name.
 
     Raises:
         ConfigError: the file cannot be read or run; the message names the line.
@@ -73,7 +75,7 @@ def _read(file: Path) -> Source:
 
 
 def _check_imports(file: Path, source: Source) -> None:
-    """Raise a ConfigError if the plugin imports a package of raylt and a file next to it has the package's name."""
+    """Raise ConfigError if a file next to the plugin has the name of a raylt package that the plugin imports."""
     for package in OWN_PACKAGES:
         neighbour = file.with_name(f"{package}.py")
         if is_file(neighbour) and file.stem != package and package in imported_names(source):

@@ -1,4 +1,4 @@
-"""Values that travel to another process together with the source of the user's own modules.
+"""Pickles values for another process together with the source of the user's own modules.
 
 Ray's workers and other nodes cannot import a plugin or a module next to a user's script. A `Shipment` holds a pickled
 value and the source text of such modules. The process that opens it imports each module from that text under the same
@@ -26,7 +26,7 @@ from raylt.own_code.unshippable import fault_in
 
 
 class _ArrivedFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules whose sources have arrived in this process."""
+    """Import finder for modules whose sources this process has received."""
 
     def __init__(self) -> None:
         self.sources: dict[str, Source] = {}
@@ -41,13 +41,13 @@ _arrived = _ArrivedFinder()
 
 @dataclass(frozen=True)
 class Shipment:
-    """A pickled value with the sources that it needs; see `ship`."""
+    """A pickled value and the module sources that are required to unpickle it."""
 
     sources: tuple[Source, ...]
     content: bytes
 
     def open(self) -> Any:
-        """Return the value.
+        """Install the sources in this process and unpickle the value.
 
         Raises:
             ConfigError: a module of the user does not import in this process.
@@ -70,7 +70,7 @@ class Shipment:
 
 
 def ship(value: Any, modules: Iterable[ModuleType], dumps: Callable[[Any], bytes]) -> Shipment:
-    """Pickle a value for another process.
+    """Pickle a value and collect the module sources that another process needs to unpickle it.
 
     Args:
         modules: where the user's classes and functions are defined; installed modules need no source.
@@ -94,7 +94,7 @@ def ship(value: Any, modules: Iterable[ModuleType], dumps: Callable[[Any], bytes
 
 
 def pickle_modules_by_name() -> None:
-    """Make every loaded module picklable by name, also if its type is a subclass of `ModuleType`.
+    """Make every loaded module picklable by name, even if its type is a subclass of `ModuleType`.
 
     cloudpickle looks for submodules that a function may use: `model.classes` in a function that also uses `torch` makes
     it pickle `torch.classes`. It can pickle only plain modules, and torch has a dozen of other types.
@@ -110,7 +110,7 @@ def _reduce_module(module: ModuleType) -> tuple[Any, ...]:
 
 
 def _install(sources: Iterable[Source]) -> None:
-    """Make the sources importable in this process; forget modules that were loaded from another text."""
+    """Make received sources importable in this process; unload modules whose source has changed."""
     new = {source.name: source for source in sources}
     for name, source in new.items():
         module = sys.modules.get(name)

@@ -1,4 +1,4 @@
-"""Keeps a user's files from shadowing raylt's top-level packages `actors` and `tune`.
+"""Prevents a user's files from shadowing raylt's top-level packages `actors` and `tune`.
 
 `python script.py` puts the script's folder first on the path, and Ray's workers put it and the current folder first.
 So a `tune.py` there would be imported in place of raylt's package.
@@ -23,7 +23,7 @@ VARIABLE = "RAYLT_SHADOWED"  # for Ray's workers: folders, and the names in them
 
 
 def claim() -> None:
-    """Import raylt's own `actors` and `tune`, even if the path contains other modules of these names.
+    """Import raylt's own packages `actors` and `tune`, even if a user's file has the same name.
 
     Raises:
         ConfigError: a user's file of this name is imported already.
@@ -58,13 +58,13 @@ def _is(module: ModuleType, file: Path) -> bool:
 
 
 def shadowed(folders: Iterable[Path]) -> dict[str, list[str]]:
-    """Return names that Ray's workers would import from these folders, but this process from others."""
+    """Return the names that Ray's workers would import from these folders, but this process from elsewhere."""
     by_folder = {str(folder.resolve()): _names_shadowed(folder.resolve()) for folder in folders}
     return {folder: names for folder, names in by_folder.items() if names}
 
 
 def worker_folders() -> list[Path]:
-    """Return the folders that Ray's workers put first on their path: the current folder and the script's."""
+    """Return the folders that Ray puts first on its workers' path: the current folder and the script's folder."""
     script = os.path.dirname(os.path.realpath(sys.argv[0])) if sys.argv and sys.argv[0] else None
     return [Path.cwd(), *([Path(script)] if script and script in sys.path else [])]
 
@@ -96,7 +96,7 @@ def _elsewhere(name: str, folders: set[Path]) -> ModuleSpec | None:
 
 
 def worker_environment() -> dict[str, Any]:
-    """Return the runtime environment with which Ray's workers import the same modules as this process."""
+    """Return the runtime environment in which Ray's workers import the same modules as this process."""
     names = shadowed(worker_folders())
     if not names:
         return {}
@@ -104,7 +104,9 @@ def worker_environment() -> dict[str, Any]:
 
 
 def check_session() -> None:
-    """Check a Ray session that the user has started, whose workers raylt cannot configure.
+    """Raise ConfigError if workers of the user's own Ray session would import other files as raylt's packages.
+
+    raylt cannot configure the workers of a session that the user has started.
 
     Raises:
         ConfigError: its workers would import a user's file in place of a package of raylt.
@@ -122,7 +124,7 @@ def check_session() -> None:
 
 
 class _InstalledFirst(MetaPathFinder):
-    """Finds the shadowed top-level names outside the folders that shadow them."""
+    """Import finder that finds shadowed top-level names outside the folders that shadow them."""
 
     def __init__(self, names: dict[str, list[str]]):
         self.names = set[str]().union(*names.values())
@@ -136,5 +138,5 @@ class _InstalledFirst(MetaPathFinder):
 
 
 def prefer_installed() -> None:
-    """Make a worker process import the same modules as the driver; Ray calls this when the process starts."""
+    """Make a Ray worker import the same modules as the driver. Ray calls this when the worker starts."""
     sys.meta_path.insert(0, _InstalledFirst(json.loads(os.environ[VARIABLE])))

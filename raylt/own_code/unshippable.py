@@ -1,4 +1,4 @@
-"""Finds the part of a value that cannot be pickled: its class and variable, and the file and line that use it."""
+"""Finds the part of a value that cannot be pickled, and the file and line that use it."""
 
 import dis
 import inspect
@@ -14,7 +14,7 @@ Dumps = Callable[[Any], bytes]
 
 
 def fault_in(value: Any, dumps: Dumps) -> str | None:
-    """Return a line about the innermost part of a value that cannot be pickled; None if there is none."""
+    """Describe the innermost part of a value that cannot be pickled, in one line; None if there is none."""
     for owner, part in _parts(value):
         refusal = _refusal(part, dumps)
         if refusal is None:
@@ -38,7 +38,7 @@ def _has_parts(part: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the class of a value, then its parts, each with a description."""
+    """Yield the class of a value and the value's parts, each with a description."""
     name = type(value).__name__
     if isinstance(value, tuple | list):
         yield from ((f"item {index} of a {name}", each) for index, each in enumerate(value))
@@ -98,7 +98,7 @@ def _fault_in_function(function: Any, owner: str, dumps: Dumps, seen: set[int], 
 
 
 def _used(function: FunctionType, code: CodeType) -> Iterator[tuple[str, int | None, Any]]:
-    """Yield the globals, closed-over variables and defaults that a function uses: name, line and value."""
+    """Yield the globals, closure variables and defaults that a function uses, as name, line and value."""
     closed = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
     for inner in _codes(code):
         for step in dis.get_instructions(inner):
@@ -123,7 +123,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _line_of(kind: type) -> str:
-    """Return the file and first line of a class, with a colon; "" where the source is unknown."""
+    """Return the file and first line of a class, followed by a colon; "" if the source is unknown."""
     try:
         return f"{Path(inspect.getsourcefile(kind) or '').name}:{inspect.getsourcelines(kind)[1]}: "
     except (OSError, TypeError):
@@ -131,7 +131,7 @@ def _line_of(kind: type) -> str:
 
 
 def _refusal(part: Any, dumps: Dumps) -> str | None:
-    """Return the error from pickling a part in one line; None if it can be pickled."""
+    """Return the error from pickling a part, in one line; None if the part can be pickled."""
     try:
         dumps(part)
     except Exception as error:  # a __reduce__ of the user may raise anything

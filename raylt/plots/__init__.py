@@ -1,1 +1,1 @@
-"""Pictures of runs, studies and splits."""
+"""Plots of runs, studies and data splits."""

@@ -1,4 +1,4 @@
-"""`raylt plot arms STUDY`: draws a study's arms with means, intervals and the value of every seed."""
+"""Plot of a study's arms with means, intervals and the value of every seed (`raylt plot arms STUDY`)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def draw_arms(comparisons: Sequence[Comparison], path: Path | str | None = None) -> "Figure":
-    """Return a figure of dots and intervals: a column of panels per measure, a row per cell, a line per arm.
+    """Draw dots and intervals of a study's arms: a column of panels per measure, a row per cell, a line per arm.
 
     Filled dots are means, lines their t intervals and open dots the seeds. Arms are sorted by their means of the first
     measure in the first cell, the best on top. An arm with one seed has no interval and so no line.
@@ -71,7 +71,7 @@ def draw_arms(comparisons: Sequence[Comparison], path: Path | str | None = None)
 
 
 def _draw(ax: "Axes", y: int, row: Row, measure: str, reference: bool) -> None:
-    """Draw an arm at height y; for the reference arm, also draw a vertical line at its mean."""
+    """Draw one arm at height y; for the reference arm, also draw a vertical line at the mean."""
     colour = COLOURS[0]
     factor = scale(measure)
     mean = factor * row.mean.estimate

@@ -1,4 +1,4 @@
-"""`raylt plot confusion | classes RUN`: draws a run's confusion matrix and the figures of each class."""
+"""Plots of a run's confusion matrix and of figures by class (`raylt plot confusion | classes RUN`)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ NAMED = 60  # most classes with names
 
 @dataclass(frozen=True)
 class Confusion:
-    """The counts of one evaluation, of all clients or of one.
+    """The confusion matrix of one evaluation, of one client or of all clients.
 
     Attributes:
         title: the model and the images.
@@ -66,7 +66,7 @@ class Confusion:
         ]
 
     def table(self) -> Table:
-        """Return the figures as a table, in percent."""
+        """Return the figures of the classes as a table, in percent."""
         table = Table(
             "class",
             "group",
@@ -91,7 +91,7 @@ class Confusion:
 
 
 def confusion_of(run: Run, client: str | int | None = None, step: int | None = None) -> Confusion:
-    """Return the counts of an evaluation that a run stored.
+    """Return the confusion matrix of an evaluation that a run stored.
 
     Args:
         client: name or id of one client, judged on its own test images where it has any, else on the whole test set;
@@ -132,7 +132,7 @@ def confusion_of(run: Run, client: str | int | None = None, step: int | None = N
 
 
 def _of_own_models(run: Run, task: Task, matrices: Matrices) -> Confusion:
-    """Return the counts of all clients' own models, each on the test images of its client."""
+    """Return the summed confusion matrix of all clients' own models, each on its client's test images."""
     views = torch.from_numpy(task.views)
     zeros = torch.zeros(task.classes, task.classes, dtype=torch.int64)
     if matrices.own:
@@ -153,7 +153,7 @@ def _of_own_models(run: Run, task: Task, matrices: Matrices) -> Confusion:
 
 
 def draw_confusion(confusion: Confusion, path: Path | str | None = None) -> "Figure":
-    """Draw a heat map whose rows are true classes (each sums to 1) and whose columns are predictions.
+    """Draw a confusion matrix as a heat map. Rows are true classes and sum to 1, columns are predictions.
 
     Args:
         path: file that the picture is written to as well.
@@ -190,7 +190,9 @@ def draw_confusion(confusion: Confusion, path: Path | str | None = None) -> "Fig
 
 
 def draw_classes(confusion: Confusion, path: Path | str | None = None) -> "Figure":
-    """Draw recall and precision of each class as dots, largest class first, above the classes' training samples.
+    """Draw recall and precision of each class as dots, and the class's training samples below.
+
+    The largest class comes first.
 
     Args:
         path: file that the picture is written to as well.

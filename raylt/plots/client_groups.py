@@ -1,4 +1,4 @@
-"""`raylt plot clusters RUN`: draws one round's client groups next to the clients' data (MuPFL, Fig. 10).
+"""Plot of one round's client groups next to the clients' data (`raylt plot clusters RUN`; MuPFL, Fig. 10).
 
 The paper and the command call the groups clusters.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClientGroups:
-    """The client groups of one round.
+    """The client groups that a method formed in one round.
 
     Attributes:
         ids: the n grouped clients.
@@ -46,7 +46,7 @@ class ClientGroups:
 
 
 def draw_clusters(run: Run, round: int | None = None, path: Path | str | None = None) -> "Figure":
-    """Draw the client groups of a round; the run need not be finished.
+    """Draw the client groups of a round. The run need not be finished.
 
     Args:
         round: a round whose similarities are kept; by default the last of these.
@@ -60,7 +60,7 @@ def draw_clusters(run: Run, round: int | None = None, path: Path | str | None = 
 
 
 def read_client_groups(run: Run, round: int | None = None) -> ClientGroups:
-    """Return the client groups of a round; see `draw_clusters`."""
+    """Read the client groups of a round, as `draw_clusters` draws them."""
     from sklearn.decomposition import PCA  # a second of imports
 
     saved = run.checkpoint()
@@ -111,7 +111,7 @@ def read_client_groups(run: Run, round: int | None = None) -> ClientGroups:
 
 
 def _labels(groups: ClientGroups) -> list[tuple[str, tuple[float, float]]]:
-    """Return texts and their points; clients of a group that are too close share a text."""
+    """Return label texts and their positions. Clients of a group that are close to each other share one text."""
     near = 0.05 * np.ptp(groups.points, axis=0).clip(1e-9)
     texts: list[tuple[int, list[str], np.ndarray]] = []
     for id, label, point in zip(groups.ids, groups.labels, groups.points, strict=True):
@@ -124,7 +124,7 @@ def _labels(groups: ClientGroups) -> list[tuple[str, tuple[float, float]]]:
 
 
 def _plot(name: str, groups: ClientGroups) -> "Figure":
-    """Draw the map of clients, their class shares, and the number of groups over the rounds."""
+    """Draw a map of the clients, their class shares, and the number of groups over the rounds."""
     height = min(24.0, 5.0 + 0.16 * max(0, len(groups.ids) - 16))
     figure = new_figure(13, height + 1.6)
     axes = figure.subplot_mosaic([["map", "classes"], ["kappa", "kappa"]], height_ratios=[height, 1.3])
@@ -155,7 +155,7 @@ def _draw_map(ax: "Axes", groups: ClientGroups) -> None:
 
 
 def _draw_classes(ax: "Axes", groups: ClientGroups) -> "AxesImage":
-    """Draw each client's class shares, with the clients sorted by their groups."""
+    """Draw the class shares of each client, with clients sorted by group."""
     n = len(groups.ids)
     order = sorted(range(n), key=lambda i: (groups.labels[i], groups.ids[i]))
     shares = groups.counts[order] / groups.counts[order].sum(1, keepdims=True)
@@ -181,7 +181,7 @@ def _draw_classes(ax: "Axes", groups: ClientGroups) -> "AxesImage":
 
 
 def _draw_kappas(ax: "Axes", groups: ClientGroups) -> None:
-    """Draw the number of groups over the rounds."""
+    """Draw the number of client groups over the rounds."""
     from matplotlib.ticker import MaxNLocator
 
     ax.step(list(groups.kappas), list(groups.kappas.values()), where="mid", color=INK)

@@ -1,4 +1,4 @@
-"""`raylt plot clients RUN [RUN ...]`: draws every client's accuracy in runs over the same split."""
+"""Plot of every client's accuracy in runs over the same split (`raylt plot clients RUN [RUN ...]`)."""
 
 import statistics
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ class ClientComparison:
         return TITLES[self.metric]
 
     def spread(self) -> dict[str, dict[str, float]]:
-        """Return mean, standard deviation and worst decile over the clients of each run.
+        """Return the mean, standard deviation and worst decile over the clients of each run.
 
         Where each client is judged by its own test images, the accuracy over all these images together is added.
         Where some clients have at most two classes, the mean over the other clients is added. With two classes some
@@ -87,7 +87,7 @@ class ClientComparison:
         return spread
 
     def table(self) -> Table:
-        """Return the accuracies and their spread as a table, in percent."""
+        """Return the clients' accuracies and their spread as a table, in percent."""
         table = Table("client", "samples", *(["test images"] if self.tested else []), *self.runs)
         for k, n in enumerate(self.sizes):
             images = [str(self.tested[k])] if self.tested else []
@@ -100,7 +100,7 @@ class ClientComparison:
         return table
 
     def notes(self) -> list[str]:
-        """Return notes on figures that are less reliable than they look."""
+        """Return a notice about clients whose figures mean nothing, because their test images show one class."""
         alone = len(self.one_class)
         if not alone:
             return []
@@ -110,7 +110,7 @@ class ClientComparison:
         return [f"{subject} evaluated on one class, so {object} nothing: {names}"]
 
     def _cell(self, value: float | None, client: int) -> str:
-        """Return a client's figure, with its interval if it rests on few images."""
+        """Format a client's accuracy, with its interval if it rests on few images."""
         images = self.tested[client] if self.tested else 0
         if value is None or self.metric != LOCAL or not 0 < images < FEW_SAMPLES:
             return percent(value)
@@ -118,7 +118,7 @@ class ClientComparison:
 
 
 def draw_clients(comparison: ClientComparison, path: Path | str | None = None) -> "Figure":
-    """Draw a bar chart with a group of bars per client and a line at each run's mean (BPFed, Fig. 2).
+    """Draw a bar chart with a group of bars per client, and a line at each run's mean (BPFed, Fig. 2).
 
     Args:
         path: file that the picture is written to as well.
@@ -174,7 +174,7 @@ def draw_clients(comparison: ClientComparison, path: Path | str | None = None) -
 
 
 def compare_clients(runs: Sequence[Run], metric: Metric | None = None) -> ClientComparison:
-    """Compare the clients of finished runs.
+    """Compare the accuracies of clients in several finished runs.
 
     Args:
         metric: by default "local" where all clients were judged on their own test images, else "owned".
@@ -218,7 +218,7 @@ def compare_clients(runs: Sequence[Run], metric: Metric | None = None) -> Client
 
 
 def other_split(run: Run, first: Run) -> CheckpointError:
-    """Return the error for runs over different splits."""
+    """Return the error for runs that use different splits."""
     return CheckpointError(
         f"{run.folder}: its split is not that of {first.folder} ({run.split.sha256[:16]}, {first.split.sha256[:16]}). "
         "Give runs over the same split.",

@@ -1,4 +1,4 @@
-"""`raylt plot curves`: draws figures over rounds, bytes or seconds, as means over seeds with intervals.
+"""Plot of figures over rounds, bytes or seconds, as means over seeds with intervals (`raylt plot curves`).
 
 The picture has its final size: one column of a two-column page (3.35 inches), or the whole page where a row has three
 panels or more. Its text is at least 7 points there. Arms differ by colour, dash and marker, so that a print in grey and
@@ -44,7 +44,7 @@ AXES: dict[Over, str] = {"rounds": "round", "bytes": "MiB sent and received", "s
 
 @dataclass(frozen=True)
 class ArmCurve:
-    """One arm in one cell: a figure at the steps that were evaluated in all its runs.
+    """The curve of one arm in one cell, over the steps that all its runs evaluated.
 
     Attributes:
         x: rounds, MiB or seconds, as means over the seeds.
@@ -72,7 +72,7 @@ def draw_curves(
     level: float = 0.95,
     mix_versions: bool = False,
 ) -> "Figure":
-    """Return the curves of a study's arms: a panel per measure, a row of panels per cell.
+    """Draw the curves of a study's arms: a panel per measure, and a row of panels per cell.
 
     Args:
         study: the study; only its finished runs are drawn.
@@ -118,7 +118,7 @@ def draw_curves(
 
 
 def caption(study: Study, over: Over = "rounds", spread: Spread = "interval", level: float = 0.95) -> str:
-    """Return a caption for `draw_curves` that describes means, bands, seeds and test images."""
+    """Return a caption for `draw_curves` that explains means, bands, seeds and test images."""
     done = [record for record in study.records if record.state == "done"]
     counts = dict.fromkeys(dict.fromkeys((record.cell, record.arm) for record in done), 0)
     for record in done:
@@ -139,14 +139,14 @@ def caption(study: Study, over: Over = "rounds", spread: Spread = "interval", le
 
 
 def _judged_measures(done: Sequence[RunRecord]) -> list[str]:
-    """Return the figures of own models that some run shows, the accuracy, and the groups that some run judged."""
+    """Return the names of the measures to draw, given the figures that the finished runs have."""
     shown = {((record.summary or {}).get("shown") or {}).get("figure") for record in done}
     own = [name for name in ("local", "matched") if name in shown]
     return [*own, "accuracy", *(g for g in GROUPS if any(v is not None for r in done for v in r.curve.get(g, ())))]
 
 
 def _key(measure: str) -> str | None:
-    """Return the key of a measure's curve; None where it has none."""
+    """Return the key under which a record stores a measure's curve; None if the measure has no curve."""
     definition = measure_of(measure)
     return definition.curve or definition.every_round
 
@@ -154,7 +154,7 @@ def _key(measure: str) -> str | None:
 def _curve(
     done: Sequence[RunRecord], cell: str, arm: str, measure: str, over: Over, spread: Spread, level: float
 ) -> ArmCurve | None:
-    """Return the curve of an arm; None if no step was evaluated in all its runs."""
+    """Return the curve of an arm; None if all its runs have no evaluated step in common."""
     runs = [record for record in done if (record.cell, record.arm) == (cell, arm)]
     key = _key(measure)
     assert key is not None
@@ -177,14 +177,14 @@ def _curve(
 
 
 def _places(run: RunRecord, over: Over) -> list[float]:
-    """Return the horizontal position of each step."""
+    """Return the horizontal position of each step of a run, in rounds, MiB or seconds."""
     if over == "bytes":
         return [(up + down) / 2**20 for up, down in zip(run.curve["up"], run.curve["down"], strict=True)]
     return run.curve["step" if over == "rounds" else "seconds"]
 
 
 def _band(values: Sequence[float], spread: Spread, level: float) -> tuple[float, float]:
-    """Return both ends of the band at a step, within 0 and 100 %."""
+    """Return the lower and upper end of the band at a step, within 0 and 100 %."""
     mean = fmean(values)
     if len(values) < 2:
         return mean, mean
@@ -203,7 +203,7 @@ def _figure(
     arms: Sequence[str],
     over: Over,
 ) -> "Figure":
-    """Return a figure with a row of panels per cell, or with two panels a row for a single cell."""
+    """Draw a figure with a row of panels per cell; a single cell has two panels in a row."""
     panels = [(cell, name) for cell in cells for name in names]
     columns = min(2, len(names)) if len(cells) == 1 else len(names)
     rows = -(-len(panels) // columns)
@@ -247,13 +247,16 @@ def _labels(arms: Sequence[str]) -> list[str]:
 
 
 def _legend_columns(arms: Sequence[str], width: float) -> int:
-    """Return how many legend entries fit in a row: about 0.055 inches a character, and 0.5 inches for the line."""
+    """Return the number of legend entries that fit in a row of the given width in inches.
+
+    A character takes about 0.055 inches, and the line of an entry 0.5 inches.
+    """
     longest = max(map(len, arms), default=1)
     return max(1, min(len(arms), int(width / (0.5 + 0.055 * longest))))
 
 
 def _draw(ax: "Axes", curve: ArmCurve, number: int) -> None:
-    """Draw band, line and markers of an arm; the step to the end of the phase after training is dotted."""
+    """Draw the band, line and markers of an arm. The last phase after training is a dotted line."""
     colour = COLOURS[number % len(COLOURS)]
     dash = DASHES[number % len(DASHES)]
     marker = MARKERS[number % len(MARKERS)]
@@ -296,7 +299,10 @@ def _draw(ax: "Axes", curve: ArmCurve, number: int) -> None:
 
 
 def _limit(ax: "Axes", panel: Sequence[ArmCurve]) -> None:
-    """Set the vertical axis by the means; intervals of two or three seeds may exceed all differences."""
+    """Set the vertical axis to the range of the means.
+
+    Intervals of two or three seeds may exceed all differences.
+    """
     means = [value for curve in panel for value in curve.mean]
     if not means:
         return

@@ -1,4 +1,4 @@
-"""`raylt plot data`: draws the samples of each client and class, with both sums and the heterogeneity.
+"""Plot of the samples of each client and class, with sums and heterogeneity (`raylt plot data`).
 
 Classes are in the order of their sizes, so that the long tail is seen whatever the order of their names.
 """
@@ -23,7 +23,7 @@ LABELLED = 40  # most classes or clients with names of their own
 
 
 def draw_data(task: Task, path: Path | str | None = None) -> "Figure":
-    """Draw the training samples (for label maps: pixels) of every client and class.
+    """Draw the number of training samples of every client and class; for label maps, the number of pixels.
 
     Args:
         path: file that the picture is written to as well.
@@ -66,7 +66,7 @@ def draw_data(task: Task, path: Path | str | None = None) -> "Figure":
 
 
 def _draw_counts(ax: "Axes", task: Task, order: "npt.NDArray[np.int64]") -> "AxesImage":
-    """Draw the samples of each client and class as shades of blue, with numbers where they fit.
+    """Draw the sample counts of clients and classes as shades of blue, with numbers where they fit.
 
     Args:
         order: of the classes.
@@ -102,7 +102,7 @@ def _draw_counts(ax: "Axes", task: Task, order: "npt.NDArray[np.int64]") -> "Axe
 
 
 def _draw_legend(figure: "Figure", task: Task) -> None:
-    """Draw the colours of the groups of classes that the task has."""
+    """Draw a legend of the colours of the class groups that occur in the task."""
     from matplotlib.patches import Patch
 
     keys = []

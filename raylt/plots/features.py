@@ -1,4 +1,4 @@
-"""`raylt plot features RUN [RUN ...]`: draws features in one t-SNE map, as in the paper of SFD.
+"""Plot of features in one t-SNE map, as in SFD's paper (`raylt plot features RUN [RUN ...]`).
 
 Of one run: real and synthetic features (Fig. 8). Of several runs over the same split: the real features of each run's
 encoder (Fig. 5).
@@ -32,7 +32,7 @@ SHOWN_CLASSES, SHOWN_FEATURES = 10, 200
 
 
 def draw_features(run: Run, path: Path | str | None = None) -> "Figure":
-    """Draw real and synthetic features in a t-SNE map that is fitted to both together.
+    """Draw real and synthetic features of a run in a t-SNE map fitted to both together.
 
     The real features are of training samples of all clients, which only a simulation can see.
 
@@ -69,7 +69,7 @@ def draw_features(run: Run, path: Path | str | None = None) -> "Figure":
 
 
 def draw_encoders(runs: Sequence[Run], path: Path | str | None = None) -> "Figure":
-    """Draw the features of the same training samples from the encoders of several runs.
+    """Draw features of the same training samples from the encoders of several runs, in one t-SNE map.
 
     The classes are spread evenly over the sizes, and include the most frequent and the rarest. Features are divided by
     their run's mean length, so that no encoder's scale decides. t-SNE is fitted to the features of all runs together,
@@ -131,13 +131,13 @@ def draw_encoders(runs: Sequence[Run], path: Path | str | None = None) -> "Figur
 
 
 def spread(ranked: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` evenly spaced elements of a list, including both ends."""
+    """Return at most `most` evenly spaced elements of a list, including the first and the last."""
     steps = min(most, len(ranked)) - 1
     return [ranked[round(i * (len(ranked) - 1) / max(steps, 1))] for i in range(steps + 1)]
 
 
 def _map(parts: Sequence[Tensor]) -> list[np.ndarray]:
-    """Return the points [n, 2] of each part in a common t-SNE of all parts."""
+    """Return t-SNE points [n, 2] for each set of features, from a t-SNE of all sets together."""
     from sklearn.manifold import TSNE  # a second of imports
     from threadpoolctl import threadpool_limits
 
@@ -150,7 +150,7 @@ def _map(parts: Sequence[Tensor]) -> list[np.ndarray]:
 
 @torch.no_grad()
 def _real_features(config: Config, task: Task, server: Server, c: int, most: int) -> Tensor:
-    """Return the features [n, d] of at most `most` training samples of class c, drawn over all clients."""
+    """Return features [n, d] of at most `most` training samples of class c, drawn over all clients."""
     owned = [(shard, np.flatnonzero(shard.y == c)) for shard in task.shards]
     images = np.concatenate([load_images(take(shard.x, rows)) for shard, rows in owned if len(rows)])
     rng = np.random.default_rng(seed_for(config.seed, "features", c))
@@ -161,7 +161,7 @@ def _real_features(config: Config, task: Task, server: Server, c: int, most: int
 
 
 def _plot(name: str, names: list[str], counts: list[int], panels: dict[str, list[np.ndarray]]) -> "Figure":
-    """Return two panels of the same map, each with the other's points in grey."""
+    """Draw two panels of the same map. Each panel shows the other panel's points in grey."""
     figure = new_figure(12, 6.4)
     axes = figure.subplots(1, 2, sharex=True, sharey=True)
     other = dict(zip(panels, reversed(list(panels.values())), strict=True))
@@ -176,7 +176,7 @@ def _plot(name: str, names: list[str], counts: list[int], panels: dict[str, list
 
 
 def _draw(ax: "Axes", clouds: list[np.ndarray], title: str, shape: str) -> None:
-    """Draw the points of one panel, with a colour for each class."""
+    """Draw the points of one panel in one colour per class."""
     for i, cloud in enumerate(clouds):
         ax.scatter(
             *cloud.T,

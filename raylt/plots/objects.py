@@ -1,4 +1,4 @@
-"""The pictures that `Run.plot`, `Study.plot` and `Comparison.plot` return."""
+"""Implementation of `Run.plot`, `Study.plot` and `Comparison.plot`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def draw_run(run: Run, kind: PictureKind, path: Path | str | None) -> "Figure":
-    """Return a picture of a run, see `Run.plot`."""
+    """Draw a plot of a run, as `Run.plot` describes."""
     if kind == "data":
         return draw_data(run.task, path)
     if kind == "clusters":
@@ -51,10 +51,10 @@ def draw_run(run: Run, kind: PictureKind, path: Path | str | None) -> "Figure":
 
 
 def draw_study(study: Study, measures: Sequence[str], over: Over, spread: Spread, path: Path | str | None) -> "Figure":
-    """Return the curves of a study, see `Study.plot`."""
+    """Draw the curves of a study, as `Study.plot` describes."""
     return draw_curves(study, measures, over, spread, path)
 
 
 def draw_comparison(comparison: Comparison, path: Path | str | None) -> "Figure":
-    """Return the arms of a comparison, see `Comparison.plot`."""
+    """Draw the arms of a comparison, as `Comparison.plot` describes."""
     return draw_arms([comparison], path)

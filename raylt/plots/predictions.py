@@ -1,4 +1,4 @@
-"""`raylt plot predictions RUN`: draws test images of a segmentation run with true and predicted label maps."""
+"""Plot of a segmentation run's test images with true and predicted label maps (`raylt plot predictions RUN`)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ SHOWN = 4
 def draw_predictions(
     run: Run, images: Sequence[int] = (), client: str | int | None = None, path: Path | str | None = None
 ) -> "Figure":
-    """Draw one row per image: the input, its true map and its predicted map.
+    """Draw test images of a run, one row per image: the input, its true map and its predicted map.
 
     Args:
         images: indices in the test set; by default four, evenly spaced.
@@ -75,7 +75,10 @@ def draw_predictions(
 
 
 def _model_to_draw(run: Run, client: str | int | None) -> tuple[int | None, TrainedModel, str]:
-    """Return the client whose view of the classes is drawn (or None), the model, and its name."""
+    """Return the model whose predictions are drawn, its name, and the client whose class view applies (or None).
+
+    The client comes first.
+    """
     own_models = has_client_models(run)
     clients = clients_of(run)
     if client is not None:

@@ -1,4 +1,4 @@
-"""Figures, colours and file formats that all pictures share."""
+"""Figures, colours and file formats that all plots share."""
 
 import io
 from functools import cache
@@ -21,11 +21,14 @@ ACCENT, INK, GRID = "#bd1f01", "#555555", "#e3e3e3"
 
 @cache
 def _figure_class() -> "type[Figure]":
-    """Return matplotlib's figure class with a notebook display; this import of matplotlib is delayed until needed."""
+    """Return a matplotlib figure class that notebooks can display.
+
+    Matplotlib is imported only when this function is called.
+    """
     from matplotlib.figure import Figure
 
     class NotebookFigure(Figure):
-        """A figure that a cell of a notebook shows, without pyplot and its list of open figures."""
+        """A figure that a notebook cell displays, without pyplot and its list of open figures."""
 
         def _repr_png_(self) -> bytes:
             return _content(self, "png")
@@ -34,7 +37,10 @@ def _figure_class() -> "type[Figure]":
 
 
 def new_figure(width: float, height: float, dpi: int = 150) -> "Figure":
-    """Return an empty figure, sized in inches, made without pyplot: no global state, no display."""
+    """Return an empty figure of the given size in inches.
+
+    It is made without pyplot: no global state, no display.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure = _figure_class()(figsize=(width, height), dpi=dpi, layout="constrained")
@@ -43,7 +49,7 @@ def new_figure(width: float, height: float, dpi: int = 150) -> "Figure":
 
 
 def save(figure: "Figure", path: Path | str) -> Path:
-    """Write a picture in the format of the path's suffix, and return the path.
+    """Write a figure in the file format of the path's suffix, and return the path.
 
     Raises:
         ConfigError: the file cannot be written, or the format is unknown.
@@ -64,14 +70,14 @@ def save(figure: "Figure", path: Path | str) -> Path:
 
 
 def save_if_asked(figure: "Figure", path: Path | str | None) -> "Figure":
-    """Write a picture to a path, if one is given, and return the picture; see `save`."""
+    """Write a figure to `path` if a path is given, and return the figure."""
     if path is not None:
         save(figure, path)
     return figure
 
 
 def _content(figure: "Figure", format: str) -> bytes:
-    """Return the bytes of a picture without a date, so that equal pictures are equal files."""
+    """Return a figure as the bytes of an image file, without a date, so that equal figures give equal files."""
     import matplotlib
 
     dates = {"pdf": "CreationDate", "svg": "Date"}
@@ -84,11 +90,11 @@ def _content(figure: "Figure", format: str) -> bytes:
 
 
 def plain_text(text: str) -> str:
-    """Return a name with dollar signs escaped; matplotlib would set text between two of them as a formula."""
+    """Return a name with dollar signs escaped, because matplotlib would read text between them as a formula."""
     return text.replace("$", r"\$")
 
 
 def style_axes(ax: "Axes", lines: Literal["x", "y", "both"] = "y") -> None:
-    """Remove the box of the axes and draw faint grid lines in one or both directions."""
+    """Remove the box around the axes and draw faint grid lines in one or both directions."""
     ax.grid(axis=lines, color=GRID, zorder=0)
     ax.spines[["top", "right"]].set_visible(False)

@@ -1,1 +1,1 @@
-"""Attacks on methods' uploads, and measures of how close their reconstructions are."""
+"""Attacks on what clients upload, and measures of how close reconstructions are to the private images."""

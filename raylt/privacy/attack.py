@@ -1,4 +1,4 @@
-"""`attack`: reconstruct private images from a finished run's uploads, and measure their similarity."""
+"""Attacks on a finished run: reconstruct private images from uploads, and measure the similarity."""
 
 from collections.abc import Mapping
 
@@ -35,7 +35,7 @@ SHOWN = 12  # columns of a picture
 
 
 def attack(run: Run, upload: str | None = None, outside: str | None = None, epochs: int = 60) -> list[AttackFinding]:
-    """Attack a finished run's uploads with the server's knowledge: the model, and images of no client.
+    """Attack the uploads of a finished run with what the server knows: the model, and images of no client.
 
     Args:
         upload: one of `uploads_of` its method, or "features", the reference; by default all of them.
@@ -75,7 +75,7 @@ def attack(run: Run, upload: str | None = None, outside: str | None = None, epoc
 
 
 class _Attacker:
-    """The attacks, with one function for each upload."""
+    """Attacks on one finished run, with one method for each kind of upload."""
 
     def __init__(self, experiment: Experiment, outside: str | None, epochs: int):
         self.experiment = experiment
@@ -93,11 +93,11 @@ class _Attacker:
         )
 
     def features(self) -> list[AttackFinding]:
-        """Attack features of single images, as methods that share features upload them (here `oracle`)."""
+        """Reconstruct images from features of single images, as methods that share features upload them."""
         return [self._inverted(REFERENCE, "features of single images, by a decoder", self.private.z, self.private)]
 
     def means(self) -> list[AttackFinding]:
-        """Attack class means of features; the nearest image of the class counts as the truth."""
+        """Reconstruct images from class means of features; compare them with the nearest image of the class."""
         rows: list[Tensor] = []
         means: list[Tensor] = []
         of_one_image: list[bool] = []
@@ -128,7 +128,7 @@ class _Attacker:
         return findings
 
     def activations(self) -> list[AttackFinding]:
-        """Attack FLea's uploads: activations of single images after a layer."""
+        """Reconstruct images from FLea's uploads, which are activations of single images after a layer."""
         method = self.experiment.method
         assert isinstance(method, FLea)
         lower = halves(self.experiment.server.model.eval(), method.layer)[0]
@@ -139,12 +139,12 @@ class _Attacker:
 
     @torch.no_grad()
     def _activations_of(self, lower: nn.Module, x: Tensor) -> Tensor:
-        """Return the output of a part of the encoder for images in [0, 1], [n, ...] flattened."""
+        """Return the output of the lower part of the encoder for images in [0, 1], flattened to [n, ...]."""
         mean, std = self._normalisation(x.device)
         return torch.cat([lower((part - mean) / std).flatten(1) for part in x.split(self.config.evaluation.batch)])
 
     def gradients(self) -> list[AttackFinding]:
-        """Attack class gradients of the global classifier: the row of a class gives its mean feature."""
+        """Reconstruct images from class gradients of the classifier, which reveal each class's mean feature."""
         entries = self.experiment.server.model.classifier.state_dict()
         classifier = linear(entries["weight"], entries.get("bias"))
         if entries.get("bias") is None:
@@ -167,7 +167,7 @@ class _Attacker:
         return [self._inverted("gradients", what, torch.stack(means), self.private.at(torch.stack(rows)))]
 
     def synthetic(self) -> list[AttackFinding]:
-        """Attack SFD's synthetic features; the nearest private image of the class counts as the truth.
+        """Reconstruct images from SFD's synthetic features; compare them with the nearest private image of the class.
 
         A synthetic feature is of no single image. Features of images that took no part in training, judged in the same
         way, distinguish nearness from chance.
@@ -186,13 +186,13 @@ class _Attacker:
         return findings
 
     def _against_nearest(self, what: str, z: Tensor, y: Tensor) -> AttackFinding:
-        """Attack features that belong to no image; the nearest private image of their class counts as the truth."""
+        """Reconstruct images from features that belong to no image; compare with the class's nearest private image."""
         distances = torch.cdist(z, self.private.z).masked_fill(y[:, None] != self.private.y[None], torch.inf)
         what = f"{what}, against the nearest image of their class, by a decoder"
         return self._inverted("synthetic", what, z, self.private.at(distances.argmin(1)))
 
     def update(self) -> list[AttackFinding]:
-        """Attack the update from one step on one image, the standard reference attack.
+        """Reconstruct an image from the update of one training step on it, the standard reference attack.
 
         It is far from a round of several epochs over many images.
         """
@@ -217,11 +217,11 @@ class _Attacker:
         return [self._finding("update", "one step on one image, by its gradient's direction", made, chosen, control)]
 
     def counts(self) -> list[AttackFinding]:
-        """Guess which clients have a class of the rarest third, from the counts that they upload."""
+        """Guess which clients have a class of the rarest third from the class counts that clients upload."""
         return self._holders("counts", dict(uploaded_sums(self.config, self.private, self.experiment.task.classes)))
 
     def effective(self) -> list[AttackFinding]:
-        """Guess which clients have a rare class from FedYoYo's effective samples, with one batch per client."""
+        """Guess which clients have a rare class from FedYoYo's effective sample numbers, with one batch per client."""
         classes = self.experiment.task.classes
         uploads: dict[int, Tree] = {}
         for client in self.private.client.unique().tolist():
@@ -235,7 +235,7 @@ class _Attacker:
         return self._holders("effective", uploads)
 
     def _holders(self, upload: str, uploads: Mapping[int, Tree]) -> list[AttackFinding]:
-        """Guess which clients have a class from the uploaded numbers `n`; a secure sum counts as client -1."""
+        """Guess which clients have a rare class from uploaded numbers `n`. A secure sum counts as client -1."""
         task = self.experiment.task
         rare = np.argsort(task.counts, kind="stable")[: max(1, task.classes // 3)].tolist()
         clients = self.private.client.unique().tolist()
@@ -259,7 +259,7 @@ class _Attacker:
     def _inverted(
         self, upload: str, what: str, z: Tensor, true: Images, outside: Tensor | None = None
     ) -> AttackFinding:
-        """Attack with decoders that are trained on features of outside images.
+        """Reconstruct images from features by decoders trained on outside images; return the finding.
 
         Args:
             outside: what these images would upload, where that is not their features.
@@ -288,7 +288,7 @@ class _Attacker:
         return nearness(images, true.x, self.private.x, true.y, self.private.y)
 
     def _decoder(self, name: str, z: Tensor, paired: bool) -> Inverter:
-        """Return the decoder for an upload; without `paired`, return a control trained on shuffled pairs."""
+        """Return the decoder trained for an upload; if not `paired`, return a control trained on shuffled pairs."""
         if (name, paired) not in self._decoders:
             seed = seed_for(self.config.seed, "attack")
             x = self.outside.x if paired else shuffled(self.outside.x, seed)
@@ -296,17 +296,17 @@ class _Attacker:
         return self._decoders[name, paired]
 
     def _rows_of(self, client: int, c: int) -> Tensor:
-        """Return the rows of a client's private images of class c; client -1 stands for all clients."""
+        """Return the rows of a client's private images of class c. Client -1 stands for all clients."""
         owned = (self.private.client == client) | (client == -1)
         return torch.nonzero(owned & (self.private.y == c)).flatten()
 
     def _normalisation(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return mean and deviation of the channels, [channels, 1, 1]."""
+        """Return the mean and standard deviation of the channels, each [channels, 1, 1]."""
         facts = self.experiment.task.spec
         mean, std = (torch.tensor(values, device=device)[:, None, None] for values in (facts.mean, facts.std))
         return mean, std
 
     def _some(self, count: int) -> Tensor:
-        """Return at most `MOST` of `count` indices, always the same for the same run."""
+        """Draw at most `MOST` of `count` indices, the same for every call on a run."""
         generator = torch.Generator().manual_seed(seed_for(self.config.seed, "attacked"))
         return torch.randperm(count, generator=generator)[:MOST]

@@ -1,4 +1,4 @@
-"""The attacker's view of a finished run: the uploads that it sees, and the private images it is after."""
+"""An attacker's view of a finished run: the uploads that it sees, and the private images that it wants."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -66,7 +66,7 @@ ONLY_WITH = {"sfd": "safs", "mupfl": "pkcf"}
 
 
 def uploads_of(method: Method) -> tuple[str, ...]:
-    """Return the uploads of a method that can be attacked; the method's fields decide which."""
+    """Return the names of the uploads of a method, with its current fields, that can be attacked."""
     if method.name in ("local", "fedproto"):  # no model leaves a client
         return ()
     silent = not getattr(method, ONLY_WITH.get(method.name, ""), True)
@@ -74,14 +74,14 @@ def uploads_of(method: Method) -> tuple[str, ...]:
 
 
 def not_attacked(name: str) -> tuple[str, ...]:
-    """Return the uploads of a method, given by its name, that no attack of this package covers."""
+    """Return the uploads of the named method that no attack of this package covers."""
     own = NOT_ATTACKED.get(name, ()) if name in METHODS else ("whatever it uploads besides a model",)
     return (*own, *ALWAYS)
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images with their features by the run's encoder.
+    """Images and their features from the encoder of a run.
 
     Attributes:
         x: images, float32 [n, channels, H, W] in [0, 1].
@@ -99,7 +99,7 @@ class Images:
         return len(self.y)
 
     def at(self, rows: Tensor) -> "Images":
-        """Return the images at some rows."""
+        """Return the images at the given rows."""
         return Images(self.x[rows], self.y[rows], self.z[rows], self.client[rows])
 
 
@@ -134,7 +134,7 @@ def private_images(experiment: Experiment) -> Images:
 
 
 def outside_images(experiment: Experiment, source: str | None, most: int = 5000) -> Images:
-    """Return images of no client: the run's test set, or another source's training images of the same shape.
+    """Return images that belong to no client: the run's test set, or training images of another source.
 
     Raises:
         ConfigError: the images of the source have another shape, or label maps.
@@ -161,12 +161,12 @@ def outside_images(experiment: Experiment, source: str | None, most: int = 5000)
 
 
 def sends_unit_means(config: Config) -> bool:
-    """Return whether clients upload class means of length 1."""
+    """Return whether clients upload class means that are scaled to length 1."""
     return config.method["name"] == "rucr" or (config.method["name"] == "fedsm" and config.method.get("norm") == "l2")
 
 
 def uploaded_sums(config: Config, images: Images, classes: int) -> Iterator[tuple[int, Tree]]:
-    """Yield each client's uploaded class sums of features, with the noise of `privacy`.
+    """Yield the class sums of features that each client uploads, with the configured privacy noise.
 
     A secure sum is one sum over all clients, as the upload of client -1.
     """
@@ -187,7 +187,7 @@ def uploaded_sums(config: Config, images: Images, classes: int) -> Iterator[tupl
 
 
 def _sums_of_unit_means(images: Images) -> dict[int, Tree]:
-    """Return each class's count, and the sum over clients of n times the mean scaled to length 1."""
+    """Return each class's total count, and the sum over clients of n times the mean scaled to length 1."""
     totals: dict[int, Tree] = {}
     for client in images.client.unique().tolist():
         own = images.at(images.client == client)
@@ -198,7 +198,7 @@ def _sums_of_unit_means(images: Images) -> dict[int, Tree]:
 
 
 def uploaded_gradients(config: Config, images: Images, classifier: nn.Module) -> dict[int, dict[int, Tensor]]:
-    """Return each client's uploaded gradients of the classifier by class, [C, d + 1].
+    """Return the classifier gradients that each client uploads, [C, d + 1] for each class.
 
     A secure sum is one sum over all clients, as the upload of client -1.
     """

@@ -1,4 +1,4 @@
-"""Feature inversion: a network trained on images of no client to invert an encoder (SFD, Fig. 6)."""
+"""Feature inversion: a decoder network, trained on images of no client, that inverts an encoder (SFD, Fig. 6)."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from raylt.seeds import seeded
 
 
 class Decoder(nn.Module):
-    """A network from features [n, d] to images [n, channels, H, W] in [0, 1].
+    """A network that maps features [n, d] to images [n, channels, H, W] in [0, 1].
 
     A linear layer makes a map of a quarter of the size, and two transposed convolutions double it. No layer before the
     first map is narrower than the features: where an encoder does not pool, all that its features hold of an image
@@ -38,7 +38,7 @@ class Decoder(nn.Module):
 
 
 class Inverter:
-    """A trained decoder, with the feature scale of its training.
+    """A trained decoder with the feature scale of its training.
 
     Args:
         z: features of outside images, float32 [n, d].
@@ -64,12 +64,12 @@ class Inverter:
 
     @torch.no_grad()
     def __call__(self, z: Tensor) -> Tensor:
-        """Return the images of features [n, d]."""
+        """Reconstruct images from features [n, d]."""
         return self.decoder.eval()((z - self.mean) / self.std)
 
 
 def shuffled(x: Tensor, seed: int) -> Tensor:
-    """Return targets for the control, which pair each feature with another feature's image.
+    """Shuffle images, so that a control decoder learns from features paired with wrong images.
 
     Where a decoder trained on them does as well, the attack proves nothing.
     """
@@ -77,7 +77,7 @@ def shuffled(x: Tensor, seed: int) -> Tensor:
 
 
 def mean_features(gradients: Tensor) -> Tensor:
-    """Return the mean features [d] that a class's classifier gradient reveals.
+    """Return the mean feature [d] that the classifier gradient of one class reveals.
 
     They are exact for one sample. For several samples they are a mean weighted by the error of the classifier (Zhu et
     al., NeurIPS 2019; Geiping et al., NeurIPS 2020, Prop. 3.1).

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 
 def gradient_of(model: nn.Module, x: Tensor, y: Tensor, create_graph: bool = False) -> list[Tensor]:
-    """Return the gradient of the cross-entropy of images [n, channels, H, W].
+    """Return the gradient of the model's cross-entropy on images [n, channels, H, W].
 
     It is by the parameters of encoder and classifier; other parts that a method gave its model are left out.
     """
@@ -22,13 +22,16 @@ def gradient_of(model: nn.Module, x: Tensor, y: Tensor, create_graph: bool = Fal
 
 
 def label_of(gradient: Sequence[Tensor]) -> Tensor:
-    """Return the label of the image with this gradient, int64 [1]; the classifier must be its last matrix."""
+    """Return the label of the image with the given gradient, int64 [1].
+
+    The classifier must be the last matrix of the gradient.
+    """
     weight = next(g for g in reversed(gradient) if g.ndim == 2)
     return weight.sum(1).argmin().reshape(1)
 
 
 def total_variation(x: Tensor) -> Tensor:
-    """Return the mean absolute difference of neighbouring pixels, a scalar."""
+    """Return the total variation of images, a scalar: the mean absolute difference of neighbouring pixels."""
     return (x.diff(dim=-1)).abs().mean() + (x.diff(dim=-2)).abs().mean()
 
 
@@ -43,7 +46,7 @@ def invert_gradient(
     seed: int = 0,
     tries: int = 2,
 ) -> Tensor:
-    """Return the image [1, channels, H, W] in [0, 1] with the gradient closest in direction to the given one.
+    """Reconstruct an image [1, channels, H, W] in [0, 1] whose gradient has the direction of the given gradient.
 
     Args:
         model: in evaluation mode.

@@ -1,4 +1,4 @@
-"""The picture of an attack: true images, reconstructions and their nearest training images."""
+"""Plot of an attack: true images, reconstructions and their nearest training images."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from raylt.privacy.reconstruction import AttackFinding
 
 
 def draw(finding: AttackFinding, path: Path) -> Path:
-    """Write the grid of one finding, and return its path.
+    """Write the image grid of one finding to a file and return its path.
 
     Raises:
         ConfigError: the picture cannot be written.

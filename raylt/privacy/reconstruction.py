@@ -1,4 +1,4 @@
-"""Measures of an attack: how close reconstructions are to images, or how often guesses are right."""
+"""Measures of an attack: the similarity of reconstructions, or the share of right guesses."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ SMALL = 16  # images of a smaller side have no room for the Gaussian window of 1
 
 
 class Nearness(NamedTuple):
-    """Mean measures over reconstructions of images in [0, 1].
+    """Mean similarity measures of reconstructions of images in [0, 1].
 
     Attributes:
         ssim: structural similarity; 1 is the same image.
@@ -71,7 +71,7 @@ def nearness(
     labels: Tensor | None = None,
     candidate_labels: Tensor | None = None,
 ) -> Nearness:
-    """Return measures of how close reconstructions [n, channels, H, W] are to images in [0, 1] of the same shape.
+    """Measure how close reconstructions [n, channels, H, W] are to true images in [0, 1] of the same shape.
 
     Windows are torchmetrics' Gaussian ones of 11 pixels, and uniform ones of 5 for images below 16 pixels.
 

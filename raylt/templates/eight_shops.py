@@ -1,4 +1,4 @@
-"""Draw images of eight shops into folders, as heterogeneous and untidy as real ones.
+"""Draws images of eight shops into folders, as heterogeneous and untidy as real image folders.
 
 Each shop photographs in its own way, few kinds of things sell best, not every shop has every kind, and some files are
 odd.
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def make(folder: Path, most: int = 120, seed: int = 0) -> int:
-    """Write folder/<shop>/<kind>/<number>.jpg and the odd files.
+    """Write the images as folder/<shop>/<kind>/<number>.jpg, and some odd files.
 
     Args:
         most: images of the most frequent kind in a shop of usual size.
@@ -61,7 +61,7 @@ def make(folder: Path, most: int = 120, seed: int = 0) -> int:
 
 
 def draw(kind: int, shop: int, rng: np.random.Generator) -> Image.Image:
-    """Draw a thing of a kind as a shop photographs it, RGB [SIDE, SIDE]."""
+    """Draw an object of a kind as a shop would photograph it, RGB [SIDE, SIDE]."""
     ground = np.array([(235, 235, 235), (40, 40, 45), (200, 180, 150), (150, 190, 150)][shop % 4])
     cast = np.array([(1, 1, 1), (1.1, 1, 0.8), (0.8, 1, 1.15)][shop % 3])
     image = Image.new("RGB", (SIDE, SIDE), tuple(ground.tolist()))
@@ -122,7 +122,7 @@ def draw(kind: int, shop: int, rng: np.random.Generator) -> Image.Image:
 
 
 def add_odd_files(folder: Path, rng: np.random.Generator) -> int:
-    """Write files that such folders contain besides plain photographs; return how many of them are images."""
+    """Write files that real folders contain besides photographs; return the number of images among them."""
     shirts = folder / SHOPS[0] / KINDS[0]
     photo = draw(0, 0, rng)
     exif = Image.Exif()

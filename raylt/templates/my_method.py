@@ -1,4 +1,4 @@
-"""A method of your own: FedProx, as a start. Change the loss, or add an upload (docs/write-a-method.md).
+"""A method of your own, with FedProx as a starting point. Change the loss, or add an upload (docs/write-a-method.md).
 
 raylt check my_method.py
 raylt run --plugin my_method.py method=my_method federation.rounds=5
@@ -20,7 +20,7 @@ class MyMethod(raylt.Method):
     mu: float = raylt.hp(0.01, raylt.LogUniform(1e-4, 1.0), "weight of the proximal term, Eq. 2", ge=0)
 
     def objective(self, client: raylt.Client, message: raylt.Message) -> raylt.Objective:
-        """Return the loss of a batch; it is called once per local training."""
+        """Return the loss function for batches. It is called once per local training."""
         start = {name: value.detach().clone() for name, value in client.model.named_parameters()}
 
         def distance():
