@@ -1,4 +1,4 @@
-"""Runs that are begun again with `raylt resume` as often as they are killed, and the processes of their cluster."""
+"""Start runs, resume the killed ones with `raylt resume` until all end, and find the processes of their cluster."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 import psutil
 
 AT_ONCE = 2
-# a call is made again however often its process dies, so that nobody is left out
+# every call is retried however often its process dies, so that no client is left out
 SETTINGS = [
     "federation.rounds=8",
     "local.epochs=1",
@@ -19,21 +19,21 @@ SETTINGS = [
 
 
 class Runs:
-    """Command lines that do one run each, begun again with `raylt resume` where they were killed."""
+    """One command line per run; a killed run is continued with `raylt resume`."""
 
     def __init__(self, folder, address, methods):
         self.folder, self.address, self.methods = folder, address, methods
         self.begun, self.done, self.drivers = 0, [], {}
 
     def look(self, more):
-        """Takes note of those that ended; begins others while `more`, and goes on with those that were killed."""
+        """Note the runs that ended, start new ones while `more` is true, and resume those that were killed."""
         for name, process in list(self.drivers.items()):
             code = process.poll()
             if code == 0:
                 self.done.append(name)
                 del self.drivers[name]
             elif code is not None:
-                # killed; or its server was three times in a step, or a client actor while it started
+                # killed itself, or its server died three times in one step, or a client actor died while it started
                 assert code == -9 or (code == 1 and " died" in self.said(name).splitlines()[-1]), self.said(name)
                 begun = (self.folder / name / "config.yaml").is_file()
                 self.drivers[name] = self.start(name, "resume", self.folder / name) if begun else self.run(name)
@@ -59,16 +59,16 @@ class Runs:
         return (self.folder / f"{name}.txt").read_text()
 
     def steps(self):
-        """Lines of all runs together; a line that is taken back by a resumed run leaves fewer."""
+        """Count the committed steps of all runs; a resumed run may take a line back."""
         return sum(file.read_bytes().count(b"\n") for file in self.folder.glob("*/metrics.jsonl"))
 
     def under_way(self):
-        """Those that have taken a step, so that there is something to lose."""
+        """Return the names of the runs that have taken a step, so that a kill loses something."""
         return [name for name in self.drivers if (self.folder / name / "metrics.jsonl").exists()]
 
 
 def workers(kind, cluster):
-    """Processes of actors of a kind in this cluster."""
+    """Return this cluster's processes that run an actor of the given class."""
     raylets = {node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes()}
     found = []
     for process in psutil.process_iter(["cmdline"]):

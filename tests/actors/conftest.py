@@ -1,4 +1,4 @@
-"""Fleets of the Ray session that tests share (tests/conftest.py starts it)."""
+"""Fleets in the Ray session that all tests share (tests/conftest.py starts the session)."""
 
 import itertools
 import os
@@ -21,7 +21,7 @@ _names = itertools.count()
 
 @pytest.fixture(scope="module")
 def make_fleet(ray_session, tiny_task) -> Iterator[Callable[..., RayFleet]]:
-    """`make_fleet(config, actors, method=None)`, with actors of a quarter of a CPU."""
+    """Return `make_fleet(config, actors, method=None)`; each actor gets a quarter of a CPU."""
     made: list[RayFleet] = []
 
     def make(config: Config, actors: int, method: Method | None = None, **placed: Any) -> RayFleet:
@@ -44,7 +44,7 @@ def make_fleet(ray_session, tiny_task) -> Iterator[Callable[..., RayFleet]]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes of two CPUs and 100 MiB for objects each."""
+    """Start a cluster of two nodes, each with two CPUs and 100 MiB of object store."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("RAY_")]:
             patch.delenv(name)

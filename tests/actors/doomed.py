@@ -1,6 +1,6 @@
-"""With RAY_RUNTIME_ENV_HOOK=doomed.hook a run's server process dies as it starts, the first DOOMED_TIMES times.
+"""A hook that kills a run's server process as it starts, the first DOOMED_TIMES times.
 
-Each that dies leaves a file in DOOMED_FOLDER.
+Set RAY_RUNTIME_ENV_HOOK=doomed.hook to use it. Each killed process leaves a file in DOOMED_FOLDER.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class Doom(MetaPathFinder):
-    """Waits for the first module that a server needs and no client does."""
+    """Kills the process when it imports the first module that a server needs and a client does not."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
         folder = Path(os.environ["DOOMED_FOLDER"])
@@ -21,10 +21,10 @@ class Doom(MetaPathFinder):
 
 
 def watch() -> None:
-    """In every process of Ray's, before it knows what it will run."""
+    """Install the import hook in every Ray worker process, before the worker knows what it will run."""
     sys.meta_path.insert(0, Doom())
 
 
 def hook(runtime_env: dict | None) -> dict:
-    """Ray calls this for `ray.init`."""
+    """Have Ray call `watch` in its workers; `ray.init` calls this function."""
     return (runtime_env or {}) | {"worker_process_setup_hook": "doomed.watch"}

@@ -1,4 +1,4 @@
-"""`raylt` with one more method, which stops once at each stage of a run and waits there for what the test does to it.
+"""Run `raylt` with a method that pauses once at each stage of a run, so that a test can do harm there.
 
 python faulty.py run method=faulty ...        in a process; Ray's workers learn the method by Ray's own hooks
 """
@@ -24,7 +24,7 @@ from raylt.methods import METHODS
 from raylt.models.split import Params, SplitModel
 from raylt.tree import Tree
 
-# each stage has a round of its own, and one after it
+# the round in which the method pauses at each stage; one more round follows each
 STAGES = {"train": 2, "upload": 4, "aggregate": 6, "checkpoint": 8, "evaluate": 10}
 ROUNDS = 11
 WAIT_S = 60.0
@@ -32,11 +32,12 @@ sync = checkpoint.sync
 
 
 class Faulty(Method):
-    """FedAvg whose models depend on private state: a state that is lost or used twice shows in the weights."""
+    """FedAvg whose models depend on private state, so that a lost or doubly used state shows in the weights."""
 
     name: ClassVar[str] = "faulty"
-    folder: str = ""  # markers: <stage>-reached holds a pid, <stage>-go ends the wait
-    ill: bool = False  # client 1 raises in round 2, sends NaN in 3 and a wrong shape in 4; 0 hangs in 5
+    folder: str = ""  # markers: <stage>-reached holds a process id, <stage>-go ends the pause
+    # client 1 raises in round 2, sends NaN in round 3 and a wrong shape in round 4; client 0 hangs in round 5
+    ill: bool = False
 
     def train(self, client: Client, message: Message) -> Reply:
         if client.id == 0 and self.folder:
@@ -61,7 +62,7 @@ class Faulty(Method):
         return Reply(reply.weight, {"model": model, "loss": reply.tree["loss"]})
 
     def shared(self, model: SplitModel) -> Params:
-        """Called last at a client, for its reply, once a round is under way."""
+        """Return the shared entries; a client calls this last, for its reply, so the stage "upload" pauses here."""
         if self.folder:
             round = Path(self.folder, "under-way")
             if round.exists():
@@ -94,7 +95,7 @@ class Faulty(Method):
                 time.sleep(0.02)
 
     def _mark(self, name: str) -> bool:
-        """Leaves this process's number; whether it is the first to do so."""
+        """Write this process's id to a marker file; return whether the marker is new."""
         file = Path(self.folder, name)
         known = file.exists()
         beside = file.with_name(f"{name}.{os.getpid()}")
@@ -110,7 +111,7 @@ class Faulty(Method):
 
 
 class Crowded(Method):
-    """There is no room for a client actor that starts beside more than `fit` others."""
+    """Raises an out-of-memory error in a client actor that starts beside more than `fit` others."""
 
     name: ClassVar[str] = "crowded"
     paper: ClassVar[str] = "for tests"
@@ -123,7 +124,7 @@ class Crowded(Method):
 
 
 def fill(client: Client, message: Message) -> Reply:
-    """The device is full as long as more than `message["fit"]` actors are at it."""
+    """Raise an out-of-memory error as long as more than `message["fit"]` live processes have been here."""
     here = Path(message["folder"], f"at-{os.getpid()}")
     here.touch()
     time.sleep(0.3)
@@ -134,7 +135,7 @@ def fill(client: Client, message: Message) -> Reply:
 
 
 def crowd(folder: Path, fit: int) -> None:
-    """No room on the device as long as more than `fit` processes have been here and live."""
+    """Raise a CUDA allocation error as long as more than `fit` live processes have been here."""
     folder.joinpath(f"at-{os.getpid()}").touch()
     time.sleep(0.3)
     if len([file for file in folder.glob("at-*") if _lives(file)]) > fit:
@@ -142,13 +143,13 @@ def crowd(folder: Path, fit: int) -> None:
 
 
 def fill_item(item: Tree) -> Tree:
-    """An item of the server's own work, on such a device."""
+    """Return an item of server-side work; the device has room for `item["fit"]` processes."""
     crowd(Path(item["folder"]), item["fit"])
     return {"x": item["x"]}
 
 
 def step_slowly(item: Tree) -> Tree:
-    """An item of the server's own work that reports its steps, in a process of its own."""
+    """Report five slow steps of an item of server-side work."""
     for step in range(1, 6):
         time.sleep(0.6)
         report_steps(step, 5)
@@ -156,7 +157,7 @@ def step_slowly(item: Tree) -> Tree:
 
 
 def break_device(client: Client, message: Message) -> Reply:
-    """The victim's first call finds the device lost."""
+    """Raise the error of a lost device in the victim's first call."""
     if client.id == message["victim"] and not Path(message["folder"], "broken").exists():
         Path(message["folder"], "broken").touch()
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -164,7 +165,7 @@ def break_device(client: Client, message: Message) -> Reply:
 
 
 def need_room(client: Client, message: Message) -> Reply:
-    """The device is full while other clients' data lie there."""
+    """Raise an out-of-memory error if the process still holds the data of other clients and `alone` is set."""
     here = [other for other in gc.get_objects() if isinstance(other, Client) and other.id != client.id]
     if message["alone"] and here:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -181,21 +182,21 @@ def sleep(client: Client, message: Message) -> Reply:
 
 
 def register() -> None:
-    """In every process of Ray's."""
+    """Register the method; Ray calls this in every worker process."""
     METHODS["faulty"] = Faulty
 
 
 def hook(runtime_env: dict | None) -> dict:
-    """Ray calls this for `ray.init`."""
+    """Have Ray call `register` in its workers; `ray.init` calls this function."""
     return (runtime_env or {}) | {"worker_process_setup_hook": "faulty.register"}
 
 
 class Holds:
-    """An actor that is there for the resources that it takes."""
+    """An actor that only holds its resources."""
 
 
 if __name__ == "__main__":
-    import faulty  # under the name by which others can import its classes
+    import faulty  # imported by its module name, so that other processes can import its classes
 
     faulty.register()
     from raylt.cli.main import main

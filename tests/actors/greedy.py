@@ -1,4 +1,4 @@
-"""A method whose client 0 takes GREED bytes of memory after round 1, once, and waits to be killed for it."""
+"""A method whose client 0 once, after round 1, allocates GREED bytes of memory and waits to be killed for it."""
 
 import os
 import time
@@ -12,7 +12,7 @@ from raylt.core.method import Method
 
 
 class Greedy(Method):
-    """FedAvg with one greedy client. The file `folder`/greedy says that it has been so."""
+    """FedAvg with one greedy client; the file `folder`/greedy marks that the allocation has happened."""
 
     name: ClassVar[str] = "greedy"
     paper: ClassVar[str] = "for tests"

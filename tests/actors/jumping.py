@@ -1,6 +1,7 @@
-"""With RAY_RUNTIME_ENV_HOOK=jumping.hook the clock of every Python process jumps by the seconds in the file JUMP.
+"""A hook that shifts the clock of every Python process by the number of seconds in the file JUMP.
 
-`python jumping.py run ...` is `raylt run ...` under this clock. The kernel's clock stays as it is.
+Set RAY_RUNTIME_ENV_HOOK=jumping.hook to use it. `python jumping.py run ...` is `raylt run ...` under this clock. The
+kernel's clock is unchanged.
 """
 
 import os
@@ -13,7 +14,7 @@ true_time = time.time
 def jumped() -> float:
     try:
         return true_time() + float(Path(os.environ["JUMP"]).read_text())
-    except (OSError, ValueError):  # none yet, or just being written
+    except (OSError, ValueError):  # the file does not exist yet, or is being written
         return true_time()
 
 
@@ -22,7 +23,7 @@ def start() -> None:
 
 
 def hook(runtime_env: dict | None) -> dict:
-    """Ray calls this for `ray.init`."""
+    """Have Ray shift the clock of its workers; `ray.init` calls this function."""
     return (runtime_env or {}) | {"worker_process_setup_hook": "jumping.start"}
 
 

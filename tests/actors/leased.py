@@ -1,5 +1,7 @@
-"""A program with two logical GPUs, run by test_leases: writes, as JSON lines, what runs on them come to. Into a file,
-since Ray prints what it has to say of processes that end."""
+"""A program with two logical GPUs, for test_leases.py; it writes the outcomes of its runs as JSON lines to a file.
+
+It does not print them, because Ray prints messages about ended processes to the same stream.
+"""
 
 import json
 import os
@@ -32,7 +34,10 @@ def config_of(*settings: str) -> Config:
 
 
 def free_gpus(wanted: float = 2.0) -> float:
-    """How many GPUs nobody has. Ray frees those of a killed actor when its process is gone, so they are waited for."""
+    """Wait until `wanted` GPUs are free; return the number of free GPUs.
+
+    Ray frees the GPUs of a killed actor only when its process is gone.
+    """
     end = time.monotonic() + 30
     while (free := ray.available_resources().get("GPU", 0.0)) < wanted and time.monotonic() < end:
         time.sleep(0.1)
@@ -40,7 +45,7 @@ def free_gpus(wanted: float = 2.0) -> float:
 
 
 def carry_out(name: str, *settings: str) -> dict[str, object]:
-    """What a run says: its record, or how it is refused."""
+    """Do a run; return the devices that it recorded, or the error that refused it."""
     folder = Path(sys.argv[1]) / name
     try:
         raylt.run(config_of(*settings), out=folder.parent, name=name, quiet=True)
@@ -57,7 +62,7 @@ class Place:
 
 
 def places() -> dict[str, object]:
-    """Which GPUs the client actors of a plan get, and the server."""
+    """Return which GPUs a plan leases to the client actors and to the server."""
     chosen = plan(config_of(), 4, nodes_of(ray.nodes()))
     group = reserve(chosen.placement, 4)
     assert group.wait(60)
@@ -79,7 +84,8 @@ def places() -> dict[str, object]:
 
 
 class Breaks(Method):
-    """Each loses its device once: client 1 in round 2, the server in round 3, which is the last."""
+    """FedAvg whose client 1 loses its device once in round 2, and whose server loses its device once in round 3, the
+    last."""
 
     name: ClassVar[str] = "breaks"
     paper: ClassVar[str] = "for tests"
@@ -105,7 +111,7 @@ class Breaks(Method):
 
 
 def lost() -> dict[str, object]:
-    """A run whose processes lose their GPUs, and the same undisturbed in this process."""
+    """Run with processes that lose their GPUs, and the same undisturbed in this process; return both outcomes."""
     raylt.register(Breaks)
     marks = Path(sys.argv[1]) / "marks"
     marks.mkdir()
@@ -137,7 +143,7 @@ FREE = Path(sys.argv[1]) / "gpus-compute-as-cpus"
 
 
 def compute_there() -> None:
-    """In Ray's processes: once the file is there, a leased GPU is not looked for, and the CPU computes in its place."""
+    """Let Ray's workers compute on the CPU, without looking for the leased GPU, once the file FREE exists."""
     decide = device._on_gpu
     device._on_gpu = lambda config, leased=None: not FREE.exists() and decide(config, leased)
 

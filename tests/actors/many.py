@@ -1,4 +1,4 @@
-"""A task of many tiny clients, and the fleets that run it."""
+"""A task of many tiny clients, and fleets that run it."""
 
 import itertools
 
@@ -13,12 +13,12 @@ from raylt.config import Config
 from raylt.data.splits.split import Split
 from raylt.data.task import Shard, Task
 
-LARGE, NOBODY = 7, 11  # a client that has a call of its own, and one without samples
+LARGE, NOBODY = 7, 11  # ids of a client that is large enough for a call of its own, and of a client without samples
 _names = itertools.count()
 
 
 def make_many(clients: int) -> Task:
-    """Clients of two to four random images of 4x4."""
+    """Return a task whose clients hold two to four random images of 4x4 pixels."""
     rng = np.random.default_rng(0)
     sizes = [40 if k == LARGE else 0 if k == NOBODY else 2 + k % 3 for k in range(clients)]
     ends = np.cumsum(sizes)
@@ -45,7 +45,7 @@ def configure(clients: int, **federation) -> Config:
 
 
 def make_fleet(config: Config, task: Task, actors: int, method, folder=None) -> RayFleet:
-    """With actors of a quarter of a CPU."""
+    """Return a fleet whose actors get a quarter of a CPU each."""
     return RayFleet(
         make_setup(config, method),
         task,

@@ -1,4 +1,4 @@
-"""A program with several Ray sessions in one process, run by test_joining: prints how each was entered."""
+"""A program that opens several Ray sessions in one process, for test_joining.py; it prints how it entered each."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ for mode in (None, "disabled", None):
     with session(None) as cluster:
         assert cluster.started
         print(f"new:{cluster.token}", flush=True)
-        with session(None) as within:  # what is in a session works in it, and stays
+        with session(None) as within:  # a session inside a session uses the outer one and leaves it open
             print(f"here:{within.token}", flush=True)
         assert remote_answer() == 42
 print(f"RAY_AUTH_MODE={os.environ.get('RAY_AUTH_MODE')}")

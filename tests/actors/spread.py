@@ -1,4 +1,4 @@
-"""A run of many tiny clients on the cluster at an address, for tests/actors/test_spread.py; prints its result as JSON.
+"""Run many tiny clients on the cluster at an address, for test_spread.py; print the results as JSON.
 
 python spread.py ADDRESS CLIENTS ACTORS FOLDER
 """
@@ -24,9 +24,9 @@ from raylt.methods.fedper import FedPer
 
 
 def step(experiment: Experiment) -> dict[str, Any]:
-    """Run one round, and return everything in which two runs could differ.
+    """Run one round; return everything in which two runs could differ.
 
-    Sums in float64 are among it: a model in float32 rarely shows the order in which they were taken.
+    Float64 sums are part of the result: a float32 model rarely shows the order in which they were added.
     """
     report, fleet = experiment.step(), experiment.fleet
     ids = fleet.ids[::97]
@@ -42,14 +42,14 @@ def step(experiment: Experiment) -> dict[str, Any]:
 
 
 def config_of(clients: int) -> Any:
-    """Return settings with which all clients are asked and no client's own model is judged after round 1."""
+    """Return a config that asks all clients and judges no client's own model after round 1."""
     config = configure(clients, rounds=2, participation=1.0)
     return config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"personal": 0})})
 
 
 @contextmanager
 def noted() -> Iterator[list[tuple[int, bool]]]:
-    """Record the ids that answer inside the block, in the order of arrival, and whether as a sum of their block."""
+    """Collect the clients whose replies arrive inside the block, in order, as (id, whether summed in a block)."""
     arrived: list[tuple[int, bool]] = []
     accept = ClientCalls.accept
 
@@ -65,7 +65,7 @@ def noted() -> Iterator[list[tuple[int, bool]]]:
 
 
 def run(clients: int, actors: int, folder: Path) -> dict[str, Any]:
-    """Run a round in this many actors; return its results, the number of summed replies, and nodes and actors."""
+    """Run a round with this many actors; return its results and the numbers of summed replies, nodes and actors."""
     config, task = config_of(clients), make_many(clients)
     fleet = make_fleet(config, task, actors, FedPer())
     with noted() as arrived:

@@ -1,4 +1,4 @@
-"""Clusters that tests start with `ray start`, and commands of a user who has nothing in the environment."""
+"""Clusters that tests start with `ray start`, and commands that run in a bare environment."""
 
 import os
 import secrets
@@ -17,7 +17,7 @@ RAYLT = (sys.executable, "-m", "raylt")
 
 
 def bare(home: Path, **variables: str) -> dict[str, str]:
-    """What a fresh shell has, and where the raylt is that is tested."""
+    """Return the environment of a fresh shell that finds the raylt under test."""
     return {"HOME": str(home), "PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[2])} | variables
 
 
@@ -40,7 +40,7 @@ def save_token(home: Path) -> Path:
 
 @contextmanager
 def nodes(folder: Path, env: dict[str, str], *options: list[str]) -> Iterator[str]:
-    """The address of a cluster with a node for each of the option lists, the first one its head."""
+    """Start a cluster with one node per list of options, the head first; yield its address."""
     port = free_port()
     address = f"{get_node_ip_address()}:{port}"
     started: list[subprocess.Popen[bytes]] = []

@@ -1,4 +1,4 @@
-"""`entry`, which runs before Ray is imported, against a server that answers as Ray's GCS does. 3 s, no Ray."""
+"""`entry`, which runs before Ray is imported, against a server that answers like Ray's GCS. Takes 3 s, without Ray."""
 
 import os
 import socket
@@ -29,7 +29,7 @@ def bare(monkeypatch, tmp_path):
 
 @contextmanager
 def gcs(token):
-    """Run a server that knows Ray's first call, and asks for a token where one is given; yield its address."""
+    """Run a server that answers Ray's first call, and requires the token if there is one; yield its address."""
 
     def answer(request, context):
         if token and dict(context.invocation_metadata()).get("authorization") != f"Bearer {token}":
@@ -144,7 +144,7 @@ def test_a_malformed_token_file_is_refused_without_a_wait(tmp_path, kind):
 def test_a_new_cluster_gets_a_token_that_only_its_user_can_read(tmp_path, monkeypatch):
     old = os.umask(0)
     try:
-        with ThreadPoolExecutor(8) as pool:  # those who start at the same time agree on one
+        with ThreadPoolExecutor(8) as pool:  # processes that start at the same time agree on one token
             entries = list(pool.map(lambda _: entry(None), range(8)))
     finally:
         os.umask(old)

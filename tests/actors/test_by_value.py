@@ -1,4 +1,4 @@
-"""A method, a model, a source and an augmentation of one's own where Ray's workers cannot import them. About 90 s."""
+"""A user's own method, model, source and augmentation that Ray's workers cannot import. Takes about 90 s."""
 
 import json
 import os

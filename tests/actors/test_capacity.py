@@ -1,4 +1,4 @@
-"""Placement on clusters that we do not have."""
+"""Placement on clusters that are only described, not started."""
 
 import json
 import time
@@ -22,11 +22,11 @@ def planned(nodes, clients, need=None, **resources):
     [
         ("1x8gpu96cpu", 20, 20, 3),
         ("4x4gpu48cpu", 100, 100, 7),  # ceil(100 / 16)
-        ("4x4gpu16cpu", 100, 64, 4),  # 16 CPUs on each node: 4 actors for each of its GPUs
+        ("4x4gpu16cpu", 100, 64, 4),  # 16 CPUs on each node: 4 actors on each of its GPUs
         ("1x2gpu64cpu", 50, 50, 25),
         ("1x2cpu", 20, 2, 0),
         ("server:1x1gpu8cpu,client:2x4gpu48cpu", 20, 20, 3),
-        ("1x64cpu,2x4gpu8cpu", 20, 16, 2),  # the CPUs of a node without GPUs are of no use
+        ("1x64cpu,2x4gpu8cpu", 20, 16, 2),  # the plan ignores the CPUs of a node without GPUs
     ],
 )
 def test_actors_fit_on_their_nodes(nodes, clients, actors, each):
@@ -65,7 +65,7 @@ def test_memory_bounds_the_actors():
 
 def test_what_fits_nowhere_is_refused_before_anything_starts():
     with refused("cluster.too-small", ConfigError, slots=0):
-        planned("4x4cpu", 4, cpus_per_client=8)  # 16 CPUs in all, 4 on each
+        planned("4x4cpu", 4, cpus_per_client=8)  # 16 CPUs in all, 4 on each node
     with refused("cluster.too-small", ConfigError, actors=5, slots=4):
         planned("server:1x8cpu,client:1x4cpu", 10, actors=5)
 
@@ -77,8 +77,8 @@ def test_room_counts_what_a_smaller_cluster_still_holds():
 
 
 def test_a_plan_says_when_mps_pays():
-    assert "MPS" in planned("1x1gpu8cpu", 2).reasons  # two on a GPU
-    assert "MPS" not in planned("2x1gpu8cpu", 2).reasons  # one on each
+    assert "MPS" in planned("1x1gpu8cpu", 2).reasons  # two actors on the GPU
+    assert "MPS" not in planned("2x1gpu8cpu", 2).reasons  # one actor on each GPU
     assert "MPS" not in planned("1x8cpu", 2).reasons
     assert "MPS" not in planned("1x1gpu8cpu", 2, gpus_per_client=0).reasons
 

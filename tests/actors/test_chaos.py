@@ -1,7 +1,7 @@
-"""Twenty SIGKILLs at random moments of random processes: runs of several methods, two at a time, on a cluster of two
-nodes; each ends with the model of a run that nobody disturbed.
+"""Twenty SIGKILLs at random moments to random processes of runs on a two-node cluster.
 
-The moments and the victims are drawn from a seed; what they meet is up to the machine.
+Runs of several methods are at work, two at a time. Each must end with the model of an undisturbed run. A seed draws the
+moments and victims; what a kill interrupts depends on the machine.
 """
 
 import json
@@ -18,13 +18,13 @@ from raylt.runs.verify import verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 VICTIMS = {"driver": 5, "ServerActor": 5, "ClientActor": 10}
-LIMIT_S = 840  # on a machine where others are at work; about two minutes where nobody is
-# private states, control variates, statistics and a last phase at the server
+LIMIT_S = 840  # for a machine with other work; an idle one takes about two minutes
+# these methods have private states, control variates, statistics and a last phase at the server
 METHODS = ("scaffold", "fedper", "ccvr", "fedavg")
 
 
 def kill(kind, chance, runs, cluster):
-    """Kills a driver, a server or a client, whichever of this kind; False where there is none now."""
+    """Kill one process of the given kind (driver, server or client); return False if there is none now."""
     if kind == "driver":
         names = runs.under_way()
         victims = [psutil.Process(runs.drivers[name].pid) for name in names if runs.drivers[name].poll() is None]
@@ -47,7 +47,7 @@ def test_twenty_kills_change_no_model(cluster, tmp_path, capsys):
     try:
         while doomed or runs.drivers or runs.begun < len(METHODS):
             runs.look(more=doomed or runs.begun < len(METHODS))
-            if goal and runs.steps() >= goal:  # something came of the last one; most kills wait for that
+            if goal and runs.steps() >= goal:  # a step was committed since the last kill, which most kills wait for
                 goal, pause = 0, max(pause, time.monotonic() + chance.uniform(0.0, 0.5))
             if doomed and not goal and time.monotonic() >= pause and kill(doomed[-1], chance, runs, cluster):
                 doomed.pop()

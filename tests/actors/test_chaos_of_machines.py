@@ -1,7 +1,6 @@
-"""Studies and searches that are killed at random moments, machines that are lost, memory that is short, clocks that
-jump: results are those of an undisturbed run.
+"""Random kills of studies and searches, lost machines, short memory and jumping clocks change no result.
 
-Moments and victims are drawn from seeds; what they meet is up to the machine.
+Seeds draw the moments and victims; what a kill interrupts depends on the machine.
 """
 
 import json
@@ -32,12 +31,12 @@ LIMIT_S = 400
 
 
 def lines_below(folder: Path) -> int:
-    """Committed steps of all runs below a folder."""
+    """Count the committed steps of all runs below a folder."""
     total = 0
     for file in folder.glob("**/metrics.jsonl"):
         try:
             total += file.read_bytes().count(b"\n")
-        except FileNotFoundError:  # a run that is begun again
+        except FileNotFoundError:  # the run is being started again
             continue
     return total
 
@@ -46,9 +45,12 @@ def kill_at_random(command, folder: Path, kills: int, seed: int, log: Path, long
     """Start a command again and again, kill it at random moments, and let it end the last time.
 
     Args:
-        command: of the number of starts before; the arguments of a process.
-        folder: where its runs are. Most kills wait until a step more is there, so that something gets done.
-        longest: seconds that a kill waits after that, at most.
+        command: returns the arguments of a process, from the number of earlier starts.
+        folder: holds the runs. Most kills wait until one more step is committed, so that the command gets ahead.
+        kills: number of kills.
+        seed: draws the moments.
+        log: receives the output of the processes.
+        longest: most seconds that a kill waits after that step.
     """
     chance = random.Random(seed)
     end = time.monotonic() + LIMIT_S
@@ -142,7 +144,7 @@ def test_nodes_lost_at_random_moments_change_no_model(cluster, tmp_path):
 
 
 def same_as_alone(folder: Path, tmp_path: Path, settings: list[str]) -> None:
-    """Assert that a run is whole and has the model of one in this process."""
+    """Assert that a run is complete and has the same model as a run in this process."""
     alone = raylt.run(load(None, settings), out=tmp_path / "alone", name=folder.name, fleet="local", quiet=True).summary
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["model_sha256"] == alone["model_sha256"]
@@ -155,7 +157,7 @@ def same_as_alone(folder: Path, tmp_path: Path, settings: list[str]) -> None:
 
 @pytest.fixture
 def bare(monkeypatch):
-    """An environment without Ray's settings, whose processes find this folder's modules."""
+    """Remove Ray's settings from the environment, and put this folder on the path of its processes."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
@@ -165,7 +167,7 @@ def bare(monkeypatch):
 
 
 def run_on(cluster: Cluster, folder: Path, *settings: object) -> str:
-    """Do a run on a cluster; return what it said on standard error."""
+    """Do a run on a cluster; return its standard error."""
     done = subprocess.run(
         [*RAYLT, "run", *map(str, settings), "--address", cluster.address, "--out", folder, "--name", "r"],
         capture_output=True,
@@ -208,7 +210,7 @@ def test_models_larger_than_the_object_store_go_over_the_disk(bare, tmp_path):
         initialize_head=True,
         head_node_args={"num_cpus": 2, "include_dashboard": False, "object_store_memory": 76 * 2**20},
     )
-    # 45 MB for each message, reply and private state
+    # each message, reply and private state has 45 MB
     settings = ["method=scaffold", "model=resnet18", "data.clients=3", "federation.rounds=2", "local.steps=1"]
     settings += ["local.batch=4", "resources.actors=2", "resources.cpus_per_client=0.5"]
     try:

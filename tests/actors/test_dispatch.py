@@ -1,4 +1,4 @@
-"""Calls of many small clients travel in blocks, and results do not depend on it."""
+"""Calls of many small clients are sent in blocks, which changes no result."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ def fleet(ray_session, task, tmp_path_factory):
 
 @pytest.fixture
 def blocks(monkeypatch):
-    """The ids of each call that went to an actor."""
+    """Return the list of client ids of each call that is sent to an actor."""
     sent = []
     submit = ClientCalls._submit
 
@@ -47,7 +47,7 @@ def blocks(monkeypatch):
 
 
 def held_by(experiment):
-    """The bits of the model and of all clients' states."""
+    """Return fingerprints of the model and of all clients' states."""
     fleet = experiment.fleet
     return {"model": fingerprint(experiment.server.model.state_dict())} | {
         id: fingerprint(state) for id, state in fleet.private_states(sorted(fleet._private))
@@ -101,7 +101,8 @@ def test_each_waiting_client_is_looked_at_once_or_twice_however_many_wait(monkey
     assert sorted(id for ids in sent for id in ids) == list(range(clients))
     assert {len(ids) for ids in sent} == {64, 2000 % 64}
     assert all(set(ids) <= slot.own for ids, slot in zip(sent, 32 * slots, strict=False))
-    assert len(looked) < 3 * clients  # 62 calls that each look at all who wait: 30 times
+    # if each of the 62 calls looked at all waiting clients, there would be 30 times as many looks
+    assert len(looked) < 3 * clients
 
 
 @pytest.mark.slow
@@ -145,7 +146,7 @@ def test_a_thousand_clients_with_states_are_taken_up_from_a_checkpoint_to_the_sa
     for _ in range(3):
         straight.step()
     (tmp_path / "ray").mkdir()
-    for actors in (1, 3):  # it ends after its second step, and goes on in other actors
+    for actors in (1, 3):  # the fleet ends after its second step, and other actors continue
         fleet = make_fleet(config, many, actors, FedPer())
         experiment = Experiment(make_setup(config, FedPer()), many, fleet, CPU, tmp_path / "ray")
         saved, _ = latest(tmp_path / "ray/checkpoints")
@@ -193,7 +194,8 @@ def test_whole_blocks_come_back_as_their_sums_with_the_bits_of_single_calls(ray_
             [fingerprint(state) for _, state in fleet.private_states([0, 70, 200])],
         )
         if actors == 1:
-            # blocks of the ids that hold samples: the first with a large client, the second with the one that raised
+            # whole blocks of ids with samples; the first holds the large client and is split, the second the client
+            # that raised
             assert [ids for ids in blocks if len(ids) == BLOCK] == split_into_blocks(fleet.ids)[1:4]
             assert {id for id, in_sums in arrived if in_sums} == {
                 *split_into_blocks(fleet.ids)[2],

@@ -1,4 +1,4 @@
-"""What `raylt doctor` finds. 1 s, and 15 s with a Ray session (slow)."""
+"""The findings of `raylt doctor`. Takes 1 s, and 15 s with a Ray session (slow)."""
 
 import tomllib
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_everything_has_a_floor_that_can_be_undercut():
 
 
 def test_an_installation_of_today_is_above_the_floors():
-    """What `pip install` accepts for raylt must not be what its doctor complains of."""
+    """Versions that `pip install` accepts for raylt must not be reported by its doctor."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     lower = {
         need.name: max(Version(part.version) for part in need.specifier if part.operator == ">=")

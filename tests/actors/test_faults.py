@@ -1,6 +1,7 @@
-"""Every process of a run dies at every stage, on a cluster of a head and a worker that is replaced when it is lost.
+"""Kill every process of a run at every stage, on a cluster with a head and replaceable workers.
 
-Ends with the matrix: seconds from the kill until it is noticed, and to the next committed round; rounds run again.
+The tests print a table at the end: seconds until the kill is noticed, seconds until the next committed round, and the
+number of repeated rounds.
 """
 
 import json
@@ -19,7 +20,7 @@ from ray.cluster_utils import Cluster
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 HERE = Path(__file__).parent
 SETTINGS = ["method=faulty", f"federation.rounds={ROUNDS}", "local.epochs=1", "resources.actors=2"]
-LIMIT_S = 90.0  # from any fault to the next committed round
+LIMIT_S = 90.0  # limit from any fault to the next committed round
 FAST = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
@@ -42,7 +43,7 @@ def settings_of_ray():
 
 
 class Machines:
-    """A head for the server, and two nodes of one client actor each."""
+    """A cluster with a head for the server and two nodes with one client actor each."""
 
     def __init__(self):
         self.cluster = Cluster(
@@ -61,7 +62,7 @@ class Machines:
         return self.cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20, labels={"role": "client"})
 
     def lose(self, pid):
-        """Kills the node that a process belongs to, and starts another."""
+        """Kill the node of a process, and start a replacement."""
         raylet = next(p for p in psutil.Process(pid).parents() if "raylet" in p.name())
         lost = next(node for node in self.workers if node.all_processes["raylet"][0].process.pid == raylet.pid)
         self.workers.remove(lost)
@@ -106,7 +107,7 @@ def summary(folder):
 
 @pytest.fixture(scope="module")
 def undisturbed(settings_of_ray, tmp_path_factory):
-    """The same in one process."""
+    """Run without faults in one process; return the hash of the model."""
     folder = tmp_path_factory.mktemp("undisturbed")
     process = start(folder, "run", *SETTINGS, "--fleet", "local", "--out", str(folder), "--name", "r")
     assert process.wait(120) == 0, (folder / "err.txt").read_text()
@@ -168,9 +169,9 @@ def test_a_run_survives_a_kill_at_every_stage(machines, undisturbed, matrix, tmp
             process.wait()
             process = start(tmp_path, *go_on)
         (tmp_path / f"{stage}-go").touch()
-        # a fault while the server is at work on its own is met with the next call to clients
+        # a fault while the server does work of its own is noticed in the next call to clients
         meets = round if stage in ("train", "upload") or victim in ("server", "driver") else round + 1
-        noticed = None  # a driver is missed by its user
+        noticed = None  # the death of a driver is noticed by its user alone
         if victim != "driver":
             wait_for(lambda said=said: told(tmp_path, victim) > said, process, tmp_path)
             noticed = time.monotonic() - killed
@@ -186,13 +187,13 @@ def test_a_run_survives_a_kill_at_every_stage(machines, undisturbed, matrix, tmp
 
 
 def told(folder, victim):
-    """How many lost processes the run has spoken of: the driver of the server's, the server of the clients'."""
+    """Count the lost processes that the run reported: the driver reports the server, the server reports clients."""
     file = folder / ("err.txt" if victim == "server" else "r/notes.log")
     return file.read_text().count("process died") if file.exists() else 0
 
 
 def kill_server(driver):
-    """The server actor of a run on a cluster that the driver did not start."""
+    """Kill the server actor of a run on a cluster that the driver did not start."""
     servers = [p for p in psutil.process_iter(["cmdline"]) if "ray::ServerActor" in " ".join(p.info["cmdline"] or [])]
     reached = [p for p in servers if p.environ().get("RAY_RUNTIME_ENV_HOOK") == "faulty.hook"]
     (server,) = reached
@@ -230,7 +231,7 @@ def test_clients_that_misbehave_are_left_out_and_named(machines, tmp_path):
     said = (tmp_path / "err.txt").read_text()
     assert "round 5, client 0: no reply" in said
 
-    # the same clients left out in one process: the same model
+    # a run in one process that leaves out the same clients has the same model
     other = tmp_path / "local"
     other.mkdir()
     for stage in STAGES:

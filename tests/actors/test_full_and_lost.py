@@ -1,6 +1,6 @@
-"""Full devices and devices that a process has lost: their errors, and the reaction of a fleet of processes.
+"""Errors of full and lost devices, and how a fleet of processes reacts.
 
-The errors are raised on purpose; no GPU is needed.
+The tests raise the errors themselves; no GPU is needed.
 """
 
 import os
@@ -108,7 +108,7 @@ def test_half_of_a_share_is_for_data_and_a_cpu_has_no_bound(monkeypatch):
     assert data_room(CPU) == float("inf")
 
 
-# on Ray
+# fleets on Ray
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_steps_inside_items_are_shown_while_they_run(fleet_of, tmp_path):
 @pytest.mark.timeout(240)
 def test_a_device_that_is_full_as_actors_start_halves_them(fleet_of, tmp_path):
     fleet = fleet_of(4, faulty.Crowded(folder=str(tmp_path), fit=2))
-    assert 1 <= len(fleet.slots) <= 2  # one where those that were given up were not gone yet
+    assert 1 <= len(fleet.slots) <= 2  # one actor if the actors that were given up had not ended yet
     note = (tmp_path / NOTES).read_text().splitlines()[0]
     assert note.startswith("device out of memory as client actors start (RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC")
     assert note.endswith("continuing with 2 of 4")

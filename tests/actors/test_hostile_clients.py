@@ -1,4 +1,4 @@
-"""Every kind of hostile client in one session of Ray's: the same outcome as in one process."""
+"""Every kind of hostile client has the same outcome on Ray as in one process."""
 
 import hostile
 import pytest
@@ -16,7 +16,7 @@ CONFIG = {"federation": {"rounds": 2, "retries": 0}, "evaluation": {"every": 9}}
 
 @pytest.fixture
 def by_value():
-    """Actors cannot import the module."""
+    """Pickle the module `hostile` by value, because actors cannot import it."""
     cloudpickle.register_pickle_by_value(hostile)
     yield
     cloudpickle.unregister_pickle_by_value(hostile)

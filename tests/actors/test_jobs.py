@@ -1,4 +1,4 @@
-"""A run as a Ray job, on a real cluster with a token: sent, listed, followed, stopped at a checkpoint, resumed."""
+"""A run as a Ray job on a real cluster with a token: submit, list, follow, stop at a checkpoint, resume."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A cluster of one node in a process of its own: the address of its dashboard, and a runner of commands."""
+    """Start a one-node cluster in another process; yield its dashboard's address and a function that runs commands."""
     folder = tmp_path_factory.mktemp("cluster")
     home = folder / "home"
     project = folder / "project"
@@ -56,10 +56,10 @@ def cluster(tmp_path_factory):
     (folder / "token").write_text("a" * 64)
     (folder / "token").chmod(0o600)
     variables = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "RAYLT_ADDRESS")}
-    variables["PATH"] = f"{Path(sys.executable).parent}:{variables['PATH']}"  # a job starts `python`
+    variables["PATH"] = f"{Path(sys.executable).parent}:{variables['PATH']}"  # a job runs `python` from the PATH
     variables |= {"HOME": str(home), "RAY_AUTH_TOKEN_PATH": str(folder / "token"), "RAY_USAGE_STATS_ENABLED": "0"}
     port, dashboard = free_port(), free_port()
-    short = tempfile.mkdtemp(prefix="raylt-", dir="/tmp")  # Ray's sockets need a short path
+    short = tempfile.mkdtemp(prefix="raylt-", dir="/tmp")  # the paths of Ray's sockets must be short
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=2"]
     ports = [f"--port={port}", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={free_port()}"]
     storage = [f"--object-store-memory={100 * 2**20}", "--dashboard-host=127.0.0.1", f"--temp-dir={short}"]

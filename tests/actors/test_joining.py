@@ -1,6 +1,6 @@
-"""Every way into a cluster, with and without a token, from a bare shell: processes and clusters as a user has them.
+"""Every way to join a cluster from a bare shell, with and without a token, in real processes.
 
-About 100 s: three clusters, five runs.
+Takes about 100 s for three clusters and five runs.
 """
 
 import json
@@ -18,12 +18,12 @@ RUN = ["run", "method=fedavg", "data.clients=2", "federation.rounds=1", "local.e
 
 @pytest.fixture(scope="module", params=["token", "none"])
 def cluster(request, tmp_path_factory):
-    """Yield address, dashboard, and the home folder of its user."""
+    """Yield the cluster's address, its dashboard's address, and the home folder of its user."""
     folder = tmp_path_factory.mktemp(request.param)
     home, board = folder / "home", free_port()
     home.mkdir()
     if request.param == "token":
-        save_token(home)  # `ray start` asks for a token where there is one
+        save_token(home)  # `ray start` then requires this token
     with nodes(
         folder.parent / request.param[0],
         bare(home),
@@ -53,7 +53,7 @@ def test_a_plan_joins_by_variable(cluster):
 
 def test_a_job_joins_the_cluster_that_it_was_submitted_to(cluster, tmp_path):
     _, board, home = cluster
-    # Ray's own command sends the token only when told to; the job itself is told nothing
+    # Ray's own command sends the token only with this variable; the job itself gets no such setting
     submit = {"RAY_AUTH_MODE": "token"} if (home / ".ray/auth_token").exists() else {}
     done = call(
         BIN / "ray",
@@ -87,7 +87,7 @@ def test_a_plain_run_has_a_cluster_of_its_own(mode, tmp_path):
 
 
 def test_one_process_joins_one_cluster_after_the_other(tmp_path):
-    """The second cluster has another authentication mode than the first, whose mode Ray has read."""
+    """The second cluster uses another authentication mode than the first, which Ray has already read."""
     program = Path(__file__).with_name("several.py")
     done = call(sys.executable, program, tmp_path, env=bare(tmp_path), timeout=180)
     assert done.returncode == 0, done.stderr

@@ -41,7 +41,7 @@ def test_every_client_has_its_actor_where_there_are_slots_even_when_few_are_aske
 
 
 def test_with_fewer_slots_than_clients_there_are_as_many_actors_as_can_be_at_work():
-    # ceil(0.2 * 20) = 4 clients are at work at once, ceil(0.2 * 1.5 * 20) = 6 when half as many more are asked
+    # ceil(0.2 * 20) = 4 clients compute at once; with 1.5 times as many asked, ceil(0.2 * 1.5 * 20) = 6
     assert placed(20, cpus=8, participation=0.2).actors == 4
     assert placed(20, cpus=8, participation=0.2, over_select=0.5).actors == 6
     assert placed(20, cpus=8, over_select=0.5).actors == 8
@@ -61,7 +61,7 @@ def test_reasons_of_a_plan_do_not_contradict_each_other():
     ("clients", "cpus", "gpus", "actors", "each"),
     [
         (20, 96, 8, 20, 3),  # ceil(20 / 8) actors on a GPU
-        (100, 192, 16, 100, 7),  # 4 machines of 4
+        (100, 192, 16, 100, 7),  # 4 machines with 4 GPUs each
         (50, 64, 2, 50, 25),
         (50, 8, 2, 8, 4),
         (4, 64, 8, 4, 1),
@@ -79,7 +79,7 @@ def test_a_given_share_of_a_gpu_leaves_room_for_the_server(share, slots):
     assert got.actors == slots
     each = 1 // got.gpus
     assert each * got.gpus + SERVER_GPUS <= 1 if share <= 1 else slots * got.gpus + SERVER_GPUS <= 8
-    assert got.gpus > 1 / (each + 1)  # no more of them on a GPU than were asked for
+    assert got.gpus > 1 / (each + 1)  # a GPU holds no more actors than planned
 
 
 def test_no_gpu_can_be_asked_for():

@@ -1,6 +1,6 @@
-"""GPUs that Ray leases: who gets which, what keeps off them, and that one which cannot be used is refused.
+"""GPUs leased by Ray: which process gets which GPU, and the refusal of a GPU that cannot be used.
 
-The cluster says that it has two; the machine has none, so whatever is leased one must refuse to go on.
+The cluster claims two GPUs and the machine has none, so every leased one must be refused.
 """
 
 import json
@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """What leased.py wrote."""
+    """Return the lines that leased.py wrote, by name."""
     program = Path(__file__).with_name("leased.py")
     folder = tmp_path_factory.mktemp("leased")
     done = subprocess.run(
@@ -66,8 +66,8 @@ def test_processes_that_lose_their_gpu_are_replaced_on_it_and_the_run_comes_to_t
     assert lost["same"]
     assert lost["retried"] == [1]
     clients, servers = lost["leases"]["client"], lost["leases"]["server"]
-    assert len(servers) == 2  # the first took two rounds and a half
+    assert len(servers) == 2  # the first server took two and a half rounds
     assert all(len(lease) == 1 for lease in [*clients, *servers])
-    # two, another for the one that ended, and two with the other server: each time one on a GPU
+    # two clients, a third that replaces one of them, and two under the second server; each time one client per GPU
     assert sorted(gpu for lease in clients for gpu in lease) in ([0, 0, 1, 1, 1], [0, 0, 0, 1, 1])
     assert lost["gpus"] == 2.0

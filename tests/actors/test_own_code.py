@@ -1,4 +1,4 @@
-"""One's own code on Ray: the methods of docs/write-a-method.md, values of a script, awkward file names. Minutes."""
+"""The user's own code on Ray: the methods of docs/write-a-method.md, values of a script, odd file names. Takes minutes."""
 
 import json
 import shlex
@@ -29,11 +29,12 @@ class Own(raylt.Method):
         model, cudnn = client.model, torch.backends.cudnn
         return lambda batch: F.cross_entropy(model(batch.x), batch.y, weight=torch.ones(model.classes)) + {term}
 """
-IN_PLACE = "raise SystemExit('the user\\'s file was run')\n"  # of a package of raylt, if it is imported
+# stands in for a package of raylt, and ends the process if it is imported
+IN_PLACE = "raise SystemExit('the user\\'s file was run')\n"
 
 
 def started(*command, folder, **variables):
-    """A command of a user whose workers have nothing but raylt and the current folder on their path."""
+    """Run a command of a user whose workers have only raylt and the current folder on their path."""
     return subprocess.run(
         [str(part) for part in command],
         cwd=folder,
@@ -46,7 +47,8 @@ def started(*command, folder, **variables):
 
 
 def test_the_methods_of_the_page_run_on_ray_to_the_same_bits(tmp_path):
-    end = PAGE.read_text().splitlines().index("## Bring it in")  # the blocks after it use the file
+    # the page's blocks after this heading use the file that the blocks before it make
+    end = PAGE.read_text().splitlines().index("## Bring it in")
     (tmp_path / "my-method.py").write_text("\n".join([*blocks(PAGE).split("\n")[:end], ""]))
     (tmp_path / "work").mkdir()
     script = f"""

@@ -1,4 +1,4 @@
-"""What Prometheus reads of a run, and the dashboard that draws it."""
+"""The metrics that Prometheus reads from a run, and the dashboard that draws them."""
 
 import contextlib
 import json
@@ -73,7 +73,7 @@ def test_prometheus_reads_the_figures_of_a_run(ray_session):
 
 
 def read(text):
-    """By name and by the tags that are ours, in the order of their names."""
+    """Return the values by metric name and by raylt's own tags, sorted by name."""
     found = {}
     for line in text.splitlines():
         match = re.fullmatch(r"ray_raylt_(\w+)\{(.*)\} (\S+)", line)
@@ -122,7 +122,7 @@ class Slowly(Method):
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed (Debian: prometheus)")
 def test_every_query_of_the_dashboard_returns_data_of_a_run(tmp_path):
-    """As docs/deployment.md has it: Prometheus finds the run by the file that Ray writes."""
+    """Prometheus finds the run by the file that Ray writes, as docs/deployment.md describes."""
     dashboard = json.loads((Path(__file__).parents[2] / "docs/grafana.json").read_text())
     queries = {
         target["expr"].replace("$run", "watched")
@@ -199,7 +199,7 @@ def test_every_query_of_the_dashboard_returns_data_of_a_run(tmp_path):
 
 
 def discovered(pid: int) -> Path | None:
-    """The file in which the Ray that a process started says where its metrics are."""
+    """Return Ray's service-discovery file for Prometheus, of the Ray that the given process started."""
     for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
             for word in process.cmdline():

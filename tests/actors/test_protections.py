@@ -1,4 +1,4 @@
-"""What protects uploads and the mean, with clients on Ray: the bits of one process, also where an actor is killed."""
+"""Protected uploads and means with clients on Ray have the bits of one process, even after an actor is killed."""
 
 import pytest
 from tiny import CPU, configure, make_setup
@@ -33,7 +33,7 @@ def finish(experiment):
 
 @pytest.fixture
 def on_ray(make_fleet, tiny_task, tmp_path):
-    """`on_ray(config, method)`: how an experiment ends on two actors."""
+    """Return `on_ray(config, method)`, which runs an experiment on two actors and returns its end."""
 
     def run(config, method):
         fleet = make_fleet(config, 2, method)
@@ -47,13 +47,13 @@ def on_ray(make_fleet, tiny_task, tmp_path):
 def test_protected_runs_have_the_bits_of_one_process(on_ray, make_experiment, tiny_task, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "raylt.core.protection.sample_dp.secrets.randbits", lambda bits: 7
-    )  # noise that can be drawn again
+    )  # makes the noise reproducible
     ends = {}
     for name, (method, parts) in CASES.items():
         config = configure(**parts)
         ends[name] = finish(make_experiment(config, tiny_task, tmp_path, method))
         assert on_ray(config, method) == ends[name], name
-    assert len({end for end, _ in ends.values()}) == len(CASES)  # each protection acts
+    assert len({end for end, _ in ends.values()}) == len(CASES)  # each protection changes the result
 
 
 def test_an_actor_killed_in_a_round_of_secure_sums_leaves_no_mark(on_ray, make_experiment, tiny_task, tmp_path):
@@ -65,7 +65,7 @@ def test_an_actor_killed_in_a_round_of_secure_sums_leaves_no_mark(on_ray, make_e
 
 
 class Gone(ClientHost):
-    """Client 2 is lost in every training; what `Private` does to processes, without a process."""
+    """Loses client 2 in every training, as `Private` does on Ray, but without ending a process."""
 
     def run(self, fn, message, round, id, shard, private):
         if fn.__name__ == "train" and id == 2:
@@ -90,7 +90,7 @@ def test_a_secure_round_continues_without_a_client_that_dies_more_often_than_ret
     on_ray = Experiment(make_setup(config, method), tiny_task, fleet, CPU, tmp_path)
     report = on_ray.step()
     assert (report.lost, report.participants) == ([2], [0, 1, 3, 5])
-    # of each of the four who are left the seed, of the fifth the mask key: from the four shares that are needed
+    # the four remaining clients' seeds and the fifth's mask key, each from the four shares that it needs
     assert shares_used == [4] * 5
     masked, plain = (
         make_experiment(

@@ -31,7 +31,7 @@ COUNTED = {"calls": each, "pid": each}  # the parts of a reply of `trouble.count
 
 
 def train(config, method, task, fleet, tmp_path):
-    """Run two rounds; return a hash of the states of the server and every client, and the reports."""
+    """Run two rounds; return a hash of the states of the server and all clients, and the reports."""
     setup = make_setup(config, method)
     fleet.config, fleet._setup = config, setup
     fleet._private.clear()
@@ -53,7 +53,7 @@ def undisturbed(make_experiment, tiny_task, tmp_path):
 
 @pytest.fixture(scope="module")
 def pool(make_fleet):
-    """Fleets that several tests use, by the number of their actors."""
+    """Return `pool(actors)`, which makes each fleet once for several tests."""
     fleets = {}
 
     def get(actors, **federation):
@@ -152,10 +152,11 @@ def test_reply_that_cannot_travel_is_rejected_and_not_asked_for_again(pool):
 @pytest.mark.parametrize("actors", [1, 2])
 def test_a_client_that_hangs_is_left_behind_at_the_deadline(pool, tmp_path, actors):
     fleet = pool(actors, deadline_s=1.0, quorum=0.2)
-    message = {"victims": [3], "seconds": 60.0, "folder": str(tmp_path)}  # the smallest, so asked last
+    # client 3 has the fewest samples, so it is asked last
+    message = {"victims": [3], "seconds": 60.0, "folder": str(tmp_path)}
     start = time.monotonic()
     replies = fleet.ask(trouble.stall, IDS, message, **COUNTED)
-    assert time.monotonic() - start < 55  # the client alone takes 60
+    assert time.monotonic() - start < 55  # client 3 alone would take 60 s
     assert (list(replies.weights), fleet.round_stats.lost) == ([0, 1, 2, 5], [3])
     assert fleet.ask(trouble.stall, IDS, message, **COUNTED)["calls"] == dict.fromkeys(IDS, 2) | {3: 1}
 
@@ -169,7 +170,7 @@ def test_a_hung_client_below_the_quorum_is_named(pool, tmp_path):
 
 @pytest.mark.slow
 def test_a_process_that_starts_does_not_use_up_the_deadline(pool, tmp_path):
-    fleet = pool(1, deadline_s=2.0, quorum=1.0)  # an actor takes longer than that to start
+    fleet = pool(1, deadline_s=2.0, quorum=1.0)  # an actor takes longer than the deadline to start
     message = {"victims": [1], "times": 1, "folder": str(tmp_path)}
     assert list(fleet.ask(trouble.die, [0, 1], message, **COUNTED).weights) == [0, 1]
 
@@ -181,7 +182,7 @@ def test_stragglers_are_left_behind_and_their_late_answers_ignored(pool, tmp_pat
     message = {"victims": [0], "seconds": 4.0, "folder": str(tmp_path)}
     replies = fleet.ask(trouble.stall, Cohort(IDS, 4), message, **COUNTED)
     assert list(replies.weights) == [1, 2, 3, 5]
-    again = fleet.ask(trouble.count, IDS, {}, **COUNTED)  # client 0 as well, by another actor
+    again = fleet.ask(trouble.count, IDS, {}, **COUNTED)  # client 0 answers again, in another actor
     assert time.monotonic() - start < 4
     assert again["calls"] == dict.fromkeys(IDS, 2) | {0: 1}
     slot = next(slot for slot in fleet.slots if slot.late is not None)
@@ -195,7 +196,8 @@ def test_an_actor_that_dies_on_a_late_call_costs_no_client_an_attempt(pool, tmp_
     fleet = pool(5, quorum=1.0, retries=0)
     fleet.ask(trouble.stall, Cohort(IDS, 4), {"victims": [0], "seconds": 60.0, "folder": str(tmp_path)}, **COUNTED)
     slot = next(slot for slot in fleet.slots if slot.late is not None)
-    wait_for(lambda: (tmp_path / "0-0").exists() and (tmp_path / "0-0").read_text())  # it may not have begun yet
+    # the client may not have begun yet
+    wait_for(lambda: (tmp_path / "0-0").exists() and (tmp_path / "0-0").read_text())
     os.kill(int((tmp_path / "0-0").read_text()), signal.SIGKILL)
     ray.wait([slot.late], timeout=30)
     for _ in range(2):
@@ -208,9 +210,9 @@ def test_a_late_call_that_hangs_ends_with_the_next_deadline(pool, tmp_path):
     fleet = pool(2)
     message = {"victims": [0, 1], "seconds": 60.0, "folder": str(tmp_path)}
     replies = fleet.ask(trouble.stall, Cohort([0, 3], 1), message, **COUNTED)
-    assert list(replies.weights) == [3]  # client 0 hangs on one actor
+    assert list(replies.weights) == [3]  # client 0 hangs in one actor
     fleet.config = configure(deadline_s=1.0)
-    with pytest.raises(TooFewReplies, match="not done after"):  # client 1 on the other
+    with pytest.raises(TooFewReplies, match="not done after"):  # client 1 hangs in the other
         fleet.ask(trouble.stall, [1], message, **COUNTED)
     assert [slot.late for slot in fleet.slots] == [None, None]
     fleet.config = configure()
@@ -246,7 +248,7 @@ def test_more_actors_than_clients_with_samples_are_not_started(pool):
 def test_an_actor_that_is_lost_before_the_first_call_is_described_and_then_replaced(pool):
     fleet = pool(1)
     ray.kill(fleet.slots[0].actor)
-    assert fleet.describe()["device"] == "cpu"  # nobody is asked again, so nobody can fail to answer
+    assert fleet.describe()["device"] == "cpu"  # the description is kept, so no actor has to answer
     assert list(fleet.ask(trouble.stall, [0, 1], {"victims": []}, **COUNTED).weights) == [0, 1]
     assert fleet.round_stats.lost == []
 
@@ -267,7 +269,7 @@ def test_actors_without_room_are_named(make_fleet, monkeypatch):
 
 @pytest.mark.slow
 def test_all_actors_get_their_places_or_none_does(make_fleet, monkeypatch):
-    free = math.floor(ray.available_resources()["CPU"])  # enough for one of the two, not for both
+    free = math.floor(ray.available_resources()["CPU"])  # enough for one of the two actors, not for both
     monkeypatch.setattr("actors.fleet.START_TIMEOUT_S", 3)
     given = []
     monkeypatch.setattr("actors.actor_pool.LOOK_S", 0.2)
@@ -276,7 +278,7 @@ def test_all_actors_get_their_places_or_none_does(make_fleet, monkeypatch):
     )
     with refused("cluster.busy", actors=2):
         make_fleet(configure(), 2, cpus=float(free))
-    # nobody held a CPU while the other waited; Ray lists no CPU for the moment in which it tries to place both
+    # no actor held a CPU while the other waited; Ray lists no CPU only at the moment when it tries to place both
     assert statistics.median(given) >= free
     states = [group["state"] for group in placement_group_table().values()]
     assert "PENDING" not in states

@@ -1,6 +1,6 @@
-"""cluster-local.yaml brought up for real: `ray up` over ssh on three machines, namespaces of this one (lab.sh).
+"""Bring cluster-local.yaml up with `ray up` over ssh, on three network namespaces of this machine (lab.sh).
 
-About 150 s. Needs root, sshd and rsync (Debian: openssh-server, rsync), and a kernel that gives namespaces.
+Takes about 150 s. Needs root, sshd and rsync (Debian: openssh-server, rsync), and a kernel with namespaces.
 """
 
 import json
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(580), pytest.mark.skipif(REA
 
 
 class Lab:
-    """Three machines, and a shell on the computer that they are reached from."""
+    """Three machines, and a shell on the computer from which they are reached."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -51,8 +51,8 @@ class Lab:
             home = folder / f"home-{number}"
             home.mkdir()
             (home / ".bash_profile").write_text(". ~/.bashrc\n")
-            (home / ".bashrc").write_text("export PYTHONPATH=~/raylt\n")  # what `ray up` has copied there
-            (home / ".venv-raylt").symlink_to(sys.prefix)  # no network to install from
+            (home / ".bashrc").write_text("export PYTHONPATH=~/raylt\n")  # `ray up` copies raylt to this folder
+            (home / ".venv-raylt").symlink_to(sys.prefix)  # the machines have no network to install from
         save_token(folder / "home-1")
         config = (ROOT / "cluster-local.yaml").read_text()
         for set_here, here in {
@@ -64,7 +64,7 @@ class Lab:
             assert config.count(set_here) == 1
             config = config.replace(set_here, here)
         (folder / "cluster.yaml").write_text(config)
-        # in a session of its own, and killed: it would not end on SIGTERM, and with it ends all that is within
+        # lab.sh gets its own session and is killed: it ignores SIGTERM, and its end ends all processes inside
         self.process = subprocess.Popen(
             [*OWN, "bash", Path(__file__).with_name("lab.sh"), folder, "3", ROOT, sys.prefix, sys.base_prefix],
             start_new_session=True,
@@ -74,7 +74,7 @@ class Lab:
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, *command, **variables):
-        """A command on the computer that the machines are reached from, in a checkout, as a fresh shell has it."""
+        """Start a command in a checkout on the user's computer, with the environment of a fresh shell."""
         environment = {
             "HOME": pwd.getpwuid(os.geteuid()).pw_dir,
             "PATH": f"{BIN}:{os.environ['PATH']}",
@@ -115,16 +115,16 @@ class Lab:
         return self.call("ray", "exec", self.folder / "cluster.yaml", line, **more)
 
     def nodes(self):
-        """CPUs of the cluster's nodes, of two each."""
+        """Return the number of the cluster's nodes, from `raylt plan`."""
         return int(self.exec("raylt plan --format json").split('"nodes": "')[1].split(":")[0])
 
     def lose(self, number):
-        """Pulls the plug of a machine."""
+        """Kill all processes of a machine at once."""
         pid = (self.folder / f"machine-{number}.pid").read_text().strip()
         self.start("bash", "-c", f"kill -9 {pid}").wait(20)
 
     def raylets(self):
-        """The raylets of all machines, seen from outside."""
+        """Return the command lines of the raylets on all machines."""
         listed = subprocess.run(
             ["nsenter", "--target", self.inside, "--mount", "--pid", "--", "ps", "-eo", "args"],
             capture_output=True,
@@ -162,17 +162,17 @@ def test_a_cluster_of_ones_own_machines(lab):
         assert token.read_text() == (lab.folder / "home-1/.ray/auth_token").read_text()
         assert (token.stat().st_mode & 0o777, token.parent.stat().st_mode & 0o777) == (0o600, 0o700)
         assert (lab.folder / f"home-{number}/raylt/raylt/data/task.py").is_file()
-    said = lab.exec("raylt doctor")  # exit code 1 where there is a problem
+    said = lab.exec("raylt doctor")  # the command exits with 1 if it finds a problem
     assert "joined the Ray cluster at auto (RAYLT_ADDRESS)" in said
 
-    # a job through the tunnel of `ray dashboard`
+    # a job is sent through the tunnel of `ray dashboard`
     lab.start("ray", "dashboard", yaml)
     job = ["ray", "job", "submit", "--address", "http://127.0.0.1:8265", "--"]
     wait_for(lambda: lab.start("curl", "-s", "http://127.0.0.1:8265/api/authentication_mode").wait(20) == 0)
     said = lab.call(*job, *RUN.split(), "federation.rounds=2", "--name", "job", RAY_AUTH_MODE="token")
     assert "joined the Ray cluster at auto (RAYLT_ADDRESS), 3: 6 CPUs" in said
 
-    # a machine is lost in the middle of a run, which comes to what it comes to with all of them
+    # a machine is lost in the middle of a run, whose result stays the same
     run = lab.start("ray", "exec", yaml, f"{RUN} federation.rounds=30 --name run")
     record = lab.folder / "shared/runs/run/metrics.jsonl"
     wait_for(lambda: record.exists() and record.read_text().count("\n") >= 3, run, seconds=90)
@@ -186,7 +186,7 @@ def test_a_cluster_of_ones_own_machines(lab):
     wait_for(lambda: lab.nodes() == 2)
 
     lab.call("ray", "down", "--yes", yaml)
-    end = time.monotonic() + 45  # the other machine misses its head after 15 s
+    end = time.monotonic() + 45  # the other machine notices after 15 s that the head is gone
     while lab.raylets() and time.monotonic() < end:
         time.sleep(1)
     assert lab.raylets() == []

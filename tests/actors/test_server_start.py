@@ -1,4 +1,4 @@
-"""A server process that dies as it starts, before it has said that it is ready, is started again. About 60 s."""
+"""A server process that dies as it starts, before it reports that it is ready, is started again. Takes about 60 s."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ DIED = "the server's process died (ActorDiedError); "
 
 
 def run_doomed(folder, times):
-    """Exit code and lines of standard error."""
+    """Run with a server that dies `times` times; return the exit code and the lines of standard error."""
     deaths = folder / "deaths"
     deaths.mkdir()
     known = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}

@@ -1,4 +1,4 @@
-"""A model behind Ray Serve: same answers as in this process, from several connections, by `raylt serve`."""
+"""A model behind Ray Serve gives the same answers as in this process, over several connections, with `raylt serve`."""
 
 import http.client
 import json
@@ -78,7 +78,7 @@ def test_the_command_serves_a_file_to_several_connections_and_ends_with_a_signal
             pixels = load_image(images[number % 8], model.shape, model.fit, model.depth)
             [expected] = model.predict(pixels[None]).shares
             shares = json.loads(content)["shares"]
-            # the last bits depend on the images that a batch takes together
+            # the last bits depend on which images share a batch
             assert shares.keys() == expected.keys()
             np.testing.assert_allclose(list(shares.values()), list(expected.values()), atol=1e-6)
     finally:

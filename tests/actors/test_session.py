@@ -1,4 +1,4 @@
-"""The local cluster where the temporary folder's path is long, or the dashboard does not start."""
+"""The local cluster when the temporary folder's path is long or the dashboard does not start."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def test_rays_processes_get_a_short_temporary_folder(monkeypatch, base, own):
 
 
 def started(tmp_path, before="", **variables):
-    """Return what the script prints, by its first words."""
+    """Run the script; return the lines that it printed, by their first word."""
     environment = {
         **{key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
         "HOME": str(tmp_path),

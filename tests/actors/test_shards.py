@@ -1,4 +1,4 @@
-"""Shards of many clients as a few values."""
+"""Shards of many clients are stored as a few values."""
 
 import pickle
 from dataclasses import replace
@@ -30,13 +30,13 @@ def test_every_client_gets_out_what_was_put_in(make, monkeypatch):
 
 
 def test_neighbours_share_a_pack_up_to_its_size_and_a_large_client_has_its_own():
-    sizes = [3, 0, 2, 9, 1, 1]  # of images of 100 bytes, with 16 of label and id
+    sizes = [3, 0, 2, 9, 1, 1]  # numbers of images; an image has 100 bytes, its label and id 16
     shards = [Shard(np.zeros((n, 10, 10, 1), np.uint8), np.zeros(n, np.int64), np.zeros(n, np.int64)) for n in sizes]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("actors.shards.PACK_BYTES", 600)
         packed = list(packs(shards))
     assert [(pack.first, len(pack.shards)) for pack in packed] == [(0, 3), (3, 1), (4, 2)]
-    assert packed[1].shards.whole.x is shards[3].x  # not copied
+    assert packed[1].shards.whole.x is shards[3].x  # a client with its own pack is not copied
 
 
 def test_images_of_a_file_stay_rows_of_it():

@@ -1,4 +1,4 @@
-"""The script of docs/slurm.md, run with stand-ins for Slurm's programs and two Ray nodes on this machine."""
+"""Run the script of docs/slurm.md with stand-ins for Slurm's programs and two Ray nodes on this machine."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import pytest
 from started import BIN, bare, save_token
 
 PAGE = Path(__file__).parents[2] / "docs/slurm.md"
-# srun runs the command here; a second node on one machine needs ports of its own
+# this srun runs the command here; a second node on the same machine needs other ports
 SRUN = f"""#!{sys.executable}
 import os, socket, sys
 arguments = sys.argv[1:]

@@ -1,6 +1,6 @@
-"""A round whose sums travel as those of whole blocks has one outcome in one process, in 16 actors and on four nodes.
+"""A round whose sums are sent by whole blocks has the same outcome in one process, in 16 actors and on four nodes.
 
-About 30 s each.
+Each test takes about 30 s.
 """
 
 import json
@@ -21,32 +21,33 @@ from raylt.methods.fedper import FedPer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 HERE = Path(__file__).parent
-CLIENTS = 1100  # a call's block is whole for 1,024 asked: of four actors; of 16 where each gets one call
+# from 1,024 asked clients on a call holds a whole block: with four actors, or with 16 if each gets one call
+CLIENTS = 1100
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The same in this process, where the server adds up single replies."""
+    """Run the same round in this process, where the server adds up single replies; return the results."""
     folder = tmp_path_factory.mktemp("local")
     return spread.step(make_experiment(spread.config_of(CLIENTS), make_many(CLIENTS), folder, FedPer()))
 
 
 def check(result, undisturbed, actors, nodes):
     assert (result.pop("actors"), result.pop("nodes")) == (actors, nodes)
-    # of all clients but one, which has no samples, and the block that has a large one
+    # all clients but the one without samples and the block with the large client
     assert result.pop("summed") == 2 * (CLIENTS - 1 - BLOCK)  # in both calls
     assert result == undisturbed
 
 
 def test_sixteen_actors(ray_session, undisturbed, monkeypatch, tmp_path):
-    # by itself it takes 256 asked clients for an actor, so that there are four calls for each
+    # the default of four calls per actor would need 256 asked clients for each of the 16 actors
     monkeypatch.setattr(calls, "SPREAD", 1)
     check(spread.run(CLIENTS, 16, tmp_path), undisturbed, 16, 1)
 
 
 @pytest.fixture
 def four_nodes(monkeypatch):
-    """The address of a cluster of four nodes."""
+    """Start a cluster of four nodes; yield its address."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
@@ -61,7 +62,7 @@ def four_nodes(monkeypatch):
 
 
 def test_four_nodes(four_nodes, undisturbed, tmp_path):
-    # a program of its own: this one may be in another session
+    # another program, because this process may have joined another session
     done = subprocess.run(
         [sys.executable, HERE / "spread.py", four_nodes, str(CLIENTS), "4", tmp_path],
         capture_output=True,

@@ -1,6 +1,6 @@
-"""Two nodes as `ray start` makes them, with a token, logical GPUs and no dashboard: what joins them, and what does not.
+"""Two nodes made by `ray start`, with a token, logical GPUs and no dashboard: which runs join them, and which do not.
 
-About 40 s.
+Takes about 40 s.
 """
 
 import json
@@ -15,11 +15,11 @@ RUN = ["run", "method=fedavg", "federation.rounds=2", "local.epochs=1", "--forma
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """The address, and the environment of those who know the token."""
+    """Yield the cluster's address, and an environment that holds the token."""
     folder = tmp_path_factory.mktemp("two")
     known = bare(folder / "home")
     save_token(folder / "home")
-    # `ray start` of a node that joins sends the token only when told to
+    # a node that joins with `ray start` sends the token only with this variable
     with nodes(
         folder.parent / "2",
         known | {"RAY_AUTH_MODE": "token"},
@@ -34,7 +34,7 @@ def test_a_run_joins_them_and_goes_where_the_labels_say(cluster, tmp_path):
     plan = json.loads(call(*RAYLT, "plan", "--address", address, "--format", "json", env=known).stdout)
     assert (plan["placement"]["actors"], plan["placement"]["gpus"]) == (2, 0.95)
     assert (plan["placement"]["labels"], plan["server_labels"]) == ({"role": "client"}, {"role": "server"})
-    # these GPUs are Ray's word alone: the run is told to do without (test_leases.py has what it says otherwise)
+    # no real GPU stands behind these, so the run computes on the CPU (test_leases.py has the refusal otherwise)
     done = call(*RAYLT, *RUN, "resources.device=cpu", "--address", address, "--out", tmp_path, env=known)
     assert done.returncode == 0, done.stderr
     assert f"joined the Ray cluster at {address} (--address), 2: 4 CPUs and 2 GPUs; dashboard" in done.stderr

@@ -1,4 +1,4 @@
-"""Notes of a fleet about a stuck client and a full device, and the measurement of what a client needs."""
+"""A fleet's notes about a stuck client and a full device, and the measurement of a client's needs."""
 
 import os
 import re
@@ -48,7 +48,7 @@ def test_a_full_device_halves_the_actors_and_the_call_continues(fleet, tmp_path)
 
 def test_a_stuck_client_is_named_with_its_stack(fleet, tmp_path, monkeypatch):
     monkeypatch.setattr("actors.fleet.PATIENCE_S", 1.0)
-    fleet.ask(faulty.sleep, IDS, {"seconds": {}}, id=each)  # what others take
+    fleet.ask(faulty.sleep, IDS, {"seconds": {}}, id=each)  # how long the other clients take
     fleet.ask(faulty.sleep, IDS, {"seconds": {"2": 3.0}}, id=each)
     (note,) = (tmp_path / NOTES).read_text().splitlines()
     match = re.fullmatch(
@@ -60,7 +60,7 @@ def test_a_stuck_client_is_named_with_its_stack(fleet, tmp_path, monkeypatch):
     stack = (tmp_path / match[1]).read_text()
     assert "faulty.py" in stack
     assert " in sleep" in stack
-    assert len(list((tmp_path / STACKS).iterdir())) == 1  # nothing is left of those that were not
+    assert len(list((tmp_path / STACKS).iterdir())) == 1  # stacks of calls that were not stuck are removed
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["later", "first"])
@@ -94,7 +94,7 @@ def test_what_a_client_needs_is_measured(ray_session, tiny_task):
 
 
 class Unable(FedAvg):
-    """A method whose clients cannot be run."""
+    """A method whose clients raise in every training."""
 
     name: ClassVar[str] = "unable"
 
@@ -106,7 +106,7 @@ def test_a_probe_that_fails_leaves_the_driver_alive(ray_session, tiny_task, monk
     cancelled = []
     monkeypatch.setattr(ray, "cancel", lambda *run, **how: cancelled.append(run))
     assert probe(make_setup(configure(), Unable()), tiny_task, 0) is None
-    assert cancelled == []  # a task that has ended: cancelling it makes Ray abort the process, sooner or later
+    assert cancelled == []  # the task has ended: if it were cancelled, Ray would abort the process sooner or later
 
 
 def test_a_probe_that_finds_no_room_takes_none_later(ray_session, tiny_task, monkeypatch):
@@ -119,5 +119,5 @@ def test_a_probe_that_finds_no_room_takes_none_later(ray_session, tiny_task, mon
     while time.monotonic() < end:
         seen.add(ray.available_resources().get("CPU", 0.0))
         time.sleep(0.05)
-    assert seen <= {0.0, 4.0}  # a probe would hold one
+    assert seen <= {0.0, 4.0}  # a probe would hold a CPU
     assert 4.0 in seen

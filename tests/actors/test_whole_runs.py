@@ -1,4 +1,4 @@
-"""`raylt run` and `raylt resume` as processes, and what is left of them when they are killed."""
+"""`raylt run` and `raylt resume` as processes, and what remains of them when they are killed."""
 
 import json
 import os
@@ -18,19 +18,19 @@ psutil = pytest.importorskip("psutil")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
 SETTINGS = ["method=fedavg", "seed=3", "federation.rounds=3"]
-# long enough to be killed in: about a second a round
+# long enough to be killed in the middle: a round takes about a second
 LONG = ["method=fedavg", "seed=3", "federation.rounds=4", "local.epochs=40"]
 
 
 def environment():
     return {key: value for key, value in os.environ.items() if not key.startswith("RAY_")} | {
         "RAY_ADDRESS": "127.0.0.1:1"
-    }  # a plain run must not care
+    }  # a plain run must ignore this address
 
 
 def start(folder, *arguments, **variables):
     with (folder / "out.txt").open("w") as out, (folder / "err.txt").open("w") as err:
-        # a shell that runs the tests in the background has SIGINT ignored, by its children too
+        # a shell that runs the tests in the background ignores SIGINT, and its children would too
         return subprocess.Popen(
             [sys.executable, "-m", "raylt", *arguments],
             stdout=out,
@@ -42,7 +42,7 @@ def start(folder, *arguments, **variables):
 
 
 def run(folder, *arguments):
-    """Exit code, standard output and the lines of standard error."""
+    """Run a command; return its exit code, its standard output and the lines of its standard error."""
     process = start(folder, *arguments)
     code = process.wait(250)
     return code, (folder / "out.txt").read_text(), (folder / "err.txt").read_text().splitlines()
@@ -90,7 +90,7 @@ def all_gone(processes):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The long run in one process."""
+    """Do the long run in one process; return the hash of its model and its accuracies."""
     folder = tmp_path_factory.mktemp("undisturbed")
     summary = finish(folder, "run", *LONG, "--fleet", "local", "--out", str(folder), "--name", "r")
     return summary["model_sha256"], accuracies(folder / "r")
@@ -103,7 +103,7 @@ def test_every_fleet_gives_the_same_model(tmp_path):
         summary = finish(tmp_path, "run", *SETTINGS, *more, "--out", str(tmp_path), "--name", name)
         found[name] = summary["model_sha256"], accuracies(tmp_path / name)
         said = (tmp_path / "err.txt").read_text().splitlines()
-        # nothing of Ray's own, no warnings
+        # standard error has no lines of Ray's own and no warnings
         assert re.fullmatch(r"fedavg on digits, run folder \S+", said[0])
         assert "training images (66%) are left out" in said[1]
         assert [re.sub(r"accuracy .*", "", line).strip() for line in said[2:]] == [f"round {r}/3" for r in (1, 2, 3)]
@@ -116,7 +116,7 @@ def test_a_killed_driver_leaves_nothing_behind_and_can_be_resumed(tmp_path, undi
     await_a_round(process, tmp_path)
     time.sleep(random.Random(0).uniform(0, 1))
     started = family(process.pid)
-    # the session's folder, which nobody else can enter: Ray opens its own, inside, to everybody
+    # the session's folder is closed to other users, because Ray opens its own folders inside to every user
     folder = Path(next(p for p in started if "reaper.py" in " ".join(p.cmdline())).cmdline()[-1])
     assert (folder.stat().st_mode & 0o777, (folder / "ray/session_latest").is_dir()) == (0o700, True)
     process.kill()
@@ -148,13 +148,13 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, number, fleet):
     await_a_round(process, tmp_path)
     started = family(process.pid)
     if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # as a terminal does
+        os.killpg(process.pid, number)  # sent to the whole process group, as a terminal does
     else:
         process.send_signal(number)
     assert process.wait(60) == 130
     said = (tmp_path / "err.txt").read_text().splitlines()
     assert said[-1] == f"stopped; continue with raylt resume {tmp_path / 'r'}"
-    # Ctrl-C reaches the server's process too, and its end may be seen first
+    # Ctrl-C also reaches the server's process, whose end may be noticed first
     assert all(
         line.startswith(("fedavg on", "995 of 1,497 training images", "round ", "the server's process died"))
         for line in said[:-1]
@@ -165,7 +165,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, number, fleet):
 
 
 def test_a_plan_that_is_interrupted_while_it_looks_for_a_cluster_says_so_too(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # takes calls and does not answer
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # a server that accepts connections and does not answer
         process = start(tmp_path, "plan", "--address", f"127.0.0.1:{listener.getsockname()[1]}")
         listener.accept()[0].close()
         line, _ = listener.accept()
@@ -186,7 +186,7 @@ def test_what_goes_wrong_on_the_cluster_is_one_line(tmp_path, setting, code, sai
     got, out, err = run(tmp_path, "run", *SETTINGS, setting, "--out", str(tmp_path), "--name", "r")
     assert (got, out) == (code, "")
     assert err[-1].startswith(said)
-    assert len(err) == 3  # what is run, what of the images is left out, and the error
+    assert len(err) == 3  # the line of the run, the note on left-out images, and the error
     assert not (tmp_path / "r/summary.json").exists()
 
 

@@ -1,4 +1,4 @@
-"""Methods and client functions that make trouble; a module of its own, since actors import it by name."""
+"""Methods and client functions that fail on purpose, in a module that actors can import by name."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from raylt.core.method import Method
 from raylt.methods.fedprox import FedProx
 from raylt.models.split import Params, SplitModel
 
-IDS = [0, 1, 2, 3, 5]  # of tiny_task's clients, those that hold samples
+IDS = [0, 1, 2, 3, 5]  # the clients of tiny_task that hold samples
 
 
 def configure(**federation: Any) -> Config:
@@ -24,8 +24,8 @@ def configure(**federation: Any) -> Config:
 
 
 class Private(FedProx):
-    """Its classifier stays with the client, which also counts its calls. The `victims` die as they train, the first
-    `times` times."""
+    """FedProx whose classifier stays with the client, which counts its calls; `victims` die in their first `times`
+    trainings."""
 
     name: ClassVar[str] = "private"
     victims: tuple[int, ...] = ()
@@ -37,14 +37,14 @@ class Private(FedProx):
 
     def train(self, client: Client, message: Message) -> Reply:
         if client.id in self.victims and first(self.folder, client.id, self.times):
-            client.state["calls"] = torch.tensor([-1.0])  # must be lost with the process
+            client.state["calls"] = torch.tensor([-1.0])  # this state must be lost with the process
             os.kill(os.getpid(), signal.SIGKILL)
         client.state["calls"] = client.state.get("calls", torch.zeros(1)) + 1
         return super().train(client, message)
 
 
 class Broken(Method):
-    """Its constructor at a client fails."""
+    """A method that fails when a client builds it."""
 
     name: ClassVar[str] = "broken"
 
@@ -53,14 +53,14 @@ class Broken(Method):
 
 
 def first(folder: str, id: int, times: int = 1) -> bool:
-    """Whether this is one of the first `times` attempts of client `id`; counts it."""
+    """Count an attempt of client `id`; return whether it is one of the first `times`."""
     attempts = len(list(Path(folder).glob(f"{id}-*")))
     Path(folder, f"{id}-{attempts}").write_text(str(os.getpid()))
     return attempts < times
 
 
 def count(client: Client, message: Message) -> Reply:
-    """What a client remembers: the number of its calls."""
+    """Count the client's calls in its private state; reply with the count and the process id."""
     client.state["calls"] = client.state.get("calls", 0) + 1
     return client.reply(calls=client.state["calls"], pid=os.getpid())
 
@@ -72,7 +72,7 @@ def die(client: Client, message: Message) -> Reply:
 
 
 def stall(client: Client, message: Message) -> Reply:
-    """The victims take `seconds` in their first attempt."""
+    """Sleep for `seconds` in a victim's first attempt, then count the call."""
     if client.id in message["victims"] and first(message["folder"], client.id):
         time.sleep(message["seconds"])
     return count(client, message)
@@ -91,19 +91,19 @@ def leave(client: Client, message: Message) -> Reply:
 
 
 def half(client: Client, message: Message) -> Reply:
-    """A type that numpy lacks, so that the reply cannot be sent."""
+    """Reply with a type that numpy lacks, so that the reply cannot be sent."""
     return client.reply(x=torch.ones(1, dtype=torch.bfloat16))
 
 
 def fail_each_fifth(client: Client, message: Message) -> Reply:
-    """Raises at every fifth client."""
+    """Raise at every fifth client."""
     if client.id % 5 == 0:
         raise ValueError("no luck")
     return client.reply(id=client.id)
 
 
 def flaky(client: Client, message: Message) -> Reply:
-    """Client 70 raises in its first attempt, 140 sends what is not finite."""
+    """Raise in the first attempt of client 70; send infinities from client 140."""
     if client.id == 70 and first(message["folder"], client.id):
         raise ValueError("no luck")
     client.state["calls"] = client.state.get("calls", 0) + 1
@@ -112,6 +112,6 @@ def flaky(client: Client, message: Message) -> Reply:
 
 
 def scatter(client: Client, message: Message) -> Reply:
-    """Numbers of so many sizes that float64 sums of them, in another order, end in other bits."""
+    """Reply with numbers of so different sizes that the last bits of their float64 sum depend on the order."""
     generator = torch.Generator().manual_seed(client.id)
     return client.reply(x=torch.randn(8, generator=generator) * 10.0 ** torch.randint(-6, 7, (8,), generator=generator))
