@@ -95,7 +95,9 @@ _BUFFER = Buffer()  # of this process
 
 
 def _parcels(tensors: Sequence[Tensor], places: list[int]) -> Iterator[list[int]]:
-    """Yield groups of tensors (by index) to copy together: at least two tensors, at most MOST bytes.
+    """Yield groups of tensors, by index, to copy together.
+
+    A group has at least two tensors and at most MOST bytes.
 
     Other tensors are left out.
     """

@@ -218,7 +218,7 @@ class EvaluationSet:
 
 
 class _KeptFeatures(nn.Module):
-    """An encoder that returns stored features `z` for the stored images `x`, and computes all other features."""
+    """An encoder that returns the stored features of known images, and computes the features of other images."""
 
     x: Tensor
     z: Tensor

@@ -74,7 +74,7 @@ class ClientHost:
         return self._run(fn, message, round, id, shard, private)
 
     def drop(self, all_but: int) -> bool:
-        """Free the device memory that other clients' data takes, and return whether there was any such data."""
+        """Remove all clients' data except that of `all_but` from the device; return whether any was removed."""
         dropped = [id for id in self.clients if id != all_but]
         for id in dropped:
             self._release(id)

@@ -50,7 +50,10 @@ class Noise:
 
     @classmethod
     def of(cls, parts: Mapping[str, Reduction], config: Config) -> "Noise | None":
-        """Return the noise that `privacy` asks for, or None if it asks for none or no part is a bounded sum."""
+        """Return the noise that the settings in `privacy` require, or None if they require none.
+
+        It is also None if no part is a bounded sum.
+        """
         budget = config.privacy
         bounded = {name: part.per_sample for name, part in parts.items() if part.per_sample is not None}
         if budget.epsilon is None or not bounded:

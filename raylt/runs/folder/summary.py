@@ -236,7 +236,7 @@ def _pooled(by_client: dict[str, list[float | None]], tests: JudgedImages | None
 
 
 def _by_participation(reports: list[MetricsLine]) -> dict[str, dict[str, Any] | None]:
-    """Return the figures of evaluated clients, separately for clients that took part in a round and for others.
+    """Return the figures of evaluated clients, separately for clients that trained in some round and in none.
 
     A group without clients is None.
     """

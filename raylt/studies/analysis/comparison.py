@@ -212,7 +212,7 @@ def compare(
 
 
 def judged_on(done: Sequence[RunRecord]) -> str:
-    """Describe the test images and the group thresholds of a cell's runs; return "" if none were recorded."""
+    """Describe the test images and class groups behind a cell's runs, or return "" if they are not recorded."""
     tests = next((tests for run in done if run.summary and (tests := run.summary.get("tests"))), None)
     if tests is None:
         return ""

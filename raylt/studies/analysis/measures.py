@@ -88,7 +88,7 @@ MEASURES: dict[str, Measure] = {
 
 
 def measure_of(name: str) -> Measure:
-    """Return the measure with this name, or for `NAME@MODEL` the measure of one of a client's models.
+    """Return the measure with this name; `NAME@MODEL` selects one of several models of a client.
 
     Raises:
         ConfigError: there is no such measure.
