@@ -1,11 +1,12 @@
 """The device and the arithmetic options of a process, chosen once and used by all its computations.
 
-Nothing else asks torch whether there is a GPU. The lease comes from outside: on Ray a process may see a GPU that is not
-its own. A GPU that was leased to a process must be used or refused, never replaced by the CPU.
+No other module asks torch whether there is a GPU. On Ray a process may see a GPU that was leased to another process, so
+the caller says whether this process has a lease. A leased GPU is used, or an error is raised; the CPU never replaces
+it.
 
-`is_full` and `InHalves` are for a device without room. A device can be full in many ways. Torch's own allocations are
-only one of them: contexts and the handles of CUDA's libraries are made at their first use. Torch raises most of these
-errors as `RuntimeError`, so only their texts tell.
+`is_full` and `InHalves` handle a device that runs out of memory. Not only torch's own allocations can fail: CUDA makes
+contexts and the handles of its libraries at their first use. Torch raises most of these errors as `RuntimeError`, so
+they are recognised by their texts.
 """
 
 import functools
@@ -206,7 +207,7 @@ _FULL = (
 def is_full(error: BaseException | None) -> bool:
     """Return whether an error, or one of its causes, says that the device ran out of memory.
 
-    Room may be missing in torch's own memory, or for a context or a handle.
+    Memory may be missing for torch's own tensors, for a CUDA context or for a library's handle.
     """
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError) or any(text in str(error).lower() for text in _FULL):

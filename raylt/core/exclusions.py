@@ -1,7 +1,7 @@
 """A table of settings that exclude each other, checked once when a run is planned.
 
 A row names a setting, what it excludes, why, and the remedy. `raylt plan`, `raylt run`, searches and studies all
-evaluate the same rows, so nothing is refused only after a run has been set up.
+evaluate the same rows, so a conflict is found before a run is set up.
 """
 
 import importlib.util

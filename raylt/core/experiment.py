@@ -231,7 +231,7 @@ class Experiment:
     def save(self, report: RoundReport, seal: Seal | None = None) -> None:
         """Save a checkpoint with everything that the next step depends on, and the report of the last step.
 
-        The checkpoint with the best accuracy on validation images stays, however many are kept.
+        The checkpoint with the best accuracy on validation images is always kept.
         """
         facts = {"step": self._step, "report": report.record(), "seal": None if seal is None else asdict(seal)}
         accuracy = report.figures.get("validation", {}).get("accuracy")

@@ -172,9 +172,9 @@ class Method(BaseModel):
 
         The message is that of a round.
 
-        The client joins and trains its private entries on its samples, as long as in a round, under the final shared
-        entries. Where it keeps only running statistics (federation.batchnorm = local), it takes these. A method that
-        keeps personal models in the clients' states overrides this function to create them.
+        The client joins and trains its private entries on its samples, as long as in a round, with the final shared
+        entries. If it keeps only running statistics (federation.batchnorm = local), it computes these instead. A method
+        that keeps personal models in the clients' states overrides this function to create them.
         """
         client.receive(message["model"])
         shared, model = self.shared(client.model), client.model

@@ -68,8 +68,8 @@ class NewClient:
 def judged_entries(server: Server, method: Method) -> Params:
     """Return the state-dict entries of the server's model that clients need for an evaluation.
 
-    For a personal method these are the entries that it shares, for others the entries of the global model that may
-    travel: federation.batchnorm = local keeps running statistics at the clients.
+    For a personal method these are the entries that clients share. For other methods they are all entries of the global
+    model, without the running statistics if federation.batchnorm = local keeps them at the clients.
     """
     if method.personal:
         return tree.snapshot(method.shared(server.model))

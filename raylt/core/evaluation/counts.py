@@ -1,8 +1,8 @@
 """Confusion counts, and the files of a run folder that store them (confusions/000012.npz).
 
 `EvaluationSet` is the test set of one process, `Counts` the running counts of one model's answers, and `Matrices` the
-counts of one whole evaluation. Matrices of clients are kept as their cells that are not zero, `CountsByClient`: with
-many classes nearly all cells are, and K dense matrices of C classes would take 8 K C^2 bytes.
+counts of one whole evaluation. `CountsByClient` keeps only the nonzero cells of clients' matrices. With many classes
+nearly all cells are zero, and K dense matrices of C classes would take 8 K C^2 bytes.
 """
 
 import io
@@ -59,7 +59,7 @@ def cells_of(*matrices: Tensor) -> Tensor:
 class CountsByClient(Mapping[int, Tensor]):
     """Confusion counts int64 [C, C] by client id; only nonzero cells are held in memory.
 
-    A matrix has no more such cells than the test set has labels. Each access makes the matrix.
+    A matrix has at most as many nonzero cells as the test set has labels. Each access builds the dense matrix.
 
     Args:
         classes: number of classes, C.

@@ -1,6 +1,7 @@
 """`Evaluator`: evaluates the models that are due after a step, and computes the figures for the step's report.
 
-`validate` judges on validation images, which no client trains on: searches and the choice of a round go by these.
+`validate` evaluates models on validation images, which no client trains on. Searches and the choice of a round use its
+figures.
 """
 
 import copy
@@ -91,7 +92,7 @@ class Evaluator:
     def _global_is_due(self, step: int, last: bool) -> bool:
         """Return whether an evaluation of the global model is due.
 
-        Without running statistics (federation.batchnorm = local) it cannot be judged.
+        The global model cannot be evaluated if it has no running statistics (federation.batchnorm = local).
         """
         return (last or step % self._config.every == 0) and not self.server.model.local_buffers
 
@@ -177,7 +178,7 @@ class Evaluator:
     def _figures(self, matrices: Matrices, ids: Collection[int]) -> dict[str, Any]:
         """Compute the figures of clients' own or shared models, on the classes that each client distinguishes.
 
-        The overall figures of clients' own models are read off the sum of their counts.
+        The overall figures of clients' own models are computed from the sum of their counts.
 
         Args:
             ids: the clients that share the one model.

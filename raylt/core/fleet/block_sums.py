@@ -1,11 +1,10 @@
 """Sums of replies over fixed blocks of clients, so that results do not depend on which process adds them up.
 
-The clients that are asked are in the order of their ids; BLOCK neighbours of this order are a block. The replies of a
-block are added in this order, in float64, and then the blocks in theirs. Seed and round decide which clients are asked,
-and a reply that cannot be used leaves its place empty. So no bit depends on actors, on nodes, or on the order of
-arrival. A process that runs a whole block may send its sums instead of its replies. (Blocks of neighbouring ids, asked
-or not, would hold half a client where a hundred of ten thousand are asked.) Up to BLOCK clients there is one block, and
-the sum is the plain one.
+The clients that are asked are sorted by id, and each BLOCK clients in this order form a block. The replies of a block
+are added in order of ids, in float64; then the sums of the blocks are added in order. Seed and round decide which
+clients are asked, and an unusable reply leaves its place in the block empty. So no bit depends on actors, on nodes, or
+on the order of arrival. A process that runs a whole block may send the block's sums instead of the replies. With at
+most BLOCK clients there is one block, and the sum is an ordinary sum.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -22,9 +22,9 @@ from raylt.tree import Tree
 class ClientHost:
     """The clients of one process.
 
-    They share one model object: the host loads a client's private entries into it before the client's call and takes
-    them out afterwards. So a process with a hundred clients holds one model. A call's result depends on (private state,
-    message, seed) alone, whichever process runs it.
+    All clients share one model object: the host loads a client's private entries into it before the client's call and
+    takes them out afterwards. So a process with a hundred clients holds one model. The result of a call depends on
+    (private state, message, seed) only, not on the process.
 
     Args:
         setup: method, configuration and model factory of the experiment.

@@ -2,7 +2,7 @@
 
     got = fleet.ask(fn, cohort, message, model=mean.like(message["model"]), gradients=total, map=each)
 
-`fleet.map(fn, items)` reaches no client: it spreads the server's own work over the processes of the run.
+`fleet.map(fn, items)` calls no client; it distributes the server's own work over the processes of the run.
 
 A transport (this process, or Ray) supplies one thing, `_answers`: it runs a client function on some clients and yields
 their answers in the order of the ids. Everything that decides a result is in this module, once: replies are checked
@@ -108,7 +108,8 @@ class Fleet(ABC):
 
         A reply counts only if it has the weight that the server expects and exactly the named parts. Each part must
         look as its template says or, without a template, as in most of the replies. Where two layouts are equally
-        frequent, no reply counts. No reply, whatever it holds, raises here: it is rejected, and `round_stats` says why.
+        frequent, no reply counts. No reply can raise an error at the server: an unusable reply is rejected, and
+        `round_stats` has the reason.
 
         Args:
             fn: runs at each client, with the message; reports name the call after it.

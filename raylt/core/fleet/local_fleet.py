@@ -25,8 +25,8 @@ from raylt.tree import Tree, from_arrays, to_arrays
 class LocalFleet(Fleet):
     """All clients in this process, run one after another: for tests and small runs.
 
-    Function, message and reply are pickled both ways. So a method that relies on shared memory fails in a unit test
-    already, not only on a cluster.
+    Function, message and reply are pickled and unpickled, so that a method that relies on shared memory already fails
+    in a unit test.
     """
 
     def __init__(self, config: Config, task: Task, host: ClientHost):

@@ -2,13 +2,14 @@
 
     got = fleet.ask(self.train, cohort, message, model=mean.like(message["model"]), loss=mean.like(0.0), map=each)
 
-`mean` is weighted by the replies' weights, `total` is a sum, `each` keeps the values by client. The first two add one
-reply after the other and forget it, so their memory does not grow with the clients. They can be aggregated securely,
-robustly or with noise without any change to a method.
+`mean` is weighted by the replies' weights, `total` is a sum, `each` keeps the values by client. `mean` and `total` add
+one reply after the other and keep none, so their memory does not grow with the number of clients. They can be
+aggregated securely, robustly or with noise without any change to a method.
 
-The server knows how many samples each client has, and a `total` believes no other number. Without any declaration its
-whole numbers, which count samples, are not negative and together no more than these; its floats are bounded by them.
-`counting` names the counts that add up to them, and `over_samples` adds what else follows from their number.
+The server knows how many samples each client has, and checks a `total` against this number. By default, whole numbers
+in a `total` count samples: they must not be negative, and their sum must not exceed the number of samples. The number
+also bounds the magnitude of floats. `counting` names the counts that add up to them, and `over_samples` adds what else
+follows from their number.
 """
 
 from collections.abc import Callable, Mapping

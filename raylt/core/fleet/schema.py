@@ -167,7 +167,7 @@ class Schema:
     def _count_fault(self, name: str, leaves: dict[Path, Any], labels: int) -> Fault | None:
         """Return why the integers of a part cannot be counts of a client's samples or labels, or None.
 
-        Those of one name are added up over the entries of the part: of classes, say.
+        Integers of the same name are added up over the entries of the part, for example over classes.
         """
         part = self.parts[name]
         if part.kind != "total" and not part.counted:

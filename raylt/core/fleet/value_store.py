@@ -1,9 +1,9 @@
 """`ValueStore`: keeps the first gibibytes of clients' values in memory and writes the rest to a file.
 
-A method that compares clients asks for `each` update. With 1,000 clients and ResNet-18 these are 45 GB, which a sum
-would need once. The store writes what exceeds IN_MEMORY into a file and returns views of it. Their bits are the same,
-and the system takes their pages out of memory when it needs room. The file is in the folder for temporary files
-(TMPDIR), which must not itself be in memory. It has no name, so it vanishes with its last view or with its process.
+A method that compares clients asks for `each` update. With 1,000 clients and ResNet-18 these are 45 GB. The store
+writes values beyond IN_MEMORY to a file and returns views of the file. The views have the same bits, and the operating
+system drops their pages when it needs memory. The file is in the folder for temporary files (TMPDIR), which must not
+itself be in memory. It has no name, so it vanishes with its last view or with its process.
 """
 
 import mmap
@@ -33,7 +33,7 @@ class ValueStore:
     def keep(self, parts: Tree) -> Tree:
         """Return the parts of one reply with the same bits, as views of a file once memory is full.
 
-        All tensors of a reply go there: one that stayed would keep the memory that they arrived in.
+        All tensors of a reply are moved to the file together, since one remaining tensor would keep the memory of all.
 
         Args:
             parts: on the CPU, by name.

@@ -4,8 +4,9 @@
 `unpacked` checks the reply again in the server's process.
 
 A reply is a dict of tensors, numbers, texts and None, with texts or whole numbers for names. A private state is the
-same with texts for names. Anything else arrives as `Unusable` with a `Fault`. The client's process reports honest
-mistakes so; the server's process reports whatever it was sent so. Nothing that a client sends can raise at the server.
+same with texts for names. Anything else arrives as `Unusable` with a `Fault`. Both processes check: the client's
+process reports mistakes of a method, and the server's process reports malformed data from any sender. Nothing that a
+client sends can raise an error at the server.
 """
 
 from collections.abc import Callable
@@ -58,8 +59,8 @@ class Fault:
     def of(cls, error: BaseException) -> "Fault":
         """Return the fault that describes an exception of a client function.
 
-        The code is "device.full" where the device had no room, the error's own code where raylt raised it on purpose,
-        and "client.failed" otherwise.
+        The code is "device.full" if the device ran out of memory, the error's own code if raylt raised the error on
+        purpose, and "client.failed" otherwise.
         """
         if is_full(error):
             return cls("device.full", one_line(error))

@@ -160,7 +160,7 @@ class Collector:
     def unmasked(self, answers: Mapping[int, Unmasking], threshold: int) -> np.ndarray:
         """Return the sum of all masked vectors without the masks, uint64 [n].
 
-        Answers with another share than its dealer committed itself to are left out; `wrong` names them.
+        Answers with a share that differs from the dealer's commitment are left out; `wrong` names them.
 
         Args:
             answers: of round 3, by survivor.

@@ -1,6 +1,6 @@
 """`Repeated`: a training step that is recorded once as a CUDA graph and then replayed.
 
-The time of a small network's step is that of its launches, some hundreds of them; a graph is one launch. A step is
+A small network's step takes as long as its several hundred kernel launches; a CUDA graph needs one launch. A step is
 recorded only where each part is known to launch the same kernels every time (`raylt.recordability` defines this): the
 objective and the augmentation declare it, the optimiser's steps are alike, and the model consists of `steady` layers.
 Any other step runs kernel by kernel, as on a CPU.

@@ -89,8 +89,9 @@ def sgd(
 def take_statistics(client: Client, kept: frozenset[str] | None = None) -> None:
     """Recompute the running statistics of a client's model from as many batches as a round has.
 
-    It does nothing unless the client keeps them (federation.batchnorm = local) and never took any. The samples are used
-    in their order and without augmentation: nothing is drawn, so the model that is judged is the one exported.
+    The function does nothing unless the client keeps running statistics (federation.batchnorm = local) and has not
+    computed any yet. The samples are used in order and without augmentation. Nothing is random, so the evaluated model
+    equals the exported model.
 
     Args:
         kept: names of the statistics that the client keeps; by default `local_buffers` of its model.
