@@ -135,7 +135,8 @@ def owned_iou(matrix: Tensor, client_counts: Tensor) -> Tensor:
 def class_figures(matrix: Tensor) -> dict[str, Tensor]:
     """Return recall, precision, F1 and IoU of each class, float64 [C].
 
-    Recall is NaN for a class that was not tested, precision for one that was not predicted, F1 and IoU for neither.
+    Recall is NaN for a class without test samples, precision for a class that was never predicted, and F1 and IoU for a
+    class with neither.
     """
     hits, tested, predicted = matrix.diagonal().double(), matrix.sum(dim=1), matrix.sum(dim=0)
     return {
@@ -204,8 +205,8 @@ class Computed(Mapping[int, "Tensor"]):
 def pooled(matrices: Iterable[Tensor]) -> Tensor:
     """Return the sum of several confusion matrices (at least one).
 
-    A matrix that neighbours share, since their clients have one model, is added up once. No other matrix than the sum
-    and the last one is kept.
+    If several clients in a row share a matrix (and a model), it is added once, multiplied by their number. Only the sum
+    and the last matrix are kept in memory.
     """
     left = iter(matrices)
     last, times = next(left), 1

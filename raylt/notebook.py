@@ -75,6 +75,6 @@ def html_of(table: Table) -> str:
 def later(module: str, function: str) -> Callable[..., Any]:
     """Import a function when it is needed, from a module that the caller must not import at the top.
 
-    A run does not depend on the pictures that can be drawn of it. It only knows where they are: this is no import.
+    So a run offers pictures of itself as methods, although its module must not import the module that draws them.
     """
     return getattr(import_module(module), function)

@@ -1,9 +1,9 @@
 """`recordable`: marks functions whose GPU work may be recorded once as a CUDA graph and then replayed.
 
-A replay launches on the same memory what was launched during the recording, whatever the host does meanwhile.
-A function that does more than launch is replayed wrongly, without an error. So a function counts as recordable only
-where somebody looked: it is marked, or it belongs to raylt's own methods. The tests compare each step of these methods,
-replayed, with the same step taken one by one, to the bit.
+A replay repeats the recorded GPU launches on the same memory; code on the host does not run again. A function that
+depends on code on the host is replayed wrongly, without an error. So a function counts as recordable only if it is
+marked, or belongs to raylt's own methods, which were checked. The tests compare each step of these methods, replayed,
+with the same step taken one by one, to the bit.
 """
 
 from collections.abc import Callable

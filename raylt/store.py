@@ -1,6 +1,6 @@
 """Safe access to the files of run, study and search folders, which may come from other people.
 
-A `Folder` is held open, and its files are reached by plain names from its handle:
+A `Folder` keeps a handle of a folder open and reaches the folder's files by plain names from this handle:
 
 - A link is never followed, and opening a FIFO or a device never waits.
 - A file is written under another name and renamed when it is complete.

@@ -255,7 +255,7 @@ def _remedy(field: FieldInfo | None) -> str:
 def _place(kind: type[BaseModel], location: Sequence[str | int]) -> tuple[str, type[BaseModel], FieldInfo | None]:
     """Return the dotted key of a mistake, the section that contains it, and its field, if any.
 
-    Behind the name of a field, pydantic adds the branch of a union or the index of an item; the key does not have them.
+    Pydantic adds the branch of a union or the index of an item after a field's name; the key leaves these out.
     """
     names: list[str] = []
     model, field = kind, None

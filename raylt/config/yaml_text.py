@@ -1,7 +1,7 @@
 """A strict YAML reader and writer: YAML 1.2 scalars, unique keys, no references.
 
 PyYAML alone reads YAML 1.1. There `on` and `yes` are true, 010 is 8, 1:30 is 90, 1_000 is 1000, and the last of two
-equal keys counts. In raylt these are texts, which a setting with a number refuses, and an error.
+equal keys counts. In raylt the first five are texts, which a numeric setting rejects, and two equal keys are an error.
 """
 
 import os

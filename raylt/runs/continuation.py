@@ -1,11 +1,11 @@
 """Runs that take over the first steps of another run and continue in a folder of their own.
 
-`branch` repeats what a run does late, with other fields of its method. The steps before that stage are the parent's.
-The result is that of a whole run with those fields.
+`branch` repeats the last stages of a run with other fields of its method. The steps before these stages are copied from
+the parent run. The result is the same as that of a whole run with the new fields.
 
 `raylt resume RUN federation.rounds=300` continues a run beyond its last round. The shorter run's folder stays as it is,
-and the longer run gets a folder next to it. The result is that of a run with the larger number of rounds from the
-start, so no shared round may have depended on the number of rounds.
+and the longer run gets a folder next to it. The result is the same as if the run had had the larger number of rounds
+from the start. So no shared round may depend on the number of rounds.
 
 Both take over the lines of the shared steps, their counts and the checkpoint after the last of them. The identity of
 the new run names the parent by its SHA-256.

@@ -168,7 +168,7 @@ class Run:
     def outline(self) -> Task:
         """The task without its data, which is enough to load models.
 
-        With a plugin's method, which may look at images, it is the whole task.
+        For a plugin's method, which may look at images, it is the whole task with its data.
         """
         outline = None if any(plugin["kind"] == "method" for plugin in self.origins) else self._files.outline()
         return self.task if outline is None else task_from(outline, self.split)

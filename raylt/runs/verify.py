@@ -1,7 +1,7 @@
 """`raylt verify`: check the files of a run folder, and repair damage without losing committed steps.
 
-Every file is compared with the files that it must agree with. A repair only removes: what a killed process left, and
-what is damaged where an undamaged checkpoint comes before it.
+Every file is compared with the files that it must agree with. A repair only removes files: files that a killed process
+left, and damaged files that come after an undamaged checkpoint.
 """
 
 from bisect import bisect_left
@@ -206,8 +206,8 @@ def _check_checkpoints(files: Files) -> Iterator[Finding]:
 def _check_matrices(files: Files) -> Iterator[Finding]:
     """Yield one finding if all files of confusion counts are undamaged, otherwise one per damaged file.
 
-    A long run drops its oldest counts, those of a checkpoint apart. So after `KEPT` evaluations the first files may be
-    missing, but none in between.
+    A long run drops its oldest counts, except those of steps with a checkpoint. So after `KEPT` evaluations the first
+    files may be missing, but no later file may.
     """
     steps: list[int] = []
     with suppress(CheckpointError):

@@ -114,8 +114,8 @@ def of_runs(folders: Sequence[Path]) -> "Study":
 def check_open_runs(definition: Definition, plans: Sequence[Planned]) -> None:
     """Check that runs can start, and that each group of classes in a claim has test images in some cell.
 
-    Of the runs of an arm in a cell, the first is checked for all seeds. A study can be planned where its data are not,
-    so a run whose files are missing here is not checked, and then the claims are not either.
+    The first run of each arm in each cell is checked, on behalf of all seeds. A study can be planned on a machine
+    without its data, so a run whose files are missing is not checked, and then the claims are not checked either.
 
     Args:
         definition: the study.

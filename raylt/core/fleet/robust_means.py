@@ -1,8 +1,8 @@
 """Robust rules for means (`federation.robust` on a `mean`), for rounds in which some clients may be malicious.
 
-Each rule takes a mean part by itself, entry by entry of its tensors and numbers. It keeps what all K clients sent of
-the part, so it needs K times the memory of the part, where a mean needs it once. Sums have rules of their own, in
-robust_sums.py. Rules that keep whole replies, such as Krum, are not offered.
+Each rule takes a mean part by itself, entry by entry of its tensors and numbers. It keeps the part of all K replies, so
+it needs K times the memory of a mean. Sums have rules of their own, in robust_sums.py. Rules that keep whole replies,
+such as Krum, are not offered.
 
 - `median`: of each entry, unweighted (Yin et al., ICML 2018, Definition 1).
 - `trimmed_mean`: of each entry the unweighted mean without the largest and the smallest fifth, one value at least

@@ -17,8 +17,8 @@ from raylt.errors import BudgetSpent, ConfigError
 def check_delta(config: Config, sizes: Sequence[int]) -> None:
     """Raise ConfigError if delta is at least 1 / n, where n is the number of protected samples or clients.
 
-    A mechanism that publishes one of N samples or clients unchanged satisfies (epsilon, delta) = (0, 1 / N), so such a delta
-    protects nothing.
+    A mechanism that publishes one of N samples or clients unchanged satisfies epsilon = 0 and delta = 1 / N, so such a
+    delta protects nothing.
 
     Args:
         sizes: samples of each client that trains.

@@ -1,8 +1,8 @@
 """Progress inside a step, as small files in the run folder.
 
-The stepping process writes one that a terminal reads. Processes that work on items of `Fleet.map` write one for each
-item, which the stepping process reads. The files are not part of the run: nothing else reads them, and they need not
-reach the disk.
+The process that runs the experiment writes one file, which a terminal reads. Processes that work on items of
+`Fleet.map` write one file for each item, which the experiment's process reads. The files are not part of the run: no
+other code reads them, and they need not reach the disk.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 The picture shows predictions of the final model. The names of the curves come from the fields of `RoundReport`.
 
-Written here and not by a SummaryWriter, whose thread ends silently on a full disk and leaves the run waiting.
+This module does not use a SummaryWriter, whose thread ends silently on a full disk and leaves the run waiting.
 """
 
 import secrets

@@ -181,7 +181,7 @@ def in_words(seconds: float) -> str:
 class TimeLeft(ProgressColumn):
     """Predicts the time until the end of a run from the durations of its last steps.
 
-    rich's own column forgets steps older than half a minute, and a round may take longer.
+    The column of the library rich forgets steps older than half a minute, but a round may take longer.
     """
 
     def __init__(self) -> None:
@@ -237,8 +237,9 @@ def _clock(seconds: float) -> str:
 class BestFigure:
     """Tracks the last and the best value of the displayed accuracy.
 
-    It is the mean over clients on their own test images where there are any. Else it is the accuracy, or of clients'
-    own models the mean over clients on their own class mix. Before the first of these it is the global model's.
+    It is the mean accuracy over clients on their own test images, if there are any. Otherwise it is the accuracy, or
+    for clients' own models the mean over clients on their own class mix. Before the first of these values, it is the
+    accuracy of the global model.
     """
 
     def __init__(self) -> None:

@@ -4,8 +4,8 @@ The file holds the models' entries, and under "raylt" in its metadata a JSON tex
 architecture by its names and fields, the classes, the images, the origin of the model and its figures. Reading the file
 needs neither training data nor Ray nor the run.
 
-In a file of several clients' models, an entry that is the same for all clients is stored once, under its name. Of any
-other entry each value is stored once as NAME@ID, after the first client that has it.
+In a file of several clients' models, an entry that is the same for all clients is stored once, under its name. Each
+distinct value of any other entry is stored once as NAME@ID, where ID is the first client with this value.
 """
 
 from collections.abc import Iterable, Mapping
@@ -48,7 +48,7 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 class Input(TypedDict):
     """The images that a model takes: uint8 [n, height, width, channels].
 
-    `mean` and `std` are per channel, of pixels in [0, 1]. `fit` is how a file is brought to that size, see
+    `mean` and `std` are per channel, of pixels in [0, 1]. `fit` names the way in which image files are resized, see
     `raylt.data.images.decoding.fitted_image`. `depth` is the run's `data.depth`.
     """
 
@@ -80,10 +80,10 @@ class ClientEntry(TypedDict):
 class ModelDescription(TypedDict):
     """The description of the models in an exported file.
 
-    `model` and `method` are the architecture, as a configuration names it; `side` is its `input`. `batch` is the number
-    of images that were judged at a time. `run` and `split_sha256` identify the origin, and `figures` are those of the
-    run. `guests` are the plugins that the architecture needs. `clients` is None in the file of a global model. `tests`
-    has the numbers of test images behind the figures; a file of a run that has not ended lacks it.
+    `model` and `method` are the architecture, as a configuration names it; `side` is its `input`. `batch` is the batch
+    size of evaluations. `run` and `split_sha256` identify the origin, and `figures` are those of the run. `guests` are
+    the plugins that the architecture needs. `clients` is None in the file of a global model. `tests` has the numbers of
+    test images behind the figures; a file of a run that has not ended lacks it.
     """
 
     format: int

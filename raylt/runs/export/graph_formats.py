@@ -1,7 +1,7 @@
 """Models as computation graphs: torch.export's .pt2 and ONNX.
 
 They hold the computation itself, from an image's bytes to logits, and a `ModelDescription`. Reading them needs neither
-raylt's networks nor a method's code. They are programs: read only files of people whose programs you would run.
+raylt's networks nor a method's code. They are programs, so load only files from people whose programs you would run.
 """
 
 import logging

@@ -3,10 +3,10 @@
 The file has the configuration without resources and output, the split's seal, the hashes of the data, the plugins and
 raylt's version, with their SHA-256.
 
-That hash is in every checkpoint and in summary.json, and it is the root of the chain of metrics.jsonl. A run folder is
-only read where all of these agree: files of two runs, or a changed file, make no run. The hash is no signature: a
-person who rewrites every file of a folder can make another run. The hash of the code is kept in provenance.jsonl, so
-that a code change on which no number depends invalidates no run.
+That hash is in every checkpoint and in summary.json, and it is the root of the chain of metrics.jsonl. A run folder can
+be read only if all of these agree; mixed files of two runs, or a changed file, raise an error. The hash is not a
+signature: a person who rewrites every file of a folder can forge a run. The hash of the code is in provenance.jsonl, so
+that a code change that affects no number does not invalidate a run.
 """
 
 import importlib.metadata

@@ -1,8 +1,8 @@
 """metrics.jsonl: one line per committed step, each with a hash that links it to the line before.
 
-Under `previous` a line has the SHA-256 of the line before, and the first line that of the run (identity.py). A
-checkpoint has the same hash as the line of its step, and the report of that line; summary.json has the hash of the last
-line. So no line can be changed, left out, swapped or taken from another run without being noticed.
+Each line has the SHA-256 of the line before under `previous`; the first line has the SHA-256 of the run (identity.py).
+A checkpoint has the same hash as the line of its step, and the report of that line; summary.json has the hash of the
+last line. So no line can be changed, left out, swapped or taken from another run without being noticed.
 """
 
 import hashlib
@@ -49,9 +49,9 @@ class _Seal(TypedDict):
 class _Facts(TypedDict):
     """The fields of a checkpoint's manifest that describe its run.
 
-    `best` is the step with the best accuracy on validation images so far, of those with a checkpoint, and that
-    accuracy. With federation.patience, `peak` is the same of all judged rounds, and `last_round` the number of the
-    last round as far as it is known.
+    `best` is the step with the best accuracy on validation images so far, among the steps with a checkpoint, and this
+    accuracy. With federation.patience, `peak` is the same among all evaluated rounds, and `last_round` is the number of
+    the last round, if known.
     """
 
     step: Annotated[int, Field(ge=1)]
@@ -215,7 +215,7 @@ def _changed_log(message: str, **details: object) -> CheckpointError:
 def _difference(saved: dict[str, Any], line: dict[str, Any], path: str = "") -> str | None:
     """Return the first figure that differs between a checkpoint's report and its line of metrics.jsonl.
 
-    The line may have more: the seconds that the checkpoint took, and the judgements of a search.
+    The line may have further fields: the seconds that the checkpoint took, and the decisions of a search.
     """
     for key, value in saved.items():
         inner = f"{path}.{key}" if path else key

@@ -1,8 +1,8 @@
 """provenance.jsonl: one line, with versions and machine, for each time a run was started or continued.
 
 A result is only comparable with another when the same code computed both. `code` is a SHA-256 over the sources that a
-number can depend on (data, models, core, operations, methods). So a change of the command line, of a picture or of the
-documentation makes no run stale, and a change of an equation does.
+number can depend on (data, models, core, operations, methods). So a change of an equation makes runs stale, but a
+change of the command line, of a picture or of the documentation does not.
 
 Each line names the hash of the line before, the first that of the run (identity.py), and summary.json the hash of the
 last: no line can be changed, left out or added unnoticed. Runs of early versions have lines without hashes.
@@ -210,7 +210,7 @@ def _changed(run: Folder, problem: str) -> CheckpointError:
 def start_of(folder: Path) -> Path | None:
     """Return the folder that a run's relative paths refer to, or None if the run did not record it.
 
-    A run that continues another has the other's lines first, and so its folder.
+    A run that continues another run starts with that run's lines, and so has that run's folder.
     """
     lines = read(folder) if folder.is_dir() else []
     start = lines[0].get(START) if lines else None

@@ -138,7 +138,8 @@ class Journal:
     def adopt(self, reports: Sequence[dict[str, Any]], saved: Checkpoint, config: Config) -> None:
         """Take over the first steps of another run: their reports, and the checkpoint after the last step.
 
-        The run can be resumed only after that. A kill before leaves a folder that is no run.
+        The run can be resumed only when this function has ended. A kill before its end leaves a folder that does not
+        count as a run.
         """
         *earlier, last = reports
         for content in earlier:

@@ -123,7 +123,8 @@ class ClaimFigures:
     def unjudged(self, cell: str, finished: Collection[tuple[str, str]]) -> list[str]:
         """Return the reasons why the claim is not tested in a cell.
 
-        There are none where the claim is judged, or where an arm has no finished run, which other lines name.
+        The list is empty if the claim is tested. It is also empty if an arm has no finished run, since other lines name
+        such runs.
 
         Args:
             cell: the cell.

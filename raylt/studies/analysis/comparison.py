@@ -233,9 +233,9 @@ def judged_on(done: Sequence[RunRecord]) -> str:
 def check_comparable(done: Sequence[RunRecord], own: Mapping[str, Collection[str]], mix_versions: bool = False) -> None:
     """Check that the finished runs of one cell are comparable.
 
-    An arm may differ in what its own settings decide. Settings under `data` decide the split. Settings under
-    `federation` and the passes over the data decide the budget, other settings under `local` the optimiser, and
-    settings under `evaluation` the judged rounds.
+    An arm may differ from other arms in the conditions that its own settings decide. Settings under `data` decide the
+    split. Settings under `federation` and the passes over the data decide the budget, other settings under `local` the
+    optimiser, and settings under `evaluation` the judged rounds.
 
     Args:
         done: finished runs.

@@ -1,6 +1,7 @@
 """`MEASURES`, the figures by which studies compare runs, and `value_of`, which reads a figure from a record.
 
-Where a method judges several models of a client, `matched@post_local` is that figure of the model `post_local`.
+If a method evaluates several models of a client, `matched@post_local` is the figure `matched` of the model
+`post_local`.
 """
 
 from collections.abc import Callable, Mapping
@@ -133,7 +134,7 @@ def value_of(record: RunRecord, measure: str, at: At) -> float | None:
 def _chosen(record: RunRecord, key: str) -> float | None:
     """Return the figure at the step with the best accuracy on validation samples (the first such step).
 
-    The step may be the finish.
+    The step may be the phase after the last round.
     """
     judged = [
         (chosen, value)

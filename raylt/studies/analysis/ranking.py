@@ -1,12 +1,11 @@
 """`rank`: order the arms of studies by paired comparisons, with the uncertainty over seeds.
 
 A block is one seed of one cell of one study: its runs share split and initial weights. Within a block each pair of arms
-is compared, and a tie counts half. From all pairs follow the strengths of the model of Bradley and Terry (Biometrika
-1952), in which arm i is better than arm j with probability 1 / (1 + exp(s_j - s_i)). Arms that never met are comparable
-through arms that both met.
+is compared, and a tie counts half. The strengths s are those of the Bradley-Terry model (Biometrika 1952), in which arm
+i is better than arm j with probability 1 / (1 + exp(s_j - s_i)). Two arms that share no block are compared through arms
+that share blocks with both.
 
-A run that failed is a result: it is worse than each finished run of its block. Runs that are missing or not finished
-count neither way.
+A failed run counts as worse than each finished run of its block. Missing and unfinished runs are left out.
 """
 
 from collections import Counter

@@ -253,8 +253,8 @@ def load_planned(path: Path, planned: Sequence[Planned], mix_versions: bool) -> 
 def load_tuned(path: Path, definition: Definition, mix_versions: bool) -> Outcomes:
     """Load the recorded outcomes of searches that the study would repeat unchanged.
 
-    There are none where this code made none of the recorded runs, unless versions may be mixed. Another version made
-    the searches, too.
+    No outcome is loaded if this version of the code made none of the recorded runs, since another version then made the
+    searches, too. This does not apply if versions may be mixed.
 
     Raises:
         CheckpointError: the file exists and cannot be read.
@@ -299,11 +299,11 @@ def update(
 ) -> list[str]:
     """Add finished runs to the record file, replacing runs with the same cell, arm and seed.
 
-    Other recorded runs stay where the study would still make them with the same settings. For this the study is taken
-    with their seeds, and with the arms and cells that it had when they were recorded. The rest is removed, since it
-    cannot be compared with the new runs.
+    Other recorded runs stay if the study would still make them with the same settings. For this test the study has
+    their seeds, and the arms and cells from the time when they were recorded. All other recorded runs are removed,
+    since they cannot be compared with the new runs.
 
-    A record is meant to be shared. Of files and folders in settings it has only the names.
+    A record is meant to be shared, so it has only the names of files and folders in settings, not their paths.
 
     Args:
         path: file of the record, which need not exist.

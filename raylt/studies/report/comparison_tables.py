@@ -236,7 +236,8 @@ def _spread_text(comparison: Comparison, spread: Spread) -> str:
 def _places(rows: Sequence[Row], comparisons: Sequence[Comparison], columns: Mapping[str, int]) -> Places:
     """Find the best and second-best mean of each cell and measure; return their ranks by row and column.
 
-    Equal means, as shown, have the same place. Where all arms of a cell are equal, or there is one arm, none has one.
+    Means that look equal in the table have the same rank. There are no ranks in a cell with one arm, or in which all
+    arms are equal.
     """
     places: Places = {}
     for comparison in comparisons:
@@ -327,7 +328,7 @@ def _mean_text(row: Row | None, measure: str, spread: Spread) -> str:
 def _left_out_of_several(comparisons: Sequence[Comparison]) -> list[str]:
     """Return the lines about runs that the comparisons of several measures leave out.
 
-    A "-" in the table says that an arm has a figure in no run. Runs are named where a mean covers fewer runs than the
+    A "-" in the table means that no run of an arm has the figure. Runs are named if a mean covers fewer runs than the
     table says.
     """
     first = next((comparison for comparison in comparisons if comparison.rows), comparisons[0])

@@ -274,7 +274,8 @@ def strips(each: Sequence[Strip], label: str, detail: Detail) -> str:
 def holdings(counts: Sequence[Sequence[int]], names: Sequence[str], label: str, detail: Detail) -> str:
     """Draw the clients' class counts as squares whose areas are numbers of samples.
 
-    Of many clients an even choice is drawn, and neighbouring classes share a column where there are many.
+    If there are many clients, evenly chosen ones are drawn; if there are many classes, neighbouring classes share a
+    column.
 
     Args:
         counts: samples by client and class.

@@ -106,7 +106,7 @@ class TextTable:
     def latex(self) -> str:
         """Return a LaTeX tabular (booktabs) with each column's best figure in bold and second-best underlined.
 
-        Everything that a caption must say, further tables and notes are comments.
+        The facts for the caption, further tables and notes are in comments.
         """
         ranked = ["in each column the best mean is bold, the second underlined"] if self.places else []
         lines = [
@@ -129,7 +129,7 @@ class TextTable:
     def _ranked(self, cell: str, row: int, column: int) -> str:
         """Return a LaTeX cell, in bold if its figure is the best and underlined if it is the second-best.
 
-        What stands behind ± is set as it is: a bold interval would say that the interval is better.
+        The number after ± is never bold, since a bold interval would mean that the interval is better.
         """
         command = {1: r"\textbf", 2: r"\underline"}.get(self.places.get((row, column), 0))
         if command is None:

@@ -27,8 +27,9 @@ class Stem(NamedTuple):
 def stems(planned: Sequence[Planned]) -> dict[str, Stem]:
     """Map each run that can continue from another run's first steps to this other run, by folder.
 
-    A run that has a stem is not the stem of another run. A run keeps the checkpoints before its own stages only, so no
-    run could continue from it before an earlier stage. The runs with the earliest stage therefore come first.
+    The other run is called the stem. A run that has a stem is never the stem of another run. A run keeps checkpoints
+    only before its own stages, so other runs cannot continue from earlier steps. Runs with early stages are therefore
+    tried first.
     """
     roots: dict[tuple[str, int], list[Planned]] = {}
     stem_by_folder: dict[str, Stem] = {}

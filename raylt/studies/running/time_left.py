@@ -86,6 +86,6 @@ def _joined(several: Sequence[StepSeconds]) -> StepSeconds:
 def _work(config: Config) -> float:
     """Return the work of one round: epochs times the share of participating clients.
 
-    The sizes of clients are not known here, so a step counts as a pass where the work is set in steps.
+    The clients' numbers of samples are unknown, so each step counts as one epoch if `local.steps` sets the work.
     """
     return config.federation.participation * (config.local.steps or config.local.epochs)
