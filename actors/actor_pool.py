@@ -1,4 +1,4 @@
-"""`ActorPool`: the client actors, each in a slot, and the replacement of lost actors."""
+"""The pool of client actors, each in a slot, and the replacement of lost actors."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,7 @@ LOST = (RayActorError, OutOfMemoryError, WorkerCrashedError, ObjectLostError)  #
 
 @dataclass
 class ActorSlot:
-    """A slot for one actor.
+    """A slot of the pool, in which one client actor runs at a time.
 
     Attributes:
         name: name of the actor in Ray.
@@ -56,7 +56,7 @@ class ActorSlot:
 
 
 class ActorPool:
-    """The slots of all client actors; there are fewer if a device or the cluster has too little room.
+    """The slots of all client actors. The pool shrinks if a device or the cluster has too little room.
 
     Args:
         start: starts the actor of a slot under a name, with Ray's scheduling strategy.
@@ -100,7 +100,7 @@ class ActorPool:
         return self._slots[index]
 
     def replace(self, slots: Sequence[ActorSlot]) -> None:
-        """Start new actors in the slots of lost and stuck ones, and wait for them.
+        """Start new actors in the slots of lost and stuck actors, and wait until they are ready.
 
         A slot that the pool has given up is skipped. Where a node is gone there may be no room for a new actor.
         """
@@ -111,7 +111,7 @@ class ActorPool:
         self._await(in_pool, starts=STARTS)
 
     def halve(self) -> list[ActorSlot]:
-        """Give up every second slot if there is more than one, and return these slots.
+        """Remove every second slot if there is more than one; return the removed slots.
 
         A process frees its device memory when it has ended, which is later than `ray.kill` returns. The remaining
         actors on its node wait for that before their next call.
@@ -126,7 +126,7 @@ class ActorPool:
         return given_up
 
     def close(self) -> None:
-        """End the actors and release their resources."""
+        """Kill the actors and release their resources."""
         for slot in self._slots:
             if slot.actor is not None:
                 ray.kill(slot.actor)
@@ -143,7 +143,7 @@ class ActorPool:
         slot.actor = self._start(slot, name, strategy)
 
     def _await(self, slots: Sequence[ActorSlot], starts: int) -> None:
-        """Wait until each actor has started or been given up.
+        """Wait until the actor of each slot has started, or the slot has been removed.
 
         Args:
             starts: how many times an actor that dies while it starts is started.
@@ -176,7 +176,7 @@ class ActorPool:
             self._give_up(waiting)
 
     def _make_room(self, full: dict[int, DeviceFull], waiting: dict[Any, ActorSlot]) -> dict[Any, ActorSlot]:
-        """Give up half of the slots if a device has no room for some of the starting actors.
+        """Remove half of the slots, because a device has no room for some of the starting actors.
 
         Actors that had no room and keep their slots try again after the others have ended.
 
@@ -206,7 +206,7 @@ class ActorPool:
         return {slot.actor.ready.remote(again=True): slot for slot in self._slots if id(slot) in full}
 
     def _give_up(self, waiting: dict[Any, ActorSlot]) -> None:
-        """Give up slots that no longer fit the cluster; the other actors take over their clients."""
+        """Remove slots that no longer fit into the cluster. The other actors take over their clients."""
         if not waiting or len(waiting) == len(self):
             return
         fits = room(self._placement, nodes_of(ray.nodes()))
@@ -232,7 +232,7 @@ class ActorPool:
 
 
 def _without_traceback(error: Any) -> Any:
-    """Return the error that an actor raised, in place of Ray's own exception, which prints a whole traceback."""
+    """Return the error that an actor raised, without Ray's exception around it, which prints a whole traceback."""
     return getattr(error, "cause", error)
 
 
@@ -247,7 +247,7 @@ def _not_started(slot: ActorSlot, error: Exception) -> RayltError:
 
 
 def deal_clients(run: str, ids: list[int], actors: int) -> list[ActorSlot]:
-    """Deal the clients of a run to actors in turn; return a slot for each actor."""
+    """Distribute the clients of a run evenly over actors; return one slot per actor."""
     count = min(actors, len(ids))
     slots = []
     for number in range(count):

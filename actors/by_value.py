@@ -1,4 +1,4 @@
-"""Sends values to Ray's workers together with the user's own code that they need."""
+"""Sends values to Ray's workers together with the user's own code that the values need."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from raylt.registry import plugin_modules
 
 
 def pack(value: Any) -> Shipment:
-    """Pickle a value for a worker, with the sources of this process's plugins.
+    """Pickle a value for a Ray worker, with the sources of this process's plugins.
 
     Raises:
         ConfigError: a part of the value cannot be pickled; the message names it.

@@ -1,4 +1,4 @@
-"""The two jobs of a `Dispatcher`: `ClientCalls` for a client function, `ServerItems` for `Fleet.map`.
+"""Jobs of a `Dispatcher`: the calls of a client function, and the items of `Fleet.map`.
 
 Small clients travel in blocks, one call of Ray's for several clients: the call costs more than what they compute. A
 client with more than `SMALL` samples has a call of its own. So has every client where few are asked, or where the
@@ -31,7 +31,7 @@ SPREAD = 4  # calls that an actor gets at least, so that no actor waits long for
 
 
 class ClientDirectory(Protocol):
-    """The part of a fleet that `ClientCalls` needs.
+    """The interface of a fleet that `ClientCalls` needs.
 
     Attributes:
         all_sizes: samples per client, by id.
@@ -47,27 +47,27 @@ class ClientDirectory(Protocol):
     slots: ActorPool
 
     def private(self, id: int) -> Any:
-        """Return a reference to a client's private state; None before its first call."""
+        """Return a reference to a client's private state; None before the client's first call."""
 
     def keep(self, private: Any) -> Any:
-        """Return a reference to the state that stays valid if the client's node is lost."""
+        """Return a reference to a private state that stays valid if the client's node is lost."""
 
     def patience(self, name: str, clients: int) -> float:
-        """Return the seconds after which a call of this function for some clients counts as stuck."""
+        """Return the seconds after which a call of this function at `clients` clients counts as stuck."""
         ...
 
     def record_seconds(self, name: str, id: int, seconds: float) -> None:
         """Record how long a client's call took."""
 
     def note(self, text: str) -> None:
-        """Add a line to the run's notes."""
+        """Add a line to the notes of the run."""
 
     def note_stuck(self, ids: list[int], name: str, seconds: float, slot: ActorSlot) -> None:
-        """Note that a call has run for a long time."""
+        """Add a note about a call that has run for a long time."""
 
 
 class ClientCalls(Job):
-    """The calls of one client function at several clients, largest client first.
+    """Job that calls one client function at several clients, the largest client first.
 
     The deadline counts from the construction. Retries are recorded in the fleet's `round_stats`.
 
@@ -129,7 +129,7 @@ class ClientCalls(Job):
         return None
 
     def _take(self, clients: Container[int] | None) -> list[int]:
-        """Remove from the queue as many of its first clients as share a call, and return their ids.
+        """Remove from the queue the first clients that can share one call, and return their ids.
 
         Args:
             clients: the clients to choose from; by default all.
@@ -191,7 +191,7 @@ class ClientCalls(Job):
         self._fail(id, ClientError(id, self.fleet.round, self.name, fault.text, code=fault.code))
 
     def _fail(self, id: int, error: ClientError) -> None:
-        """Ask a client again, or record its error if it has no attempt left."""
+        """Retry the call at a client, or record its error if no attempt is left."""
         if self._attempts[id] < self.fleet.config.federation.retries:
             self._attempts[id] += 1
             self.fleet.round_stats.retried.append(id)
@@ -203,7 +203,7 @@ class ClientCalls(Job):
         self.waiting = [*ids, *self.waiting]
 
     def lose(self, call: Call, error: Exception) -> None:
-        """Ask the clients of a dead actor again.
+        """Retry the calls at the clients of an actor that died.
 
         The client that ended a block's process is unknown, so no client of a block loses an attempt.
         """
@@ -246,7 +246,7 @@ class ClientCalls(Job):
 
 
 class ServerItems(Job):
-    """The items of `Fleet.map`, in order.
+    """Job that computes the items of `Fleet.map`, in order.
 
     Args:
         retries: how many times an item may lose its process and be submitted again.
@@ -273,7 +273,7 @@ class ServerItems(Job):
 
     @property
     def under_way(self) -> list[int]:
-        """The items that were submitted and have no result."""
+        """The items that were submitted and have no result yet."""
         return [item for item in range(len(self.items)) if item not in self.results and item not in self._waiting]
 
     @property

@@ -27,7 +27,7 @@ PRECISION_COSTS = {
 
 @dataclass(frozen=True)
 class Node:
-    """Nodes of a cluster that are equal.
+    """A group of equal nodes of a cluster.
 
     Args:
         memory: in bytes.
@@ -44,7 +44,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Need:
-    """The measured use of one client actor.
+    """The measured memory use of one client actor.
 
     Args:
         memory: bytes of its process.
@@ -57,7 +57,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Placement:
-    """The number of client actors, the resources of each, and the labels of the nodes that may hold them."""
+    """The number of client actors, the resources of each, and the labels of nodes that may host them."""
 
     actors: int
     cpus: float
@@ -67,7 +67,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """A placement and the server's resources.
+    """A placement of client actors, and the resources of the server.
 
     Attributes:
         reasons: one line for each decision, by name.
@@ -80,7 +80,7 @@ class PlacementPlan:
 
 
 def place(config: Config, clients: int, have: Mapping[str, float]) -> Placement:
-    """Return the plan for the resources of all nodes together.
+    """Plan the client actors of a run on the summed resources of all nodes.
 
     Args:
         have: as from `ray.cluster_resources()`.
@@ -92,7 +92,7 @@ def place(config: Config, clients: int, have: Mapping[str, float]) -> Placement:
 
 
 def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None = None) -> PlacementPlan:
-    """Return the plan for the client actors and the server of a run.
+    """Plan the client actors and the server of a run on the given nodes.
 
     Every client gets its own actor where the nodes have enough slots; else there are as many actors as can work at
     the same time.
@@ -157,12 +157,12 @@ def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None 
 
 
 def count_of(number: float, unit: str) -> str:
-    """Return `1 CPU`, `0.5 CPUs`, `3 CPUs`."""
+    """Format a number with its unit, as in `1 CPU`, `0.5 CPUs` or `3 CPUs`."""
     return f"{number:.15g} {unit}{'' if number == 1 else 's'}"
 
 
 def room(placement: Placement, nodes: Sequence[Node]) -> int:
-    """Return how many client actors of this size the nodes can hold."""
+    """Return the number of client actors of this size that the nodes can hold."""
     total = 0
     for node in nodes:
         if not _selects(placement.labels.get("role", ""), node.role):
@@ -177,14 +177,14 @@ def room(placement: Placement, nodes: Sequence[Node]) -> int:
 
 
 def _selects(selector: str, role: str | None) -> bool:
-    """Return whether a label selector (`client`, `!server` or none) admits a node with this role."""
+    """Return whether a label selector (`client`, `!server` or none) matches a node with this role."""
     if selector.startswith("!"):
         return role != selector[1:]
     return not selector or role == selector
 
 
 def nodes_of(listing: Sequence[Mapping[str, Any]]) -> list[Node]:
-    """Return the living nodes of a listing from `ray.nodes()`."""
+    """Return the living nodes among the entries of `ray.nodes()`."""
     return [
         Node(
             node["Resources"].get("CPU", 0.0),
@@ -198,7 +198,7 @@ def nodes_of(listing: Sequence[Mapping[str, Any]]) -> list[Node]:
 
 
 def parse_nodes(text: str) -> list[Node]:
-    """Return the nodes of a description such as `4x4gpu16cpu` or `server:1x8cpu,client:2x4gpu48cpu`.
+    """Parse a description of nodes such as `4x4gpu16cpu` or `server:1x8cpu,client:2x4gpu48cpu`.
 
     Raises:
         ConfigError: the description is malformed.
@@ -219,7 +219,7 @@ def parse_nodes(text: str) -> list[Node]:
 
 
 def reserve(placement: Placement, actors: int) -> Any:
-    """Request a placement group for client actors, spread evenly over the nodes if possible.
+    """Request a placement group for the client actors, spread evenly over the nodes if possible.
 
     Ray reserves the resources of all actors at once or of none.
     """
@@ -230,7 +230,7 @@ def reserve(placement: Placement, actors: int) -> Any:
 
 
 def _homes(nodes: Sequence[Node], on_gpus: bool) -> tuple[list[Node], dict[str, str], str]:
-    """Return the nodes that may run clients, the label selector for them, and a description of them."""
+    """Return the nodes that may run clients, the label selector for these nodes, and their description."""
     labels = {}
     where = "all nodes"
     homes = list(nodes)
@@ -250,7 +250,7 @@ def _homes(nodes: Sequence[Node], on_gpus: bool) -> tuple[list[Node], dict[str, 
 
 
 def _limits(wanted: ResourcesConfig, node: Node, need: Need) -> dict[str, int]:
-    """Return, for each limiting resource, how many client actors a node can hold."""
+    """Return the number of client actors that a node can hold, for each limiting resource."""
     limits = {"CPUs": math.floor(node.cpus / wanted.cpus_per_client + 1e-9)}
     if wanted.gpu_share == "auto":
         if node.gpus and need.gpu_memory:
@@ -263,7 +263,7 @@ def _limits(wanted: ResourcesConfig, node: Node, need: Need) -> dict[str, int]:
 
 
 def _actors(wanted: ResourcesConfig, clients: int, active: int, slots: int, homes: Sequence[Node]) -> tuple[int, str]:
-    """Return the number of client actors, and the reason for it."""
+    """Return the number of client actors, and the reason for that number."""
     if wanted.actors != "auto":
         actors = wanted.actors
         setting = f"actors = {wanted.actors}"
@@ -292,7 +292,7 @@ def _actors(wanted: ResourcesConfig, clients: int, active: int, slots: int, home
 def _gpu_share(
     wanted: ResourcesConfig, homes: Sequence[Node], limits: Sequence[Mapping[str, int]], actors: int
 ) -> float:
-    """Return each actor's share of a GPU."""
+    """Return the share of a GPU that each client actor gets."""
     if wanted.gpu_share != "auto":
         return _share(wanted.gpu_share, 1)[1]
     # the smallest number of actors on a GPU with which all actors and the server fit
@@ -308,7 +308,7 @@ def _gpu_share(
 
 
 def _server(nodes: Sequence[Node], on_gpus: bool) -> tuple[float, dict[str, str], str]:
-    """Return the server's share of a GPU, its label selector, and the reason for both."""
+    """Return the server's share of a GPU and its label selector, and the reason for both."""
     labelled = [node for node in nodes if node.role == "server"]
     labels = {"role": "server"} if labelled else {}
     where = "the node labelled role=server" if labelled else "any node"
@@ -321,7 +321,7 @@ def _server(nodes: Sequence[Node], on_gpus: bool) -> tuple[float, dict[str, str]
 
 
 def _share(wanted: float, gpus: float) -> tuple[int, float]:
-    """Return how many actors of `wanted` GPUs fit, and each one's share after the server's has been set aside."""
+    """Return how many actors that want `wanted` GPUs fit, and the share that each gets next to the server's."""
     if wanted > 1:
         if wanted != int(wanted):
             raise ConfigError(

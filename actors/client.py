@@ -1,4 +1,4 @@
-"""`ClientActor`: a Ray actor that runs clients on its share of a GPU.
+"""The Ray actor that runs client functions on its share of a GPU.
 
 A call that raises returns a `Fault`: Ray would send the exception without the place where it was raised.
 """
@@ -55,7 +55,7 @@ _STICKY = (
 
 
 class DeviceFull(RayltError):
-    """The device has no room for another client actor."""
+    """Raised when the device has no room for another client actor."""
 
     def __init__(self, cause: str):
         super().__init__(
@@ -68,7 +68,7 @@ class DeviceFull(RayltError):
 
 @dataclass(frozen=True)
 class Block:
-    """The clients of one call.
+    """The clients of one call, which an actor runs one after the other.
 
     Attributes:
         packs: numbers of the packs of data that are sent with the call because the actor has not got them.
@@ -83,7 +83,7 @@ class Block:
 
 @ray.remote
 class ClientActor:
-    """Runs the client functions of one client, or of several if the cluster has fewer slots than clients.
+    """Runs client functions for one client, or for several if there are more clients than actors.
 
     Args:
         label: the name that Ray's dashboard shows.
@@ -105,7 +105,10 @@ class ClientActor:
         return self.label
 
     def _open(self) -> RayltError | None:
-        """Make the host, or return the error, since Ray reports an error in a constructor as the actor's death."""
+        """Create the client host; return the error if that fails.
+
+        Ray would report an error in a constructor as the actor's death.
+        """
         shipped, spec, test = self._parts
         try:
             setup = shipped.open()
@@ -120,7 +123,7 @@ class ClientActor:
         return None
 
     def ready(self, again: bool = False) -> tuple[str, int, dict[str, str | None]]:
-        """Return the actor's node, its pid and a description of its device, once it has started.
+        """Return the actor's node, its pid and a description of its device, once the actor has started.
 
         Args:
             again: whether to try again to use a device that was refused before.
@@ -136,7 +139,7 @@ class ClientActor:
         return ray.get_runtime_context().get_node_id(), os.getpid(), describe(self.host.device)
 
     def wait_until_gone(self, processes: list[tuple[str, int]]) -> None:
-        """Wait, for at most `GONE_S`, until the processes (node, pid) that were on this node have ended."""
+        """Wait at most `GONE_S` until those of the processes (node, pid) that ran on this node have ended."""
         this_node = ray.get_runtime_context().get_node_id()
         end = time.monotonic() + GONE_S
         pids = [pid for node, pid in processes if node == this_node]
@@ -146,7 +149,7 @@ class ClientActor:
     def run(
         self, fn: ClientFunction, message: Tree, block: Block, patience: float, sums: Schema | None, *objects: Any
     ) -> Any:
-        """Run a client function on each client of a block, one after the other, with arrays for tensors.
+        """Run a client function on each client of a block, one after the other. Tensors travel as arrays.
 
         A client whose function raises gets a `Fault` for a reply; the other clients of the block are unaffected.
 
@@ -187,7 +190,7 @@ class ClientActor:
             return fault_of(error, self.host.device), {}
 
     def compute(self, fn: ItemFunction, item: Tree, number: int) -> Tree | Fault:
-        """Compute an item of `Fleet.map`, with arrays for tensors.
+        """Compute one item of `Fleet.map`. Tensors travel as arrays.
 
         Args:
             number: of the item, under which its progress is written.
@@ -201,7 +204,7 @@ class ClientActor:
 
     @contextmanager
     def _stacks_after(self, patience: float) -> Iterator[None]:
-        """Write this process's stacks to a file if the block takes longer than `patience` seconds.
+        """Write the stacks of this process to a file if the block takes longer than `patience` seconds.
 
         The interpreter's own timer writes them; it needs neither this thread nor the interpreter lock.
         """
@@ -222,7 +225,7 @@ class ClientActor:
 
 
 def fault_of(error: BaseException, device: torch.device) -> Fault:
-    """Return an exception as a value that can be sent to the dispatcher.
+    """Convert an exception to a value that can be sent to the dispatcher.
 
     A process that can no longer use its device ends in this call, without the clean-up that would ask the device.
     The dispatcher then replaces its actor and makes the call again.
@@ -235,7 +238,7 @@ def fault_of(error: BaseException, device: torch.device) -> Fault:
 
 
 def is_lost(error: BaseException, device: torch.device) -> bool:
-    """Return whether an error means that this process can no longer compute on its device.
+    """Return whether an error means that this process can no longer use its device.
 
     Torch raises most of CUDA's errors as plain `RuntimeError`, so only their texts tell them apart. Some errors are
     sticky: after an illegal access or a failed assertion every later call of the process fails, whatever it computes.
@@ -253,7 +256,7 @@ def is_lost(error: BaseException, device: torch.device) -> bool:
 
 
 def own_device(config: Config) -> torch.device:
-    """Return the device of this process on Ray: the GPU that Ray leased to it, or the CPU.
+    """Return the device of this process: the GPU that Ray leased to it, or the CPU.
 
     Raises:
         ConfigError: the leased GPU cannot be used.
@@ -262,7 +265,10 @@ def own_device(config: Config) -> torch.device:
 
 
 def data_room(device: torch.device) -> float:
-    """Return how many bytes of samples this process may keep on its device: `DATA_SHARE` of its part of a GPU."""
+    """Return the number of bytes of samples that this process may keep on its device.
+
+    On a GPU this is `DATA_SHARE` of the process's part of the memory.
+    """
     if device.type != "cuda":
         return math.inf
     share = min(1.0, ray.get_runtime_context().get_assigned_resources().get("GPU", 1.0))
@@ -270,7 +276,7 @@ def data_room(device: torch.device) -> float:
 
 
 def name_clients(ids: Sequence[int]) -> str:
-    """Return `client 3`, or `clients 3, 8, 11 and 9 more`."""
+    """Format client ids as text, as in `client 3` or `clients 3, 8, 11 and 9 more`."""
     if len(ids) == 1:
         return f"client {ids[0]}"
     more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
@@ -278,7 +284,9 @@ def name_clients(ids: Sequence[int]) -> str:
 
 
 def label_of(ids: list[int], sizes: Any, counts: Any, names: Sequence[str] = ()) -> str:
-    """Return `client 3 · 620 samples · 6/10 classes`, or `clients 0, 2, 4 and 7 more · 1407 samples`.
+    """Return an actor's label, such as `client 3 · 620 samples · 6/10 classes`.
+
+    An actor with several clients has a label such as `clients 0, 2, 4 and 7 more · 1407 samples`.
 
     Args:
         ids: ascending.
@@ -294,7 +302,7 @@ def label_of(ids: list[int], sizes: Any, counts: Any, names: Sequence[str] = ())
 
 
 def _copied(reply: Reply | Unusable, state: Tree) -> tuple[Reply | Unusable, Tree]:
-    """Copy a reply and a private state, whose memory may belong to the model that the next client gets."""
+    """Copy a reply and a private state, whose memory may belong to the model that the next client uses."""
     return reply if isinstance(reply, Unusable) else Reply(reply.weight, snapshot(reply.tree)), snapshot(state)
 
 

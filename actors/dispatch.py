@@ -1,4 +1,4 @@
-"""`Dispatcher`: spreads the calls of a job over client actors as the actors become free.
+"""Dispatches the calls of a job to client actors as the actors become free.
 
 A `Job` knows which call to make next and what its results mean. The dispatcher knows the actors. It replaces an actor
 that died, gives up half the actors when a device is full, and keeps actors busy with late calls out of the way. Both
@@ -20,7 +20,7 @@ from raylt.core.fleet.wire import Fault
 
 @dataclass
 class Call:
-    """A call that an actor is running.
+    """A call that is running on an actor.
 
     Attributes:
         ids: the clients, or items, that the call is for.
@@ -41,13 +41,13 @@ class Call:
 
     @property
     def stuck_at(self) -> float | None:
-        """Return the time after which the call counts as stuck; None if it never does or was already reported."""
+        """Return the time at which the call counts as stuck; None if it never does or has been reported."""
         return None if self.patience is None or self.reported else self.start + self.patience
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a call for one client or item.
+    """The result of a call for one client or one item.
 
     Attributes:
         value: the reply or result, or a `Fault`.
@@ -60,7 +60,7 @@ class Outcome:
 
 
 class Job(ABC):
-    """A set of calls that a `Dispatcher` makes.
+    """Base class of jobs: a set of calls that a `Dispatcher` submits.
 
     Attributes:
         deadline: time, from `time.monotonic`, after which the job is given up; None for no limit.
@@ -80,7 +80,7 @@ class Job(ABC):
 
     @abstractmethod
     def submit(self, slot: ActorSlot, own: bool) -> tuple[Any, Call] | None:
-        """Submit the next call that suits an idle actor.
+        """Submit the next call that an idle actor can run.
 
         Args:
             own: whether the call must be for a client whose home is this actor.
@@ -95,15 +95,15 @@ class Job(ABC):
 
     @abstractmethod
     def accept(self, outcome: Outcome, seconds: float) -> None:
-        """Record the outcome of a client or item whose function did not raise."""
+        """Record the outcome of a client or item whose function raised no error."""
 
     @abstractmethod
     def fail(self, id: int, fault: Fault) -> None:
-        """Record that the function of a client or item raised."""
+        """Record that the function of a client or item raised an error."""
 
     @abstractmethod
     def requeue(self, ids: Sequence[int]) -> None:
-        """Submit the calls of these clients or items again, without counting another attempt."""
+        """Submit the calls of the given clients or items again, without counting another attempt."""
 
     @abstractmethod
     def lose(self, call: Call, error: Exception) -> None:
@@ -111,21 +111,21 @@ class Job(ABC):
 
     @abstractmethod
     def reject(self, call: Call, cause: BaseException) -> None:
-        """Record that Ray could not send a call or its results."""
+        """Record that Ray could not transfer a call or its results."""
 
     @abstractmethod
     def describe(self, id: int) -> str:
         """Return a description of a client or item, as in `client 3, round 2, train`."""
 
     def expire(self, calls: Sequence[Call]) -> None:  # noqa: B027  (a job without a deadline has nothing to do)
-        """Give up running and pending calls at the deadline."""
+        """Give up all running and pending calls, because the deadline has passed."""
 
     def report_stuck(self, call: Call, seconds: float) -> None:  # noqa: B027  (likewise without patience)
-        """Report a call that has run for longer than its patience."""
+        """Report a call that has run longer than expected."""
 
 
 class Dispatcher:
-    """Makes the calls of one job.
+    """Submits the calls of one job to client actors and collects the results.
 
     Args:
         note: called with one line for each remedy that the user should know of.
@@ -180,7 +180,7 @@ class Dispatcher:
         return True
 
     def _timeout(self, wait_s: float | None) -> float | None:
-        """Return the seconds until the deadline or until the first running call is stuck, but at most `wait_s`."""
+        """Return the seconds until the deadline or the next stuck call, at most `wait_s`."""
         times = [self.job.deadline, *(call.stuck_at for call in self.running.values())]
         known_times = [moment for moment in times if moment is not None]
         seconds = [max(0.0, moment - time.monotonic()) for moment in known_times]
@@ -207,14 +207,14 @@ class Dispatcher:
                 self.job.fail(outcome.id, fault)
 
     def _replace(self, slot: ActorSlot) -> None:
-        """Replace a dead actor; the time for this does not count towards the deadline."""
+        """Replace a dead actor. The time that this takes does not count towards the deadline."""
         start = time.monotonic()
         self.pool.replace([slot])
         if self.job.deadline is not None:
             self.job.deadline += time.monotonic() - start
 
     def _make_room(self, call: Call, id: int) -> None:
-        """Give up half of the actors after a device was full, and submit the same calls again.
+        """Remove half of the actors because a device was full, and submit the same calls again.
 
         When other calls have made room since this call was submitted, the call is only submitted again.
         """
@@ -239,7 +239,7 @@ class Dispatcher:
                 self.job.report_stuck(call, now - call.start)
 
     def _release(self, ref: Any) -> None:
-        """Free the actor of a late call that has ended, or replace the actor if it died."""
+        """Free the actor of a late call that has ended; replace the actor if it died."""
         slot = next(slot for slot in self.pool if slot.late == ref)
         slot.late = None
         try:
@@ -250,13 +250,13 @@ class Dispatcher:
             pass
 
     def _end(self) -> None:
-        """End the job; an actor that is still busy with a call takes no new call before that one ends."""
+        """End the job. An actor that is still busy gets no new call before its current call ends."""
         for ref, call in self.running.items():
             call.slot.late = ref
         self.over = True
 
     def _expire(self) -> None:
-        """End the job at its deadline; actors that are still busy may be stuck, and are replaced."""
+        """End the job at its deadline, and replace actors that are still busy, because they may be stuck."""
         self.job.expire(list(self.running.values()))
         self.over = True
         late = [slot for slot in self.pool if slot.late is not None]

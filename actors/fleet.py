@@ -1,4 +1,4 @@
-"""`RayFleet`: the fleet that runs its clients in Ray actors.
+"""The fleet that runs its clients in Ray actors.
 
 The fleet holds, for each client, a reference to its data and one to the private state that its last call left. So any
 actor can run any client's call: a lost actor is replaced and its call made again, and where an actor holds several
@@ -38,7 +38,7 @@ STACKS = "stacks"  # folder in the run folder: the stacks of stuck clients
 
 
 class RayFleet(Fleet):
-    """Client actors in a pool, and a `Dispatcher` for the calls of each client function.
+    """Fleet of client actors, with a pool of actors and a `Dispatcher` for each client function's calls.
 
     Args:
         shards: references to the clients' data.
@@ -102,13 +102,13 @@ class RayFleet(Fleet):
         self.slots.close()
 
     def note(self, text: str) -> None:
-        """Add a line to the run's notes, which the driver shows."""
+        """Add a line to the notes of the run, which the driver shows."""
         if self._folder is not None:
             with Folder.open(self._folder) as folder:
                 folder.append(NOTES, text + "\n")
 
     def note_stuck(self, ids: list[int], name: str, seconds: float, slot: ActorSlot) -> None:
-        """Note that a call has run for long, and which file has its stacks or why there is none."""
+        """Add a note about a call that has run for long, with the file of its stacks if there is one."""
         longest = self._longest.get(name)
         others = "no client has finished yet" if longest is None else f"other clients took at most {longest:.0f} s"
         self.note(
@@ -117,7 +117,7 @@ class RayFleet(Fleet):
         )
 
     def _stacks_of(self, slot: ActorSlot) -> str:
-        """Return a clause that names the file with an actor process's stacks, or why there is none."""
+        """Return a clause that names the file with an actor's stacks, or the reason why there is none."""
         if self._folder is None:
             return "without a run folder it writes no stacks"
         file = self._folder / STACKS / _stacks_file(slot.current)
@@ -129,7 +129,7 @@ class RayFleet(Fleet):
         return f"{STACKS}/{file.name} has its stacks"
 
     def patience(self, name: str, clients: int) -> float:
-        """Return the seconds after which a call counts as stuck: far more than other clients took.
+        """Return the seconds after which a call counts as stuck, which is far longer than other clients took.
 
         Args:
             clients: how many the call is for, one after the other.
@@ -142,11 +142,11 @@ class RayFleet(Fleet):
         self.seconds[id] = self.seconds.get(id, 0.0) + seconds
 
     def private(self, id: int) -> Any:
-        """Return a reference to a client's private state; None before its first call."""
+        """Return a reference to a client's private state; None before the client's first call."""
         return self._private.get(id)
 
     def keep(self, private: Any) -> Any:
-        """Return a reference to the same state that survives the loss of the client's node."""
+        """Return a reference to a private state that survives the loss of the client's node."""
         return ray.put(ray.get(private)) if self._several_nodes else private
 
     def map(self, fn: ItemFunction, items: Sequence[Tree]) -> list[Tree]:
@@ -198,7 +198,7 @@ def _stacks_file(actor: str) -> str:
 
 
 def _process_state(slot: ActorSlot) -> str:
-    """Return what is known about the process of an actor that does not answer, as a clause."""
+    """Describe, as a clause, the process of an actor that does not answer."""
     if slot.process is None:
         return "its process has not started"
     node, pid = slot.process

@@ -1,4 +1,4 @@
-"""The only module of `actors` that the runner imports; its top level does not import Ray.
+"""Entry points of `actors`, the only module that the runner imports. Its top level does not import Ray.
 
 Environment variables that the cluster decides must be set before Ray is imported. So every module that imports Ray,
 such as `actors.remote_experiment`, is imported inside `session`.
@@ -33,7 +33,7 @@ def open_experiment(
     on_progress: "ProgressHook | None" = None,
     on_items: "ItemsHook | None" = None,
 ) -> "Iterator[RemoteExperiment]":
-    """Start the server and client actors of a run, on a new local cluster or the one to join.
+    """Start the server actor and client actors of a run, on a new local cluster or the cluster to join.
 
     Args:
         address: of the cluster, see `actors.cluster.access.cluster_to_join`.
@@ -58,7 +58,7 @@ def open_experiment(
 
 
 def plan_placement(config: Config, address: str | None, description: str | None) -> PlacementPlan:
-    """Return the plan of the actors that `open_experiment` would start, without starting any.
+    """Return the plan of the actors that `open_experiment` would start, without starting them.
 
     Args:
         description: description of nodes for `parse_nodes`. Without it the plan is for the cluster that a run would
@@ -78,4 +78,4 @@ def plan_placement(config: Config, address: str | None, description: str | None)
 
 
 def _ignore(text: str, minor: bool = False) -> None:
-    """Discard a message."""
+    """Ignore a message."""

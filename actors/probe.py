@@ -52,7 +52,7 @@ def probe(setup: Setup, task: Task, gpus: float) -> Need | None:
 
 
 def _short_run(shipped: Shipment, task: Task, id: int, shard: Shard) -> tuple[float, float, float]:
-    """Run one client for one round, the phase after it and an evaluation, and measure its memory.
+    """Run one client for a round, the last phase and an evaluation, and measure its memory.
 
     The client has two training batches of samples, or one evaluation batch if that is larger. So everything that
     clients compute occurs at its full size.
@@ -93,6 +93,9 @@ def _short_run(shipped: Shipment, task: Task, id: int, shard: Shard) -> tuple[fl
 
 
 def _evenly(shard: Shard, size: int) -> Shard:
-    """Return `size` evenly spaced samples of a shard; its first samples may all be of one class."""
+    """Return `size` evenly spaced samples of a shard.
+
+    Its first samples may all be of one class.
+    """
     rows = np.linspace(0, max(len(shard) - 1, 0), min(size, len(shard))).astype(np.int64)
     return Shard(load(shard.x)[rows], shard.labels()[rows], None if shard.ids is None else shard.ids[rows])

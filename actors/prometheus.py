@@ -1,4 +1,4 @@
-"""`RunMetrics`: a run's figures as Ray metrics, which Prometheus reads and docs/grafana.json draws.
+"""A run's figures as Ray metrics, which Prometheus reads and the dashboard docs/grafana.json shows.
 
 All metrics carry the tag `run`. Accuracy has the tag `group`, seconds have `client` or server `stage`, progress has
 `stage`, and bytes have `direction` and `call`.
@@ -12,7 +12,7 @@ from raylt.core.report import RoundReport
 
 
 class RunMetrics:
-    """The Ray metrics of one run; call `show` after every step, and `show_progress` inside a step."""
+    """The Ray metrics of one run. Call `show` after every step, and `show_progress` within a step."""
 
     def __init__(self, run: str):
         self._run = run
@@ -54,7 +54,7 @@ class RunMetrics:
                 self._troubles.inc(len(clients), {"kind": kind})
 
     def show_progress(self, stage: str, done: float, total: int) -> None:
-        """Set the finished share of the current stage, and reset that of the previous stage to 0."""
+        """Set the finished share of the current stage, and reset the previous stage's share to 0."""
         if self._stage and stage != self._stage:
             self._progress.set(0.0, {"stage": self._stage})
         self._stage = stage

@@ -1,4 +1,4 @@
-"""`RemoteExperiment`: the driver's view of an experiment on Ray.
+"""The driver's interface to an experiment that runs on Ray.
 
 This is a module of its own, and `actors.launch` imports it only inside a session, because it imports Ray.
 """
@@ -38,7 +38,7 @@ OnMessage = Callable[..., None]  # called with a line for the user; minor=True: 
 
 
 class RemoteExperiment:
-    """The experiment inside a server actor, with the interface of `Experiment`.
+    """An experiment inside a server actor, with the interface of `Experiment`.
 
     Args:
         server: the `ServerActor`.
@@ -71,11 +71,11 @@ class RemoteExperiment:
             raise
 
     def describe(self) -> dict[str, str | None]:
-        """Return the devices of clients and server, see `Experiment.describe`."""
+        """Describe the devices of clients and server, see `Experiment.describe`."""
         return _get(self._server.describe.remote())
 
     def advance(self, seal: Seal | None = None) -> RoundReport:
-        """Take one step and write its checkpoint when due, see `Experiment.advance`."""
+        """Run one step and write its checkpoint when due, see `Experiment.advance`."""
         report, self.done = self._wait(self._server.advance.remote(seal))
         return report
 
@@ -93,7 +93,7 @@ class RemoteExperiment:
             remove_placement_group(self._group)
 
     def _wait(self, ref: Any) -> Any:
-        """Wait for a call to the server, and show its notes and progress meanwhile."""
+        """Wait for a server call, and show the server's notes and progress meanwhile."""
         try:
             while not ray.wait([ref], timeout=LOOK_S)[0]:
                 self._show_notes()
@@ -127,7 +127,7 @@ def start_experiment(
     on_progress: ProgressHook | None = None,
     on_items: ItemsHook | None = None,
 ) -> RemoteExperiment:
-    """Plan the run for this process's cluster, display the plan, and start the server actor.
+    """Plan the run for this process's cluster, show the plan, and start the server actor.
 
     Raises:
         ConfigError: the cluster is too small.
@@ -150,7 +150,7 @@ def start_experiment(
 
 
 def _start_server(setup: Setup, task: Task, folder: Path, chosen: PlacementPlan) -> tuple[Any, Any]:
-    """Start the server actor and its client actors; return the actor and the clients' placement group."""
+    """Start the server actor and client actors; return the server actor and the clients' placement group."""
     shipped = pack(setup)  # before anything starts: it may raise
     shards = Shards.put(task.shards)
     test = ray.put(task.test)
@@ -178,7 +178,10 @@ def _start_server(setup: Setup, task: Task, folder: Path, chosen: PlacementPlan)
 
 
 def _get(ref: Any, timeout_s: float | None = None) -> Any:
-    """Return the result of a call to the server; raise its own error, or `ServerLost` if its process died."""
+    """Return the result of a server call.
+
+    Raises the server's own error, or `ServerLost` if its process died.
+    """
     try:
         return ray.get(ref, timeout=timeout_s)
     except RayTaskError as error:

@@ -1,4 +1,4 @@
-"""`ServerActor`: a Ray actor that hosts the experiment.
+"""The Ray actor that hosts the experiment.
 
 Aggregation, server-side synthesis, evaluation and checkpoints happen in its process.
 """
@@ -30,7 +30,7 @@ from raylt.runs.callbacks.progress import progress_writer, remove_progress
 
 @ray.remote
 class ServerActor:
-    """Hosts an `Experiment` over a `RayFleet`; its client actors end with it.
+    """Hosts an `Experiment` on a `RayFleet`. Its client actors end when it ends.
 
     Args:
         method: name of the method, shown by Ray's dashboard.
@@ -53,7 +53,7 @@ class ServerActor:
         name: str,
         folder: Path,
     ) -> Any:
-        """Start the client actors under the run's name, and continue the run from its last checkpoint.
+        """Start the client actors of a run, and continue the run from its last checkpoint if there is one.
 
         Returns:
             Ray's placement group of the client actors, which outlives this process: see `RemoteExperiment.close`.
@@ -78,39 +78,41 @@ class ServerActor:
             return self.fleet.slots.group
 
     def describe(self) -> dict[str, str | None]:
-        """Return `Experiment.describe()`."""
+        """Return the result of `Experiment.describe()`."""
         return self.experiment.describe()
 
     def done(self) -> bool:
-        """Return whether the last step has been taken."""
+        """Return whether the run has finished its last step."""
         return self.experiment.done
 
     def advance(self, seal: Seal | None) -> tuple[RoundReport, bool]:
-        """Return the report of `Experiment.advance(seal)`, and whether it was the last step."""
+        """Run one step; return its report, and whether it was the last step."""
         with self._as_one_line():
             report = self.experiment.advance(seal)
             self.metrics.show(report, self.fleet.seconds)
             return report, self.experiment.done
 
     def export_model(self) -> dict[str, str]:
-        """Return `Experiment.export_model()`."""
+        """Return the result of `Experiment.export_model()`."""
         with self._as_one_line():
             remove_progress(self.experiment.folder)
             return self.experiment.export_model()
 
     def _show_progress(self, stage: str, done: int, total: int) -> None:
-        """Show the progress inside a step at the driver's terminal and in the metrics."""
+        """Show the progress within a step at the driver's terminal and in the metrics."""
         self._write_progress(stage, done, total)
         self.metrics.show_progress(stage, done, total)
 
     def _show_items(self, progress: ItemsProgress) -> None:
-        """Show the progress inside items as `_show_progress` does that of a step."""
+        """Show the progress of `Fleet.map` items, as `_show_progress` does for a step."""
         self._write_progress(*astuple(progress))
         self.metrics.show_progress(progress.stage, progress.share, 1)
 
     @contextmanager
     def _as_one_line(self) -> Iterator[None]:
-        """Turn an unforeseen exception into one line with its place, which Ray's own exception lacks.
+        """Turn an unforeseen exception into a one-line RayltError that names the source line.
+
+        Ray's own exception lacks that line.
 
         A process that can no longer use its device ends, and another continues from the last checkpoint.
         """

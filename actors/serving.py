@@ -1,4 +1,4 @@
-"""A model over HTTP with Ray Serve: replicas that batch images, and the application for `serve run`."""
+"""Serves a model over HTTP with Ray Serve: replicas that batch images, and the application for `serve run`."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ QUEUE = 256  # requests that wait for a replica; more are answered with 503
 
 @serve.deployment(max_ongoing_requests=64, max_queued_requests=QUEUE)
 class ModelReplica:
-    """A process that opens the models of a file and answers requests with them."""
+    """Replica that loads the models in a file and answers prediction requests."""
 
     def __init__(self, shipped: Shipment, limits: Limits):
         torch.set_num_threads(1)
@@ -32,7 +32,7 @@ class ModelReplica:
         self._service = Service(self._opened, limits, self._predict)
 
     async def __call__(self, request: HttpRequest) -> Response:
-        """Answer one request."""
+        """Answer one HTTP request."""
         answer = await self._service.answer(
             Request(
                 request.method,
@@ -50,7 +50,7 @@ class ModelReplica:
 
     @serve.batch(max_batch_size=BATCH, batch_wait_timeout_s=WAIT_S)
     async def _predict_together(self, items: list[tuple[str | None, np.ndarray]]) -> list[dict[str, float]]:
-        """Return the class probabilities of several images; images for the same client's model share a pass."""
+        """Return the class probabilities of several images, with one forward pass per model."""
         return await asyncio.to_thread(self._shares, items)
 
     def _shares(self, items: list[tuple[str | None, np.ndarray]]) -> list[dict[str, float]]:
@@ -64,7 +64,7 @@ class ModelReplica:
 
 
 def application(served: ServedModel, limits: Limits, replicas: int) -> serve.Application:
-    """Return the Serve application for a model, to be deployed with `serve.run`."""
+    """Return the Serve application for a model, ready for `serve.run`."""
     own_code: tuple[Plugin, ...] = tuple(plugins())
     return ModelReplica.options(num_replicas=replicas).bind(pack((served, own_code)), limits)
 
@@ -77,12 +77,12 @@ def start(application: serve.Application, host: str, port: int) -> None:
 
 
 def stop() -> None:
-    """End the application and its replicas."""
+    """Stop the application and its replicas."""
     serve.shutdown()
 
 
 async def _body(request: HttpRequest, most: int) -> bytes:
-    """Read up to `most` + 1 bytes of a body; the extra byte shows that the body is too long."""
+    """Read up to `most` + 1 bytes of a request body. The extra byte shows that the body is too long."""
     parts = bytearray()
     async for part in request.stream():
         parts += part

@@ -1,4 +1,4 @@
-"""`Shards`: references to the clients' data in Ray's object store.
+"""References to the clients' data in Ray's object store.
 
 The shards of neighbouring clients are one object, a `Pack`, so ten thousand small clients need only a few objects.
 """
@@ -18,7 +18,7 @@ PACK_BYTES = 2**20  # size of a pack at most, unless one client alone has more
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """Shards of clients with neighbouring ids.
+    """Data of several clients with neighbouring ids, stored as one object.
 
     Args:
         first: id of the first client.
@@ -29,13 +29,13 @@ class Pack:
     shards: Holdings
 
     def shard(self, id: int) -> Shard:
-        """Return the shard of a client, without a copy of images that are in memory."""
+        """Return the data of one client, without copying images that are in memory."""
         return self.shards[id - self.first]
 
 
 @dataclass(frozen=True)
 class Shards:
-    """References to packs of shards.
+    """References to the packs that hold all clients' data.
 
     Attributes:
         packs: references, each to a `Pack`.
@@ -57,7 +57,7 @@ class Shards:
 
 
 def packs(shards: Sequence[Shard]) -> Iterator[Pack]:
-    """Yield packs of all clients' shards, in the order of the ids."""
+    """Yield the data of all clients in packs, in the order of the ids."""
     first = 0
     size = 0
     for id, shard in enumerate(shards):

@@ -1,4 +1,4 @@
-"""Searches over the hyper-parameters of any method: `from tune import search, space`.
+"""Hyper-parameter searches for any method: `from tune import search, space`.
 
 With Ray Tune's own schedulers and searchers: `from tune import param_space, trainable`, for `ray.tune.Tuner`.
 """

@@ -1,4 +1,4 @@
-"""The process that tunes one arm of a study; raylt/studies/running/tuning.py starts it with the job as argument.
+"""Process that tunes one arm of a study. raylt/studies/running/tuning.py starts it with the job as argument.
 
 It writes its result as a line of JSON. It ends at once when its standard input ends, which happens when the study's
 process dies. The search can then be resumed from the last rounds of its trials.
@@ -35,7 +35,7 @@ def tune_arm(
     fleet: Any = "local",
     address: str | None = None,
 ) -> Tuned:
-    """Search for the best settings of an arm, or continue its search.
+    """Search for the best settings of an arm, or continue an interrupted search.
 
     Args:
         folder: of the arm; the search's folder is made in it.
@@ -94,7 +94,7 @@ def tune_arm(
 
 
 def _check_same_search(folder: Path, method: str, arm_space: Space, budget: int, tuning: Tuning) -> None:
-    """Raise a CheckpointError if the folder holds a search with another space, budget, metric or searcher."""
+    """Raise CheckpointError if the folder's search has another space, budget, metric or searcher."""
     with Folder.open(folder) as search_folder:
         plan = SearchPlan.from_json(search_folder.read("search.json"), str(folder / "search.json"))
     expected = ({method: arm_space}, budget, tuning.metric, tuning.searcher)
@@ -108,7 +108,7 @@ def _check_same_search(folder: Path, method: str, arm_space: Space, budget: int,
 
 
 def _space(base: Config, tuning: Tuning, arm: str) -> Space:
-    """Return the search space of an arm, without ranges of fields that only other methods have."""
+    """Return the search space of an arm, without ranges of fields that the arm's method does not have."""
     method = base.method["name"]
     texts = applying(tuning.ranges, METHODS[method])
     ranges = {key: axis_of(f"study.tune.ranges.{key}", text) for key, text in texts.items()}
@@ -116,7 +116,7 @@ def _space(base: Config, tuning: Tuning, arm: str) -> Space:
 
 
 def main() -> None:
-    """Tune the arm of the job, and write the result or the error to standard output."""
+    """Tune the arm of the given job, and write the result or the error to standard output."""
     threading.Thread(target=_end_with_the_study, daemon=True).start()
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that libraries print to standard error

@@ -1,4 +1,4 @@
-"""Asynchronous successive halving (ASHA, Li et al., MLSys 2020) whose decisions do not depend on timing.
+"""Asynchronous successive halving (ASHA, Li et al., MLSys 2020) with decisions that do not depend on timing.
 
 ASHA compares a trial at a rung with the trials that reached the rung before it. In other implementations these depend
 on which process was faster. Here a trial comes after the trials with smaller numbers, whenever it arrives. No process
@@ -34,7 +34,7 @@ class TrialProgress:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a trial.
+    """The final state and score of a trial.
 
     Args:
         state: "done", "stopped" at a rung, or "failed".
@@ -48,7 +48,7 @@ class Outcome:
 
 
 def rungs(rounds: int, grace: int | None = None) -> list[int]:
-    """Return the rounds (rungs) after which trials are compared.
+    """Return the round numbers (rungs) after which trials are compared.
 
     Args:
         rounds: R; by default the rungs are R/9 and R/3.
@@ -62,7 +62,7 @@ def rungs(rounds: int, grace: int | None = None) -> list[int]:
 
 
 def outcomes(trials: Sequence[TrialProgress], steps: Sequence[int], rounds: int) -> list[Outcome | None]:
-    """Return the outcome of each trial, in order; None while it is unknown.
+    """Return the outcome of each trial, in order; None for a trial that is still undecided.
 
     Args:
         trials: progress of the trials of one method, in the order of their numbers.
@@ -77,7 +77,7 @@ def outcomes(trials: Sequence[TrialProgress], steps: Sequence[int], rounds: int)
 def _outcome(
     trial: TrialProgress, steps: Sequence[int], rounds: int, recorded: dict[int, list[float]], open_rungs: set[int]
 ) -> Outcome | None:
-    """Return the outcome of the next trial, and add its scores to `recorded`."""
+    """Return the outcome of one trial, and add its scores to `recorded` for later trials."""
     passed: Outcome | None = None  # at the last rung that the trial has passed
     for step in steps:
         score = trial.scores.get(step)

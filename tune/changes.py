@@ -1,4 +1,4 @@
-"""Limits the settings in which a trial may differ from the trial whose checkpoint it continues.
+"""Limits on how a trial's settings may differ from those of the trial whose checkpoint it continues.
 
 Population-based training gives a trial another trial's checkpoint, and changes some settings at once. Settings of
 `local` take effect in every round. So does a field of a method, unless the method reads it before the first round:
@@ -19,7 +19,7 @@ BEFORE_ROUNDS = ("build", "shared", "prepare", "join", "start")  # functions of 
 
 
 def check_changes(before: Config, after: Config) -> None:
-    """Check that a trial can continue from a checkpoint of a trial with other settings.
+    """Raise ConfigError if a trial cannot continue from a checkpoint that has other settings.
 
     Args:
         before: the settings of the checkpoint, with all fields of the method.
@@ -39,7 +39,7 @@ def check_changes(before: Config, after: Config) -> None:
 
 
 def check_exchangeable(keys: Iterable[str], method: str) -> None:
-    """Check that population-based training may change these settings.
+    """Raise ConfigError if population-based training cannot change one of the settings.
 
     Raises:
         ConfigError: one acts before the first round.
@@ -56,7 +56,7 @@ def check_exchangeable(keys: Iterable[str], method: str) -> None:
 
 
 def may_change(key: str, method: str) -> bool:
-    """Return whether a setting may change between two rounds of a method."""
+    """Return whether a setting of a method may change between two rounds."""
     if key.startswith("local."):
         return True
     section, _, field = key.partition(".")
@@ -65,7 +65,7 @@ def may_change(key: str, method: str) -> bool:
 
 
 def fields_before_rounds(method: str) -> set[str]:
-    """Return the fields that a method reads before the first round, according to its source.
+    """Return the fields that a method reads before the first round, found by analysis of its source code.
 
     Functions are followed as long as they belong to the method. Where the method passes itself to another function, or
     has no source, these are all fields.
@@ -91,7 +91,7 @@ def fields_before_rounds(method: str) -> set[str]:
 
 
 def _functions(kind: type[Method]) -> dict[str, list[ast.FunctionDef]] | None:
-    """Return the functions of a method and of its base classes; None if there is no source."""
+    """Return the functions of a method and its base classes by name; None if the source code is unavailable."""
     functions: dict[str, list[ast.FunctionDef]] = {}
     for each in kind.__mro__:
         if each is Method or not issubclass(each, Method):
@@ -107,7 +107,7 @@ def _functions(kind: type[Method]) -> dict[str, list[ast.FunctionDef]] | None:
 
 
 def _attributes(definition: ast.FunctionDef) -> Iterator[str | None]:
-    """Yield the attributes of `self` that a function reads, and None where it uses `self` in another way."""
+    """Yield the attributes of `self` that a function reads; yield None if it uses `self` in another way."""
     read = [node for node in ast.walk(definition) if isinstance(node, ast.Attribute)]
     named = {id(node.value) for node in read}
     for node in read:

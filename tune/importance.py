@@ -1,4 +1,4 @@
-"""Importance of the searched settings, by fANOVA (Hutter et al., ICML 2014) over a search's trials.
+"""Importance of the searched settings by fANOVA (Hutter et al., ICML 2014), computed from a search's trials.
 
 Optuna's fANOVA fits a random forest to the scores and splits their variance between the settings. Trials are compared
 after the same step: the last one after which nearly all were judged. Under ASHA that is the first rung, because later
@@ -18,7 +18,7 @@ NEARLY_ALL = 0.9  # of the trials: some fail
 
 
 def importance(plan: SearchPlan, state: SearchState, method: str) -> dict[str, float]:
-    """Return each setting's share of the scores' variance, largest first; the shares sum to 1.
+    """Return each setting's share of the variance of the scores, largest first. The shares sum to 1.
 
     Returns:
         Empty where too few trials were judged after the same step, where all have the same score, or where fewer than
@@ -45,7 +45,7 @@ def importance(plan: SearchPlan, state: SearchState, method: str) -> dict[str, f
 
 
 def _scores_of_one_step(records: Sequence[TrialRecord]) -> dict[str, float]:
-    """Return, by trial, the scores after the last step at which nearly all trials were evaluated."""
+    """Return the trials' scores after the last step at which nearly all trials were evaluated."""
     by_step: dict[int, dict[str, float]] = {}
     for record in records:
         for score in record.counted_scores:
@@ -58,5 +58,8 @@ def _scores_of_one_step(records: Sequence[TrialRecord]) -> dict[str, float]:
 
 
 def _without_grids(space: Space) -> dict[str, Range]:
-    """Return the settings with drawn values; a grid's values occur equally often by design."""
+    """Return the settings whose values are drawn, without grids.
+
+    A grid's values occur equally often by design.
+    """
     return {key: axis for key, axis in space.items() if not isinstance(axis, Grid)}

@@ -1,4 +1,4 @@
-"""`SearchLoop`: a running search; it hands out trials and collects scores, wherever the trials run."""
+"""A running search: hands out trials and collects scores, wherever the trials run."""
 
 from contextlib import suppress
 from functools import lru_cache
@@ -21,18 +21,18 @@ def _task(data: str) -> Task:
 
 
 def task_of(config: Config) -> Task:
-    """Return the task of a configuration, and cache it for the next configuration with the same data."""
+    """Return the task of a configuration, cached for other configurations with the same data."""
     return _task(config.data.model_dump_json())
 
 
 def sizes(config: Config) -> list[int]:
-    """Return the number of samples of each client that trains."""
+    """Return the number of samples of each client that takes part in training."""
     task = task_of(config)
     return [n for k, n in enumerate(task.sizes.tolist()) if n and k not in task.new_clients]
 
 
 class SearchLoop:
-    """A running search: hands out trials, collects their scores and records the trials that have ended.
+    """A running search, which hands out trials, collects their scores and records ended trials.
 
     Raises:
         CheckpointError: trials.jsonl cannot be read.
@@ -48,7 +48,7 @@ class SearchLoop:
             self._ended = read_ended(search_folder)
 
     def next(self) -> TrialRecord | str:
-        """Return a trial to run, WAIT or OVER; restore trials that ended before an interruption.
+        """Return the next trial to run, or WAIT or OVER. Trials that ended before an interruption are restored.
 
         Raises:
             CheckpointError: such a trial does not fit the search.
@@ -65,14 +65,14 @@ class SearchLoop:
             self.state.update(record)
 
     def add_scores(self, id: str, scores: list[Score]) -> bool:
-        """Add new scores of a trial; return whether the trial continues."""
+        """Add new scores of a trial; return whether the trial should continue."""
         record = self._records[id]
         record.scores.update({score.step: score for score in scores})
         self.state.update(record)
         return record.outcome is None or record.outcome.state != "stopped"
 
     def close_trial(self, id: str, failed: str | None) -> None:
-        """Record that a trial's process has finished with the trial.
+        """Record that the process of a trial has ended its work on the trial.
 
         Args:
             failed: an error for a failed trial that has not written its own to its folder; None if it did not fail.
@@ -98,7 +98,7 @@ class SearchLoop:
 
 
 def report_of(record: TrialRecord) -> TrialReport:
-    """Return the report on a trial that callbacks receive."""
+    """Return the report about a trial that callbacks receive."""
     outcome = record.outcome
     return TrialReport(
         trial=record.id,

@@ -1,4 +1,4 @@
-"""Trials that are best by several metrics at once: computes and draws the Pareto front."""
+"""Computes and draws the Pareto front: the trials that are best by several metrics at once."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,9 @@ from tune.report import COLOURS, INK, MUTED, PAPER, plain
 
 
 def pareto_front(trials: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> list[int]:
-    """Return the indices of the trials that no trial dominates: none is as good by all metrics and better by one.
+    """Return the indices of the trials that no other trial dominates.
+
+    A trial dominates another if it is at least as good by all metrics and better by one.
 
     Args:
         trials: figures by name, as in `result.metrics` of a `ResultGrid`; higher is better. Trials without one of the
@@ -27,7 +29,7 @@ def pareto_front(trials: Sequence[Mapping[str, Any]], metrics: Sequence[str]) ->
 
 
 def draw_pareto(trials: Sequence[Mapping[str, Any]], metrics: tuple[str, str], names: Sequence[str]) -> bytes:
-    """Return a PNG of the trials by two metrics, in percent; the front is a step line with labelled trials.
+    """Draw the trials by two metrics, in percent, and the Pareto front as a labelled step line; return a PNG.
 
     Args:
         names: of the trials.
@@ -59,5 +61,5 @@ def draw_pareto(trials: Sequence[Mapping[str, Any]], metrics: tuple[str, str], n
 
 
 def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Return whether a point is at least as good by every metric and better by one."""
+    """Return whether one point is at least as good as the other by every metric, and better by one."""
     return all(a >= b for a, b in zip(one, other, strict=True)) and tuple(one) != tuple(other)

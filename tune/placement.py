@@ -1,4 +1,4 @@
-"""Plans the resources of a search: client actors per trial, and trials at once on a cluster.
+"""Plans the resources of a search: client actors per trial, and the number of parallel trials on a cluster.
 
 Where processes share a GPU, `need_of` measures before the first trial what one of them takes.
 """
@@ -21,7 +21,7 @@ SIZES = ("local.batch", "evaluation.batch", "method.batch")  # settings whose la
 
 
 def most_on_gpu(nodes: Sequence[Mapping[str, float]], need: Need) -> float:
-    """Return how many processes of this size can share a GPU, given its memory and its node's."""
+    """Return how many processes of the given need can share a GPU, by GPU memory and by node memory."""
     bounds = [math.floor(USABLE / need.gpu_memory)] if need.gpu_memory else []
     if need.memory:
         bounds += [
@@ -35,7 +35,7 @@ def most_on_gpu(nodes: Sequence[Mapping[str, float]], need: Need) -> float:
 def place_trial(
     config: Config, clients: int, trials: float, have: Mapping[str, float], most: float = math.inf
 ) -> Placement:
-    """Plan the client actors of one trial; with `auto`, the trials share the cluster evenly.
+    """Plan the client actors of one trial. With `auto`, all trials share the cluster evenly.
 
     Args:
         clients: number of clients that hold samples.
@@ -93,7 +93,7 @@ def place_trial(
 
 
 def _share_with_servers(share: float) -> float:
-    """Return a client actor's share of a GPU, at most `share`, after the share for the trials' servers.
+    """Return a client actor's share of a GPU, at most `share`, that leaves room for the trials' servers.
 
     It assumes as many trials of one actor each on a GPU as `share` allows.
     """
@@ -103,25 +103,28 @@ def _share_with_servers(share: float) -> float:
 
 
 def _on_gpu(trials: int, actors: int, gpus: float) -> tuple[int, int]:
-    """Return the numbers of servers and client actors per GPU if they are spread evenly."""
+    """Return the numbers of servers and client actors per GPU if both are spread evenly."""
     return -(-trials // int(gpus)), -(-trials * actors // int(gpus))
 
 
 def _largest(count: int, fit: Callable[[int], bool]) -> int:
-    """Return the largest number up to `count` that fits, or else 1."""
+    """Return the largest number from 1 to `count` that fits, or 1 if none fits."""
     while count > 1 and not fit(count):
         count -= 1
     return max(1, count)
 
 
 def bundles_of(placement: Placement) -> list[Bundle]:
-    """Return the resources that a trial reserves: for its own process (the server), then for its client actors."""
+    """Return the resource bundles that a trial reserves: one for the server, then one per client actor."""
     client = {"CPU": placement.cpus} | ({"GPU": placement.gpus} if placement.gpus else {})
     return [{"GPU": SERVER_GPUS} if placement.gpus else {}, *(dict(client) for _ in range(placement.actors))]
 
 
 def fitting(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], most: int) -> int:
-    """Return how many trials the nodes hold at once, up to `most`; each bundle goes to the first node with room."""
+    """Return the number of parallel trials that the nodes can hold, up to `most`.
+
+    Each bundle goes to the first node with room.
+    """
     left = [dict(node) for node in nodes]
     largest_first = sorted(bundles, key=lambda b: (-b.get("GPU", 0), -b.get("CPU", 0)))
     for count in range(most):
@@ -135,7 +138,7 @@ def fitting(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], mos
 
 
 def check_fit(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], most: int) -> int:
-    """Return how many trials the nodes hold at once, up to `most`; see `fitting`.
+    """Return the number of parallel trials that the nodes can hold; raise ConfigError if they can hold none.
 
     Raises:
         ConfigError: the nodes have no room for one trial.
@@ -163,7 +166,9 @@ def check_fit(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], m
 
 
 def need_of(plan: SearchPlan) -> Need | None:
-    """Measure the largest need in short runs of the methods, with each model and the largest batches of the search.
+    """Measure the largest memory need of a search in short runs of its methods.
+
+    The runs use each model and the largest batches of the search.
 
     Returns:
         The need; None where nothing could be measured.
@@ -179,7 +184,7 @@ def need_of(plan: SearchPlan) -> Need | None:
 
 
 def largest(base: Config, method: str, space: Space) -> list[Config]:
-    """Return a method's configurations that may take the most memory, one for each model of the search."""
+    """Return the configurations of a method that may need the most memory, one for each model of the search."""
     sizes = {key: max(probes(space[key])) for key in SIZES if key in space}
     models = [{"model": name} for name in probes(space["model"])] if "model" in space else [{}]
     return [configure(base, method, sizes | model) for model in models]

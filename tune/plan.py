@@ -1,4 +1,4 @@
-"""`SearchPlan`: the settings of a search; `SearchState`: decides the next trial from the trials so far.
+"""The settings of a search, and the state that decides the next trial from the trials so far.
 
 Each method has a sequence of numbered trials. Trial k is a function of (seed, method, k) and, for TPE, of the outcomes
 of trials 0 .. k - lag, which it waits for. `lag` is the number of trials that could run at once when the search was
@@ -29,7 +29,7 @@ Sizes = Callable[[Config], list[int]]
 
 @dataclass(frozen=True)
 class SearchPlan:
-    """The settings of a search: the content of search.json.
+    """The settings of a search, which are the content of search.json.
 
     Args:
         base: settings that all trials share.
@@ -68,7 +68,7 @@ class SearchPlan:
 
     @classmethod
     def from_json(cls, content: bytes, name: str) -> "SearchPlan":
-        """Return the plan of a search.json.
+        """Read a plan from the content of search.json.
 
         Args:
             name: the file's name in errors.
@@ -113,11 +113,11 @@ class SearchState:
 
     @property
     def trials(self) -> list[TrialRecord]:
-        """Return the trials that have begun, method by method."""
+        """Return the trials that have begun, grouped by method."""
         return [record for sequence in self.sequences.values() for record in sequence.records]
 
     def next(self) -> TrialRecord | str:
-        """Return the trial to begin next, of the method with the fewest trials; else WAIT or OVER."""
+        """Begin a trial of the method with the fewest trials and return it; return WAIT or OVER if there is none."""
         answers = []
         for sequence in sorted(self.sequences.values(), key=lambda sequence: len(sequence.records)):
             answer = sequence.next()
@@ -127,11 +127,11 @@ class SearchState:
         return WAIT if WAIT in answers else OVER
 
     def update(self, record: TrialRecord) -> None:
-        """Update the outcomes after new scores or the end of a trial."""
+        """Update the outcomes of trials after a new score or the end of a trial."""
         self.sequences[record.method].update_outcomes()
 
     def best(self, method: str | None = None) -> TrialRecord | None:
-        """Return the trial with the best score among the finished ones, the first if several are equal.
+        """Return the finished trial with the best score, the first one if several are equal.
 
         Args:
             method: to choose from; by default all methods.
@@ -145,7 +145,7 @@ class SearchState:
 
 
 class TrialSequence:
-    """The trials of one method, in order."""
+    """The trials of one method in a search, in order."""
 
     def __init__(self, plan: SearchPlan, method: str, space: Space, sizes: Sizes):
         self.plan = plan
@@ -156,7 +156,7 @@ class TrialSequence:
 
     @cached_property
     def total(self) -> float:
-        """Return the largest number of trials."""
+        """Return the largest number of trials of the method."""
         if not self.space:
             return 1
         if self.plan.searcher == "grid":
@@ -169,7 +169,7 @@ class TrialSequence:
         return combinations(self.space)
 
     def next(self) -> TrialRecord | str:
-        """Begin the next trial and return it, or WAIT or OVER."""
+        """Begin the next trial and return it; return WAIT or OVER if there is none."""
         number = len(self.records)
         if number >= self.total:
             return OVER
@@ -185,7 +185,7 @@ class TrialSequence:
         return self.records[-1]
 
     def update_outcomes(self) -> None:
-        """Set the outcomes of the trials from their scores.
+        """Compute the outcomes of the trials from their scores.
 
         Each number of rounds has its own rungs, so only trials with the same number are compared.
         """
@@ -198,7 +198,7 @@ class TrialSequence:
                 record.outcome = outcome
 
     def _values(self, number: int, earlier: list[TrialRecord]) -> dict[str, Any]:
-        """Return the values of a trial.
+        """Return the settings' values for a new trial.
 
         Args:
             earlier: the trials that TPE learns from.
@@ -218,7 +218,7 @@ class TrialSequence:
 
 
 def client_steps(config: Config, sizes: list[int]) -> int:
-    """Return the cost of a trial: the SGD steps of local training over all rounds and clients.
+    """Return the cost of a trial: the number of SGD steps of all clients in all rounds.
 
     With partial participation it is their expectation. Other computations of a method do not count.
 
@@ -241,7 +241,10 @@ def _progress(record: TrialRecord) -> TrialProgress:
 
 
 def distributions_of(space: Mapping[str, Range]) -> dict[str, Any]:
-    """Return the ranges as Optuna's distributions; choices by index, because Optuna accepts only some types."""
+    """Return the ranges as Optuna distributions, with choices by index.
+
+    Optuna accepts only some types of choices.
+    """
     from optuna.distributions import CategoricalDistribution, FloatDistribution
 
     return {
@@ -253,14 +256,14 @@ def distributions_of(space: Mapping[str, Range]) -> dict[str, Any]:
 
 
 def as_params(space: Mapping[str, Range], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a trial's values as Optuna's parameters, see `distributions_of`."""
+    """Return a trial's values as Optuna parameters of `distributions_of`."""
     return {
         key: axis.values.index(values[key]) if isinstance(axis, Choice) else values[key] for key, axis in space.items()
     }
 
 
 def _propose(space: dict[str, Range], earlier: list[TrialRecord], seed: int) -> dict[str, Any]:
-    """Return the values that Optuna's TPE proposes after these trials, in their order."""
+    """Return the values that Optuna's TPE sampler proposes after the given earlier trials."""
     import optuna
     from optuna.trial import TrialState, create_trial
 

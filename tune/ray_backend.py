@@ -38,7 +38,7 @@ from tune.trial import Trial, TrialJob
 def run_trials(
     loop: SearchLoop, job: TrialJob, placement: Placement, at_once: int, retries: int, track: Sequence[str]
 ) -> None:
-    """Run the trials of a search until it is over.
+    """Run the trials of a search on Ray until the search is over.
 
     Args:
         placement: the client actors of one trial.
@@ -78,7 +78,7 @@ def run_trials(
 
 
 class TrialActor(ray_tune.Trainable):
-    """Hosts a `Trial`; its client actors run in the trial's placement group and end with it."""
+    """Ray actor that hosts a `Trial`. The trial's client actors run in its placement group and end with it."""
 
     def setup(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, config: dict[str, Any], shipped: Shipment, folder: Path, placement: Placement
@@ -90,7 +90,7 @@ class TrialActor(ray_tune.Trainable):
         self._trial: Trial | None = None
 
     def step(self) -> dict[str, Any]:
-        """Take one step of the trial; return its new scores as JSON, and figures for Ray's loggers."""
+        """Run one step of the trial; return its new scores as JSON, and figures for Ray's loggers."""
         folder = self._folder / "trials" / self._config["trial"]
         try:
             if self._trial is None:  # not in `setup`: Tune continues a failed trial only after `setup` has succeeded
@@ -115,13 +115,13 @@ class TrialActor(ray_tune.Trainable):
         return {**figures, "scores": json.dumps([score.to_json() for score in scores]), "done": self._trial.done}
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Take over another trial in the same process."""
+        """Switch to another trial in the same process."""
         self.cleanup()
         self._config = new_config
         return True
 
     def cleanup(self) -> None:
-        """Release the trial's clients and folder."""
+        """Release the clients and the folder of the trial."""
         if self._trial is not None:
             self._trial.close()
             self._trial = None
@@ -142,7 +142,7 @@ class TrialActor(ray_tune.Trainable):
 
 
 class RaySearchAdapter:
-    """The search loop that Tune's searcher and scheduler share.
+    """Holder of the search loop, shared by Tune's searcher and scheduler.
 
     Tune copies and pickles its searcher and scheduler. The copies share one adapter, and a pickled one has no loop.
 
@@ -163,7 +163,7 @@ class RaySearchAdapter:
 
 
 class _TrialSuggester(RaySearcher):
-    """Gives Tune the trials that the search loop begins."""
+    """Tune searcher that suggests the trials that the search loop begins."""
 
     def __init__(self, adapter: RaySearchAdapter):
         super().__init__()
@@ -190,14 +190,14 @@ class _TrialSuggester(RaySearcher):
         del self._adapter.running[trial_id]
 
     def save(self, checkpoint_path: str) -> None:
-        """Do nothing, because the trials' records are the state."""
+        """Do nothing, because the trials' records hold all state."""
 
     def restore(self, checkpoint_path: str) -> None:
         raise NotImplementedError("a search is resumed from its own records")
 
 
 class _TrialStopper(FIFOScheduler):
-    """Passes scores to the search loop, and ends the trials that it stops."""
+    """Tune scheduler that passes scores to the search loop and ends the trials that the loop stops."""
 
     def __init__(self, adapter: RaySearchAdapter):
         super().__init__()
@@ -220,7 +220,7 @@ class _TrialStopper(FIFOScheduler):
 
 
 def _scores_of(result: Mapping[str, Any]) -> list[Score]:
-    """Return the scores in a result of `TrialActor.step`."""
+    """Return the scores in a result that `TrialActor.step` returned."""
     return [Score.from_json(content) for content in json.loads(result["scores"])]
 
 
@@ -229,7 +229,7 @@ def _numbers(figures: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def _callbacks(track: Sequence[str], folder: Path) -> list[Any]:
-    """Return Ray's callbacks for MLflow and W&B."""
+    """Return Ray's logger callbacks for MLflow and W&B."""
     callbacks: list[Any] = []
     for name in track:
         if name == "mlflow":

@@ -1,4 +1,4 @@
-"""Searches with Ray Tune's own schedulers: `raylt tune --scheduler pbt|hyperband|median`.
+"""Searches with Ray Tune's own schedulers (`raylt tune --scheduler pbt|hyperband|median`).
 
 Which trials they stop or copy depends on which process is faster, so the same seed need not give the same search.
 raylt's own ASHA does not have this property, and stays the default (asha.py).
@@ -43,7 +43,7 @@ PLAN = "ray_search.json"
 
 @dataclass(frozen=True)
 class RaySearchPlan:
-    """The settings of a search with one of Ray's schedulers.
+    """The settings of a search with one of Ray's own schedulers.
 
     Args:
         config: the settings that all trials share, as JSON values.
@@ -67,7 +67,7 @@ class RaySearchPlan:
 
 @dataclass(frozen=True)
 class RaySearchResult:
-    """The result of a search with one of Ray's schedulers.
+    """The result of a search with one of Ray's own schedulers.
 
     Args:
         rows: one mapping for each trial, best first, as in trials.csv.
@@ -82,7 +82,7 @@ class RaySearchResult:
 
 
 def ray_search(folder: Path, plan: RaySearchPlan) -> RaySearchResult:
-    """Search in a new folder, in this process's Ray session.
+    """Run a search with a Ray scheduler in a new folder, in this process's Ray session.
 
     Raises:
         ConfigError: a trial does not fit into the cluster.
@@ -116,7 +116,7 @@ def ray_search(folder: Path, plan: RaySearchPlan) -> RaySearchResult:
 
 
 def resume_ray_search(folder: Path) -> RaySearchResult:
-    """Continue an interrupted search, including failed trials."""
+    """Continue an interrupted search, and run failed trials again."""
     with Folder.open(folder) as search_folder:
         plan = RaySearchPlan(**as_json(search_folder.read(PLAN), TypeAdapter(dict[str, Any]), str(folder / PLAN)))
     config, _ = _opened(plan)
@@ -125,20 +125,23 @@ def resume_ray_search(folder: Path) -> RaySearchResult:
 
 
 def _checkpoints(plan: RaySearchPlan, config: Config) -> ray_tune.CheckpointConfig:
-    """Return when trials write checkpoints; under pbt all are kept, since slower trials may need old ones."""
+    """Return Ray's settings for checkpoints of trials.
+
+    Under pbt all checkpoints are kept, since slower trials may need old ones.
+    """
     if plan.scheduler == "pbt":
         return ray_tune.CheckpointConfig(checkpoint_frequency=_first_comparison(plan, config), checkpoint_at_end=True)
     return ray_tune.CheckpointConfig(num_to_keep=2, checkpoint_frequency=1, checkpoint_at_end=True)
 
 
 def _first_comparison(plan: RaySearchPlan, config: Config) -> int:
-    """Return the number of evaluations before the first comparison of trials."""
+    """Return the number of evaluations of a trial before trials are first compared."""
     grace = plan.grace or max(1, config.federation.rounds // 9)
     return math.ceil(grace / config.evaluation.every)
 
 
 def _searcher(plan: RaySearchPlan) -> OptunaSearch | None:
-    """Return Ray's searcher; None for random values, which pbt uses."""
+    """Return Ray's searcher; None for random values, which pbt always uses."""
     if plan.searcher != "tpe" or plan.scheduler == "pbt":
         return None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -146,7 +149,7 @@ def _searcher(plan: RaySearchPlan) -> OptunaSearch | None:
 
 
 class _EndedTrials(ray_tune.Callback):
-    """Prints a line on standard error for each trial that has ended."""
+    """Callback that prints a line to standard error for each trial that has ended."""
 
     def __init__(self, metric: Metric):
         self._metric = metric
@@ -172,7 +175,7 @@ def _opened(plan: RaySearchPlan) -> tuple[Config, Space]:
 
 
 def _scheduler(plan: RaySearchPlan, config: Config, space: Space) -> TrialScheduler:
-    """Return Ray's scheduler, with the plan's rounds converted to evaluations, which Ray counts."""
+    """Return Ray's scheduler, with the plan's rounds converted to evaluations, the unit that Ray counts."""
     evaluations = math.ceil(config.federation.rounds / config.evaluation.every)
     first = _first_comparison(plan, config)
     if plan.scheduler == "pbt":
@@ -223,5 +226,5 @@ def _row(result: ray_tune.Result, plan: RaySearchPlan) -> dict[str, Any]:
 
 
 def _last_line(error: Exception) -> str:
-    """Return the message of an error of Tune, without its traceback."""
+    """Return the message of a Tune error without its traceback."""
     return on_one_line(str(error).strip().splitlines()[-1])

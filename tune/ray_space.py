@@ -1,4 +1,4 @@
-"""Search spaces in Ray Tune's notation."""
+"""Conversion of search spaces to Ray Tune's notation."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tune.space import Grid, Space, to_text
 
 
 def param_space(space: Space, grid: bool = False) -> dict[str, Any]:
-    """Return a search space in Ray Tune's notation, for `ray.tune.Tuner(param_space=...)`.
+    """Convert a search space to Ray Tune's notation, for `ray.tune.Tuner(param_space=...)`.
 
     Args:
         space: from `tune.space`.

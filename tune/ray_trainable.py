@@ -1,4 +1,4 @@
-"""`trainable`: a federated run as a class for `ray.tune.Tuner`, with any of Ray Tune's schedulers and searchers.
+"""A federated run as a trainable class for `ray.tune.Tuner`, with any of Tune's schedulers and searchers.
 
 One iteration of Tune takes the rounds up to the next evaluation (`evaluation.every`) and reports figures on validation
 samples. A method with a last phase reports a rehearsal of it. The last iteration ends with the model that is deployed.
@@ -52,7 +52,7 @@ CHECKPOINTS = "checkpoints"  # in a checkpoint of Tune: raylt's own
 
 @dataclass(frozen=True)
 class TrainableJob:
-    """The values that all trials share.
+    """The configuration, folder and plugins that all trials share.
 
     Args:
         cwd: folder that relative paths of the configuration start from.
@@ -65,7 +65,7 @@ class TrainableJob:
 
 
 def trainable(config: Config, parallel: int | None = None) -> Any:
-    """Return a trainable for `ray.tune.Tuner` that runs a configuration with the settings of each trial.
+    """Return a trainable class for `ray.tune.Tuner` that runs a configuration with the settings of each trial.
 
     It reserves a placement group for each trial: its server, which is the trial's own process, and its client actors.
     Ray is started if it is not.
@@ -102,7 +102,7 @@ def trainable(config: Config, parallel: int | None = None) -> Any:
 
 
 def model_of(saved: ray_tune.Checkpoint) -> TrainedModel:
-    """Return the global model of a trial's checkpoint, as in `model_of(results.get_best_result().checkpoint)`.
+    """Return the global model in a trial's checkpoint, as in `model_of(results.get_best_result().checkpoint)`.
 
     A trial whose settings changed on its way, as in population-based training, has no single configuration that gives
     the same model again.
@@ -118,7 +118,7 @@ def model_of(saved: ray_tune.Checkpoint) -> TrainedModel:
 
 
 class FederatedRun(ray_tune.Trainable):
-    """One federated run that Ray Tune advances, saves and loads; its process is the server."""
+    """A federated run that Ray Tune advances, saves and loads. Its process is the server."""
 
     def setup(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, config: dict[str, Any], shipped: Shipment, placement: Placement
@@ -130,7 +130,7 @@ class FederatedRun(ray_tune.Trainable):
         self._report: RoundReport | None = None
 
     def step(self) -> dict[str, Any]:
-        """Take the rounds up to the next evaluation.
+        """Run the rounds up to and including the next evaluation.
 
         Returns:
             The figures of `raylt.core.evaluation.evaluator.validate` that there are, in [0, 1], the mean `loss` of the
@@ -156,7 +156,7 @@ class FederatedRun(ray_tune.Trainable):
         }
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Write raylt's checkpoint of the most recent step, and this trial's settings."""
+        """Write raylt's checkpoint of the latest step, and the settings of this trial."""
         assert self._experiment is not None
         assert self._report is not None
         self._experiment.save(self._report)
@@ -165,7 +165,7 @@ class FederatedRun(ray_tune.Trainable):
         (Path(checkpoint_dir) / SETTINGS).write_text(self._config.model_dump_json())
 
     def load_checkpoint(self, checkpoint: str | None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Continue from a checkpoint of this trial or of another.
+        """Continue from a checkpoint of this trial or of another trial.
 
         Raises:
             ConfigError: the other trial has settings that act before the first round, see changes.py.
@@ -174,13 +174,13 @@ class FederatedRun(ray_tune.Trainable):
         self._load(Path(checkpoint))
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Take over another trial in the same process, for Tune's option `reuse_actors=True`."""
+        """Switch to another trial in the same process, for Tune's option `reuse_actors=True`."""
         self.cleanup()
         self._values = flat(new_config)
         return True
 
     def cleanup(self) -> None:
-        """Release the trial's client actors."""
+        """Release the client actors of the trial."""
         if self._experiment is not None:
             self._experiment.fleet.close()
             self._experiment = None
@@ -225,7 +225,7 @@ class FederatedRun(ray_tune.Trainable):
         return self._experiment
 
     def _judge_as_deployed(self, experiment: Experiment) -> dict[str, float | None]:
-        """Evaluate the model that would be deployed if this round were the last."""
+        """Evaluate the model that would be deployed if training ended after this round."""
         if not experiment.method.finishes:
             return self._validate(experiment)
         with experiment.rehearsal():
@@ -238,7 +238,7 @@ class FederatedRun(ray_tune.Trainable):
 
 
 def _checkpoint_in(folder: Path) -> Checkpoint:
-    """Return the checkpoint of raylt below a folder."""
+    """Return the raylt checkpoint below a folder."""
     saved, _ = checkpoint.latest(folder / CHECKPOINTS)
     if saved is None:
         raise CheckpointError(
@@ -250,7 +250,7 @@ def _checkpoint_in(folder: Path) -> Checkpoint:
 
 
 def flat(values: Mapping[str, Any], key: str = "") -> dict[str, Any]:
-    """Return nested settings with full keys: {"local": {"lr": 0.1}} becomes {"local.lr": 0.1}."""
+    """Flatten nested settings to dotted keys: {"local": {"lr": 0.1}} becomes {"local.lr": 0.1}."""
     settings = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

@@ -45,7 +45,7 @@ class ScoreJson(TypedDict):
 
 @closed
 class EndedTrialJson(TypedDict):
-    """A line of trials.jsonl: a trial that has ended.
+    """A line of trials.jsonl, which describes a trial that has ended.
 
     `previous` is the hash of the line before, of the first line that of search.json; `sha256` is that of all other
     fields.
@@ -61,7 +61,7 @@ class EndedTrialJson(TypedDict):
 
 @closed
 class SearchPlanJson(TypedDict):
-    """The content of search.json."""
+    """The content of search.json as JSON."""
 
     base: dict[str, Any]
     spaces: dict[str, dict[str, Any]]
@@ -107,7 +107,7 @@ class Score:
 
     @classmethod
     def from_json(cls, content: ScoreJson) -> "Score":
-        """Return the score of a JSON object."""
+        """Read a score from a JSON object."""
         return cls(
             content["step"],
             content["kind"],
@@ -131,7 +131,7 @@ class Score:
 
 @dataclass
 class TrialRecord:
-    """A trial as its search sees it.
+    """The state of a trial from the view of its search.
 
     Attributes:
         cost: client-steps of all its rounds.
@@ -152,7 +152,7 @@ class TrialRecord:
     outcome: Outcome | None = None
 
     def restore(self, ended: EndedTrialJson, folder: Path) -> None:
-        """Take over this trial's scores from before an interruption.
+        """Restore the scores that this trial had before an interruption.
 
         Args:
             folder: of the trial.
@@ -199,7 +199,7 @@ class TrialRecord:
         self.closed = True
 
     def line(self, previous: str) -> str:
-        """Return the trial's line of trials.jsonl.
+        """Return the line of this trial for trials.jsonl.
 
         Args:
             previous: the hash of the line before.
@@ -214,20 +214,23 @@ class TrialRecord:
 
     @property
     def spent(self) -> int:
-        """Return the client-steps that count towards the budget; the whole cost while the outcome is unknown."""
+        """Return the client-steps that count towards the budget; the full cost while the outcome is unknown."""
         if self.outcome is None or self.outcome.state == "failed":
             return self.cost
         return self.cost * self.outcome.step // self.config.federation.rounds
 
     @property
     def counted_scores(self) -> list[Score]:
-        """Return the scores that count; a stopped trial may have continued while its outcome was unknown."""
+        """Return the scores up to the trial's outcome.
+
+        A stopped trial may have continued while its outcome was unknown.
+        """
         last = self.outcome.step if self.outcome is not None and self.outcome.state == "stopped" else math.inf
         return [score for score in self.scores.values() if score.step <= last]
 
     @property
     def deciding_score(self) -> Score | None:
-        """The score that decided the outcome; None without an outcome."""
+        """The score that decided the trial's outcome; None while there is no outcome."""
         if self.outcome is None or self.outcome.score is None:
             return None
         done = self.outcome.state == "done"
@@ -239,12 +242,15 @@ class TrialRecord:
 
 
 def figures_of(kind: ScoreKind) -> str:
-    """Return the name in metrics.jsonl of an evaluation; a rehearsal evaluates another model than its step."""
+    """Return the key of an evaluation in metrics.jsonl.
+
+    A rehearsal evaluates another model than its step does.
+    """
     return "rehearsal" if kind == "rehearsal" else "validation"
 
 
 def read_scores(folder: Folder) -> list[Score]:
-    """Return the scores of a trial, from its folder.
+    """Read the scores of a trial from its folder.
 
     Raises:
         CheckpointError: a line cannot be read; the message has its number.
@@ -257,7 +263,9 @@ def read_scores(folder: Folder) -> list[Score]:
 
 
 def read_ended(folder: Folder) -> dict[str, EndedTrialJson]:
-    """Return, by id, the trials of a search that ended without an error; remove a line that a kill cut off.
+    """Read the trials of a search that ended without an error, by id.
+
+    A line that a kill cut off is removed from the file.
 
     Raises:
         CheckpointError: a line cannot be read, was changed or does not follow the line before; the message has its
@@ -271,7 +279,7 @@ def read_ended(folder: Folder) -> dict[str, EndedTrialJson]:
 
 
 def read_trials(folder: Folder) -> tuple[list[EndedTrialJson], bool]:
-    """Return the lines of trials.jsonl, and whether an incomplete line follows.
+    """Read the lines of trials.jsonl; return them, and whether an incomplete line follows.
 
     Raises:
         CheckpointError: a line cannot be read, was changed or does not follow the line before.
@@ -296,12 +304,12 @@ def read_trials(folder: Folder) -> tuple[list[EndedTrialJson], bool]:
 
 
 def append_trial(folder: Folder, record: TrialRecord) -> None:
-    """Add the line of a trial that has ended to trials.jsonl."""
+    """Append the line of an ended trial to trials.jsonl."""
     trials, _ = read_trials(folder)
     previous = trials[-1]["sha256"] if trials else _root(folder)
     folder.append(TRIALS, record.line(previous) + "\n")
 
 
 def _root(folder: Folder) -> str:
-    """Return the hash of the search, which the first line of trials.jsonl names."""
+    """Return the hash of the search plan, with which the first line of trials.jsonl is chained."""
     return folder.read_json(PLAN, SEARCH_PLAN_JSON)["sha256"]

@@ -1,4 +1,4 @@
-"""Writes the results of a search: best.yaml, tables of its trials, and a picture."""
+"""Writes the results of a search: best.yaml, tables of its trials, and a plot."""
 
 import csv
 import io
@@ -27,7 +27,7 @@ COLOURS = ("#2f5d8a", "#c4622d", "#4f7f52", "#86548f", "#a08a2c", "#3d8f93")
 
 
 def write(folder: Path, plan: SearchPlan, state: SearchState) -> None:
-    """Write the results of a search into its folder; best.yaml and the picture only if a trial is done."""
+    """Write the results of a search into its folder; best.yaml and the plot only if a trial has finished."""
     rows = [row(record) for record in state.trials]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     text = io.StringIO()
@@ -49,7 +49,7 @@ def write(folder: Path, plan: SearchPlan, state: SearchState) -> None:
 
 
 def row(record: TrialRecord) -> dict[str, Any]:
-    """Return a trial as a flat mapping, with score and figures of its outcome."""
+    """Return a trial as a flat mapping with its values, outcome and figures."""
     outcome = record.outcome
     deciding = record.deciding_score
     return {
@@ -67,7 +67,7 @@ def row(record: TrialRecord) -> dict[str, Any]:
 
 
 def best_yaml(folder: Path, plan: SearchPlan, best: TrialRecord) -> str:
-    """Return the best configuration as YAML, with the figures that `raylt run best.yaml` will give in a comment."""
+    """Return the best configuration as YAML, with the figures to expect from `raylt run best.yaml` as a comment."""
     deciding = best.deciding_score
     summary = Files(folder / "trials" / best.id).summary()
     assert deciding is not None
@@ -84,13 +84,13 @@ def best_yaml(folder: Path, plan: SearchPlan, best: TrialRecord) -> str:
 
 
 def run_command(folder: Path) -> str:
-    """Return the command that runs a search's best configuration, with the plugins that this process was given."""
+    """Return the command that runs the best configuration of a search, with this process's plugins."""
     plugins = [word for file in plugin_files() for word in ("--plugin", file)]
     return shlex.join(["raylt", "run", *plugins, str(folder / "best.yaml")])
 
 
 def table_of(plan: SearchPlan, state: SearchState, most: int = 20) -> Table:
-    """Return a table of the trials for the terminal, best first; accuracies in percent.
+    """Return a table of the trials for the terminal, best trial first, with accuracies in percent.
 
     Args:
         most: rows at most.
@@ -131,7 +131,7 @@ def table_of(plan: SearchPlan, state: SearchState, most: int = 20) -> Table:
 
 
 def importance_lines(folder: Path) -> list[str]:
-    """Return a line per method with compared settings: each setting's share of the scores' variance."""
+    """Return a line per method with the importance of its settings: each one's share of the scores' variance."""
     with Folder.open(folder) as search_folder:
         shares = json.loads(search_folder.read_text("importance.json"))
     return [
@@ -142,7 +142,7 @@ def importance_lines(folder: Path) -> list[str]:
 
 
 def draw(plan: SearchPlan, state: SearchState, shares: Mapping[str, Mapping[str, float]]) -> bytes:
-    """Return a PNG of scores against client-steps and each searched setting; stopped trials are hollow.
+    """Draw scores against client-steps and against each searched setting, as a PNG. Stopped trials are hollow.
 
     Args:
         shares: the importance of each setting by method, see tune/importance.py.
@@ -259,7 +259,7 @@ def _draw_slice(
 
 
 def plain(panel: Any) -> None:
-    """Remove the box and draw faint grid lines in a panel of a picture."""
+    """Remove the box of a plot's panel and draw faint grid lines."""
     panel.spines[["top", "right"]].set_visible(False)
     for side in ("left", "bottom"):
         panel.spines[side].set_color(MUTED)

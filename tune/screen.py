@@ -1,4 +1,4 @@
-"""`SearchProgress`: the callback that shows a search at the terminal."""
+"""The callback that shows a search at the terminal."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from raylt.runs.callbacks.base import Callback, TrialReport
 
 
 class SearchProgress(Callback):
-    """Shows a running search on standard error: a bar at a terminal, and a line per trial."""
+    """Callback that shows a running search on standard error: a progress bar, and a line per trial."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)

@@ -1,4 +1,4 @@
-"""`search` and `resume`: searches over the hyper-parameters of one or more methods.
+"""Searches over the hyper-parameters of one or more methods, and their continuation.
 
 A search has a folder:
 
@@ -57,7 +57,7 @@ QUIET = {
 
 @dataclass(frozen=True, repr=False)
 class SearchResult:
-    """The result of a search.
+    """The result of a hyper-parameter search.
 
     Args:
         config: the best configuration, as in best.yaml.
@@ -78,7 +78,7 @@ class SearchResult:
         return f"SearchResult({str(self.folder)!r}, best {self.best.id} of {len(self.trials)} trials)"
 
     def _repr_html_(self) -> str:
-        """Return the table of the trials, and the best settings."""
+        """Return an HTML table of the trials, and the best settings."""
         best = ", ".join(f"{key} = {value}" for key, value in self.best.values.items())
         return f"{html_of(report.table_of(self.plan, self.state))}<div>best: {escape(f'{self.best.id}, {best}')}</div>"
 
@@ -168,7 +168,7 @@ def resume(
     track: Sequence[str] = (),
     callback: Callback | None = None,
 ) -> SearchResult:
-    """Continue an interrupted search; of the trials that ended, only failed ones run again.
+    """Continue an interrupted search. Failed trials run again, other ended trials do not.
 
     Args:
         folder: of the search. The other arguments are those of `search`.
@@ -193,7 +193,7 @@ def resume(
 
 @contextmanager
 def _in_folder(start: str | None) -> Iterator[None]:
-    """Resolve the relative paths of a search's settings against the folder where it began.
+    """Resolve relative paths in the settings of a search against the folder in which the search began.
 
     A search that was copied to a machine without this folder finds them in the working directory.
     """
@@ -207,7 +207,7 @@ def _in_folder(start: str | None) -> Iterator[None]:
 
 
 def _usual_callback() -> Callback:
-    """Return the callback of a search that names none: a bar in a notebook, otherwise nothing."""
+    """Return the default callback of a search: a progress bar in a notebook, otherwise no output."""
     return NotebookProgress() if in_notebook() else Callback()
 
 
@@ -263,7 +263,7 @@ def _run_in_this_process(loop: SearchLoop, job: Any, retries: int) -> None:
 
 
 def _run_trial(loop: SearchLoop, job: Any, record: TrialRecord) -> str | None:
-    """Run or continue a trial; return its error in one line, or None."""
+    """Run or continue a trial; return its error in one line, or None if it has none."""
     from tune.trial import Trial, local_fleet
 
     trial = None
@@ -280,7 +280,7 @@ def _run_trial(loop: SearchLoop, job: Any, record: TrialRecord) -> str | None:
 
 
 def _trials_in_all(state: SearchState) -> int | None:
-    """Return the number of trials of a search; None if its budget decides."""
+    """Return the total number of trials of a search; None if the budget decides it."""
     total = sum(sequence.total for sequence in state.sequences.values())
     return None if total == math.inf else int(total)
 
@@ -304,7 +304,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _open_cluster(fleet: FleetKind, address: str | None) -> Iterator[list[dict[str, float]] | None]:
-    """Join or start the cluster for the trials; yield its nodes' resources, None for "local"."""
+    """Join or start the cluster for the trials; yield the resources of its nodes, or None for "local"."""
     if fleet == "local":
         yield None
         return
@@ -317,7 +317,7 @@ def _open_cluster(fleet: FleetKind, address: str | None) -> Iterator[list[dict[s
 
 
 def _place(plan: SearchPlan, nodes: Sequence[Mapping[str, float]], parallel: int | None) -> tuple[Any, int]:
-    """Return the placement of one trial, and the number of trials at once."""
+    """Return the placement of one trial, and the number of parallel trials."""
     from tune.placement import bundles_of, check_fit, most_on_gpu, need_of, place_trial
 
     have = {key: sum(node.get(key, 0.0) for node in nodes) for key in ("CPU", "GPU")}
@@ -343,19 +343,19 @@ def _create(folder: Path, plan: SearchPlan) -> None:
 
 
 def plugins_for(methods: Collection[str]) -> tuple[Plugin, ...]:
-    """Return the plugins that trials may name: these methods, and all models, sources and augmentations."""
+    """Return the plugins that trials may use: the given methods, and all models, sources and augmentations."""
     return tuple(plugin for plugin in plugins() if plugin.kind != "method" or plugin.name in methods)
 
 
 def with_validation(config: Config) -> Config:
-    """Return the settings with the search's validation share, if they have none."""
+    """Return the configuration, with a default validation share if it has none."""
     if config.data.validation:
         return config
     return config.model_copy(update={"data": config.data.model_copy(update={"validation": VALIDATION})})
 
 
 def _conclude(folder: Path, plan: SearchPlan, state: SearchState) -> SearchResult:
-    """Write the tables and return the result."""
+    """Write the tables of a finished search and return its result."""
     best = state.best()
     report.write(folder, plan, state)
     if best is None:
@@ -373,7 +373,7 @@ def _conclude(folder: Path, plan: SearchPlan, state: SearchState) -> SearchResul
 
 
 def check_tracked(track: Sequence[str], fleet: str) -> None:
-    """Check that the trackers can log trials.
+    """Raise ConfigError if the trackers cannot log trials.
 
     Raises:
         ConfigError: a tracker is unknown or not installed, or the trials do not run on Ray.
@@ -390,7 +390,7 @@ def check_tracked(track: Sequence[str], fleet: str) -> None:
 
 
 def check_arguments(plan: SearchPlan, parallel: int | None, fleet: str) -> None:
-    """Check the types and values of the arguments of `search`.
+    """Raise ConfigError if arguments of `search` have a wrong type or value.
 
     Raises:
         ConfigError: an argument has a wrong type or value.
@@ -423,13 +423,13 @@ def check_arguments(plan: SearchPlan, parallel: int | None, fleet: str) -> None:
 
 
 def usual_metric(config: Config, methods: Iterable[str]) -> Metric:
-    """Return the default metric of a search: for clients' own models, the one on the clients' own images."""
+    """Return the default metric of a search: accuracy, or "local" if clients have models of their own."""
     personal = all(method in METHODS and METHODS[method].personal for method in methods)
     return "local" if personal or config.federation.batchnorm == "local" else "accuracy"
 
 
 def check_plan(plan: SearchPlan) -> None:
-    """Check a plan before the search starts.
+    """Raise ConfigError if a search with this plan cannot start.
 
     Raises:
         ConfigError: a method cannot do the task, the metric has no class to judge, or the budget or the number of
@@ -482,7 +482,7 @@ def check_plan(plan: SearchPlan) -> None:
 
 
 def _judged_groups(task: Task) -> set[str]:
-    """Return the groups of classes that have validation samples."""
+    """Return the class groups that have validation samples."""
     assert task.validation is not None
     counts = class_counts(task.validation.labels(), task.classes)
     return {group for count, group in zip(counts, task.groups, strict=True) if count}

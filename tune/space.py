@@ -1,4 +1,4 @@
-"""Search spaces: a range for each searched setting, and the draws from these ranges.
+"""Search spaces: a range for each searched setting, and draws from these ranges.
 
 A range is declared by a field of the method, or given as a text like one of these.
 
@@ -30,7 +30,7 @@ POINTS = 3  # values of a float's range in a grid search
 
 @dataclass(frozen=True)
 class Grid:
-    """A range whose values are used in rotation."""
+    """A range whose values are used in turn."""
 
     values: tuple[Any, ...]
 
@@ -43,7 +43,7 @@ Space = dict[str, Axis]  # by setting, as in `local.lr`
 
 
 def parse(text: str) -> Axis | None:
-    """Return the range that a text describes; None if the text does not look like a range.
+    """Parse a range from text; return None if the text does not look like a range.
 
     Raises:
         ConfigError: the text is written like a range and is malformed.
@@ -74,7 +74,7 @@ def parse(text: str) -> Axis | None:
 
 
 def to_text(axis: Axis) -> str:
-    """Return the text that `parse` reads as this range."""
+    """Return the text of a range, the inverse of `parse`."""
     if isinstance(axis, Choice | Grid):
         kind = "choice" if isinstance(axis, Choice) else "grid"
         inner = yaml.safe_dump(list(axis.values), default_flow_style=True, width=math.inf).strip()[1:-1]
@@ -83,7 +83,7 @@ def to_text(axis: Axis) -> str:
 
 
 def value_at(axis: Range, u: float) -> Any:
-    """Return the value of a range at u in [0, 1)."""
+    """Map u in [0, 1) to a value of a range."""
     if isinstance(axis, Choice):
         return axis.values[int(u * len(axis.values))]
     if isinstance(axis, LogUniform):
@@ -92,12 +92,12 @@ def value_at(axis: Range, u: float) -> Any:
 
 
 def readable(axis: Uniform | LogUniform, value: float) -> float:
-    """Round a float to `DIGITS` significant digits, inside its range."""
+    """Round a float to `DIGITS` significant digits, within its range."""
     return min(max(float(f"{value:.{DIGITS}g}"), axis.low), axis.high)
 
 
 def probes(axis: Axis) -> list[Any]:
-    """Return sample values that show whether a setting accepts this range.
+    """Return sample values of a range, for a check that the setting accepts them.
 
     They are its ends and some values between them, which a setting of whole numbers refuses.
     """
@@ -107,7 +107,7 @@ def probes(axis: Axis) -> list[Any]:
 
 
 def separate(overrides: Sequence[str]) -> tuple[list[str], dict[str, Axis]]:
-    """Separate overrides `key=value` into settings with one value, unchanged, and settings with a range.
+    """Separate overrides `key=value` into settings with one value and settings with a range.
 
     Raises:
         ConfigError: a range is malformed.
@@ -133,7 +133,7 @@ def space(
     fields: Sequence[str] | None = None,
     method: str | None = None,
 ) -> Space:
-    """Return a method's search space: the ranges that its fields declare, and the given ones.
+    """Return the search space of a method: the ranges that its fields declare, and the given ranges.
 
     Args:
         config: the settings that all trials share.
@@ -169,7 +169,7 @@ def space(
 
 
 def configure(base: Config, method: str, values: Mapping[str, Any]) -> Config:
-    """Return `base` with a method and a trial's values, resolved and checked.
+    """Return the configuration of a trial: `base` with a method and the trial's values, resolved and checked.
 
     Raises:
         ConfigError: a value is not valid.
@@ -195,7 +195,7 @@ def configure(base: Config, method: str, values: Mapping[str, Any]) -> Config:
 
 
 def draw(space: Space, seed: int, method: str, index: int) -> dict[str, Any]:
-    """Draw the values of one trial; the arguments alone decide them, on every machine.
+    """Draw the values of one trial, determined by the arguments alone.
 
     The values of a grid come in turn, so each draw is used once for every combination of the grids' values.
     """
@@ -213,7 +213,7 @@ def draw(space: Space, seed: int, method: str, index: int) -> dict[str, Any]:
 
 
 def combinations(space: Space) -> list[dict[str, Any]]:
-    """Return the values of all trials of a grid search.
+    """Return the values of each trial of a grid search.
 
     It takes every value of a choice or grid, and `POINTS` values of a float's range, ends included.
     """
@@ -229,7 +229,9 @@ def combinations(space: Space) -> list[dict[str, Any]]:
 def spaces_of(
     methods: Sequence[str], ranges: Mapping[str, Axis], fixed: Config, only: Sequence[str] | None = None
 ) -> dict[str, Space]:
-    """Return each method's space; a range of a method's field goes to the methods with that field.
+    """Return the search space of each method.
+
+    A range of a field applies to the methods that have the field.
 
     Args:
         only: the fields whose declared ranges are searched; by default all that `fixed` does not give.
@@ -264,7 +266,7 @@ def spaces_of(
 
 
 def axis_of(key: str, text: str) -> Axis:
-    """Return the given range of a setting.
+    """Parse the range that is given for a setting.
 
     Raises:
         ConfigError: the text is not a range.

@@ -1,4 +1,4 @@
-"""`Trial`: a federated run inside a search, whose steps are also evaluated on the validation set.
+"""A federated run as a trial of a search. Its steps are also evaluated on the validation set.
 
 Its folder is a run folder with one more file, scores.jsonl, which holds one line per `Score`. A trial that is started
 again continues from its last checkpoint.
@@ -42,7 +42,7 @@ OpenFleet = Callable[[Setup, Task, str, torch.device], Fleet]
 
 @dataclass(frozen=True)
 class TrialJob:
-    """The settings of a search that its trials need.
+    """The settings of a search that all its trials need.
 
     Args:
         folder: of the search.
@@ -61,7 +61,7 @@ class TrialJob:
 
 
 class Trial:
-    """One run of a search, step by step; see the module's docstring.
+    """One run of a search, advanced step by step.
 
     Args:
         cost: client-steps of all rounds.
@@ -94,11 +94,11 @@ class Trial:
 
     @property
     def done(self) -> bool:
-        """Return whether the last step has been taken."""
+        """Return whether the trial has finished its last step."""
         return self._experiment is None or self._experiment.done
 
     def step(self) -> list[Score]:
-        """Take one step of the run and return its new scores.
+        """Run one step of the trial and return its new scores.
 
         The first call of a continued trial takes no step, but returns the scores from before the interruption.
         """
@@ -109,7 +109,7 @@ class Trial:
         return new
 
     def close(self) -> None:
-        """Release the clients and the folder."""
+        """Release the clients and the folder of the trial."""
         if self.fleet is not None:
             self.fleet.close()
         if self._journal is not None:
@@ -195,7 +195,7 @@ class Trial:
             folder.remove("checkpoints")
 
     def _judge(self, report: RoundReport) -> Score | None:
-        """Evaluate a step and record its score; return None if no evaluation is due or the step has its score."""
+        """Evaluate a step, record its score and return it; return None if no new evaluation is due."""
         kind = self._kind(report)
         if kind is None or report.step in self._scores:
             return None
@@ -244,7 +244,7 @@ class Trial:
 
 
 def local_fleet(setup: Setup, task: Task, name: str, device: torch.device) -> Fleet:
-    """Return a fleet with all clients in this process."""
+    """Return a fleet that runs all clients in this process."""
     return LocalFleet(setup.config, task, ClientHost(setup, task.spec, task.test, device))
 
 
@@ -256,7 +256,10 @@ def _test_figures(report: RoundReport) -> dict[str, float | None]:
 
 
 def _locked_journal(folder: Path) -> Journal:
-    """Lock the run folder and return its journal; a killed process may take a moment to release it."""
+    """Lock the run folder and return its journal.
+
+    A killed process may take a moment to release the folder.
+    """
     deadline = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:

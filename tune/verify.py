@@ -1,4 +1,4 @@
-"""Checks of a search's folder for `raylt verify`."""
+"""Checks of a search folder for `raylt verify`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from tune.records import PLAN, TRIALS, EndedTrialJson, figures_of, read_trials
 
 
 def verify_search(folder: Path) -> list[Finding]:
-    """Check a search's plan, the chain of its ended trials, and each trial's line against the trial's run folder."""
+    """Check the plan of a search, the hash chain of its ended trials, and each trial's line against its run folder."""
     return list(_findings(folder))
 
 
@@ -38,7 +38,7 @@ def _describe_plan(folder: Folder) -> str:
 
 
 def _describe_trial(folder: Path, trial: EndedTrialJson) -> str:
-    """Return the steps of a trial; raise a RayltError if its files contradict each other or the search's line."""
+    """Describe the steps of a trial; raise an error if its files contradict each other or its line."""
     files = Files(folder)
     files.config()
     files.split()

@@ -1,1 +1,1 @@
-"""Ray clusters: which cluster a run joins, how it authenticates, and how leftovers are removed."""
+"""Ray clusters: finding the cluster of a run, authentication, and removal of leftover processes."""

@@ -1,4 +1,4 @@
-"""Finds the cluster to join and its credentials before Ray is imported, because Ray reads both on import.
+"""Finds the cluster to join and its credentials. This happens before Ray is imported, which reads both on import.
 
 The cluster itself says whether it asks for a token. `entry` makes the first call of a Ray driver, without a token and,
 where that is refused, with the user's token. Ray then reads the result from `ClusterEntry.variables`.
@@ -24,7 +24,7 @@ FIRST_CALL = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 
 @dataclass(frozen=True)
 class Joined:
-    """A cluster that this process joins.
+    """The address of a cluster that this process joins, and where the address comes from.
 
     Args:
         asked_by: the option or variable that names it, or "this is a Ray job".
@@ -38,7 +38,7 @@ class Joined:
 
     @property
     def source(self) -> str:
-        """Return the option or variable that gave the address; errors begin with it."""
+        """Return the option or variable that gave the address, with which error messages begin."""
         if self.asked_by == "--address":
             return f"{spoken('--address', 'address')} {self.address}"
         return f"{self.asked_by}, address {self.address}"
@@ -62,7 +62,7 @@ class ClusterEntry:
 
 
 def cluster_to_join(address: str | None) -> Joined | None:
-    """Return the cluster to join; None for a new local cluster.
+    """Return the cluster to join; None if a new local cluster is to be started.
 
     The option decides; then RAYLT_ADDRESS, which cluster.yaml sets on the head; then the cluster of the Ray job that
     this process is. RAY_ADDRESS alone does not count, because it may have been exported for something else.
@@ -82,7 +82,9 @@ def cluster_to_join(address: str | None) -> Joined | None:
 
 
 def entry(joined: Joined | None) -> ClusterEntry:
-    """Return how to enter the cluster to join, or a new local one, for which a token is made.
+    """Return the address, token and variables for the cluster to join, or for a new local cluster.
+
+    A token is made for a new cluster.
 
     Raises:
         ConfigError: there is no such cluster, or it asks for a token that this machine does not have.
@@ -96,7 +98,7 @@ def token_file() -> Path:
 
 
 def exposed(file: Path) -> str | None:
-    """Return a clause that says that other users may read a file; None if only its owner may."""
+    """Return a clause that warns that other users may read a file; None if only the owner may."""
     try:
         status = file.stat()
     except OSError:
@@ -106,12 +108,12 @@ def exposed(file: Path) -> str | None:
 
 
 def tls() -> bool:
-    """Return whether Ray's processes on this machine use TLS."""
+    """Return whether Ray processes on this machine use TLS."""
     return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
 
 
 def _local_entry() -> ClusterEntry:
-    """Return the entry to a new cluster, which requires a token unless the user has set RAY_AUTH_MODE.
+    """Return the entry to a new local cluster, which requires a token unless the user has set RAY_AUTH_MODE.
 
     Ray itself would make a token file that other users can read.
     """
@@ -165,7 +167,7 @@ def _joined_entry(joined: Joined) -> ClusterEntry:
 
 
 def _resolve(joined: Joined) -> str:
-    """Return the address as HOST:PORT, after checking that a server listens there.
+    """Return the cluster's address as HOST:PORT, after checking that a server listens there.
 
     `auto` means what it means to Ray: RAY_ADDRESS, else the address that `ray start` wrote down on this machine.
     """
@@ -198,7 +200,7 @@ def _resolve(joined: Joined) -> str:
 
 
 def _written_address(joined: Joined) -> tuple[str, str]:
-    """Return the address that `ray start` wrote on this machine, and a description of its file."""
+    """Return the cluster address that `ray start` wrote to a file on this machine, and a note on the file."""
     file = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
     try:
         status = file.stat()
@@ -220,7 +222,7 @@ def _written_address(joined: Joined) -> tuple[str, str]:
 
 
 def _admits(joined: Joined, address: str, token: str | None) -> bool:
-    """Return whether the cluster answers a call with this token, or without one."""
+    """Return whether the cluster accepts a call with the given token (or with no token)."""
     import grpc  # takes a tenth of a second, and only a process that joins a cluster needs it
 
     options = [("grpc.enable_http_proxy", 0)]
@@ -260,7 +262,7 @@ def _admits(joined: Joined, address: str, token: str | None) -> bool:
 
 
 def _tls_credentials(grpc: Any) -> Any:
-    """Return credentials from Ray's own settings; both sides show a certificate."""
+    """Return gRPC credentials from Ray's TLS settings. Client and server both show a certificate."""
     content = []
     for name in ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_SERVER_CERT"):
         file = os.environ.get(name)
@@ -283,7 +285,7 @@ def _tls_credentials(grpc: Any) -> Any:
 
 
 def _read_token(file: Path) -> tuple[str, tuple[str, ...]]:
-    """Return the token and a remark if other users may read its file, which is then made private."""
+    """Return the token, and a remark if other users could read its file, which is then made private."""
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > TOKEN_BYTES:  # reading a FIFO would never end
@@ -324,7 +326,7 @@ def _bad_token_file(file: Path, fault: str) -> ConfigError:
 
 
 def _make_token(file: Path) -> None:
-    """Write a new token atomically; if several processes start together, only one of them writes it."""
+    """Write a new token to a file atomically. If several processes start together, only one of them writes it."""
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent, prefix=".auth_token-")  # mode 600

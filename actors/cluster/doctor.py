@@ -1,4 +1,4 @@
-"""The checks of `raylt doctor`: versions, the token's file, devices and the nodes of the cluster."""
+"""The checks of `raylt doctor`: versions, the token file, devices and the nodes of the cluster."""
 
 import http.client
 import json
@@ -89,7 +89,7 @@ def examine(address: str | None) -> Diagnosis:
 
 
 def outdated(version_of: Callable[[str], str | None]) -> list[str]:
-    """Return a line for each installed package that is older than its floor."""
+    """Return a warning for each installed package that is older than its minimum version."""
     installed = {name: version_of(name) for name in FLOORS}
     return [
         f"{name} {has} is older than {FLOORS[name]}, below which vulnerabilities are known: pip install -U "
@@ -100,7 +100,7 @@ def outdated(version_of: Callable[[str], str | None]) -> list[str]:
 
 
 def differences(local: Mapping[str, str], nodes: Mapping[str, Mapping[str, str] | str]) -> list[str]:
-    """Return a line for each node whose versions differ from those of this process.
+    """Return a warning for each node whose versions differ from those of this process.
 
     Args:
         local: versions of this process.
@@ -122,7 +122,7 @@ def differences(local: Mapping[str, str], nodes: Mapping[str, Mapping[str, str] 
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that all nodes must share; CPU and GPU builds count as the same."""
+    """Return the versions that must be equal on all nodes, without the suffixes of CPU and GPU builds."""
     return {
         name: platform.python_version() if name == "python" else (_version(name) or "none").partition("+")[0]
         for name in SAME_ON_ALL_NODES
@@ -130,7 +130,7 @@ def versions() -> dict[str, str]:
 
 
 def _differing_nodes() -> list[str]:
-    """Ask each node for its versions, in a task on that node, and return the differences."""
+    """Run a task on each node to read its versions, and return the differences."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -157,7 +157,10 @@ def _differing_nodes() -> list[str]:
 
 
 def _dashboard(board: str) -> str | None:
-    """Return the dashboard's address if it answers; some clusters run without a dashboard."""
+    """Return the address of the dashboard if it answers.
+
+    Some clusters run without a dashboard.
+    """
     if not board:
         return None
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -1,4 +1,4 @@
-"""Ray jobs: commands of raylt that run on a cluster without the terminal that submitted them.
+"""Ray jobs: raylt commands that run on a cluster independently of the terminal that submitted them.
 
 A job is sent to the address of the cluster's dashboard. Ray carries the working directory there and runs the command on
 the head node. The run folder lies on the cluster, in a folder that outlives the job.
@@ -29,7 +29,7 @@ ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
 @dataclass(frozen=True)
 class SubmittedJob:
-    """A job of raylt on a cluster.
+    """A raylt command that was submitted to a cluster as a Ray job.
 
     Attributes:
         state: PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED.
@@ -45,7 +45,7 @@ class SubmittedJob:
 
 
 class JobClient:
-    """The jobs of one cluster, see `connect`."""
+    """Client for the raylt jobs of one cluster, see `connect`."""
 
     def __init__(self, client: Any):
         self._client = client
@@ -53,7 +53,7 @@ class JobClient:
     def submit(
         self, command: Sequence[str], folder: str | None, working_directory: Path | None, variables: dict[str, str]
     ) -> str:
-        """Send a command of raylt to the cluster and return the job's id.
+        """Submit a raylt command to the cluster and return the id of the job.
 
         Args:
             command: the words after `raylt`; a word with `~/` at its start or after `=` is a path on the cluster.
@@ -82,12 +82,12 @@ class JobClient:
             ) from None
 
     def list(self) -> list[SubmittedJob]:
-        """Return the jobs of raylt, oldest first."""
+        """Return the raylt jobs of the cluster, oldest first."""
         jobs = [_job_of(details) for details in self._client.list_jobs() if KEY in (details.metadata or {})]
         return sorted(jobs, key=lambda job: job.started or float("inf"))
 
     def find(self, name: str) -> SubmittedJob:
-        """Return the job with an id, or the latest job whose run folder has a name.
+        """Return the job with this id, or the latest job whose run folder has this name.
 
         Raises:
             ConfigError: there is none.
@@ -102,7 +102,7 @@ class JobClient:
         return jobs[-1]
 
     def lines(self, job: SubmittedJob, every_s: float) -> Iterator[str]:
-        """Yield the output of a job until it ends, in pieces."""
+        """Yield the output of a job piece by piece until the job ends."""
         shown = 0
         while True:
             ended = self.find(job.id).state in ENDED
@@ -115,23 +115,23 @@ class JobClient:
             time.sleep(every_s)
 
     def wait(self, id: str) -> SubmittedJob:
-        """Wait for a job's end and return the job."""
+        """Wait until a job ends, and return the job."""
         while (job := self.find(id)).state not in ENDED:
             time.sleep(0.5)
         return job
 
     def output(self, id: str) -> str:
-        """Return what a job has printed."""
+        """Return the text that a job has printed so far."""
         return self._client.get_job_logs(id)
 
     def interrupt(self, job: SubmittedJob) -> None:
-        """Stop a job's process with a signal; its run can be resumed."""
+        """Stop a job by a signal. Its run can be resumed."""
         self._client.stop_job(job.id)
 
 
 @contextmanager
 def connect(address: str) -> Iterator[JobClient]:
-    """Connect to a cluster's dashboard, with the user's token if it asks for one.
+    """Connect to the dashboard of a cluster, with the user's token if the dashboard requires one.
 
     Args:
         address: of the dashboard, as in http://head:8265.
@@ -173,7 +173,7 @@ def connect(address: str) -> Iterator[JobClient]:
 
 
 def _asks_for_token(address: str) -> bool:
-    """Return whether a dashboard asks for a token; this question needs none."""
+    """Return whether a dashboard requires a token. This request itself needs none."""
     if not address.startswith(("http://", "https://")):
         raise ConfigError(
             f"--address {address}: not the address of a dashboard. Give one as http://HOST:8265.",
@@ -206,7 +206,7 @@ def _job_of(details: Any) -> SubmittedJob:
 
 
 def _on_cluster(word: str) -> str:
-    """Return a word quoted for the cluster's shell; a leading ~/ stands for the home folder there."""
+    """Quote a word for the cluster's shell, where a leading ~/ stands for the home folder on the cluster."""
     key, equals, value = word.partition("=")
     if equals and value.startswith("~/"):
         return f'{shlex.quote(f"{key}=")}"$HOME"/{shlex.quote(value[2:])}'

@@ -1,4 +1,4 @@
-"""Ends processes of a local Ray cluster whose driver was killed, and removes its session folder.
+"""Ends the processes of a local Ray cluster whose driver was killed, and removes its session folder.
 
 This is a program of its own and not a part of session.py: `python -I reaper.py FOLDER` must outlive the driver and
 start without raylt or Ray, so it imports only the standard library. The driver is at the other end of its standard
@@ -20,7 +20,7 @@ LIMIT_S = 8.0  # a process that has not ended by then is left alone
 
 
 def members(folder: str) -> Iterator[int]:
-    """Yield the pids of a session's processes.
+    """Yield the pids of the processes that belong to a Ray session.
 
     They carry the mark in their environment. Ray's agents do not, because their title has overwritten it; they are
     recognised by their title and the files that they have open. A user's process that reads a log has neither.
@@ -45,7 +45,7 @@ def _writes_in(entry: Path, folder: str) -> bool:
 
 
 def reap(folder: str) -> None:
-    """End the session's processes within `LIMIT_S`, by SIGTERM and then by SIGKILL."""
+    """End the processes of a Ray session within `LIMIT_S`, by SIGTERM and then by SIGKILL."""
     begun = time.monotonic()
     number = signal.SIGTERM
     time.sleep(GRACE_S)
@@ -63,7 +63,7 @@ def reap(folder: str) -> None:
 
 
 def main() -> None:
-    """Wait for the driver's end, then clean up unless it ended normally."""
+    """Wait until the driver ends, then clean up if it did not end normally."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the driver; its end is seen on standard input
     folder = sys.argv[1]

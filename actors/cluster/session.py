@@ -1,4 +1,4 @@
-"""`session`: the Ray cluster of this process, either one that the user names or a new local one.
+"""The Ray cluster of this process: a cluster that the user names, or a new local cluster.
 
 A cluster that happens to run on the machine is not joined. Importing this module does not import Ray, because the
 environment variables that Ray reads on import must be set before.
@@ -32,7 +32,7 @@ NO_DASHBOARD = "Ray's dashboard did not start; the run has none and is otherwise
 
 @dataclass(frozen=True)
 class Cluster:
-    """The cluster that this process is in.
+    """The Ray cluster to which this process is connected.
 
     Args:
         origin: how the process came to be in it, as a clause.
@@ -52,7 +52,9 @@ class Cluster:
 
 @contextmanager
 def session(address: str | None) -> Iterator[Cluster]:
-    """Join the cluster that the user names, or start a local one; leave or stop it after the block.
+    """Join the cluster that the user names, or start a local one.
+
+    After the block the process leaves or stops it.
 
     A process that is in a Ray session already, as in a notebook, uses that session and stays in it.
 
@@ -94,7 +96,7 @@ def session(address: str | None) -> Iterator[Cluster]:
 
 
 def dashboard() -> str | None:
-    """Return the address of the dashboard of this process's cluster; None without a dashboard."""
+    """Return the dashboard address of this process's cluster; None without a dashboard."""
     import ray
 
     url = ray.get_runtime_context().worker.node.webui_url
@@ -125,7 +127,9 @@ def _connected(joined: Joined | None, **options: Any) -> Iterator[None]:
 
 @contextmanager
 def _without_reports(ray: Any) -> Iterator[None]:
-    """Keep Ray's reports of lost processes, which contain a node's last log lines, off standard output.
+    """Keep Ray's reports of lost processes off standard output.
+
+    They contain the last log lines of a node.
 
     The run says in a line which process it has lost, and Ray's logs have the rest. Ray has no setting for this.
     """
@@ -156,7 +160,10 @@ def _not_connected(joined: Joined | None, cause: str) -> ConfigError:
 
 
 def _current(address: str | None, joined: Joined | None) -> Cluster:
-    """Return the Ray session that this process is already in, if it is the one that the user names."""
+    """Return the cluster of this process's existing Ray session.
+
+    It must be the cluster that the user names.
+    """
     import ray
 
     core: Any = importlib.import_module("ray._raylet")
@@ -178,7 +185,7 @@ def _current(address: str | None, joined: Joined | None) -> Cluster:
 
 
 def _refresh() -> None:
-    """Make Ray read the environment variables again, after it has read them on import.
+    """Make Ray read its environment variables again, which it otherwise reads only on import.
 
     They change between two sessions of one process. Ray does the same for the clusters that `ray.init` starts.
     """
@@ -189,7 +196,7 @@ def _refresh() -> None:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables until the block ends."""
+    """Set environment variables for the duration of the block."""
     before = {key: os.environ.get(key) for key in variables}
     os.environ.update(variables)
     try:
@@ -203,12 +210,12 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Merge two of Ray's runtime environments."""
+    """Merge two Ray runtime environments."""
     return one | other | {"env_vars": one.get("env_vars", {}) | other.get("env_vars", {})}
 
 
 def _temporary(folder: Path) -> dict[str, str]:
-    """Return TMPDIR for Ray's processes: the session's folder if the user's path is too long for sockets."""
+    """Return TMPDIR for Ray's processes: the session folder if the user's path is too long for sockets."""
     return {} if _fits(tempfile.gettempdir()) else {"TMPDIR": str(folder)}
 
 
@@ -218,7 +225,7 @@ def _fits(base: str) -> bool:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """Make a private folder for the session, and start a process that cleans up if this process is killed.
+    """Create a private session folder, and start a process that cleans up if this process is killed.
 
     Ray opens its own folder to all users, so that folder lies inside the private one. When the block ends in an error
     other than `ConfigError`, the folder with Ray's logs is kept.
