@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # a list of runs shows figures and must not wait for torch
 GROUPS = ("many", "medium", "few")
 KINDS = ("owned", "matched", "global", "miou")  # of a figure of one client
 LOCAL = "local"  # the further kind where clients have test images
-FEW_SAMPLES = 100  # a figure over fewer is shown with its interval
+FEW_SAMPLES = 100  # a figure over fewer samples is shown with its interval
 AT_ONCE = 2**18  # counts that are processed together: 2 MiB
 
 

@@ -38,8 +38,8 @@ except ImportError:
 
 T = TypeVar("T")
 MIB = 2**20
-LIMIT = 64 * MIB  # of a file that is read at once, unless the caller gives another limit
-WRITING = ".writing"  # end of the name of a file until it is complete
+LIMIT = 64 * MIB  # bytes of a file that is read at once, unless the caller gives another limit
+WRITING = ".writing"  # suffix of a file's name until the file is complete
 # without NONBLOCK, opening a FIFO waits for a process at its other end
 _PLAIN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 

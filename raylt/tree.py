@@ -68,7 +68,7 @@ def view(array: np.ndarray) -> Tensor:
 
     Do not write to the tensor: arrays from an object store are read-only.
     """
-    if array.flags.writeable:  # the usual case; a filter of warnings would take ten times as long as the view
+    if array.flags.writeable:  # the usual case; a warnings filter would take ten times as long as the view
         return torch.from_numpy(array)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

@@ -54,7 +54,7 @@ def _register_commands() -> None:
             if isinstance(command, typer.Typer):
                 app.add_typer(command, name="plot", rich_help_panel=panel)
             else:
-                # the words after the command that is submitted are that command's
+                # all words after the submitted command belong to that command
                 takes_all = {"allow_extra_args": True, "ignore_unknown_options": True} if command is submit else None
                 epilog = EXAMPLES if command is run else None
                 app.command(rich_help_panel=panel, epilog=epilog, context_settings=takes_all)(command)
@@ -138,7 +138,7 @@ def main() -> None:
         if debug:
             raise
         if isinstance(error, OSError) and error.filename is not None:
-            # what the operating system says of a path that the user gave
+            # an error of the operating system about a path from the user
             path = os.fsdecode(error.filename)
             error = ConfigError(f"{path}: {error.strerror}", code="file.unreadable", path=path)
         if isinstance(error, RayltError):

@@ -77,7 +77,7 @@ def read(path: Path | str | None, overrides: Sequence[str] = ()) -> dict[str, An
 
 def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     """Apply `key=value` overrides to a mapping of settings, in place."""
-    # the method first: its name drops the fields of another method, but not fields given in the same call
+    # the method first, since its name drops another method's fields but not fields of the same call
     for text in sorted(overrides, key=lambda text: not text.startswith(("method=", "method.name="))):
         _set(tree, text)
 
@@ -145,7 +145,7 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
                 key=whole,
             )
         tree = below
-    if key == "method" and isinstance(value, str):  # another method: the fields of the one before do not apply
+    if key == "method" and isinstance(value, str):  # another method: the fields of the previous method do not apply
         before = tree.get("method")
         value = before if isinstance(before, dict) and before.get("name") == value else {"name": value}
     tree[last] = value
@@ -183,7 +183,7 @@ def _short(value: Any) -> str:
     """Return a value shortened for a message."""
     try:
         return textwrap.shorten(repr(value), 200, placeholder=" ...")
-    except (ValueError, RecursionError):  # a number of thousands of digits, or a mapping that holds itself
+    except (ValueError, RecursionError):  # a number with thousands of digits, or a mapping that contains itself
         return f"a {type(value).__name__}"
 
 

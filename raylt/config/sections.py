@@ -20,7 +20,7 @@ from raylt.notebook import html_table
 MOST = 10**7  # bound of counts and sizes: a larger number is a slip that would otherwise end in a lack of memory
 LAST_SEED = 2**63 - 1
 GUARDS = (MOST, LAST_SEED)  # bounds that catch slips; no user chooses between them, so no listing shows them
-MOST_THREADS = 256  # of one process; with many more, OpenMP ends the process
+MOST_THREADS = 256  # threads of one process; with many more, OpenMP ends the process
 
 
 def setting(default: Any, description: str, takes: str | None = None, **checks: Any) -> Any:

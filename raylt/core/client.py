@@ -293,7 +293,7 @@ def back_cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     shows = shows[:classes]
     all_shown = shows.all()
     log_p = F.log_softmax(logits.float(), 1)
-    # where all are shown nothing is masked: the logarithm of no class at all has no gradient
+    # if all classes are shown, mask none: the logarithm of an empty sum has no gradient
     hidden = (shows & ~all_shown)[:, None, None]
     absent = log_p.masked_fill(hidden, -torch.inf).logsumexp(1, keepdim=True)
     target = torch.where(unlabelled & all_shown, IGNORED, extended)

@@ -26,7 +26,7 @@ from raylt.errors import ConfigError, one_line
 from raylt.machine import cores
 
 _DRIVER = Path("/proc/driver/nvidia/version")
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads it when it is first used in a process
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads this variable at its first use in a process
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def mps_runs() -> bool:
     try:
         daemon = int((pipes / "nvidia-cuda-mps-control.pid").read_text())
         os.kill(daemon, 0)
-    except PermissionError:  # another user's daemon serves this process all the same
+    except PermissionError:  # another user's daemon also serves this process
         return True
     except (OSError, ValueError):
         return False
@@ -183,7 +183,7 @@ def _set_arithmetic(config: Config, device: torch.device) -> None:
         torch.use_deterministic_algorithms(deterministic)
 
 
-# The libraries have no other words for a handle that could not be made because the device is full.
+# The libraries report a handle that could not be made on a full device with these texts only.
 _FULL = (
     "cuda out of memory",
     "cuda error: out of memory",
@@ -230,7 +230,7 @@ class InHalves:
     def __init__(self, fn: Callable[[Tensor], Tensor], note: Callable[[str], None]):
         self._fn = fn
         self._note = note
-        self._most: int | None = None  # images at a time that fitted last; None before the first halving
+        self._most: int | None = None  # largest batch that fitted last; None before the first halving
 
     def __call__(self, x: Tensor) -> Tensor:
         while True:
@@ -240,7 +240,7 @@ class InHalves:
             except Exception as error:
                 if size < 2 or not is_full(error):
                     raise
-            self._most = size // 2  # outside the handler: the error's frames would keep what they hold alive
+            self._most = size // 2  # outside the handler, since the error's frames keep their objects alive
             if x.device.type == "cuda":
                 torch.cuda.empty_cache()
             self._note(f"device out of memory; continuing with {self._most} images at a time instead of {size}")

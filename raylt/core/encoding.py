@@ -30,7 +30,7 @@ from raylt.errors import DataError
 from raylt.models.trainable import FrozenEncoder, frozen_entries
 from raylt.store import Folder, folder_for
 
-BATCH = 64  # always full: the size of a batch decides the last bits of a feature
+BATCH = 64  # batches are always full, since their size affects the last bits of a feature
 CHUNK = 1024  # rows that are looked up and computed at a time; an interrupted run finds those before
 KEY_BYTES = 16
 

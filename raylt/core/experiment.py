@@ -60,7 +60,7 @@ class Experiment:
         self._saved: Checkpoint | None = None
         self._step = 0
         self._best: dict[str, Any] | None = None  # the step and accuracy on validation images of the best checkpoint
-        self._peak: dict[str, Any] | None = None  # the same of the best judged round, with or without a checkpoint
+        self._peak: dict[str, Any] | None = None  # the same for the best evaluated round, with or without a checkpoint
         self._last_round = self.server.rounds  # an earlier one once federation.patience has ended the rounds
 
     @property

@@ -107,7 +107,7 @@ def branch_to(
     def judge_again(report: MetricsLine) -> None:
         with one_thread():
             end = open_in_process(setup, run.task, folder, saved)
-            if end.done:  # the last step is a shared one, and is judged as the end of this run
+            if end.done:  # the last step is a shared step: evaluate it as the end of this run
                 report |= end.judge_again()
 
     descent = _Descent(run, config, setup, folder, stage, saved, judge_again)
@@ -242,7 +242,7 @@ def check_extension(run: Run, rounds: int) -> None:
 def _reads_rounds(method: Method) -> bool:
     """Return whether the source code of a method uses the number of rounds."""
     classes = [kind for kind in type(method).__mro__ if issubclass(kind, Method) and kind is not Method]
-    # the whole file of a plugin: a function next to the method may read the number
+    # for a plugin its whole file, since another function in it may use the number
     sources = [kind if kind.__module__.startswith("raylt.") else inspect.getmodule(kind) or kind for kind in classes]
     try:
         texts = [inspect.getsource(source) for source in sources]

@@ -28,7 +28,7 @@ from raylt.runs.run import Run
 from raylt.runs.runner import FleetKind, carry_out
 from raylt.seeds import seeded
 
-# errors for files that may be on another machine, for which a run is planned here
+# errors for missing files, which may exist on the machine that will run the plan
 _LACKING_FILES = ("data.not-found", "model.weights-unavailable", "model.teacher-unavailable")
 # keywords of `run` that also take a function, by the kind of plugin that it becomes
 PLUGIN_KEYWORDS: dict[str, PluginKind] = {

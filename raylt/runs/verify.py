@@ -98,7 +98,7 @@ def _repair_target(files: Files) -> _RepairTarget | None:
             damaged = [step for step in steps if isinstance(_checkpoint_at(files, step, lines), str)]
             return _RepairTarget(lines, lines.torn, damaged if len(damaged) < len(steps) else [])
         if summary.FILE in folder.names():
-            return None  # the run has ended, and its last lines are lost
+            return None  # the run has ended, but its last lines are lost
         lines = _undamaged_lines(folder, root)
     for step in reversed(steps):
         if isinstance(_checkpoint_at(files, step, lines), Checkpoint):

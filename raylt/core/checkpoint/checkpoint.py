@@ -129,7 +129,7 @@ def write(
     """
     final = f"{step:06d}"
     entries: dict[str, CheckpointPart] = {}
-    facts = json.loads(json.dumps(facts))  # as the manifest returns them: keys become texts
+    facts = json.loads(json.dumps(facts))  # as the manifest returns them, with keys as strings
     with folder_for(parent.parent) as above, above.inner(parent.name, make=True) as folder:
         sweep(folder)
         beside = f".{final}.{secrets.token_hex(8)}{WRITING}"
@@ -291,7 +291,7 @@ def _save(folder: Folder, name: str, tensors: dict[str, Tensor]) -> None:
         path.chmod(0o600)
         sync(path)
     except SafetensorError:
-        # safetensors reports an error of the system as text; this write raises it with its number
+        # safetensors gives system errors as text only; this write raises the same error with its number
         folder.write(name, as_safetensors(tensors))
 
 

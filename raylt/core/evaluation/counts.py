@@ -135,7 +135,7 @@ class Counts:
         """Count the predictions for a batch, from logits [B, C] or [B, C, H, W]."""
         unusable = logits.isnan().any(1)
         self.not_numbers += (unusable & (batch.y != IGNORED)).sum()
-        # the largest of numbers that are none would be the first class
+        # argmax of NaN would be the first class
         predicted = logits.argmax(1).where(~unusable, (batch.y + 1) % self._classes)
         self.all += confusion(predicted, batch.y, self._classes, IGNORED)
         if self._owners is None:
@@ -199,7 +199,7 @@ class EvaluationSet:
                     self._features.append(model.encoder(batch.x))
                 encoder.x, encoder.z = batch.x, self._features[number]
                 counts.add(predict(judged, batch.x), batch)
-        except BaseException:  # a full device, after which the caller tries again; the features are incomplete
+        except BaseException:  # the device is full: the caller tries again, and the features are incomplete
             self._layout, self._features = None, []
             raise
         return counts.cpu()
@@ -208,7 +208,7 @@ class EvaluationSet:
         """Return whether the stored features are from this encoder; if not, prepare to store its features."""
         entries = encoder.state_dict()
         layout = [(name, value.dtype, value.shape) for name, value in entries.items()]
-        # in one piece: a comparison of each entry would make the host wait for each
+        # one comparison for all entries: the host waits for each comparison
         pieces = [value.contiguous().flatten().view(torch.uint8) for value in entries.values()]
         bits = torch.cat(pieces) if pieces else self._bits
         if layout == self._layout and torch.equal(bits, self._bits):

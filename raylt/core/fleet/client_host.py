@@ -70,7 +70,7 @@ class ClientHost:
         except Exception as error:
             if not (is_full(error) and self.drop(all_but=id)):
                 raise
-        # outside the handler: the error's frames would keep what they hold alive
+        # outside the handler, since the error's frames keep their objects alive
         return self._run(fn, message, round, id, shard, private)
 
     def drop(self, all_but: int) -> bool:
@@ -90,11 +90,11 @@ class ClientHost:
         client.recall(state)
         arrived = tree.to({"entries": entries, "message": message}, self.device)
         client.receive(arrived["entries"])
-        set_training(self.model)  # every call starts from the same mode, whichever client ran before
+        set_training(self.model)  # every call starts in the same mode, whatever the previous client left
         name = getattr(fn, "__name__", "call")
         client.begin(name, round)
         threads = torch.get_num_threads()
-        torch.set_num_threads(self._threads)  # the same everywhere: it decides the order of some sums
+        torch.set_num_threads(self._threads)  # the same number everywhere, since it affects the order of some sums
         try:
             with seeded(self.setup.config.seed, name, round, id, device=self.device):
                 reply = self._called(fn, client, arrived["message"])

@@ -36,7 +36,7 @@ from raylt.errors import ClientError, Diverged, Overflow, RayltError, TooFewRepl
 from raylt.tree import Tree
 
 ItemFunction = Callable[[Tree], Tree]
-# codes of replies that most clients send only where training diverged
+# codes of faults that most clients have only if training diverged
 DIVERGED = frozenset({"reply.not-finite", "reply.out-of-range", "reply.overflow", "model.not-finite"})
 
 
@@ -79,7 +79,7 @@ class Fleet(ABC):
         self.on_items: ItemsHook | None = None
         self.protection = Protection(config, self.all_sizes)
         self._diverging = -2, -2  # first and last of the latest rounds in a row with updates that are too large
-        self._private: dict[int, Any] = {}  # handles of the clients' private states: what an actor is rebuilt from
+        self._private: dict[int, Any] = {}  # handles of the clients' private states, from which an actor is rebuilt
 
     @property
     def everyone(self) -> Cohort:

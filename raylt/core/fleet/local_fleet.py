@@ -90,7 +90,7 @@ class LocalFleet(Fleet):
         if enough >= len(ids):
             yield from map(answer, ids)
             return
-        # the order of arrival is drawn: in the order of the ids the last clients would never take part
+        # random order of arrival: in id order the last clients would never take part
         rng = np.random.default_rng(seed_for(self.config.seed, "arrival", self.round))
         drawn = rng.permutation(ids).tolist()
         answers = []

@@ -22,7 +22,7 @@ Arrived = Reply | SummedReply | Unusable
 # value would make products of the next round infinite, at clients that did nothing wrong.
 LARGEST = {"mean": 1e6, "total": 1e8, "each": 1e18}
 LARGEST_NUMBER = torch.finfo(torch.float32).max
-LARGEST_COUNT = 2**53  # beyond it float64, in which sums are taken, has gaps
+LARGEST_COUNT = 2**53  # larger integers are not exact in float64, in which sums are computed
 MOST_BYTES = 256 * 2**20  # of a part without a template
 
 
@@ -63,7 +63,7 @@ class Schema:
             return reply.fault
         if fault := self._weight_fault(id, reply.weight):
             return fault
-        if isinstance(reply, SummedReply):  # the rest was checked where the reply was added up
+        if isinstance(reply, SummedReply):  # all other checks were made where the reply was added up
             return None
         if missing := self.parts.keys() - reply.tree.keys():
             return Fault("reply.missing", f"{min(missing)} is missing")
@@ -323,7 +323,7 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
     Unlike a dotted path, a tuple keeps a name such as "a.b" apart from nested names, and 1 from "1".
     """
-    if isinstance(value, dict) and (value or len(path) == 1):  # an empty dict below a part is a leaf: it has a name
+    if isinstance(value, dict) and (value or len(path) == 1):  # an empty inner dict is a leaf: it has a name
         for name, inner in value.items():
             yield from _leaves(inner, (*path, name))
     else:

@@ -20,7 +20,7 @@ from raylt.tree import Tree, leaves, map_tensors
 IN_MEMORY = 2 * 2**30  # bytes
 # bytes; the parts of a smaller reply stay in memory: each in the file takes a mapping, of which a process has 65,530
 SMALLEST = 2**20
-ALIGNED = 64  # bytes: torch's vector instructions want no less
+ALIGNED = 64  # bytes; torch's vector instructions need this alignment
 
 
 class ValueStore:

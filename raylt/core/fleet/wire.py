@@ -192,7 +192,7 @@ class _Walk:
         Raises:
             _NotSendable: the tree holds something that may not travel.
         """
-        # a state_dict is an OrderedDict; what arrives has been copied into plain ones
+        # a state_dict is an OrderedDict; the receiver gets plain dicts
         if not isinstance(tree, dict) or (self._room is None and type(tree) is not dict):
             name = _type_name(tree)
             raise _NotSendable(f"{dotted(path)} is {name}" if path else f"the parts are {name}")

@@ -88,7 +88,7 @@ class Protection:
         self._spend(round, noise)
         share = 1 / fewest_survivors(len(cohort)) if secure else 1.0
         released = noise.released(parts)
-        # counts with noise are no numbers of samples, so robust rules have no means to compare
+        # noisy counts are not numbers of samples, so robust rules have no means to compare
         inner = self._without_noise(released, cohort, weights, True) if secure else Plain(released, cohort)
         return SampleDP(inner, noise, parts, share, statement(self._config, noise))
 
@@ -116,7 +116,7 @@ class Protection:
         self, parts: Mapping[str, Reduction], cohort: Cohort, weights: Mapping[int, float], secure: bool
     ) -> Aggregator:
         if secure:
-            from raylt.core.protection.secure_sum import Secure  # lazily: it needs a library that few runs need
+            from raylt.core.protection.secure_sum import Secure  # imported lazily, since few runs need its library
 
             return Secure(parts, cohort, weights)
         rule = self._config.federation.robust

@@ -92,7 +92,7 @@ class CudaRecorder:
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # it says only that the recording broke off
                     graph.capture_end()
-                del self._pool  # torch cannot use the pool of a recording that broke off again
+                del self._pool  # torch cannot use the memory pool of a failed recording again
                 raise
             graph.capture_end()
         self._last = graph

@@ -79,7 +79,7 @@ def fit_classifier(
             optimiser.step(value)
             total.add_(value.detach() * len(rows))
 
-    # a recording has one learning rate: it pays only if several steps share that
+    # a recording has one learning rate, so it pays only if several steps share the rate
     lasts = schedule == "constant" or (schedule == "epoch" and len(z) // batch >= WORTH)
     repeated = Repeated(step, z.device, [loss, optimiser], [classifier])
     for epoch in range(epochs):

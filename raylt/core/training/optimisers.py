@@ -58,7 +58,7 @@ class SGD:
     def _move(self, params: list[Tensor], grads: list[Tensor], velocity: list[Tensor]) -> None:
         """Move parameters along their gradients, with velocities if there is momentum."""
         if self.weight_decay:
-            # not in place: autograd may give one tensor as the gradient of two parameters
+            # not in place, since two parameters may share one gradient tensor
             grads = list(torch._foreach_add(grads, params, alpha=self.weight_decay))
         if self.momentum:
             torch._foreach_mul_(velocity, self.momentum)

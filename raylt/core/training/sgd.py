@@ -19,7 +19,7 @@ from raylt.models.split import set_training
 def learning_rate(party: Client | Server) -> float:
     """Return the learning rate of a round for a client or the server, by `local.schedule` and `local.warm_up`."""
     config = party.config
-    # without rounds, training after them has the rate of the first
+    # with zero rounds, training after the rounds has the rate of the first round
     return scheduled_rate(party.schedule, config.local, party.round, max(config.federation.rounds, 1))
 
 
@@ -67,7 +67,7 @@ def sgd(
         with autocast(client):
             loss = objective(batch)
         optimiser.step(loss)
-        total.add_(loss.detach() * len(rows))  # stays on the device: reading it here would stop a GPU every step
+        total.add_(loss.detach() * len(rows))  # not read here: each step would wait for the GPU
 
     parts: list[object] = [objective, make, optimiser, *([] if client.augment is None else [client.augment])]
     repeated = Repeated(step, client.device, parts, [model], client.noise)

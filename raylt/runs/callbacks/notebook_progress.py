@@ -22,7 +22,7 @@ from raylt.runs.callbacks.terminal import (
     items_text,
 )
 
-EVERY = 0.25  # seconds between two updates at least: each travels to the browser
+EVERY = 0.25  # least seconds between two updates, since each update is sent to the browser
 NOTES = 20  # messages that are shown, the last ones
 
 

@@ -18,7 +18,7 @@ from raylt.store import Folder
 
 FILE = ".progress"
 ITEM = ".progress-"  # before the number of an item
-EVERY_S = 0.5  # between two writes of the same stage: people read no faster
+EVERY_S = 0.5  # least time between two writes of the same stage; people read no faster
 
 
 def progress_writer(folder: Path) -> Callable[..., None]:

@@ -26,7 +26,7 @@ STAGES = {
     "judge": "judging",
     "checkpoint": "saving",
 }
-ITEMS = {"synthesise": "class"}  # by the server's function, what one of its items is
+ITEMS = {"synthesise": "class"}  # name of one item, by function of the server
 BAR = 12  # columns; fewer where the rest of the line needs them
 STAGE = 21  # columns
 LINE_EVERY = 30.0  # seconds between two lines on a long stage where there is no bar

@@ -150,7 +150,7 @@ class Wandb(_Tracker):
     def _show(self, image: "Image.Image", model: str) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        # without a step: W&B drops figures of an earlier step than its last, as after a resumption
+        # no step: W&B drops figures of steps before its last step, as after a resumption
         self._run.log({"predictions": wandb.Image(image, caption=model)})
 
     def _close(self, model_sha256: str | None) -> None:

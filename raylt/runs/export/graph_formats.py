@@ -76,7 +76,7 @@ def _read_pt2(path: Path) -> GraphModel:
     log.setLevel(logging.CRITICAL)
     try:
         network = torch.export.load(str(file), extra_files=extra).module()
-    except Exception as error:  # a zip file, JSON, tensors: each part has its own exceptions
+    except Exception as error:  # zip file, JSON and tensors raise different exceptions
         raise unreadable(path, error) from None
     finally:
         log.setLevel(level)
@@ -139,7 +139,7 @@ def _program_of(model: TrainedModel, description: ModelDescription) -> torch.exp
     batch = {0: torch.export.Dim("n", min=1)}
     try:
         return torch.export.export(_FromBytes(model.cpu()).eval(), (images,), dynamic_shapes={INPUT: batch})
-    except Exception as error:  # torch raises whatever it trips over in a network
+    except Exception as error:  # torch may raise any exception for a network
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"model: torch.export cannot follow it ({description['model']}: {reason}). Export it as safetensors.",

@@ -56,7 +56,7 @@ def _use(description: ModelDescription, file: str) -> list[str]:
     image = description["input"]
     clients = description["clients"] or []
     several = len(clients) > 1
-    # quoted, so that a line that somebody pastes does no more than it says
+    # quoted, so that pasting the line into a shell runs nothing else
     argument = f", client={clients[0]['name']!r}" if several else ""
     option = f" --client {shlex.quote(clients[0]['name'])}" if several else ""
     return [

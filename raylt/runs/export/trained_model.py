@@ -134,7 +134,7 @@ def predict_in_parts(
             "model: its predictions are infinite or not a number. Use a model that did not diverge.",
             code="model.not-finite",
         )
-    # not the argmax of the probabilities: softmax may make two different logits equal
+    # argmax of logits, since softmax may make two different logits equal
     return Prediction(logits.argmax(1), probabilities, class_names)
 
 

@@ -29,7 +29,7 @@ from raylt.runs.export.load import load_image
 from raylt.runs.serving.model import OpenedModel
 
 MOST_BYTES = 10 * 2**20  # of a request's body
-MOST_PIXELS = 2**25  # of an image; a decoded one takes at least as many bytes
+MOST_PIXELS = 2**25  # pixels of an image; a decoded image takes at least as many bytes
 ADDRESSES = 10_000  # whose rates are remembered
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src blob:; connect-src 'self'"
 HEADERS = {

@@ -23,7 +23,7 @@ VerdictKind = Literal[
 ]
 KINDS: tuple[VerdictKind, ...] = get_args(VerdictKind)
 LEAST_SEEDS = 3  # with fewer seeds the interval is too uncertain for a verdict
-WIDEST = 0.05  # half width of an interval; a wider one contains nearly any figure and reproduces none
+WIDEST = 0.05  # half width of an interval; a wider interval confirms nothing
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ def _check_form(record: RunRecord, where: str) -> None:
         problem = contradiction(record)
     except ConfigError as error:
         raise CheckpointError(f"{name}: {error}", code="file.malformed", path=where, key="config") from None
-    except (KeyError, TypeError, AttributeError) as error:  # a section of the settings, or a group of figures, is none
+    except (KeyError, TypeError, AttributeError) as error:  # a section or a group is missing or malformed
         raise CheckpointError(
             f"{name}: a part does not have the form of a run's record ({one_line(error)}). Restore the original file.",
             code="file.malformed",
@@ -395,7 +395,7 @@ def _portable(record: RunRecord) -> RunRecord:
         text = text.replace(json.dumps(path)[1:-1], json.dumps(name)[1:-1])
     portable: dict[str, Any] = json.loads(text)
     if record.summary is not None and portable["summary"] != record.summary and is_intact(record.summary):
-        # the hash was right until names took the place of paths
+        # the hash was right before names replaced paths
         portable["summary"]["sha256"] = hash_json(
             {key: value for key, value in portable["summary"].items() if key != "sha256"}
         )

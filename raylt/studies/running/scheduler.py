@@ -195,7 +195,7 @@ class _Pool:
             "stem": None if job.stem is None else str(job.stem),
         }
         assert worker.process.stdin is not None
-        with suppress(BrokenPipeError):  # the process died: its output ends, too, and the reader reports that
+        with suppress(BrokenPipeError):  # the process died; the reader reports the end of its output
             worker.process.stdin.write(json.dumps(content) + "\n")
             worker.process.stdin.flush()
 
