@@ -1,4 +1,4 @@
-"""What hostile clients do to each way of putting clients together, overall and in the rare classes.
+"""Measures the accuracy of each aggregation rule under attack, overall and in the rare classes.
 
     python benchmarks/attackers.py [--clients 10] [--rounds 15] [--seeds 3] [--imbalance 20] [--method fedavg]
         [--record | --page]
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Accuracy on all and on few-shot classes in percent, means over the seeds."""
+    """Return a table of accuracy on all and on few-shot classes, in percent, as means over the seeds."""
     cells = {(cell["rule"], cell["attack"]): f"{cell['all']:.1f} / {cell['few']:.1f}" for cell in figures["cells"]}
     names = ["mean" if rule is None else rule for rule in RULES]
     rows = [[name if name == "mean" else f"`{name}`", *(cells[name, attack] for attack in ATTACKS)] for name in names]
@@ -80,14 +80,14 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def interval(values: np.ndarray) -> str:
-    """Mean and half-width of its 95 % t interval."""
+    """Return the mean of values and the half-width of its 95 % t interval."""
     if len(values) < 2:
         return f"{values.mean():.1f}"
     return f"{values.mean():.1f} ± {stats.t.ppf(0.975, len(values) - 1) * stats.sem(values):.1f}"
 
 
 def accuracies(rule: str | None, attack: str, seed: int, arguments: argparse.Namespace) -> tuple[float, float]:
-    """Of one run: overall, and of the few-shot classes."""
+    """Train one run; return its accuracy on all classes and on the few-shot classes."""
     setup = resolve(
         load(
             None,
@@ -122,7 +122,7 @@ def accuracies(rule: str | None, attack: str, seed: int, arguments: argparse.Nam
 
 
 def hostile_method(kind: type[Method], attack: str, hostile: set[int]) -> type[Method]:
-    """The method with some clients that send something else than they trained."""
+    """Return the method with some hostile clients, which send other models than they trained."""
 
     def train(self: Method, client: Client, message: Message) -> Reply:
         reply = kind.train(self, client, message)

@@ -1,4 +1,4 @@
-"""Whether MuPFL's clusters follow the clients' data: of a run, round by round.
+"""Measures, round by round, whether MuPFL's client clusters follow the clients' data.
 
     python benchmarks/cluster_data.py RUN [RUN ...]
 
@@ -31,7 +31,10 @@ def main() -> None:
 
 
 def follow(run: Run) -> tuple[list[float], list[int]]:
-    """Of each round with more than one cluster, the share of random assignments that are worse; and their number."""
+    """Return the share of random cluster assignments that are worse than each round's, and the number of clusters.
+
+    Both lists cover the rounds with more than one cluster.
+    """
     counts = run.task.client_counts
     shares = counts / counts.sum(1, keepdims=True).clip(min=1)
     distances = np.abs(shares[:, None] - shares[None]).sum(-1) / 2  # [K, K]
@@ -48,7 +51,7 @@ def follow(run: Run) -> tuple[list[float], list[int]]:
 
 
 def within(labels: np.ndarray, distances: np.ndarray) -> float:
-    """Mean distance of two members of one cluster; 0 where each is alone."""
+    """Return the mean distance between two members of the same cluster; 0 if each member is alone."""
     same = (labels[:, None] == labels[None]) & ~np.eye(len(labels), dtype=bool)
     return float(distances[same].mean()) if same.any() else 0.0
 

@@ -1,4 +1,6 @@
-"""What MuPFL's ACMU costs the server: seconds and peak memory for n updates of a model, as `MuPFL.round` takes them.
+"""Measures the cost of MuPFL's clustering (ACMU) at the server: seconds and peak memory for n updates of a model.
+
+The updates are taken as `MuPFL.round` takes them.
 
     python benchmarks/clustering.py                          # 100 updates of ResNet-18, C = 10
     python benchmarks/clustering.py --model cnn --updates 10
@@ -75,7 +77,7 @@ def main() -> None:
 
 
 def made(server: Server, method: MuPFL, start: tree.Tree, n: int) -> dict[int, tree.Tree]:
-    """What n clients reply: the start and an update near their group's, i % 4, and a map near the group's."""
+    """Make replies of n clients: start, update and map, each close to those of the client's group i % 4."""
     size = sum(layer.size for layer in layers_of(server.model))
     replies = {}
     store = ValueStore()
@@ -94,7 +96,10 @@ def made(server: Server, method: MuPFL, start: tree.Tree, n: int) -> dict[int, t
 
 
 class OwnMemory:
-    """The largest resident memory of this process since now, GB, without pages of files; looked at every 50 ms."""
+    """Records the peak resident memory of this process from now on, in GB, without file pages.
+
+    It looks every 50 ms.
+    """
 
     def __init__(self) -> None:
         self.peak = self._now()

@@ -1,4 +1,4 @@
-"""CPU seconds of single pieces of raylt in two trees: what a change of the code saves.
+"""Compares the CPU seconds of single pieces of raylt in two source trees, before and after a change.
 
     git worktree add /tmp/before COMMIT
     python benchmarks/cuts.py --before /tmp/before                      # every case
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def compared(case: str, before: Path, turns: int) -> dict[str, Any]:
-    """Run a case in both trees alternately."""
+    """Run a case in both source trees alternately."""
     trees = {"before": before.resolve(), "after": ROOT}
     seconds: dict[str, list[float]] = {side: [] for side in trees}
     values = {}
@@ -78,7 +78,7 @@ def compared(case: str, before: Path, turns: int) -> dict[str, Any]:
 
 
 def once(case: str, tree: Path) -> dict[str, Any]:
-    """Run a case in a process that imports raylt from a tree."""
+    """Run a case in a new process that imports raylt from the given source tree."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # users have byte code
     with tempfile.TemporaryDirectory() as folder:
@@ -90,20 +90,20 @@ def once(case: str, tree: Path) -> dict[str, Any]:
 
 
 def keep(case: str, row: dict[str, Any]) -> None:
-    """Record the figures of a case."""
+    """Store the figures of a case."""
     rows = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     rows[case] = row
     RECORD.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def commit(tree: Path) -> str:
-    """Return the short hash of a tree's commit."""
+    """Return the short commit hash of a source tree."""
     done = subprocess.run(["git", "-C", tree, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return done.stdout.strip()
 
 
 def processor() -> str:
-    """Return the processor's name, with the widest vectors that torch uses."""
+    """Return the name of the processor, with the widest vector instructions that torch uses."""
     import torch
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -112,7 +112,7 @@ def processor() -> str:
 
 
 def digest(*tensors: Any) -> str:
-    """Return a short hash of tensors' bits."""
+    """Return a short hash of the bits of tensors."""
     content = b"".join(tensor.detach().contiguous().numpy().tobytes() for tensor in tensors)
     return hashlib.sha256(content).hexdigest()[:16]
 
@@ -125,7 +125,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def least(work: Callable[[], object], repeats: int) -> float:
-    """Return the least CPU seconds of a few calls, after one that warms up."""
+    """Return the fewest CPU seconds of several calls, after one warm-up call."""
     work()
     return min(seconds_of(work) for _ in range(repeats))
 
@@ -134,7 +134,7 @@ def least(work: Callable[[], object], repeats: int) -> float:
 
 
 def fit(dim: int, classes: int, steps: int) -> Measured:
-    """Steps of `fit_classifier` in batches of 64."""
+    """Measure steps of `fit_classifier` in batches of 64."""
     import torch
 
     from raylt.core.training.fit_classifier import fit_classifier
@@ -152,7 +152,7 @@ def fit(dim: int, classes: int, steps: int) -> Measured:
 
 
 def scaffold(steps: int = 20) -> Measured:
-    """A step of SCAFFOLD over a step of FedAvg, taken alternately: `cnn`, batches of five."""
+    """Measure a step of SCAFFOLD relative to a step of FedAvg, taken alternately: `cnn`, batches of five."""
     import numpy as np
     import torch
 
@@ -191,7 +191,9 @@ def scaffold(steps: int = 20) -> Measured:
 
 
 def calls(clients: int = 60, rounds: int = 8) -> Measured:
-    """A call to a client of ten images in batches of five, in a run in one process, over its steps in a bare loop.
+    """Measure calls to small clients in a run in one process, relative to a bare loop over the same steps.
+
+    A client has ten images, in batches of five.
 
     The bare loop runs after each round in the same process, so that both meet the same load of the machine. The figure
     is the median of the rounds, without the first, in which clients are made, and the last, which is judged.
@@ -240,7 +242,7 @@ def calls(clients: int = 60, rounds: int = 8) -> Measured:
 
 
 def bare_calls(clients: int) -> Callable[[], None]:
-    """Return a bare loop over the steps of `calls`."""
+    """Return a bare training loop over the same steps as `calls`."""
     import torch
     from torch.nn import functional as F
 
@@ -263,7 +265,7 @@ def bare_calls(clients: int) -> Callable[[], None]:
 
 
 def augmentation(name: str) -> Measured:
-    """An augmentation of 32 images of 32x32x3."""
+    """Measure an augmentation of 32 images of 32x32x3."""
     import torch
 
     from raylt.data.augment import AUGMENTATIONS
@@ -277,7 +279,7 @@ def augmentation(name: str) -> Measured:
 
 
 def digits() -> Measured:
-    """Reading the digits, from the start of Python: without torch, so mostly what is imported."""
+    """Measure reading of the digits data set from the start of Python, without torch, so mostly imports."""
     import numpy as np
 
     from raylt.config import DataConfig
@@ -304,7 +306,7 @@ SHORT: dict[str, dict[str, Any]] = {
 
 
 def short_runs() -> Measured:
-    """Two rounds of some methods on the digits: their models' hashes and accuracies are what counts."""
+    """Run two rounds of some methods on the digits; return model hashes and accuracies for comparison."""
     import raylt
 
     found = {}
@@ -318,7 +320,7 @@ def short_runs() -> Measured:
 
 
 def demonstration() -> Measured:
-    """What `raylt run` trains, in one process, from the start of Python to the summary."""
+    """Measure the demonstration run of `raylt run` in one process, from the start of Python to the summary."""
     with contextlib.redirect_stdout(io.StringIO()):
         import raylt
 

@@ -1,4 +1,4 @@
-"""How fast a folder of many small images is decoded into its cache, against plain Pillow, and in how much memory.
+"""Measures the speed and memory of decoding a folder of many small images into its cache, against plain Pillow.
 
     python benchmarks/decoding.py [--images 30000] [--clients 200] [--side 96] [--size 64] [--folder FOLDER]
 
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def make(folder: Path, images: int, clients: int, side: int) -> None:
-    """Noisy JPEGs of random colours, evenly over clients and classes."""
+    """Write noisy JPEGs of random colours, distributed evenly over clients and classes."""
     rng = np.random.default_rng(0)
     for i in range(images):
         place = folder / f"client {i % clients:04}" / f"class {i // clients % CLASSES}"
@@ -79,7 +79,7 @@ def make(folder: Path, images: int, clients: int, side: int) -> None:
 
 
 def rate_of_pillow(files: list[Path], size: int) -> float:
-    """Images per second of CPU that a plain loop decodes."""
+    """Return the images that a plain Pillow loop decodes per CPU second."""
     began = time.process_time()
     for file in files:
         with Image.open(file) as image:
@@ -89,8 +89,10 @@ def rate_of_pillow(files: list[Path], size: int) -> float:
 
 
 def decode(folder: Path, root: Path, size: int) -> None:
-    """What a process of its own does: decodes, and prints CPU seconds with those of its workers, seconds, and MiB at
-    the peak, its own and of the largest worker."""
+    """Decode a folder in this process and print the CPU seconds, seconds and peak memory.
+
+    CPU seconds include those of the workers. The peaks, in MiB, are of this process and of its largest worker.
+    """
     files = read_parts(folder).train.files
     fitted_image(folder / files[0], size)  # so that modules are loaded before the clock runs
     cpu, began = time.process_time(), time.perf_counter()
@@ -110,7 +112,7 @@ def in_process(folder: Path, root: Path, size: int) -> dict[str, float]:
 
 
 def killed(folder: Path, root: Path, size: int, images: int) -> int:
-    """Kills a process when a third is noted as decoded, and says how many are."""
+    """Kill a decoding process after a third of the images; return the number of images recorded as decoded."""
     process = subprocess.Popen(_command(folder, root, size), stdout=subprocess.DEVNULL)
     while process.poll() is None and _noted(root) < images / 3:
         time.sleep(0.005)

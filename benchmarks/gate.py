@@ -1,4 +1,4 @@
-"""The gate of a refactoring: record everything that must not change, and compare two recordings.
+"""Records everything that a refactoring must not change, and compares two recordings.
 
     python benchmarks/gate.py record before.json [--jobs 2] [--runs DIR]
     python benchmarks/gate.py compare before.json after.json [--old-runs DIR]
@@ -160,7 +160,7 @@ def untimed(value: Any) -> Any:
 
 
 def shallow(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with numbers and text as they are, and a hash in place of every inner value."""
+    """Return a JSON object whose numbers and texts are unchanged, with a hash in place of every inner object."""
     return {
         key: value if isinstance(value, int | str) or (isinstance(value, float) and value == value) else digest(value)
         for key, value in untimed(tree).items()
@@ -168,12 +168,12 @@ def shallow(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
-    """Return the JSON lines of a file."""
+    """Parse the JSON lines in a file."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def look(folder: Path) -> dict[str, Any]:
-    """Return everything about a finished run that must not change, by aspect."""
+    """Return, by aspect, everything about a finished run that must not change."""
     summary = json.loads((folder / "summary.json").read_text())
     confusions = {}
     for file in sorted((folder / "confusions").glob("*.npz")):
@@ -197,7 +197,7 @@ def look(folder: Path) -> dict[str, Any]:
 
 
 def key_paths(value: Any, path: str = "") -> Iterator[str]:
-    """Yield the keys of a JSON value in the order of the file, inner keys as `outer.inner`."""
+    """Yield the keys of a JSON value in the order of the file, with nested keys as `outer.inner`."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield f"{path}{key}"
@@ -207,7 +207,7 @@ def key_paths(value: Any, path: str = "") -> Iterator[str]:
 
 
 def keys(folder: Path) -> dict[str, list[str]]:
-    """Return the names of a run's files, and the keys of each JSON and YAML file in order."""
+    """Return the file names of a run, and the keys of each JSON and YAML file in order."""
     import yaml
 
     names = sorted(
@@ -229,7 +229,7 @@ def keys(folder: Path) -> dict[str, list[str]]:
 
 
 def attempt(work: Callable[[], Any]) -> Any:
-    """Return what a function returns, or whether raylt refused its input or it failed."""
+    """Return the result of a function, or a text if raylt refused the input or the function failed."""
     import raylt
 
     try:
@@ -241,7 +241,7 @@ def attempt(work: Callable[[], Any]) -> Any:
 
 
 def train(name: str, method: str, settings: list[str], fleet: Any = "local") -> Path:
-    """Run a method in the folder `name` and return that folder."""
+    """Run a method in a folder called `name`; return the folder."""
     import raylt
 
     fields = [f"method.{field}={value}" for field, value in QUICK.get(method, {}).items()]
@@ -255,7 +255,7 @@ def extra(method: str) -> list[str]:
 
 
 def cut(folder: Path, target: Path, step: int) -> Path:
-    """Copy a run folder as it was after a step."""
+    """Copy a run folder in the state that it had after a step."""
     shutil.copytree(folder, target)
     for name in ("summary.json", "model.safetensors"):
         (target / name).unlink()
@@ -266,7 +266,7 @@ def cut(folder: Path, target: Path, step: int) -> Path:
 
 
 def resumed(folder: Path, straight: dict[str, Any]) -> dict[str, Any]:
-    """Resume a run from each of its checkpoints, and return by step whether the result is the straight run."""
+    """Resume a run from each checkpoint; return, by step, whether the result equals the uninterrupted run."""
     import raylt
 
     found = {}
@@ -282,14 +282,14 @@ def resumed(folder: Path, straight: dict[str, Any]) -> dict[str, Any]:
 
 
 def alternatives(method: str, field: str, entry: dict[str, Any]) -> list[str]:
-    """Return the values of a field's range that the tiny run does not have."""
+    """Return the values in a field's range other than the value in the tiny run."""
     inside = re.search(r"[\[{](.*?)[\]}]", str(entry["range"]))
     present = str(QUICK.get(method, {}).get(field, entry["default"]))
     return [value for value in (inside[1].split(", ") if inside else []) if value not in (present, f"{present}.0")]
 
 
 def branched(method: str, folder: Path, fields: dict[str, Any]) -> dict[str, Any]:
-    """Branch a run at each stage of its method, with the first field of the stage that can be changed."""
+    """Branch a run at each stage of its method, each time with a change of the stage's first changeable field."""
     import raylt
 
     found: dict[str, Any] = {}
@@ -320,14 +320,14 @@ Items = dict[str, dict[str, Any]]
 
 
 def by_aspect(suite: str, name: str, found: Any) -> Items:
-    """Return what `look` found, with one item for each aspect."""
+    """Return the result of `look` as one item per aspect."""
     if not isinstance(found, dict):
         return {f"{suite}: model": {name: found}}
     return {f"{suite}: {aspect}": {name: value} for aspect, value in found.items()}
 
 
 def do_method(name: str, about: dict[str, Any]) -> Items:
-    """Run, resume and branch a method on pictures."""
+    """Run, resume and branch a method on images, and record the results."""
     folder = Path(name)
     found = attempt(lambda: look(train(name, name, [*PICTURES, *extra(name)])))
     items = by_aspect("methods", name, found)
@@ -339,7 +339,7 @@ def do_method(name: str, about: dict[str, Any]) -> Items:
 
 
 def do_branches_to(methods: list[str]) -> Items:
-    """Branch one FedAvg run to every other method; most refuse."""
+    """Branch one FedAvg run to every other method, and record the results. Most methods refuse."""
     import raylt
 
     source, found = train("stem", "fedavg", PICTURES), {}
@@ -355,14 +355,14 @@ def do_branches_to(methods: list[str]) -> Items:
 
 
 def do_segmentation(name: str) -> Items:
-    """Run a method on label maps."""
+    """Run a method on label maps, and record the result."""
     items = by_aspect("segmentation", name, attempt(lambda: look(train(f"maps-{name}", name, SCENES))))
     shutil.rmtree(f"maps-{name}", ignore_errors=True)
     return items
 
 
 def do_settings(name: str) -> Items:
-    """Run one of SETTINGS."""
+    """Run one entry of SETTINGS, and record the result."""
     method, settings = SETTINGS[name]
     with seeded_noise():
         found = attempt(lambda: look(train(f"settings-{digest(name)}", method, settings)))
@@ -371,13 +371,13 @@ def do_settings(name: str) -> Items:
 
 @contextmanager
 def seeded_noise() -> Iterator[None]:
-    """Make the noise of private runs, which raylt draws from `secrets`, the same in every recording."""
+    """Make the noise of private runs the same in every recording, although raylt draws it from `secrets`."""
     with mock.patch("secrets.randbits", random.Random(0).getrandbits):
         yield
 
 
 def do_ray() -> Items:
-    """Run three methods on Ray, with one and with two actors."""
+    """Run three methods on Ray, with one and with two actors, and record the results."""
     items: Items = {}
     for method in KEPT:
         for actors in ACTORS:
@@ -394,7 +394,7 @@ def do_ray() -> Items:
 
 
 def do_keys() -> Items:
-    """Run a plain, a personal, a secure and a private run, and record the keys of their files."""
+    """Run a plain, a personal, a secure and a private run; record the keys of their files."""
     kinds = {
         "plain": ("fedavg", []),
         "finish": ("ccvr", []),
@@ -416,7 +416,7 @@ def do_keys() -> Items:
 
 
 def command(*arguments: str) -> str:
-    """Return what a command prints.
+    """Return the output of a raylt command.
 
     Raises:
         RuntimeError: it failed.
@@ -432,12 +432,15 @@ def command(*arguments: str) -> str:
 
 
 def listed(*arguments: str) -> Any:
-    """Return what a command prints as JSON."""
+    """Return the output of a raylt command, parsed as JSON."""
     return json.loads(command(*arguments, "--format", "json"))
 
 
 def walk(node: Any, path: str = "raylt") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every option and argument below a command, with what it takes; arguments go by their number."""
+    """Yield every option and argument of a command and its subcommands, with the accepted values.
+
+    Arguments go by their number.
+    """
     for number, parameter in enumerate(node.params, 1):
         names = [*parameter.opts, *parameter.secondary_opts]
         name = " ".join(names) if names[0].startswith("-") else f"argument {number}"
@@ -463,7 +466,7 @@ def walk(node: Any, path: str = "raylt") -> Iterator[tuple[str, dict[str, Any]]]
 
 
 def takes(annotation: Any) -> Any:
-    """Return the type of an option, or its choices, whether an enum or a Literal declares them."""
+    """Return the type of an option or its choices, whether declared by an enum or a Literal."""
     if inspect.isclass(annotation) and issubclass(annotation, Enum):
         return [str(choice.value) for choice in annotation]
     if get_origin(annotation) is Literal:
@@ -474,7 +477,7 @@ def takes(annotation: Any) -> Any:
 
 
 def do_commands() -> Items:
-    """Record the tree of commands, and the exit codes of the installed command."""
+    """Record the tree of raylt commands, and the exit codes of the installed command."""
     import typer
 
     from raylt.cli.main import app
@@ -495,7 +498,7 @@ def do_commands() -> Items:
 
 
 def inlined(schema: Any, definitions: dict[str, Any]) -> Any:
-    """Return a JSON schema with definitions in their places and without prose and names of classes."""
+    """Return a JSON schema with definitions inlined, without descriptions and class names."""
     if isinstance(schema, list):
         return [inlined(inner, definitions) for inner in schema]
     if not isinstance(schema, dict):
@@ -510,7 +513,7 @@ def inlined(schema: Any, definitions: dict[str, Any]) -> Any:
 
 
 def do_settings_listed() -> Items:
-    """Record the keys of a configuration with defaults and types, and the shipped configurations."""
+    """Record all configuration keys with defaults and types, and the shipped configurations."""
     import raylt
 
     schema = type(raylt.load_config(None, ["method=fedavg"])).model_json_schema()
@@ -526,7 +529,7 @@ def do_settings_listed() -> Items:
 
 
 def do_methods_listed() -> Items:
-    """Record fields, ranges, stages, and what each call of a method sends and costs."""
+    """Record fields, ranges and stages of all methods, and what each of their calls sends and costs."""
     prose = {"about", "notes", "privileged", "source"}
 
     def bare(value: Any) -> Any:
@@ -569,7 +572,7 @@ def do_public_names() -> Items:
 
 
 def do_pages() -> Items:
-    """Let `raylt page` write copies of all pages with tables: by page whether it changed, by command the table."""
+    """Run `raylt page` on copies of all pages with tables; record unchanged pages and the tables."""
     unchanged, tables = {}, {}
     folders = [ROOT, *(ROOT / name for name in ("docs", "studies", "examples"))]
     pages = sorted(
@@ -592,7 +595,7 @@ def do_pages() -> Items:
 
 
 def do_records() -> Items:
-    """Read every recorded study: its comparison, the verdicts on all of them, and the plan of every study."""
+    """Record the comparison of every recorded study, the verdicts on all of them, and every study's plan."""
     out = str(Path("studies-out").resolve())
     with chdir(ROOT):
         files = sorted(str(file) for file in Path("studies/results").glob("*.json"))
@@ -620,7 +623,7 @@ def do_records() -> Items:
 
 
 def keep_runs(folder: Path) -> None:
-    """Make the run folders that a later tree must be able to read, with exported models next to them."""
+    """Make run folders and exported models that later versions must be able to read."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -633,7 +636,7 @@ def keep_runs(folder: Path) -> None:
 
 
 def use_runs(folder: Path, fields: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Do with a copy of kept run folders what users do with old runs, and return what came of it.
+    """Use a copy of kept run folders as users do with old runs; return the results.
 
     Args:
         fields: of each kept method, as `raylt methods` lists them.
@@ -687,7 +690,10 @@ def use_runs(folder: Path, fields: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def untimed_frame(frame: Any) -> dict[str, Any]:
-    """Return the columns of a frame of figures, and hashes of its metrics, of which seconds only by number."""
+    """Return the columns of a data frame of figures and a hash of each metric.
+
+    Of metrics in seconds only the number of rows is returned.
+    """
     columns: dict[str, Any] = {"columns": list(frame.columns)}
     for metric, rows in frame.groupby("metric", sort=True):
         columns[str(metric)] = len(rows) if "seconds" in str(metric) else digest(rows.to_csv(index=False))
@@ -695,7 +701,7 @@ def untimed_frame(frame: Any) -> dict[str, Any]:
 
 
 def predictions(file: Path) -> str:
-    """Return a hash of the probabilities that an exported model, or a client's in it, gives for the test images."""
+    """Return a hash of the class probabilities that an exported model, or a client's model in it, predicts."""
     import raylt
 
     with np.load("pictures.npz") as arrays:
@@ -708,7 +714,7 @@ def predictions(file: Path) -> str:
 
 
 def do_kept_runs(folder: Path, fields: dict[str, dict[str, Any]]) -> Items:
-    """Make run folders that are kept, and use a copy of them."""
+    """Make run folders that are kept, use a copy of them, and record the results."""
     keep_runs(folder)
     return {"old runs": use_runs(folder, fields)}
 
@@ -717,7 +723,10 @@ def do_kept_runs(folder: Path, fields: dict[str, dict[str, Any]]) -> Items:
 
 
 def write_pictures() -> None:
-    """Write 8x8 images of 4 classes at 4 named clients; the last client lacks a class and has two test images."""
+    """Write 8x8 images of 4 classes for 4 named clients.
+
+    The last client lacks a class and has two test images.
+    """
     rng, arrays = np.random.default_rng(0), {}
     for part, n in (("train", 96), ("test", 42)):
         y, ids = np.arange(n) % 4, np.arange(n) // 4 % 4
@@ -737,7 +746,7 @@ def write_pictures() -> None:
 
 
 def write_scenes() -> None:
-    """Write 16x16 images whose label maps are blocks of 3 classes with unlabelled rows between them."""
+    """Write 16x16 images with label maps: blocks of 3 classes with unlabelled rows between them."""
     rng, arrays = np.random.default_rng(0), {}
     for part, n in (("train", 14), ("test", 6)):
         y = rng.choice(3, (n, 2, 2), p=(0.5, 0.3, 0.2)).astype(np.uint8).repeat(8, axis=1).repeat(8, axis=2)
@@ -748,7 +757,7 @@ def write_scenes() -> None:
 
 
 def write_images(folder: Path) -> None:
-    """Write the test images as files, in a folder for each class of each client."""
+    """Write the test images as files into a folder for each client and class."""
     from PIL import Image
 
     with np.load("pictures.npz") as arrays:
@@ -762,7 +771,7 @@ def write_images(folder: Path) -> None:
 
 
 def prepare(folder: str) -> None:
-    """Begin a process of the pool: work in `folder`, and make sure that raylt is that of this tree."""
+    """Set up a process of the pool: work in `folder`, and check that raylt is imported from this source tree."""
     os.chdir(folder)
     import raylt
 
@@ -771,14 +780,14 @@ def prepare(folder: str) -> None:
 
 
 def describe() -> dict[str, Any]:
-    """Write the data, and return the methods as `raylt methods` lists them."""
+    """Write the data of the runs; return the methods as `raylt methods` lists them."""
     write_pictures()
     write_scenes()
     return listed("methods")
 
 
 def set_environment() -> None:
-    """Give every process one thread, the tree of this script, and tables of one width."""
+    """Give every process one thread, the source tree of this script, and tables of one width."""
     sys.path.insert(0, str(ROOT))
     os.environ |= {
         "OMP_NUM_THREADS": "1",
@@ -792,7 +801,7 @@ def set_environment() -> None:
 
 
 def record(out: Path, runs: Path, jobs: int) -> None:
-    """Record the present tree."""
+    """Record the present source tree."""
     began, items = time.monotonic(), {}
     set_environment()
     with (
@@ -840,7 +849,7 @@ def record(out: Path, runs: Path, jobs: int) -> None:
 
 
 def commit() -> str | None:
-    """Return the commit of the tree, with -dirty where files differ from it."""
+    """Return the commit of the source tree, with the suffix -dirty if files differ from it."""
     with suppress(OSError):
         return (
             subprocess.run(
@@ -856,7 +865,7 @@ def commit() -> str | None:
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Return the leaves of a JSON value by path; a list is a leaf."""
+    """Return the leaves of a JSON value by path. A list counts as a leaf."""
     if not isinstance(value, dict) or (path and not value):
         return {path: value}
     return {
@@ -867,7 +876,7 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def difference(before: Any, after: Any, additions_allowed: bool) -> str | None:
-    """Return in words how two leaves differ; None where they agree."""
+    """Describe how two leaves differ; return None if they are equal."""
     if before == after:
         return None
     if not (isinstance(before, list) and isinstance(after, list)):
@@ -882,7 +891,7 @@ def difference(before: Any, after: Any, additions_allowed: bool) -> str | None:
 
 
 def differences(item: str, before: dict[str, Any], after: dict[str, Any]) -> tuple[int, list[str]]:
-    """Return how many leaves an item had, and a line for each that differs."""
+    """Return the number of leaves of an item, and a line for each leaf that differs."""
     then, now = flat(before), flat(after)
     additions_allowed = item == "public names"
     found = [f"{path}: gone" for path in then if path not in now]
@@ -896,7 +905,7 @@ def differences(item: str, before: dict[str, Any], after: dict[str, Any]) -> tup
 
 
 def compare(before: Path, after: Path, old_runs: Path | None) -> int:
-    """Print item by item whether two recordings agree, and return the exit code."""
+    """Compare two recordings item by item, print the result, and return the exit code."""
     then, now = (json.loads(file.read_text())["items"] for file in (before, after))
     if old_runs is not None:
         now["old runs, used by this tree"] = use_runs_apart(old_runs.resolve())
@@ -915,7 +924,7 @@ def compare(before: Path, after: Path, old_runs: Path | None) -> int:
 
 
 def use_runs_apart(folder: Path) -> dict[str, Any]:
-    """Call `use_runs` in a process of its own."""
+    """Call `use_runs` in a separate process."""
     set_environment()
     with (
         tempfile.TemporaryDirectory(prefix="gate-") as work,

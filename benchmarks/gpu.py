@@ -1,4 +1,5 @@
-"""What raylt does on this machine's GPU, in one call: speed of whole rounds, of their parts, bits, sharing, memory.
+"""Measures raylt on this machine's GPU in one call: speed of rounds and of their parts, reproducibility, sharing,
+memory.
 
     python benchmarks/gpu.py [--out gpu.json] [--seconds 570] [--parts rounds,bits]
 
@@ -102,7 +103,7 @@ def main() -> None:
 
 
 def in_turn(parts: list[str], seconds: float) -> Iterator[Finding]:
-    """What the parts find, each within its limit and all within so many seconds."""
+    """Run the parts one after another and yield their findings, within a time limit per part and in total."""
     end = time.monotonic() + seconds
     for part in parts:
         limit = min(LIMITS[part], end - time.monotonic())
@@ -114,7 +115,7 @@ def in_turn(parts: list[str], seconds: float) -> Iterator[Finding]:
 
 
 def findings_of(command: list[str], limit: float) -> Iterator[Finding]:
-    """The findings that a process prints, each as it comes, and its problem, if it has one."""
+    """Yield the findings that a process prints as they come, and finally its problem if it had one."""
     late = threading.Event()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -155,7 +156,7 @@ def rounds(
     overrides: tuple[str, ...] = (),
     samples: int = SAMPLES,
 ) -> Iterator[Finding]:
-    """Seconds of the second round in one process, and what all rounds would take."""
+    """Measure the seconds of the second round in one process, and estimate the time of all rounds."""
     for (name, recipe, settings), (precision, graphs) in until(
         seconds, [(case, way) for way in ways for case in cases]
     ):
@@ -184,7 +185,7 @@ def rounds(
 def bits(
     seconds: float, methods: tuple[str, ...] = SAME, device: str = "cuda", model: str = "resnet8", samples: int = 256
 ) -> Iterator[Finding]:
-    """Whether the same round has the same bits twice, and without graphs."""
+    """Check whether the same round gives the same bits twice, and without CUDA graphs."""
     for name, deterministic in until(seconds, [(name, strict) for name in methods for strict in (False, True)]):
         hashes = []
         for recorded in ("auto", "auto", "off"):
@@ -215,7 +216,7 @@ def steps(
     samples: int = 320,
     epochs: tuple[int, int] = (1, 6),
 ) -> Iterator[Finding]:
-    """Milliseconds of a step: those of a round of many epochs less those of a round of few, over the steps between."""
+    """Measure the milliseconds of a training step, from the difference of a round of many and one of few epochs."""
     there = [name for name in methods if "classification" in METHODS[name].problems]
     for name, recorded in until(seconds, [(name, recorded) for recorded in ("auto", "off") for name in there]):
         settings = (f"resources.device={device}", f"model={model}", f"resources.graphs={recorded}")
@@ -228,7 +229,7 @@ def steps(
 
 
 def step_ms(method: str, settings: tuple[str, ...], samples: int, epochs: tuple[int, int]) -> float:
-    """Milliseconds of a step of the second round, of two clients."""
+    """Return the milliseconds of a training step in the second round of two clients."""
     took, taken = [], []
     for passes in epochs:
         config = config_of(method, *settings, f"local.epochs={passes}", "federation.rounds=3")
@@ -241,7 +242,7 @@ def step_ms(method: str, settings: tuple[str, ...], samples: int, epochs: tuple[
 
 
 def memory(seconds: float, protocols: tuple[str, ...] = PROTOCOLS) -> Iterator[Finding]:
-    """Peak of a round of the whole largest client, beside the estimate of two of its batches."""
+    """Measure the peak memory of a round of the largest client, next to an estimate from two of its batches."""
     for name in until(seconds, protocols):
         config = protocol(name)
         assert config.data.clients is not None
@@ -279,7 +280,7 @@ PARTS: dict[str, Callable[[float], Iterator[Finding]]] = {
 
 
 def table(findings: list[Finding]) -> str:
-    """A line for each finding."""
+    """Format the findings as text, one line for each."""
     lines = []
     for finding in findings:
         rest = {key: value for key, value in finding.items() if key not in ("part", "stages")}

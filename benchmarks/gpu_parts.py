@@ -1,4 +1,4 @@
-"""Parts of benchmarks/gpu.py that need no federation: the ceilings of the GPU, and single functions of raylt on it."""
+"""Parts of benchmarks/gpu.py that need no federation: the GPU's peak rates, and single functions of raylt."""
 
 import sys
 import time
@@ -25,7 +25,7 @@ DIMENSIONS = (64, 512)
 
 
 def seconds_of(fn: Callable[[], object], device: str, repeats: int) -> float:
-    """Seconds of a call: the mean of so many after one, with the device waited for before and after them."""
+    """Return the mean seconds of `repeats` calls after one warm-up call, synchronised with the device."""
     fn()
     _wait(device)
     start = time.perf_counter()
@@ -41,7 +41,7 @@ def _wait(device: str) -> None:
 
 
 def rates(seconds: float, device: str = "cuda", side: int = 8192, repeats: int = 10) -> Iterator[Finding]:
-    """TFLOP/s of a product of two square matrices in each precision, and TB/s of a copy, read and written."""
+    """Measure TFLOP/s of a matrix product in each precision, and TB/s of a copy (read and write)."""
     left, right = torch.randn(2, side, side, device=device)
     for precision in until(seconds, ("float32", "tf32", "bfloat16")):
         torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
@@ -57,7 +57,7 @@ def rates(seconds: float, device: str = "cuda", side: int = 8192, repeats: int =
 
 
 def capture(seconds: float, models: tuple[str, ...] = MODELS, repeats: int = 20) -> Iterator[Finding]:
-    """Milliseconds to record FedAvg's step as a graph: by raylt's recorder, and by torch.cuda.graph."""
+    """Measure the milliseconds to record FedAvg's step as a CUDA graph, by raylt's recorder and by torch.cuda.graph."""
     recorder = CudaRecorder()
     for name in until(seconds, models):
         client, objective = open_training(config_of("fedavg", "resources.device=cuda", f"model={name}"), 64)
@@ -76,7 +76,7 @@ def capture(seconds: float, models: tuple[str, ...] = MODELS, repeats: int = 20)
 
 
 def torch_records(fn: Callable[[], None], generator: torch.Generator | None) -> torch.cuda.CUDAGraph:
-    """Record a function by torch's context manager."""
+    """Record a function as a CUDA graph with torch's context manager."""
     graph = torch.cuda.CUDAGraph()
     if generator is not None:
         graph.register_generator_state(generator)
@@ -92,7 +92,7 @@ def judging(
     samples: int = 10_000,
     sizes: tuple[int, ...] = (256, 1024),
 ) -> Iterator[Finding]:
-    """Seconds to count the predictions of a model on a test set."""
+    """Measure the seconds to count a model's predictions on a test set."""
     for name, size in until(seconds, [(name, size) for name in models for size in sizes]):
         config = config_of("fedavg", f"resources.device={device}", f"model={name}")
         task = random_task(samples, 1)
@@ -108,7 +108,7 @@ def judging(
 def classifier(
     seconds: float, dimensions: tuple[int, ...] = DIMENSIONS, device: str = "cuda", samples: int = 13_000
 ) -> Iterator[Finding]:
-    """Microseconds of a step of `fit_classifier` on features of ten classes, in batches of 64, ten epochs."""
+    """Measure the microseconds of a step of `fit_classifier`: ten classes, batches of 64, ten epochs."""
     for dim in until(seconds, dimensions):
         z = torch.randn(samples, dim, device=device)
         y = torch.arange(samples, device=device) % 10
@@ -140,7 +140,7 @@ def synthesis(
     size: int = 1300,
     steps: int = 100,
 ) -> Iterator[Finding]:
-    """Seconds of SFD's synthesis of a class."""
+    """Measure the seconds of SFD's synthesis of one class."""
     for dim in until(seconds, dimensions):
         real = torch.randn(4 * size, dim).relu()
         omega = draw_frequencies(dim, frequencies, 1.0, "orf", 0)
@@ -155,7 +155,7 @@ def synthesis(
 
 
 def refusal(_: float) -> Iterator[Finding]:
-    """The error of a step that reads a number of the device on the host, and whether the device goes on after it."""
+    """Record the error of a graph step that reads a device value on the host, and test the device afterwards."""
     number = torch.ones(1, device="cuda")
     recorder = CudaRecorder()
     try:

@@ -1,4 +1,4 @@
-"""What several processes, or two streams, get out of one GPU: parts of benchmarks/gpu.py.
+"""Parts of benchmarks/gpu.py that measure several processes, or two CUDA streams, on one GPU.
 
 Started by itself it is one of those processes: it trains whenever it is told to on its standard input.
 """
@@ -41,7 +41,10 @@ def processes(
     samples: int = 320,
     epochs: int = 60,
 ) -> Iterator[Finding]:
-    """Seconds of so many processes that train at the same time, each a model of its own, and their steps per second."""
+    """Measure the seconds and steps per second of several processes that train at the same time.
+
+    Each process trains a model of its own.
+    """
     end = time.monotonic() + seconds
     for served in (False, True):
         with tempfile.TemporaryDirectory() as folder, mps(Path(folder), served) as (environment, problem):
@@ -55,11 +58,12 @@ def processes(
 
 @contextmanager
 def mps(folder: Path, served: bool = True) -> Iterator[tuple[Environment, str | None]]:
-    """The environment of processes that find NVIDIA's daemon in a folder, where it is started for the block, and why
-    it was not, if so.
+    """Start NVIDIA's MPS daemon for the block; yield the environment for its clients.
+
+    The second value is the reason why the daemon does not run, or None if it runs.
 
     Args:
-        served: False for an environment in which they find none, whatever runs on this machine.
+        served: False for an environment in which clients find no daemon, whatever runs on this machine.
     """
     pipes, logs, control = folder / "pipes", folder / "logs", shutil.which(CONTROL)
     pipes.mkdir()
@@ -77,7 +81,7 @@ def mps(folder: Path, served: bool = True) -> Iterator[tuple[Environment, str | 
 
 
 def _tell_daemon(command: list[str], environment: Environment, log: Path, text: str = "") -> str | None:
-    """What went wrong, in a line; None where nothing did."""
+    """Run a command of the MPS daemon; return a line about its failure, or None."""
     with log.open("w") as stream:  # no pipe: the daemon would hold its end for good
         try:
             done = subprocess.run(
@@ -97,7 +101,10 @@ def _tell_daemon(command: list[str], environment: Environment, log: Path, text: 
 
 
 def together(command: list[str], count: int, environment: Environment, seconds: float) -> Iterator[Finding]:
-    """What so many processes take for the same training, from when all are told to begin until the last is done."""
+    """Measure the time that `count` processes need for the same training at the same time.
+
+    It counts from the signal to all of them until the last has finished.
+    """
     with tempfile.TemporaryFile("w+") as errors:
         started = [
             subprocess.Popen(
@@ -144,7 +151,7 @@ def _line_of(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 def work(device: str, model: str, samples: int, epochs: int) -> None:
-    """One of the processes: trains once with graphs and once without, each time when it is told to."""
+    """Train once with CUDA graphs and once without, each time on a signal. The main function of one process."""
     for recorded in GRAPHS:
         client, objective = open_training(_config(device, model, recorded), samples)
         sgd(client, objective, epochs=1)  # holds first-time costs
@@ -158,8 +165,7 @@ def work(device: str, model: str, samples: int, epochs: int) -> None:
 def streams(
     seconds: float, device: str = "cuda", model: str = "resnet8", samples: int = 320, epochs: int = 60
 ) -> Iterator[Finding]:
-    """Seconds of the same steps of two models: one training after the other, and step by step in turn, each on a stream
-    of its own."""
+    """Compare the seconds of two trainings one after the other with those of alternating steps on two CUDA streams."""
     for recorded in until(seconds, GRAPHS):
         config = _config(device, model, recorded)
         took, losses = {}, {}
@@ -181,7 +187,7 @@ def streams(
 
 
 class Training:
-    """A training that can wait between its steps."""
+    """A training that can pause between its steps."""
 
     def __init__(self, client: Any, objective: Any, epochs: int):
         self.client, self.objective, self.epochs = client, objective, epochs
@@ -194,8 +200,10 @@ class Training:
 
 
 def by_steps(trainings: list[Training]) -> list[float]:
-    """Their losses, each in a thread with a stream of its own; only the thread whose turn it is launches, so that none
-    does while another records a graph."""
+    """Run trainings in alternating steps, each in a thread with its own CUDA stream; return their losses.
+
+    Only the thread whose turn it is launches kernels, so that none does while another records a graph.
+    """
     turns = Turns(len(trainings))
     gpu = trainings[0].client.device.type == "cuda"
     if gpu:
@@ -213,14 +221,14 @@ def by_steps(trainings: list[Training]) -> list[float]:
 
 
 class Turns:
-    """Whose turn it is among threads: one after the other, those that are done left out."""
+    """Gives threads their turns in rotation, without the threads that have finished."""
 
     def __init__(self, count: int):
         self._changed, self._waiting = threading.Condition(), list(range(count))
 
     @contextmanager
     def held_by(self, number: int) -> Iterator[None]:
-        """Begins when it is this one's turn; with the block its turns end."""
+        """Wait for the first turn of a thread. Its turns end with the block."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting[0] == number)
         try:
@@ -231,7 +239,7 @@ class Turns:
                 self._changed.notify_all()
 
     def between(self, number: int, rows: Iterator[Tensor]) -> Iterator[Tensor]:
-        """The rows; before all but the first the others have a turn each."""
+        """Yield the rows, and give each of the other threads a turn before every row but the first."""
         for place, batch in enumerate(rows):
             if place:
                 with self._changed:

@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py runs: configurations, and experiments and trainings over random images."""
+"""The workloads of benchmarks/gpu.py: configurations, and experiments and trainings on random images."""
 
 import sys
 import tempfile
@@ -29,7 +29,7 @@ Finding = dict[str, Any]
 
 
 def until(seconds: float, cases: Any) -> Iterator[Any]:
-    """The cases for which there is time."""
+    """Yield cases until the given seconds have passed."""
     end = time.monotonic() + seconds
     for case in cases:
         if time.monotonic() > end:
@@ -38,7 +38,7 @@ def until(seconds: float, cases: Any) -> Iterator[Any]:
 
 
 def config_of(method: str, *settings: str) -> Config:
-    """A method as it is by default, but for what needs files; the last settings win."""
+    """Return a method's default configuration on random images, without files. Later settings override earlier ones."""
     none = ["method.teacher=none"] if method == "fedsm" else []
     return load(
         None,
@@ -56,7 +56,7 @@ def config_of(method: str, *settings: str) -> Config:
 
 
 def protocol(name: str, *settings: str) -> Config:
-    """A recipe on random images, judged at its end only."""
+    """Return the configuration of a recipe on random images, evaluated only at the end."""
     none = ["method.teacher=none"] if name.startswith("fedsm") else []
     return load(
         recipe(name), ["data.source=npz:random", "evaluation.every=1000", "evaluation.personal=0", *none, *settings]
@@ -64,7 +64,7 @@ def protocol(name: str, *settings: str) -> Config:
 
 
 def random_task(samples: int, clients: int) -> Task:
-    """Random images: so many of ten classes for each client."""
+    """Return a task of random images in ten classes, with `samples` images for each client."""
     rng = np.random.default_rng(0)
 
     def shard() -> Shard:
@@ -88,7 +88,7 @@ def random_task(samples: int, clients: int) -> Task:
 
 
 def open_experiment(config: Config, samples: int, clients: int = 2) -> Experiment:
-    """In this process, over random images: so many for each client."""
+    """Open an experiment in this process on random images, with `samples` images for each client."""
     task = random_task(samples, clients)
     setup, device = resolve(config), open_device(config)
     model = setup.new_model(task.spec)
@@ -99,7 +99,7 @@ def open_experiment(config: Config, samples: int, clients: int = 2) -> Experimen
 
 
 def open_training(config: Config, samples: int, id: int = 0) -> tuple[Client, Objective]:
-    """A client with a model of its own on random images, in this process, and what its method trains it by."""
+    """Return a client in this process with its own model and random images, and the objective of its method."""
     task = random_task(samples, 1)
     setup, device = resolve(config), open_device(config)
     torch.manual_seed(config.seed)

@@ -1,4 +1,4 @@
-"""What hostile clients do to sums over samples, with each robust rule, overall and by group of classes.
+"""Measures how hostile clients change sums over samples, for each robust rule, overall and by class group.
 
     python benchmarks/hostile_sums.py [--clients 10] [--rounds 10] [--seeds 1] [--imbalance 20] [--alpha 1]
         [--record | --page | --picture FILE]
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def options(about: str | None, methods: Iterable[str]) -> argparse.ArgumentParser:
-    """The options that this script and sum_lies.py share."""
+    """Return the command line parser that this script and sum_lies.py share."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=10)
@@ -81,13 +81,13 @@ def options(about: str | None, methods: Iterable[str]) -> argparse.ArgumentParse
 
 
 def keep(name: str, arguments: argparse.Namespace, cells: list[dict[str, Any]]) -> None:
-    """Keep what was measured, with the options that it was measured with."""
+    """Store the measured figures with the options of the measurement."""
     figures = {name: getattr(arguments, name) for name in ("clients", "rounds", "seeds", "imbalance", "alpha")}
     recorded.keep(name, {"recorded": date.today().isoformat()} | figures | {"cells": cells})
 
 
 def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train each seed once, then finish with each rule and number of hostile clients."""
+    """Train once per seed, then run the last phase with each rule and each number of hostile clients."""
     results: dict[tuple[str, int], list[list[float]]] = {}
     for seed in range(arguments.seeds):
         with tempfile.TemporaryDirectory() as folder, one_thread():
@@ -109,7 +109,7 @@ def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def settings(name: str, seed: int, arguments: argparse.Namespace, rule: str | None = None) -> Any:
-    """Return the configuration of one cell."""
+    """Return the configuration of one cell of the table."""
     return load(
         None,
         [
@@ -132,7 +132,7 @@ def settings(name: str, seed: int, arguments: argparse.Namespace, rule: str | No
 def finished(
     name: str, seed: int, rule: str | None, hostile: int, arguments: argparse.Namespace, task: Task, folder: Path
 ) -> list[float]:
-    """Return the accuracy of the groups of classes after the last phase with hostile clients."""
+    """Run the last phase with hostile clients; return the accuracy of each class group."""
     setup = resolve(settings(name, seed, arguments, rule))
     holders = [k for k, size in enumerate(task.sizes) if size]
     liars = set(np.random.default_rng(seed).permutation(holders)[:hostile].tolist())
@@ -147,7 +147,7 @@ def finished(
 
 
 def hostile_method(kind: type[Method], hostile: set[int]) -> type[Method]:
-    """Return the method with clients whose features are FACTOR times their own."""
+    """Return the method with hostile clients, whose features are FACTOR times the true features."""
 
     def lying(honest: Callable[..., Reply]) -> Callable[..., Reply]:
         def statistics(self: Method, client: Client, message: Message) -> Reply:
@@ -161,7 +161,7 @@ def hostile_method(kind: type[Method], hostile: set[int]) -> type[Method]:
 
 
 class HiddenSign(nn.Identity):
-    """A layer that keeps features, and whose type does not say so."""
+    """Identity layer whose type does not reveal that it keeps the sign of features."""
 
 
 def _build_without_sign(self: Method, task: TaskSpec, base: SplitModel) -> SplitModel:
@@ -170,7 +170,7 @@ def _build_without_sign(self: Method, task: TaskSpec, base: SplitModel) -> Split
 
 
 def scaled(parts: tree.Tree) -> tree.Tree:
-    """Return sums over samples as they would be of features that are FACTOR times as long."""
+    """Return the sums over samples that FACTOR times longer features would have."""
     if "classes" in parts:
         powers = {"z": FACTOR, "zz": FACTOR**2, "phi": -1.0}
         return {
@@ -198,7 +198,7 @@ def _bordered(packed: Tensor, dim: int) -> Tensor:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Accuracy on the many-, medium- and few-shot classes in percent, means over the seeds."""
+    """Return a table of accuracy on many-, medium- and few-shot classes, in percent, as means over the seeds."""
     cells = {
         (cell["method"], cell["rule"], cell["hostile"]): " / ".join(f"{share:.1f}" for share in cell["groups"])
         for cell in figures["cells"]
@@ -212,7 +212,7 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def draw(figures: dict[str, Any], file: Path) -> None:
-    """Draw the accuracy of the few-shot classes over the number of hostile clients, a panel for each method."""
+    """Draw few-shot accuracy over the number of hostile clients, one panel for each method."""
     import matplotlib.pyplot as plt
 
     names = list(dict.fromkeys(cell["method"] for cell in figures["cells"]))

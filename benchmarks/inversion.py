@@ -1,4 +1,4 @@
-"""Reconstruct images from raw features, class means and synthetic features, as in Fig. 6 of SFD.
+"""Reconstructs images from raw features, class means and synthetic features, as in Fig. 6 of SFD.
 
     python benchmarks/inversion.py --source npz:cifar10_lt.npz --outside npz:tiny_imagenet32.npz [--method sfd]
         [--model unpooled] [--rounds 10] [--imbalance 100] [--clients 20] [--epochs 15]
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def measured(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], list[AttackFinding]]:
-    """The name of the run, its figures, and the findings."""
+    """Train a run and attack it; return the name of the run, its figures and the findings."""
     check_measures()
     raylt.register(unpooled, kind="model")
     start = time.process_time()
@@ -96,7 +96,7 @@ def measured(arguments: argparse.Namespace) -> tuple[str, dict[str, Any], list[A
 
 
 def unpooled(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """d = 512 for images of 32x32: 8 maps of a quarter of the side."""
+    """Build an encoder without pooling: 8 maps of a quarter of the image side, d = 512 for 32x32 images."""
     height, width, channels = shape
 
     def stage(before: int, after: int) -> nn.Sequential:
@@ -116,7 +116,7 @@ def plain(finding: AttackFinding) -> dict[str, Any]:
 
 
 def table(runs: dict[str, Any]) -> str:
-    """The table of docs/privacy.md."""
+    """Return the table of attacks in docs/privacy.md."""
     rows = []
     for name, run in runs.items():
         for finding in run["findings"]:

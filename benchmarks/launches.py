@@ -1,4 +1,4 @@
-"""What a step of training launches on an accelerator, and what the host waits for in it: eager, and replayed.
+"""Counts the kernel launches of a training step on an accelerator, and the host's waits: eager and as a replayed graph.
 
     python benchmarks/launches.py [--out benchmarks/launches.json]
 
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def measured(name: str, fields: dict[str, Any], model: str = "resnet8") -> dict[str, Any]:
-    """Launches of one more step of a method's local training, and waits."""
+    """Count the launches and waits of one more step of a method's local training."""
     config = Config.model_validate(
         {
             "method": {"name": name, **fields},
@@ -80,7 +80,7 @@ def measured(name: str, fields: dict[str, Any], model: str = "resnet8") -> dict[
 
 
 def classifier() -> dict[str, Any]:
-    """Launches of one more step of `fit_classifier` on features of d = 256."""
+    """Count the launches of one more step of `fit_classifier` on features with d = 256."""
     counted = {}
     for replayed in (False, True):
         with pretend.accelerator() as counts:
@@ -115,12 +115,12 @@ def classifier() -> dict[str, Any]:
 
 
 def recorder(counts: Any) -> None:
-    """Has the pretend device record, or not."""
+    """Switch graph recording of the pretend device on, or off if `counts` is None."""
     cuda_graphs.set_recorder(pretend.NAME, None if counts is None else pretend.Recorder(counts))
 
 
 def _training(setup: Any, config: Config, name: str, counts: Any, steps: int) -> tuple[int, int]:
-    """Launches and waits of a training of so many steps."""
+    """Return the launches and waits of a training of `steps` steps."""
     rng, device = np.random.default_rng(0), torch.device(pretend.NAME)
     n = BATCH * steps
     spec = TaskSpec("random", tuple("0123456789"), (32, 32, 3), (0.5,) * 3, (0.25,) * 3)

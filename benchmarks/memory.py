@@ -1,4 +1,4 @@
-"""Peak memory of the server actor for 10 and for 100 clients: it must not grow with their number.
+"""Measures the peak memory of the server actor for 10 and 100 clients. It must not grow with the number of clients.
 
     python benchmarks/memory.py [--model resnet8] [--clients 10 100]
 
@@ -77,7 +77,7 @@ def random_task(clients: int) -> Task:
 
 
 class Peak:
-    """The highest memory of a process within a block."""
+    """Records the peak memory of a process within a block."""
 
     def __init__(self, process: psutil.Process):
         self.process, self.uss, self.pss = process, 0, 0

@@ -1,4 +1,4 @@
-"""What the framework costs: seconds per round of a run on Ray against a bare PyTorch loop over the same batches.
+"""Measures the overhead of the framework: seconds per round on Ray against a bare PyTorch loop over the same batches.
 
     python benchmarks/overhead.py [--rounds 7] [--model resnet8] [--source npz:PATH]
 
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def random_task() -> Task:
-    """12,400 random images in 20 equal shards: what they show does not matter for speed."""
+    """Return a task of 12,400 random images in 20 equal shards. The content does not matter for speed."""
     rng = np.random.default_rng(0)
     shards = tuple(
         Shard(rng.integers(0, 256, (620, 32, 32, 3), dtype=np.uint8), rng.integers(0, 10, 620)) for _ in range(20)
@@ -100,7 +100,7 @@ def random_task() -> Task:
 
 
 class Bare:
-    """FedAvg without a framework: worker processes, queues, shared memory."""
+    """FedAvg without a framework, by worker processes, queues and shared memory."""
 
     def __init__(self, config: Config, task: Task, workers: int):
         self.config, self.sizes = config, {k: len(shard) for k, shard in enumerate(task.shards)}
@@ -157,7 +157,7 @@ class Bare:
 
 
 def work(config, task, shared, returned, todo, done) -> None:
-    """A worker process of the bare loop."""
+    """Train clients in a worker process of the bare loop."""
     torch.set_num_threads(1)
     model = resolve(config).new_model(task.spec).train()
     params = list(model.parameters())
@@ -186,7 +186,10 @@ class Spent(NamedTuple):
 
 
 def spend(act: Callable[[], object], bare: list[int], own: bool) -> Spent:
-    """CPU and wall seconds of one call, over this process and the children of one side; and CPU by kind of process."""
+    """Return the CPU and wall seconds of one call, and the CPU seconds by kind of process.
+
+    They include this process and the children of one side: the bare loop or raylt.
+    """
     before, start = cpu_seconds(bare, own), time.perf_counter()
     act()
     wall = time.perf_counter() - start
@@ -197,7 +200,10 @@ def spend(act: Callable[[], object], bare: list[int], own: bool) -> Spent:
 
 
 def cpu_seconds(bare: list[int], own: bool) -> dict[tuple[int, str], float]:
-    """CPU seconds so far, by process and kind: this one and its children, of the bare side or of all but that."""
+    """Return the CPU seconds so far, by process and kind, of this process and the children of one side.
+
+    The sides are the bare loop and all other processes.
+    """
     me, found = psutil.Process(), {}
     for process in [me, *me.children(recursive=True)]:
         if process.pid == me.pid or (process.pid in bare) == own:

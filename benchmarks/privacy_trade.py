@@ -1,4 +1,4 @@
-"""What noise on one-shot statistics costs: epsilon against accuracy, overall and in the few-shot classes.
+"""Measures the accuracy lost to noise on one-shot statistics, by epsilon, overall and in the few-shot classes.
 
     python benchmarks/privacy_trade.py [--seeds 3] [--rounds 30] [--clip 3] [--picture trade.png] [--record | --page]
 
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def finishes(method: str, settings: list[str]) -> dict[Cell, tuple[float, float]]:
-    """Accuracy and that of the few-shot classes of every finish after the same rounds."""
+    """Run the last phase for each cell after the same rounds; return the accuracy on all and on few-shot classes."""
     setup = resolve(load(None, [*settings, "privacy.delta=1e-4"]))
     task, figures = build_task(setup.config.data), {}
     with tempfile.TemporaryDirectory() as folder, one_thread():
@@ -125,7 +125,7 @@ def finishes(method: str, settings: list[str]) -> dict[Cell, tuple[float, float]
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Accuracy on all and on few-shot classes in percent, means over the seeds."""
+    """Return a table of accuracy on all and on few-shot classes, in percent, as means over the seeds."""
     cells = {
         (cell["method"], cell["secure"], cell["epsilon"]): f"{cell['all']:.1f} / {cell['few']:.1f}"
         for cell in figures["cells"]
@@ -144,7 +144,7 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def draw(results: dict[Cell, list[tuple[float, float]]], file: Path) -> None:
-    """Few-shot accuracy over epsilon: solid where every client adds all noise, dashed in a secure sum."""
+    """Draw few-shot accuracy over epsilon, solid if every client adds all noise, dashed for a secure sum."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.6), layout="constrained")

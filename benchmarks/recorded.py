@@ -1,5 +1,6 @@
-"""Figures that scripts here measure and docs/privacy.md shows: kept as JSON in benchmarks/results, and written from
-there between two comments of the page, so that nothing is typed.
+"""Stores measured figures as JSON in benchmarks/results, and writes their tables into docs/privacy.md.
+
+A table is written between two comments of the page, so that nothing is typed.
 
     <!-- benchmarks/NAME.py --page -->
     <!-- end of benchmarks/NAME.py -->
@@ -15,17 +16,17 @@ PAGE = HERE.parent / "docs" / "privacy.md"
 
 
 def keep(name: str, figures: dict[str, Any]) -> None:
-    """Records what a script measured."""
+    """Store the figures that a script measured."""
     (HERE / "results" / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def kept(name: str) -> dict[str, Any]:
-    """What a script measured last."""
+    """Return the stored figures of a script's last measurement."""
     return json.loads((HERE / "results" / f"{name}.json").read_text())
 
 
 def filled(text: str, name: str, table: str) -> str:
-    """A page's text with a script's table in its place.
+    """Return the text of a page with a script's table in its place.
 
     Raises:
         ValueError: the page has no such place, or several.
@@ -38,7 +39,7 @@ def filled(text: str, name: str, table: str) -> str:
 
 
 def write(name: str, table: str) -> None:
-    """Writes a script's table into the page."""
+    """Write a script's table into the page."""
     PAGE.write_text(filled(PAGE.read_text(), name, table))
 
 
@@ -47,5 +48,5 @@ def row(*cells: object) -> str:
 
 
 def table_of(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     return "\n".join([row(*head), "|" + "---|" * len(head), *(row(*cells) for cells in rows)])

@@ -1,4 +1,6 @@
-"""What many small clients cost: a run on Ray, ten samples each, a hundred clients a round, beside a bare loop.
+"""Measures the cost of many small clients: runs on Ray with ten samples per client, against a bare loop.
+
+A round asks a hundred clients.
 
     python benchmarks/scale.py [--clients 1000 10000 100000] [--asked 100] [--actors 2] [--rounds 6] [--method fedavg]
 
@@ -43,7 +45,7 @@ SAMPLES, ASKED = 10, 100  # of each client; clients of a round, and of one of th
 
 
 class Row(NamedTuple):
-    """One line of the table."""
+    """One row of the table of measurements."""
 
     clients: int
     first_s: float
@@ -86,7 +88,7 @@ def main() -> None:
 
 
 def measure(folder: Path, clients: int, asked: int, rounds: int, actors: int, method: str) -> Row:
-    """One run, from its command to its end."""
+    """Measure one run from the start of its command to its end."""
     source = folder / "images.npz"
     make_source(source, clients)
     settings = [
@@ -155,7 +157,7 @@ def measure(folder: Path, clients: int, asked: int, rounds: int, actors: int, me
 
 
 def make_source(path: Path, clients: int) -> None:
-    """Ten random images of 8x8 for each client: what they show does not matter for speed."""
+    """Write ten random 8x8 images for each client. The content does not matter for speed."""
     rng = np.random.default_rng(0)
     n = clients * SAMPLES
     np.savez(
@@ -169,7 +171,7 @@ def make_source(path: Path, clients: int) -> None:
 
 
 def bare_ms(config: Config) -> float:
-    """CPU milliseconds of one client in a loop that only trains and adds up: the median of ten rounds."""
+    """Return the CPU milliseconds per client of a loop that only trains and sums: the median of ten rounds."""
     torch.set_num_threads(1)
     config = config.model_copy(update={"data": config.data.model_copy(update={"clients": ASKED})})
     setup, cpu = resolve(config), torch.device("cpu")
@@ -198,7 +200,7 @@ def bare_ms(config: Config) -> float:
 
 
 def kinds(pid: int) -> dict[psutil.Process, str]:
-    """The processes of a run: the driver, the server, client actors and what else Ray started."""
+    """Return the processes of a run with their kinds: driver, server, client actor, or another process of Ray."""
     driver = psutil.Process(pid)
     named = {driver: "driver"}
     for process in driver.children(recursive=True):
@@ -213,7 +215,7 @@ def kinds(pid: int) -> dict[psutil.Process, str]:
 
 
 def cpu_seconds(pid: int) -> dict[int, float]:
-    """CPU seconds so far of a run, by process."""
+    """Return the CPU seconds of a run so far, by process."""
     spent = {}
     for process in kinds(pid):
         try:
@@ -225,7 +227,7 @@ def cpu_seconds(pid: int) -> dict[int, float]:
 
 
 def memory_mb(pid: int) -> dict[str, float]:
-    """The proportional share of memory of server and driver, MB."""
+    """Return the proportional memory (PSS) of server and driver, in MB."""
     shares: defaultdict[str, float] = defaultdict(float)
     try:
         for process, kind in kinds(pid).items():

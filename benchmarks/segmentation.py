@@ -1,4 +1,4 @@
-"""What a client of a segmentation run costs: seconds per step and per round, and memory, by size and precision.
+"""Measures a segmentation client: seconds per step and per round, and memory, by image size and precision.
 
     python benchmarks/segmentation.py [--heights 90 120 180 360] [--batches 8] [--precisions float32 bfloat16]
 
@@ -39,7 +39,7 @@ IMAGES, TEST, CLASSES, RATIO = 33, 24, 12, 480 / 360
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one step and of judging one image, and MiB at the peak and before there were data."""
+    """The cost of a client: seconds per step and per evaluated image, and MiB at the peak and before loading data."""
 
     step: float
     step_cpu: float
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def measure(height: int, batch: int, precision: str, epochs: int) -> Cost:
-    """One client's training after a warming call, then its judging of a test set."""
+    """Measure one client's training after a warm-up call, and then its evaluation of a test set."""
     torch.set_num_threads(1)
     config = load(
         None,
@@ -124,7 +124,7 @@ def random_scenes(n: int, height: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def peak() -> float:
-    """Peak resident memory of this process, MiB."""
+    """Return the peak resident memory of this process, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

@@ -1,4 +1,4 @@
-"""Requests to `raylt serve` from several connections: their latency, how many a second, and whether answers are right.
+"""Measures `raylt serve` under requests from several connections: latency, rate, and correctness of answers.
 
     python benchmarks/serving.py [--requests 1000] [--connections 8] [--replicas 1] [--record]
 
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def measure(images: list[bytes], expected: list[dict[str, float]], requests: int, connections: int) -> dict[str, Any]:
-    """Return the figures of so many requests, dealt out to the connections in turn."""
+    """Send `requests` requests, distributed over the connections, and return the measured figures."""
 
     def converse(first: int, numbers: range) -> list[tuple[int, float, int, dict[str, Any]]]:
         connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=120)

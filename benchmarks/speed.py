@@ -1,4 +1,4 @@
-"""The speed table: the same rounds of federated averaging by raylt, by other frameworks and by a bare PyTorch loop.
+"""Measures the speed table: the same rounds of FedAvg in raylt, in other frameworks and in a bare PyTorch loop.
 
     python benchmarks/speed.py [--scales resnet8 thousand ten_thousand] [--turns 3] [--only NAME ...]
     python benchmarks/speed.py --table          # writes the table of docs/speed.md again, measures nothing
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def install(name: str) -> str:
-    """Makes a framework's environment where there is none; why it cannot be had, or nothing."""
+    """Install a framework into its own environment if it is missing; return the reason if that fails, otherwise ""."""
     folder = PEERS / ".env" / name
     uv, python = shutil.which("uv"), folder / "bin" / "python"
     if (folder / "ready").exists():
@@ -124,7 +124,7 @@ def install(name: str) -> str:
 
 
 def compare(scale: Scale, systems: list[str], turns: int, limit: float, refused: dict[str, str]) -> dict:
-    """Runs all systems in turns; the medians of each, why one is missing, and what was learned."""
+    """Run all systems alternately; return their medians, the reasons for missing systems, and the losses reached."""
     taken: dict[str, list[Measured]] = {system: [] for system in systems}
     losses: dict[str, list[float]] = {system: [] for system in systems}
     failed = dict(refused)
@@ -166,7 +166,7 @@ def compare(scale: Scale, systems: list[str], turns: int, limit: float, refused:
 
 
 def run(system: str, folder: Path, limit: float) -> Measured:
-    """One run of a system from its command to its end."""
+    """Run a system once and measure it from the start of its command to its end."""
     name, _, fleet = system.partition("-")
     python = PEERS / ".env" / name / "bin" / "python" if name in PACKAGES else sys.executable
     env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"} | {
@@ -185,8 +185,11 @@ def run(system: str, folder: Path, limit: float) -> Measured:
 
 
 def prepare(scale: Scale, folder: Path) -> None:
-    """Makes what `Work` reads. An image is a pattern of its class under noise; a client draws its classes from
-    Dir(0.5), and its images lie anywhere in the file."""
+    """Write the workload folder that `Work` reads.
+
+    An image is a pattern of its class under noise. A client draws its classes from Dir(0.5), and its images are
+    anywhere in the file.
+    """
     rng = np.random.default_rng(0)
     mixes = rng.dirichlet([0.5] * 10, scale.clients)
     labels = np.concatenate([rng.choice(10, scale.samples, p=mix) for mix in mixes])
@@ -225,8 +228,10 @@ def prepare(scale: Scale, folder: Path) -> None:
 
 
 def loss(system: str, folder: Path) -> float:
-    """Cross-entropy on 1,000 training images of the model that a system ended with; BatchNorm takes the batch's
-    statistics, because not all systems send its buffers."""
+    """Return the cross-entropy of a system's final model on 1,000 training images.
+
+    BatchNorm takes the batch's statistics, because not all systems send its buffers.
+    """
     work = Work(folder)
     net = work.model().train()
     saved = folder / "runs" / system / "model.safetensors"
@@ -256,7 +261,7 @@ def commit() -> str:
 
 
 def versions(name: str) -> dict[str, str]:
-    """Of a framework and of what it stands on, in its environment."""
+    """Return the versions of a framework and of its main dependencies, in the framework's environment."""
     packages = {"raylt": ["raylt", "torch", "ray"], "flower": ["flwr", "torch", "ray"]}.get(name, [name, "torch"])
     code = f"from importlib.metadata import version as v; print(*map(v, {packages}))"
     python = sys.executable if name == "raylt" else PEERS / ".env" / name / "bin" / "python"

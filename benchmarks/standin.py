@@ -86,7 +86,7 @@ def main() -> None:
 
 
 class Tower(nn.Module):
-    """Images uint8 [B, H, W, channels], brought to the side it learns at, to unit features [B, d]."""
+    """Image tower that shrinks uint8 images [B, H, W, channels] and maps them to unit features [B, d]."""
 
     def __init__(self, model: str, dim: int, side: int, source: Source):
         super().__init__()
@@ -101,7 +101,10 @@ class Tower(nn.Module):
 
 
 def shrink(images: Stored, side: int) -> Tensor:
-    """uint8 [n, H, W, channels] to [n, side, side, channels], means over squares; H must be a multiple of the side."""
+    """Shrink images uint8 [n, H, W, channels] to [n, side, side, channels] by means over squares.
+
+    H must be a multiple of the side.
+    """
     x = cache.load(images)
     assert x.shape[1] % side == 0, f"{x.shape[1]} is no multiple of {side}"
     step, channels = x.shape[1] // side, x.shape[3]
@@ -113,7 +116,7 @@ def shrink(images: Stored, side: int) -> Tensor:
 
 
 def fit(tower: Tower, source: Source, text: Tensor, arguments: argparse.Namespace, device: torch.device) -> None:
-    """SGD with momentum 0.9 and a cosine rate; one line per epoch with the time that is left."""
+    """Train the tower by SGD with momentum 0.9 and a cosine rate; print the remaining time after each epoch."""
     generator = torch.Generator(device).manual_seed(arguments.seed)
     order = torch.Generator().manual_seed(arguments.seed)
     chosen = torch.randperm(len(source.y_train), generator=order)[: arguments.limit].numpy()
@@ -142,13 +145,13 @@ def fit(tower: Tower, source: Source, text: Tensor, arguments: argparse.Namespac
 
 @torch.no_grad()
 def encode(tower: Tower, images: Stored, device: torch.device) -> Tensor:
-    """Unit features of all images, float32 [n, d]."""
+    """Return unit features of all images, float32 [n, d]."""
     tower.eval()
     return torch.cat([tower(part.to(device)) for part in shrink(images, tower.side).split(500)])
 
 
 def zero_shot(tower: Tower, source: Source, text: Tensor, device: torch.device) -> float:
-    """Share of test images whose nearest text is their class's."""
+    """Return the share of test images whose nearest text is the text of their class."""
     found = (encode(tower, source.x_test, device) @ text.T).argmax(1).cpu()
     return (found == torch.from_numpy(cache.load(source.y_test))).float().mean().item()
 

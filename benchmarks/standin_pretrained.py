@@ -1,4 +1,4 @@
-"""A stand-in for CLIP with real features: a pretrained encoder, mapped into CLIP's text space by ridge regression.
+"""Makes a substitute for CLIP features: a pretrained encoder, mapped into CLIP's text space by ridge regression.
 
     python benchmarks/standin_pretrained.py WEIGHTS FIT.npz FIT_TEXT.npy TARGET.npz TARGET_TEXT.npy OUT.npz
 
@@ -29,7 +29,7 @@ BATCH = 64
 
 @torch.no_grad()
 def encode(weights: str, images: np.ndarray) -> Tensor:
-    """Return the encoder's features of uint8 [n, H, W, 3], float32 [n, d]."""
+    """Return the encoder's features of images uint8 [n, H, W, 3], float32 [n, d]."""
     shape = (images.shape[1], images.shape[2], images.shape[3])
     name = "timm:tf_efficientnet_lite0"
     encoder = build(2, shape, name=name, factory=None, weights=weights, side=SIDE).encoder.eval()
@@ -38,7 +38,7 @@ def encode(weights: str, images: np.ndarray) -> Tensor:
 
 
 def fit_map(z: Tensor, target: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """Return the ridge map [d, w] from features to text vectors, and its offset [w].
+    """Fit a ridge regression from features to text vectors; return its matrix [d, w] and offset [w].
 
     Args:
         z: features [n, d].
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def offset_of(text: Tensor, y: Tensor) -> Tensor:
-    """Return the mean text vector of the images that the map was fitted to, [w]."""
+    """Return the mean text vector of the images to which the map was fitted, [w]."""
     return text[y].mean(0)
 
 

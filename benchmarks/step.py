@@ -1,4 +1,4 @@
-"""What share of one core's peak a step of local training reaches, and where its time goes.
+"""Measures which share of one core's peak a step of local training reaches, and where its time goes.
 
     python benchmarks/step.py [--model cnn] [--batch 32]
 
@@ -56,13 +56,13 @@ def main() -> None:
 
 
 def peak_gflops(side: int = 1024) -> float:
-    """What a product of two float32 matrices reaches on this thread."""
+    """Return the GFLOP/s of a product of two float32 matrices on this thread."""
     a, b = torch.randn(side, side), torch.randn(side, side)
     return 2 * side**3 / min(_seconds(lambda: a @ b) for _ in range(10)) / 1e9
 
 
 def client(model: str, batch: int, precision: str, layout: torch.memory_format) -> Client:
-    """A client with random images for STEPS batches."""
+    """Return a client with random images for STEPS batches."""
     config = Config.model_validate(
         {
             "method": {"name": "fedavg"},
@@ -82,7 +82,7 @@ def client(model: str, batch: int, precision: str, layout: torch.memory_format) 
 
 
 class Contiguous(Samples):
-    """Batches in the memory layout that torch has by itself."""
+    """Samples whose batches have torch's default memory layout."""
 
     def batch(
         self, rows: Tensor, augment: Augmentation | None = None, generator: torch.Generator | None = None
@@ -93,7 +93,7 @@ class Contiguous(Samples):
 
 
 def measured(client: Client) -> dict[str, float]:
-    """Milliseconds of a step, and operations a second."""
+    """Return the milliseconds of a training step, and its floating-point operations per second."""
     train(client)
     seconds = min(_seconds(lambda: train(client)) for _ in range(EPOCHS)) / STEPS
     with FlopCounterMode(display=False) as counter:
@@ -102,7 +102,7 @@ def measured(client: Client) -> dict[str, float]:
 
 
 def shares(client: Client) -> dict[str, float]:
-    """Torch's operations by their share of the time."""
+    """Return torch's most expensive operations with their shares of the time."""
     train(client)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         train(client)
@@ -113,7 +113,7 @@ def shares(client: Client) -> dict[str, float]:
 
 
 def train(client: Client) -> None:
-    """One epoch of plain local training."""
+    """Train a client for one epoch of plain local training."""
     client.begin("train", 1)
     sgd(client, lambda batch: client.cross_entropy(client.model(batch.x), batch.y))
 

@@ -1,4 +1,6 @@
-"""What one hostile client of ten is worth by each lie about its features, at its true weight, with each robust rule.
+"""Measures the damage of one hostile client of ten, for each lie about its features and each robust rule.
+
+The client has its true weight.
 
     python benchmarks/sum_lies.py [--clients 10] [--rounds 10] [--seeds 1] [--methods NAME ...] [--record | --page]
 
@@ -45,7 +47,7 @@ def main() -> None:
 
 
 def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train each seed once, then finish with each rule and lie."""
+    """Train once per seed, then run the last phase with each rule and each lie."""
     results: dict[tuple[str, str], list[float | None]] = {}
     for seed in range(arguments.seeds):
         with tempfile.TemporaryDirectory() as folder, one_thread():
@@ -75,7 +77,7 @@ def measure(name: str, arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def finished(
     name: str, seed: int, rule: str | None, lie: str, arguments: argparse.Namespace, task: Task, folder: Path
 ) -> float | None:
-    """Return the accuracy after the last phase with one lying client; None where its reply is rejected."""
+    """Run the last phase with one lying client; return the accuracy, or None if the client's reply is rejected."""
     setup = resolve(hostile_sums.settings(name, seed, arguments, rule))
     holders = [k for k, size in enumerate(task.sizes) if size]
     liar = int(np.random.default_rng(seed).permutation(holders)[0])
@@ -104,7 +106,7 @@ def lying_method(kind: type[Method], liar: int, lie: Callable[[tree.Tree], tree.
 
 
 def times(factor: float, parts: tree.Tree) -> tree.Tree:
-    """Return sums over samples as of features that are a factor times as long."""
+    """Return the sums over samples that `factor` times longer features would have."""
     if "classes" in parts:
         powers = {"z": factor, "zz": factor**2}
         return {
@@ -123,7 +125,7 @@ def times(factor: float, parts: tree.Tree) -> tree.Tree:
 
 
 def exchanged(parts: tree.Tree) -> tree.Tree:
-    """Return sums over samples as of labels of which each is taken for the next one that the client has."""
+    """Return the sums over samples with each label exchanged for the next label that the client has."""
     if "classes" in parts:
         names = list(parts["classes"])
         return {"classes": dict(zip([*names[1:], names[0]], parts["classes"].values(), strict=True))}
@@ -144,7 +146,7 @@ LIES: dict[str, Callable[[tree.Tree], tree.Tree]] = {
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Accuracy without a lie, and the points that each lie takes from it."""
+    """Return a table of the accuracy without a lie, and of the points that each lie takes from it."""
     cells = {(cell["method"], cell["rule"], cell["lie"]): cell["accuracy"] for cell in figures["cells"]}
     rows = []
     for method, rule in dict.fromkeys((method, rule) for method, rule, _ in cells):

@@ -1,4 +1,4 @@
-"""What SFD's synthesis costs: seconds and peak memory for C classes at d = 512, D = 5000, M_c 600..2000, T = 100.
+"""Measures SFD's synthesis: seconds and peak memory for C classes at d = 512, D = 5000, M_c 600..2000, T = 100.
 
     python benchmarks/synthesis.py --classes 10
     python benchmarks/synthesis.py --classes 100 --sample 10     # every tenth class is computed, times are scaled
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def sums_of(method: SFD, n: int, dim: int, c: int) -> Tree:
-    """The sums of n features like those after a ReLU and average pooling."""
+    """Return the sums of n random features that look like features after a ReLU and average pooling."""
     generator = torch.Generator().manual_seed(c)
     mixing = torch.randn(dim, dim, generator=generator) / dim**0.5
     z = (torch.randn(n, dim, generator=generator) @ mixing + 0.3).relu()
@@ -110,7 +110,7 @@ def sums_of(method: SFD, n: int, dim: int, c: int) -> Tree:
 
 
 def compare(method: SFD, dim: int) -> None:
-    """One step's gradient in closed form and by autograd."""
+    """Compare one step's gradient in closed form with the gradient by autograd."""
     sums = sums_of(method, 3000, dim, 0)
     of_class = moments_from_sums(sums)
     target = Target(
@@ -142,7 +142,7 @@ def compare(method: SFD, dim: int) -> None:
 
 
 def peak() -> float:
-    """Peak resident memory of this process, GB."""
+    """Return the peak resident memory of this process, in GB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 

@@ -1,4 +1,4 @@
-"""What the teacher costs a round of FedSM (semantic mixup): image features encoded once, or at every step.
+"""Measures the teacher's cost in a round of FedSM (semantic mixup): image features encoded once, or at every step.
 
     python benchmarks/teacher.py [--teacher ViT-B-32] [--samples 64] [--batches 4]
 
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def save(architecture: str, folder: Path) -> None:
-    """A model with random weights, as local-dir:FOLDER reads it."""
+    """Save a model with random weights in the form that local-dir:FOLDER reads."""
     import open_clip
     from safetensors.torch import save_file
 
@@ -99,7 +99,7 @@ def open_client(method: FedSM, config: Config, samples: int) -> Client:
 
 
 def step(client: Client, objective: Objective, batches: int) -> float:
-    """CPU seconds of one step, the median of some after one that is not counted."""
+    """Return the CPU seconds of one training step: the median of several steps after a warm-up step."""
     optimiser, taken = SGD(client.model.parameters(), 0.1), []
     for batch in list(client.batches(1 + batches * 32 // len(client), 32))[: batches + 1]:
         began = time.process_time()
@@ -109,7 +109,7 @@ def step(client: Client, objective: Objective, batches: int) -> float:
 
 
 def seconds(fn: Callable[[], object]) -> float:
-    """CPU seconds of one call: others may be at work on this machine."""
+    """Return the CPU seconds of one call, which other load on the machine does not change."""
     began = time.process_time()
     fn()
     return time.process_time() - began

@@ -1,4 +1,4 @@
-"""CPU and wall seconds, memory and ends of rounds of a command with all of its processes."""
+"""Measures a command with all of its processes: CPU and wall seconds, memory, and the ends of rounds."""
 
 import ctypes
 import os
@@ -21,7 +21,7 @@ INTERVAL = 0.5  # seconds between two looks at the memory
 
 @dataclass(frozen=True)
 class Measured:
-    """What a command took.
+    """The time and memory that a command took.
 
     Args:
         cpu, wall: seconds from its start to its end; CPU is user and system time of all its processes.
@@ -40,7 +40,7 @@ class Measured:
 
 
 def measure(command: Sequence[str | Path], env: dict[str, str], log: Path, limit: float) -> Measured:
-    """Runs a command that prints `ROUND n` at the end of round n = 1, 2, ...
+    """Run a command and measure it. The command prints `ROUND n` at the end of round n = 1, 2, ...
 
     Raises:
         RuntimeError: it failed, needed more than `limit` CPU seconds, or reported less than two rounds.
@@ -73,7 +73,7 @@ def measure(command: Sequence[str | Path], env: dict[str, str], log: Path, limit
 
 
 class _Tree:
-    """All processes below this one."""
+    """The CPU time and memory of all processes below this process."""
 
     def __init__(self):
         self.memory = 0.0
@@ -82,8 +82,11 @@ class _Tree:
         self._lock = threading.Lock()
 
     def cpu(self) -> float:
-        """CPU seconds since the start: of the living with the children that they waited for, and of those that this
-        process waited for. A process that nobody waits for counts with what was last seen of it."""
+        """Return the CPU seconds of all processes since the start, including ended processes.
+
+        They are those of living processes with the children that they waited for, and of children that this process
+        waited for. A process that no process waits for counts with its last observed time.
+        """
         with self._lock:
             total = self._ended() - self._before
             for process in psutil.Process().children(recursive=True):
@@ -96,7 +99,7 @@ class _Tree:
             return max(total, sum(self._last.values()))
 
     def look(self) -> None:
-        """Notes the CPU time and the memory of now."""
+        """Record the current CPU time and memory of all processes."""
         self.cpu()
         total = 0
         for process in psutil.Process().children(recursive=True):
@@ -120,7 +123,7 @@ def _watch(tree: _Tree, process: subprocess.Popen[str], limit: float, over: thre
 
 
 def _end_what_is_left() -> None:
-    """Waits for processes that the command left behind, at most ten seconds, then ends them."""
+    """Wait at most ten seconds for processes that the command left behind, then kill them."""
     _, alive = psutil.wait_procs(psutil.Process().children(), timeout=10)
     for process in alive:
         for one in [*process.children(recursive=True), process]:

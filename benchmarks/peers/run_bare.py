@@ -1,4 +1,4 @@
-"""Federated averaging without any framework: the yardstick of the speed table.
+"""Federated averaging without any framework, the baseline of the speed table.
 
 Two forked processes of one thread each train the clients; weights travel through shared memory, and the mean is formed
 in float64. An SGD of a line instead of torch.optim's, whose import takes seconds.

@@ -1,4 +1,4 @@
-"""FLGo: FedAvg of its library on a task of its own kind, clients sampled uniformly.
+"""Runs FLGo: its library's FedAvg on a custom task, with uniformly sampled clients.
 
 One process. Its parallel options (num_parallels=2 with threads, processes or Ray) were not measured: each round of
 them starts a new pool or sends the server to it, which may still save time where a client's training is long.
@@ -19,7 +19,7 @@ scale = work.scale
 
 
 class Given(BasicPartitioner):
-    """Clients hold what the lists of indices say."""
+    """Partitioner that gives each client the images in its index list."""
 
     def __init__(self):
         self.num_clients = scale.clients
@@ -29,7 +29,7 @@ class Given(BasicPartitioner):
 
 
 class Averaging:
-    """FedAvg; reports the end of every round."""
+    """FedAvg that reports the end of every round."""
 
     Client = fedbase.BasicClient
 

@@ -1,4 +1,4 @@
-"""Flower: the simulation runtime with an actor for each CPU (`client_resources` num_cpus=1), Message API.
+"""Runs Flower: the simulation runtime with an actor for each CPU (`client_resources` num_cpus=1), Message API.
 
 Data stay in each actor's memory, as does the network; evaluation by clients is off. Flower's usage reports are off.
 `run_simulation` is what the simulation runtime offers to Python; Flower's documentation now prefers `flwr run`, not
@@ -22,7 +22,7 @@ client, server = ClientApp(), ServerApp()
 
 @cache
 def loaded(folder: str) -> tuple[Work, torch.nn.Module]:
-    """The data and a network, once for each process."""
+    """Load the data and a network, once for each process."""
     torch.set_num_threads(1)
     work = Work(folder)
     return work, work.model()

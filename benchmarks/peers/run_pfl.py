@@ -1,4 +1,6 @@
-"""pfl-research: two processes of one thread each, as "Fast distributed simulations" of its documentation starts them.
+"""Runs pfl-research: two processes of one thread each, started as its documentation describes.
+
+The section is "Fast distributed simulations".
 
 Users' images are tensors in memory; the central optimiser is SGD with rate 1, so the model becomes the mean. The
 metrics function computes nothing: it would be called before and after the training of each user in round 1.
@@ -38,7 +40,7 @@ FIRST = os.environ["PFL_WORKER_RANK"] == "0"
 
 
 class Marks(TrainingProcessCallback):
-    """Reports the end of every round."""
+    """Callback that reports the end of every round."""
 
     def after_central_iteration(self, aggregate_metrics, model, *, central_iteration):
         if FIRST:

@@ -1,4 +1,4 @@
-"""raylt, as `raylt run` runs it: run_raylt.py FOLDER ray|local.
+"""Runs raylt as `raylt run` does: run_raylt.py FOLDER ray|local.
 
 As in the other systems nothing is saved between rounds; at the end raylt judges its model by a hundred test images,
 which the others do not.
@@ -12,7 +12,7 @@ import raylt
 
 
 class Marks(raylt.Callback):
-    """Reports the end of every round."""
+    """Callback that reports the end of every round."""
 
     def on_step(self, report) -> None:
         print(f"ROUND {report.step}", flush=True)

@@ -1,4 +1,4 @@
-"""The speed table as Markdown, from the record, and its place in docs/speed.md."""
+"""Writes the speed table from its record as Markdown into docs/speed.md."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,10 @@ NAMES = {
 
 
 def show(record: dict) -> str:
-    """Markdown: for each scale ratios to the bare loop, what is missing and why; then what they were taken of."""
+    """Return the speed table as Markdown: for each scale, ratios to the bare loop.
+
+    Missing systems follow with the reasons, and then the conditions of the measurement.
+    """
     parts = []
     for scale in record["scales"].values():
         settings, systems = scale["settings"], scale["systems"]
@@ -66,7 +69,7 @@ def show(record: dict) -> str:
 
 
 def write_table() -> None:
-    """Puts the record's table between the marks in docs/speed.md."""
+    """Write the table of the record between the marks in docs/speed.md."""
     text = PAGE.read_text()
     before, rest = text.split(BEGIN)
     PAGE.write_text(before + BEGIN + "\n" + show(json.loads(RECORD.read_text())) + "\n" + END + rest.split(END)[1])

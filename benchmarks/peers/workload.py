@@ -1,4 +1,4 @@
-"""What every system of the speed table works on: the same images, clients, network and settings, and how it reports.
+"""The workload that every system of the speed table runs: the same images, clients, network and settings.
 
 A folder holds `scale.json` (a `Scale`), `data.npz` (`x_train` uint8 [N, H, W, channels], `y_train`, `id_train`: whose
 each image is) and `initial.pt` (the weights that all start from). Needs numpy and torch alone: each system has an
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Scale:
-    """One size of the comparison: `per_round` of `clients` train a local epoch over their `samples` images in each of
-    `rounds` rounds, by plain SGD."""
+    """One size of the comparison: numbers of clients, images and rounds, and the network.
+
+    In each of `rounds` rounds, `per_round` of `clients` train a local epoch over their `samples` images by plain SGD.
+    """
 
     name: str
     model: str
@@ -37,7 +39,7 @@ class Scale:
 
 
 class Work:
-    """A folder as above, read."""
+    """The content of a workload folder, loaded into memory."""
 
     def __init__(self, folder: Path | str):
         self.folder = Path(folder)
@@ -51,24 +53,24 @@ class Work:
         self.std = torch.tensor(self.scale.std).view(-1, 1, 1)
 
     def model(self) -> nn.Module:
-        """The network with the weights that all start from, in the layout that is fastest on a CPU."""
+        """Return the network with the common initial weights, in the memory layout that is fastest on a CPU."""
         net = {"resnet8": resnet8, "cnn": cnn}[self.scale.model](self.scale.channels)
         net.load_state_dict(torch.load(self.folder / "initial.pt"))
         return net.to(memory_format=torch.channels_last)
 
     def images(self, rows: Tensor | np.ndarray) -> tuple[Tensor, Tensor]:
-        """float32 [B, channels, H, W], normalised, and int64 [B]."""
+        """Return normalised images, float32 [B, channels, H, W], and labels, int64 [B]."""
         rows = torch.as_tensor(rows)
         return ((self.x[rows].permute(0, 3, 1, 2).float() / 255 - self.mean) / self.std), self.y[rows]
 
     def batches(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """A client's images once, in a random order."""
+        """Yield a client's images once in batches, in a random order."""
         rows = torch.as_tensor(self.clients[client])
         for part in rows[torch.randperm(len(rows))].split(self.scale.batch):
             yield self.images(part)
 
     def train(self, net: nn.Module, client: int) -> None:
-        """A client's local epoch, for systems that leave it to their users."""
+        """Train a client for one local epoch, for systems that leave this to their users."""
         net.train()
         optimiser = torch.optim.SGD(net.parameters(), self.scale.lr)
         for x, y in self.batches(client):
@@ -77,19 +79,19 @@ class Work:
             optimiser.step()
 
     def finish(self, system: str, state: dict[str, Tensor]) -> None:
-        """Leaves the global model for `bench.py`, which judges what was learned."""
+        """Save the global model for `benchmarks/speed.py`, which evaluates what was learned."""
         torch.save(
             {name: value.detach().cpu().contiguous() for name, value in state.items()}, self.folder / f"{system}.pt"
         )
 
 
 def mark(number: int) -> None:
-    """Says that a round is over: its mean is formed."""
+    """Report the end of a round, when the mean of its models is formed."""
     print(f"ROUND {number}", flush=True)
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions and a shortcut."""
+    """Residual block of two 3x3 convolutions and a shortcut."""
 
     def __init__(self, before: int, width: int, stride: int):
         super().__init__()
@@ -109,7 +111,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """`classifier(encoder(x))`, with the names of raylt's entries."""
+    """Network that computes `classifier(encoder(x))`, with the same entry names as in raylt."""
 
     def __init__(self, encoder: "OrderedDict[str, nn.Module]", dim: int):
         super().__init__()
@@ -120,7 +122,7 @@ class Network(nn.Module):
 
 
 def resnet8(channels: int) -> Network:
-    """CReFF's ResNet-8 of width 64, 1.2 million parameters."""
+    """Build CReFF's ResNet-8 of width 64, with 1.2 million parameters."""
     return Network(
         OrderedDict(
             stem=nn.Sequential(
@@ -136,7 +138,7 @@ def resnet8(channels: int) -> Network:
 
 
 def cnn(channels: int) -> Network:
-    """Two 5x5 convolutions and a linear layer, 62 thousand parameters, for images of 28x28."""
+    """Build two 5x5 convolutions and a linear layer for 28x28 images, with 62 thousand parameters."""
     return Network(
         OrderedDict(
             stage1=nn.Sequential(nn.Conv2d(channels, 32, 5), nn.ReLU(inplace=True)),

@@ -1,4 +1,4 @@
-"""The workload as a benchmark of FLGo: normalised images as tensors in memory."""
+"""The speed table's workload as an FLGo benchmark, with normalised images as tensors in memory."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What FLGo asks of a benchmark: its kind of task, and who computes."""
+"""The interface that FLGo requires of a benchmark: the kind of task, and the class that computes."""
 
 from flgo.benchmark.toolkits.cv.classification import FromDatasetGenerator, FromDatasetPipe, GeneralCalculator
 
@@ -13,7 +13,7 @@ class TaskGenerator(FromDatasetGenerator):
 class TaskPipe(FromDatasetPipe):
     class TaskDataset(FromDatasetPipe.TaskDataset):
         def __getitems__(self, rows):
-            """Asked for by recent versions of torch, which refuse FLGo's own class without it."""
+            """Return several rows. Recent versions of torch call this and refuse FLGo's own class, which lacks it."""
             return [self[row] for row in rows]
 
     def __init__(self, task_path):
