@@ -1,4 +1,4 @@
-"""The user's own code on Ray: the methods of docs/write-a-method.md, values of a script, odd file names. Takes minutes."""
+"""The user's own code on Ray: the methods of docs/write-a-method.md, values of a script, odd file names. Minutes."""
 
 import json
 import shlex

@@ -1,5 +1,7 @@
-"""What tests of the command line share. Most commands run in the test's process; real ones where the exit code or the
-terminal matters."""
+"""Helpers of the command line's tests.
+
+Most commands run in the test's process; real processes are used where the exit code or the terminal matters.
+"""
 
 import re
 import subprocess
@@ -26,7 +28,7 @@ def copied(folder: Path, place: Path) -> Path:
 
 
 def refused(outcome: Outcome, *named: str) -> None:
-    """Exit code 2, one line on stderr that names what is wrong, nothing on stdout."""
+    """Assert that a command ended with code 2, one line on stderr that names the problem, and nothing on stdout."""
     assert outcome.code == 2, outcome
     assert outcome.out == ""
     assert re.match(r"error( \[[a-z]+\.[a-z-]+\])?: ", outcome.err), outcome.err

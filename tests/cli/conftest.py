@@ -15,10 +15,10 @@ from raylt.cli import options
 
 @pytest.fixture
 def raylt(monkeypatch, capsys, tmp_path):
-    """Runs a command in this process, in an empty folder."""
+    """Return a function that runs a command in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
-    for console in (options.out, options.err):  # which took their width from the environment they were made in
+    for console in (options.out, options.err):  # the consoles have already read the width of the terminal
         monkeypatch.setattr(console, "_width", 200)
     threads = torch.get_num_threads()
 
@@ -32,12 +32,12 @@ def raylt(monkeypatch, capsys, tmp_path):
         return Outcome(code, *capsys.readouterr())
 
     yield call
-    torch.set_num_threads(threads)  # a run sets them to 1
+    torch.set_num_threads(threads)  # a run sets the number of threads to 1
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> tuple[Path, Outcome]:
-    """A run of two rounds, from a process of its own: its folder and what it printed."""
+    """Do a run of two rounds in another process; return its folder and its output."""
     out = tmp_path_factory.mktemp("runs")
     done = subprocess.run(
         [

@@ -1,4 +1,4 @@
-"""`raylt attack` as a person types it."""
+"""The command `raylt attack`."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`raylt check` on a file of one's own."""
+"""The command `raylt check` on a user's file."""
 
 import json
 

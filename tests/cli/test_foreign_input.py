@@ -1,4 +1,4 @@
-"""Files, names and code of others at the command line: one line, exit code 2, nothing else."""
+"""Unusable files, names and code of other people end a command with one line and exit code 2."""
 
 import io
 import shlex

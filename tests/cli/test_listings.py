@@ -1,4 +1,4 @@
-"""The commands that list: data, methods, settings, recipes."""
+"""The commands that list data, methods, settings and recipes."""
 
 import io
 import json
@@ -215,7 +215,7 @@ def test_a_section_of_settings_is_readable_at_80_columns(raylt, monkeypatch):
     assert starts == listed
     assert "data.alpha" not in out
     meanings = [line[31:] for line in lines[2:] if len(line) > 31]
-    assert max(map(len, meanings)) > 40  # the second column takes the rest of the line
+    assert max(map(len, meanings)) > 40  # the second column is as wide as the terminal allows
 
 
 def test_every_default_is_shown_whole_where_it_fits(raylt):

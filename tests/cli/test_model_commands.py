@@ -1,4 +1,4 @@
-"""`raylt export | predict`."""
+"""The commands `raylt export` and `raylt predict`."""
 
 import json
 import shutil
@@ -76,12 +76,12 @@ def test_an_image_of_another_size_and_in_colours_is_fitted(raylt, personal):
     assert sum(answer[0]["shares"].values()) == pytest.approx(1)
 
 
-# new images
+# prediction of new images
 
 
 @pytest.fixture
 def new(personal) -> Path:
-    """The test images of each client, as <client>/<class>/<image>."""
+    """Save the test images of each client as <client>/<class>/<image>; return the folder."""
     task = Run.open(personal).task
     for name, rows in zip(task.client_names, task.own_tests, strict=True):
         for row in rows:
@@ -126,7 +126,7 @@ def test_damaged_images_are_left_out_where_that_is_asked_for(raylt, personal, ne
     first = next((new / "linz/up left").glob("*.png"))
     right = json.loads(raylt("predict", personal, first, "--client", "linz", "--format", "json").out)[0]["class"]
     damaged = [first.with_name("0.png"), first.with_name("none.png"), *new.glob("wien/*/*.png")]
-    first.rename(damaged[0])  # sorts before the others, so that a shift of labels would be seen
+    first.rename(damaged[0])  # sorts before the others, so that a shift of labels would show
     for file in damaged:
         file.write_bytes(b"")
     code, out, err = raylt(*evaluate)

@@ -1,4 +1,4 @@
-"""`raylt new`: every template runs."""
+"""The command `raylt new`: every template runs."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`raylt page`: tables of a page are written by the commands above them."""
+"""The command `raylt page`: the commands in a page's comments fill the tables below them."""
 
 import re
 from pathlib import Path

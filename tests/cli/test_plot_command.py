@@ -1,4 +1,4 @@
-"""`raylt plot`."""
+"""The command `raylt plot`."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`raylt tune --scheduler pbt|hyperband|median`."""
+"""The command `raylt tune --scheduler pbt|hyperband|median`."""
 
 import json
 

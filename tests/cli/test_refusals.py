@@ -1,4 +1,4 @@
-"""Input that cannot be used: one line, exit code 2, nothing left behind."""
+"""Unusable input gives one line and exit code 2, and leaves no files."""
 
 import subprocess
 import sys
@@ -88,7 +88,7 @@ def test_resume_of_what_is_no_run_is_refused(raylt, tmp_path):
 
 def test_resume_is_refused_when_all_checkpoints_are_damaged(raylt, finished, tmp_path):
     folder = copied(finished[0], tmp_path / "run")
-    (folder / "summary.json").unlink()  # it was killed before its end
+    (folder / "summary.json").unlink()  # as if the run had been killed before its end
     for step in ("000001", "000002"):
         damage(folder / "checkpoints" / step)
     refused(raylt("resume", folder, "--fleet", "local"), "000002 is damaged", "000001 is damaged", "Start a new run")

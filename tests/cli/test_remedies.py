@@ -1,4 +1,4 @@
-"""Commands and options that messages name exist at the command line."""
+"""Commands and options that messages recommend exist."""
 
 import ast
 import re
@@ -41,7 +41,7 @@ def wrong_names(text: str) -> list[str]:
 
 
 def remedies() -> Iterator[tuple[str, str]]:
-    """Yield the messages of errors, and the commands that `spoken` puts into them, with their places."""
+    """Yield the places and texts of error messages, and of the commands that `spoken` puts into them."""
     yield from messages()
     for file, node in nodes():
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "spoken":

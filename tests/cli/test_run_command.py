@@ -1,4 +1,4 @@
-"""`raylt run` and `raylt resume`."""
+"""The commands `raylt run` and `raylt resume`."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from raylt.config import load
 from raylt.core.checkpoint.checkpoint import hash_tensors
 from raylt.errors import RayltError
 
-# what else can end a run
+# other ways for a run to end
 
 
 def test_failure_that_raylt_foresees_ends_with_its_own_exit_code(raylt, monkeypatch):
@@ -80,7 +80,7 @@ def test_help_ends_with_exit_code_0(raylt):
     assert "--fleet" in out
 
 
-# a run
+# a whole run
 
 
 def test_json_of_a_run_has_the_figures_of_summary_json(finished):
@@ -135,7 +135,8 @@ def test_run_folder_is_complete(finished):
 
 def test_bytes_of_a_run_are_those_of_its_clients_and_rounds(finished):
     folder, (_, out, _) = finished
-    # down: 2 rounds x 3 clients x the model; up: the same, 8 bytes of loss and 8 for each share of two terms
+    # down: 2 rounds x 3 clients x the model; up: the same, and 8 bytes each for the loss and for each of two terms'
+    # shares
     model = sum(t.numel() * t.element_size() for t in load_file(folder / "model.safetensors").values())
     assert json.loads(out)["bytes"] == {"down": 2 * 3 * model, "up": 2 * 3 * (model + 3 * 8)}
 
@@ -170,7 +171,7 @@ def test_run_from_a_file_equals_the_run_from_overrides(raylt, finished):
 def test_resume_after_damage_says_so_and_ends_with_the_same_model(raylt, finished, tmp_path):
     folder = copied(finished[0], tmp_path / "run")
     damage(folder / "checkpoints/000002")
-    (folder / "summary.json").unlink()  # it was killed before its end
+    (folder / "summary.json").unlink()  # as if the run had been killed before its end
     code, out, err = raylt("resume", folder, "--fleet", "local", "--format", "json", "output.keep=3")
     assert code == 0
     assert "checkpoint 000002 is damaged" in err.splitlines()[0]

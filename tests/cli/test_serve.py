@@ -1,4 +1,4 @@
-"""`raylt serve`: what is refused before anything starts."""
+"""The command `raylt serve`: refusals before the server starts."""
 
 import pytest
 from small_runs import make_tiny_run

@@ -1,4 +1,4 @@
-"""The commands as people type them, over run folders that were made by hand."""
+"""The commands of studies and comparisons, over run folders that are written without training."""
 
 import json
 import re
@@ -25,7 +25,7 @@ TREE = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A study of eight runs, of which six are done, one is stopped and one is missing."""
+    """Write a study of eight runs, of which six are done, one is stopped and one is missing; return its folder."""
     monkeypatch.chdir(tmp_path)
     study = Study.create(define(TREE), tmp_path / "runs")
     for place, plan in enumerate(study.definition.runs()[:-1]):
@@ -60,7 +60,7 @@ def test_compare_prints_the_claims_of_several_studies(tmp_path, capsys):
     studies = []
     for name, claims in (("plain", ["prox > fedavg"]), ("printed", [{"prox > fedavg": 9.99}])):
         made = Study.create(define(TREE | {"name": name, "claims": claims}), tmp_path / "runs")
-        # prox is a point above fedavg with both seeds: without spread nothing is in or out of an interval
+        # prox is one point above fedavg with both seeds, so the interval has no width
         for plan in made.definition.runs():
             write_run(
                 made.folder / plan.folder,
@@ -175,7 +175,8 @@ def test_dry_run_says_what_a_last_phase_costs(tmp_path, monkeypatch, capsys):
 
 def test_dry_run_lists_what_is_left_and_makes_nothing(folder, capsys, tmp_path):
     out = printed(capsys, "study", "s.yaml", "--dry-run", "--parallel", "2")
-    assert re.search(r"8 runs, 2 to do: .*\b6 s, 2 at once", out)  # 3 rounds of 2 s; the stopped one has 0 of 3 left
+    # 3 rounds of 2 s for the missing run; the stopped run has none of its 3 rounds left
+    assert re.search(r"8 runs, 2 to do: .*\b6 s, 2 at once", out)
     printed(capsys, "study", "s.yaml", "--dry-run", "--out", "elsewhere")
     assert not (tmp_path / "elsewhere").exists()
 

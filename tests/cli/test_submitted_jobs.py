@@ -1,4 +1,4 @@
-"""`raylt submit | stop`, `raylt ls | follow --address`: what becomes of a command, and what is refused."""
+"""The commands `raylt submit`, `raylt stop`, `raylt ls --address` and `raylt follow --address`."""
 
 import pytest
 

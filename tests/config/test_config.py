@@ -22,7 +22,7 @@ def method_of(*overrides):
 
 
 def refusal(*overrides: str, path: Path | None = None) -> ConfigError:
-    """Return the error of these settings, raised when they are read or when the method is made."""
+    """Return the error that these settings raise when they are read or when the method is made."""
     named = [] if any(text.startswith("method") for text in overrides) else [FEDAVG]
     with pytest.raises(ConfigError) as caught:
         make_method(load(path, [*named, *overrides]).method)
@@ -46,7 +46,7 @@ def file(tmp_path):
     return write
 
 
-# what is read
+# reading of files and settings
 
 
 def test_only_the_method_has_no_default():
@@ -150,7 +150,7 @@ def test_overrides_are_yaml_values():
     assert (config.resources.actors, config.resources.gpus_per_client) == ("auto", 0.25)
 
 
-# what a Config is
+# properties of a Config
 
 
 def test_config_is_immutable():
@@ -195,10 +195,11 @@ def test_settings_lists_every_key_once_with_its_meaning():
         for key in (part if isinstance(part, dict) and section != "method" else [section])
     ]
     assert keys == flat
-    assert [key for key, field in listed if not (field.description or "").endswith(".")] == []  # a sentence
+    # every description is a sentence
+    assert [key for key, field in listed if not (field.description or "").endswith(".")] == []
 
 
-# what is refused: each error has a code, the key and the value
+# refused settings: each error has a code, the key and the value
 
 
 @pytest.mark.parametrize(
@@ -295,7 +296,7 @@ def test_no_setting_takes_nan_or_infinity(key, value):
         "config.out-of-range",
         "config.wrong-type",
         "config.unknown-name",
-    )  # nan is a text, .nan is not
+    )  # YAML reads nan as text and .nan as a number
 
 
 def test_listed_ranges_leave_out_the_bounds_that_only_catch_slips():

@@ -1,4 +1,4 @@
-"""Relative paths of settings that start in another folder than the working directory."""
+"""Relative paths in settings that are resolved against another folder than the working directory."""
 
 from pathlib import Path
 

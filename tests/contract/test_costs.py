@@ -1,4 +1,4 @@
-"""What is measured of a method: bytes, passes over the samples, and what the server sees."""
+"""The measured costs of a method: bytes, passes over the samples, and the parts that the server sees."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def calls(method: Method, cut: bool = True):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OURS)
 def test_no_client_is_asked_after_the_servers_own_work_in_the_last_phase(name):
-    """Else the measurement that ends there would miss it."""
+    """The measurement ends at the server's own work and would miss a later call."""
     method = OURS[name](**{"rf_dim": 60, "m_min": 80, "m_max": 120} if name == "sfd" else {})
     assert calls(method, cut=True) == calls(method, cut=False)
 
@@ -57,7 +57,7 @@ def test_parts_seen_client_by_client_are_marked_and_sums_are_not():
     mupfl = {call.name: call for call in calls(METHODS["mupfl"](m=2, tau=1))}
     assert mupfl["train"].sends["update"] == "each"
     assert mupfl["keep"].sends == {}
-    assert calls(METHODS["local"]())[0].up == 8  # the loss alone
+    assert calls(METHODS["local"]())[0].up == 8  # the loss only
 
 
 def test_hidden_hooks_are_gone_after_a_measurement():

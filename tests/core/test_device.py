@@ -1,4 +1,4 @@
-"""The device of a process, decided from the settings and the lease; no GPU is needed to see it."""
+"""A process's device, decided from the settings and the lease. No GPU is needed."""
 
 import os
 
@@ -22,7 +22,7 @@ def config(precision="float32", **resources):
 
 @pytest.fixture(autouse=True)
 def flags_kept(monkeypatch):
-    """Torch is as it was after each test."""
+    """Restore torch's flags after each test."""
     matmul, tf32 = torch.get_float32_matmul_precision(), BACKENDS.cudnn.allow_tf32
     operators = [(kind, kind.fp32_precision) for kind in (BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn)]
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
@@ -36,7 +36,7 @@ def flags_kept(monkeypatch):
 
 @pytest.fixture
 def a_gpu(monkeypatch):
-    """Torch sees a GPU, and what is put on it lies on the CPU."""
+    """Let torch report a GPU, and put tensors for it on the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA Pretence")
     zeros = torch.zeros
@@ -55,7 +55,7 @@ def no_gpu(monkeypatch):
         ({}, True, "cuda"),
         ({"device": "cuda"}, None, "cuda"),
         ({"device": "cuda"}, True, "cuda"),
-        ({}, False, "cpu"),  # it may see a GPU, which is another's
+        ({}, False, "cpu"),  # the process sees a GPU that is leased to another one
         ({"device": "cpu"}, None, "cpu"),
         ({"device": "cpu"}, True, "cpu"),
         ({"gpus_per_client": 0}, None, "cpu"),
@@ -163,7 +163,7 @@ def test_work_of_map_is_done_on_the_device_that_is_handed_over():
 
 @pytest.mark.parametrize(("setting", "recorded"), [("auto", True), ("off", False)])
 def test_steps_on_a_gpu_are_recorded_unless_that_is_switched_off(a_gpu, monkeypatch, setting, recorded):
-    monkeypatch.setattr(cuda_graphs, "_RECORDERS", {"cuda": cuda_graphs.CudaRecorder()})  # of a run before
+    monkeypatch.setattr(cuda_graphs, "_RECORDERS", {"cuda": cuda_graphs.CudaRecorder()})  # left by an earlier run
     open_device(config(graphs=setting))
     assert ("cuda" in cuda_graphs._RECORDERS) == recorded
     open_device(config(device="cpu"))
@@ -173,10 +173,10 @@ def test_steps_on_a_gpu_are_recorded_unless_that_is_switched_off(a_gpu, monkeypa
 def test_mps_is_seen_by_the_daemon_that_lives_in_its_folder_of_pipes(a_gpu, monkeypatch, tmp_path):
     gpu, pid = torch.device("cuda"), tmp_path / "nvidia-cuda-mps-control.pid"
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    assert describe(gpu)["mps"] is None  # nothing there
+    assert describe(gpu)["mps"] is None  # the folder has no daemon's files
     (tmp_path / "control").touch()
-    assert describe(gpu)["mps"] is None  # what a daemon left behind
-    pid.write_text("4194305")  # no process has so high a number
+    assert describe(gpu)["mps"] is None  # a stale file of a daemon that has ended
+    pid.write_text("4194305")  # larger than any process id
     assert describe(gpu)["mps"] is None
     pid.write_text(str(os.getpid()))
     assert describe(gpu)["mps"] == "running"

@@ -1,4 +1,4 @@
-"""Frozen encoders run once: features are cached by weights and pixels, and training on them is the same run."""
+"""Frozen encoders run once: features are cached by weights and pixels, and training on them gives the same run."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -30,7 +30,7 @@ encoded_batches = 0
 
 
 def counting(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """The tiny model, whose encoder counts its calls."""
+    """Return the tiny model with an encoder that counts its calls."""
     model = tiny_pretrained(classes, shape)
 
     def count(*_: object) -> None:
@@ -79,10 +79,10 @@ def test_an_image_is_encoded_once(tiny_task, tmp_path):
     said = []
     _, first = encode(setup_for(tmp_path), tiny_task, said.append)
     before = encoded_batches
-    # other clients, another order, another method: the same images
+    # the same images, with other clients, another order and another method
     shards = tuple(replace(shard, x=shard.x[::-1], y=shard.y[::-1]) for shard in reversed(tiny_task.shards))
     _, second = encode(setup_for(tmp_path, method={"name": "scaffold"}), replace(tiny_task, shards=shards), said.append)
-    assert encoded_batches == before + 1  # the fixed images that identify the encoder
+    assert encoded_batches == before + 1  # one batch: the fixed images that identify the encoder
     images = size_of(tiny_task)
     assert f"{images} images encoded, 0 found" in said[0]
     assert f"0 images encoded, {images} found" in said[1]
@@ -113,7 +113,7 @@ def test_features_of_another_encoder_are_not_used(tiny_task, tmp_path, change):
     said = []
     encode(other, task, said.append)
     judged = len(task.test)
-    if change == "precision":  # the test set is judged in float32
+    if change == "precision":  # the test set is judged in float32, so its features are found
         assert f"{size_of(task) - judged} images encoded, {judged} found" in said[0]
     else:
         assert f"{size_of(task)} images encoded, 0 found" in said[0]
@@ -179,7 +179,7 @@ def test_a_run_on_features_gives_the_model_that_was_judged(tmp_path):
     run = make_tiny_run(tmp_path, "sfd", f"model={NAME}", "trainable=classifier", f"data.root={tmp_path}")
     before = encoded_batches
     other = make_tiny_run(tmp_path, "moon", f"model={NAME}", "trainable=classifier", f"data.root={tmp_path}")
-    assert encoded_batches - before < 12  # probes and the pictures of predictions; no training batch
+    assert encoded_batches - before < 12  # batches of probes and of the prediction grid, none of training
     for each in (run, other):
         images = load(each.task.test.x)
         labels = raylt.load_model(raylt.export(each)).predict(images).labels
@@ -233,7 +233,7 @@ def test_methods_run_on_features(tmp_path, name):
     assert twice[0].reports[-1].accuracy is not None
 
 
-# no rounds
+# runs without rounds
 
 
 @pytest.mark.parametrize("name", ["fedncm", "fed3r", "ccvr", "sfd"])

@@ -1,4 +1,4 @@
-"""The table of settings that exclude each other: each row refuses its pair when a run is planned."""
+"""The table of settings that exclude each other: planning a run refuses each pair."""
 
 from typing import ClassVar
 
@@ -97,7 +97,7 @@ def test_the_chance_of_an_empty_round_is_at_most_one(tiny_task, tmp_path):
     sparse = configure(federation={"sampling": "poisson", "participation": 0.01, "rounds": 2}, data={"clients": 10})
     with refused("config.conflict", key="federation.sampling") as caught:
         make_experiment(sparse, tiny_task, tmp_path)
-    assert "is 0.99 (poisson)." in str(caught.value)  # 1 - (1 - 0.99^10)^2; the sum over the rounds would be 1.8
+    assert "is 0.99 (poisson)." in str(caught.value)  # 1 - (1 - 0.99^10)^2; a sum over the rounds would give 1.8
 
 
 @pytest.mark.slow
@@ -122,6 +122,6 @@ def test_a_method_says_whether_clients_upload_more_than_a_model(tiny_task, tmp_p
 
     monkeypatch.setattr(experiment.fleet, "ask", listening)
     monkeypatch.setattr(type(experiment.evaluator), "evaluate", lambda self, *given: ({}, None))
-    with pytest.raises(TypeError):  # a report needs what was judged
+    with pytest.raises(TypeError):  # a report needs an accuracy
         experiment.step()
     assert uploaded <= {"model", "loss"}

@@ -21,7 +21,7 @@ IDS = [0, 1, 2, 3, 5]
 
 
 class OwnClassifier(Method):
-    """FedPer (Arivazhagan et al., 2019): the encoder travels, every client keeps its classifier."""
+    """FedPer (Arivazhagan et al., 2019): clients share the encoder, and each keeps its own classifier."""
 
     name: ClassVar[str] = "own_classifier"
     paper: ClassVar[str] = "for tests"
@@ -32,7 +32,7 @@ class OwnClassifier(Method):
 
 
 class Finishing(FedAvg):
-    """Has a phase after the last round, and a state at the server."""
+    """FedAvg with a phase after the last round and a state at the server."""
 
     name: ClassVar[str] = "finishing"
 
@@ -49,7 +49,7 @@ class Finishing(FedAvg):
 
 
 class Slow(Finishing):
-    """Times a stage of its own, twice."""
+    """A method whose last phase times a stage of its own, twice."""
 
     name: ClassVar[str] = "slow"
 
@@ -61,7 +61,8 @@ class Slow(Finishing):
 
 @pytest.fixture
 def build(tiny_task, tmp_path):
-    """`build(method, federation={...})`: an experiment on the tiny task whose host is a `Recorder`."""
+    """Return `build(method, federation={...})`, which makes an experiment on the tiny task with a `Recorder` as
+    host."""
 
     def make(method: Method | None = None, folder=tmp_path, **parts) -> Experiment:
         return make_experiment(configure(**parts), tiny_task, folder, method, host=Recorder)
@@ -77,7 +78,7 @@ def run(experiment: Experiment) -> list:
 
 
 def judge_by_loop(model, task) -> torch.Tensor:
-    """Counts of (true, predicted), one test image at a time, by a model in evaluation mode."""
+    """Return the counts of (true, predicted) of a model in evaluation mode, one test image at a time."""
     samples, matrix = Samples(task.test, task.spec, CPU), torch.zeros(4, 4, dtype=torch.int64)
     model.eval()
     with torch.no_grad():
@@ -87,7 +88,7 @@ def judge_by_loop(model, task) -> torch.Tensor:
 
 
 def personal_models(experiment: Experiment):
-    """Collect every client's entries: the shared ones of the server and its private ones."""
+    """Yield every client's id and model: the server's shared entries with the client's private ones."""
     method, server = experiment.method, experiment.server
     for id, private in private_states(experiment).items():
         model = make_setup(experiment.config, method).new_model(experiment.task.spec)
@@ -109,7 +110,7 @@ def test_steps_are_the_rounds_and_then_the_finish(build):
     assert [r.figures["note"] for r in reports] == ["round 1", "round 2", "round 3", "finished"]
     assert "loss" not in reports[-1].figures
     assert experiment.server.state == {"rounds": {"seen": 3}}
-    # with a classifier of zeros only its bias speaks: every image gets the same class, which is right in 10 of 40
+    # with a zero classifier only the bias decides: every image gets the same class, which is right for 10 of 40
     assert reports[-1].accuracy == 0.25
 
 
@@ -125,7 +126,7 @@ def test_a_report_says_what_the_time_of_its_step_went_to(build):
 
 
 class Joining(FedAvg):
-    """Has something to do before the first round."""
+    """FedAvg whose clients are asked before the first round."""
 
     name: ClassVar[str] = "joining"
 
@@ -167,7 +168,7 @@ def test_figures_of_a_report_equal_a_loop_over_the_test_set(build, tiny_task):
     report = run(experiment)[-1]
     matrix = judge_by_loop(experiment.server.model, tiny_task)
     each = class_accuracies(matrix)
-    assert 0.25 < report.accuracy < 1  # or the comparisons below compare little
+    assert 0.25 < report.accuracy < 1  # otherwise the comparisons below would show little
     assert report.accuracy == report.global_accuracy == pytest.approx(sum(each) / 4)
     assert report.global_macro == pytest.approx(sum(each) / 4)
     union = [sum(matrix[c]) + sum(row[c] for row in matrix) - matrix[c][c] for c in range(4)]
@@ -194,7 +195,7 @@ def test_training_makes_the_model_better_than_chance(build):
     assert run(build(federation={"rounds": 8}))[-1].accuracy > 0.5
 
 
-# what is private
+# private entries
 
 
 def test_personal_figures_pool_the_clients_own_models(build, tiny_task):
@@ -228,7 +229,7 @@ def test_private_classifier_appears_in_no_message_and_no_reply(build):
     host = experiment.fleet._host
     sent = [*host.messages, *(reply for *_, reply in host.replies)]
     models = [part["model"] for part in sent if "model" in part]
-    assert len(models) >= 2 * 2 * len(IDS)  # down and up, in two rounds
+    assert len(models) >= 2 * 2 * len(IDS)  # down and up in each of two rounds
     assert not any("classifier" in name for model in models for name in model)
     assert any("encoder" in name for name in models[0])
     assert "classifier.weight" in experiment.server.model.state_dict()
@@ -242,7 +243,7 @@ def test_private_classifiers_of_two_trained_clients_differ(build):
 
 
 def test_private_classifier_is_trained_on_from_where_the_clients_last_round_left_it(build, monkeypatch):
-    # one client alone gets back its own encoder: with its own classifier that is FedAvg of this client
+    # a client alone gets its own encoder back and keeps its classifier, so this is FedAvg with one client
     monkeypatch.setattr(Method, "sample", lambda self, server, fleet: [5])
     experiment, plain = build(OwnClassifier()), build()
     run(experiment)
@@ -252,7 +253,7 @@ def test_private_classifier_is_trained_on_from_where_the_clients_last_round_left
 
 
 def test_clients_that_were_never_sampled_keep_their_initial_private_state(build, tiny_task):
-    # ceil(0.3 * 6) = 2 clients in each of 2 rounds, so 1 of the 5 at least is left over
+    # ceil(0.3 * 6) = 2 clients in each of 2 rounds, so at least one of the five is never sampled
     experiment = build(OwnClassifier(), federation={"participation": 0.3})
     run(experiment)
     trained = {id for function, _, id, _ in experiment.fleet._host.replies if function == "train"}
@@ -264,7 +265,7 @@ def test_clients_that_were_never_sampled_keep_their_initial_private_state(build,
     assert set(IDS) - trained
     for id in IDS:
         same = fingerprint(states[id]["model"]) == fingerprint(initial)
-        assert same == (id not in trained or id == 3)  # client 3 has one sample, which cannot be trained on
+        assert same == (id not in trained or id == 3)  # client 3 has one sample and cannot train
 
 
 # BatchNorm
@@ -281,7 +282,7 @@ def test_averaged_statistics_weight_float_buffers_and_take_the_largest_counter(b
         mean = sum(sizes[k] * replies[k][name].double() for k in IDS) / 60
         assert torch.allclose(after[name].double(), mean, rtol=1e-6, atol=1e-9)
         assert not torch.equal(replies[0][name], replies[5][name])
-    # 2 epochs: clients 0, 1, 2, 3, 5 take 2*3, 2*2, 2*1, none and 2*2 steps
+    # in 2 epochs clients 0, 1, 2, 3 and 5 take 2*3, 2*2, 2*1, 0 and 2*2 steps
     counters = [replies[k]["encoder.stage1.1.num_batches_tracked"].item() for k in IDS]
     assert counters == [6, 4, 2, 0, 4]
     assert after["encoder.stage1.1.num_batches_tracked"] == 6
@@ -294,11 +295,11 @@ def test_local_statistics_stay_with_their_client(build):
     models = [part["model"] for part in [*host.messages, *(reply for *_, reply in host.replies)] if "model" in part]
     assert models
     assert not any("running" in name or "tracked" in name for model in models for name in model)
-    assert any(name == "encoder.stage1.1.weight" for name in models[0])  # BatchNorm's scale does travel
+    assert any(name == "encoder.stage1.1.weight" for name in models[0])  # BatchNorm's scale is shared
     means = {id: state["model"]["encoder.stage1.1.running_mean"] for id, state in private_states(experiment).items()}
     trained = [0, 1, 2, 5]
     assert all(not torch.equal(means[a], means[b]) for a in trained for b in trained if a < b)
-    assert torch.equal(means[3], torch.zeros(32))  # client 3 has no batch
+    assert torch.equal(means[3], torch.zeros(32))  # client 3 has too few samples for a batch
     assert all(r.global_accuracy is None for r in reports)
     assert [r.accuracy is None for r in reports] == [True, True, False]
 
@@ -350,9 +351,9 @@ def test_newest_checkpoints_alone_are_kept(build, tmp_path):
 
 
 def test_files_of_clients_that_did_not_train_are_carried_on_and_not_written_again(build, tmp_path, monkeypatch):
-    monkeypatch.setattr("raylt.core.checkpoint.client_states.PACK", 1)  # a file for each client, as of large states
+    monkeypatch.setattr("raylt.core.checkpoint.client_states.PACK", 1)  # a file per client, as with large states
     monkeypatch.setattr("raylt.core.checkpoint.client_states.LITTLE", 1)
-    # personal models are judged after the last round only, and that is round 4
+    # personal models are judged after the last round only, which is round 4
     experiment = build(OwnClassifier(), federation={"participation": 0.3, "rounds": 4}, output={"keep": 3}, seed=2)
     for _ in range(3):
         experiment.advance()
@@ -416,9 +417,10 @@ def test_a_run_that_holds_a_validation_part_is_judged_on_it_and_trains_the_same(
         )
         experiment = make_experiment(config, build_task(config.data), tmp_path / str(every))
         first, last = experiment.step(), experiment.step()
-        assert ("validation" in first.figures) == (every == 1 and method == "fedavg")  # only where it is judged anyway
+        # FedAvg is validated in the rounds that are judged anyway
+        assert ("validation" in first.figures) == (every == 1 and method == "fedavg")
         assert 0 < last.figures["validation"]["accuracy"] <= 1
         assert last.figures["validation"]["accuracy"] != last.accuracy
-        assert "judge" not in last.traffic  # no client would send it
+        assert "judge" not in last.traffic  # a client's own judgement is sent by no client
         ended.append((fingerprint(experiment.server.model.state_dict()), last.figures, last.accuracy))
     assert ended[0] == ended[1]

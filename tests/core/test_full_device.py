@@ -1,6 +1,6 @@
-"""A full device. At the server fewer images are judged at a time, and anything else is one clear error. In a process of
-several clients the data of the waiting ones are dropped. The errors are raised on purpose, on the pretend device as on
-the CPU.
+"""A full device: the server judges fewer images at a time, and clients' processes drop the data of waiting clients.
+
+Anything else is one clear error. The tests raise the errors themselves, on the pretend device and on the CPU.
 """
 
 import re
@@ -29,7 +29,7 @@ OTHER = ValueError("no luck")
 
 
 def limited(most, error=FULL):
-    """Return a function that squares at most `most` values at a time, and the sizes of its calls."""
+    """Return a function that squares at most `most` values at a time, and the list of its call sizes."""
     sizes = []
 
     def squares(x):
@@ -71,7 +71,7 @@ def test_no_room_for_a_single_image_and_other_errors_stay_what_they_are(most, er
 
 
 class Narrow(FedAvg):
-    """A method whose answers need room."""
+    """A method whose prediction fails for more than `most` images at a time."""
 
     most: int
 
@@ -82,7 +82,7 @@ class Narrow(FedAvg):
 
 
 class Greedy(FedAvg):
-    """A method whose server needs more room than the device has, in the round or afterwards."""
+    """A method whose server runs out of device memory at the place that `where` names."""
 
     where: str
 
@@ -128,7 +128,7 @@ def test_a_server_with_little_room_judges_as_one_with_much(device, tmp_path, kin
         assert report.quality is not None
         quality.append(report.quality)
     assert seen[0] == seen[1]
-    assert quality[1] == pytest.approx(quality[0])  # of probabilities, whose last bits may differ
+    assert quality[1] == pytest.approx(quality[0])  # a figure of probabilities, whose last bits may differ
 
 
 def test_the_note_on_fewer_images_names_the_round(tiny_task, tmp_path):

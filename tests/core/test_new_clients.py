@@ -1,4 +1,4 @@
-"""Clients that join after training: who they are, what methods have them do, and what is said of them."""
+"""Clients that join after training: which they are, what methods have them do, and what is reported of them."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def late(task, *ids: int):
 
 
 def joined(experiment, method, id: int):
-    """A client that has joined after the last round of a run, by the method's own function."""
+    """Return a client that joins after a run's last round, by the method's own function."""
     client = open_client(experiment.task, method, id, experiment.config)
     client.begin("settle", experiment.fleet.round)
     torch.manual_seed(0)
@@ -93,7 +93,7 @@ def test_nobody_asks_them_before_and_nothing_of_them_is_kept(tiny_task, tmp_path
 
 def test_share_of_the_clients_is_of_those_that_train(tiny_task, tmp_path):
     experiment = make_experiment(configure(federation={"participation": 0.5}), late(tiny_task, 0, 2, 3), tmp_path)
-    assert len(experiment.step().participants) == 2  # ceil(0.5 * (6 - 3)); of all 6 it would be 3
+    assert len(experiment.step().participants) == 2  # ceil(0.5 * (6 - 3)); it would be 3 if all 6 clients counted
 
 
 def test_a_secure_round_counts_those_that_train(tiny_task, tmp_path):
@@ -139,7 +139,7 @@ def test_whoever_runs_them_figures_are_the_same(tiny_task, tmp_path):
     assert ends[0] == ends[1]
 
 
-# what methods have them do
+# what methods have new clients do
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_fedreps_classifier_gets_the_first_half_of_a_round(tiny_task, tmp_path, 
 
 
 def test_dittos_personal_model_starts_from_the_final_model_and_is_held_near_it(tiny_task, tmp_path):
-    """One epoch of v <- v - lr (gradient + lambda (v - w)), by hand."""
+    """Compare with one epoch of v <- v - lr (gradient + lambda (v - w)) by hand."""
     local = {"epochs": 1, "lr": 0.1, "momentum": 0.0}
     experiment = run(late(tiny_task, 0), tmp_path, Ditto(lam=0.5), rounds=2, local=local)
     w = experiment.server.model.state_dict()
@@ -216,7 +216,7 @@ def test_bpfeds_have_a_classifier_of_both_stages(tiny_task, tmp_path, fields):
     assert "z" not in client.state
     plain = joined(experiment, BPFed(crt=False, lws=False), 0).model.state_dict()
     same = torch.equal(own["classifier.weight"], plain["classifier.weight"])
-    assert same == (not method.finishes)  # the second stage changes what the first left
+    assert same == (not method.finishes)  # the second stage changes the result of the first
 
 
 def test_mupfls_train_once(tiny_task, tmp_path):
@@ -236,7 +236,7 @@ def test_running_statistics_that_stay_at_clients_are_taken(tiny_task, tmp_path, 
     for name, value in experiment.server.model.named_parameters():
         assert torch.equal(entries[name], value), name
     statistics = {name: entries[name] for name in client.model.local_buffers if name.endswith("num_batches_tracked")}
-    assert {value.item() for value in statistics.values()} == {2 * 3}  # two epochs of 24 samples by 8
+    assert {value.item() for value in statistics.values()} == {2 * 3}  # two epochs of 24 samples in batches of 8
     assert experiment.server.figures["new_clients"]["count"] == 1
 
 
@@ -257,7 +257,7 @@ def test_features_of_a_client_that_never_trained_are_under_statistics_of_its_own
     entries = local.model.state_dict()
     assert {entries[name].item() for name in local.model.local_buffers if name.endswith("tracked")} == {2 * 2}
     once = {name: entries[name].clone() for name in local.model.local_buffers}
-    features(local)  # nor are they taken a second time
+    features(local)  # a second call does not update them again
     assert all(torch.equal(local.model.state_dict()[name], value) for name, value in once.items())
     average = open_client(tiny_task, FedAvg(), 1)
     features(average)
@@ -271,7 +271,7 @@ def test_clients_that_are_never_asked_are_judged_and_exported_under_statistics_o
     ask_only(monkeypatch, method, [1])
     experiment = run(tiny_task, tmp_path, method, rounds=1, federation={"batchnorm": "local"})
     entries, seen = judged_entries(experiment.server, method), []
-    for name in ("judge", "keep"):  # whatever the call, the same model
+    for name in ("judge", "keep"):  # both calls see the same model
         client = open_client(tiny_task, method, 0, config=experiment.config)
         client.begin(name, 1)
         model = judged_model(method, client, entries).state_dict()
@@ -280,7 +280,7 @@ def test_clients_that_are_never_asked_are_judged_and_exported_under_statistics_o
     assert all(torch.equal(seen[0][name], seen[1][name]) for name in seen[0])
 
 
-# what is said of them
+# what is reported of new clients
 
 
 def test_they_stand_apart_in_summary_table_frame_and_measures(tmp_path):
@@ -299,7 +299,7 @@ def test_they_stand_apart_in_summary_table_frame_and_measures(tmp_path):
 
 
 def test_a_run_that_was_made_before_there_was_a_setting_is_read_with_its_default(tmp_path):
-    """Its identity lacks data.new_clients, as an older raylt wrote it."""
+    """The recorded config lacks data.new_clients, as an older version of raylt wrote it."""
     config = load(None, ["method=fedavg", "data.clients=3"])
     recorded = settled(config)
     del recorded["data"]["new_clients"]

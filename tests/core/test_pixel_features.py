@@ -11,7 +11,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def maps() -> torch.Tensor:
-    """Two maps: class 0 left, 1 right, 2 in one pixel of the first; ignored rows."""
+    """Return two maps with class 0 left and class 1 right; the first has one pixel of class 2, and rows are ignored."""
     y = torch.zeros(2, H, W, dtype=torch.int64)
     y[:, :, 20:] = 1
     y[:, :3] = -100
@@ -36,7 +36,7 @@ def test_a_classifier_gives_a_chosen_pixel_the_logits_of_its_place():
         chosen_logits = model.classifier(z)
     # class 2 of the first image is the pixel at (10, 10)
     assert torch.allclose(chosen_logits[chosen == 2], logits[0, :, 10, 10], atol=1e-5)
-    # any other chosen logits are those of some pixel of their class and image
+    # any other chosen logits belong to some pixel of the same class and image
     image = torch.tensor([0] * 19 + [1] * 18)
     for b in range(2):
         for c in range(2):
@@ -62,5 +62,5 @@ def test_chosen_places_are_uniform():
     z = torch.arange(16.0).view(1, 1, 4, 4)
     generator = seeded()
     seen = torch.cat([pixel_features(z, y, 4, generator)[0] for _ in range(2000)]).round().long().flatten()
-    # 500 of each place, with a standard deviation below sqrt(2000 * 0.25) = 22
+    # each of the 16 pixels is drawn 500 times, with a standard deviation below sqrt(2000 * 0.25) = 22
     assert (torch.bincount(seen, minlength=16) - 500).abs().max() < 110

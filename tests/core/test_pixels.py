@@ -42,13 +42,14 @@ def test_pixels_without_a_label_are_of_a_class_that_the_batch_does_not_show(labe
     logits = (3 * torch.randn(2, 4, 3, 5, generator=generator)).requires_grad_()
     y = torch.tensor(labels).repeat(30)[:30].view(2, 3, 5)
     loss = back_cross_entropy(logits, y)
-    # 0 where nothing has a label, but for the rounding of a log-sum-exp
+    # the loss is 0 if no pixel has a label, up to the rounding of a log-sum-exp
     assert loss.item() == pytest.approx(by_hand(logits.detach(), y), rel=1e-5, abs=1e-6)
     (gradient,) = torch.autograd.grad(loss, logits)
     assert gradient.isfinite().all()
     moved = gradient.abs().sum(1) > 1e-6
     counted = (y != IGNORED) | (set(range(4)) - set(labels) != set())
-    assert torch.equal(moved, counted & ~torch.tensor(set(labels) == {IGNORED}))  # "some class" teaches nothing
+    # if no pixel has a label, any class may be meant, which has no gradient
+    assert torch.equal(moved, counted & ~torch.tensor(set(labels) == {IGNORED}))
 
 
 @pytest.mark.parametrize("method", [FedAvg(), FedProx(mu=0.0), MuPFL(bavd=False), Ditto(lam=0.0)], ids=lambda m: m.name)
@@ -73,7 +74,7 @@ def test_classes_without_labels_ask_for_that_loss():
 
 @pytest.mark.parametrize("erased", ["background", "unlabelled"])
 def test_classifiers_are_tuned_on_classes_as_clients_see_them_or_on_the_classes(erased):
-    # where classes only lose their labels, nothing that a client's maps say contradicts their true names
+    # if classes only lose their labels, no map of a client contradicts the true classes
     scenes = make_scenes()
     views = class_views(5, 4 if erased == "unlabelled" else 3, 2, erased)
     scenes = replace(
@@ -97,4 +98,4 @@ def test_a_batch_without_any_label_teaches_nothing():
     assert loss.item() == 0
     assert not logits.grad.any()
     y[0, 1, 2] = 2
-    assert torch.equal(labelled_cross_entropy(logits, y), F.cross_entropy(logits, y))  # to the bit
+    assert torch.equal(labelled_cross_entropy(logits, y), F.cross_entropy(logits, y))  # equal to the bit

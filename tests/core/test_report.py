@@ -1,4 +1,4 @@
-"""The record of a step: its keys, and the places that follow from its fields."""
+"""The report of a step: its keys, and where its fields appear."""
 
 import json
 

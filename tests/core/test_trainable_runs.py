@@ -1,4 +1,4 @@
-"""Runs in which a part of the model learns: what travels, what is kept, what is exported and judged."""
+"""Runs that train a part of the model: what they send, keep, export and judge."""
 
 import numpy as np
 import pytest
@@ -46,12 +46,12 @@ def bytes_down(run) -> int:
 
 
 def test_bytes_are_those_of_what_learns(runs):
-    sizes = {part: bytes_down(run) / 4 for part, run in runs.items()}  # a client's
+    sizes = {part: bytes_down(run) / 4 for part, run in runs.items()}  # of one client
     classifier = 4 * (5 * 4 + 4)
     assert sizes["classifier"] == classifier
     assert sizes["last:1"] == classifier + 4 * (6 * 5 + 5)
     assert sizes["lora:2"] == classifier + 4 * 2 * (4 + 6 + 6 + 5)
-    assert sizes["norm"] == classifier + 4 * 4 * (4 + 6) + 2 * 8  # and two counters of batches
+    assert sizes["norm"] == classifier + 4 * 4 * (4 + 6) + 2 * 8  # 8 bytes for each of two batch counters
     assert sizes["all"] == sizes["norm"] + 4 * (4 * 9 + 6 * 4 + 6 * 5 + 5)
 
 
@@ -121,7 +121,7 @@ CONTRACT = [
     pytest.param(name, part, check, id=f"{name}-{part}-{check.__name__}", marks=[] if quick else pytest.mark.slow)
     for name, part in [("fedavg", "classifier"), ("ditto", "last:1"), ("scaffold", "norm"), ("fedetf", "classifier")]
     for check in CHECKS
-    # a frozen encoder's statistics never move, so no client has its own
+    # a frozen encoder's statistics do not change, so clients have none of their own
     if not (part == "classifier" and check.__name__ == "local_running_statistics")
     for quick in [check.__name__ in QUICK]
 ]
@@ -142,7 +142,7 @@ def test_an_encoder_resizes_and_normalises_images_itself(folder):
     body = encoder.get_submodule("body")
     pixels = torch.from_numpy(load(run.task.test.x)[:3]).permute(0, 3, 1, 2) / 255
     resized = nn.functional.interpolate(pixels, (12, 12), mode="bilinear", align_corners=False)
-    mean = (0.485 + 0.456 + 0.406) / 3  # grey images have the colours' mean
+    mean = (0.485 + 0.456 + 0.406) / 3  # a grey image is normalised with the mean over the colours
     expected = body((resized - mean) / ((0.229 + 0.224 + 0.225) / 3)).flatten(1)
     assert torch.allclose(encoder(pixels), expected, atol=1e-6)
     labels = raylt.load_model(raylt.export(run)).predict(load(run.task.test.x)).labels

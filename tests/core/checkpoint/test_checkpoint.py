@@ -54,7 +54,7 @@ def folders(parent) -> list[str]:
 
 
 def assert_same(was, now):
-    assert json.dumps(_form(was)) == json.dumps(_form(now))  # the same keys in the same order
+    assert json.dumps(_form(was)) == json.dumps(_form(now))  # this also compares the order of the keys
     for (path, a), (_, b) in zip(leaves(was), leaves(now), strict=True):
         if isinstance(a, torch.Tensor):
             assert (a.dtype, a.shape) == (b.dtype, b.shape), path
@@ -70,7 +70,7 @@ def _form(tree):
 
 @pytest.fixture
 def two(tmp_path):
-    """Checkpoints 1 and 2 of one part `server` (w is the step) and an unchanged part `client-000`."""
+    """Save checkpoints 1 and 2: a part `server`, whose w is the step, and an unchanged part `client-000`."""
     first = save(tmp_path, 1, **{"server": {"w": torch.full((50,), 1.0)}, "client-000": {"c": tensor([7])}})
     save(tmp_path, 2, previous=first, **{"server": {"w": torch.full((50,), 2.0)}, "client-000": None})
     return tmp_path
@@ -128,7 +128,7 @@ def test_unchanged_part_shares_no_file_with_the_checkpoint_before_but_with_the_o
     was = [inode(two, 1), inode(two, 2)]
     for step in range(3, 7):
         carry_on(two, step)
-        assert inode(two, step) == was[-2]  # nothing was written
+        assert inode(two, step) == was[-2]  # an unchanged part is not written again
         was.append(inode(two, step))
     assert inode(two, 5, "server") != inode(two, 6, "server")
 
@@ -189,7 +189,7 @@ def test_nothing_committed_is_no_checkpoint(tmp_path):
     assert latest(tmp_path / "absent") == (None, [])
 
 
-# damage
+# damaged checkpoints
 
 
 def cut(file):
@@ -290,7 +290,7 @@ def test_damaged_checkpoint_is_replaced_when_its_step_is_taken_again(two):
     assert folders(two) == ["000001", "000002"]
 
 
-# killed while writing
+# processes killed while they write
 
 
 def test_leftover_of_a_killed_process_is_ignored_and_cleaned(two):
@@ -327,7 +327,7 @@ def test_other_entries_beside_the_checkpoints_are_left_alone(two):
     assert folders(two) == ["000002", "000003", "1-copy", "notes"]
 
 
-# hashes
+# hashes of checkpoints
 
 
 def test_hash_depends_on_neither_the_order_of_the_dict_nor_the_layout_in_memory():

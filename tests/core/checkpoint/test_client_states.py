@@ -1,4 +1,4 @@
-"""Private states of many clients in packs: what is read is the newest of each, and little is written."""
+"""Private states of many clients in packs: a reader gets each client's newest state, and little is written."""
 
 import random
 from types import SimpleNamespace
@@ -12,21 +12,21 @@ from raylt.core.checkpoint.client_states import SavedStates
 
 
 class Kept(SimpleNamespace):
-    """A fleet of which only the private states are asked for."""
+    """A fleet that only serves private states."""
 
     def private_states(self, ids):
         return ((id, self.held[id]) for id in ids)
 
 
 def state_of(id: int, step: int, numbers: int = 3) -> dict:
-    """Three forms in all, and a number that every step changes for some."""
+    """Return a client's state: one of three forms by id, with numbers that change with the step for some clients."""
     model = {"head.weight": torch.full((numbers,), float(1000 * id + step))}
     state = {"calls": step % 2, "map": {"x": torch.tensor(step)}, "none": None}
     return {"model": model if id % 3 else {}, "state": state}
 
 
 def saved_after(folder, step: int, fleet: Kept, before: Checkpoint | None) -> tuple[Checkpoint, int]:
-    """A checkpoint, and how many states were written for it."""
+    """Save a checkpoint; return it and the number of client states that were written for it."""
     written = 0
 
     def parts():

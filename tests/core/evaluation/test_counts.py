@@ -1,4 +1,4 @@
-"""Counts of evaluations in a run folder: how many stay."""
+"""Counts of evaluations in a run folder: which are kept."""
 
 import shutil
 from typing import ClassVar
@@ -61,7 +61,7 @@ def test_few_counts_may_lack_none(tmp_path, monkeypatch, kept):
     assert [finding.what for finding in verify(run.folder) if not finding.whole] == [f"confusions/{kept:06d}.npz"]
 
 
-# counts of clients, of which only the cells that are not zero are kept
+# counts of clients, which keep only the cells that are not zero
 
 
 def random_counts(clients, classes, labels, seed=0):
@@ -117,7 +117,7 @@ def test_figures_of_kept_cells_are_those_of_dense_matrices_to_the_bit():
 def test_many_classes_take_no_more_memory_than_the_test_set_has_labels():
     dense = random_counts(3, 1000, 5000)
     kept = CountsByClient(1000, {id: counts.cells_of(matrix) for id, matrix in dense.items()})
-    assert all(cells.nbytes <= 8 * 5000 for cells in kept.cells.values())  # of 8,000,000
+    assert all(cells.nbytes <= 8 * 5000 for cells in kept.cells.values())  # the whole matrix has 8,000,000 bytes
     assert counts.cell_type(1000, 2**31) == counts.cell_type(46_341, 1) == torch.int64
 
 
@@ -166,7 +166,7 @@ def test_cells_that_no_matrix_has_are_refused_in_one_line(tmp_path, wrong):
 
 
 class Unsure(FedAvg):
-    """FedAvg whose model has no answer to some images."""
+    """FedAvg whose model predicts NaN for some images."""
 
     name: ClassVar[str] = "unsure"
     own: bool = False

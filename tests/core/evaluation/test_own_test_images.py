@@ -1,4 +1,4 @@
-"""Clients judged on their own test images, and the counts that a run keeps of each evaluation."""
+"""Evaluation of clients on their own test images, and the counts that a run keeps of each evaluation."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(folder):
-    """`made(method)`: a run whose clients have test images of their own."""
+    """Return `made(method)`, a finished run whose clients have test images of their own."""
     runs = {}
 
     def make(method: str) -> Run:
@@ -46,7 +46,7 @@ def made(folder):
 
 
 def by_hand(run: Run) -> dict[str, float]:
-    """Each client's exported model on the client's own test images, one image at a time."""
+    """Judge each client's exported model on the client's own test images, one image at a time."""
     with np.load(run.folder.parent / "pictures.npz") as file:
         images, labels, ids = file["x_test"], file["y_test"], file["id_test"]
     path = raylt.export(run)
@@ -95,7 +95,7 @@ def test_numbers_of_test_images_stand_beside_the_clients_figures(made, folder):
     with console.capture() as capture:
         console.print(comparison.table())
     assert "test images" in capture.get()
-    assert f"{100 * figures[3]:.2f} % (" in capture.get()  # two images: with its interval
+    assert f"{100 * figures[3]:.2f} % (" in capture.get()  # the client has two test images, so the interval is shown
     card = raylt.export(run)
     assert f"(n = {sizes[3]}," in card.with_name(card.name + ".md").read_text()
 
@@ -144,7 +144,7 @@ def test_a_client_s_model_is_taken_by_name_or_id(made):
         run.client_model("salzburg")
 
 
-# what a client may say of it
+# what the server accepts as a client's counts
 
 
 def test_a_client_cannot_say_what_it_is_not_judged_on(made):
@@ -178,7 +178,8 @@ def test_a_lie_about_its_own_images_is_rejected(made, tmp_path):
 
                 def better(*given):
                     result = true_counts(*given)
-                    if 1 in result.own:  # the test set is that of all clients of this process
+                    # all clients of this process share `client.test`, so only client 1's counts are changed
+                    if 1 in result.own:
                         result.own = {1: torch.diag(result.own[1].sum(1))}
                     return result
 
@@ -240,7 +241,7 @@ def test_test_images_of_no_client_count_for_no_client(made):
     assert judged[0].all.sum() == len(task.test)
 
 
-# as tables
+# the counts as tables
 
 
 def test_each_class_has_its_figures(made):

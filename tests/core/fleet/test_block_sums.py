@@ -1,4 +1,4 @@
-"""Sums in blocks of a fixed size: the same bits in every process, and the plain sums up to float64's rounding."""
+"""Sums in blocks of a fixed size have the same bits in every process, and equal plain sums up to float64 rounding."""
 
 import pickle
 from types import SimpleNamespace
@@ -16,13 +16,13 @@ from raylt.core.fleet.wire import Fault, Unusable
 from raylt.errors import ClientError
 
 CLIENTS = 3 * BLOCK - 20
-IDS = list(range(5, 5 + 7 * CLIENTS, 7))  # as a round samples them
+IDS = list(range(5, 5 + 7 * CLIENTS, 7))  # ids with gaps, as a round samples them
 LIKE = {"w": torch.zeros(4, 3), "batches": torch.tensor(0)}
 PARTS = {"model": mean.like(LIKE), "loss": mean, "sums": total.within(dict.fromkeys(range(3), torch.zeros(2)))}
 
 
 def tell(client, message):
-    """Names the call; never runs."""
+    """A client function that only names the call; it never runs."""
 
 
 def reply_of(id: int) -> Reply:
@@ -34,7 +34,7 @@ def reply_of(id: int) -> Reply:
 
 
 class Scripted(Fleet):
-    """Clients with scripted answers; the sums of the blocks in `blocked` are taken elsewhere."""
+    """A fleet of clients with scripted answers; other processes add up the blocks in `blocked`."""
 
     def __init__(self, answers, blocked=(), **federation):
         shards = [range(1 + id % 9) for id in range(IDS[-1] + 1)]
@@ -70,7 +70,7 @@ def ask(answers, blocked=(), parts=PARTS, **federation):
 
 
 def outcome(fleet, got):
-    """Return all by which a run could tell two outcomes apart."""
+    """Return everything by which a run could tell two outcomes apart."""
     round_stats = fleet.round_stats
     return (
         fingerprint(dict(got)),
@@ -117,7 +117,7 @@ def test_a_block_has_the_same_sums_in_every_process(blocked):
     nan = reply_of(IDS[3])
     nan.tree["model"]["w"][0, 0] = float("nan")
     other = reply_of(IDS[70])
-    other.tree["loss"] = torch.tensor([1.0])  # another form than most
+    other.tree["loss"] = torch.tensor([1.0])  # a reply with another layout than most
     answers |= {
         IDS[3]: nan,
         IDS[4]: Unusable(Fault("reply.not-sendable", "the reply is a list")),
@@ -158,7 +158,7 @@ def test_what_needs_each_reply_gets_each_reply(parts, federation):
         fleet.answers = {
             id: Reply(reply.weight, {name: reply.tree[name] for name in parts}) for id, reply in replies.items()
         }
-    asked = IDS[:6]  # masks are quadratic in the clients
+    asked = IDS[:6]  # only six clients, because the number of masks grows with their square
     fleet.ask(tell, asked, {"round": 1}, **parts)
     assert fleet.sent == len(asked)
 

@@ -1,4 +1,4 @@
-"""The clients that a process keeps: it drops data where it has no room, and no result depends on that."""
+"""The clients that a process keeps: it drops their data when there is no room, which changes no result."""
 
 import torch
 from tiny import configure, make_setup
@@ -23,7 +23,7 @@ def host_of(task, **room):
 
 
 def test_the_data_of_the_client_whose_call_is_longest_ago_are_dropped(tiny_task):
-    # bytes of a sample: 8 * 8 pixels and an int64 label
+    # a sample takes 8 * 8 pixels and an int64 label
     sizes = {id: 72 * len(tiny_task.shards[id]) for id in (0, 1, 2)}
     host = host_of(tiny_task, room=sizes[0] + sizes[1])
     for id, kept in ((0, [0]), (1, [0, 1]), (0, [1, 0]), (2, [0, 2])):

@@ -21,11 +21,11 @@ IDS = [0, 1, 2, 3, 5]  # client 4 holds no samples
 SIZES = [24, 14, 9, 1, 12]  # 60 in all
 
 
-# client functions: at module level, because they are pickled
+# client functions, at module level so that they can be pickled
 
 
 def tell(client: Client, message: Message) -> Reply:
-    """Reply with the client's number, as float, integer and plain number, at two depths."""
+    """Reply with the client's number as a float tensor, an integer tensor and a plain number, at two depths."""
     id = client.id
     return client.reply(w=tensor([1.0, id]), deep={"count": tensor(id), "half": tensor([id / 3]).half()}, id=id)
 
@@ -39,17 +39,17 @@ def tell_rows(client: Client, message: Message) -> Reply:
 
 
 def parts_of_tell(kind: Reduction) -> dict[str, Reduction]:
-    """Ask for the parts of `tell`."""
+    """Return the reductions for the parts of `tell`."""
     return {"w": kind, "deep": kind, "id": kind}
 
 
 def parts_of_remember(kind: Reduction) -> dict[str, Reduction]:
-    """Ask for the parts of `remember`, with a template of the model."""
+    """Return the reductions for the parts of `remember`, with a template of the model."""
     return {"model": kind.like(message()["model"]), "loss": kind}
 
 
 def remember(client: Client, message: Message) -> Reply:
-    """Misbehave as `message["faults"]` says, after a change of the private state."""
+    """Change the private state, then misbehave as `message["faults"]` says."""
     client.state["last"] = tensor(float(client.round))
     client.state["calls"] = client.state.get("calls", 0) + 1
     w, extra, weight = torch.full((2, 2), float(client.id)), {"loss": 1.0}, float(len(client))
@@ -114,7 +114,7 @@ def make_fleet(tiny_task, tmp_path):
 
 
 class Flaky(ClientHost):
-    """Raises in the first `failures` attempts of client 2."""
+    """Raises after each of the first `failures` attempts of client 2."""
 
     failures = 2
 
@@ -127,7 +127,7 @@ class Flaky(ClientHost):
 
 
 class Counting(LocalFleet):
-    """Counts the replies that are alive whenever a client has answered."""
+    """Counts the replies in memory each time a client answers; `most` is the largest count."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -164,7 +164,8 @@ def test_mean_over_some_clients_weights_those_alone(make_fleet):
 
 
 def test_sum_adds_replies_without_weights(make_fleet):
-    got = make_fleet().ask(tell, IDS, {}, **parts_of_tell(total.up_to(9)))  # ids are not counts of samples
+    # the limit is given because ids are not counts of samples
+    got = make_fleet().ask(tell, IDS, {}, **parts_of_tell(total.up_to(9)))
     assert got["w"].tolist() == [5.0, 11.0]  # 0 + 1 + 2 + 3 + 5
     assert got["w"].dtype == torch.float64
     assert got["deep"]["count"].item() == 11
@@ -174,7 +175,7 @@ def test_sum_adds_replies_without_weights(make_fleet):
 def test_sum_counts_a_name_that_a_client_leaves_out_as_zero(make_fleet):
     template = {f"class{c}": torch.empty(1) for c in range(4)}
     got = make_fleet().ask(tell_partly, IDS, {}, owners=total.within(template))
-    owners = (COUNTS > 0).sum(0)  # clients that hold each class
+    owners = (COUNTS > 0).sum(0)  # the number of clients that hold each class
     assert {name: value.item() for name, value in got["owners"].items()} == {f"class{c}": owners[c] for c in range(4)}
 
 
@@ -197,10 +198,10 @@ def test_parts_are_reduced_each_in_its_own_way(make_fleet):
 def test_reduced_parts_hold_two_replies_at_most(make_fleet, kind):
     fleet = make_fleet(Counting)
     fleet.ask(tell, IDS, {}, **parts_of_tell(kind))
-    # the one that has just come, and the one before, which still has its name in the loop
+    # the newest reply, and the one before, to which a loop variable still refers
     assert 1 <= fleet.most <= 2
     got = fleet.ask(tell, IDS, {}, **parts_of_tell(each))
-    assert fleet.most == len(got.weights) == 5  # or the count above proves nothing
+    assert fleet.most == len(got.weights) == 5  # shows that the count above can detect replies that are kept
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
@@ -218,7 +219,7 @@ def test_reduced_parts_hold_two_replies_at_most(make_fleet, kind):
     ],
 )
 def test_mean_leaves_out_a_reply_that_cannot_be_used_and_says_why(make_fleet, fault, reason, culprit):
-    fleet = make_fleet(quorum=0.8)  # needs 4 of 5
+    fleet = make_fleet(quorum=0.8)  # 4 of 5 replies are needed
     fleet.begin(1)
     fleet.ask(remember, IDS, message(), **parts_of_remember(mean))
     before = dict(fleet.private_states(IDS))
@@ -306,7 +307,7 @@ def test_sums_and_values_leave_out_replies_that_are_not_finite_or_weigh_nothing(
 
 @pytest.mark.parametrize(("quorum", "enough"), [(1.0, False), (0.81, False), (0.8, True), (0.5, True)])
 def test_quorum_is_the_share_of_clients_that_must_reply_usably(make_fleet, quorum, enough):
-    fleet = make_fleet(quorum=quorum)  # 4 of 5 do: 0.8 * 5 = 4, ceil(0.81 * 5) = 5
+    fleet = make_fleet(quorum=quorum)  # 4 of 5 clients reply usably: 0.8 * 5 = 4, ceil(0.81 * 5) = 5
     fleet.begin(7)
     if enough:
         fleet.ask(remember, IDS, message({2: "nan"}), **parts_of_remember(mean))
@@ -375,7 +376,7 @@ def test_deadline_leaves_out_the_clients_that_were_not_asked_in_time(make_fleet,
             return super().run(*call)
 
     fleet = make_fleet(host=Slow, deadline_s=25, quorum=0.6)
-    # asked at 0, 10 and 20 s; it is 30 s when the fourth would be
+    # clients are asked at 0, 10 and 20 s; the fourth would be asked at 30 s, after the deadline
     assert list(fleet.ask(tell, IDS, {}, **parts_of_tell(each)).weights) == [0, 1, 2]
     assert fleet.round_stats.lost == [3, 5]
     with refused("reply.too-few", TooFewReplies, client=3, cause="client.late"):
@@ -388,7 +389,7 @@ def test_deadline_leaves_out_the_clients_that_were_not_asked_in_time(make_fleet,
         (0.5, 0.0, 3, 3),  # ceil(0.5 * 6) = 3
         (0.5, 0.4, 5, 3),  # ceil(3 * 1.4) = 5
         (0.3, 0.1, 3, 2),  # ceil(2 * 1.1) = 3, though 3 / 1.1 is nearer to 3
-        (0.8, 0.5, 5, 5),  # ceil(0.8 * 6) = 5 are needed, and there are no more
+        (0.8, 0.5, 5, 5),  # ceil(0.8 * 6) = 5 are needed, and only 5 clients hold samples
     ],
 )
 def test_over_selection_asks_more_and_takes_the_first_share(
@@ -452,7 +453,7 @@ def test_a_robust_rule_leaves_out_a_reply_of_another_layout(make_fleet):
     fleet = make_fleet(robust="median")
     got = fleet.ask(remember, IDS, message({0: "shape"}), model=mean, loss=mean)
     assert list(fleet.round_stats.rejected) == [0]
-    assert got["model"]["w"].tolist() == [[2.5, 2.5], [2.5, 2.5]]  # of 1, 2, 3 and 5
+    assert got["model"]["w"].tolist() == [[2.5, 2.5], [2.5, 2.5]]  # the median of 1, 2, 3 and 5
     assert list(got.weights) == [1, 2, 3, 5]
 
 
@@ -513,7 +514,7 @@ def test_participants_are_those_who_replied_to_a_call_that_was_not_for_everyone(
     fleet = make_fleet()
     fleet.ask(tell, fleet.everyone, {}, **parts_of_tell(mean))
     assert fleet.round_stats.participants == set()
-    fleet.ask(tell, [3, 0], {}, **parts_of_tell(mean))  # a plain list is a cohort too
+    fleet.ask(tell, [3, 0], {}, **parts_of_tell(mean))  # a plain list of ids is a cohort too
     fleet.ask(tell, Cohort([5]), {}, **parts_of_tell(mean))
     assert fleet.round_stats.participants == {0, 3, 5}
 
@@ -573,13 +574,13 @@ def test_sample_depends_on_seed_and_round_only(tiny_task):
         return tuple(sample(tiny_task, 20, range(20), participation=0.4, **keys))
 
     first = draw()
-    torch.rand(10)  # torch's global generator has no say
+    torch.rand(10)  # torch's global generator has no effect
     assert draw() == first
     assert len({first, draw(round=2), draw(round=3), draw(seed=1)}) == 4
 
 
 def test_sample_takes_every_client_equally_often(tiny_task):
-    # 400 rounds of 4 out of 10: 160 times each, standard deviation sqrt(400 * 0.4 * 0.6) = 9.8
+    # 400 rounds of 4 clients out of 10: each is drawn 160 times, standard deviation sqrt(400 * 0.4 * 0.6) = 9.8
     drawn = [id for round in range(400) for id in sample(tiny_task, 10, range(10), round, participation=0.4)]
     assert all(abs(drawn.count(id) - 160) < 4 * 9.8 for id in range(10))
 
@@ -590,7 +591,8 @@ def test_traffic_counts_bytes_by_function(make_fleet):
     fleet.ask(tell, IDS, sent, **parts_of_tell(each))
     fleet.ask(tell, [0, 1], sent, **parts_of_tell(total))
     fleet.ask(tell_partly, [2], {}, owners=total)
-    # down: 15 floats of 4, 3 letters, a number of 8 = 71 to each of 7. up: two floats, an int64, a half, a number
+    # down to each of 7: 15 floats of 4 bytes, 3 letters, a number of 8, 71 in all. up: two floats, an int64, a half, a
+    # number
     assert dataclasses.asdict(fleet.round_stats.traffic["tell"]) == {
         "down": 7 * 71,
         "up": 7 * (8 + 8 + 2 + 8),

@@ -1,4 +1,4 @@
-"""One client against a run: whatever it sends, the run ends as if it had been lost, or as if nothing had happened."""
+"""A run survives one hostile client: it ends as if the client had been lost, or as if nothing had happened."""
 
 from functools import cache
 
@@ -16,7 +16,7 @@ from raylt.errors import CODES
 
 @pytest.fixture(scope="module")
 def ended(tiny_task, tmp_path_factory):
-    """Return a function that runs with such a client and returns the hash of the model and the reports."""
+    """Return a function that runs with a hostile client and returns the hash of the model and the reports."""
 
     @cache
     def run(kind, culprit=0, method=Hostile):

@@ -1,4 +1,4 @@
-"""What the server knows of its clients' samples: counts and sums that contradict it are refused, by client."""
+"""The server refuses counts and sums that contradict what it knows of a client's samples, and names the client."""
 
 import math
 from typing import Any, ClassVar
@@ -70,7 +70,7 @@ def test_sums_of_floats_are_bounded_by_the_samples():
         assert fault(total, value) is None
     for value in (torch.tensor([6e8]), -6e8):
         assert fault(total, value).code == "reply.out-of-range"
-    assert fault(total, torch.tensor([6e8]), labels=64) is None  # of pixels
+    assert fault(total, torch.tensor([6e8]), labels=64) is None  # counts of pixels
     assert fault(total.up_to(1), torch.tensor([2.0])).code == "reply.out-of-range"
 
 
@@ -86,7 +86,7 @@ def test_a_condition_that_raises_is_not_met():
 
 
 class Forgetful(FedAvg):
-    """Sums counts of classes and does not declare that they are of all samples."""
+    """FedAvg that sums counts of classes without declaring that they cover all samples."""
 
     name: ClassVar[str] = "forgetful"
     declared: ClassVar[bool] = False
@@ -133,7 +133,7 @@ def of_class(name, value):
 
 
 def moved(parts):
-    """Fed3R's sums with samples of another class than A has features of."""
+    """Change the labels in Fed3R's sums of a reply, so that they contradict the features in A."""
     b = parts["b"].clone()
     b[:-1] += 1
     return parts | {"b": b}
@@ -168,7 +168,7 @@ def test_a_lie_about_samples_costs_the_liar_alone(tiny_task, tmp_path, method, c
 
 
 class Stepping(FedNova):
-    """One client says that it took more steps than its samples make."""
+    """FedNova in which client 0 claims more steps than its samples allow."""
 
     name: ClassVar[str] = "stepping"
 
@@ -194,7 +194,7 @@ def test_the_denominator_of_q_fedavg_belongs_to_its_step(q):
 
 
 class Other(FedAvg):
-    """One client's model has another shape, and the part has no template."""
+    """FedAvg in which one client's model has another shape; the part has no template."""
 
     name: ClassVar[str] = "other"
     change: ClassVar[Any] = None
@@ -228,11 +228,11 @@ def test_noise_on_updates_survives_a_model_of_another_shape(tiny_task, tmp_path,
     assert list(report.rejected) == [0]
 
 
-# ---- divergence
+# divergence
 
 
 class Diverging(FedAvg):
-    """Clients' models are too large from the second round on, those of some from the first."""
+    """FedAvg whose client 0 sends too large models from the first round on, and the other clients from the second."""
 
     name: ClassVar[str] = "diverging"
 
@@ -257,7 +257,7 @@ def test_divergence_is_an_error_of_its_own_with_round_size_and_remedy(tiny_task,
 
 
 class Broken(FedAvg):
-    """The server writes what is not a number, where `where` says."""
+    """FedAvg whose server writes NaN to the place that `where` names."""
 
     name: ClassVar[str] = "broken"
     where: str = "model"
@@ -292,7 +292,7 @@ def test_the_result_of_a_step_is_finite(tiny_task, tmp_path, where, code):
 
 
 class Raising(FedAvg):
-    """A client function that raises because its model is no longer finite."""
+    """FedAvg whose client function raises because its model is no longer finite."""
 
     name: ClassVar[str] = "raising"
 

@@ -1,4 +1,4 @@
-"""Robust rules by hand, against numpy and scipy, and with hostile clients in whole rounds."""
+"""Robust rules for means: by hand, against numpy and scipy, and in whole rounds with hostile clients."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ QUICK = {
 
 
 class Hostile(FedAvg):
-    """FedAvg whose first client sends an update that is reversed and a hundred times as long."""
+    """FedAvg whose client 0 reverses its update and multiplies it by a hundred."""
 
     def train(self, client, message):
         reply = super().train(client, message)
@@ -48,7 +48,7 @@ class Hostile(FedAvg):
 
 
 class Noting(LocalFleet):
-    """Notes the parts that are asked for as `each`."""
+    """A fleet that notes which parts are asked for as `each`."""
 
     def ask(self, fn, cohort, message, weights=None, /, **parts):
         if fn.__name__ != "judge":
@@ -63,7 +63,7 @@ def part(*rows):
 
 @pytest.fixture
 def values():
-    """Return a matrix, a batch counter and a number of 11 clients."""
+    """Return the values of 11 clients: a matrix, a batch counter and a number."""
     rng = torch.Generator().manual_seed(0)
     return [
         {"deep": {"w.x": torch.randn(3, 4, generator=rng)}, "count": tensor(i), "loss": float(i * i)} for i in range(11)
@@ -83,14 +83,14 @@ def test_trimmed_mean_leaves_one_of_three_on_either_side():
 
 
 def test_norm_clipped_mean_draws_in_what_is_far():
-    # medians (0, 0), lengths 1, 1, 0, 1, 1000: radius 1; (1 - 1 + 0 + 0 + 1) / 5 and (0 + 0 + 0 - 1 + 0) / 5
+    # medians (0, 0), distances 1, 1, 0, 1, 1000, so radius 1; (1 - 1 + 0 + 0 + 1) / 5 and (0 + 0 + 0 - 1 + 0) / 5
     rows = [{"w": tensor(row)} for row in ([1.0, 0.0], [-1.0, 0.0], [0.0, 0.0], [0.0, -1.0], [1000.0, 0.0])]
     got = robust_mean("norm_clipped_mean", rows, [2, 2, 2, 2, 2])
     assert torch.allclose(got["w"], tensor([0.2, -0.2]))
 
 
 def test_norm_clipped_mean_of_what_lies_near_is_the_weighted_mean():
-    # lengths from the median 0 are 1, 0, 1, of which the middle is 1
+    # distances from the median 0 are 1, 0, 1; their median is 1
     got = robust_mean("norm_clipped_mean", [{"w": tensor([x])} for x in (-1.0, 0.0, 1.0)], [1, 1, 2])
     assert got["w"].item() == pytest.approx(0.25)
 

@@ -25,7 +25,7 @@ def entry(n, mean):
     [
         ("median", 2.0),
         ("trimmed_mean", (1 * 1 + 2 * 2 + 3 * 3) / 6),
-        # drawn in to the distance 1 of the median 2.5: 1.5, 2, 3 and 3.5
+        # values are moved to the distance 1 of the median 2.5: 1.5, 2, 3 and 3.5
         ("norm_clipped_mean", (1 * 1.5 + 2 * 2 + 3 * 3 + 4 * 3.5) / 10),
     ],
 )
@@ -37,11 +37,11 @@ def test_a_class_is_summed_by_the_means_of_its_clients(rule, mean):
     n = 11 if rule == "median" else 10
     assert summed[0]["n"] == n
     assert summed[0]["z"].item() == pytest.approx(n * mean)
-    assert summed[1] == {"n": 7, "z": tensor([35.0])}  # one client: the plain sum
+    assert summed[1] == {"n": 7, "z": tensor([35.0])}  # a class with one client has the plain sum
 
 
 def test_blocks_are_of_two_clients_where_ten_have_the_class():
-    values = [{0: entry(1, float(i))} for i in range(10)]  # means of blocks 0.5, 2.5, 4.5, ...
+    values = [{0: entry(1, float(i))} for i in range(10)]  # the means of the blocks are 0.5, 2.5, 4.5, ...
     assert robust_sum("median", CLASSES, values, [1] * 10)[0]["z"].item() == pytest.approx(10 * 4.5)
     values[0] = {0: entry(1, 1e6)}
     assert robust_sum("median", CLASSES, values, [1] * 10)[0]["z"].item() == pytest.approx(10 * 6.5)
@@ -49,7 +49,8 @@ def test_blocks_are_of_two_clients_where_ten_have_the_class():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_columns_are_classes_and_counts_stay(rule):
-    # D + 1 = 2, C = 2; five clients with two samples of class 0, one of them hostile; one with class 1
+    # D + 1 = 2, C = 2; five clients have two samples of class 0, one of these clients is hostile; one client has class
+    # 1
     honest = tensor([[2.0, 0.0], [2.0, 0.0]], dtype=torch.float64)
     hostile = tensor([[-2e3, 0.0], [2.0, 0.0]], dtype=torch.float64)
     other = tensor([[0.0, 9.0], [0.0, 3.0]], dtype=torch.float64)

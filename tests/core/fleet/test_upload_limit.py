@@ -1,4 +1,4 @@
-"""Sums that no reply has room for are refused before the run."""
+"""A run is refused before it starts if its sums cannot fit into a reply."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Values by client that have no room in memory: they are in a file, and their bits are the same."""
+"""Values by client that do not fit into memory go to a file and keep their bits."""
 
 import errno
 import tempfile
@@ -26,14 +26,14 @@ VALUE = {
 
 @pytest.fixture
 def full(monkeypatch):
-    """No value has room in memory."""
+    """Set the limits so that no value fits into memory."""
     monkeypatch.setattr(value_store, "IN_MEMORY", 0)
     monkeypatch.setattr(value_store, "SMALLEST", 1)
 
 
 @pytest.fixture
 def mapped(monkeypatch):
-    """The sizes of the mappings that were made."""
+    """Return a list that receives the size of each new memory map."""
     sizes, inner = [], value_store.mmap.mmap
 
     def counted(file, size, **places):
@@ -70,7 +70,7 @@ def test_only_what_exceeds_the_memory_is_in_the_file(monkeypatch, mapped):
     assert store.keep(parts) is parts
     kept = store.keep(parts)
     assert torch.equal(kept["a"], parts["a"])
-    assert kept["b"].data_ptr() != parts["b"].data_ptr()  # else it would keep what arrived with it
+    assert kept["b"].data_ptr() != parts["b"].data_ptr()  # a copy, because a view would keep the whole array alive
     small = {"a": torch.ones(5)}
     assert store.keep(small) is small
     assert mapped == [128]

@@ -1,4 +1,4 @@
-"""Clients hidden in rounds: the accountant against an exact composition, clipping, noise, and the end of the budget."""
+"""Client-level privacy: the accountant against an exact composition, clipping, noise, and the end of the budget."""
 
 import math
 from typing import ClassVar
@@ -32,7 +32,7 @@ def floats(model):
 
 
 def one_round(task, folder, message=None, **privacy):
-    """Run one round; return the step from the model that was sent, the replies and the message."""
+    """Run one round; return the model's step from the one that was sent, the reduced replies and the message."""
     experiment = start(task, folder, FedAvg(), privacy=BUDGET | privacy)
     fleet, message = experiment.fleet, experiment.method.message(experiment.server)
     got = fleet.ask(
@@ -43,7 +43,7 @@ def one_round(task, folder, message=None, **privacy):
 
 @pytest.mark.parametrize(("noise", "rounds"), [(1.0, 1), (2.0, 10), (8.0, 300)])
 def test_without_sampling_the_accountant_bounds_the_exact_composition_and_nearly_reaches_it(noise, rounds):
-    # T Gaussians of deviation z are one of z / sqrt(T)
+    # T Gaussian mechanisms with deviation z equal one with deviation z / sqrt(T)
     spent = epsilon_of(noise, 1.0, rounds, 1e-5)
     exact = noise / math.sqrt(rounds)
     assert delta_of(exact, spent) <= 1e-5
@@ -55,7 +55,7 @@ def test_sampling_counts_and_less_of_it_costs_less():
 
 
 def test_updates_are_cut_to_their_length_and_count_once_over_the_expected_number():
-    # q K = 0.5 * 6; updates of lengths 5 and 0.5 in (a, b), cut to 1: (0.6, 0.8) and (0.3, 0.4)
+    # q K = 0.5 * 6; updates of lengths 5 and 0.5 in (a, b), clipped to 1: (0.6, 0.8) and (0.3, 0.4)
     start = {"a": torch.tensor([1.0]), "b": torch.tensor([2.0]), "batches": torch.tensor(7)}
     privacy = BUDGET | {"update_clip": 1.0, "noise_multiplier": 1e-12}
     noise = ClientNoise(configure(federation={"participation": 0.5}, privacy=privacy), start, 1)
@@ -95,7 +95,7 @@ def test_a_round_beyond_the_budget_asks_no_client(tiny_task, tmp_path):
 
 
 class Boasting(Scaffold):
-    """A plugin whose declaration hides that its clients upload more than a model."""
+    """SCAFFOLD declared as a plugin that uploads no more than a model, which is false."""
 
     name: ClassVar[str] = "boasting"
 
@@ -113,7 +113,7 @@ def test_whoever_uploads_more_than_a_model_is_refused_by_the_parts_name(tiny_tas
 
 
 def test_draws_of_a_fixed_number_are_refused_under_a_budget(tiny_task, tmp_path):
-    """One more client means that another is not asked: the sum moves by 2 S, and the noise is for S."""
+    """With a fixed number of clients, adding one replaces another: the sum moves by 2 S, but the noise is for S."""
     with refused("config.conflict", key="privacy.update_epsilon", excludes="federation.sampling"):
         make_experiment(configure(privacy=BUDGET, federation={"participation": 0.5}), tiny_task, tmp_path)
 

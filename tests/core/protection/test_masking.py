@@ -1,4 +1,4 @@
-"""Masked sums: to the bit, in any order, with members lost; and that they hide what they add up."""
+"""Masked sums are exact to the bit, in any order and with lost members, and hide the values that they add up."""
 
 import contextlib
 import itertools
@@ -28,13 +28,13 @@ from raylt.errors import RayltError, TooFewReplies
 
 
 def session(count: int, length: int) -> tuple[list[Member], Collector]:
-    """Return members that have dealt their shares, and the server's side."""
+    """Return members that have dealt their shares, and the server's collector."""
     members = [Member(id) for id in range(count)]
     return members, Collector(introduce(members, fewest_survivors(count)), length)
 
 
 def is_probable_prime(n: int) -> bool:
-    """Miller and Rabin, forty witnesses."""
+    """Test primality by Miller and Rabin with forty witnesses."""
     odd, twos = n - 1, 0
     while odd % 2 == 0:
         odd, twos = odd // 2, twos + 1
@@ -56,7 +56,8 @@ def test_any_threshold_of_shares_gives_the_secret_and_one_fewer_another():
     for some in itertools.combinations(shares, 3):
         assert join({x: shares[x] for x in some}) == secret
     for some in itertools.combinations(shares, 2):
-        with contextlib.suppress(ValueError):  # what comes of them is mostly, but not always, too large
+        # two shares usually, but not always, join to a value that is too large, which raises
+        with contextlib.suppress(ValueError):
             assert join({x: shares[x] for x in some}) != secret
 
 
@@ -66,7 +67,7 @@ def test_shares_of_no_secret_are_refused():
 
 
 def test_one_share_fewer_is_as_likely_under_any_secret():
-    # over a field of 7, threshold 3: each pair of values at 1 and 2 occurs once for every secret, of all 49 polynomials
+    # field of size 7, threshold 3, 49 polynomials: each pair of values at 1 and 2 occurs once for every secret
     pairs = [
         sorted((evaluate([secret, a, b], 1, 7), evaluate([secret, a, b], 2, 7)) for a in range(7) for b in range(7))
         for secret in range(7)
@@ -90,7 +91,7 @@ def test_masked_sums_are_plain_sums_to_the_bit_with_up_to_30_percent_lost(cases)
         sent = order[: count - lost].tolist()
         for id in sent:
             collector.add(id, members[id].mask(vectors[id]))
-        # some of those that sent are gone by round 3, as many as may be
+        # before round 3 as many of the senders are lost as are allowed, or none
         left = sent[: max(fewest_survivors(count), len(sent) - int(rng.integers(0, 2)))]
         got = collector.unmasked({id: members[id].unmask(sent) for id in left}, fewest_survivors(count))
         assert np.array_equal(got, vectors[sent].sum(0, dtype=np.uint64)), case
@@ -130,7 +131,7 @@ def test_a_wrong_share_is_noticed_and_not_summed(lie, about):
 
 
 class DealsAnotherSecret(Member):
-    """A member that deals shares of another secret than its own, and commits itself to its own."""
+    """A member that deals shares of a false secret but commits itself to its own secret."""
 
     def __init__(self, id: int, secret: str):
         super().__init__(id)
@@ -162,10 +163,10 @@ def test_no_member_gives_shares_of_both_secrets_of_a_member():
 
 
 def seen_by_server(vector: np.ndarray, shares: int) -> np.ndarray:
-    """Return a member's masked vector after a server has taken off all that it knows.
+    """Return a member's masked vector after the server has removed everything that it knows.
 
-    The server knows the pairwise masks, as if it had broken every other member, and a number of shares of the member's
-    seed; it needs 4 of them.
+    The server knows the pairwise masks, as if it had broken every other member, and `shares` shares of the member's
+    seed. It needs four.
     """
     members, _ = session(5, len(vector))
     masked = members[0].mask(vector)
@@ -185,7 +186,7 @@ def seen_by_server(vector: np.ndarray, shares: int) -> np.ndarray:
 @pytest.mark.parametrize(("shares", "told_apart"), [(4, True), (3, False)])
 def test_a_server_that_lacks_one_share_cannot_tell_two_inputs_apart(shares, told_apart):
     zeros, ones = np.zeros(64, dtype=np.uint64), np.arange(1, 65, dtype=np.uint64)
-    # the distinguisher: how many of the highest bits are set, which is none in either input
+    # the distinguisher counts how many of the highest bits are set; neither input sets any
     views = [[seen_by_server(vector, shares) for _ in range(40)] for vector in (zeros, ones)]
     guessed = [[bool(np.array_equal(view, ones)) for view in of_input] for of_input in views]
     assert (guessed == [[False] * 40, [True] * 40]) == told_apart
@@ -196,7 +197,7 @@ def test_a_server_that_lacks_one_share_cannot_tell_two_inputs_apart(shares, told
     if told_apart:
         assert set(high) == {0}
     else:
-        for bits in (high, low):  # of 64 fair coins each: neither input leaves a trace
+        for bits in (high, low):  # sums of 64 fair coins each: the views do not depend on the input
             assert stats.mannwhitneyu(bits[:40], bits[40:]).pvalue > 1e-3
             assert stats.binomtest(sum(bits), 64 * 80).pvalue > 1e-3
 

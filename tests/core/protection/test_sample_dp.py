@@ -1,4 +1,4 @@
-"""Sums with noise: epsilon against an integral, sensitivities against samples, the noise that is really there."""
+"""Sums with noise: epsilon against an integral, sensitivities against samples, and the noise that is really added."""
 
 import math
 
@@ -52,7 +52,7 @@ def wanted(dim=50):
 def test_delta_is_the_integral_of_what_one_density_has_beyond_e_to_epsilon_of_the_other(epsilon, delta):
     sigma = calibrated_sigma(epsilon, delta)
     with_sample, without = stats.norm(1, sigma), stats.norm(0, sigma)
-    # the densities cross at e^epsilon where x = 1/2 + epsilon sigma^2
+    # the densities' ratio is e^epsilon at x = 1/2 + epsilon sigma^2
     crossing = 0.5 + epsilon * sigma**2
     beyond, _ = integrate.quad(
         lambda x: with_sample.pdf(x) - math.exp(epsilon) * without.pdf(x),
@@ -68,7 +68,7 @@ def test_delta_is_the_integral_of_what_one_density_has_beyond_e_to_epsilon_of_th
 
 def test_sigma_is_that_of_the_papers_algorithm():
     assert calibrated_sigma(1.0, 1e-5) == pytest.approx(3.7306, abs=1e-3)
-    # the classical bound, which holds for epsilon < 1 and is larger
+    # the classical bound holds for epsilon < 1 and is larger
     assert calibrated_sigma(0.5, 1e-5) < math.sqrt(2 * math.log(1.25e5)) / 0.5
 
 
@@ -116,11 +116,11 @@ def test_the_noise_has_the_stated_variance_in_every_class(tiny_task, tmp_path, s
     for _ in range(20):
         fleet = make_experiment(config, tiny_task, tmp_path, FedNCM()).fleet
         got = fleet.ask(sums, fleet.everyone, {}, **wanted())
-        assert sorted(got["classes"]) == [0, 1, 2, 3]  # also classes without a sample
+        assert sorted(got["classes"]) == [0, 1, 2, 3]  # classes without a sample get noise too
         values += [of_class["z"] for of_class in got["classes"].values()]
     z = torch.stack(values)  # [80, 50]
     deviation = Noise.of(wanted(), config).deviations["classes"]["z"]
-    # five clients: each its own, or shares that four of them make whole
+    # five clients add their own noise; with secure sums four of them add up to the whole noise
     expected = deviation * math.sqrt(5 / 4 if secure else 5)
     spread = (z - z.mean(1, keepdim=True)).std().item()
     assert spread == pytest.approx(expected * math.sqrt(49 / 50), rel=0.05)
@@ -222,7 +222,7 @@ def test_methods_without_such_sums_are_refused(tiny_task, tmp_path):
 
 
 def test_running_statistics_that_stay_at_clients_are_refused(tiny_task, tmp_path):
-    """Running statistics are of all samples of a client, so one sample would move the features of the others."""
+    """Running statistics depend on all samples of a client, so one sample would move the features of the others."""
     config = configure(privacy=BUDGET, federation={"batchnorm": "local"})
     with refused("config.conflict", key="privacy.epsilon", excludes="federation.batchnorm"):
         make_experiment(config, tiny_task, tmp_path, FedNCM())

@@ -1,4 +1,4 @@
-"""Rounds whose uploads are masked: the sums, the clients that are lost, and what is refused."""
+"""Rounds with masked uploads: the sums, lost clients, and refusals."""
 
 from dataclasses import replace
 
@@ -41,13 +41,13 @@ def reply(scale, *classes):
 
 
 def furthest(one, other):
-    """Return the largest difference of two global models' floats; their counters of batches are meant to differ."""
+    """Return the largest difference between the floats of two global models; their batch counters may differ."""
     models = [experiment.server.model.state_dict() for experiment in (one, other)]
     return max((models[0][name] - value).abs().max() for name, value in models[1].items() if value.is_floating_point())
 
 
 class Gone(ClientHost):
-    """Client 2 is lost in every training."""
+    """Loses client 2 in every training."""
 
     def run(self, fn, message, round, id, shard, private):
         if fn.__name__ == "train" and id == 2:
@@ -57,7 +57,7 @@ class Gone(ClientHost):
 
 @pytest.mark.parametrize("clients", [3, 10**5])
 def test_counters_in_a_mean_may_grow_with_the_run(clients):
-    """A normalisation layer's counter of batches passes a million within a thousand rounds."""
+    """The batch counter of a normalisation layer passes a million within a thousand rounds."""
     layout = FixedPoint(PARTS, clients, heaviest=1.0)
     grown = [reply(1.0, 0) for _ in range(2)]
     for each_reply, batches in zip(grown, (40_000_000, 40_000_002), strict=True):
@@ -165,8 +165,8 @@ def test_bytes_are_those_of_the_protocol(tiny_task, tmp_path):
     experiment = make_experiment(configure(federation=SECURE), tiny_task, tmp_path)
     report = experiment.step()
     numbers = sum(value.numel() for value in experiment.server.model.state_dict().values()) + 1
-    # 5 clients: 8 bytes a number, two keys of 32, 4 sealed pairs of shares (82 bytes), 5 shares of 33; hashes of 32
-    # bytes of the seed and of 5 shares of either secret
+    # 5 clients, each: 8 bytes a number, two keys of 32 bytes, 4 sealed pairs of shares (82 bytes), 5 shares of 33
+    # bytes, and hashes of 32 bytes of the seed and of 5 shares of either secret
     assert report.traffic["train"]["up"] == 5 * (8 * numbers + 64 + 4 * 82 + 5 * 33 + 11 * 32)
 
 

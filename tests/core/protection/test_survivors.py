@@ -1,4 +1,4 @@
-"""A run without secure sums needs no library of masks."""
+"""A run without secure sums does not need the library for masks."""
 
 import subprocess
 import sys

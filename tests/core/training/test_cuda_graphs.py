@@ -1,5 +1,8 @@
-"""Steps that are recorded once and replayed, as CUDA graphs are: the bits are those of steps taken one by one. Recorder
-and device are pretended (accelerator.py), so this says nothing of CUDA's own streams and pools of memory."""
+"""Steps that are recorded once and replayed, as CUDA graphs do, have the bits of single steps.
+
+Recorder and device are pretended (accelerator.py), so these tests say nothing about CUDA's own streams and memory
+pools.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,16 +31,16 @@ from raylt.models import MODELS
 from raylt.models.split import SplitModel
 from raylt.recordability import is_recordable, recordable
 
-# steps that draw on the host, with the fields of the tests, and loops of two models that `sgd` does not run
+# methods whose steps draw on the host with the fields used here, or whose loops train two models without `sgd`
 EAGER = {"balancefl", "fedgrab", "fedyoyo", "apfl", "pfedme"}
 PLACE = torch.device(pretend.NAME)
-# of 24 and of 5 samples enough steps that some are replayed
+# enough steps on 24 and on 5 samples that some are replayed
 STEPS = {"classification": {"batch": 8, "epochs": 2}, "segmentation": {"batch": 2, "epochs": 3}}
 QUICKLY = ("fedavg", "bpfed")
 
 
 def cases() -> Iterator[Any]:
-    """One method for each way of training: many differ at the server alone."""
+    """Yield one method for each way of training; many methods differ only at the server."""
     seen = set()
     for name, kind in CASES:
         method = METHODS[name]
@@ -50,7 +53,7 @@ def cases() -> Iterator[Any]:
 
 @pytest.fixture
 def recorder(device, monkeypatch):  # noqa: F811
-    """The pretend device records, from its first call on."""
+    """Let the pretend device record from its first call on."""
     recorder = pretend.Recorder(device)
     monkeypatch.setitem(cuda_graphs._RECORDERS, pretend.NAME, recorder)
     return recorder
@@ -190,7 +193,7 @@ def test_classifiers_are_fitted_alike(recorder, schedule, layers):
         return loss, [value.cpu().tolist() for value in classifier.state_dict().values()]
 
     assert fitted(pretend.NAME) == fitted("cpu")
-    # one learning rate; one for each epoch; another in each step
+    # a constant rate needs one recording, an epoch's rate one for each epoch, and a rate per step cannot be recorded
     assert recorder.recordings == {"constant": 1, "epoch": 3, "iteration": 0}[schedule]
 
 

@@ -1,4 +1,4 @@
-"""The second half of raylt/core: features aside, what re-trains classifiers; and half precision in the first."""
+"""Re-training of classifiers on features, and half precision in local training."""
 
 import copy
 import math
@@ -53,7 +53,8 @@ def test_the_closed_gradient_has_the_bits_of_autograd(dim, classes, batch, bias)
     z = torch.randn(150, dim, generator=generator).relu()
     y = torch.randint(classes, (150,), generator=generator)
     fitted = []
-    for loss in (cross_entropy, lambda logits, y: F.cross_entropy(logits, y)):  # the second is not known
+    # raylt has closed-form gradients for the first loss only
+    for loss in (cross_entropy, lambda logits, y: F.cross_entropy(logits, y)):
         torch.manual_seed(0)
         classifier = nn.Linear(dim, classes, bias=bias)
         last = fit_classifier(classifier, z, y, **HOW | {"batch": batch}, loss=loss)
@@ -68,7 +69,7 @@ class Doubled(nn.Linear):
 
 @pytest.mark.parametrize("kind", ["another layer", "a hook", "a frozen bias", "soft labels"])
 def test_autograd_serves_what_is_no_plain_softmax_regression(kind, monkeypatch):
-    monkeypatch.setattr(SoftmaxGradients, "__call__", None)  # calling it fails
+    monkeypatch.setattr(SoftmaxGradients, "__call__", None)  # a call would fail
     classifier = Doubled(6, 4) if kind == "another layer" else new_classifier()
     before = classifier.bias.clone()
     if kind == "a hook":

@@ -1,4 +1,4 @@
-"""Parts of an epoch and numbers of local steps: `local.epochs` below one, `local.steps`."""
+"""Parts of an epoch and numbers of local steps: `local.epochs` below one, and `local.steps`."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_a_part_of_an_epoch_is_the_beginning_of_a_whole_one(tiny_task):
     assert in_a_pass >= 2
     assert order_of(client_of(tiny_task), 0.5) == whole[: int(in_a_pass / 2 + 0.5)]
     assert order_of(client_of(tiny_task), 1.5) == whole[: int(1.5 * in_a_pass + 0.5)]
-    assert order_of(client_of(tiny_task), 1e-6) == whole[:1]  # never none
+    assert order_of(client_of(tiny_task), 1e-6) == whole[:1]  # at least one step
     assert order_of(client_of(tiny_task, epochs=0.5), None) == order_of(client_of(tiny_task), 0.5)
 
 
@@ -45,11 +45,11 @@ def test_a_number_of_steps_goes_through_the_data_as_often_as_it_takes(tiny_task,
     ("local", "samples", "steps"),
     [
         ({"epochs": 2}, 20, 6),
-        ({"epochs": 0.5}, 20, 2),  # one and a half steps: the nearest whole number
+        ({"epochs": 0.5}, 20, 2),  # 1.5 steps, rounded to 2
         ({"epochs": 0.01}, 20, 1),
         ({"epochs": 0.5}, 1, 0),
         ({"steps": 5}, 20, 5),
-        ({"steps": 5}, 1, 0),  # a batch of one cannot be trained on
+        ({"steps": 5}, 1, 0),  # a batch of one sample cannot be trained on
         ({"steps": 5, "epochs": 7}, 1000, 5),
     ],
 )

@@ -51,12 +51,12 @@ def test_shares_are_those_of_the_last_batch_and_the_training_is_that_of_the_plai
 
 
 def test_client_without_a_step_counts_for_nothing(tiny_task):
-    client = open_client(tiny_task, FedProx(), 3)  # one sample
+    client = open_client(tiny_task, FedProx(), 3)  # client 3 has one sample
     objective = FedProx().objective(client, {})
     sgd(client, objective)
     assert reply_of(objective, ("a", "b")) == {"shares": {"a": 0, "b": 0}}
     assert reply_of(objective, ()) == {}
-    # of two clients one took no step: means of (0.75, 0.25) and (0, 0)
+    # one of two clients took no step: means of (0.75, 0.25) and (0, 0)
     assert figure_of({"shares": {"a": 0.375, "b": 0.125}}) == {"shares": {"a": 0.75, "b": 0.25}}
     assert figure_of({"shares": {"a": 0, "b": 0}}) == {"shares": {"a": 0, "b": 0}}
     assert figure_of({"loss": 1.0}) == {}

@@ -31,7 +31,7 @@ def order_of(client: Client, epochs: float | None = 1, size: int = 8) -> list[in
 
 
 class Net(nn.Module):
-    """A convolution, BatchNorm, a linear layer and a parameter that the loss does not depend on."""
+    """A convolution, BatchNorm, a linear layer, and a parameter that the loss does not depend on."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ def test_sgd_step_starts_the_momentum_of_a_parameter_when_the_loss_first_depends
 
 @pytest.mark.parametrize("loss", [lambda a, b: (a + b).sum(), lambda a, b: (a + b).square().sum()])
 def test_sgd_step_decays_parameters_whose_gradients_are_one_tensor(loss):
-    # autograd gives both terms of a sum the same gradient, which for a plain sum repeats one number in memory
+    # autograd gives both terms of a sum the same gradient tensor; for a plain sum it is one expanded number
     ours = [nn.Parameter(tensor([1.0, -2.0])), nn.Parameter(tensor([0.5, 3.0]))]
     torch_net = copy.deepcopy(ours)
     SGD(ours, 0.1, weight_decay=0.5).step(loss(*ours))
@@ -97,7 +97,7 @@ def test_adam_steps_equal_those_of_torch_also_of_a_parameter_that_rests(decouple
     optimiser = Adam(ours.parameters(), 0.01, weight_decay, decoupled)
     reference = torch_kind(other.parameters(), 0.01, weight_decay=weight_decay)
     for step in range(20):
-        used = step % 3 == 2  # the loss depends on `unused` in every third step
+        used = step % 3 == 2  # the loss depends on `unused` in every third step only
         optimiser.step(
             F.cross_entropy(ours(x[step]), y[step]) + used * ours.unused.square().sum()
             if used
@@ -120,7 +120,8 @@ def test_clients_train_by_the_optimiser_that_is_asked_for(tiny_task, optimiser):
         before = copy.deepcopy(client.model.classifier.weight)
         sgd(client, lambda batch, client=client: F.cross_entropy(client.model(batch.x), batch.y))
         moved[name] = (client.model.classifier.weight - before).detach()
-    assert torch.allclose(moved[optimiser].abs(), torch.full_like(moved[optimiser], 0.01), rtol=0.01)  # the first step
+    # each weight moves by the learning rate in the first step
+    assert torch.allclose(moved[optimiser].abs(), torch.full_like(moved[optimiser], 0.01), rtol=0.01)
     assert not torch.allclose(moved["sgd"].abs(), moved[optimiser].abs(), rtol=0.01)
 
 
@@ -142,7 +143,7 @@ def test_sgd_leaves_frozen_and_unnamed_parameters_alone(tiny_task):
 
 
 def test_sgd_returns_the_mean_loss_per_sample(tiny_task):
-    client = make_client(tiny_task, 1)  # 14 samples: batches of 8 and 6, twice
+    client = make_client(tiny_task, 1)  # 14 samples in batches of 8 and 6, twice
     seen = []
 
     def objective(batch):
@@ -198,7 +199,7 @@ def test_batches_hold_the_images_and_labels_of_their_rows(tiny_task):
 
 
 def test_batch_order_depends_on_seed_function_round_and_client_only(tiny_task):
-    shards = (tiny_task.shards[0],) * 6  # clients that differ in nothing but their id
+    shards = (tiny_task.shards[0],) * 6  # clients that differ only in their id
     task = replace(tiny_task, shards=shards)
 
     def order(seed=0, function="train", round=1, id=0):
@@ -207,7 +208,7 @@ def test_batch_order_depends_on_seed_function_round_and_client_only(tiny_task):
         return order_of(client)
 
     first = order()
-    torch.randperm(100)  # torch's global generator has no say
+    torch.randperm(100)  # torch's global generator has no effect
     used = make_client(task, 0)
     order_of(used)
     used.begin("train", 1)  # nor has what the client did before
@@ -225,7 +226,7 @@ def test_augmentation_noise_depends_on_seed_function_round_and_client_only(tiny_
         return torch.rand(4, generator=client.noise).tolist()
 
     first = noise()
-    torch.rand(100)  # torch's global generator has no say
+    torch.rand(100)  # torch's global generator has no effect
     assert noise() == first
     others = [noise(seed=1), noise(function="statistics"), noise(round=2), noise(id=1)]
     assert len({tuple(numbers) for numbers in [first, *others]}) == 5
@@ -243,7 +244,7 @@ def test_augmented_batches_are_drawn_from_the_clients_own_noise(tiny_task):
     assert torch.equal(batches()[0], first[0])
     assert not torch.equal(first[0], plain[0])
     sums = [x.sum((1, 2, 3)).sort().values for x in (first[0], batches(round=2)[0])]
-    assert not torch.allclose(*sums)  # other cuts, whatever the order of the samples
+    assert not torch.allclose(*sums)  # other crops, whatever the order of the samples
 
 
 def test_client_with_one_sample_returns_the_model_it_got(tiny_task, tmp_path):
@@ -257,7 +258,8 @@ def test_client_with_one_sample_returns_the_model_it_got(tiny_task, tmp_path):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_fedavg_with_one_client_equals_centralised_training_bit_for_bit(tiny_task, tmp_path, momentum):
-    # The mean of one client is (24 w) / 24: 24 w has at most 24 + 5 bits, so it is exact in float64, and so is w.
+    # The mean of one client is (24 w) / 24. The product has at most 24 + 5 bits, so it and the mean are exact in
+    # float64.
     config = configure(
         seed=3, data={"clients": 1}, federation={"rounds": 3}, local={"momentum": momentum, "weight_decay": 1e-4}
     )
@@ -297,7 +299,7 @@ def test_confusion_of_equals_a_loop_over_samples(tiny_task, size):
 
 
 def test_learning_rate_falls_by_its_share_every_few_rounds(tiny_task):
-    # 0.01 (1 - 0.005)^floor(t / 3), t from 0: MuPFL, 4.1
+    # 0.01 (1 - 0.005)^floor(t / 3) for rounds t = 0, 1, ...: MuPFL, 4.1
     client = make_client(tiny_task, 0, configure(local={"lr": 0.01, "lr_decay": 0.005, "lr_decay_every": 3}))
     found = {}
     for client.round in range(8):
