@@ -264,7 +264,7 @@ def _add(value: Any, name: str | None, kind: PluginKind | None, origin: str) -> 
 
 
 def _place(value: Callable[..., Any]) -> tuple[str, str]:
-    """Return the module and name of a value, by which a redefinition of the same value is recognised."""
+    """Return the module and name by which a value that is defined again is recognised."""
     return value.__module__.removeprefix(PLUGIN), value.__qualname__
 
 

@@ -93,7 +93,7 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A row of the table: a setting, and another setting or property that it must not be combined with.
+    """A row of the table: two settings, or a setting and a property, that a run must not combine.
 
     Attributes:
         setting: its key.

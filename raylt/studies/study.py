@@ -471,7 +471,7 @@ class Study:
         return self._holdings
 
     def save_results(self, record_file: Path | None = None) -> list[str]:
-        """Write results.json: the definition and the record of every run, from which tables and reports are made.
+        """Write results.json, which contains the definition and the record of every run.
 
         Args:
             record_file: results that are kept, to which finished runs are added.

@@ -165,7 +165,7 @@ class Schema:
         return LARGEST[part.kind] * (max(1, samples) * self._labels if part.kind == "total" else 1)
 
     def _count_fault(self, name: str, leaves: dict[Path, Any], labels: int) -> Fault | None:
-        """Return why the integers of a part cannot be counts of a client's samples or labels, or None.
+        """Return the reason why integers of a part cannot count a client's samples or labels, or None.
 
         Integers of the same name are added up over the entries of the part, for example over classes.
         """

@@ -1,4 +1,4 @@
-"""The check, before a run, that clients' last uploads are small enough to send."""
+"""Checks before a run starts that the clients' last uploads will be small enough to send."""
 
 from raylt import tree
 from raylt.core.fleet.wire import room_for
@@ -10,7 +10,7 @@ from raylt.tree import Tree
 
 
 def check_class_sums(task: Task, model: SplitModel, of_class: Tree) -> None:
-    """Raise ConfigError if a client's sums for all its classes would exceed the size limit of a reply.
+    """Raise ConfigError if the class sums of one client would exceed the size limit of a reply.
 
     Args:
         of_class: the template of one class's sums.

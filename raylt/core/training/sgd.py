@@ -17,7 +17,10 @@ from raylt.models.split import set_training
 
 
 def learning_rate(party: Client | Server) -> float:
-    """Return the learning rate of a round for a client or the server, by `local.schedule` and `local.warm_up`."""
+    """Return the learning rate of the current round for a client or the server.
+
+    It follows from `local.schedule` and `local.warm_up`.
+    """
     config = party.config
     # with zero rounds, training after the rounds has the rate of the first round
     return scheduled_rate(party.schedule, config.local, party.round, max(config.federation.rounds, 1))

@@ -42,7 +42,7 @@ def reached(records: Sequence[RunRecord], target: float) -> list[Reached]:
 
 
 def with_target(table: TextTable, reaching: Sequence[Reached], target: float) -> TextTable:
-    """Return a comparison's table followed by a table of how soon its arms reach the target accuracy."""
+    """Return a comparison's table with a second table on the time to the target accuracy."""
     rows = []
     for each in reaching:
         mebibytes = None if each.bytes is None else each.bytes / 2**20
