@@ -70,7 +70,7 @@ class FedNH(Method):
             model=mean.like(trained(message["model"])),
             classes=total.within(dict.fromkeys(range(server.model.classes), of_class))
             .counting("n")
-            .over_samples(partial(sums_fault, longest=1.0)),
+            .over_samples(partial(sums_fault, **server.feature_limits | {"longest": 1.0})),
             loss=mean.like(0.0),
         )
         server.step(got["model"])  # [4]

@@ -12,6 +12,7 @@ Symbols are the paper's (from memory); the authors' code, yuetan031/FedProto at 
 All networks have one architecture and the same initial weights. The global model is that of the first round.
 """
 
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -92,7 +93,9 @@ class FedProto(Method):
             self.train,
             self.sample(server, fleet),
             self.message(server),
-            classes=total.within(dict.fromkeys(range(classes), of_class)).counting("n").over_samples(sums_fault),
+            classes=total.within(dict.fromkeys(range(classes), of_class))
+            .counting("n")
+            .over_samples(partial(sums_fault, **server.feature_limits)),
             loss=mean.like(0.0),
             **asked_for(self.terms),
         )

@@ -61,6 +61,11 @@ def ridge_sums_fault(n: int, parts: Tree, longest: float | None = None, negative
         return "does not agree with a on the sum of all features"
     if a.trace() > n * (longest**2 + 1) * ROUNDING or not is_covariance(a):
         return "belongs to an a that no features have"
+    means = b[:-1] / counts.round().clamp(min=1)  # by class
+    within = a[:-1, :-1] - means @ b[:-1].T
+    rounding = 1e-9 * a.diagonal().max()  # of a difference of large sums
+    if torch.linalg.cholesky_ex(within + rounding * torch.eye(len(within), dtype=within.dtype)).info:
+        return "does not agree with a: features would have negative variances within their classes"
     return None
 
 

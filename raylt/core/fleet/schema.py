@@ -23,6 +23,7 @@ Arrived = Reply | SummedReply | Unusable
 LARGEST = {"mean": 1e6, "total": 1e8, "each": 1e18}
 LARGEST_NUMBER = torch.finfo(torch.float32).max
 LARGEST_COUNT = 2**53  # larger integers are not exact in float64, in which sums are computed
+MOST_BATCHES = 2**32  # that one call can add to a counter of batches in a mean
 MOST_BYTES = 256 * 2**20  # of a part without a template
 
 
@@ -77,14 +78,14 @@ class Schema:
     def restricted_to(self, ids: Iterable[int]) -> "Schema":
         """Return a schema for some clients only, small enough to send to their process.
 
-        Its templates have names, types and shapes but no values.
+        Its templates have names, types, shapes and counters but no other values.
         """
         light = copy.copy(self)
         light._sizes = {id: self._sizes[id] for id in ids}
         light._weights = {id: self._weights[id] for id in light._sizes}
         light.parts = {name: replace(part, template=None, mend=None) for name, part in self.parts.items()}
         light._templates = {
-            name: {path: leaf.to("meta") if isinstance(leaf, Tensor) else leaf for path, leaf in template.items()}
+            name: {path: _without_values(leaf) for path, leaf in template.items()}
             for name, template in self._templates.items()
         }
         return light
@@ -131,7 +132,8 @@ class Schema:
         largest = self._largest(part, samples)
         size = 0
         for path, leaf in leaves.items():
-            if fault := _value_fault(leaf, part, largest):
+            most = _largest_count(part, None if template is None else template[path])
+            if fault := _value_fault(leaf, part, largest, most):
                 return replace(fault, text=f"{dotted(path)} {fault}")
             size += leaf.nbytes if isinstance(leaf, Tensor) else 0
         if template is None and size > MOST_BYTES:
@@ -285,22 +287,43 @@ def _least_and_sum(leaf: Tensor | int) -> tuple[int, int]:
     return least, int(leaf.sum()) if abs(rough) < 2**62 else int(rough)
 
 
-def _value_fault(leaf: Any, part: Reduction, largest: float) -> Fault | None:
+def _without_values(leaf: Any) -> Any:
+    """Return a leaf of a template without its values, which take room; counters of batches are few."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.to("meta" if leaf.is_floating_point() else "cpu")
+
+
+def _largest_count(part: Reduction, sent: Any) -> int:
+    """Return the largest whole number that a tensor of a reply may hold.
+
+    The mean of counters is their maximum, and clients count on from it: without a limit that follows from what they
+    got, one of them could bring all others to LARGEST_COUNT.
+
+    Args:
+        sent: the leaf of the template, if there is one.
+    """
+    if part.kind != "mean" or not isinstance(sent, Tensor) or sent.is_floating_point() or sent.is_meta:
+        return LARGEST_COUNT
+    return min(LARGEST_COUNT, (int(sent.max()) if sent.numel() else 0) + MOST_BATCHES)
+
+
+def _value_fault(leaf: Any, part: Reduction, largest: float, most: int) -> Fault | None:
     if isinstance(leaf, Tensor):
-        return _tensor_fault(leaf, part, largest)
+        return _tensor_fault(leaf, part, largest, most)
     if type(leaf) in (int, float):
         if isinstance(leaf, float) and not math.isfinite(leaf):
             return Fault("reply.not-finite", f"is {leaf}", leaf)
-        most = largest if part.kind == "total" and isinstance(leaf, float) else LARGEST_NUMBER
-        if abs(leaf) <= most:
+        limit = largest if part.kind == "total" and isinstance(leaf, float) else LARGEST_NUMBER
+        if abs(leaf) <= limit:
             return None
-        return Fault("reply.out-of-range", f"is {shown(leaf)}, beyond {most:.0e}")
+        return Fault("reply.out-of-range", f"is {shown(leaf)}, beyond {limit:.0e}")
     if part.kind == "each":
         return None
     return Fault("reply.wrong-shape", f"is a {_leaf_kind(leaf)}, which has no {part.kind}")
 
 
-def _tensor_fault(leaf: Tensor, part: Reduction, largest: float) -> Fault | None:
+def _tensor_fault(leaf: Tensor, part: Reduction, largest: float, most: int) -> Fault | None:
     if leaf.dtype == torch.bool or not leaf.numel():
         return None
     low, high = (bound.item() for bound in torch.aminmax(leaf))
@@ -309,13 +332,13 @@ def _tensor_fault(leaf: Tensor, part: Reduction, largest: float) -> Fault | None
     if leaf.is_floating_point():
         if -largest <= low and high <= largest:
             return None
-        most = max(-low, high)
-        return Fault("reply.out-of-range", f"holds {most:.3g}, beyond {largest:g}", most)
+        farthest = max(-low, high)
+        return Fault("reply.out-of-range", f"holds {farthest:.3g}, beyond {largest:g}", farthest)
     # the mean of whole numbers is their maximum: they count batches
     least = 0 if part.kind == "mean" else -LARGEST_COUNT
-    if least <= low and high <= LARGEST_COUNT:
+    if least <= low and high <= most:
         return None
-    return Fault("reply.out-of-range", f"holds {low if low < least else high}, outside {least}..{LARGEST_COUNT}")
+    return Fault("reply.out-of-range", f"holds {low if low < least else high}, outside {least}..{most}")
 
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:

@@ -302,12 +302,12 @@ class FedSM(Method):
         client.receive(message["encoder"])
         return client.reply(classes=self.means(client))
 
-    def of_classes(self, model: SplitModel) -> Reduction:
+    def of_classes(self, server: Server) -> Reduction:
         """Return the reduction that sums the clients' feature sums by class. A client sends only its own classes."""
-        of_class = {"n": 1, "z": torch.empty(model.dim, device="meta")}
-        like = dict.fromkeys(range(model.classes), of_class)
-        longest = 1.0 if self.norm == "l2" else None
-        return total.within(like).counting("n").over_samples(partial(sums_fault, longest=longest))
+        of_class = {"n": 1, "z": torch.empty(server.model.dim, device="meta")}
+        like = dict.fromkeys(range(server.model.classes), of_class)
+        limits = server.feature_limits | ({"longest": 1.0} if self.norm == "l2" else {})
+        return total.within(like).counting("n").over_samples(partial(sums_fault, **limits))
 
     def means(self, client: Client) -> dict[int, Tree]:
         """Return the client's feature sums and counts for Eq. 3, computed with its current encoder."""
@@ -425,7 +425,7 @@ class FedSM(Method):
                 self.train_and_retrain, cohort, message, model=model, retrain_loss=number, drift=number, **parts
             )
         elif retrain == "before":
-            trained = fleet.ask(self.train_first, cohort, message, classes=self.of_classes(server.model), **parts)
+            trained = fleet.ask(self.train_first, cohort, message, classes=self.of_classes(server), **parts)
             got = fleet.ask(
                 self.retrain_next,
                 list(trained.weights),
@@ -454,7 +454,7 @@ class FedSM(Method):
 
     def global_prototypes(self, server: Server, fleet: Fleet) -> Message:
         """Return the global prototypes z^global, float32 [C, d], and a mask, bool [C], of classes with one, Eq. 3."""
-        got = fleet.ask(self.prototypes, fleet.everyone, encoder(server.model), classes=self.of_classes(server.model))
+        got = fleet.ask(self.prototypes, fleet.everyone, encoder(server.model), classes=self.of_classes(server))
         return pooled_means(got["classes"], server.model.classes)
 
     # what is judged

@@ -18,8 +18,11 @@ from raylt.methods.classifiers.ccvr import CCVR
 from raylt.methods.classifiers.fed3r import Fed3R
 from raylt.methods.classifiers.posthoc import PostHoc
 from raylt.methods.fedavg import FedAvg
+from raylt.methods.fednh import FedNH
 from raylt.methods.fednova import FedNova
+from raylt.methods.fedproto import FedProto
 from raylt.methods.qfedavg import step_fault
+from raylt.methods.rucr import RUCR
 
 COUNTS_LIKE = torch.empty(3, dtype=torch.int64, device="meta")
 
@@ -132,6 +135,14 @@ def of_class(name, value):
     return change
 
 
+def exchanged(parts):
+    """Fed3R's sums with the features of other classes, while the counts of classes and the sum of all features stay."""
+    b = parts["b"].clone()
+    held = b[-1].nonzero().flatten()
+    b[:-1, held] = b[:-1, held].flip(1)
+    return parts | {"b": b}
+
+
 def moved(parts):
     """Change the labels in Fed3R's sums of a reply, so that they contradict the features in A."""
     b = parts["b"].clone()
@@ -154,6 +165,7 @@ QUICK = {"virtual": 20, "epochs": 1}
         (Fed3R(), lambda parts: {"a": 2 * parts["a"], "b": 2 * parts["b"]}),
         (Fed3R(), lambda parts: {"a": -parts["a"], "b": parts["b"]}),
         (Fed3R(), moved),
+        (Fed3R(), exchanged),
     ],
     ids=lambda value: value.name if hasattr(value, "name") else None,
 )
@@ -165,6 +177,55 @@ def test_a_lie_about_samples_costs_the_liar_alone(tiny_task, tmp_path, method, c
         reports.append(experiment.step())
     assert [list(report.rejected) for report in reports] == [[], [0]]
     assert not any(report.lost for report in reports)
+
+
+@pytest.mark.parametrize("method", [FedProto(), FedNH(), RUCR()], ids=lambda method: method.name)
+def test_sums_of_negative_features_behind_a_relu_are_refused(tiny_task, tmp_path, method):
+    config = configure(federation={"rounds": 1, "quorum": 0.5}, model="resnet8")
+    experiment = make_experiment(config, tiny_task, tmp_path, method)
+    host = experiment.fleet._host
+    honest = host.run
+
+    def run(fn, message, round, id, shard, private):
+        reply, after = honest(fn, message, round, id, shard, private)
+        if id == 0 and "classes" in reply.tree:
+            classes = {c: of_class | {"z": -of_class["z"]} for c, of_class in reply.tree["classes"].items()}
+            reply = Reply(reply.weight, reply.tree | {"classes": classes})
+        return reply, after
+
+    host.run = run
+    assert list(experiment.step().rejected) == [0]
+
+
+class Counting(FedAvg):
+    """One client says that its model has seen as many batches as a number can count."""
+
+    name: ClassVar[str] = "counting"
+
+    def train(self, client, message):
+        reply = super().train(client, message)
+        if client.id != 0:
+            return reply
+        most = {
+            name: value if value.is_floating_point() else torch.full_like(value, 2**53)
+            for name, value in reply.tree["model"].items()
+        }
+        return client.reply(model=most, loss=reply.tree["loss"])
+
+
+def test_no_client_can_bring_the_counters_of_the_others_to_their_limit(tiny_task, tmp_path):
+    config = configure(federation={"rounds": 2, "quorum": 0.5}, model="resnet8")
+    experiment = make_experiment(config, tiny_task, tmp_path, Counting())
+    for _ in range(2):
+        assert list(experiment.step().rejected) == [0]
+
+
+def test_a_process_of_clients_knows_the_limit_of_counters_too():
+    batches = {"batches": torch.tensor(7), "weight": torch.zeros(3)}
+    schema = Schema({"model": mean.like(batches)}, {7: 5}).restricted_to([7])
+    for count, code in ((8, None), (2**40, "reply.out-of-range")):
+        found = schema.fault(7, Reply(5, {"model": batches | {"batches": torch.tensor(count)}}))
+        assert (found and found.code) == code
 
 
 class Stepping(FedNova):
