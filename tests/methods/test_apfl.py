@@ -18,7 +18,7 @@ def velocity_step(params, gradients, velocity, lr=naive.LR):
 
 
 def naive_round(task, id, t, w_start, v, alpha, adaptive):
-    """w_i, v_i and alpha of a client after a round, a step of w and then one of v on each batch."""
+    """Return w_i, v_i and alpha of a client after a round, which steps w and then v on each batch."""
     x, y = naive.client_data(task, id)
     w, own = naive.new_model(task), naive.new_model(task)
     w.load_state_dict(w_start)
@@ -70,7 +70,7 @@ def test_global_model_is_fedavgs_to_the_bit(tiny_task, tmp_path):
 
 def test_clients_are_judged_by_the_mixture_with_the_received_model(tiny_task):
     client = open_client(tiny_task, APFL(), 0)
-    assert APFL().client_model(client) is client.model  # it never took part
+    assert APFL().client_model(client) is client.model  # this client never took part
     own = {name: value + 1 for name, value in client.model.state_dict().items()}
     client.state["own"] = own
     client.state["alpha"] = torch.tensor(0.25)
@@ -82,7 +82,7 @@ def test_clients_are_judged_by_the_mixture_with_the_received_model(tiny_task):
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_ends_of_alpha(tiny_task, tmp_path, alpha):
-    """At 0 v_i is never moved; at 1 it is trained as if alone, as w_i of its first round."""
+    """With alpha 0, v_i does not move; with alpha 1, it is trained alone, like w_i in its first round."""
     own = private_states(run(tiny_task, tmp_path, APFL(alpha=alpha, adaptive=False), rounds=1))[0]["state"]["own"]
     start = naive.entries(naive.new_model(tiny_task))
     x, y = naive.client_data(tiny_task, 0)

@@ -15,7 +15,7 @@ OFF = {"resample": False, "fa": False, "kd": 0, "entropy": 0}
 
 
 class WithoutBias(FedAvg):
-    """FedAvg of BalanceFL's network."""
+    """FedAvg with the network of BalanceFL."""
 
     def build(self, task, base):
         return BalanceFL().build(task, base)
@@ -30,7 +30,7 @@ def test_all_off_and_all_classes_owned_is_fedavg(tiny_task, tmp_path, monkeypatc
 
 
 def test_own_loss_is_cross_entropy_over_the_owned_classes(tiny_task):
-    client = open_client(tiny_task, BalanceFL(), 1)  # 8, 3, 3, 0
+    client = open_client(tiny_task, BalanceFL(), 1)  # class counts 8, 3, 3, 0
     client.model.eval()
     batch = client.samples.batch(torch.arange(14))
     expected = F.cross_entropy(client.model(batch.x)[:, :3], batch.y)
@@ -38,7 +38,7 @@ def test_own_loss_is_cross_entropy_over_the_owned_classes(tiny_task):
 
 
 def test_missing_classes_are_distilled_from_the_received_model(tiny_task):
-    client = open_client(tiny_task, BalanceFL(), 2)  # class 1 alone: 0, 2, 3 are missing
+    client = open_client(tiny_task, BalanceFL(), 2)  # the client owns class 1 alone and lacks 0, 2 and 3
     fields = OFF | {"kd": 3.0, "temperature": 4.0}
     objective = BalanceFL(**fields).objective(client, {})
     batch = client.samples.batch(torch.arange(9))
@@ -47,11 +47,12 @@ def test_missing_classes_are_distilled_from_the_received_model(tiny_task):
         client.model.classifier.weight += torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
         logits = client.model(batch.x)[:, [0, 2, 3]] / 4
         expected = 3 * -(told * logits.log_softmax(1)).sum(1).mean()
-    assert objective(batch).item() == pytest.approx(expected.item(), rel=1e-5)  # one owned class costs nothing
+    # with one owned class the cross-entropy is 0
+    assert objective(batch).item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_distillation_holds_the_received_model_where_nothing_is_owned(tiny_task):
-    """Its gradient is 0 at the model that was received."""
+    """The gradient of the distillation is 0 at the received model."""
     client = open_client(tiny_task, BalanceFL(), 2)
     objective = BalanceFL(**OFF | {"kd": 1.0}).objective(client, {})
     client.model.eval()
@@ -90,14 +91,14 @@ def test_batches_hold_every_owned_class_alike(tiny_task):
     for rows in balanced(client):
         sizes.append(len(rows))
         labels.append(client.samples.y[rows])
-    assert sizes == [8, 6] * 300  # as many and as large as without
+    assert sizes == [8, 6] * 300  # as many batches of the same sizes as without resampling
     shares = torch.cat(labels).bincount(minlength=4) / sum(sizes)
-    # 4200 draws: a share of 1/3 has a deviation of 0.007
+    # 4200 draws: a share of 1/3 has a standard deviation of 0.007
     assert torch.allclose(shares, tensor([1 / 3, 1 / 3, 1 / 3, 0]), atol=0.03)
 
 
 def test_features_are_perturbed_as_often_as_their_class_is_rare_with_the_pooled_covariance(tiny_task):
-    client = open_client(tiny_task, BalanceFL(), 0)  # 12, 6, 4, 2
+    client = open_client(tiny_task, BalanceFL(), 0)  # class counts 12, 6, 4, 2
     z, y = features(client)
     augment = BalanceFL().augmentation(client)
     n, zero = 4000, torch.zeros(4000, z.shape[1])
@@ -108,14 +109,14 @@ def test_features_are_perturbed_as_often_as_their_class_is_rare_with_the_pooled_
     noise = noise[noise.abs().sum(1) > 0]
     sizes = [12, 6, 4, 2]
     expected = sum(size * np.cov(z[y == c].double().numpy().T) for c, size in enumerate(sizes)) / 24
-    # a pool of 500 draws gives the trace to about sqrt(2 / 500) of it
+    # a pool of 500 draws estimates the trace up to a relative error of about sqrt(2 / 500)
     assert noise.square().sum(1).mean().item() == pytest.approx(np.trace(expected), rel=0.2)
     assert POOL == 500
     assert len(noise.unique(dim=0)) <= POOL
 
 
 def test_perturbation_is_of_the_loss_alone_that_tells_classes(tiny_task, monkeypatch):
-    """Distillation and entropy see features as they are."""
+    """Distillation and entropy see unperturbed features."""
     client = open_client(tiny_task, BalanceFL(), 2)
     monkeypatch.setattr(BalanceFL, "augmentation", lambda self, client: lambda z, y: z + 1000)
     client.model.eval()
@@ -124,7 +125,7 @@ def test_perturbation_is_of_the_loss_alone_that_tells_classes(tiny_task, monkeyp
         BalanceFL(**OFF | {"kd": 1.0, "entropy": 0.1, "fa": fa}).objective(client, {})(batch).item()
         for fa in (False, True)
     ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # one owned class: its own loss is 0 either way
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # with one owned class the cross-entropy is 0 either way
 
 
 @pytest.mark.parametrize(

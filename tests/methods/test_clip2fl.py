@@ -55,11 +55,11 @@ def test_objective_written_out(tiny_task, tmp_path, npz):
         logits = client.model(batch.x)
         p = (logits / 2.0).softmax(1)
         expected = F.cross_entropy(logits, batch.y) + 0.7 * 4 * (q * (q / p).log()).sum(1).mean()
-    assert method.objective(client, message)(batch).item() == pytest.approx(expected.item(), rel=2e-3)  # half
+    assert method.objective(client, message)(batch).item() == pytest.approx(expected.item(), rel=2e-3)  # half precision
 
 
 def test_round_is_that_of_naive_code(tiny_task, tmp_path, monkeypatch, npz):
-    """Local training with the teacher, gradients by class, matching with the contrast, re-training."""
+    """Compare local training with the teacher, gradients by class, matching with the contrast, and re-training."""
     method, asked = CLIP2FL(teacher=npz, contrast=0.2, **QUICK), [0, 1, 3]
     ask_only(monkeypatch, method, asked)
     experiment = start(tiny_task, tmp_path, method)

@@ -16,7 +16,7 @@ QUICK = {"per_class": 5, "matching_steps": 3, "epochs": 2}
 
 
 def pooled_gradients(task, server, ids):
-    """Per class, the mean over the clients that own it of their samples' mean gradient, by autograd: [C, d + 1]."""
+    """Return, for each class, the mean over its owners of their samples' mean gradient, by autograd: [C, d + 1]."""
     classifier = linear(**server.state["classifier"])
     by_class: dict[int, list] = {}
     for id in ids:
@@ -49,7 +49,7 @@ def test_judged_is_the_averaged_encoder_under_the_re_trained_classifier(tiny_tas
 
 
 def test_round_is_that_of_naive_code_on_pooled_gradients(tiny_task, tmp_path, monkeypatch):
-    """Matching and re-training, from gradients that autograd makes of each client's samples."""
+    """Compare matching and re-training, from gradients that autograd computes on each client's samples."""
     method, asked = CReFF(per_class=4, matching_steps=6, epochs=3, batch=3), [0, 1, 3]
     ask_only(monkeypatch, method, asked)
     experiment = start(tiny_task, tmp_path, method)
@@ -94,7 +94,7 @@ def test_gradients_are_of_the_classifier_that_was_re_trained_last(tiny_task, tmp
 
 def test_features_of_absent_classes_stay_and_take_no_part_in_re_training(tiny_task, tmp_path, monkeypatch):
     method = CReFF(**QUICK)
-    ask_only(monkeypatch, method, [1, 2])  # neither owns class 3
+    ask_only(monkeypatch, method, [1, 2])  # neither client owns class 3
     assert not COUNTS[[1, 2], 3].any()
     experiment = start(tiny_task, tmp_path, method)
     server, before = experiment.server, experiment.server.state["features"].clone()
@@ -124,7 +124,7 @@ def test_message_holds_the_model_once_and_a_reply_the_owned_classes(tiny_task, t
     classifier = 4 * (model.classes * model.dim + model.classes)
     assert tree.nbytes(message) == tree.nbytes(model.state_dict()) + classifier
     reply = replies(experiment, [1], "model", "loss", "gradients")[1]
-    # the gradients of three classes, and the loss
+    # the model, the gradients of three classes, and the loss
     assert tree.nbytes(reply) == tree.nbytes(model.state_dict()) + 3 * classifier + 8
 
 

@@ -49,7 +49,7 @@ def test_personal_step_adds_lambda_times_the_distance_to_the_gradient(tiny_task)
 
 
 def test_second_round_starts_from_v_k_and_holds_it_near_the_new_global_model(tiny_task, tmp_path):
-    """Algorithm 1 by naive code: v of round 1 and 2 from the batches that the client draws."""
+    """Compute v in rounds 1 and 2 by Algorithm 1, from the batches that the client draws."""
     lam, local = 0.5, {"epochs": 1, "lr": 0.1, "momentum": 0.0}
     experiment = start(tiny_task, tmp_path, Ditto(lam=lam), local=local, federation={"rounds": 2})
     method, server, fleet = experiment.method, experiment.server, experiment.fleet
@@ -61,7 +61,7 @@ def test_second_round_starts_from_v_k_and_holds_it_near_the_new_global_model(tin
         method.round(server, fleet)
         client = open_client(tiny_task, method, 0, experiment.config)
         client.begin("train", round)
-        list(client.batches(1, 8))  # what w_k was trained on
+        list(client.batches(1, 8))  # skips the batches that w_k was trained on
         client.receive(w if v is None else v)
         params = dict(client.model.named_parameters())
         client.model.train()
@@ -93,7 +93,7 @@ def test_clients_are_judged_by_v_k_and_those_that_never_took_part_by_the_global_
         client.receive(server.model.state_dict())
         judged = experiment.method.client_model(client).state_dict()
         assert fingerprint(judged) == fingerprint(own[id] if id in own else server.model.state_dict())
-        # the client itself is left as it was
+        # judging leaves the client's own entries unchanged
         assert fingerprint(client.model.state_dict()) == fingerprint(server.model.state_dict())
 
 

@@ -28,7 +28,7 @@ def test_rounds_are_fedavgs_to_the_bit(tiny_task, tmp_path):
 
 
 def naive_stage_2(task, w, id, fields, round):
-    """A client's upper layers after stage 2, sample by sample; layers are those of the network `small`."""
+    """Return a client's upper layers after stage 2, sample by sample; layers are those of the network `small`."""
     x, y = naive.client_data(task, id)
     counts = torch.bincount(y, minlength=task.classes).double()
     order = naive.generator("order", "personalise", round, id)
@@ -90,7 +90,7 @@ def naive_stage_2(task, w, id, fields, round):
                         mixed[g] = z[i]
                         made += 1
             seen += len(rows)
-            # where nothing is generated both terms are the same
+            # without a generated feature both terms are equal
             loss = fields["c"] * F.cross_entropy(upper(model, mixed), labels) + (1 - fields["c"]) * F.cross_entropy(
                 upper(model, a), labels
             )
@@ -123,11 +123,11 @@ def test_stage_2_by_naive_code(tiny_task, tmp_path, fields):
 def test_features_descend_on_the_loss_of_their_class_in_steps_of_one_length():
     upper = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     a, target = torch.full((2, 1, 2, 2), 2.0), tensor([0, 2])
-    a[0, 0, 0, 0] = 9.0  # room above
-    still = torch.full_like(a, 5.5)  # the middle of [2, 9]: noise of zero
+    a[0, 0, 0, 0] = 9.0  # leaves room above the other values
+    still = torch.full_like(a, 5.5)  # the middle of [2, 9], which means zero noise
     start, before = adversarial(upper, a + 0.0, target, still - 1.0, 0, 0.1)
     noise = start - a
-    assert noise.norm().item() == pytest.approx(1.0, rel=1e-5)  # one channel: length 1 over the batch
+    assert noise.norm().item() == pytest.approx(1.0, rel=1e-5)  # one channel: its length over the batch is 1
     made, after = adversarial(upper, a, target, still - 1.0, 1, 0.1)
     for i in range(2):
         assert (made[i] - start[i]).norm().item() == pytest.approx(0.1, rel=1e-4)
@@ -142,7 +142,7 @@ def test_features_descend_on_the_loss_of_their_class_in_steps_of_one_length():
 
 
 def test_the_head_class_is_never_stood_in_for_and_rarer_ones_are_the_more_often(tiny_task):
-    client = open_client(tiny_task, FedAFA(), 0)  # 12, 6, 4, 2
+    client = open_client(tiny_task, FedAFA(), 0)  # class counts 12, 6, 4, 2
     method, y = FedAFA(accept=0.0, steps=0), torch.arange(4).repeat_interleave(500)
     _, upper = halves(client.model.eval(), "stage2")
     rows, made = method.generate(client, upper, torch.rand(2000, 64, 2, 2), y)

@@ -12,7 +12,7 @@ from raylt.methods.fedavg import FedAvg
 
 
 def naive_mix(task, id, order, received, own, weights, method):
-    """The mixture and W, weight by weight as in the code, from the order that the call draws next."""
+    """Return the mixture and W, computed weight by weight, with the order that the call draws next."""
     x, y = naive.client_data(task, id)
     net = naive.new_model(task)
     net.load_state_dict(received)
@@ -104,8 +104,8 @@ def test_mixture_lies_between_the_two_models(tiny_task):
     for name, value in mixture.items():
         assert (value >= before[name] - 1e-6).all()
         assert (value <= before[name] + 1 + 1e-6).all()
-        assert ((value - before[name]) > 1e-3).any(), name  # some of it is the client's own
-    assert fingerprint(client.model.state_dict()) == fingerprint(before)  # as it was
+        assert ((value - before[name]) > 1e-3).any(), name  # a part of the value is the client's own
+    assert fingerprint(client.model.state_dict()) == fingerprint(before)  # the client's model is unchanged
 
 
 def test_clients_are_judged_by_their_last_model(tiny_task, tmp_path):

@@ -26,7 +26,7 @@ def test_round_gives_the_weighted_mean_of_separately_trained_models(tiny_task, t
 
 
 def test_weights_follow_samples_not_batches(tiny_task, tmp_path, monkeypatch):
-    # client 3 cannot train: with its one sample it holds 1 / 25 of the mean at the model of before
+    # client 3 cannot train: its one sample gives the old model a weight of 1 / 25 in the mean
     monkeypatch.setattr(FedAvg, "sample", lambda self, server, fleet: [0, 3])
     experiment = make_experiment(configure(federation={"rounds": 1}), tiny_task, tmp_path)
     method, message = experiment.method, experiment.method.message(experiment.server)

@@ -13,7 +13,7 @@ FIRST = "encoder.stage1.0.weight"
 
 
 def naive_round(task, model, t):
-    """One round: the encoder is trained under the drawn classifier."""
+    """Do one round, in which the encoder is trained under the drawn classifier; return the mean."""
     models, sizes = [], []
     for id in naive.clients_of(task):
         x, y = naive.client_data(task, id)
@@ -77,7 +77,7 @@ def test_clients_are_judged_by_what_they_tuned(tiny_task, tmp_path):
     judged = experiment.method.client_model(client)
     assert fingerprint(judged.state_dict()) == fingerprint(own["state"]["tuned"])
     assert fingerprint(client.model.state_dict()) == fingerprint(experiment.server.model.state_dict())
-    # and the private entries are the drawn ones again
+    # the private entries are again the drawn ones
     assert torch.equal(own["model"]["classifier.weight"], experiment.server.model.state_dict()["classifier.weight"])
 
 

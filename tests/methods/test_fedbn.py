@@ -10,7 +10,7 @@ from raylt.errors import ConfigError
 from raylt.methods.fedavg import FedAvg
 from raylt.methods.fedbn import FedBN, batchnorm_entries
 
-# of `small`: two layers with scale, shift, mean, variance and counter
+# entries of `small`: two layers with scale, shift, mean, variance and counter
 BATCHNORM = {
     f"encoder.stage{stage}.1.{name}"
     for stage in (1, 2)
@@ -70,11 +70,11 @@ def test_a_client_that_never_took_part_takes_statistics_before_it_is_judged(tiny
         first = client.model.encoder.stage1[0](x)
     assert judged.state_dict()["encoder.stage1.1.num_batches_tracked"] == 6  # two epochs of three batches
     mean = judged.state_dict()["encoder.stage1.1.running_mean"]
-    # six steps with momentum 0.1 towards means of batches whose mean is that of all images
+    # after six steps with momentum 0.1 the mean points in the direction of the mean over all images
     assert F.cosine_similarity(mean, first.mean((0, 2, 3)), dim=0) > 0.99
     before = mean.clone()
     FedBN().client_model(client)
-    assert torch.equal(before, mean)  # once
+    assert torch.equal(before, mean)  # the statistics are taken once
 
 
 def test_a_model_without_batchnorm_is_refused(tiny_task, tmp_path):

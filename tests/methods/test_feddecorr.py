@@ -16,7 +16,7 @@ def features(n=12, d=5, seed=0) -> torch.Tensor:
 
 def test_paper_is_the_mean_square_of_numpys_correlations():
     z = features()
-    # the deviation has n - 1, the product n: K = (n - 1) / n corrcoef
+    # the deviation divides by n - 1 and the product by n: K = (n - 1) / n corrcoef
     expected = np.square(11 / 12 * np.corrcoef(z.double().numpy().T)).mean()
     assert decorrelation(z, "paper").item() == pytest.approx(expected, rel=1e-4)
 

@@ -14,7 +14,7 @@ MEAN = 60 / 5
 
 
 def naive_rounds(task, alpha: float, asked: list[list[int]]):
-    """The mean of the last round's models, D and the clients' sums, with a loop over clients as in the text."""
+    """Return the mean of the last round's models, D and the clients' sums, with a loop over clients as in the text."""
     mean = naive.new_model(task)
     names = [name for name, _ in mean.named_parameters()]
     ahead = {name: torch.zeros_like(p) for name, p in mean.named_parameters()}
@@ -31,7 +31,7 @@ def naive_rounds(task, alpha: float, asked: list[list[int]]):
 
             def loss(rows, local=local, x=x, y=y, a=a, d=sums[id], theta=theta):
                 value = F.cross_entropy(local(x[rows]), y[rows])
-                for name, p in local.named_parameters():  # <-g, theta> with g = -a d, and the quadratic
+                for name, p in local.named_parameters():  # the terms <-g, theta> with g = -a d, and the quadratic one
                     value = value + a * (p * d[name]).sum() + a / 2 * (p - theta[name]).square().sum()
                 return value
 
@@ -57,13 +57,13 @@ def test_rounds_equal_naive_code(tiny_task, tmp_path, monkeypatch, asked):
 
 
 def test_gradient_is_that_of_the_text(tiny_task):
-    """grad L_k - g_k + alpha (theta - theta^{t-1}), where g_k = -alpha d_k."""
+    """The gradient is grad L_k - g_k + alpha (theta - theta^{t-1}), where g_k = -alpha d_k."""
     client = open_client(tiny_task, FedDyn(), 1)
     params = dict(client.model.named_parameters())
     generator = torch.Generator().manual_seed(0)
     d = {name: torch.randn(p.shape, generator=generator) for name, p in params.items()}
     client.state["updates"] = d
-    objective = FedDyn(alpha=0.2).objective(client, {"mean_samples": 28.0})  # twice the client's 14
+    objective = FedDyn(alpha=0.2).objective(client, {"mean_samples": 28.0})  # twice the 14 samples of the client
     batch = client.samples.batch(torch.arange(8))
     client.model.eval()
     moved = {name: 0.1 * torch.randn(p.shape, generator=generator) for name, p in params.items()}

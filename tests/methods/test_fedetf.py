@@ -31,7 +31,7 @@ def test_frame_neither_moves_nor_travels_and_the_temperature_does_both(tiny_task
 @pytest.mark.parametrize("gamma", [0.0, 0.7])
 def test_objective_written_out(tiny_task, gamma):
     method = FedETF(gamma=gamma, temperature=3.0)
-    client = open_client(tiny_task, method, 1)  # 8, 3, 3, 0
+    client = open_client(tiny_task, method, 1)  # class counts 8, 3, 3, 0
     client.model.eval()
     batch = client.samples.batch(torch.arange(14))
     parts = client.model.encoder
@@ -44,7 +44,7 @@ def test_objective_written_out(tiny_task, gamma):
 
 
 def test_round_is_that_of_naive_code(tiny_task, tmp_path):
-    """Local training of encoder, projection and temperature against the frame, then the weighted mean of these."""
+    """Compare local training of encoder, projection and temperature against the frame, then their weighted mean."""
     method = FedETF(turns=0)
     server = run(tiny_task, tmp_path, method, rounds=1).server
     ends, weights = [], []
@@ -73,7 +73,7 @@ def test_fields_change_the_model(tiny_task, tmp_path):
 
 
 def tuned_by_hand(task, id, model, t, method):
-    """The global model trained once more, then frame and projection in turns, with the features as they are."""
+    """Train the global model once more, then frame and projection in turns on fixed features."""
     x, y = naive.client_data(task, id)
     order = naive.generator("order", "personalise", t, id)
     frame, log_n = model.classifier.weight.clone(), torch.bincount(y, minlength=4).log()
@@ -107,7 +107,7 @@ def test_clients_own_models_are_those_of_naive_code(tiny_task, tmp_path):
     before = naive.entries(experiment.server.model)
     for id, state in private_states(experiment).items():
         model = open_client(tiny_task, method, id).model
-        assert torch.equal(before[FRAME], state["model"][FRAME])  # its own is apart
+        assert torch.equal(before[FRAME], state["model"][FRAME])  # the client's own frame is kept apart
         model.load_state_dict(before)
         expected = tuned_by_hand(tiny_task, id, model, 2, method)
         assert naive.differences(state["state"]["tuned"], expected, atol=1e-4) == {}, id

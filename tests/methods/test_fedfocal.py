@@ -11,7 +11,7 @@ from raylt.methods.fedfocal import FedFocal, focal_loss
 
 
 def test_loss_by_hand():
-    # p of the labels: 1/4 and 3/4; (3/4)^2 log 4 and (1/4)^2 log(4/3)
+    # the labels have p = 1/4 and 3/4; (3/4)^2 log 4 and (1/4)^2 log(4/3)
     logits = tensor([[0.0, math.log(3)], [math.log(3), 0.0]])
     expected = (0.5625 * math.log(4) + 0.0625 * math.log(4 / 3)) / 2
     assert focal_loss(logits, tensor([0, 0]), 2.0).item() == pytest.approx(expected, rel=1e-5)

@@ -12,14 +12,15 @@ from raylt.methods.fedgrab import Balancer, FedGraB, boost, estimated_shares, ex
 
 
 def test_weight_of_a_controllers_output():
-    # (10 / 9) / (1 / 9 + 1) = 1; 10 where exp(-0.5 x) is nothing
+    # (10 / 9) / (1 / 9 + 1) = 1, and 10 where exp(-0.5 x) vanishes
     assert boost(torch.tensor([0.0, 1e4, -1e4])).tolist() == pytest.approx([1, 10, 0], abs=1e-5)
     assert boost(torch.tensor(2.0)).item() == pytest.approx((10 / 9) / (1 / 9 + math.exp(-1)))
 
 
 def test_classes_are_exempt_from_frequent_to_rare():
     drawn = torch.stack([exempt_classes(4, torch.Generator().manual_seed(seed)) for seed in range(4000)]).double()
-    # the first always; the second with 0.1^(1/3); the third with 0.1^(2/3) if the second was, else 0.1^(1/3)
+    # the first class is always exempt, the second with 0.1^(1/3); the third with 0.1^(2/3) if the second is, else with
+    # 0.1^(1/3)
     p, q = 0.1 ** (1 / 3), 0.1 ** (2 / 3)
     third = p * q + (1 - p) * p
     fourth = p * q * 0.1 + (p * (1 - q) + (1 - p) * p) * q + (1 - p) ** 2 * p
@@ -39,7 +40,7 @@ def test_controller_by_hand(tiny_task):
 
 
 def test_round_is_that_of_naive_code_and_controllers_go_on_in_the_next(tiny_task, tmp_path):
-    """Class by class, batch by batch: the controllers' weights, the loss, the gradients that they sum up."""
+    """Compare the controllers' weights, the loss and the summed gradients, class by class and batch by batch."""
     experiment = run(tiny_task, tmp_path, FedGraB(), rounds=2)
     states, model = {id: ([0.0] * 4, [[0.0] * 4, [0.0] * 4], [0.0] * 4) for id in naive.clients_of(tiny_task)}, None
     for t in (1, 2):
@@ -101,7 +102,7 @@ def test_every_gain_changes_the_model(tiny_task, tmp_path, field):
 
 
 def test_prior_of_the_classes_from_a_classifier_by_hand():
-    # lengths 5, 3, 1: mean 3, deviation sqrt(8 / 3); above the least: 4, 2, 0 of these deviations; shares 2/3, 1/3, 0
+    # lengths 5, 3, 1: mean 3, deviation sqrt(8 / 3); above the smallest by 4, 2, 0 deviations; shares 2/3, 1/3, 0
     weight = torch.tensor([[3.0, 4.0], [0.0, 3.0], [1.0, 0.0]])
     assert estimated_shares(weight).tolist() == pytest.approx([2 / 3, 1 / 3, 0])
     assert estimated_shares(torch.eye(4)).tolist() == [0.25] * 4

@@ -17,7 +17,7 @@ QUICK = {"steps": 3, "batch": 6}
 
 
 def adam(params, loss_of, batches, lr, weight_decay=0.0):
-    """torch's Adam with its coupled weight decay."""
+    """Train with torch's Adam and its coupled weight decay."""
     optimiser = torch.optim.Adam(params, lr=lr, weight_decay=weight_decay)
     for rows in batches:
         optimiser.zero_grad()
@@ -26,7 +26,7 @@ def adam(params, loss_of, batches, lr, weight_decay=0.0):
 
 
 def test_ensemble_by_hand():
-    """Two clients, one image, two classes; trust of a client is the sigmoid of the sum of its logits."""
+    """Two clients, one image, two classes; the trust in a client is the sigmoid of the sum of its logits."""
     ensemble = Ensemble(1, 2)
     logits = tensor([[[1.0, -1.0]], [[2.0, 0.0]]])
     trust = [0.5, torch.sigmoid(tensor(2.0)).item()]
@@ -44,13 +44,14 @@ def test_ensemble_by_hand():
 
 
 def test_divergence_by_hand():
-    # q = (1/4, 3/4) of log 1, log 9 at T = 2; p = (1/2, 1/2); no factor T^2
+    # log 1, log 9 at T = 2 gives q = (1/4, 3/4); p = (1/2, 1/2); there is no factor T^2
     expected = 0.25 * tensor(0.5).log() + 0.75 * tensor(1.5).log()
     assert divergence(tensor([[1.0, 9.0]]).log(), torch.zeros(1, 2), 2.0).item() == pytest.approx(expected.item())
 
 
 def test_round_equals_naive_code(tiny_task, tmp_path):
-    """Local training, the mean, and the server's three trainings; of the method only its ensemble is used."""
+    """Compare local training, the mean, and the server's three trainings; the naive code takes the method's
+    ensemble."""
     method = FEDIC(**QUICK, weight=0.7, temperature=3.0)
     models, sizes = [], []
     for id in naive.clients_of(tiny_task):

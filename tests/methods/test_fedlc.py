@@ -27,7 +27,7 @@ def loss_by_hand(logits, y, counts, tau):
 
 
 def test_objective_is_the_calibrated_cross_entropy_over_the_owned_classes(tiny_task):
-    client = open_client(tiny_task, FedLC(), 1)  # 8, 3, 3, 0
+    client = open_client(tiny_task, FedLC(), 1)  # class counts 8, 3, 3, 0
     client.model.eval()
     batch = client.samples.batch(torch.arange(14))
     expected = loss_by_hand(client.model(batch.x).detach(), batch.y, client.counts, 0.7)
@@ -73,7 +73,7 @@ def test_loss_does_not_change_when_a_constant_is_added_to_the_logits(scale):
 
 
 def test_every_field_changes_the_model(tiny_task, tmp_path):
-    # at tau = 1 a class of 1e-8 samples has a weight of exp(-100), which float32 takes for none
+    # at tau = 1 a class of 1e-8 samples has a weight of exp(-100), which vanishes in float32
     ends = [
         flat(run(tiny_task, tmp_path, method, rounds=1))
         for method in (FedAvg(), FedLC(), *(FedLC(tau=0.1, missing=missing) for missing in ("mask", "eps", "one")))

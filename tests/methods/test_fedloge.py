@@ -55,7 +55,8 @@ def test_each_loss_moves_its_own_part(tiny_task):
 
 
 def test_round_is_that_of_naive_code(tiny_task, tmp_path):
-    """The encoder against the frame, both classifiers on its features; means of encoder and global classifier."""
+    """Compare the encoder against the frame, both classifiers on its features, and the means of encoder and global
+    classifier."""
     method = FedLoGe(**QUICK)
     experiment = run(tiny_task, tmp_path, method, rounds=1)
     frame = experiment.server.model.frame.weight
@@ -88,7 +89,7 @@ def test_global_classifier_has_rows_of_one_length(tiny_task, tmp_path):
 
 
 def test_client_uses_its_own_classifier_plus_the_realigned_global_one_and_never_a_class_it_lacks(tiny_task):
-    client = open_client(tiny_task, FedLoGe(), 1)  # lacks class 3
+    client = open_client(tiny_task, FedLoGe(), 1)  # the client lacks class 3
     scramble(client)
     used = FedLoGe().client_model(client).classifier
     for c in range(4):

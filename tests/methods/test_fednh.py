@@ -75,7 +75,7 @@ def test_training_does_not_move_prototypes_and_clients_do_not_upload_them(tiny_t
 
 
 def test_a_class_that_no_asked_client_holds_keeps_its_prototype(tiny_task, tmp_path, monkeypatch):
-    ask_only(monkeypatch, FedNH(), [2])  # class 1 alone
+    ask_only(monkeypatch, FedNH(), [2])  # client 2 owns class 1 alone
     experiment = start(tiny_task, tmp_path, FedNH())
     before = experiment.server.model.state_dict()[PROTOTYPES].clone()
     experiment.method.round(experiment.server, experiment.fleet)

@@ -59,7 +59,7 @@ def test_round_is_section_5_from_separately_trained_models(tiny_task, tmp_path, 
 
 
 def test_a_client_of_many_steps_counts_for_less_than_in_fedavg(tiny_task, tmp_path, monkeypatch):
-    # of the two, client 0 alone owns class 3, and it takes three times as many steps
+    # client 0 alone owns class 3, and takes three times as many steps as the other client
     biases = []
     for method in (FedAvg(), FedNova()):
         ask_only(monkeypatch, method, [0, 2])
@@ -78,5 +78,5 @@ def test_effective_steps_are_reported(tiny_task, tmp_path, monkeypatch):
     ask_only(monkeypatch, FedNova(), [0, 1])
     experiment = start(tiny_task, tmp_path, FedNova(), local={"momentum": 0.0})
     experiment.method.round(experiment.server, experiment.fleet)
-    # 2 epochs of 3 and of 2 steps, 24 and 14 samples
+    # 2 epochs of 3 and of 2 steps, with 24 and 14 samples
     assert experiment.server.figures["effective_steps"] == pytest.approx((24 * 6 + 14 * 4) / 38)

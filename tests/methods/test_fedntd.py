@@ -17,7 +17,7 @@ def test_divergence_by_hand():
     q, p = tensor([[1.0, 3.0]]).log(), tensor([[0.0, 0.0]])
     expected = 0.25 * tensor(0.5).log() + 0.75 * tensor(1.5).log()
     assert divergence(q, p, 1.0).item() == pytest.approx(expected.item(), rel=1e-6)
-    # at tau = 2 a teacher of log 1, log 9 is (1/4, 3/4); there is no factor tau^2
+    # at tau = 2 a teacher with logits log 1, log 9 gives (1/4, 3/4); there is no factor tau^2
     assert divergence(2 * q, p, 2.0).item() == pytest.approx(expected.item(), rel=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""FedAvgM, FedAdam and FedYogi: FedAvg's clients, another step of the server."""
+"""FedAvgM, FedAdam and FedYogi: the clients of FedAvg with another server step."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from raylt.methods.fedopt import FedAdam, FedYogi
 
 
 def deltas(task, folder, method, rounds=3):
-    """The global model before each round and the clients' mean after it, float64; and the model at the end."""
+    """Return the global model before each round, the clients' mean step in it (float64), and the last model."""
     experiment = start(task, folder, method)
     server, means = experiment.server, []
     take = server.step
@@ -26,7 +26,7 @@ def deltas(task, folder, method, rounds=3):
         experiment.fleet.begin(round)
         method.round(server, experiment.fleet)
     moved = [{name: mean[name] - before[name] for name in mean} for before, mean in means]
-    # copies: the first model's tensors are live
+    # copied, because the first model's tensors are still in use
     return [{n: v.clone() for n, v in before.items()} for before, _ in means], moved, server.model
 
 

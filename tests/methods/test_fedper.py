@@ -35,7 +35,7 @@ def test_bpfed_with_everything_off_is_fedper_bit_for_bit(tiny_task, tmp_path, pa
 
 
 def test_encoders_are_averaged_by_samples_and_classifiers_are_not(tiny_task, tmp_path):
-    # one round from common weights: every client computes what it computes in FedAvg, which averages both halves
+    # one round from common weights: each client computes the same as in FedAvg, which averages both parts
     reference, _ = run(tiny_task, tmp_path, FedAvg(), federation={"rounds": 1})
     experiment, _ = run(tiny_task, tmp_path, FedPer(), federation={"rounds": 1})
     replies = {id: reply["model"] for name, _, id, reply in reference.fleet._host.replies if name == "train"}
@@ -46,7 +46,7 @@ def test_encoders_are_averaged_by_samples_and_classifiers_are_not(tiny_task, tmp
     for name, value in experiment.server.model.state_dict().items():
         if not name.startswith("encoder."):
             continue
-        if value.is_floating_point():  # BatchNorm's running statistics are among them
+        if value.is_floating_point():  # this includes BatchNorm's running statistics
             mean = sum(weights[id] * reply[name].double() for id, reply in replies.items()) / weights.sum()
             assert torch.allclose(value.double(), mean, atol=1e-6), name
         assert torch.equal(value, reference.server.model.state_dict()[name]), name
@@ -59,7 +59,7 @@ def test_classifiers_never_travel_and_differ_between_clients(tiny_task, tmp_path
     assert any("running_mean" in name for name in names)
     assert not any("classifier" in name for name in names)
     own = {fingerprint(state["model"]) for id, state in private_states(experiment).items() if id != 3}
-    assert len(own) == 4  # client 3 has one sample, which cannot be trained on
+    assert len(own) == 4  # client 3 has one sample and cannot train
     start = make_setup(experiment.config, FedPer()).new_model(tiny_task.spec)
     assert fingerprint(private_states(experiment)[3]["model"]) == fingerprint(start.entries("classifier."))
 
@@ -97,7 +97,7 @@ def test_clients_are_judged_as_if_each_had_encoded_the_test_set_itself(tiny_task
         return {id: counts.tolist() for id, counts in got["confusion"].items()}, len(encodings)
 
     found, passes = judged()
-    assert passes == 0  # the last step's evaluation has encoded it, in one batch
+    assert passes == 0  # the last step's evaluation has already encoded the images, in one batch
     with monkeypatch.context() as patch:
         patch.setattr(EvaluationSet, "_has_features_of", lambda *_: False)
         assert judged() == (found, len(fleet.ids))
@@ -109,7 +109,7 @@ def test_clients_are_judged_as_if_each_had_encoded_the_test_set_itself(tiny_task
 
 
 def test_judging_that_broke_off_is_taken_up_again(tiny_task, tmp_path):
-    """As after a full device, when the data of other clients have given way."""
+    """Judging is interrupted as by a full device, after which the data of other clients are dropped."""
     experiment, _ = run(tiny_task, tmp_path, FedPer(), federation={"rounds": 1})
     model = experiment.fleet._host.model
     tests, fresh = (EvaluationSet(tiny_task.test, tiny_task.spec, torch.device("cpu")) for _ in range(2))

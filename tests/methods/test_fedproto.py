@@ -14,7 +14,7 @@ MEANS, PRESENT = "prototypes.means", "prototypes.present"
 
 
 def naive_rounds(task, weight: float, asked: list[list[int]]):
-    """Each client's model, and the global prototypes by class, with loops over clients and samples."""
+    """Return each client's model and the global prototypes by class, with loops over clients and samples."""
     models = {id: naive.new_model(task) for id in naive.clients_of(task)}
     prototypes: dict[int, torch.Tensor] = {}
     for t, ids in enumerate(asked, start=1):
@@ -67,7 +67,7 @@ def filled(client, present):
 
 def test_clients_are_judged_by_the_nearest_prototype(tiny_task):
     client = open_client(tiny_task, FedProto(), 1)
-    assert FedProto().client_model(client) is client.model  # none is present yet
+    assert FedProto().client_model(client) is client.model  # the client has no prototypes yet
     filled(client, [1, 0, 1, 1])
     x = client.samples.batch(torch.arange(14)).x
     with torch.no_grad():
@@ -78,7 +78,7 @@ def test_clients_are_judged_by_the_nearest_prototype(tiny_task):
     assert (logits[:, 1] < -1e8).all()
     shown = [0, 2, 3]
     assert torch.equal(logits[:, shown].argmax(1), distances[:, shown].argmin(1))
-    # differences of logits are those of squared distances
+    # differences of logits equal differences of squared distances
     assert torch.allclose(logits[:, 0] - logits[:, 2], distances[:, 2] - distances[:, 0], atol=1e-5)
     assert FedProto(predict_by="classifier").client_model(client) is client.model
 
@@ -99,7 +99,7 @@ def test_term_is_the_mean_square_over_batch_and_dimensions(tiny_task):
 
 
 def test_prototypes_of_classes_that_no_asked_client_holds_stay(tiny_task, tmp_path, monkeypatch):
-    ask_only(monkeypatch, FedProto(), [2])  # class 1 alone
+    ask_only(monkeypatch, FedProto(), [2])  # client 2 owns class 1 alone
     experiment = start(tiny_task, tmp_path, FedProto())
     with torch.no_grad():
         experiment.server.model.prototypes.means.fill_(7.0)

@@ -15,7 +15,7 @@ def client(tiny_task) -> Client:
 
 
 def move(model, by: float) -> None:
-    """Takes every parameter a step of known size away from where it is."""
+    """Move every parameter by random steps of the given size."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in model.parameters():
@@ -51,7 +51,7 @@ def test_objective_adds_half_mu_times_the_squared_distance_eq_2(client):
     client.model.eval()
     with torch.no_grad():
         plain = F.cross_entropy(client.model(batch.x), batch.y)
-        assert objective(batch) == plain  # at w_t the term is zero
+        assert objective(batch) == plain  # the term is zero at w_t
         client.model.classifier.bias += torch.tensor([1.0, 2.0, 0.0, -2.0])
         shifted = F.cross_entropy(client.model(batch.x), batch.y)
         # 0.5 / 2 * (1 + 4 + 0 + 4) = 2.25

@@ -12,7 +12,7 @@ from raylt.methods.fedrela import FedReLa, relabel
 
 
 def by_hand(p, y, counts, share, generator):
-    """Sample by sample and class by class."""
+    """Compute the labels sample by sample and class by class."""
     n, c = p.shape
     s = [
         [
@@ -40,7 +40,7 @@ def test_labels_are_those_of_the_formula_written_out():
     assert made.tolist() == by_hand(p, y, [30, 20, 8, 2], 0.3, torch.Generator().manual_seed(5))
     moved = made != y
     assert 1 <= moved.sum() < 20
-    assert (made[moved] > y[moved]).all()  # classes are sorted by size: to rarer ones alone
+    assert (made[moved] > y[moved]).all()  # classes are sorted by size, so labels move to rarer classes only
 
 
 def test_clients_whose_classes_are_alike_change_nothing():
@@ -57,7 +57,7 @@ def test_until_its_start_it_is_fedavg_to_the_bit(tiny_task, tmp_path):
 
 
 def test_first_late_round_is_that_of_naive_code(tiny_task, tmp_path):
-    """Labels from the received model's predictions, then local training on them."""
+    """Compare the labels from the received model's predictions, then local training on them."""
     experiment = run(tiny_task, tmp_path, FedReLa(after=0.0, share=0.3), rounds=1)
     own, ends, weights, changed = private_states(experiment), [], [], 0
     for id in naive.clients_of(tiny_task):

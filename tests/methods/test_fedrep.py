@@ -14,7 +14,7 @@ def classifier(state) -> dict:
 
 
 def test_round_is_algorithm_1_by_naive_code(tiny_task, tmp_path):
-    """The classifier on the received encoder, then the encoder under that classifier, on the client's own batches."""
+    """Train the classifier on the received encoder, then the encoder under it, on the client's own batches."""
     method = FedRep(head_epochs=3)
     experiment = start(tiny_task, tmp_path, method, local={"epochs": 2})
     reply = replies(experiment, [0], "model", "loss")[0]
@@ -51,7 +51,7 @@ def test_classifiers_never_leave_their_clients(tiny_task, tmp_path):
     assert all(name.startswith("encoder.") for name in [*message["model"], *reply[0]["model"]])
     own = {id: fingerprint(classifier(state)) for id, state in private_states(experiment).items()}
     assert own[0] != own[1]
-    assert own[2] == own[5]  # neither has trained: the common start
+    assert own[2] == own[5]  # neither client has trained, so both have the common start
 
 
 def test_clients_go_on_from_their_own_classifier_and_those_not_sampled_keep_it(tiny_task, tmp_path, monkeypatch):
@@ -79,7 +79,7 @@ def test_head_epochs_change_the_model(tiny_task, tmp_path, epochs):
 
 
 def test_every_client_trains_its_classifier_on_the_final_encoder(tiny_task, tmp_path):
-    """Also those that were not asked in the last round; by naive code."""
+    """This includes clients that were not asked in the last round; compared with naive code."""
     method = FedRep(head_epochs=2)
     before, after = (
         make_experiment(configure(federation={"rounds": 1, "participation": 0.3}), tiny_task, tmp_path, method)

@@ -10,7 +10,7 @@ from raylt.methods.fedrod import FedRoD
 
 
 class Balanced(Method):
-    """FedAvg with the balanced softmax: what FedRoD is without its personal half."""
+    """FedAvg with the balanced softmax, which is FedRoD without its personal half."""
 
     name = "balanced"
     paper = "Ren et al., NeurIPS 2020"
@@ -27,7 +27,7 @@ def scramble(client) -> None:
 
 
 def test_objective_is_balanced_softmax_of_g_and_cross_entropy_of_g_plus_p(tiny_task):
-    client = open_client(tiny_task, FedRoD(), 1)  # 8, 3, 3, 0
+    client = open_client(tiny_task, FedRoD(), 1)  # class counts 8, 3, 3, 0
     scramble(client)
     client.model.eval()
     batch = client.samples.batch(torch.arange(14))
@@ -36,7 +36,7 @@ def test_objective_is_balanced_softmax_of_g_and_cross_entropy_of_g_plus_p(tiny_t
         g, p = client.model.classifier(z).double(), client.model.personal(z).double()
         total = 0.0
         for i, c in enumerate(batch.y.tolist()):
-            weighed = {j: client.counts[j].item() * g[i, j].exp() for j in range(3)}  # class 3 is missing
+            weighed = {j: client.counts[j].item() * g[i, j].exp() for j in range(3)}  # the client lacks class 3
             total -= (weighed[c] / sum(weighed.values())).log() + (g + p)[i].log_softmax(0)[c]
     loss = FedRoD().objective(client, {})(batch)
     assert loss.item() == pytest.approx((total / 14).item(), rel=1e-5)
@@ -74,7 +74,7 @@ def test_personal_classifiers_stay_at_their_clients(tiny_task, tmp_path):
     own = {id: state["model"] for id, state in private_states(experiment).items()}
     assert own[0].keys() == {"personal.weight", "personal.bias"}
     assert fingerprint(own[0]) != fingerprint(own[1])
-    assert not any(value.any() for value in own[2].values())  # never asked to train
+    assert not any(value.any() for value in own[2].values())  # client 2 was never asked to train
 
 
 def test_client_is_judged_by_the_sum_of_both_classifiers(tiny_task):
@@ -103,7 +103,7 @@ def test_balanced_softmax_of_equal_counts_is_cross_entropy(tiny_task):
     client.model.eval()
     batch = client.samples.batch(torch.arange(8))
     plain = F.cross_entropy(client.model(batch.x), batch.y)
-    # P is 0 at the start: both terms are the plain cross-entropy
+    # P is 0 at the start, so both terms are the plain cross-entropy
     assert FedRoD().objective(client, {})(batch).item() == pytest.approx(2 * plain.item(), rel=1e-6)
 
 

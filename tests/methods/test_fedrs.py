@@ -59,7 +59,7 @@ def test_alpha_of_one_is_fedavg_to_the_bit(tiny_task, tmp_path):
 
 
 def test_missing_classes_get_a_smaller_gradient_or_none(tiny_task):
-    client = open_client(tiny_task, FedRS(), 1)  # 8, 3, 3, 0
+    client = open_client(tiny_task, FedRS(), 1)  # class counts 8, 3, 3, 0
     batch, weight = client.samples.batch(torch.arange(14)), client.model.classifier.weight
     gradients = {}
     for method in (FedRS(alpha=1.0), FedRS(alpha=0.1), FedRS(missing="mask")):

@@ -13,18 +13,19 @@ from raylt.methods.fedyoyo import FedYoYo, distillation, effective_samples, stea
 
 
 def test_effective_samples_of_batches_worked_out_by_hand():
-    # class 0: directions (1, 0), (0, 1): mean (1/2, 1/2), 1 / (1/2) = 2; class 1: alone; class 2: opposite, 1e6
+    # class 0: directions (1, 0) and (0, 1) with mean (1/2, 1/2), so 1 / (1/2) = 2; class 1: one sample; class 2:
+    # opposite directions, 1e6
     centred = torch.tensor([[3.0, 0.0], [0.0, 0.2], [7.0, 7.0], [1.0, 2.0], [-2.0, -4.0]])
     made = effective_samples(centred, torch.tensor([0, 0, 1, 2, 2]), 4)
     assert made.tolist() == pytest.approx([2, 1, 1e6, 0])
-    # twice the same direction is one sample
+    # two samples in the same direction count as one
     assert effective_samples(centred[:1].repeat(2, 1), torch.tensor([0, 0]), 1).item() == pytest.approx(1)
 
 
 def test_estimates_are_steadied_from_round_to_round():
     first = steadied(torch.tensor([4.0, 2e4, 8.0]), None)
-    assert first.tolist() == [4, 6, 8]  # the mean of the others
-    # 0.9 * 4 + 0.1 * 14 = 5; 6 to 0.9 * 6 + 1e5 is too much; 8 to 7.2 + 0.1
+    assert first.tolist() == [4, 6, 8]  # a value that is too large becomes the mean of the others
+    # 0.9 * 4 + 0.1 * 14 = 5; 0.9 * 6 + 1e5 is too much, so 6 stays; 7.2 + 0.1
     assert steadied(torch.tensor([14.0, 1e6, 1.0]), first).tolist() == pytest.approx([5, 6, 7.3])
     assert steadied(torch.tensor([2e4, 3e4]), None).tolist() == [1, 1]
 
@@ -32,7 +33,7 @@ def test_estimates_are_steadied_from_round_to_round():
 def test_only_what_the_weak_view_gets_right_teaches_and_nothing_moves_it():
     weak = torch.tensor([[2.0, 0.0], [0.0, 3.0], [1.0, 0.0]], requires_grad=True)
     strong = torch.tensor([[0.0, 1.0], [5.0, 0.0], [0.5, 0.5]], requires_grad=True)
-    y = torch.tensor([0, 0, 0])  # the second is wrong
+    y = torch.tensor([0, 0, 0])  # the second prediction is wrong
     expected = 0.0
     for i in (0, 2):
         p, q = (torch.tensor([math.exp(v / 2) for v in view[i].tolist()]) for view in (weak, strong))
@@ -48,7 +49,7 @@ def test_only_what_the_weak_view_gets_right_teaches_and_nothing_moves_it():
 
 
 def effective_by_hand(model, x, y, order):
-    """Batch by batch and class by class, with the matrix of cosines written out."""
+    """Compute the effective samples batch by batch and class by class, from the matrix of cosines."""
     z, n = naive.features(model, x).double(), [0.0] * 4
     for rows in torch.randperm(len(y), generator=order).split(naive.BATCH):
         for c in range(4):
@@ -64,7 +65,7 @@ def effective_by_hand(model, x, y, order):
 
 @pytest.mark.parametrize("mixed", ["once", "each_step"])
 def test_rounds_are_those_of_naive_code(tiny_task, tmp_path, mixed):
-    """Effective samples of all clients, the prior, both views in one batch, the two losses, the weighted mean."""
+    """Compare the effective samples, the prior, both views in one batch, the two losses, and the weighted mean."""
     method = FedYoYo(kd=3.0, warm_up=3, temperature=2.0, tau=0.8, gamma=0.3, mixed=mixed)
     server = run(tiny_task, tmp_path, method, rounds=2).server
     model, effective = naive.new_model(tiny_task), None

@@ -1,4 +1,4 @@
-"""Every field of every method changes a run: one without an effect is a promise that the code does not keep."""
+"""Every field of every method changes a run; a field without an effect would be a false promise."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from raylt.errors import ConfigError
 from raylt.hyper import Choice, range_of
 from raylt.methods import METHODS
 
-# what else must be set for a field to act on so few images
+# other settings that a field needs to act on so few images
 WITH: dict[tuple[str, str], dict[str, Any]] = {
     ("fedafa", "c"): {"accept": 0.0, "epochs": 5, "steps": 10},
     ("fedafa", "batch"): {"epochs": 5},
@@ -27,7 +27,7 @@ WITH: dict[tuple[str, str], dict[str, Any]] = {
     ("mupfl", "dropout"): {"bavd": False},
     ("bpfed", "argmax"): {"restart": True, "epochs": 0},
 }
-# values outside of the range that is searched, of fields that it moves too little on so few images
+# values outside of the searched range, for fields whose range hardly changes a run on so few images
 VALUES: dict[tuple[str, str], Any] = {
     ("fedafa", "batch"): 3,
     ("creff", "batch"): 4,
@@ -39,7 +39,7 @@ VALUES: dict[tuple[str, str], Any] = {
     ("ratioloss", "clip"): 1e-3,
     ("mupfl", "kappa_max"): 2,
 }
-# fields of FedSM that act on a fine-tuned image tower only
+# fields of FedSM that act only on a fine-tuned image tower
 FINE_TUNING = "squares", "target", "margin", "teacher_lr"
 
 
@@ -79,8 +79,8 @@ def test_a_preset_sets_other_fields(name):
 
 
 def acts(name: str, base: dict[str, Any], field: str, folder: Path) -> bool:
-    """Return whether some other value of a field changes the run's models or its figures, or is refused beside the
-    other fields."""
+    """Return whether another value of a field changes the run's models or figures, or is refused with the other
+    fields."""
     kind = METHODS[name]
     method = kind(**base | WITH.get((name, field), {}))
     values = [kind(**method.model_dump() | {field: VALUES[name, field]})] if (name, field) in VALUES else []

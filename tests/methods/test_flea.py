@@ -16,7 +16,7 @@ SHARE = {"share": 0.3}
 
 
 def correlation(x, a):
-    """By its definition, loop over loop."""
+    """Compute the distance correlation by its definition, in loops."""
     n = len(x)
     distances = [[[(p - q).norm().item() for q in points] for p in points] for points in (x.flatten(1), a.flatten(1))]
     centred = []
@@ -77,7 +77,7 @@ def test_buffer_holds_the_activations_of_the_last_rounds_clients(tiny_task, tmp_
     a, y = [], []
     for id in naive.clients_of(tiny_task):
         rows, (x, labels) = states[id]["state"]["shared"], naive.client_data(tiny_task, id)
-        assert len(rows) == -(-len(labels) * 3 // 10)  # 30 % of them, rounded up
+        assert len(rows) == -(-len(labels) * 3 // 10)  # 30 % of the samples, rounded up
         with torch.no_grad():
             a.append(server.model.eval().encoder.stage1(x[rows]))
         y.append(labels[rows])
@@ -90,7 +90,7 @@ TOLERANCE = 5e-3
 
 
 def naive_round(task, model, buffer, shared_of, method):
-    """A round of all clients, in plain torch; returns the averaged entries."""
+    """Do a round of all clients in plain torch; return the averaged entries."""
     start, ends, weights = naive.entries(model), [], []
     for id in naive.clients_of(task):
         local, received = copy.deepcopy(model), copy.deepcopy(model).eval()

@@ -23,7 +23,7 @@ def test_shift_is_tau_log_n_and_leaves_classes_without_samples_out():
 @pytest.mark.parametrize("method", [LogitAdjustment, FedRoD, FedETF])
 def test_without_the_mask_a_class_without_samples_counts_as_one(tiny_task, method):
     masked, counted = (method(missing=missing) for missing in ("mask", "one"))
-    client = open_client(tiny_task, masked, 1)  # 8, 3, 3, 0
+    client = open_client(tiny_task, masked, 1)  # class counts 8, 3, 3, 0
     client.model.eval()
     batch = client.samples.batch(torch.arange(14))
     with torch.no_grad():
@@ -46,7 +46,7 @@ def test_without_tau_it_is_fedavg_to_the_bit(tiny_task, tmp_path, prior):
 def test_objective_is_the_adjusted_softmax_written_out(tiny_task, tmp_path, prior):
     method = LogitAdjustment(tau=1.5, prior=prior)
     message = method.message(start(tiny_task, tmp_path, method).server)
-    client = open_client(tiny_task, method, 1)  # 8, 3, 3, 0
+    client = open_client(tiny_task, method, 1)  # class counts 8, 3, 3, 0
     client.model.eval()
     batch = client.samples.batch(torch.arange(14))
     counts = COUNTS.sum(0) if prior == "global" else COUNTS[1]
@@ -59,7 +59,7 @@ def test_objective_is_the_adjusted_softmax_written_out(tiny_task, tmp_path, prio
 
 @pytest.mark.parametrize("prior", ["local", "global"])
 def test_round_is_that_of_naive_code(tiny_task, tmp_path, prior):
-    """All clients train with the shift of their own counts, or of the pooled ones; then the weighted mean."""
+    """Train all clients with the shift of their own or of the pooled counts, then take the weighted mean."""
     server = run(tiny_task, tmp_path, LogitAdjustment(tau=0.5, prior=prior), rounds=1).server
     ends, weights = [], []
     labels = torch.cat([naive.client_data(tiny_task, id)[1] for id in naive.clients_of(tiny_task)])

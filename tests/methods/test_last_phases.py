@@ -1,4 +1,4 @@
-"""Last phases say what they do, what it takes, and how far they are."""
+"""Last phases report their name, their cost and their progress."""
 
 import re
 

@@ -29,7 +29,7 @@ def test_nothing_travels_and_the_global_model_stays(tiny_task, tmp_path):
         reports.append(experiment.step())
     assert torch.equal(flat(experiment), before)
     assert all(report.traffic["train"]["down"] == 0 for report in reports)
-    assert all(report.traffic["train"]["up"] == 8 * 5 for report in reports)  # the loss, for the log
+    assert all(report.traffic["train"]["up"] == 8 * 5 for report in reports)  # the loss only, for the log
 
 
 def test_another_client_changes_nothing(tiny_task, tmp_path, monkeypatch):

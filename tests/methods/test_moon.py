@@ -11,7 +11,7 @@ from raylt.methods.moon import MOON
 
 
 class Averaged(FedAvg):
-    """FedAvg of MOON's network."""
+    """FedAvg with the network of MOON."""
 
     def build(self, task, base):
         return MOON(projection=256).build(task, base)
@@ -25,7 +25,7 @@ def test_mu_of_zero_is_fedavg_of_the_same_network_to_the_bit(tiny_task, tmp_path
 
 
 def test_first_round_of_a_client_adds_a_constant(tiny_task, tmp_path):
-    """Both frozen encoders are the received one: the term is mu log 2 and has no gradient."""
+    """Both frozen encoders are the received one, so the term is mu log 2 and has no gradient."""
     client = open_client(tiny_task, MOON(mu=2))
     batch = client.samples.batch(torch.arange(8))
     loss = MOON(mu=2).objective(client, {})(batch)
@@ -100,7 +100,8 @@ def test_network_has_a_projection_head_before_the_classifier(tiny_task, tmp_path
     model = start(tiny_task, tmp_path, MOON(projection=128)).server.model
     assert model.dim == model.classifier.in_features == 128
     assert [type(layer).__name__ for layer in model.encoder.projection] == ["Linear", "ReLU", "Linear"]
-    assert start(tiny_task, tmp_path, MOON()).server.model.dim == 64  # the network of every other method
+    # without a projection, the network is that of the other methods
+    assert start(tiny_task, tmp_path, MOON()).server.model.dim == 64
 
 
 def test_frozen_encoders_are_left_alone(tiny_task):

@@ -1,4 +1,4 @@
-"""What the losses of all baselines keep to: finite wherever clients are odd, and with the gradient of their values."""
+"""The losses of all baselines are finite for odd clients, and have the gradient of their values."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ METHODS = (
 
 
 def opened(task, folder, method, id: int, **local):
-    """A client of the second round, with what its round's message brought, and that message."""
+    """Open a client in the second round, with the entries of its message; return it and the message."""
     experiment = start(task, folder, method, local=local)
     experiment.server.round = 2
     message = tree.snapshot(method.message(experiment.server))
@@ -51,14 +51,15 @@ def loss_of(client, method, message):
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: f"{m.name}-{getattr(m, 'missing', '')}".rstrip("-"))
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_loss_and_gradient_are_finite_for_odd_clients_batches_and_logits(tiny_task, tmp_path, method, precision):
-    # all classes; one of a single sample is in 5, one is missing in 1, and 2 holds one class alone
+    # client 0 has all classes, client 5 has a class of one sample, client 1 lacks one class, client 2 has one class
+    # alone
     for id, rows in ((0, 8), (5, 8), (1, 14), (2, 9)):
         client, message = opened(tiny_task, tmp_path, method, id, precision=precision)
         objective = loss_of(client, method, message)
         y = client.samples.y
         alike = (y == y[0]).nonzero().flatten()[:4]
         for batch in (client.samples.batch(torch.arange(rows)), client.samples.batch(alike)):
-            for scale in (1.0, 0.0, 1e4):  # logits as they are, all equal, and huge
+            for scale in (1.0, 0.0, 1e4):  # logits unchanged, all equal, and huge
                 with torch.no_grad():
                     client.receive(message["model"])
                     client.model.classifier.weight.mul_(scale)
@@ -72,7 +73,7 @@ def test_loss_and_gradient_are_finite_for_odd_clients_batches_and_logits(tiny_ta
                 assert all(torch.isfinite(g).all() for g in gradients if g is not None), (id, scale)
 
 
-# FedRoD stops gradients on purpose, FedDecorr works in float32: both have tests of their own
+# FedRoD stops gradients on purpose and FedDecorr works in float32; both have tests of their own
 @pytest.mark.parametrize(
     "method",
     [FedProx(mu=0.3), FedLC(), FedFocal(), RatioLoss(), MOON(mu=2.0), BalanceFL(fa=False, entropy=0.0), Ditto(lam=0.5)],
@@ -85,7 +86,7 @@ def test_gradient_is_that_of_finite_differences(tiny_task, tmp_path, method):
     batch = client.samples.batch(torch.arange(14))
     batch = batch._replace(x=batch.x.double())
     client.model.eval()
-    with torch.no_grad():  # away from what was received, where proximal terms are flat
+    with torch.no_grad():  # away from the received model, where proximal terms are flat
         for p in client.model.parameters():
             p += 0.05 * torch.randn(p.shape, generator=drawn, dtype=torch.float64)
     params = [p for p in client.model.parameters() if p.requires_grad]

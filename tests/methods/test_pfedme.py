@@ -9,7 +9,7 @@ from raylt.methods.pfedme import PFedMe
 
 
 def naive_client(task, id, t, received, method):
-    """theta_i and w_i of a client after a round, parameter by parameter as in Algorithm 1."""
+    """Return theta_i and w_i of a client after a round, parameter by parameter as in Algorithm 1."""
     x, y = naive.client_data(task, id)
     net = naive.new_model(task)
     net.load_state_dict(received)
@@ -53,7 +53,7 @@ def test_two_rounds_equal_naive_code(tiny_task, tmp_path, beta):
 
 
 def test_one_step_by_hand(tiny_task, tmp_path):
-    """Client 2 with one batch an epoch: theta = w - lr g, then w moves by eta lambda of the way."""
+    """Client 2 has one batch an epoch: theta = w - lr g, then w moves by the share eta lambda towards theta."""
     local = {"epochs": 1, "momentum": 0.0, "lr": 0.1}
     method = PFedMe(steps=1, lam=2.0, eta=0.25)
     experiment = start(tiny_task, tmp_path, method, local=local)
@@ -87,6 +87,6 @@ def test_larger_lambda_keeps_theta_nearer_to_w(tiny_task, tmp_path):
         experiment.method.round(experiment.server, experiment.fleet)
         theta = private_states(experiment)[0]["state"]["personal"]
         distances.append(sum((theta[name] - w[name]).square().sum().item() for name in w))
-        for name, p in experiment.server.model.named_parameters():  # with eta = 0 w stays
+        for name, p in experiment.server.model.named_parameters():  # with eta = 0 w does not move
             assert torch.allclose(p, w[name], atol=1e-6)
     assert distances == sorted(distances, reverse=True)

@@ -13,7 +13,7 @@ SIZES = {0: 24, 1: 14, 2: 9, 3: 1, 5: 12}
 
 
 def risk(task, id, model, method=None) -> float:
-    """Mean cross-entropy of a client's samples, by hand."""
+    """Compute the mean cross-entropy of a client's samples."""
     client = open_client(task, method or QFedAvg(), id)
     client.receive(model)
     batch = client.samples.batch(torch.arange(len(client)))
@@ -41,7 +41,7 @@ def test_q_of_zero_is_fedavg(tiny_task, tmp_path, lipschitz):
     [(0.5, "rate", 50), (1.0, "rate", 50), (2.0, "rate", 50), (0.5, "step", 5), (2.0, "step", 5)],
 )
 def test_upload_is_delta_k_and_h_k_of_lines_4_and_5(tiny_task, tmp_path, q, lipschitz, constant):
-    """L is 1 / 0.02, or with the momentum 0.9 counted (1 - 0.9) / 0.02."""
+    """L is 1 / 0.02, or (1 - 0.9) / 0.02 if the momentum 0.9 counts."""
     plain = start(tiny_task, tmp_path, FedAvg(), local={"lr": 0.02})
     before = plain.method.message(plain.server)["model"]
     trained = replies(plain, [0, 1], "model", "loss")
@@ -86,14 +86,15 @@ def test_client_that_already_fits_its_samples_has_finite_figures(tiny_task, tmp_
     experiment = start(tiny_task, tmp_path, QFedAvg(q=0.001))
     message = experiment.method.message(experiment.server)
     message["model"]["classifier.bias"] = torch.tensor([0.0, 1e4, 0.0, 0.0])
-    reply = replies(experiment, [2], "delta", "h", "rest", "loss", message=message)[2]  # class 1 alone
+    reply = replies(experiment, [2], "delta", "h", "rest", "loss", message=message)[2]  # client 2 owns class 1 alone
     assert math.isfinite(reply["h"])
     assert reply["h"] > 0
     assert all(torch.isfinite(value).all() for value in reply["delta"].values())
 
 
 def test_larger_q_turns_the_step_towards_the_client_with_the_larger_loss(tiny_task, tmp_path, monkeypatch):
-    """Shares of the two clients' directions in the step, at a model that fits client 2 (class 1) and not client 0."""
+    """Compute the shares of both clients' directions in the step; the model fits client 2 (class 1) and not client
+    0."""
     shares = []
     for q in (0.0, 1.0, 4.0):
         ask_only(monkeypatch, QFedAvg(), [0, 2])

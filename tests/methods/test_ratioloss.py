@@ -17,14 +17,16 @@ from raylt.methods.ratioloss import RatioLoss, ratios
 
 def test_ratios_by_hand():
     pulls = torch.zeros(3, 3, 2)
-    pulls[:, 0, 0] = tensor([4.0, -1.0, -2.0])  # class 0 alone: 4 over -1.5
-    pulls[:, 1, 0] = tensor([-1.0, 5.0, 4.1])  # class 2 is within 0.8 of class 1: nobody is alone
-    pulls[:, 1, 1] = tensor([-4.5, 5.0, -1.0])  # nor where class 0 pulls down as hard
-    pulls[:, 2, 0] = tensor([2.0, 0.5, -0.5])  # class 0 alone, at the output of class 2: 2 over 0
-    pulls[:, 2, 1] = tensor([-0.1, -0.3, 0.5])  # class 2 alone: 0.5 over -0.2
-    # class 0: (4 + 2) / |-1.5 + 0|; class 1 is never alone: 10
+    pulls[:, 0, 0] = tensor([4.0, -1.0, -2.0])  # class 0 pulls alone: 4 over -1.5
+    # class 2 pulls at least 0.8 times as strongly as class 1: no class pulls alone
+    pulls[:, 1, 0] = tensor([-1.0, 5.0, 4.1])
+    # class 1 does not pull alone, because class 0 pulls down almost as strongly
+    pulls[:, 1, 1] = tensor([-4.5, 5.0, -1.0])
+    pulls[:, 2, 0] = tensor([2.0, 0.5, -0.5])  # class 0 pulls alone at the output of class 2: 2 over 0
+    pulls[:, 2, 1] = tensor([-0.1, -0.3, 0.5])  # class 2 pulls alone: 0.5 over -0.2
+    # class 0: (4 + 2) / |-1.5 + 0|; class 1 never pulls alone: 10
     assert ratios(pulls, 0.8).tolist() == pytest.approx([4.0, 10.0, 2.5])
-    # where more than 0.85 of it is near, class 2's 4.1 is not and class 0's 4.5 still is: 5 / |-1 + 4.1| * 2
+    # with a threshold of 0.85, class 2's 4.1 is no longer near and class 0's 4.5 still is: 5 / |-1 + 4.1| * 2
     assert ratios(pulls, 0.85)[1].item() == pytest.approx(10 / 3.1)
 
 
@@ -44,12 +46,12 @@ def test_running_statistics_that_stay_at_clients_are_refused(tiny_task):
 def test_a_weight_at_which_no_class_pulls_counts_for_none():
     pulls = torch.zeros(2, 2, 1)
     assert ratios(pulls, 0.8).tolist() == [10.0, 10.0]
-    pulls[1, 0, 0] = -3.0  # class 0 does not pull, the other one down: alone, with 0 over 3
+    pulls[1, 0, 0] = -3.0  # class 0 does not pull and the other class pulls down, so class 0 is alone, with 0 over 3
     assert ratios(pulls, 0.8).tolist() == [0.0, 10.0]
 
 
 def naive_weights(task, model, alpha=1.0, beta=0.1, clip=5000.0):
-    """Of the classes: an update of the classifier by autograd for each, then every weight one by one."""
+    """Compute the weights of the classes: an update of the classifier by autograd for each class, then every weight."""
     x, y = naive.pixels(torch.from_numpy(task.auxiliary.x)), torch.from_numpy(task.auxiliary.y)
     model.eval()
     pulls = [
@@ -90,7 +92,7 @@ def test_three_rounds_by_naive_code(tiny_task, tmp_path):
             ends.append(naive.entries(model))
             sizes.append(float(len(y)))
         w = naive.average(ends, sizes)
-    # weights of up to 10 multiply what processors round differently: 1e-4 on some of them after three rounds
+    # weights of up to 10 amplify rounding, which differs between processors: 1e-4 on some after three rounds
     assert naive.differences(dict(experiment.server.model.state_dict()), w, atol=5e-4) == {}
     assert experiment.server.figures["largest_weight"] == pytest.approx(weights.max().item(), rel=1e-4)
 

@@ -13,7 +13,7 @@ QUICK = {"size": 4, "epochs": 2, "batch": 8}
 
 
 def prototypes(task, model, ids):
-    """Of each class the weighted mean of the clients' unit means, zeros where nobody holds it; and counts [C]."""
+    """Return each class's weighted mean of the clients' unit means (zeros without an owner), and the counts [C]."""
     total, counts = torch.zeros(4, model.dim, dtype=torch.float64), torch.zeros(4)
     for id in ids:
         x, y = naive.client_data(task, id)
@@ -26,7 +26,7 @@ def prototypes(task, model, ids):
 
 
 def objective(model, p, counts, own, weight, tau):
-    """Cross-entropy and the cross-entropy of cosines, for one batch, written out."""
+    """Return a function that computes cross-entropy and the cross-entropy of cosines for one batch."""
 
     def loss(x, y):
         z, value = model.encoder(x), 0.0
@@ -71,7 +71,7 @@ def test_objective_written_out(tiny_task, tmp_path):
 
 @pytest.mark.parametrize("last", [False, True])
 def test_round_is_that_of_naive_code(tiny_task, tmp_path, monkeypatch, last):
-    """Prototypes, local training, and in a last round the classifiers re-trained on mixed features."""
+    """Compare prototypes, local training and, in a last round, classifiers re-trained on mixed features."""
     method, asked = RUCR(rounds=int(last), **QUICK), [0, 1, 3]
     ask_only(monkeypatch, method, asked)
     server = run(tiny_task, tmp_path, method, rounds=1).server
@@ -113,7 +113,7 @@ def test_mixed_features_are_of_classes_that_have_a_prototype_and_lie_between(tin
     message = {"means": means, "present": torch.tensor([True, False, True])}
     r, y = RUCR(size=50, lam_low=0.25, lam_high=0.75).mixed(z, message, torch.Generator().manual_seed(0))
     assert y.tolist() == [0] * 50 + [2] * 50
-    # of class 0: x = lam + 0.6 (1 - lam), y = 0.8 (1 - lam)
+    # features mixed with class 0: x = lam + 0.6 (1 - lam), y = 0.8 (1 - lam)
     lam = 1 - r[:50, 1] / 0.8
     assert torch.allclose(r[:50, 0], lam + 0.6 * (1 - lam))
     assert 0.25 <= lam.min() < 0.3 < 0.7 < lam.max() <= 0.75

@@ -47,7 +47,7 @@ def test_gradient_is_corrected_by_c_minus_c_i_eq_3(tiny_task):
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_one_step_makes_c_i_the_gradient_at_the_global_model_eq_4(tiny_task, tmp_path, momentum):
-    # client 2 has one batch an epoch; whatever c was, c_i+ is g(x)
+    # client 2 has one batch an epoch; c_i+ is g(x) for any c
     local = {"momentum": momentum, "epochs": 1, "lr": 0.5}
     experiment = start(tiny_task, tmp_path, Scaffold(), local=local)
     message = experiment.method.message(experiment.server)
@@ -77,7 +77,7 @@ def test_c_i_is_the_weighted_mean_of_the_gradients_of_all_steps_with_momentum(ti
         loss = F.cross_entropy(client.model(batch.x), batch.y)
         gradients.append(torch.autograd.grad(loss, list(params.values()), retain_graph=True))
         optimiser.step(loss)
-    # of 6 steps, the first gradient is applied 6 times: 1 + 0.9 + ... + 0.9^5
+    # over 6 steps the first gradient is applied 1 + 0.9 + ... + 0.9^5 times
     a = [sum(0.9**i for i in range(6 - j)) for j in range(6)]
     for place, (name, own) in enumerate(controls(experiment)[0].items()):
         expected = sum(weight * g[place] for weight, g in zip(a, gradients, strict=True)) / sum(a)

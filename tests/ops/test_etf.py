@@ -28,7 +28,7 @@ def test_sparse_frame_has_the_zeros_asked_for_and_nears_its_length_and_angles():
         return (unit @ unit.T - 2 * torch.eye(4)).max()
 
     assert nearest(end) < nearest(start)
-    assert nearest(end).item() == pytest.approx(-1 / 3, abs=0.03)  # no four rows can be further apart
+    assert nearest(end).item() == pytest.approx(-1 / 3, abs=0.03)  # the smallest largest cosine of four rows
     assert end.norm(dim=1).tolist() == pytest.approx([0.1] * 4, abs=0.05)
 
 

@@ -9,7 +9,7 @@ from raylt.ops.local_updates import gradient_mass, trained_and_rest
 def test_gradient_mass_by_hand():
     assert gradient_mass(0, 0.9) == 0
     assert gradient_mass(7, 0.0) == 7
-    # velocities 1, 1.5, 1.75 of a gradient of 1
+    # with a gradient of 1 the velocities are 1, 1.5, 1.75
     assert gradient_mass(3, 0.5) == 4.25
 
 

@@ -25,13 +25,13 @@ def features(y, seed=1) -> torch.Tensor:
 
 
 def by_autograd(head, z, y) -> torch.Tensor:
-    """Of the mean cross-entropy, [C, D + 1]."""
+    """Return the gradient of the mean cross-entropy, [C, D + 1]."""
     weight, bias = torch.autograd.grad(F.cross_entropy(head(z), y), [head.weight, head.bias])
     return torch.cat([weight, bias[:, None]], 1)
 
 
 def cosine_loss(head, h, classes, targets, rows) -> torch.Tensor:
-    """Eq. 20 by autograd through autograd, class by class; `rows` as CReFF's code has it."""
+    """Compute Eq. 20 with double backward, class by class; `rows` sums over rows as CReFF's code does."""
     total = torch.zeros(())
     for z, c, target in zip(h, classes, targets, strict=True):
         loss = F.cross_entropy(F.linear(z, head.weight, head.bias), torch.full((len(z),), int(c)))
@@ -61,7 +61,7 @@ def test_gradients_in_closed_form_are_those_of_autograd():  # T-MUP-10
 def test_gradient_of_samples_that_are_nearly_sure_keeps_its_direction():
     head, y = classifier(), tensor([1, 1])
     with torch.no_grad():
-        head.bias += tensor([0.0, 15.0, 0.0, 0.0])  # p = 1 - 4e-7: float32 knows p - 1 to 15 % only
+        head.bias += tensor([0.0, 15.0, 0.0, 0.0])  # p = 1 - 4e-7, for which float32 has p - 1 only up to 15 %
     z = features(y)
     (gradient,) = class_gradients(z, y, head).values()
     head = head.double()
@@ -75,7 +75,7 @@ def test_mean_counts_each_client_that_owns_a_class_the_same():
     assert means[:, 0, 0].tolist() == [1.0, 6.0]
     assert means.shape == (2, C, D + 1)
     many = {c: torch.full((C, D + 1), float(c)) for c in (10, 9, 2)}
-    assert mean_gradients([many])[0].tolist() == [2, 9, 10]  # as numbers, not as words
+    assert mean_gradients([many])[0].tolist() == [2, 9, 10]  # keys are sorted as numbers, not as text
 
 
 @pytest.mark.parametrize("distance", ["flat", "rows"])

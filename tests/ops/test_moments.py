@@ -24,7 +24,7 @@ def test_moments_of_summed_parts_are_those_of_the_pooled_features(cuts):  # T-SF
     rng = np.random.default_rng(0)
     z, y = rng.normal(3, 2, (100, 6)), rng.integers(0, 3, 100)
     fold = RunningSum()
-    for part in np.split(np.arange(100), cuts):  # parts may be empty
+    for part in np.split(np.arange(100), cuts):  # a part may be empty
         fold.add(class_sums(torch.from_numpy(z[part]), torch.from_numpy(y[part])))
     total = fold.sum()
     assert sorted(total) == [0, 1, 2]
@@ -72,7 +72,7 @@ def test_prototypes_of_any_partition_are_the_pooled_class_means(cuts):  # T-FSM-
 
 
 def test_unit_prototypes_are_the_weighted_mean_of_directions():
-    # one client has 3 samples of mean (0, 2), another 1 of (4, 0): (3 (0, 1) + (1, 0)) / 4
+    # one client has 3 samples with mean (0, 2), another has 1 with mean (4, 0): (3 (0, 1) + (1, 0)) / 4
     first = class_means(torch.tensor([[0.0, 1], [0, 2], [0, 3]]), torch.zeros(3, dtype=torch.int64), unit=True)
     second = class_means(torch.tensor([[4.0, 0]]), torch.zeros(1, dtype=torch.int64), unit=True)
     fold = RunningSum()

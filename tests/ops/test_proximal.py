@@ -35,4 +35,5 @@ def test_a_given_gradient_has_the_bits_of_its_formula_and_adds_zero():
     assert ours.item() == formula.item() == plain.item()
     got, expected = (torch.autograd.grad(value, params, retain_graph=True) for value in (ours, formula))
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))  # it is not accumulated in place
+    # the given tensors are not changed in place
+    assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))

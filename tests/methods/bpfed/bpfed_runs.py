@@ -14,7 +14,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 
 def features_of(counts, dim=5, seed=0):
-    """Features of the given class sizes, shuffled, the classes apart from each other."""
+    """Draw shuffled features with the given class sizes and well separated classes."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.repeat_interleave(torch.arange(len(counts)), torch.as_tensor(counts))
     y = y[torch.randperm(len(y), generator=generator)]
@@ -22,7 +22,7 @@ def features_of(counts, dim=5, seed=0):
 
 
 def loss_of(method: BPFed, logits, y, counts):
-    """Eq. 18-20 written out, sample by sample, with the branches of the paper's text."""
+    """Compute Eq. 18-20 sample by sample, with the branches of the paper's text."""
     owned = [c for c in range(len(counts)) if counts[c] > 0]
     total = 0.0
     for row, c in zip(logits.double(), y.tolist(), strict=True):
@@ -36,7 +36,7 @@ def loss_of(method: BPFed, logits, y, counts):
 
 
 def retrained_loss(method: BPFed, logits, y, counts):
-    """What `retrain` minimises: found by catching what it gives to the optimiser."""
+    """Return the loss that `retrain` minimises, caught where it goes to the optimiser."""
     labels = smooth_labels(counts, 0.0 if method.loss == "ce" else method.delta, method.gamma, method.loss == "ls_all")
     classes = counts > 0 if method.softmax == "owned" else torch.ones_like(counts, dtype=torch.bool)
     return F.cross_entropy(logits[:, classes], labels[y][:, classes])

@@ -43,7 +43,7 @@ def test_stage_2_changes_nothing_but_the_clients_classifiers(tiny_task, tmp_path
     assert experiment.server.state == {}
     assert set(stage_2) == {0, 1, 2, 3, 5}
     for id, state in stage_2.items():
-        assert state["state"] == {}  # the features are gone
+        assert state["state"] == {}  # the features were dropped
         assert state["model"].keys() == {"classifier.weight", "classifier.bias"}
         assert fingerprint(state["model"]) != fingerprint(stage_1[id]["model"])
     assert len({fingerprint(state["model"]) for state in stage_2.values()}) == 5
@@ -94,7 +94,7 @@ def test_retraining_is_that_of_the_equations_written_out(tiny_task, tmp_path):
     experiment.step()
     host, after = experiment.fleet._host, private_states(experiment)
     m_glo = unpack(next(m["covariance"] for m in host.messages if "covariance" in m), 64)
-    for id in (0, 1, 2, 3):  # all classes, one missing, one class, one sample
+    for id in (0, 1, 2, 3):  # a client with all classes, without one class, with one class, and with one sample
         client = open_client(tiny_task, id)
         client.begin("retrain", 3)
         client.model.load_state_dict(model.state_dict())
@@ -132,7 +132,7 @@ def test_client_with_one_class_and_a_softmax_over_it_keeps_its_classifier(tiny_t
     experiment.step()
     after = private_states(experiment)
     same = {id for id in after if fingerprint(after[id]["model"]) == fingerprint(before[id]["model"])}
-    assert same == {2, 3}  # one class; one sample
+    assert same == {2, 3}  # the clients with one class and with one sample
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_variants_run_and_send_what_they_should(tiny_task, tmp_path, fields):
     assert math.isfinite(reports[-1].figures["retrain_loss"])
     clients, traffic = len(experiment.fleet.ids), reports[-1].traffic
     encoder = tree.nbytes(experiment.method.shared(experiment.server.model))
-    triangle = 4 * 64 * 65 // 2  # 5.1: the encoder and M_k, then M_glo alone
+    triangle = 4 * 64 * 65 // 2  # section 5.1: up the encoder and M_k, then down M_glo alone
     if experiment.method.fa:
         assert traffic == {
             "covariance": {"down": clients * encoder, "up": clients * (triangle + 8), "replies": clients},
@@ -180,7 +180,7 @@ def test_only_what_is_switched_on_is_trained(tiny_task, tmp_path):
     for name, fields in [("start", {"epochs": 0}), ("lws", {"crt": False}), ("crt", {"lws": False})]:
         experiment, _ = run(tiny_task, tmp_path, BPFed(**fields))
         ends[name] = private_states(experiment)[0]["model"]["classifier.weight"]
-    ratio = ends["lws"] / ends["start"]  # a scale per class turns no direction
+    ratio = ends["lws"] / ends["start"]  # a scale per class does not change the direction of its weights
     assert torch.allclose(ratio, ratio[:, :1].expand_as(ratio), rtol=1e-3)
     assert not torch.allclose(ratio, torch.ones_like(ratio), rtol=1e-3)
     ratio = ends["crt"] / ends["start"]
@@ -188,7 +188,7 @@ def test_only_what_is_switched_on_is_trained(tiny_task, tmp_path):
 
 
 def test_labels_that_do_not_favour_their_own_class_are_counted(finished):
-    # owned classes 4, 3, 1, 1 and 4 with delta = 0.5: only a client with two classes has such a label
+    # clients own 4, 3, 1, 1 and 4 classes; with delta = 0.5 only a client with two classes can have such a label
     figures = finished[1][-1].figures
     assert (figures["undecided"], figures["halved_clients"], figures["blind_clients"]) == (0, 0, 0)
     owned = tensor([True, False, False, True])
@@ -205,7 +205,7 @@ def test_labels_that_do_not_favour_their_own_class_are_counted(finished):
     [({}, (3 / 3, 2, 1)), ({"delta": 0.4}, (0, 0, 0)), ({"loss": "ce"}, (0, 0, 0)), ({"loss": "ls_all"}, (0, 0, 0))],
 )
 def test_clients_whose_smoothed_labels_tell_less_are_reported(tmp_path, fields, figures):
-    # two classes of equal size; two of different sizes; three
+    # clients with two classes of equal size, two of different sizes, and three
     y = [[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 2, 2], [0, 0, 1, 1, 3, 3, 3]]
     rng = np.random.default_rng(0)
     shards = tuple(Shard(rng.integers(0, 256, (len(own), 8, 8, 1), dtype=np.uint8), np.array(own)) for own in y)
@@ -221,7 +221,7 @@ def test_clients_whose_smoothed_labels_tell_less_are_reported(tmp_path, fields, 
 
 
 def test_client_with_two_classes_of_equal_size_is_driven_to_tell_nothing():
-    # Eq. 18 with labels (1/2, 1/2): what separates the classes falls, what without smoothing would rise
+    # Eq. 18 with labels (1/2, 1/2): the margin between the classes shrinks, which grows without smoothing
     z = torch.cat(
         [
             torch.randn(40, 8, generator=torch.Generator().manual_seed(0)) + 2,

@@ -33,9 +33,10 @@ def test_global_covariance_leaves_out_what_differs_between_the_means_of_clients(
         parts = [first, second + shift]
         sums = [class_scatter(z, torch.zeros(12, dtype=torch.int64), "n-1") for z in parts]
         ours = sum(s for s, _ in sums) / sum(n for _, n in sums)
-        assert torch.allclose(ours, pooled(parts))  # within client: always
+        assert torch.allclose(ours, pooled(parts))  # equal to the covariance within each client's classes, always
         together = torch.cov(torch.cat(parts).double().T, correction=2)
-        assert torch.allclose(ours, together) == equal  # of the class over both: only with equal means
+        # equal to the covariance of the class over both clients only if their means are equal
+        assert torch.allclose(ours, together) == equal
 
 
 @pytest.mark.parametrize("weight", ["n", "n-1"])
@@ -78,7 +79,7 @@ def test_balanced_set_brings_every_owned_class_to_the_size_of_the_largest(counts
         own, copies = z[y == c], more[len(z) :][labels[len(z) :] == c]
         if not len(copies):
             continue
-        # perturbations are hundreds of times smaller than what lies between two originals: each copy has one base
+        # perturbations are hundreds of times smaller than the distance between two originals, so each copy has one base
         distance, base = torch.cdist(copies, own).min(1)
         assert (distance > 0).all()
         used = torch.bincount(base, minlength=n)
@@ -96,6 +97,6 @@ def test_perturbations_have_the_covariance_asked_for(rank):  # T-BPF-6
     bound = 5 * math.sqrt(2 / n) * max(covariance.diagonal().max().item(), 1e-9)
     assert (torch.cov(eps.T) - covariance).abs().max() < max(bound, 1e-6)
     assert (eps.mean(0).abs() < max(5 * math.sqrt(covariance.diagonal().max().item() / n), 1e-3)).all()
-    if rank < 6:  # nothing leaves the subspace, but what float32 left of it
+    if rank < 6:  # nothing leaves the subspace up to float32 rounding
         outside = torch.linalg.svd(root, full_matrices=True).U[:, rank:] if rank else torch.eye(6, dtype=torch.float64)
         assert (eps @ outside).abs().max() < 5e-3

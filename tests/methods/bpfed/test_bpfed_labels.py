@@ -24,7 +24,7 @@ def test_without_smoothing_the_loss_is_cross_entropy(softmax):  # T-BPF-1
 
 
 def test_labels_by_hand():
-    # n = 8, 0, 4, 2; delta 0.5, gamma 0.5: g = 0.5, -, 0.5 sqrt(1/2), 0.5 sqrt(1/4); two others each
+    # n = 8, 0, 4, 2; delta 0.5, gamma 0.5: g = 0.5, -, 0.5 sqrt(1/2), 0.5 sqrt(1/4); each class has two others
     half = 0.5 * math.sqrt(0.5)
     expected = tensor([[0.5, 0, 0.25, 0.25], [0, 0, 0, 0], [half / 2, 0, 1 - half, half / 2], [0.125, 0, 0.125, 0.75]])
     assert torch.allclose(smooth_labels(COUNTS, 0.5, 0.5), expected)
@@ -73,7 +73,7 @@ def test_smoothing_over_all_classes_takes_a_softmax_over_all(tiny_task, tmp_path
 
 
 def test_choice_among_owned_classes_never_names_another(tiny_task):
-    client = open_client(tiny_task, 1)  # lacks class 3
+    client = open_client(tiny_task, 1)  # the client lacks class 3
     for argmax, possible in [("all", {0, 1, 2, 3}), ("owned", {0, 1, 2})]:
         model = BPFed(argmax=argmax).client_model(client).eval()
         with torch.no_grad():

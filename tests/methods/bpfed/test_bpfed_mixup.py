@@ -14,7 +14,7 @@ from raylt.seeds import seed_for
 
 
 def mixed(client, **fields):
-    """The batches of a local training."""
+    """Return the batches of a local training."""
     local = client.config.local
     return list(map(BPFed(**fields).mixed(client), client.rows(local.epochs, local.batch)))
 
@@ -29,7 +29,7 @@ def test_mixed_batches_are_those_of_equations_7_and_8(tiny_task):
     batches, seen = mixed(client), []
     assert [len(batch.y) for batch in batches] == [8, 8, 8] * 2
     order = torch.Generator().manual_seed(seed_for(0, "order", "train", 1, 0))
-    for epoch in range(2):  # the same triples in every epoch, in another order
+    for epoch in range(2):  # the same triples in every epoch, in a new order
         for rows, batch in zip(torch.randperm(24, generator=order).split(8), batches[3 * epoch :][:3], strict=True):
             for place, row in enumerate(rows.tolist()):
                 image = lam[row] * x[i[row]] + (1 - lam[row]) * x[j[row]]
@@ -59,7 +59,7 @@ def test_images_of_a_pair_are_augmented_each_by_itself(tiny_task):
     client.batch = lambda rows: calls.append(rows) or plain(rows)  # type: ignore[method-assign]
     plain, calls = Client.batch.__get__(client), []
     batches = mixed(client)
-    assert len(calls) == 2 * len(batches)  # two draws of crops and flips per batch, one for each side
+    assert len(calls) == 2 * len(batches)  # crops and flips are drawn twice per batch, once for each side of the pairs
 
 
 def test_pairs_of_equal_images_keep_them_and_mixed_labels_give_the_mixed_loss(tiny_task):
@@ -97,10 +97,10 @@ def test_lambda_of_one_is_plain_training_on_the_first_of_each_pair(tiny_task, mo
 def test_one_lambda_per_batch_mixes_a_batch_with_itself(tiny_task):
     client = open_client(tiny_task)
     for batch in mixed(client, mixup="batch"):
-        # with one lambda and a permutation, the labels add up to what the batch's own labels add up to
+        # a permutation keeps the sum of the labels when all pairs have one lambda
         own = torch.bincount(client.samples.y[batch.rows], minlength=4).float()
         assert torch.allclose(batch.y.sum(0), own, atol=1e-5)
-        assert len(set(batch.y[batch.y > 0].mul(1e4).round().tolist())) <= 3  # lambda, 1 - lambda, 1
+        assert len(set(batch.y[batch.y > 0].mul(1e4).round().tolist())) <= 3  # the labels are lambda, 1 - lambda or 1
 
 
 def test_sgd_takes_other_batches_and_counts_their_samples(tiny_task):

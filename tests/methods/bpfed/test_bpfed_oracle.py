@@ -14,7 +14,7 @@ from raylt.ops.moments import unpack
 from raylt.seeds import seed_for, seeded
 
 ROUNDS = 2
-# re-training that moves a classifier, in batches that leave a rest
+# re-training that moves a classifier, with a smaller last batch
 QUICK = {"epochs": 3, "batch": 7, "lr": 0.1, "weight_decay": 0.02}
 STAGE_2 = [
     {},
@@ -36,7 +36,7 @@ STAGE_2 = [
 
 
 def mixed(method: BPFed, x: Tensor, y: Tensor, t: int, id: int):
-    """The batches of a client's round: images and soft labels."""
+    """Yield the batches of a client's round: images and soft labels."""
     n, one_hot = len(y), torch.eye(4)[y]
     rng = np.random.default_rng(seed_for(0, "mixup", t, id))
     i, j = (torch.from_numpy(places) for places in rng.integers(n, size=(2, n)))
@@ -66,7 +66,7 @@ def own_classifiers(method: BPFed, task) -> dict[int, naive.Entries]:
 
 
 def after_stage_1(method: BPFed, task) -> tuple[naive.Entries, dict[int, naive.Entries]]:
-    """The encoder and the clients' classifiers."""
+    """Return the encoder and the clients' classifiers."""
     model, own = naive.new_model(task), own_classifiers(method, task)
     encoder = naive.entries(model.encoder)
     for t in range(1, ROUNDS + 1):
@@ -104,7 +104,7 @@ def test_stage_1_is_that_of_equations_7_to_11_written_out(tiny_task, tmp_path, f
 
 
 def covariance(method: BPFed, z: dict[int, Tensor], y: dict[int, Tensor]) -> Tensor:
-    """M_glo of Eq. 16, from each client's M_k of Eq. 12-15."""
+    """Compute M_glo of Eq. 16 from each client's M_k of Eq. 12-15."""
     top, bottom = torch.zeros(64, 64, dtype=torch.float64), 0
     for id in z:
         for c in range(4):
@@ -116,7 +116,8 @@ def covariance(method: BPFed, z: dict[int, Tensor], y: dict[int, Tensor]) -> Ten
 
 
 def balanced(z: Tensor, y: Tensor, m_glo: Tensor, order: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Eq. 17: perturbed copies, the samples of a class in turn, until each has as many as the largest."""
+    """Perturb copies as in Eq. 17, cycling through the samples of each class, until every class has the largest
+    size."""
     values, vectors = np.linalg.eigh(m_glo.double().numpy())
     root = torch.from_numpy(vectors * np.sqrt(np.maximum(values, 0)))
     counts = torch.bincount(y, minlength=4).tolist()
@@ -130,7 +131,7 @@ def balanced(z: Tensor, y: Tensor, m_glo: Tensor, order: torch.Generator) -> tup
 
 
 def smoothed_loss(method: BPFed, logits: Tensor, y: Tensor, counts: list[int]) -> Tensor:
-    """Eq. 18-20, sample by sample."""
+    """Compute Eq. 18-20 sample by sample."""
     owned = [c for c in range(4) if counts[c]]
     over = owned if method.softmax == "owned" and method.loss != "ls_all" else list(range(4))
     total = 0.0
@@ -190,7 +191,7 @@ def test_stage_2_is_that_of_equations_12_to_20_from_pooled_features(tiny_task, t
         expected = covariance(method, z, y)
         m_glo = unpack(next(message["covariance"] for message in sent if "covariance" in message), 64)
         assert torch.allclose(m_glo.double(), expected, atol=1e-6 * expected.abs().max().item())
-        # its eigenvectors may turn with the last bit, so that noise is drawn from the one that was sent
+        # the eigenvectors of M_glo may change with its last bit, so noise is drawn from the matrix that was sent
     moved = 0.0
     for id, state in private_states(experiment).items():
         start, found = (

@@ -55,7 +55,8 @@ def test_killed_during_retraining_and_resumed_it_ends_with_the_same_classifiers(
         kept = SavedStates(saved)
         return {id: fingerprint(kept.read(id)) for id in kept.part_of}
 
-    run_and_kill(tmp_path, settings, 0.5)  # covariances take a few milliseconds, re-training seconds
+    # the covariances take a few milliseconds and re-training seconds, so the kill hits re-training
+    run_and_kill(tmp_path, settings, 0.5)
     straight, killed = resume(tmp_path)
     assert straight["model_sha256"] == killed["model_sha256"]
     assert straight["accuracy"] == killed["accuracy"]

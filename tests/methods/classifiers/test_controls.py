@@ -1,4 +1,4 @@
-"""The controls beside CCVR: noisy class means, an oracle of real features, post-hoc logit adjustment."""
+"""Controls for CCVR: noisy class means, an oracle of real features, post-hoc logit adjustment."""
 
 import naive
 import numpy as np
@@ -25,7 +25,7 @@ QUICK = {"virtual": 40, "epochs": 2}
 
 @pytest.fixture
 def calibrations(monkeypatch):
-    """What classifiers were calibrated on: their start, features and labels."""
+    """Record each calibration of a classifier: its start, features, labels and options."""
     seen = []
 
     def catch(classifier, z, y, **given):
@@ -45,7 +45,7 @@ def test_rounds_are_fedavg_and_the_encoder_stays(tiny_task, tmp_path, method):
     judged = method.global_model(finished.server)
     assert fingerprint(judged.encoder.state_dict()) == fingerprint(averaged.server.model.encoder.state_dict())
     assert fingerprint(judged.classifier.state_dict()) != fingerprint(averaged.server.model.classifier.state_dict())
-    assert method.global_model(averaged.server) is averaged.server.model  # before the finish
+    assert method.global_model(averaged.server) is averaged.server.model  # before the last phase
 
 
 def test_noisymeans_are_pooled_means_with_the_pooled_deviation_in_every_direction(tiny_task, tmp_path, calibrations):
@@ -58,7 +58,7 @@ def test_noisymeans_are_pooled_means_with_the_pooled_deviation_in_every_directio
     assert labels.tolist() == [c for c in range(4) for _ in range(4000)]
     for c in range(4):
         own = drawn[labels == c].double().numpy()
-        # 5 deviations of a mean, and of a standard deviation, of 4000 draws
+        # 5 standard deviations of the mean, and of the deviation, of 4000 draws
         assert np.abs(own.mean(0) - means[c]).max() < 5 * deviation / 4000**0.5
         assert own.std(0) == pytest.approx(np.full(z.shape[1], deviation), rel=5 / 8000**0.5)
 
@@ -72,8 +72,8 @@ def test_without_noise_there_are_only_the_means(tiny_task, tmp_path, calibration
 
 
 def test_isotropic_deviation_by_hand():
-    # class 0: 0 and 2 along the first of two directions, variance (1, 0), 2 samples; class 1: one sample; mean over 3
-    # samples of the mean over two directions: (2 * 0.5 + 1 * 0) / 3
+    # class 0 has 0 and 2 along the first of two directions: variance (1, 0), 2 samples. Class 1 has one sample. The
+    # mean over 3 samples of the mean over two directions is (2 * 0.5 + 1 * 0) / 3
     z, y = torch.tensor([[0.0, 0.0], [2.0, 0.0], [7.0, 7.0]]), torch.tensor([0, 0, 1])
     assert isotropic_deviation([moments_from_sums(sums) for sums in class_sums(z, y).values()]) == pytest.approx(
         (1 / 3) ** 0.5
@@ -81,7 +81,7 @@ def test_isotropic_deviation_by_hand():
 
 
 def test_bootstrap_of_clients_is_that_of_the_pooled_features():
-    z0, z1 = torch.zeros(3, 1), torch.ones(1, 1)  # class 5: three of client 0, one of client 1
+    z0, z1 = torch.zeros(3, 1), torch.ones(1, 1)  # class 5 has three samples of client 0 and one of client 1
     drawn = [
         class_bootstrap(z, torch.full((len(z),), 5), 8000, torch.Generator().manual_seed(k))
         for k, z in enumerate((z0, z1))
@@ -90,7 +90,7 @@ def test_bootstrap_of_clients_is_that_of_the_pooled_features():
     made = bootstrap_of_clients(drawn, torch.Generator().manual_seed(2))
     assert made.keys() == {5}
     assert made[5].shape == (8000, 1)
-    assert made[5].mean().item() == pytest.approx(1 / 4, abs=0.02)  # 4 deviations
+    assert made[5].mean().item() == pytest.approx(1 / 4, abs=0.02)  # 4 standard deviations
 
 
 def test_class_bootstrap_draws_every_feature_alike():
@@ -98,7 +98,7 @@ def test_class_bootstrap_draws_every_feature_alike():
     drawn = class_bootstrap(z, y, 4000, torch.Generator().manual_seed(0))
     values, times = drawn[0]["z"].flatten().unique(return_counts=True)
     assert values.tolist() == [0, 2, 4, 5]
-    assert (times - 1000).abs().max() < 120  # 4 deviations
+    assert (times - 1000).abs().max() < 120  # 4 standard deviations
     assert drawn[1]["z"].unique().tolist() == [1, 3]
 
 
@@ -110,8 +110,8 @@ def test_oracle_is_calibrated_on_real_features_of_all_clients_balanced(tiny_task
     assert labels.tolist() == [c for c in range(4) for _ in range(300)]
     for c in range(4):
         distance = torch.cdist(drawn[labels == c].double(), z[y == c])
-        assert distance.min(1).values.max() < 1e-5  # each is a real one of its class
-        # of all clients: the 300 draws miss one of the n features with a chance below n e^(-300 / n)
+        assert distance.min(1).values.max() < 1e-5  # each drawn feature is a real one of its class
+        # all clients' features are drawn: the 300 draws miss one of the n features with a chance below n e^(-300 / n)
         assert len(distance.argmin(1).unique()) == int((y == c).sum())
     naive = linear(*(value.clone() for value in experiment.server.model.classifier.state_dict().values()))
     fit_classifier(naive, drawn, labels, **given)
@@ -125,7 +125,7 @@ def test_posthoc_takes_off_the_log_of_the_pooled_frequencies(tiny_task, tmp_path
     with torch.no_grad():
         plain = experiment.server.model.eval()(x)
         judged = experiment.method.global_model(experiment.server).eval()(x)
-    counts = torch.tensor([26, 21, 10, 3])  # columns of COUNTS
+    counts = torch.tensor([26, 21, 10, 3])  # sums of the columns of COUNTS
     assert torch.allclose(judged, plain - 0.7 * (counts / 60).log(), atol=1e-5)
 
 
@@ -150,7 +150,7 @@ def test_class_that_no_client_holds(tmp_path, calibrations, method):
 
 
 def test_fednpc_trains_the_averaged_classifier_on_noise_with_random_labels(tiny_task, tmp_path):
-    """SGD by hand: a step of all samples, new ones for each."""
+    """Compare with SGD by hand, in which each step trains on all samples of a new draw."""
     experiment = run(tiny_task, tmp_path, FedNPC(samples=50, steps=4))
     server = experiment.server
     params = [value.clone().requires_grad_() for value in server.model.classifier.state_dict().values()]
@@ -171,7 +171,7 @@ def test_fednpc_shrinks_what_tells_noise_apart(tiny_task, tmp_path):
         model.classifier.weight
         for model in (experiment.method.global_model(experiment.server), experiment.server.model)
     )
-    # for labels by chance the best is the same chance for all; what all classes have in common does not matter
+    # with random labels the same probability for all classes is best, so only differences between classes count
     assert (made - made.mean(0)).norm() < 0.2 * (trained - trained.mean(0)).norm()
 
 
@@ -204,7 +204,7 @@ def test_every_field_changes_the_classifier(tiny_task, tmp_path, kind, fields):
 
 
 def test_balanced_re_training_on_real_features_lifts_the_few(tiny_task, tmp_path):
-    """What it is for: cross-entropy on the balanced features falls below that of the averaged classifier."""
+    """Cross-entropy on the rare class's features falls below that of the averaged classifier."""
     experiment = run(tiny_task, tmp_path, Oracle(virtual=200, epochs=20))
     client = open_client(tiny_task, FedAvg())
     client.receive(experiment.server.model.state_dict())

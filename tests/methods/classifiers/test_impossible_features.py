@@ -1,4 +1,4 @@
-"""Sums of features that an encoder behind a ReLU cannot have are rejected, and their sender alone is named."""
+"""Sums of features that are impossible behind a ReLU are rejected, and the error names their sender alone."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ METHOD_NAMES = ("ccvr", "noisymeans", "fedncm", "sfd", "fed3r")
 
 
 def negated(parts):
-    """Return the sums of a reply as those of features of the other sign."""
-    if "b" in parts:  # Fed3R's, whose last row counts
+    """Return the sums of a reply for features of the opposite sign."""
+    if "b" in parts:  # Fed3R's sums, whose last row has counts
         sign = torch.ones(len(parts["b"]), 1)
         sign[:-1] = -1
         return parts | {"b": sign * parts["b"]}
@@ -20,7 +20,7 @@ def negated(parts):
 
 
 def lying(name):
-    """Return a method of which client 0 claims negative features."""
+    """Return a method in which client 0 claims negative features."""
     kind = METHODS[name]
 
     def statistics(self, client, message):

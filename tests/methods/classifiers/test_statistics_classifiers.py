@@ -24,7 +24,7 @@ METHODS = [FedNCM(), Fed3R(), CCVR(**QUICK)]
 
 
 def pooled(task, experiment) -> tuple[Tensor, Tensor]:
-    """Features and labels of all clients under the model that the server has, float64."""
+    """Return the features (float64) and labels of all clients under the server's model."""
     parts = []
     for id in experiment.fleet.ids:
         client = open_client(task, experiment.method, id)
@@ -74,7 +74,7 @@ def test_fed3r_is_the_centralised_ridge_regression(tiny_task, tmp_path, normalis
     experiment = run(tiny_task, tmp_path, method)
     z, y = pooled(tiny_task, experiment)
     x = np.concatenate([z.numpy(), np.ones((len(z), 1))], 1)
-    # least squares with sqrt(lambda) I below the data
+    # least squares with the rows of sqrt(lambda) I appended to the data
     rows = np.concatenate([x, np.sqrt(0.3) * np.eye(x.shape[1])])
     labels = np.concatenate([np.eye(4)[y.numpy()], np.zeros((x.shape[1], 4))])
     solution = np.linalg.lstsq(rows, labels, rcond=None)[0]
@@ -118,14 +118,14 @@ def test_ccvr_of_a_single_sample_draws_copies_of_it():
 
 
 def test_ccvr_draws_with_the_unbiased_covariance_of_few_samples():
-    # of 0 and 2 the variance is 2, the biased one 1; 4000 draws give it to sqrt(2 / 4000)
+    # the variance of 0 and 2 is 2, the biased one 1; 4000 draws estimate it up to sqrt(2 / 4000)
     sums = class_sums(torch.tensor([[0.0], [2.0]]), torch.zeros(2, dtype=torch.int64))[0]
     drawn = CCVR(virtual=4000).gaussian(sums, torch.Generator().manual_seed(0))
     assert drawn.var().item() == pytest.approx(2, rel=0.1)
 
 
 def test_ccvr_calibrates_the_averaged_classifier_on_the_virtual_features(tiny_task, tmp_path, monkeypatch):
-    """What it is calibrated on is caught, and calibration repeated by plain SGD with half a cosine over two epochs."""
+    """Repeat the calibration on the same features by plain SGD, with half a cosine over two epochs."""
     seen = []
 
     def catch(classifier, z, y, **given):
@@ -139,7 +139,7 @@ def test_ccvr_calibrates_the_averaged_classifier_on_the_virtual_features(tiny_ta
     assert start == fingerprint(server.model.classifier.state_dict())
     assert labels.tolist() == [c for c in range(4) for _ in range(30)]
     for c in range(4):
-        deviation = (np.trace(np.cov(z[y == c].numpy().T)) / 30) ** 0.5  # of a mean of 30 draws
+        deviation = (np.trace(np.cov(z[y == c].numpy().T)) / 30) ** 0.5  # standard deviation of the mean of 30 draws
         assert (virtual[labels == c].mean(0) - z[y == c].mean(0)).norm() < 3 * deviation, c
     naive = nn.Linear(z.shape[1], 4)
     naive.load_state_dict(server.model.classifier.state_dict())
@@ -158,10 +158,10 @@ def test_ccvr_calibrates_the_averaged_classifier_on_the_virtual_features(tiny_ta
 def test_class_that_no_client_holds_is_never_predicted(tmp_path, method):
     task = make_task()
     for shard in task.shards:
-        shard.y[shard.y == 3] = 0  # class 3 has become class 0
+        shard.y[shard.y == 3] = 0  # class 3 is merged into class 0
     experiment = run(task, tmp_path, method)
     judged = method.global_model(experiment.server).eval()
-    if method.name != "ccvr":  # it keeps what FedAvg has learnt, as it has no draws
+    if method.name != "ccvr":  # ccvr has no draws for class 3 and keeps what FedAvg learned
         assert judged.classifier.bias[3].item() == pytest.approx(NEVER)
     x = open_client(task, method).samples.batch(torch.arange(24)).x
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Runs that several tests of this folder look at."""
+"""Runs that several tests in this folder share."""
 
 import pytest
 import teachers
@@ -6,5 +6,5 @@ import teachers
 
 @pytest.fixture(scope="module")
 def npz(tiny_task, tmp_path_factory) -> str:
-    """A feature file for the tiny task."""
+    """Save a feature file for the tiny task; return the teacher's name."""
     return teachers.save_features(tmp_path_factory.mktemp("features") / "f.npz", tiny_task)

@@ -1,4 +1,4 @@
-"""Short runs of FedSM, and clients in the midst of one."""
+"""Short runs of FedSM, and clients in the middle of a run."""
 
 import teachers
 import tiny

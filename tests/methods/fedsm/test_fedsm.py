@@ -23,7 +23,7 @@ from raylt.methods.fedsm.mixup import relevance
 
 
 def test_without_distillation_and_retraining_it_is_fedavg_bit_for_bit(tiny_task, tmp_path):  # T-FSM-1
-    ours, reports = run(tiny_task, tmp_path, FedSM(kd=0, rounds=0))  # and no teacher is looked for
+    ours, reports = run(tiny_task, tmp_path, FedSM(kd=0, rounds=0))  # no teacher is loaded
     plain, _ = run(tiny_task, tmp_path, make_method({"name": "fedavg"}))
     assert fingerprint(ours.server.model.state_dict()) == fingerprint(plain.server.model.state_dict())
     assert {name for report in reports for name in report.traffic} == {"join", "train"}
@@ -92,7 +92,7 @@ def test_official_classifiers_are_judged_and_never_fed_back(tiny_task, tmp_path)
         "up": clients * (4 * (64 * 4 + 4) + 8),
         "replies": clients,
     }
-    owned = int((tiny_task.client_counts > 0).sum())  # of each: its count and its mean
+    owned = int((tiny_task.client_counts > 0).sum())  # the prototype message has a count and a mean of each owned class
     assert reports[-1].traffic["prototypes"] == {
         "down": clients * encoder,
         "up": owned * (8 + 64 * 4),
@@ -112,7 +112,7 @@ def test_official_mixing_is_of_unit_features_with_unit_weighted_prototypes_and_t
     assert torch.equal(relevance(method.text(client, "label"), "cosine"), relevance(torch.eye(4), "cosine"))
 
 
-# what is refused before anything starts
+# refusals before the start
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_missing_teacher_ends_a_run_before_it_begins_and_leaves_no_folder(tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-# killed
+# killed and resumed
 
 
 @pytest.mark.slow
@@ -156,10 +156,12 @@ def test_killed_during_a_retraining_round_and_resumed_it_ends_with_the_same_mode
         "method.rounds=2",
         "method.epochs=100",
     ]
-    run_and_kill(tmp_path, settings, 0.5)  # local training takes milliseconds, re-training seconds
+    # local training takes milliseconds and re-training seconds, so the kill hits re-training
+    run_and_kill(tmp_path, settings, 0.5)
     saved, _ = checkpoint.latest(tmp_path / "killed" / "checkpoints")
     assert saved is not None
-    assert SavedStates(saved).read(0)["state"].keys() == {"phrase"}  # text features, and none of images
+    # the features of texts are saved, those of images are not
+    assert SavedStates(saved).read(0)["state"].keys() == {"phrase"}
     straight, killed = resume(tmp_path)
     assert straight["model_sha256"] == killed["model_sha256"]
     assert straight["accuracy"] == killed["accuracy"]

@@ -51,7 +51,7 @@ def test_softmax_of_each_row_is_taken_before_anything_is_clipped():
 
 @pytest.mark.parametrize("temperature", [None, 0.05])
 def test_inverted_relevance_draws_what_is_least_alike_most_and_is_as_far_from_uniform(temperature):
-    # cosines with class 0: 0.9, 0.8, 0.5, itself their mean with 1: 0.8; mirrored between 0.5 and 0.9
+    # cosines with class 0 are 0.9, 0.8, 0.5; the diagonal is their mean with 1, 0.8; mirrored between 0.5 and 0.9
     text = tensor([[1.0, 0, 0, 0], [0.9, 0.19**0.5, 0, 0], [0.8, 0, 0.6, 0], [0.5, 0, 0, 0.75**0.5]])
     plain, inverted = (relevance(text, "cosine", temperature, turned) for turned in (False, True))
     if temperature is None:
@@ -73,7 +73,7 @@ def test_inverted_relevance_draws_what_is_least_alike_most_and_is_as_far_from_un
 
 def test_classes_are_drawn_with_the_renormalised_relevance():  # T-FSM-6
     alpha = tensor([[0.2, 0.5, 0.9, 0.3], [1.0, 0.0, 0.5, 0.5], [0.1, 0.1, 0.1, 0.7]])
-    y = tensor([3, 0, 0, 2, 0, 2, 0])  # class 1 is not owned
+    y = tensor([3, 0, 0, 2, 0, 2, 0])  # no sample has class 1
     n = 20_000
     rows = draw_partners(alpha, tensor([0, 1, 2]), y, n, "probabilistic", "class", generator())
     assert rows.shape == (3, n)
@@ -82,14 +82,14 @@ def test_classes_are_drawn_with_the_renormalised_relevance():  # T-FSM-6
         counts = np.bincount(y[rows[c]], minlength=4)
         assert counts[1] == 0
         assert stats.chisquare(counts[[0, 2, 3]], n * share / share.sum()).pvalue > 0.001
-        for owned in (0, 2, 3):  # within a class, every sample alike
+        for owned in (0, 2, 3):  # all samples of a class are drawn equally often
             places = np.bincount(rows[c], minlength=7)[(y == owned).numpy()]
             assert places.sum() == counts[owned]
             assert len(places) == 1 or stats.chisquare(places).pvalue > 0.001
 
 
 def test_row_of_relevance_belongs_to_the_class_it_was_asked_for():
-    alpha = torch.eye(3).roll(1, 1)  # class c goes with c + 1
+    alpha = torch.eye(3).roll(1, 1)  # class c is related to class c + 1
     rows = draw_partners(alpha, tensor([2, 0]), tensor([0, 1, 2]), 4, "probabilistic", "class", generator())
     assert rows.tolist() == [[0] * 4, [1] * 4]
 
@@ -106,7 +106,7 @@ def test_ranks_begin_at_one_and_equal_weights_share_theirs():
 
 
 def test_ranked_partners_are_as_far_from_uniform_whatever_the_similarities():
-    # ten owned classes: weights 1 to 10 of 55, 0.227 from uniform in total variation
+    # weights 1 to 10 of 55 for ten owned classes, which is 0.227 from uniform in total variation
     alpha = torch.rand(10, 10, generator=generator())
     y = torch.arange(10)
     rows = draw_partners(alpha, y, y, 20_000, "ranked", "class", generator())
@@ -129,7 +129,7 @@ def test_deterministic_partners_are_of_the_most_relevant_class_other_than_itself
     rows = draw_partners(alpha, tensor([0, 1, 2]), y, 6, "deterministic", unit, generator())
     assert [set(y[row].tolist()) for row in rows] == [{2}, {0}, {1}]
     alone = draw_partners(alpha, tensor([0, 1]), tensor([1, 1]), 6, "deterministic", unit, generator())
-    assert alone.shape == (2, 6)  # class 1 itself: there is nothing else
+    assert alone.shape == (2, 6)  # only class 1 itself is left
 
 
 def test_weighted_samples_favour_large_classes_and_are_not_drawn_twice():
@@ -138,7 +138,7 @@ def test_weighted_samples_favour_large_classes_and_are_not_drawn_twice():
     rows = torch.cat(
         [draw_partners(alpha, tensor([0]), y, 1, "probabilistic", "sample", generator(s)) for s in range(3000)]
     ).flatten()
-    # 90 * 1 against 10 * 3
+    # class 0 has 90 samples of weight 1, class 1 has 10 of weight 3
     assert stats.chisquare(np.bincount(y[rows]), [3000 * 0.75, 3000 * 0.25]).pvalue > 0.001
     once = draw_partners(alpha, tensor([0]), y, 100, "probabilistic", "sample", generator())[0]
     assert sorted(once.tolist()) == list(range(100))
@@ -157,14 +157,14 @@ def test_mixed_features_are_those_of_equation_4():
 
 
 def test_total_variation_is_half_the_distance_to_uniform_and_the_mean_over_rows():
-    # rows (1/2, 1/2), (1, 0) and one without weight: 0, 1/2 and 0 from uniform
+    # the rows (1/2, 1/2), (1, 0) and a row without weight are 0, 1/2 and 0 from uniform
     assert total_variation(tensor([[2.0, 2.0], [3.0, 0.0]])) == pytest.approx(0.25)
     assert total_variation(tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 5.0, 0.0]])) == pytest.approx(2 / 9)
     assert total_variation(torch.ones(4, 4)) == 0
 
 
 def test_relevance_of_texts_as_alike_as_clips_is_uniform_unless_it_is_sharpened():
-    # cosines of CLIP's class names lie between 0.75 and 0.95, and a softmax at 1 does not tell them apart
+    # cosines of CLIP's class names lie between 0.75 and 0.95, which a softmax at temperature 1 does not tell apart
     cosine = 0.85 + 0.05 * torch.randn(10, 10, generator=generator()).clamp(-2, 2)
     cosine = (cosine + cosine.T) / 2
     cosine.fill_diagonal_(1)

@@ -17,7 +17,7 @@ from raylt.methods.fedsm.monitors import drift, zero_shot
 
 
 def test_zero_shot_accuracy_counts_every_class_the_same():
-    # right: 30/60, 10/10, 3/4, and a class that nobody holds; many: above 50, few: below 5
+    # right: 30/60, 10/10, 3/4, and a class without samples; many: above 50, few: below 5
     told = zero_shot(tensor([60, 10, 4, 0]), tensor([30, 10, 3, 0]), (5, 50))
     assert told == pytest.approx({"all": (0.5 + 1 + 0.75) / 3, "many": 0.5, "medium": 1.0, "few": 0.75})
     assert zero_shot(tensor([60, 10]), tensor([30, 10]), (5, 50)).keys() == {"all", "many", "medium"}
@@ -28,7 +28,7 @@ def test_teachers_accuracy_is_that_of_its_features_against_its_texts(tiny_task, 
     arrays = teachers.feature_arrays(tiny_task)
     rng = np.random.default_rng(1)
     arrays["image"] = (arrays["image"] + 0.6 * rng.standard_normal(arrays["image"].shape)).astype(np.float16)
-    # lengths that tell nothing: those of texts are taken out
+    # lengths without meaning, which normalisation of the texts removes
     arrays["text"] = arrays["text"] * np.array([[1.0], [5.0], [0.2], [1.0]], np.float32)
     path = teachers.save_features(tmp_path / "noisy.npz", tiny_task, **arrays)
     method = FedSM(teacher=path, finetune=finetune, **QUICK)
@@ -69,7 +69,7 @@ def test_share_of_distillation_grows_with_its_weight(tiny_task, tmp_path, npz, f
 def test_drift_by_hand():
     before = tensor([[0.0, 0.0], [2.0, 0.0], [5.0, 5.0]])
     after = tensor([[0.0, 1.0], [2.0, 3.0], [5.0, 5.0]])
-    # means of class 0 move from (1, 0) to (1, 2), of class 1 not at all: 1 on average; prototypes are 5 apart
+    # the mean of class 0 moves from (1, 0) to (1, 2), that of class 1 stays: 1 on average; the prototypes are 5 apart
     assert drift(before, after, tensor([0, 0, 1]), tensor([[0.0, 0.0], [3.0, 4.0]])) == pytest.approx(1 / 5)
     assert drift(before, after, tensor([0, 0, 1]), tensor([[0.0, 0.0]])) == 0
 
@@ -104,7 +104,7 @@ def test_trained_model_waits_at_the_client_and_leaves_nothing_behind(tiny_task, 
     )
     assert set(reports[-1].traffic) == {"train_first", "retrain_next"}
     down = reports[-1].traffic["retrain_next"]["down"] / reports[-1].traffic["retrain_next"]["replies"]
-    assert down == 4 * 64 * 4 + 4  # means and who has one; no model
+    assert down == 4 * 64 * 4 + 4  # the means and a flag for each class, but no model
     ids = {id for name, _, id, _ in experiment.fleet._host.replies if name == "retrain_next"}
     assert ids == set(reports[-1].participants) < set(experiment.fleet.ids)
     assert all(state["state"].keys() == {"phrase"} for state in private_states(experiment).values())
@@ -113,6 +113,6 @@ def test_trained_model_waits_at_the_client_and_leaves_nothing_behind(tiny_task, 
 def test_model_that_waits_moves_with_its_client_to_another_process(tiny_task, tmp_path, npz):
     method = FedSM(teacher=npz, encoders="trained", **QUICK)
     straight = bits(run(tiny_task, tmp_path, method)[0])
-    assert bits(run(tiny_task, tmp_path, method, host=NewHosts)[0]) == straight  # another one for each call
+    assert bits(run(tiny_task, tmp_path, method, host=NewHosts)[0]) == straight  # a new host for each call
     assert bits(run(tiny_task, tmp_path, method, host=FailsFirst)[0]) == straight
     assert bits(run(tiny_task, tmp_path, method, fleet=Backwards)[0]) == straight

@@ -19,7 +19,7 @@ QUICK = {"name": "fedsm", "rounds": 1, "size": 12, "epochs": 3, "batch": 10, "lr
 
 @pytest.fixture(scope="module")
 def texts() -> dict[str, np.ndarray]:
-    """Of two wordings; neither of one length nor orthogonal, so that every similarity is another one."""
+    """Return text features of two wordings, neither of unit length nor orthogonal, so that all similarities differ."""
     rng = np.random.default_rng(3)
     common = rng.standard_normal(64)
     near = np.outer([1.0, 0.2, 0.8, -0.6], common) + np.outer([0.5, 0.5, -0.4, 0.3], rng.standard_normal(64))
@@ -55,7 +55,7 @@ def trained(method: FedSM, model, x: Tensor, y: Tensor, e: Tensor, text: Tensor,
 
 
 def prototypes(method: FedSM, z: dict[int, Tensor], y: dict[int, Tensor]) -> Tensor:
-    """Every class of the tiny task is somebody's."""
+    """Compute the prototypes; every class of the tiny task has a client that owns it."""
     found = []
     for c in range(4):
         means = [(int((y[id] == c).sum()), z[id][y[id] == c].double().mean(0)) for id in z if (y[id] == c).any()]
@@ -66,7 +66,7 @@ def prototypes(method: FedSM, z: dict[int, Tensor], y: dict[int, Tensor]) -> Ten
 
 
 def relevance(method: FedSM, text: Tensor) -> Tensor:
-    """alpha of Eq. 5, pair by pair."""
+    """Compute alpha of Eq. 5 pair by pair."""
     alpha = torch.zeros(4, 4)
     if method.texts == "unit":
         text = text / text.norm(dim=1, keepdim=True)
@@ -87,11 +87,11 @@ def relevance(method: FedSM, text: Tensor) -> Tensor:
 
 
 def pseudo(method: FedSM, z: Tensor, y: Tensor, means: Tensor, alpha: Tensor, order: torch.Generator) -> Tensor:
-    """R of Eq. 6, S features of each class in turn."""
+    """Compute R of Eq. 6: S features of each class in turn."""
     owned = y.unique().tolist()
     weights = torch.stack([torch.stack([alpha[c, v] for v in owned]) for c in range(4)]).double()
-    weights[weights.sum(1) == 0] = 1  # related to no owned class: uniform
-    if method.partner == "ranked":  # from 1; the texts have no two equal similarities but clipped ones
+    weights[weights.sum(1) == 0] = 1  # a class that is related to no owned class gets uniform weights
+    if method.partner == "ranked":  # ranks count from 1; similarities are equal only where they were clipped
         weights = torch.stack(
             [torch.tensor([(w > row).sum() + ((w == row).sum() + 1) / 2 for w in row]) for row in weights]
         )
@@ -123,7 +123,7 @@ def pseudo(method: FedSM, z: Tensor, y: Tensor, means: Tensor, alpha: Tensor, or
 
 
 def refitted(method: FedSM, start: naive.Entries, r: Tensor, t: int, id: int) -> naive.Entries:
-    """Eq. 7: plain SGD on the classifier."""
+    """Re-train the classifier by plain SGD, Eq. 7."""
     weight, bias = (entry.requires_grad_() for entry in naive.copies(start))
     y, order = torch.arange(4).repeat_interleave(method.size), naive.generator("retrain", t, id)
     batches = [
@@ -138,7 +138,7 @@ def refitted(method: FedSM, start: naive.Entries, r: Tensor, t: int, id: int) ->
 
 
 def after_round(method: FedSM, model, task, features: Tensor, texts, t: int) -> tuple[naive.Entries, naive.Entries]:
-    """The global model, and the classifier that is judged."""
+    """Return the global model and the classifier that is judged."""
     start, last = naive.entries(model), t > ROUNDS - method.rounds
     data = {id: naive.client_data(task, id) for id in naive.clients_of(task)}
     x, y = ({id: pair[i] for id, pair in data.items()} for i in (0, 1))
@@ -175,7 +175,7 @@ def after_round(method: FedSM, model, task, features: Tensor, texts, t: int) -> 
 def after_trained(
     method: FedSM, model, data, features: Tensor, task, text: Tensor, alpha: Tensor, t: int
 ) -> tuple[naive.Entries, naive.Entries]:
-    """A round whose prototypes are those of the trained encoders: everybody trains, then everybody re-trains."""
+    """Do a round in which all clients train, compute prototypes from the trained encoders, and then re-train."""
     start, ends, z = naive.entries(model), {}, {}
     for id, (x, y) in data.items():
         model.load_state_dict(start)

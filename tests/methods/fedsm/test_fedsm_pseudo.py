@@ -17,7 +17,7 @@ from raylt.seeds import seed_for
 @pytest.mark.parametrize("lam", [0.0, 1.0])
 def test_lambda_of_one_gives_prototypes_and_of_zero_local_features(tiny_task, npz, lam):  # T-FSM-5
     method = FedSM(teacher=npz, lam_low=lam, lam_high=lam, size=20)
-    client = open_client(tiny_task, method, id=1, state=states_of(tiny_task))  # class 3 is missing
+    client = open_client(tiny_task, method, id=1, state=states_of(tiny_task))  # the client lacks class 3
     message = message_of(client)
     r, y = method.pseudo_features(client, message)
     assert torch.bincount(y).tolist() == [20] * 4
@@ -29,7 +29,7 @@ def test_lambda_of_one_gives_prototypes_and_of_zero_local_features(tiny_task, np
 
 
 @pytest.mark.parametrize("partner", ["probabilistic", "deterministic", "random"])
-@pytest.mark.parametrize("id", [0, 2, 3])  # 2 owns one class, 3 one sample
+@pytest.mark.parametrize("id", [0, 2, 3])  # client 2 owns one class, client 3 has one sample
 @pytest.mark.parametrize("unit", ["class", "sample"])
 def test_every_class_with_a_prototype_gets_its_share_and_no_other(tiny_task, npz, unit, id, partner):  # T-FSM-8
     method = FedSM(teacher=npz, size=7, partner=partner, unit=unit)
@@ -41,7 +41,7 @@ def test_every_class_with_a_prototype_gets_its_share_and_no_other(tiny_task, npz
 
 def test_lambdas_are_uniform_in_their_range_and_one_for_each_pair(tiny_task, npz):
     method = FedSM(teacher=npz, size=500)
-    client = open_client(tiny_task, method, id=3, state=states_of(tiny_task))  # one sample, so one z
+    client = open_client(tiny_task, method, id=3, state=states_of(tiny_task))  # with one sample there is one z
     message = message_of(client)
     r, y = method.pseudo_features(client, message)
     z, means = features(client)[0], message["means"][y]
@@ -62,7 +62,7 @@ def test_without_a_teacher_relevance_is_uniform(tiny_task):
 def test_class_that_no_client_holds_gets_no_pseudo_features_at_any_client(tiny_task, tmp_path, npz):
     experiment = make_experiment(configure(), tiny_task, tmp_path, FedSM(teacher=npz, size=6))
     experiment.fleet.begin(1)
-    experiment.fleet.ids = [2, 3]  # they own class 1 and class 2
+    experiment.fleet.ids = [2, 3]  # the clients own class 1 and class 2
     message = experiment.method.global_prototypes(experiment.server, experiment.fleet)
     assert message["present"].tolist() == [False, True, True, False]
     client = open_client(tiny_task, experiment.method, state=states_of(tiny_task))

@@ -41,7 +41,7 @@ def test_bits_do_not_depend_on_where_and_how_often_features_are_encoded(
     name = npz if kind == "npz" else f"local-dir:{clip_folder}"
     method = FedSM(teacher=name, finetune=finetune, **QUICK)
     straight = bits(run(tiny_task, tmp_path, method)[0])
-    # every model load takes time: all of these hosts for the file, the lost actors for both
+    # loading a model takes time, so the clip teacher is tested with new hosts only
     for host in [NewHosts] if kind == "clip" else [OwnHosts, NewHosts, FailsFirst]:
         assert bits(run(tiny_task, tmp_path, method, host=host)[0]) == straight
     assert bits(run(tiny_task, tmp_path, method, fleet=Backwards)[0]) == straight
@@ -153,7 +153,7 @@ def test_cosine_is_that_of_the_first_batch_after_training(tiny_task, npz):
 def test_trained_projection_stays_with_its_client_and_is_never_uploaded(tiny_task, tmp_path, npz):
     experiment, _ = run(tiny_task, tmp_path, FedSM(teacher=npz, finetune=True, teacher_lr=1e-3, **QUICK))
     states = {id: state["state"] for id, state in private_states(experiment).items()}
-    assert "projection" not in states.pop(3)  # one sample, too few for a step
+    assert "projection" not in states.pop(3)  # client 3 has one sample, too few for a step
     matrices = [state["projection"] for state in states.values()]
     assert not any(torch.equal(m, torch.eye(64)) for m in matrices)
     assert len({hash_tensors({"m": m}) for m in matrices}) == len(matrices)

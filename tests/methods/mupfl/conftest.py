@@ -1,4 +1,4 @@
-"""Runs that several tests of this folder look at."""
+"""Runs that several tests in this folder share."""
 
 import pytest
 from mupfl_runs import run

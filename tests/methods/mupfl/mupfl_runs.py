@@ -1,4 +1,4 @@
-"""Short runs of MuPFL, and what they are compared with."""
+"""Short runs of MuPFL, and references for them."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def replies_of(experiment, function="train", round=1):
 
 
 def ends_of(experiment, whole, round=1) -> dict[int, dict[str, torch.Tensor]]:
-    """w_i of each participant of a round: the global model that it got, its own start, and its update."""
+    """Return w_i of each participant of a round: the global model that it received, its own start, and its update."""
     return {
         id: reply["model"]
         if "model" in reply
@@ -54,7 +54,7 @@ def initial(task, method=None, **parts) -> dict[str, torch.Tensor]:
 
 
 def equal_task(task):
-    """Clients of the same size: what the creff partition gives."""
+    """Return a task whose clients have equal sizes, as with the creff partition."""
     shards = tuple(Shard(shard.x[:8], shard.y[:8]) for shard in task.shards if len(shard) > 7)
     counts = np.stack([np.bincount(shard.y, minlength=4) for shard in shards])
     return replace(task, shards=shards, client_counts=counts)

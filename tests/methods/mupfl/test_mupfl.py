@@ -15,7 +15,7 @@ from raylt.methods.fedavg import FedAvg
 from raylt.methods.mupfl.clustering import KEPT_ROUNDS, cosines
 from raylt.methods.mupfl.method import MuPFL
 
-# reductions
+# reductions to simpler methods
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ def test_clusters_do_change_it_where_sizes_differ(tiny_task, tmp_path):
         for kappa in (1, 2, 5)
     }
     same = plain.server.model.state_dict()["classifier.weight"]
-    assert torch.allclose(ends[5], same, atol=1e-5)  # everybody alone
+    assert torch.allclose(ends[5], same, atol=1e-5)  # every client is a cluster of its own
     assert not torch.allclose(ends[2], same, atol=1e-3)
-    # one cluster: the unweighted mean of all updates
+    # with one cluster the global model is the unweighted mean of all updates
     models = [reply["model"] for reply in replies_of(run(tiny_task, tmp_path, FedAvg(), until=1)[0]).values()]
     assert torch.allclose(ends[1].double(), average(models, [1] * 5)["classifier.weight"], atol=1e-5)
 
@@ -104,7 +104,7 @@ def test_similarity_is_that_of_equation_8(finished, tiny_task):
     assert m.max() == 1
     unit = [F.normalize(x.double(), dim=1) for x in (d, m)]
     mixed = 0.5 * unit[0] @ unit[0].T + 0.5 * unit[1] @ unit[1].T
-    mixed.fill_diagonal_(1)  # the client with one sample does not train: its update is zero
+    mixed.fill_diagonal_(1)  # the client with one sample does not train, so its update is zero
     found = experiment.server.state["similarities"]["0"]["matrix"]
     assert torch.allclose(found.double(), mixed, atol=1e-5)
 
@@ -120,7 +120,7 @@ def test_without_dropout_similarity_is_that_of_updates_alone(tiny_task, tmp_path
     assert torch.allclose(experiment.server.state["similarities"]["0"]["matrix"].double(), cosines(d @ d.T), atol=1e-6)
 
 
-# what a round reports
+# figures of a round
 
 
 def test_clusters_of_every_round_are_reported(finished):
@@ -130,7 +130,7 @@ def test_clusters_of_every_round_are_reported(finished):
         assert report.participants == [0, 1, 2, 3, 5]
         assert len(figures["clusters"]) == 5
         assert figures["kappa"] == len(set(figures["clusters"])) == max(figures["clusters"]) + 1
-        assert figures["silhouettes"].keys() == {"2", "3", "4"}  # at most one fewer than participants
+        assert figures["silhouettes"].keys() == {"2", "3", "4"}  # at most one cluster fewer than participants
         best = max(figures["silhouettes"].values())
         assert figures["silhouettes"][str(figures["kappa"])] == best
         assert -1 <= figures["cosine"] <= 1
@@ -165,11 +165,11 @@ def test_number_of_clusters_can_be_fixed(tiny_task, tmp_path, kappa, expected): 
     assert report.figures["silhouettes"].keys() == {str(expected)}
 
 
-# real digits
+# runs on real digits
 
 
 def planted_task():
-    """Eight clients with digits, evenly; four of them call digit y by the name of y + 5."""
+    """Return a task of eight iid clients with digits, and their groups; one group of four labels digit y as y + 5."""
     task = build_task(configure(data={"source": "digits", "imbalance": 1, "partition": "iid", "clients": 8}).data)
     planted = [0, 1, 1, 0, 1, 0, 0, 1]
     shards = tuple(Shard(s.x, (s.y + 5 * group) % 10) for s, group in zip(task.shards, planted, strict=True))

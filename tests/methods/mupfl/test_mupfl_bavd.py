@@ -16,7 +16,7 @@ def activations(seed=0, batch=6) -> torch.Tensor:
 
 
 def trained(layer: BAVD, losses, batches=None) -> BAVD:
-    """The layer after steps with these losses."""
+    """Take training steps with these losses; return the layer."""
     layer.train()
     for step, loss in enumerate(losses):
         layer(activations(step) if batches is None else batches[step])
@@ -50,7 +50,8 @@ def test_map_is_that_of_equation_6_written_out(kind, sign, threshold):
     assert torch.allclose(layer.map.double(), expected, atol=1e-6)
     h = activations(9)
     low = torch.stack([torch.stack([slice.mean() for slice in sample]) for sample in expected])[..., None, None]
-    by_hand = h.double() * (expected >= (expected.mean() if threshold == "whole" else low))  # 3.6: per slice
+    # section 3.6: the threshold of each slice
+    by_hand = h.double() * (expected >= (expected.mean() if threshold == "whole" else low))
     assert torch.allclose(layer(h).double(), by_hand)
     assert layer.normalised().shape == (layer.size,) == ((20,) if kind == "hw" else (60,))
 
@@ -73,7 +74,7 @@ def test_constant_loss_leaves_the_map_at_the_first_activations(sign):  # T-MUP-3
 
 @pytest.mark.parametrize(("sign", "factor"), [(1, 1 - 1.8), (-1, 1 + 1.8)])
 def test_with_constant_activations_the_sum_telescopes(sign, factor):  # T-MUP-3, T-MUP-4
-    # losses from 2.3 to 0.5: M = h (1 + sign (0.5 - 2.3)), which the literal sign turns over
+    # losses from 2.3 to 0.5: M = h (1 + sign (0.5 - 2.3)); the literal sign inverts it
     h = activations()
     layer = trained(BAVD(SHAPE, "chw", sign, "whole"), [2.3, 1.1, 1.4, 0.5], [h] * 4)
     mean = h.mean(0, keepdim=True)
@@ -133,14 +134,14 @@ def test_what_is_dropped_stays_dropped_in_evaluation_where_that_is_asked_for(kin
     layer, h = BAVD(SHAPE, kind, keeps=True), activations(9)
     assert torch.equal(layer.eval()(h), h)
     trained(layer, [1.0, 0.6, 0.9])
-    kept = layer.map.mean(0, keepdim=True)  # bchw: the mean over the places of the batch
+    kept = layer.map.mean(0, keepdim=True)  # bchw: the mean over the images of the batch
     expected = h * (kept >= kept.mean((2, 3), keepdim=True))
     assert not torch.equal(expected, h)
-    assert torch.equal(layer.eval()(h), h)  # not before it is told
+    assert torch.equal(layer.eval()(h), h)  # the layer keeps the map only after `keep`
     layer.keep()
     layer.reset()
     assert torch.equal(layer(h), expected)
-    layer.keep()  # there is no map: nothing is dropped
+    layer.keep()  # without a map nothing is dropped
     assert torch.equal(layer(h), h)
     assert layer.state_dict()["mask"].dtype == torch.bool
 
@@ -155,7 +156,7 @@ def test_map_is_kept_in_float32_under_autocast():
     assert layer.map.dtype == layer.loss.dtype == torch.float32
 
 
-# as a part of models
+# BAVD as a part of models
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_layer_is_put_behind_the_last_stage(name, shape, last):
     value = F.cross_entropy(model(x), tensor([0, 1, 2, 3]))
     layer.learn(value)
     assert layer.map.shape == (1, *last)
-    assert (layer.map >= 0).all()  # it stands behind an activation
+    assert (layer.map >= 0).all()  # the layer follows an activation
     with torch.no_grad():
         assert torch.equal(model.eval()(x), _with_statistics_of(model, plain).eval()(x))
 

@@ -12,7 +12,7 @@ ALL = range(2, 7)
 
 
 def updates_of(n, seed=0):
-    """n updates of three entries, one of which is not trained."""
+    """Return n updates of three entries, one of which is not trained."""
     generator = torch.Generator().manual_seed(seed)
 
     def one():
@@ -32,7 +32,7 @@ def similarity_of(points) -> torch.Tensor:
 
 
 def silhouette(distance, labels) -> float:
-    """Eq. 9-12 written out."""
+    """Compute Eq. 9-12 directly."""
     total = 0.0
     for i, own in enumerate(labels):
         mates = [j for j, label in enumerate(labels) if label == own and j != i]
@@ -98,11 +98,11 @@ def test_silhouettes_are_those_of_equations_9_to_12_and_of_scikit_learn(seed):  
 
 
 def test_participant_alone_counts_as_zero():  # T-MUP-6
-    # two pairs of equals and one apart from both: (4 * 1 + 0) / 5
+    # two pairs of equals, and one participant apart from both: (4 * 1 + 0) / 5
     labels, silhouettes = cluster(similarity_of(np.eye(3)[[0, 0, 1, 1, 2]]), [3], 0)
     assert labels == [0, 0, 1, 1, 2]
     assert silhouettes[3] == pytest.approx(0.8)
-    assert cluster(similarity_of(np.eye(3)), [3], 0) == ([0, 1, 2], {3: 0.0})  # everybody alone
+    assert cluster(similarity_of(np.eye(3)), [3], 0) == ([0, 1, 2], {3: 0.0})  # every participant is alone
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.3])
@@ -114,7 +114,7 @@ def test_two_opposite_directions_are_found(noise):  # T-MUP-8
     found = cluster(similarity_of(points), ALL, 0)
     assert found.kappa == 2
     assert adjusted_rand_score(planted, found.labels) == 1
-    assert found.labels[0] == 0  # numbered by first member
+    assert found.labels[0] == 0  # clusters are numbered by their first member
 
 
 @pytest.mark.parametrize("groups", [3, 4, 5])
@@ -129,7 +129,7 @@ def test_number_of_clusters_is_the_one_that_was_planted(groups):
 
 
 def test_of_equal_silhouettes_the_smallest_number_wins():
-    found = cluster(similarity_of(np.eye(8)), ALL, 0)  # all at the same distance: every silhouette is 0
+    found = cluster(similarity_of(np.eye(8)), ALL, 0)  # all distances are equal, so every silhouette is 0
     assert found.kappa == 2
     assert found.silhouettes == pytest.approx(dict.fromkeys(ALL, 0.0), abs=1e-9)
 
@@ -138,7 +138,7 @@ def test_participants_that_coincide_form_one_cluster_without_a_warning(recwarn):
     assert cluster(torch.ones(5, 5, dtype=torch.float64), range(2, 5), 0) == ([0] * 5, {})
     two = cluster(similarity_of(np.eye(2)[[0, 0, 1, 1, 1]]), range(2, 5), 0)
     assert two.labels == [0, 0, 1, 1, 1]
-    assert two.silhouettes == {2: 1.0}  # three and four clusters cannot be made of two points
+    assert two.silhouettes == {2: 1.0}  # two distinct points cannot form three or four clusters
     assert not recwarn.list
 
 
@@ -161,7 +161,7 @@ def spread(labels, similarity) -> float:
     return sum((1 - similarity[i, j]).item() / len(part) for part in parts for i in part for j in part)
 
 
-@pytest.mark.parametrize("seed", [9, 15, 39])  # of which ten starts miss the best partition
+@pytest.mark.parametrize("seed", [9, 15, 39])  # with these seeds ten starts miss the best partition
 def test_k_means_starts_often_enough_to_find_the_least_squares(seed):
     x = torch.randn(6, 30, generator=torch.Generator().manual_seed(seed)).double()
     similarity = cosines(x @ x.T)

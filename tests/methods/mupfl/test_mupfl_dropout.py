@@ -25,7 +25,7 @@ def test_local_training_with_dropout_is_that_of_the_equations_written_out(tiny_t
     plain.model.train()
     m = before = None
     for step, batch in enumerate(plain.batches(2, 8)):
-        if step == plain.steps(epochs=1):  # 3.3: the second epoch begins
+        if step == plain.steps(epochs=1):  # section 3.3: a second epoch begins
             m = before = None
         h = stage.stage2(stage.stage1(batch.x))
         bar = h.detach().mean(0)
@@ -55,11 +55,11 @@ def test_map_is_reset_in_every_epoch_every_round_or_never(tiny_task, tmp_path, r
     experiment.step()
     kept = [state["state"].get("bavd") for _, state in sorted(private_states(experiment).items())]
     if reset != "never":
-        # two epochs each, but for the client of one sample, which has no batch
+        # two epochs for each client, except for the client with one sample, which has no batch
         assert begun == [False] * (5 if reset == "round" else 5 + 2 * 4)
         assert kept == [None] * 5
     else:
-        assert begun == [True, True, True, False, True]  # one sample: it has no map
+        assert begun == [True, True, True, False, True]  # the client with one sample has no map
         assert [k["0"]["map"] is None for k in kept] == [False, False, False, True, False]
 
 
@@ -102,7 +102,8 @@ def test_what_a_client_dropped_last_is_dropped_when_it_is_judged(tiny_task, tmp_
         with torch.no_grad():
             h = judged.encoder.stage2(judged.encoder.stage1(x))
             assert (h[:, ~mask[0]] == 0).all()
-        assert layers_of(method.other_model(client, "global"))[0].mask.all()  # the server has none
+        # the server has no map, so the global model drops nothing
+        assert layers_of(method.other_model(client, "global"))[0].mask.all()
     assert all(not name.endswith(".mask") for name in method.shared(experiment.server.model))
 
 

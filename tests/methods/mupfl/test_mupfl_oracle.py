@@ -14,16 +14,16 @@ from raylt.models.split import SplitModel
 
 ROUNDS = 2
 QUICK = {"m": 5, "tau": 2, "matching_steps": 3, "alpha": 0.3}
-Known = dict  # what a client keeps from one round to the next
+Known = dict  # entries that a client keeps from one round to the next
 
 
 def rate(local: dict, t: int) -> float:
-    """4.1: a share is taken off every so many rounds."""
+    """Return the learning rate of round t, which falls by a share every few rounds (section 4.1)."""
     return naive.LR * (1 - local.get("lr_decay", 0.0)) ** ((t - 1) // local.get("lr_decay_every", 1))
 
 
 def tuned(method: MuPFL, model: SplitModel, h: Tensor, known: Tensor, lr: float, t: int, id: int) -> None:
-    """Eq. 21: tau epochs of the classifier on the features of the classes that are known."""
+    """Train the classifier for tau epochs on the features of known classes, Eq. 21."""
     z = torch.cat([h[c] for c in range(4) if known[c]])
     y = torch.tensor([c for c in range(4) if known[c] for _ in range(method.m)])
     order = naive.generator("tune", t, id)
@@ -33,7 +33,7 @@ def tuned(method: MuPFL, model: SplitModel, h: Tensor, known: Tensor, lr: float,
 
 
 def trained(method: MuPFL, model: SplitModel, x: Tensor, y: Tensor, memory: tuple, lr: float, t: int, id: int) -> tuple:
-    """Local training with BAVD behind the last stage, Eq. 2 and 6; the map and the last loss."""
+    """Train with BAVD behind the last stage, Eq. 2 and 6; return the map and the last loss."""
     m, before = memory if method.bavd_reset == "never" else (None, None)
     seen: list[Tensor] = []
     in_an_epoch = sum(len(rows) > 1 for rows in torch.arange(len(y)).split(naive.BATCH))
@@ -46,7 +46,7 @@ def trained(method: MuPFL, model: SplitModel, x: Tensor, y: Tensor, memory: tupl
         bar = {"chw": h.mean(0), "hw": h.mean((0, 1)), "bchw": h}[method.bavd_map].detach()
         fits = m is None or m.shape == bar.shape
         if method.bavd and m is not None and fits:
-            # each slice H x W by itself, 3.6, whatever else M is over
+            # the threshold is taken in each slice H x W (section 3.6), whatever dimensions M has
             low = m.mean() if method.bavd_threshold == "whole" else m.mean((-2, -1), keepdim=True)
             h = h * (m >= low).float()
         value = F.cross_entropy(model.classifier(model.encoder.pool(h)), y[rows])
@@ -63,7 +63,7 @@ def trained(method: MuPFL, model: SplitModel, x: Tensor, y: Tensor, memory: tupl
 
 
 def gradients(model: SplitModel, x: Tensor, y: Tensor) -> dict[int, Tensor]:
-    """Eq. 16 by autograd, the bias's gradient as the last column."""
+    """Compute Eq. 16 by autograd, with the gradient of the bias as the last column."""
     z, head, found = naive.features(model, x), model.classifier, {}
     for c in y.unique().tolist():
         weight, bias = torch.autograd.grad(F.cross_entropy(head(z[y == c]), y[y == c]), [head.weight, head.bias])
@@ -72,7 +72,7 @@ def gradients(model: SplitModel, x: Tensor, y: Tensor) -> dict[int, Tensor]:
 
 
 def matched(method: MuPFL, h: Tensor, targets: dict[int, Tensor], head) -> Tensor:
-    """Eq. 19 and 20 by autograd, through the gradient of the classifier on the features themselves."""
+    """Compute Eq. 19 and 20 by autograd, through the gradient of the classifier."""
     h, weight, bias = h.double(), head.weight.detach().double(), head.bias.detach().double()
     for c, target in targets.items():
         own = h[c].clone().requires_grad_()
@@ -101,11 +101,12 @@ def cosines(vectors: list[Tensor]) -> Tensor:
 
 
 def groups(similarity: Tensor, kappas) -> list[list[int]]:
-    """Eq. 9-13: of each number of clusters the partition with the least squares; of these the largest silhouette."""
+    """Solve Eq. 9-13: the least-squares partition for each number of clusters, then the one with the largest
+    silhouette."""
     n, best, scores = len(similarity), {}, {}
     for labels in itertools.product(range(n), repeat=n):
         if list(dict.fromkeys(labels)) != list(range(len(set(labels)))) or len(set(labels)) not in kappas:
-            continue  # each partition once
+            continue  # skips a partition that was seen with other labels
         parts = [[i for i in range(n) if labels[i] == c] for c in range(len(set(labels)))]
         spread = sum((1 - similarity[i, j]).item() / len(part) for part in parts for i in part for j in part)
         if spread < best.get(len(parts), (float("inf"), None))[0] - 1e-12:
@@ -136,7 +137,7 @@ def only(values: naive.Entries, prefix: str | None) -> naive.Entries:
 def after_round(
     method: MuPFL, model: SplitModel, task, h, known, kept: dict[int, Known], ids: list[int], local: dict, t: int
 ) -> tuple[naive.Entries, Tensor | None, dict[int, Known], Tensor | None]:
-    """The global model, h_glo, of each participant w_i, w~_i and its map, and the similarities of Eq. 8."""
+    """Return the global model, h_glo, each participant's w_i, w~_i and map, and the similarities of Eq. 8."""
     whole, lr, sizes = naive.entries(model), rate(local, t), [len(task.shards[id]) for id in ids]
     starts, ends, maps, found = [], [], {}, []
     for id in ids:
@@ -218,7 +219,7 @@ def after_round(
     ids=str,
 )
 def test_rounds_are_those_of_equations_2_to_21_written_out(tiny_task, tmp_path, fields, parts):
-    # what clients keep is all of w_i and w~_i, whatever they are judged by
+    # clients keep all of w_i and w~_i, whichever of them is judged
     method = MuPFL(**QUICK | fields)
     experiment = make_experiment(configure(**parts), tiny_task, tmp_path, method)
     server, model = experiment.server, naive.new_model(tiny_task)

@@ -32,12 +32,13 @@ def test_next_round_starts_from_the_global_encoder_and_the_own_classifier(tiny_t
     states, method = private_states(experiment), experiment.method
     experiment.step()
     for id, reply in replies_of(experiment, round=2).items():
-        assert reply["start"].keys() == {"classifier.weight", "classifier.bias"}  # the rest is the message's
+        # the other entries start from the message
+        assert reply["start"].keys() == {"classifier.weight", "classifier.bias"}
         assert torch.equal(reply["start"]["classifier.weight"], states[id]["state"]["own"]["classifier.weight"])
     assert method.own_start == "classifier"
 
 
-# what is personal
+# personal models
 
 
 def close(ours, theirs):
@@ -52,13 +53,13 @@ def test_clients_start_and_are_judged_as_the_settings_say(tiny_task, tmp_path, n
     method = MuPFL(**QUICK | fields, next_init=next_init)
     experiment, (report,) = run(tiny_task, tmp_path, method, until=1)
     states, ends = private_states(experiment), ends_of(experiment, initial(tiny_task, method))
-    labels = report.figures.get("clusters") or range(len(ends))  # without ACMU each is a cluster
+    labels = report.figures.get("clusters") or range(len(ends))  # without ACMU each client is a cluster
     labels = dict(zip(report.participants, labels, strict=True))
     after = method.message(experiment.server)["model"]
     starts = {}
     for id, own in ends.items():
         mates = [ends[other] for other in ends if labels[other] == labels[id]]
-        whole = average(mates, [1] * len(mates))  # all started from the same model
+        whole = average(mates, [1] * len(mates))  # all clients start from the same model
         expected = {
             "post_local": own,
             "whole": whole,
@@ -130,7 +131,7 @@ def test_last_updates_of_all_clients_can_form_the_clusters(tiny_task, tmp_path):
         assert len(report.figures["clusters"]) == len(so_far)
         assert len(report.participants) == 2
     assert len(so_far) > 2
-    # Eq. 14 over a cluster whoever took part: from where a client's own last update started
+    # Eq. 14 over a cluster, from where each client's own last update started, whichever clients took part
     labels = dict(zip(reports[-1].figures["clustered"], reports[-1].figures["clusters"], strict=True))
     states = private_states(experiment)
     for id in so_far:
@@ -150,7 +151,7 @@ def test_client_that_never_took_part_is_judged_by_the_global_model(tiny_task, tm
     asked = {id for name, _, id, _ in host.replies if name == "train"}
     judged: dict[int, torch.Tensor] = {}
     for name, _, id, reply in host.replies:
-        if name == "judge":  # the first is that of the model that comes first
+        if name == "judge":  # the first judgement is that of the first model
             judged.setdefault(id, reply["confusion"])
     cells = cells_of(experiment.evaluator._judge_global(last=False)[0].all)
     never = set(experiment.fleet.ids) - asked
@@ -165,7 +166,7 @@ def test_client_that_never_took_part_is_judged_by_the_global_model(tiny_task, tm
 
 
 class Misses(Recorder):
-    """Client 0 is not told its cluster's model in round 2."""
+    """Client 0 does not receive its cluster's model in round 2."""
 
     def run(self, fn, message, round, id, shard, private):
         if fn.__name__ == "keep" and id == 0 and round == 2:

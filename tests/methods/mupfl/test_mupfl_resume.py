@@ -59,7 +59,7 @@ def test_killed_between_upload_and_clustering_and_resumed_it_ends_the_same(tmp_p
         [sys.executable, "-c", KILLED_IN_CLUSTERING, "run", *settings, "killed"], env=os.environ, capture_output=True
     )
     assert killed.returncode == -9
-    assert len(figures(tmp_path / "killed")) == 1  # in round 2, after its uploads
+    assert len(figures(tmp_path / "killed")) == 1  # killed in round 2, after its uploads
     subprocess.run(
         [*plain, "resume", str(tmp_path / "killed"), "--fleet", "local"],
         check=True,

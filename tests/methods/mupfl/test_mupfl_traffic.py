@@ -42,7 +42,7 @@ def test_variants_run_and_send_what_they_should(tiny_task, tmp_path, fields):
     assert math.isfinite(reports[-1].figures["loss"])
     method, model, clients = experiment.method, experiment.server.model, len(experiment.fleet.ids)
     whole, classifier = tree.nbytes(model.entries()), tree.nbytes(model.entries("classifier."))
-    knowledge = 4 * 5 * 64 * 4 + 4  # h_glo, and whose are known
+    knowledge = 4 * 5 * 64 * 4 + 4  # h_glo, and a flag for each known class
     gradients = int((tiny_task.client_counts > 0).sum()) * 4 * (64 + 1) * 4
     start = {"nothing": 0, "model": whole, "classifier": classifier}[method.own_update_start]
     layers = {"hw": 4 * 4, "chw": 64 * 4 * 4, "bchw": 64 * 4 * 4}[method.bavd_map] if method.bavd else 0

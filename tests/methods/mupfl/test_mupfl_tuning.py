@@ -91,7 +91,7 @@ def test_update_starts_before_or_after_the_tuning(tiny_task, tmp_path, updates):
     experiment, _ = run(
         tiny_task, tmp_path, MuPFL(m=5, tau=200, matching_steps=3, updates=updates), local={"epochs": 1, "batch": 8}
     )
-    reply = replies_of(experiment, round=2)[3]  # one sample: nothing but tuning moves its model
+    reply = replies_of(experiment, round=2)[3]  # the client with one sample is changed by tuning alone
     still = all((value == 0).all() for value in reply["update"].values())
     assert still == (updates == "tuned")
     before = ends_of(experiment, initial(tiny_task))[3]["classifier.weight"]

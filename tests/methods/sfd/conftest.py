@@ -1,4 +1,4 @@
-"""Runs that several tests of this folder look at."""
+"""Runs that several tests in this folder share."""
 
 import pytest
 from sfd_runs import Keeper, configure, finish, open_experiment
@@ -20,7 +20,7 @@ def finished(task, tmp_path_factory) -> tuple[Experiment, list]:
 
 @pytest.fixture
 def client(task, tmp_path):
-    """A client that lacks classes, in the middle of a round, and the message it got."""
+    """Return a function that opens a client which lacks classes, in the middle of a round, with its message."""
 
     def open_client(**fields):
         experiment = open_experiment(configure(**fields), task, tmp_path, Keeper)

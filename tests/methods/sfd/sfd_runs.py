@@ -16,7 +16,7 @@ QUICK = {"name": "sfd", "rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_step
 
 
 def configure(data=None, **fields) -> Config:
-    # alpha 0.1: most clients lack some classes
+    # with alpha 0.1 most clients lack some classes
     return Config(
         data={"clients": 4, "alpha": 0.1} | (data or {}),
         method=QUICK | fields,
@@ -30,7 +30,7 @@ def open_experiment(config: Config, task: Task, folder: Path, host=ClientHost) -
 
 
 def statistics(experiment: Experiment) -> dict:
-    """Sums over all clients, of frequencies drawn from seed 5."""
+    """Return the sums over all clients, with frequencies drawn from seed 5."""
     experiment.fleet.begin(9)
     method, model = experiment.method, experiment.server.model
     parts = {"n": 1, "z": sums_like(64), "zz": sums_like(64 * 65 // 2), "phi": sums_like(method.rf_dim)}
@@ -50,7 +50,7 @@ def finish(experiment: Experiment) -> list:
 
 
 class Keeper(ClientHost):
-    """Keeps each client object, with the message of its last call."""
+    """Keeps each client object and the last message."""
 
     def run(self, fn, message, *rest):
         self.message = message

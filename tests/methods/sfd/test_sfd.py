@@ -35,7 +35,7 @@ def test_projector_of_the_paper_has_164736_parameters():
     assert sum(p.numel() for p in model.parameters()) == 11_168_832 + 512 * 10 + parameters
 
 
-def test_summed_statistics_are_those_of_all_features_pooled(finished, task):  # T-SFD-7, at the fleet
+def test_summed_statistics_are_those_of_all_features_pooled(finished, task):  # T-SFD-7, in the fleet
     experiment, _ = finished
     method, server = experiment.method, experiment.server
     sums = statistics(experiment)
@@ -62,15 +62,15 @@ def test_statistics_hold_the_clients_own_classes_only(finished, task):
     experiment, reports = finished
     measured = reports[-1].traffic["statistics"]
     model, clients = experiment.server.model, len(experiment.fleet.ids)
-    assert measured["down"] == clients * (tree.nbytes(encoder(model)) + 8)  # and the seed
-    # 8 bytes for count, mean, triangle and Fourier mean of each owned class
+    assert measured["down"] == clients * (tree.nbytes(encoder(model)) + 8)  # the encoder, and 8 bytes for the seed
+    # 8 bytes each for the numbers of count, mean, triangle and Fourier mean of each owned class
     assert measured["up"] == int((task.client_counts > 0).sum()) * 8 * (1 + 64 + 64 * 65 // 2 + 60)
     whole = tree.nbytes(model.entries())
     assert reports[0].traffic["train"] == {
         "down": clients * (whole + 8),
         "up": clients * (whole + 24),
         "replies": clients,
-    }  # and beta; and the loss, and two terms' shares
+    }  # down also beta; up also the loss and two terms' shares
 
 
 def test_finish_retrains_the_classifier_alone(finished):
@@ -146,7 +146,7 @@ def test_official_preset_selects_the_codes_variants_and_explicit_fields_win():
     official = SFD(preset="official")
     assert {name: getattr(official, name) for name in OFFICIAL} == OFFICIAL
     assert SFD(preset="official", rf_dim=5000).rf_dim == 5000
-    again = SFD(**official.model_dump())  # as a run folder's config.yaml has it
+    again = SFD(**official.model_dump())  # as a run folder's config.yaml records it
     assert again == official
     assert SFD().delta == "all"
 
@@ -187,7 +187,8 @@ def test_killed_during_synthesis_and_resumed_it_ends_with_the_same_model(tmp_pat
         "method.synthesis_steps=20",
         "method.epochs=5",
     ]
-    run_and_kill(tmp_path, settings, 0.3)  # statistics take a few milliseconds, synthesis seconds
+    # statistics take a few milliseconds and synthesis seconds, so the kill hits synthesis
+    run_and_kill(tmp_path, settings, 0.3)
     straight, killed = resume(tmp_path)
     assert straight["model_sha256"] == killed["model_sha256"]
 
@@ -200,7 +201,7 @@ def test_share_of_the_contrastive_term_grows_with_its_weight_and_falls_with_the_
         assert all(sum(report.figures["shares"].values()) == pytest.approx(1) for report in reports)
     assert seen[0.0] == [0, 0]
     assert seen[1.0][0] > seen[0.1][0] > 0
-    assert seen[1.0][1] < seen[1.0][0]  # beta falls along a cosine
+    assert seen[1.0][1] < seen[1.0][0]  # beta falls along a cosine, and the term with it
     reports = finish(open_experiment(configure(abbl="ce", safs=False), task, tmp_path))
     assert "shares" not in reports[-1].figures
 
@@ -255,12 +256,12 @@ def test_the_time_of_the_synthesis_is_that_of_its_steps(tiny_task, monkeypatch):
     monkeypatch.setattr("raylt.methods.sfd.method.time.perf_counter", lambda: now[0])
 
     def steps(*arguments, progress):
-        now[0] += 100  # what comes before the steps does not count
+        now[0] += 100  # time before the first step does not count
         for seconds in (50, 2, 4):
             now[0] += seconds
             progress(0, 0)
 
     monkeypatch.setattr("raylt.methods.sfd.method.synthesise", steps)
     method = SFD(rf_dim=60, m_min=80, m_max=120, synthesis_steps=10)
-    # 3 s a step at the largest bank; banks are 100 of 120 on average
+    # 3 s a step at the largest bank; on average a bank has 100 of the largest one's 120 features
     assert method.last_phase_seconds(spec, model) == pytest.approx(3 * 10 * spec.classes * 100 / 120)

@@ -1,4 +1,4 @@
-"""Other classifiers on SFD's encoder, from the sums that it has anyway."""
+"""Other classifiers on SFD's encoder, from the sums that SFD collects anyway."""
 
 import naive
 import numpy as np
@@ -52,7 +52,7 @@ def test_nearest_means_and_ridge_regression_are_those_of_the_pooled_features(tin
         assert torch.allclose(weight[c], mean / mean.norm(), atol=1e-5)
     experiment = run(tiny_task, tmp_path, SFD(**QUICK, classifier="ridge"))
     x = np.concatenate([z.numpy(), np.ones((len(z), 1))], 1)
-    rows = np.concatenate([x, 0.1 * np.eye(65)])  # sqrt(0.01) I below the data
+    rows = np.concatenate([x, 0.1 * np.eye(65)])  # the rows of sqrt(0.01) I are appended to the data
     solution = np.linalg.lstsq(rows, np.concatenate([np.eye(4)[y.numpy()], np.zeros((65, 4))]), rcond=None)[0]
     solution = solution / np.linalg.norm(solution[:-1], axis=0)
     classifier = experiment.method.global_model(experiment.server).classifier

@@ -14,7 +14,7 @@ def test_objective_is_equation_8(client):
     _, mine, message = client(gamma=1.0, beta1=0.5)
     batch = next(mine.batches(1, 16))
     mine.model.train()
-    # the first round's message: r = 0, beta = beta1
+    # in the first round's message r = 0 and beta = beta1
     assert message["beta"] == 0.5
     loss = SFD(gamma=1.0, beta1=0.5).objective(mine, message)(batch)
     mine.model.train()

@@ -26,7 +26,7 @@ def test_with_all_classes_present_the_loss_is_logit_adjustment_whatever_beta(): 
     counts = torch.tensor([40, 7, 10, 4])
     for beta in (0.0, 0.3, 1.0):
         loss = F.cross_entropy(logits + logit_shift(adjusted_prior(counts, beta), 0.7), y)
-        # -log (n_y^g e^f_y / sum_c n_c^g e^f_c), written out
+        # -log (n_y^g e^f_y / sum_c n_c^g e^f_c)
         mass = counts.double() ** 0.7 * logits.double().exp()
         expected = -(mass[torch.arange(len(y)), y] / mass.sum(1)).log().mean()
         assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
@@ -49,7 +49,7 @@ def test_gamma_zero_is_plain_cross_entropy(beta):  # T-SFD-3
 
 
 def supcon(h, y, counts, tau, delta, with_self):
-    """Eq. 7 sample by sample, in float64."""
+    """Compute Eq. 7 sample by sample, in float64."""
     total, anchors = 0.0, 0
     for i in range(len(y)):
         positives = [a for a in range(len(y)) if y[a] == y[i] and (with_self or a != i)]
@@ -70,7 +70,7 @@ def supcon(h, y, counts, tau, delta, with_self):
 @pytest.mark.parametrize("delta", ["all", "negatives", "none"])
 def test_contrastive_loss_and_its_gradient_are_those_of_the_formula(delta, with_self):
     _, h, y = draw(dtype=torch.float64)
-    y[0] = 3  # an anchor may be alone in its class
+    y[0] = 3  # this anchor is alone in its class
     y[1:] = y[1:] % 3
     ours, theirs = h.float().requires_grad_(), h.clone().requires_grad_()
     loss = adaptive_supcon(ours, y, COUNTS.log(), 0.07, delta, with_self)
@@ -120,4 +120,4 @@ def test_loss_stays_finite_for_batches_of_one_class_and_under_autocast(y):
     assert h.grad.isfinite().all()
 
 
-# distillation and Margin Metric Softmax: FedSM
+# distillation and Margin Metric Softmax, which FedSM takes

@@ -15,8 +15,8 @@ from raylt.methods import make_method
 from raylt.methods.sfd.method import SFD
 
 ROUNDS = 2
-# a bank and a kernel with which every term of the synthesis moves features by 0.01 and more (by the paper's they hardly
-# move at all), and re-training in several batches
+# A bank and a kernel with which every term of the synthesis moves features by at least 0.01 (with the paper's values
+# they hardly move), and re-training in several batches.
 QUICK = {
     "rf_dim": 40,
     "m_min": 70,
@@ -48,7 +48,7 @@ def plain(model) -> None:
 
 
 def adaptive_cross_entropy(method: SFD, logits: Tensor, y: Tensor, counts: list[int]) -> Tensor:
-    """Eq. 5 and 6, sample by sample."""
+    """Compute Eq. 5 and 6 sample by sample."""
     total, least = 0.0, min(n for n in counts if n)
     pi = torch.tensor([n if n or method.abbl == "la" else method.beta_pi * least for n in counts], dtype=torch.float64)
     factor = torch.ones(4) if method.abbl == "ce" else pi**method.gamma
@@ -59,7 +59,7 @@ def adaptive_cross_entropy(method: SFD, logits: Tensor, y: Tensor, counts: list[
 
 
 def contrastive(method: SFD, h: Tensor, y: Tensor, counts: list[int]) -> Tensor:
-    """Eq. 7, anchor by anchor."""
+    """Compute Eq. 7 anchor by anchor."""
     total, anchors, n = 0.0, 0, torch.tensor(counts).double()[y]
     for i in range(len(y)):
         similar = (h @ h[i] / method.tau).double()
@@ -74,7 +74,7 @@ def contrastive(method: SFD, h: Tensor, y: Tensor, counts: list[int]) -> Tensor:
 
 
 def after_round(method: SFD, model, task, t: int) -> naive.Entries:
-    """The global model after round t, from the one before."""
+    """Return the global model after round t, from the one before."""
     beta = method.beta1 * 0.5 * (1 + math.cos(math.pi * (t - 1) / ROUNDS))
     start, ends, weights = naive.entries(model), [], []
     for id in naive.clients_of(task):
@@ -101,7 +101,7 @@ def after_round(method: SFD, model, task, t: int) -> naive.Entries:
 
 
 def frequencies(method: SFD) -> Tensor:
-    """Rows of Omega for the kernel exp(-gamma ||u - v||^2), [D/2, d]."""
+    """Draw the rows of Omega for the kernel exp(-gamma ||u - v||^2), [D/2, d]."""
     draw, scale = naive.generator("server", "fourier", ROUNDS + 1), math.sqrt(2 * method.gamma_rbf)
     if method.rf_type == "iid":
         return scale * torch.randn(method.rf_dim // 2, 64, generator=draw).double()
@@ -128,7 +128,7 @@ def pooled_features(method: SFD, model, task) -> tuple[Tensor, Tensor]:
 
 
 def synthetic(method: SFD, own: Tensor, size: int, omega: Tensor, c: int) -> Tensor:
-    """Algorithm 1 for the class whose real features are given, by autograd."""
+    """Run Algorithm 1 by autograd for one class, given its real features."""
     mean = own.double().mean(0)
     cov = (own.double() - mean).T @ (own.double() - mean) / len(own)
     factor, target = torch.linalg.cholesky(cov + 1e-5 * torch.eye(64)), phi(own, omega).mean(0)
@@ -160,13 +160,13 @@ def synthetic(method: SFD, own: Tensor, size: int, omega: Tensor, c: int) -> Ten
 
 
 def after_finish(method: SFD, model, task) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """The banks by class, and the classifier's weights and biases."""
+    """Return the banks by class, and the classifier's weights and biases."""
     z, y = pooled_features(method, model, task)
     omega, counts = frequencies(method), torch.bincount(y).tolist()
     ranks = sorted(set(counts))
     made, labels = {}, []
     for c in sorted(range(4), key=lambda c: (counts[c], c)):
-        share = ranks.index(counts[c]) / (len(ranks) - 1)  # 0: smallest class, largest bank
+        share = ranks.index(counts[c]) / (len(ranks) - 1)  # share 0: the smallest class gets the largest bank
         size = round(method.m_max + share * (method.m_min - method.m_max))
         made[str(c)] = synthetic(method, z[y == c], size, omega, c)
         labels += size * [c]
@@ -212,7 +212,8 @@ def test_rounds_are_those_of_equations_5_to_8_written_out(tiny_task, tmp_path, f
         expected = after_round(method, model, tiny_task, t)
         experiment.step()
         model.load_state_dict(experiment.server.model.state_dict())
-        assert naive.differences(naive.entries(model), expected, 5e-4) == {}  # BatchNorm over 8 images: float32
+        # the tolerance allows for BatchNorm over 8 images in float32
+        assert naive.differences(naive.entries(model), expected, 5e-4) == {}
 
 
 @pytest.mark.parametrize(

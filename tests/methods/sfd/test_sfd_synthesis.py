@@ -32,7 +32,7 @@ def target():
 
 
 def synthesis_loss(z, target, parts):
-    """Eq. 15-17 by autograd: the sum of the losses that are in use."""
+    """Return the sum of the active losses of Eq. 15-17, for autograd."""
     loss = z.new_zeros(())
     if parts.mmd:
         loss = loss + mmd(z, target)
@@ -50,7 +50,7 @@ def test_aligned_features_have_the_targets_mean_and_covariance(target, size):  #
     z = align(draw_bank(size), target)
     cov = target.factor @ target.factor.T
     assert torch.allclose(z.mean(0), target.mean, atol=1e-10)
-    # 1e-6 of jitter on the bank's covariance, whose smallest eigenvalue at M = d + 1 is about 1e-3
+    # the jitter of 1e-6 is added to the bank's covariance, whose smallest eigenvalue at M = d + 1 is about 1e-3
     assert ((torch.cov(z.T) - cov).norm() / cov.norm()).item() < 1e-4
 
 
@@ -62,7 +62,7 @@ def test_too_few_features_are_refused(target, size):
 
 @pytest.mark.parametrize("terms", [Parts(*flags) for flags in itertools.product([True, False], repeat=3)], ids=str)
 def test_gradient_in_closed_form_is_that_of_autograd(target, terms):
-    raw = 0.5 + 2 * draw_bank(3 * DIM)  # not white, so that Cholesky's gradient matters
+    raw = 0.5 + 2 * draw_bank(3 * DIM)  # not white, so that the gradient of Cholesky's factor matters
     leaf = raw.double().requires_grad_()
     z = align(leaf, target) if terms.aligner else leaf
     loss = synthesis_loss(z, target, terms)
@@ -102,11 +102,11 @@ def test_synthesis_lowers_the_loss_and_the_negative_mass(target):  # T-SFD-10
         assert sum(start) == pytest.approx(made[0][0], rel=1e-5)
         assert end.arr == pytest.approx(-made[steps][1] / (4 * DIM), rel=1e-5)
     assert made[60][0] < 0.9 * made[0][0]
-    assert made[60][1] > 0.9 * made[0][1]  # both negative: less mass below zero
+    assert made[60][1] > 0.9 * made[0][1]  # both values are negative, so there is less mass below zero
 
 
 def test_bank_follows_momentum_sgd_with_a_cosine_rate(target):
-    """Against torch.optim.SGD and CosineAnnealingLR over autograd of the equations."""
+    """Compare with torch.optim.SGD and CosineAnnealingLR over autograd of the equations."""
     bank = torch.nn.Parameter(draw_bank(3 * DIM, seed=5))
     optimiser = torch.optim.SGD([bank], lr=0.5, momentum=0.8)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, T_max=6)
@@ -150,7 +150,7 @@ def test_jitter_rises_until_the_covariance_is_positive_definite_or_gives_up():
         ([50, 50, 5000], [2000, 2000, 600]),  # T-SFD-11
         ([7, 7], [2000, 2000]),
         ([100, 10, 1], [600, 1300, 2000]),
-        # ranks of 1, 2, 3, 4: steps of 1400 / 3
+        # ranks 1, 2, 3, 4: the sizes differ by 1400 / 3
         ([4, 3, 2, 1], [600, 1067, 1533, 2000]),
     ],
 )
@@ -166,14 +166,14 @@ def test_each_loss_is_reported_whether_it_is_used_or_not(target):
     assert ends["none"] == start
     assert ends["mmd"].mmd < 0.8 * start.mmd
     assert ends["arr"].arr < 0.8 * start.arr
-    assert ends["mmd"].mmd < ends["arr"].mmd  # each lowers its own
+    assert ends["mmd"].mmd < ends["arr"].mmd  # each loss lowers its own value more
     assert ends["arr"].arr < ends["mmd"].arr
 
 
 @pytest.mark.parametrize("size", [50, 400])
 @pytest.mark.parametrize("gamma", [0.001, 0.01, 0.3])
 def test_floor_is_that_of_a_bootstrap_of_real_features(size, gamma):
-    """Of 300 features as after a ReLU, against 200 draws of the bootstrap itself."""
+    """Compare with 200 draws of a bootstrap of 300 features behind a ReLU."""
     generator = torch.Generator().manual_seed(1)
     z = (torch.randn(300, DIM, generator=generator) + 0.2).relu()
     omega = draw_frequencies(DIM, 400, gamma, "orf", 1)
