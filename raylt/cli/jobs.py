@@ -130,7 +130,7 @@ def list_jobs(address: str, format: Format) -> None:
 
 
 def complete(command: str, words: list[str]) -> str | None:
-    """Add to a command, in place, the options for folders on the cluster that the user left out.
+    """Add the missing options that name folders on the cluster to a command, in place.
 
     Returns:
         The run folder on the cluster; None for a command of several runs.

@@ -1,4 +1,4 @@
-"""Checks before a run starts that the clients' last uploads will be small enough to send."""
+"""The check, made before a run starts, that clients' last uploads will be small enough to send."""
 
 from raylt import tree
 from raylt.core.fleet.wire import room_for

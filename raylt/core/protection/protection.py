@@ -57,7 +57,7 @@ class Protection:
         self._spent = False
 
     def with_templates(self, parts: Mapping[str, Reduction], message: Message) -> dict[str, Reduction]:
-        """Set the sent model as the template of the model uploads that get noise, and return all reductions."""
+        """Make the model that was sent the template of noisy model uploads, and return all reductions."""
         model = parts.get(RELEASED)
         if self._config.privacy.update_epsilon is None or self._judging or model is None or RELEASED not in message:
             return dict(parts)
