@@ -242,5 +242,6 @@ def test_pooled_counts_are_the_sum_whichever_clients_share_a_matrix():
     one, other = tensor([[3, 1], [0, 2]]), tensor([[1, 0], [5, 4]])
     before = one.clone()
     assert torch.equal(pooled([one, other, one]), one + other + one)
+    assert torch.equal(pooled([one, one, other, other, other]), 2 * one + 3 * other)
     assert torch.equal(pooled(iter([other])), other)
     assert torch.equal(one, before)

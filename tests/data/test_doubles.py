@@ -1,13 +1,16 @@
 """Test images that are also training images: counted, left out, or refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from PIL import Image
 from refusals import refused
 
 from raylt.config import DataConfig
-from raylt.data.doubles import repeated
+from raylt.data.doubles import repeated, without_doubles
 from raylt.data.images.cache import Mapped, load
+from raylt.data.sources.sources import open_source
 from raylt.data.task import build_task
 from raylt.errors import DataError
 
@@ -59,6 +62,15 @@ def test_doubles_are_left_out_with_their_labels_and_clients(file, pictures):
     assert [rows.tolist() for rows in task.own_tests] == [[2, 5], [0, 3], [1, 4]]  # ids 1, 2, 0, 1, 2, 0
     assert task.sizes.sum() == 20
     assert any(note.startswith("4 of 10 test images") for note in task.notes)
+
+
+def test_the_first_of_several_copies_is_kept(pictures, tmp_path):
+    x = np.concatenate([pictures[:3], pictures[1:2], pictures[5:7], pictures[1:2]])  # 3 and 6 repeat 1
+    names = np.array(list("abcdefg"))
+    np.savez(tmp_path / "it.npz", x_train=x, y_train=np.arange(7), x_test=x, y_test=np.arange(7), class_names=names)
+    source = open_source(DataConfig(source=f"npz:{tmp_path / 'it.npz'}"))
+    kept = without_doubles(replace(source, x_test=source.x_test[:0]))
+    assert load(kept.y_train).tolist() == [0, 1, 2, 4, 5]
 
 
 def test_doubles_are_refused_with_their_number(file):

@@ -591,3 +591,13 @@ def test_a_small_file_that_unpacks_to_gigabytes_takes_no_memory(tmp_path):
         _ = FeatureFile(file).dim
     assert caught.value.code == "model.teacher-mismatch"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 2**10
+
+
+def test_weights_that_unpack_to_more_than_their_file_are_refused(tmp_path):
+    file = tmp_path / "w.pt"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/0", bytes(2**24))
+    assert file.stat().st_size < 2**20
+    with pytest.raises(RayltError) as caught:
+        pretrained.read(file, "resnet8")
+    assert "claims to unpack to more than its size" in str(caught.value)
