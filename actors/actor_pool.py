@@ -15,9 +15,9 @@ from ray.exceptions import (
 from ray.util import get_current_placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.capacity import Placement, count_of, nodes_of, reserve, room
+from actors.capacity import Placement, nodes_of, reserve, room
 from actors.client import DeviceFull
-from raylt.errors import ConfigError, RayltError
+from raylt.errors import ConfigError, RayltError, count_of
 
 LOOK_S = 2.0  # seconds between looks at a cluster that may have become smaller
 STARTS = 3  # attempts to start the replacement of an actor

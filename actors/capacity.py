@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raylt.config import Config, ResourcesConfig
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, count_of
 
 SERVER_GPUS = 0.05  # share of a GPU for the server; it only places the server, Ray does not limit memory
 USABLE = 0.9  # share of a memory; the rest is for Ray, fragmentation and other programs
@@ -154,11 +154,6 @@ def plan(config: Config, clients: int, nodes: Sequence[Node], need: Need | None 
     return PlacementPlan(
         Placement(actors, wanted.cpus_per_client, share, client_labels), server_gpus, server_labels, reasons
     )
-
-
-def count_of(number: float, unit: str) -> str:
-    """Format a number with its unit, as in `1 CPU`, `0.5 CPUs` or `3 CPUs`."""
-    return f"{number:.15g} {unit}{'' if number == 1 else 's'}"
 
 
 def room(placement: Placement, nodes: Sequence[Node]) -> int:

@@ -284,6 +284,11 @@ def quoted(path: object) -> str:
     return shlex.quote(str(path))
 
 
+def count_of(number: float, unit: str) -> str:
+    """Format a number with its unit, as in `1 CPU`, `0.5 CPUs` or `3 CPUs`."""
+    return f"{number:.15g} {unit}{'' if number == 1 else 's'}"
+
+
 def did_you_mean(word: str, choices: Iterable[str], prefix: str = "") -> str:
     """Return `Did you mean X? ` with the choice most similar to a mistyped word, or "" if none is similar.
 

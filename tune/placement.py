@@ -6,10 +6,10 @@ Where processes share a GPU, `need_of` measures before the first trial what one 
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from actors.capacity import SERVER_GPUS, USABLE, Need, Placement, count_of
+from actors.capacity import SERVER_GPUS, USABLE, Need, Placement
 from actors.probe import probe
 from raylt.config import Config
-from raylt.errors import ConfigError
+from raylt.errors import ConfigError, count_of
 from raylt.registry import resolve
 from tune.loop import task_of
 from tune.plan import SearchPlan

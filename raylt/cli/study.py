@@ -14,7 +14,7 @@ from rich.table import Table
 
 from raylt.cli.jobs import DashboardAddress, follow_job, list_jobs
 from raylt.cli.options import Format, err, out
-from raylt.errors import ConfigError, RayltError, quoted
+from raylt.errors import ConfigError, RayltError, count_of, quoted
 from raylt.runs.callbacks.base import Callback, StudyStatus
 
 if TYPE_CHECKING:
@@ -168,7 +168,8 @@ def carry_out(
         out.print(f"{prepared.folder}; draw it with raylt report {quoted(prepared.folder)}", soft_wrap=True)
     elsewhere = [record.folder for record in prepared.records if record.state == "running"]
     if elsewhere:
-        err.print(f"{len(elsewhere)} runs are held by another process and are not in these tables", soft_wrap=True)
+        runs = count_of(len(elsewhere), "run")
+        err.print(f"not in these tables: {runs} that another process holds", soft_wrap=True)
     raise_if_failed(prepared, failed)
 
 
@@ -176,8 +177,8 @@ def raise_if_failed(study: "Study", failed: Sequence[str]) -> None:
     """Raise an error that names the first failed run, if any run failed."""
     if failed:
         raise RayltError(
-            f"{study.folder}: {len(failed)} runs failed (the first is {failed[0]}). Repeat the command to try them "
-            "again.",
+            f"{study.folder}: {count_of(len(failed), 'run')} failed (the first is {failed[0]}). Repeat the command to "
+            "try again.",
             code="study.runs-failed",
             path=str(study.folder),
             runs=list(failed),
@@ -224,14 +225,14 @@ def show_plan(planned: "Study", parallel: int | None, fleet: str, format: str = 
     trainings = ""
     if shared:
         count = len(not_on_record) - len(shared)
-        trainings = f"{count} training{'s' * (count != 1)}, from which the others continue; "
+        trainings = f"{count_of(count, 'training')}, from which the others continue; "
     time_left = "the time is known when the first run has finished a round"
     if not open_runs:
         time_left = "all are done"
     elif total is not None:
         last_phases = ", without last phases that were not timed yet" if untimed else ""
         time_left = f"about {duration(total)}, {at_once} at once{last_phases}"
-    out.print(f"{len(entries)} runs, {trainings}{open_runs} to do: {time_left}")
+    out.print(f"{count_of(len(entries), 'run')}, {trainings}{open_runs} to do: {time_left}")
     for line in _last_phases(untimed):
         out.print(line, soft_wrap=True)
 

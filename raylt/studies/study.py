@@ -20,7 +20,7 @@ from raylt.config import Config, DataConfig, settled
 from raylt.config import differences as setting_differences
 from raylt.data.task import JudgedImages, Task, judged_images_of
 from raylt.disk import exists, is_file
-from raylt.errors import CheckpointError, ConfigError, RayltError, quoted, spoken
+from raylt.errors import CheckpointError, ConfigError, RayltError, count_of, quoted, spoken
 from raylt.metrics import GROUPS
 from raylt.notebook import html_table, in_notebook, later
 from raylt.runs.callbacks.base import Callback
@@ -75,7 +75,8 @@ def study(
     failed = made.run(**options)
     if failed:
         raise ConfigError(
-            f"{made.folder}: {len(failed)} runs failed ({', '.join(failed)}). See the .failed files in that folder.",
+            f"{made.folder}: {count_of(len(failed), 'run')} failed ({', '.join(failed)}). See the .failed files in "
+            "that folder.",
             code="study.runs-failed",
             path=str(made.folder),
             runs=failed,
@@ -200,7 +201,9 @@ class Study:
 
     def __repr__(self) -> str:
         done = sum(record.state == "done" for record in self.records)
-        return f"Study({str(self.folder or self.definition.name)!r}, {done} of {len(self.records)} runs done)"
+        return (
+            f"Study({str(self.folder or self.definition.name)!r}, {done} of {count_of(len(self.records), 'run')} done)"
+        )
 
     def _repr_html_(self) -> str:
         """Return an HTML table of the runs' states, with the mean of the measure over finished runs."""

@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from pathlib import Path
 
 import pytest
 from made import report, write_run
@@ -151,6 +152,19 @@ def test_arm_that_cannot_start_is_refused_before_anything_runs(tmp_path, monkeyp
     with refused(code, **details):
         app(["study", "s.yaml", *options], standalone_mode=False)
     assert not (tmp_path / "runs").exists()
+
+
+def test_one_run_is_not_called_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tree = {"name": "one", "arms": {"fedavg": "fedavg"}, "seeds": 1, "base": {"federation": {"rounds": 3}}}
+    (tmp_path / "s.yaml").write_text(json.dumps(tree))
+    assert "\n1 run, 1 to do" in printed(capsys, "study", "s.yaml", "--dry-run")
+    study = Study.create(define(tree), tmp_path / "runs")
+    [plan] = study.definition.runs()
+    write_run(study.folder / plan.folder, plan, [0.1, 0.2, 0.3], done=True, split=0)
+    page = Path(printed(capsys, "report", study.folder).strip()).read_text()
+    assert "1 run: 1 done." in page
+    assert "1 runs" not in page
 
 
 def test_study_is_planned_where_its_data_are_not(tmp_path, monkeypatch, capsys):

@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from raylt.config import completed
-from raylt.errors import CheckpointError, ConfigError, did_you_mean, spoken
+from raylt.errors import CheckpointError, ConfigError, count_of, did_you_mean, spoken
 from raylt.notebook import later
 from raylt.studies.analysis.claims import Claim, ClaimFigures, Judged, Values, difference, judge
 from raylt.studies.analysis.measures import At, measure_of, value_of
@@ -335,13 +335,13 @@ def _parts_only_in(condition: str, other: str) -> str:
 def _versions(done: Sequence[RunRecord]) -> list[str]:
     """Return a line for each version of the code with its number of runs, if there are several versions."""
     made = Counter(" and ".join(code[:12] for code in record.made.get("codes", ["unknown"])) for record in done)
-    return [f"{code}: {runs} runs" for code, runs in made.items()] if len(made) > 1 else []
+    return [f"{code}: {count_of(runs, 'run')}" for code, runs in made.items()] if len(made) > 1 else []
 
 
 def _unsealed(done: Sequence[RunRecord]) -> list[str]:
     """Return the number of runs whose records are not protected by hashes, by cell and arm."""
     counts = Counter((record.cell, record.arm) for record in done if not record.sealed)
-    return [f"{f'{cell}, ' if cell else ''}{arm}: {runs} runs" for (cell, arm), runs in counts.items()]
+    return [f"{f'{cell}, ' if cell else ''}{arm}: {count_of(runs, 'run')}" for (cell, arm), runs in counts.items()]
 
 
 def _values(done: Sequence[RunRecord], measure: str, at: At) -> tuple[Values, list[str]]:

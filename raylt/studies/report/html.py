@@ -11,7 +11,7 @@ import jinja2
 from markupsafe import Markup
 
 from raylt import store
-from raylt.errors import CheckpointError, ConfigError, spoken
+from raylt.errors import CheckpointError, ConfigError, count_of, spoken
 from raylt.methods import METHODS
 from raylt.metrics import GROUPS
 from raylt.studies.analysis.comparison import Comparison, Row, judged_on
@@ -122,7 +122,9 @@ def render(study: Study, mix_versions: bool = False) -> str:
 
 def _state_counts(records: Sequence[RunRecord]) -> str:
     states = [record.state for record in records]
-    return f"{len(states)} runs: " + ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    return f"{count_of(len(states), 'run')}: " + ", ".join(
+        f"{states.count(state)} {state}" for state in dict.fromkeys(states)
+    )
 
 
 def _rows(comparison: Comparison) -> list[tuple[Any, ...]]:

@@ -164,7 +164,7 @@ def test_a_file_is_sealed_as_far_as_its_summaries_have_their_hashes(results):
     edit(results, lambda tree: (unsealed_number(tree), tree.pop("seal"), tree.update(schema=1)))
     (line,) = seal_results(results)
     assert line.startswith("fedavg/seed-0: stays unsealed")
-    assert Study.open(results).compare().unsealed == ["fedavg: 1 runs"]
+    assert Study.open(results).compare().unsealed == ["fedavg: 1 run"]
     assert seal_results(results) == [line]
 
 
