@@ -151,7 +151,11 @@ class RUCR(Method):
         of_class = {"n": 1, "z": torch.empty(server.model.dim, device="meta")}
         like = dict.fromkeys(range(server.model.classes), of_class)
         message = {"encoder": tree.snapshot(server.model.entries("encoder."))}
-        sums = total.within(like).counting("n").over_samples(partial(sums_fault, **server.feature_limits | {"longest": 1.0}))
+        sums = (
+            total.within(like)
+            .counting("n")
+            .over_samples(partial(sums_fault, **server.feature_limits | {"longest": 1.0}))
+        )
         classes = fleet.ask(self.prototypes, cohort, message, classes=sums)["classes"]
         counts = torch.tensor([classes[c]["n"] if c in classes else 0 for c in like], dtype=torch.float64)
         return pooled_means(classes, server.model.classes) | {"pi": (counts / counts.sum()).float()}
