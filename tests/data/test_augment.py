@@ -49,7 +49,7 @@ def test_resized_crop_flip_equals_torchvisions_on_each_sample(shape):
     for image, box, flip in zip(x.float(), boxes.tolist(), flips.tolist(), strict=True):
         part = v2.functional.resized_crop(image.permute(2, 0, 1), *box, size=list(shape[:2]), antialias=False)
         expected.append((part.flip(2) if flip else part).permute(1, 2, 0))
-    assert torch.allclose(apply_boxes(x, boxes, flips), torch.stack(expected), atol=0.01)  # of 255
+    assert torch.allclose(apply_boxes(x, boxes, flips), torch.stack(expected), atol=0.01)  # on the scale of 255
 
 
 def test_resized_crop_of_the_whole_image_is_the_identity():
@@ -127,14 +127,14 @@ def test_normalised_batches_are_channels_last(augment, channels):
 
 
 def coded(batch: int, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images whose grey value tells the label of their map: blocks of 8 x 8 pixels, class c is 40 * c."""
+    """Return images whose grey value is 40 times the label in their maps, in blocks of 8 x 8 pixels."""
     blocks = torch.randint(0, 6, (batch, height // 8, width // 8), generator=seeded(5), dtype=torch.uint8)
     maps = blocks.repeat_interleave(8, 1).repeat_interleave(8, 2)
     return (40 * maps)[..., None].repeat(1, 1, 1, 3), maps
 
 
 def inner(maps: torch.Tensor) -> torch.Tensor:
-    """Pixels whose whole neighbourhood has their label: interpolation mixes nothing else into them."""
+    """Return which pixels have a neighbourhood of their own label, so that interpolation does not mix labels."""
     near = torch.nn.functional.unfold(maps[:, None].float(), 5, padding=2).view(len(maps), 25, *maps.shape[1:])
     return (near == near[:, :1]).all(1)
 
@@ -166,9 +166,9 @@ def test_scaled_boxes_are_of_half_to_double_scale_and_cover_or_lie_in_the_image(
     scale = 48 / sides[:, 0]
     assert sides[:, 0].min() == 24
     assert sides[:, 0].max() == 96
-    # s is uniform in 0.5..2, with the mean 1.25
+    # s is uniform in 0.5..2 with the mean 1.25
     assert abs(scale.mean() - 1.25) < 0.01
-    assert ((sides[:, 1] - sides[:, 0] * 64 / 48).abs() < 0.5 * (1 + 64 / 48)).all()  # both are rounded
+    assert ((sides[:, 1] - sides[:, 0] * 64 / 48).abs() < 0.5 * (1 + 64 / 48)).all()  # both sides are rounded
     inside, around = sides <= full, sides >= full
     assert (corners >= 0)[inside].all()
     assert (corners + sides <= full)[inside].all()
@@ -178,7 +178,7 @@ def test_scaled_boxes_are_of_half_to_double_scale_and_cover_or_lie_in_the_image(
 
 def test_what_lies_outside_a_scaled_image_is_void_and_looks_like_its_border():
     x, y = coded(1, 48, 64)
-    boxes = torch.tensor([[-24, -32, 96, 128]])  # half the size, in the middle
+    boxes = torch.tensor([[-24, -32, 96, 128]])  # the image is shrunk to half its size, in the middle
     flips = torch.zeros(1, dtype=torch.bool)
     maps = apply_boxes_to_maps(y[..., None], boxes, flips)[..., 0]
     assert (maps[0, 12:36, 16:48] != VOID).all()
@@ -195,12 +195,12 @@ def test_torchvisions_transforms_draw_for_each_image_and_disturb_no_other_draw(n
     expected = torch.rand(1)
     torch.manual_seed(5)
     first, labels = AUGMENTATIONS[name](x, torch.arange(12), seeded(1))
-    assert torch.equal(torch.rand(1), expected)  # what training draws next is what it would have drawn
+    assert torch.equal(torch.rand(1), expected)  # the next draw of training is unchanged
     again, _ = AUGMENTATIONS[name](x.float(), torch.arange(12), seeded(1))
     assert torch.equal(first, again)
     assert torch.equal(labels, torch.arange(12))
     assert first.shape == x.shape
-    assert len({image.numpy().tobytes() for image in first}) >= 6  # changes of colour leave grey as it is
+    assert len({image.numpy().tobytes() for image in first}) >= 6  # grey images do not change when colours do
 
 
 def test_a_transform_is_torchvisions_on_single_images():

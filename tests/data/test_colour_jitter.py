@@ -12,7 +12,7 @@ def seeded(seed=0):
 
 
 def images(batch, channels=3):
-    """Random pixels, flat areas and grey ones, for which hue and saturation have cases of their own."""
+    """Return random pixels, flat areas and grey areas, which hue and saturation treat as special cases."""
     x = torch.randint(0, 256, (batch, 16, 12, channels), dtype=torch.uint8, generator=seeded(9))
     x[:, :4] = x[:, :1, :1]
     x[:, 4:6] = x[:, 4:6, :, :1]
@@ -36,7 +36,7 @@ def test_an_operation_is_torchvisions_on_each_image(number, channels):
     ours = OPERATIONS[number](x.float(), factors[:, number, None, None, None]).to(torch.uint8)
     each = zip(x, factors[:, number].tolist(), strict=True)
     off = differences(ours, torch.stack([TORCHVISION[number](image, factor) for image, factor in each]))
-    assert off.max() <= 1  # a factor in float32 instead of float64 may tip a rounding
+    assert off.max() <= 1  # a factor in float32 instead of float64 may change a rounding
     assert (off > 0).float().mean() < 1e-3
 
 
@@ -59,7 +59,7 @@ def test_draws_have_the_distribution_of_torchvisions():
     order, factors = draw_jitter(24_000, seeded(3))
     counts = torch.unique(order, dim=0, return_counts=True)[1]
     assert len(counts) == 24
-    assert counts.min() > 850  # of 1000 expected, five standard deviations
+    assert counts.min() > 850  # 1000 expected, five standard deviations
     assert counts.max() < 1150
     for values, strength, middle in zip(factors.T, STRENGTHS, (1, 1, 1, 0), strict=True):
         assert (values - middle).abs().max() <= strength

@@ -1,4 +1,4 @@
-"""Test images that are also training images: counted, left out, or refused."""
+"""Test images that are also training images are counted, left out or refused."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from raylt.errors import DataError
 
 @pytest.fixture
 def pictures():
-    """30 different pictures; the last two differ from the first two in one pixel outside their middle row."""
+    """Return 30 different pictures; the last two differ from the first two in one pixel outside their middle row."""
     x = np.random.default_rng(0).integers(0, 256, (30, 8, 8, 1), dtype=np.uint8)
     x[28:] = x[:2]
     x[28:, 0, 0] ^= 1
@@ -26,7 +26,7 @@ def pictures():
 
 @pytest.fixture
 def file(pictures, tmp_path):
-    """Of 10 test images 4 are training images, one of them twice."""
+    """Save 10 test images, of which 4 are training images, one of them twice."""
     tests = np.concatenate([pictures[:3], pictures[:1], pictures[20:26]])
     np.savez(
         tmp_path / "it.npz",
@@ -45,7 +45,7 @@ def test_doubles_are_compared_pixel_by_pixel_in_memory_and_on_disk(pictures, tmp
     np.save(tmp_path / "images.npy", pictures)
     on_disk = Mapped(str(tmp_path / "images.npy"), np.arange(20, 30))
     tests = np.concatenate([pictures[25:], pictures[:2]])
-    assert repeated(on_disk, tests).tolist() == [True] * 5 + [False] * 2  # 28 and 29 only look like 0 and 1
+    assert repeated(on_disk, tests).tolist() == [True] * 5 + [False] * 2  # pictures 28 and 29 only look like 0 and 1
     assert repeated(pictures[:20], on_disk).tolist() == [False] * 10
 
 

@@ -1,4 +1,4 @@
-"""What the data of a run hash to."""
+"""The hash of a run's data."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_a_file_of_decoded_images_is_read_once_and_again_when_it_was_written(tas
     known = json.loads((tmp_path / "images.npy.sha256").read_text())
     assert known["bytes"] == file.stat().st_size
     with monkeypatch.context() as patch:
-        patch.setattr(fingerprint.store.Folder, "hash", None)  # whoever calls it fails
+        patch.setattr(fingerprint.store.Folder, "hash", None)  # a call would fail
         assert hash_data(mapped) == first
     fewer = replace(task, test=replace(task.test, x=Mapped(str(file), np.arange(5))))
     assert hash_data(fewer)["test images"] != first["test images"]

@@ -5,7 +5,7 @@ from raylt.data.heterogeneity import heterogeneity
 
 
 def test_figures_by_hand():
-    # all: 8, 2 of 10. Clients: (4, 0), (4, 2); mixes (1, 0), (2/3, 1/3) against (0.8, 0.2)
+    # pooled counts: 8 and 2 of 10. Clients: (4, 0), (4, 2), with class mixes (1, 0), (2/3, 1/3) against (0.8, 0.2)
     figures = heterogeneity(np.array([[4, 0], [4, 2], [0, 0]]))
     assert figures.imbalance == 4
     assert figures.sizes == 1.5
@@ -15,4 +15,5 @@ def test_figures_by_hand():
 
 def test_the_bounds_of_the_distance():
     assert heterogeneity(np.full((3, 4), 5)).distance == 0
-    assert heterogeneity(np.eye(4, dtype=int)).distance == 0.75  # 1 - 1 / 4: a client is a part of all
+    # 1 - 1 / 4, because each client is a part of the pooled mix
+    assert heterogeneity(np.eye(4, dtype=int)).distance == 0.75

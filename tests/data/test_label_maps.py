@@ -13,7 +13,7 @@ MAPS = np.array([[[0, 1], [1, VOID]], [[2, 2], [2, 2]], [[VOID, VOID], [0, 1]]],
 
 
 def shows(n: int = 60, classes: int = 5) -> np.ndarray:
-    """Class c is shown by about one image in c + 1."""
+    """Return which class is shown by which image; class c is in about one image of c + 1."""
     return np.random.default_rng(0).random((n, classes)) < 1 / (np.arange(classes) + 1)
 
 
@@ -24,7 +24,8 @@ def test_counts_are_of_labelled_pixels_and_of_images():
 
 
 def test_counts_of_large_maps_are_those_of_numpy():
-    maps = np.random.default_rng(0).integers(0, 9, (50, 700, 600), dtype=np.uint8)  # 21 million pixels: two parts
+    # 21 million pixels, which are counted in two parts
+    maps = np.random.default_rng(0).integers(0, 9, (50, 700, 600), dtype=np.uint8)
     assert class_counts(maps, 7).tolist() == np.bincount(maps.ravel())[:7].tolist()
 
 
@@ -54,7 +55,8 @@ def test_erased_classes_are_one_more_class_or_have_no_label(erased):
         assert seen <= kept | ({plain.classes} if erased == "background" else set())
         assert task.client_counts[k].sum() == sum(int((shard.labels() == c).sum()) for c in seen)
         renamed = task.views[k].tolist() != list(range(task.classes))
-        assert renamed == (erased == "background")  # judged as the client sees them, or on the classes
+        # a client judges either the classes as it sees them, or the true classes
+        assert renamed == (erased == "background")
 
 
 def test_relabelled_maps_keep_void():
@@ -71,7 +73,7 @@ def test_clients_of_by_class_share_the_images_in_falling_sizes(clients, imbalanc
     sizes = [len(part) for part in parts]
     assert np.sort(np.concatenate(parts)).tolist() == list(range(60))
     assert sizes == sorted(sizes, reverse=True)
-    # 60 r^k / sum, r = IF^(-1 / (K - 1)), each rounded by less than one
+    # 60 r^k / sum with r = IF^(-1 / (K - 1)); rounding changes each by less than one
     exact = imbalance ** (-np.arange(clients) / (clients - 1))
     assert np.abs(sizes - 60 * exact / exact.sum()).max() < 1
 
@@ -79,7 +81,7 @@ def test_clients_of_by_class_share_the_images_in_falling_sizes(clients, imbalanc
 def test_clients_of_by_class_get_images_with_their_classes_while_there_are_any():
     table = shows()
     parts = by_class(table, 5, 1, 1.0, np.random.default_rng(0))
-    # classes 3 and 4 are in fewer images than the 12 of a client: all of class 4 go to client 4, it was the first
+    # classes 3 and 4 are in fewer than 12 images, a client's size; client 4 draws first and gets all of class 4
     assert table[:, 4].sum() < 12
     assert table[parts[4], 4].sum() == table[:, 4].sum()
     assert table[parts[0], 0].all()  # class 0 is in every image
@@ -112,7 +114,7 @@ def test_labels_of_whole_images_cannot_be_relabelled_pixel_by_pixel():
         build_task(DataConfig(partition="classes"))
 
 
-# the task that comes of it
+# the task of a scene source
 
 
 @pytest.fixture(scope="module")

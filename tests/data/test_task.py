@@ -208,7 +208,7 @@ def test_a_split_file_that_is_not_there_is_named(tmp_path):
     ("lists", "message"),
     [
         ([[0, 1], [1]], "more than once"),
-        ([[0], [1497]], "from 0 to 1496"),  # 1797 digits less 300 for the test
+        ([[0], [1497]], "from 0 to 1496"),  # 1797 digits without 300 for the test
         ([[-1], [0]], "from 0 to 1496"),
         ([[], []], "at least one"),
         ([[0], [1], [2]], "Set data.clients=3"),
@@ -316,13 +316,13 @@ def test_judged_images_are_counted_by_group_and_client(tmp_path):
     judged = judged_images_of(build_task(config))
     assert judged["images"] == 5
     assert judged["thresholds"] == [4, 6]
-    assert judged["groups"] == {"many": 3, "medium": 0, "few": 2}  # 7 training images of a, 3 of b
+    assert judged["groups"] == {"many": 3, "medium": 0, "few": 2}  # 7 training images of class a, 3 of class b
     assert judged["own"] == [4, 1]
     assert judged["one_class"] == ["Bern"]
 
 
 def make_pictures(path):
-    """Two clients: Wien with test images of both classes, Bern with a single one."""
+    """Save images of two clients: Wien has test images of both classes, Bern has one test image."""
     rng = np.random.default_rng(0)
     np.savez(
         path,

@@ -1,4 +1,4 @@
-"""Teachers. A pretrained model, a file or a folder: all go through `OpenClip.load`, here with random weights."""
+"""Teachers from a pretrained model, a file or a folder; here all have random weights, loaded by `OpenClip.load`."""
 
 import fcntl
 import json
@@ -43,7 +43,7 @@ def images() -> Samples:
 
 @pytest.fixture
 def tag(clip_folder, tmp_path, monkeypatch):
-    """`tag(**source)`: registers the tiny architecture with open_clip, and weights called `theirs`."""
+    """Return `tag(**source)`, which registers the tiny architecture with open_clip and with weights called `theirs`."""
     import open_clip
 
     architectures = tmp_path / "architectures"
@@ -62,7 +62,7 @@ def tag(clip_folder, tmp_path, monkeypatch):
 
 
 def by_hand(folder: Path, samples: Samples, quick_gelu: bool = False, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)):
-    """Image features of the whole model, the preprocessing that was saved with it written out: squash, bilinear."""
+    """Compute the whole model's image features, with the saved preprocessing (squash, bilinear) written out."""
     import open_clip
     from safetensors.torch import load_file
 
@@ -82,7 +82,7 @@ def embed(teacher: OpenClip, samples: Samples):
     return teacher.images(samples) @ projection
 
 
-# image tower
+# the image tower
 
 
 def test_images_are_preprocessed_as_the_weights_ask_and_encoded_by_their_tower(teacher, clip_folder, images):
@@ -121,7 +121,7 @@ def test_one_tower_serves_all_clients_of_a_process(teacher, images, monkeypatch)
     assert len(loads) == 1
 
 
-# text tower
+# the text tower
 
 
 def test_texts_are_those_of_the_text_tower(teacher, clip_folder):
@@ -149,7 +149,7 @@ def test_ids_of_imagenet_become_names_in_the_order_of_the_ids():
         describe(ids[:200], "phrase")
 
 
-# names
+# names of teachers
 
 
 @pytest.mark.parametrize("name", ["ViT-B-32", "npz:", "npz", "local-dir:", "", "a/b/c", "ViT-B-32/openai:"])
@@ -165,7 +165,7 @@ def test_name_of_an_opened_teacher_has_absolute_paths_and_opens_it_again(name):
     assert open_teacher(found.name).name == found.name
 
 
-# weights
+# weights of teachers
 
 
 def test_weights_of_a_tag_bring_their_own_activation_and_preprocessing(tag, clip_folder, images):
@@ -262,7 +262,7 @@ def test_tower_without_a_projection_matrix_cannot_be_fine_tuned(tiny_task):
 
 
 def test_one_process_of_a_node_fetches_at_a_time(tmp_path, monkeypatch):
-    """While another holds the lock, nothing is looked for; what that one brought is then found."""
+    """While another process holds the lock, this one does not look for weights; then it finds those of the other."""
     import huggingface_hub
 
     brought, looks = tmp_path / "brought", []

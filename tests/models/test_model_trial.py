@@ -1,4 +1,4 @@
-"""The trial of a user's own model before a run."""
+"""Trial runs of a user's own model before a run."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ PIXELS = 8 * 8 * 3
 
 
 class TwoOutputs(nn.Module):
-    """Gives two values in training mode, as models with auxiliary classifiers do."""
+    """Returns two values in training mode, like models with auxiliary classifiers."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ class Tied(nn.Module):
 
 
 class Repeated(nn.Module):
-    """One number, seen as a vector."""
+    """Has a buffer that shows one number as a vector."""
 
     def __init__(self):
         super().__init__()

@@ -30,8 +30,8 @@ def parameters(module: nn.Module) -> int:
         ("resnet8_proj", 100, CIFAR, 1_356_608, 1_407_908),
         ("resnet18", 10, CIFAR, 11_168_832, 11_173_962),
         ("resnet18", 100, CIFAR, 11_168_832, 11_220_132),
-        # 3x3 of 3 -> 16, ten of 16 -> 16, 16 -> 32 and nine of 32 -> 32, 32 -> 64 and nine of 64 -> 64; 1x1 of 16
-        # -> 32, 32 -> 64; two numbers for each channel of a norm
+        # 3x3: 3 -> 16, ten 16 -> 16, 16 -> 32, nine 32 -> 32, 32 -> 64, nine 64 -> 64; 1x1: 16 -> 32, 32 -> 64; and two
+        # numbers for each channel of a norm
         (
             "resnet32",
             10,
@@ -54,7 +54,7 @@ def test_models_have_the_published_number_of_parameters(name, classes, shape, en
 
 
 def test_resnet50_has_the_parameters_of_torchvisions(grey_resnet50):
-    # torchvision: 25,557,032 with Linear(2048, 1000); a grey stem has 2 * 64 * 49 weights fewer
+    # torchvision: 25,557,032 with Linear(2048, 1000); a grey stem has 2 * 64 * 49 fewer weights
     assert parameters(grey_resnet50.encoder) == 25_557_032 - 2_049_000 - 2 * 64 * 49
 
 

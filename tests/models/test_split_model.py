@@ -1,4 +1,4 @@
-"""The sign of features, as the structure of an encoder shows it."""
+"""The sign of an encoder's features, told from the encoder's last layers."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_an_encoder_that_ends_in_a_relu_has_no_negative_features(name, known):
 
 
 class Shifted(nn.ReLU):
-    """A ReLU that is none."""
+    """A subclass of ReLU whose output can be negative."""
 
     def forward(self, input):
         return super().forward(input) - 1

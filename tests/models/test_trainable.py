@@ -1,4 +1,4 @@
-"""The part of a model that learns: frozen entries are hidden, adapters merge, frozen BatchNorm stays as it is."""
+"""Training of a part of a model: frozen entries are hidden, adapters merge, frozen BatchNorm does not change."""
 
 import copy
 from collections import OrderedDict
@@ -70,7 +70,7 @@ def test_what_is_frozen_does_not_change(trainable):
     limited = model(trainable)
     before = {name: value.clone() for name, value in frozen_entries(limited).items()}
     train(limited)
-    limited.encoder.train()  # as a method may call it
+    limited.encoder.train()  # a method may call this
     limited.encoder(X)
     after = frozen_entries(limited)
     assert before.keys() == after.keys()

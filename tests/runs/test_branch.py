@@ -1,4 +1,4 @@
-"""A branch is what the whole run would have given; what acts earlier is refused."""
+"""A branch equals the whole run with its fields; fields that act before the branch are refused."""
 
 import json
 
@@ -95,7 +95,7 @@ def test_branch_is_what_the_whole_run_gives(tmp_path, settings, overrides, stage
     assert parts == {"name": "parent", "run": parent.sha256, "stage": stage, "step": step}
     assert branched.sha256 != whole.sha256 != parent.sha256
     made = [line["after_step"] for line in provenance.read(branched.folder)]
-    assert made == [0, step]  # by whom the shared steps were taken, and the rest
+    assert made == [0, step]  # who took the shared steps, and who took the others
     assert before == sorted((p.name, p.read_bytes()) for p in parent.folder.iterdir() if p.is_file())
 
 
@@ -169,7 +169,7 @@ def test_a_branch_that_cannot_be_run_can_be_resumed_and_one_that_is_killed_is_no
     monkeypatch.setattr(checkpoint, "write", die)
     with pytest.raises(SystemExit):
         raylt.branch(run, ["method=ccvr"], tmp_path / "branch", fleet="local", quiet=True)
-    assert raylt.Run(tmp_path / "branch").state == "missing"  # a study does it again
+    assert raylt.Run(tmp_path / "branch").state == "missing"  # a study would repeat it
     (tmp_path / "half").mkdir()
     with pytest.raises(CheckpointError, match="half"):
         raylt.branch(run, ["method=ccvr"], tmp_path / "half", fleet="local", quiet=True)

@@ -1,4 +1,4 @@
-"""A run that is made longer is what a run of so many rounds from the start gives."""
+"""A run that is extended equals a run that had all rounds from the start."""
 
 import shutil
 from typing import ClassVar

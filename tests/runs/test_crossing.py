@@ -1,4 +1,4 @@
-"""A run goes on, and is looked into, on the kind of device that it was made on, unless it is told otherwise."""
+"""A run is continued and inspected on the kind of device that made it, unless the user says otherwise."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ REFUSED = (
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A run of two rounds whose record says that a GPU made it."""
+    """Do a run of two rounds, and record that a GPU made it."""
     run = make_run(
         tmp_path_factory.mktemp("runs"), "one", "method=ccvr", "method.epochs=1", "federation.rounds=2", "output.keep=3"
     )
@@ -31,7 +31,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def halfway(made, tmp_path):
-    """The run, interrupted after its first round."""
+    """Return a copy of the run as if interrupted after its first round."""
     folder = shutil.copytree(made, tmp_path / "one")
     for name in ("summary.json", "model.safetensors"):
         (folder / name).unlink()
@@ -44,7 +44,7 @@ def halfway(made, tmp_path):
 
 def as_if_on_a_gpu(folder):
     lines = [line | {"device": "NVIDIA Pretence"} for line in provenance.read(folder)]
-    # without the chain, as in runs of before: a chained line that was changed is refused
+    # without the chain, as in earlier versions: a changed line in a chain is refused
     plain = [{key: value for key, value in line.items() if key not in provenance.LINKS} for line in lines]
     (folder / provenance.FILE).write_text("".join(json.dumps(line) + "\n" for line in plain))
 
@@ -82,7 +82,7 @@ def test_a_resumed_run_changes_the_kind_of_device_only_on_request(halfway):
 def test_a_branch_does_not_change_the_kind_of_device_by_itself(made, tmp_path):
     with pytest.raises(ConfigError, match=REFUSED):
         raylt.branch(made, ["method.virtual=10"], tmp_path / "branch", fleet="local", quiet=True)
-    begun = Run.open(tmp_path / "branch")  # the shared steps stay: it can be told so now
+    begun = Run.open(tmp_path / "branch")  # the shared steps exist, so this continues them
     assert len(begun.reports) == 2
     assert begun.resume(["resources.device=cpu"], fleet="local", quiet=True).summary["made"]["device"] == "cpu"
 

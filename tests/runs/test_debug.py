@@ -1,4 +1,4 @@
-"""`raylt debug`: a call of a finished run is made again, with the reply that it had."""
+"""`raylt debug` repeats a call of a finished run and gets the same reply."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from raylt.runs.folder.writer import Journal
 
 @pytest.fixture
 def recorded(tmp_path, tiny_task, monkeypatch):
-    """Three rounds of fedprox: the run folder, and what was replied, by round and client."""
+    """Do three rounds of fedprox; return the run folder and the replies by round and client."""
     threads = torch.get_num_threads()
     config = configure(federation={"rounds": 3}, method={"name": "fedprox", "mu": 0.1})
     folder = tmp_path / "r"
@@ -44,7 +44,7 @@ def test_how_clients_join_is_round_0(recorded, monkeypatch):
     def join(self, client, message):
         return client.reply()
 
-    monkeypatch.setattr(FedProx, "join", join)  # the empty one is not sent
+    monkeypatch.setattr(FedProx, "join", join)  # the default `join` is empty and is not sent to clients
     assert replay(recorded[0], 0, 3, None).function == "join"
 
 
@@ -54,7 +54,7 @@ def test_a_round_whose_checkpoint_is_gone_is_refused_with_those_that_are_there(r
 
 
 def test_a_call_that_was_not_made_is_named(recorded):
-    with refused("client.not-asked", ConfigError, client=4, round=3):  # it holds no samples
+    with refused("client.not-asked", ConfigError, client=4, round=3):  # the client holds no samples
         replay(recorded[0], 3, 4, None)
     with refused("client.not-asked", ConfigError, client=0, round=3):
         replay(recorded[0], 3, 0, "prototypes")

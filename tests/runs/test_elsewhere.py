@@ -1,4 +1,4 @@
-"""Runs over relative paths, opened from another folder."""
+"""Runs with relative paths that are opened from another folder."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ def save_digits(file):
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """A run of two rounds over an npz file by its relative path; the working directory is another afterwards."""
+    """Do a run of two rounds over an npz file with a relative path, then change the working directory."""
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()
     save_digits(tmp_path / "here/digits.npz")

@@ -1,4 +1,4 @@
-"""`federation.patience`: rounds that end by the accuracy on validation samples."""
+"""`federation.patience` ends the rounds when the accuracy on validation samples stops rising."""
 
 import copy
 from dataclasses import replace
@@ -27,19 +27,19 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def flat(folder):
-    """A run whose accuracy does not rise after its first round."""
+    """Do a run whose accuracy does not rise after its first round."""
     return make_tiny_run(folder, "fedavg", *FLAT, name="flat")
 
 
 @pytest.fixture(scope="module")
 def finished(folder):
-    """The same with a last phase."""
+    """Do the same run with a last phase."""
     return make_tiny_run(folder, "ccvr", *FLAT, name="finished")
 
 
 def test_rounds_end_once_validation_has_not_risen(flat):
     assert (flat.state, flat.summary["rounds"], len(flat.reports)) == ("done", 3, 3)
-    assert flat.reports[-1]["quality"] is not None  # judged as a last round
+    assert flat.reports[-1]["quality"] is not None  # judged like a last round
     assert "round 3 of 9" in flat.summary["figures"]["rounds ended"]
     assert flat.model().class_names
 
@@ -90,7 +90,7 @@ def test_lists_and_comparisons_count_the_rounds_that_were_taken(folder, flat, fi
     assert read_run(finished.folder).rounds == 3
     compared = of_runs([flat.folder, finished.folder]).compare("accuracy", at="last10")
     values = {row.arm: row.values[0] for row in compared.rows}
-    assert values["ccvr"] == pytest.approx(values["fedavg"])  # the last phase is no round
+    assert values["ccvr"] == pytest.approx(values["fedavg"])  # the last phase does not count as a round
     assert of_runs([finished.folder]).plot(["accuracy"]).axes[0].get_lines()[0].get_xdata()[-1] == 3
 
 

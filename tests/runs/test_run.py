@@ -37,7 +37,7 @@ def accuracy(model: torch.nn.Module, run: Run) -> float:
     return float((labels == torch.from_numpy(run.task.test.y)).double().mean())
 
 
-# what it says of its folder
+# properties of the run folder
 
 
 def test_a_run_says_what_was_asked_for(plain):
@@ -91,7 +91,7 @@ def test_a_line_that_is_being_written_is_no_report_yet(plain, tmp_path):
     assert [report["step"] for report in run.reports] == [1, 2, 3]
 
 
-# frames
+# tables
 
 
 def test_metrics_are_one_value_a_row(plain):
@@ -99,7 +99,7 @@ def test_metrics_are_one_value_a_row(plain):
     assert list(frame.columns) == ["step", "phase", "metric", "group", "value"]
     assert frame.value.dtype == float
     whole = frame[(frame.metric == "accuracy") & (frame.group == "all")]
-    assert whole.step.tolist() == [2, 3]  # evaluation.every = 2, and the last round
+    assert whole.step.tolist() == [2, 3]  # evaluation.every = 2, and the last round is always judged
     assert whole.value.iloc[-1] == plain.summary["accuracy"]["last"]
     for metric, direction in (("bytes_up", "up"), ("bytes_down", "down")):
         assert frame[frame.metric == metric].value.sum() == plain.summary["bytes"][direction]
@@ -126,7 +126,7 @@ def test_frames_of_a_run_without_steps_have_their_columns(plain, tmp_path):
     assert list(run.clients.columns) == ["step", "phase", "metric", "client", "value"]
 
 
-# going on
+# resuming
 
 
 def test_a_resumed_run_ends_as_an_undisturbed_one(plain, tmp_path):

@@ -1,4 +1,4 @@
-"""A server's process that dies is noted, and counted in the summary."""
+"""The death of a server process is noted and counted in the summary."""
 
 from contextlib import contextmanager
 
@@ -15,7 +15,7 @@ SETTINGS = ["federation.rounds=2", "local.steps=1", "data.clients=3", "data.imba
 
 @pytest.fixture
 def dying(monkeypatch):
-    """Let the server die before its first step, so many times."""
+    """Return a function that lets the server die `deaths` times before its first step."""
 
     def set_deaths(deaths):
         real = runner._in_this_process

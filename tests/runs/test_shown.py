@@ -1,4 +1,4 @@
-"""Runs, studies, comparisons and configurations as a notebook shows them, and errors in the words of Python."""
+"""Runs, studies, comparisons and configs as a notebook shows them, and errors in terms of Python calls."""
 
 import pytest
 from refusals import refused

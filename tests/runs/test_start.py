@@ -13,7 +13,7 @@ from raylt.runs.start import configure
 SMALL = {"rounds": 2, "clients": 3, "epochs": 1}
 
 
-# what is run
+# the first argument
 
 
 @pytest.mark.parametrize(
@@ -148,11 +148,11 @@ def test_a_setting_and_a_field_of_the_same_name_are_distinguished():
     assert (config.data.alpha, config.method["alpha"]) == (0.3, 0.4)
 
 
-# who is told
+# callbacks
 
 
 class Diary(raylt.Callback):
-    """Keeps the events of a run."""
+    """Records the events of a run."""
 
     def __init__(self):
         self.events = []
@@ -222,15 +222,16 @@ def test_a_run_shows_how_it_goes_unless_it_is_quiet(tmp_path, capsys):
     run = raylt.run("fedavg", out=tmp_path, fleet="local", **SMALL)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == f"fedavg on digits, run folder {run.folder}"
-    assert lines[1].startswith("995 of 1,497 training images (66%) are left out: ")  # 1797 digits less 300 to test
+    # 1797 digits without 300 for the test
+    assert lines[1].startswith("995 of 1,497 training images (66%) are left out: ")
     assert [line.split("  ")[0] for line in lines[2:]] == ["round 1/2", "round 2/2"]
 
 
-# one's own
+# the user's own code
 
 
 class Mine(FedProx):
-    """A method of somebody's own."""
+    """A user's own method."""
 
     name = "mine_of_this_test"
 

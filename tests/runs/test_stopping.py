@@ -1,4 +1,4 @@
-"""`raylt stop`: a run ends at its next checkpoint, and continues to the same bits."""
+"""`raylt stop` ends a run at its next checkpoint; the continued run has the same bits."""
 
 import pytest
 from refusals import refused
@@ -37,8 +37,8 @@ def test_a_run_stops_after_the_next_checkpoint_and_continues_to_the_same_model(t
         start(tmp_path, "stopped", AskAfter(1))
     run = raylt.Run.open(tmp_path / "stopped")
     assert run.state == "stopped"
-    assert len(run.reports) == 2  # the checkpoint after step 1 was not due
-    resumed = raylt.resume(run.folder, fleet="local", quiet=True)  # an old request stops nothing
+    assert len(run.reports) == 2  # no checkpoint was due after step 1
+    resumed = raylt.resume(run.folder, fleet="local", quiet=True)  # the old request does not stop the resumed run
     assert resumed.summary["model_sha256"] == straight.summary["model_sha256"]
     assert not (run.folder / FILE).exists()
 

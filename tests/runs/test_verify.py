@@ -1,4 +1,4 @@
-"""`raylt verify`: what is whole, what is not, and what can be mended."""
+"""`raylt verify` finds whole files, damaged files, and damage that can be repaired."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Small studies that are run: missing runs are done, finished runs are left alone, and a kill loses nothing."""
+"""Small studies that are run: missing runs are done, finished runs stay, and a kill loses nothing."""
 
 import json
 import os
@@ -37,7 +37,7 @@ TINY = {
 
 
 class Recorder(raylt.Callback):
-    """A callback that keeps all lines and figures."""
+    """Records the lines and figures of a study."""
 
     def __init__(self):
         self.lines, self.shares, self.left = [], [], []
@@ -52,7 +52,7 @@ class Recorder(raylt.Callback):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A study of two runs in one process after the other, and its recorder."""
+    """Run a study of two runs in this process, one after the other; return it and its recorder."""
     study, recorder = Study.create(define(TINY), tmp_path_factory.mktemp("out")), Recorder()
     assert study.run(recorder, parallel=1) == []
     return study, recorder
@@ -63,10 +63,10 @@ def test_all_runs_are_done_on_one_split_and_shown_as_they_end(made):
     assert [record.state for record in study.records] == ["done", "done"]
     assert len({record.summary["split_sha256"] for record in study.records}) == 1
     assert recorder.lines[-1].startswith("2/2  prox/seed-0")
-    assert sum("are left out" in line for line in recorder.lines) == 1  # once, though it is true of both
+    assert sum("are left out" in line for line in recorder.lines) == 1  # the note is true for both runs but shown once
     assert recorder.shares == sorted(recorder.shares)
     assert recorder.shares[-1] == 1.0
-    assert recorder.left[0] is None  # nothing was timed yet
+    assert recorder.left[0] is None  # no run was timed yet
     assert recorder.left[-1] == 0.0
 
 
@@ -151,7 +151,7 @@ def test_runs_of_another_version_of_the_code_stop_a_study_unless_allowed(tmp_pat
         write_run(study.folder / plan.folder, plan, [0.5], code="0" * 64)
     with refused("study.other-code", CheckpointError, codes=["0" * 64]):
         study.run()
-    assert study.run(mix_versions=True) == []  # all are done: nothing to run
+    assert study.run(mix_versions=True) == []  # all runs are done
 
 
 @pytest.mark.slow
@@ -189,10 +189,10 @@ def test_a_study_that_is_killed_twice_ends_with_the_same_tables(tmp_path):
     command = [sys.executable, "-m", "raylt", "study", str(file), "--out", str(tmp_path / "killed"), "--parallel", "1"]
     for how, enough in ((signal.SIGKILL, 1), (signal.SIGINT, 3)):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        # not rglob: it would walk into checkpoints that the run at work deletes meanwhile
+        # rglob would walk into checkpoints that the current run deletes meanwhile
         while len(list((tmp_path / "killed").glob("tiny/*/*/summary.json"))) < enough and process.poll() is None:
             time.sleep(0.05)
-        time.sleep(0.3)  # in the middle of the next run
+        time.sleep(0.3)  # long enough to be in the middle of the next run
         os.kill(process.pid, how)
         process.wait()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -211,7 +211,7 @@ def test_a_study_that_is_killed_twice_ends_with_the_same_tables(tmp_path):
 
 @pytest.mark.slow
 def test_a_worker_that_dies_is_replaced_and_its_run_taken_up(tmp_path, monkeypatch):
-    # the first attempt kills its own process; the second finds the mark that it left
+    # the first attempt kills its own process and leaves a mark, which the second attempt finds
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
         f"mark = {str(tmp_path / 'mark')!r}\n"
@@ -236,14 +236,14 @@ def test_a_study_from_python_is_taken_up_by_its_name(made):
 def test_a_run_that_another_process_makes_is_left_to_it(tmp_path):
     folder, config = tmp_path / "run", define(TINY).runs()[0].config
     folder.mkdir()
-    with Journal(folder):  # it has its lock, and no config.yaml yet
+    with Journal(folder):  # the folder has a lock but no config.yaml yet
         (folder / "split.json").write_text("{}")
         with pytest.raises(FolderHeld):
             do(folder, config, "local", None, Callback())
         with pytest.raises(FolderHeld):
             raylt.run(config, out=tmp_path, name="run", fleet="local", quiet=True)
     assert (folder / "split.json").exists()
-    do(folder, config, "local", None, Callback())  # left by a process that died
+    do(folder, config, "local", None, Callback())  # the remains of a process that died
     assert raylt.Run.open(folder).state == "done"
 
 
@@ -265,5 +265,5 @@ def test_a_run_that_another_process_has_begun_is_no_failure(tmp_path, monkeypatc
     with held[0]:
         assert any(text.startswith(f"{plan.folder}: another process") for text in recorder.lines)
         assert [record.state for record in study.records] == ["running", *others]
-        assert recorder.shares[-1] == len(others)  # of the runs that are this process's to do
+        assert recorder.shares[-1] == len(others)  # only this process's own runs count
         assert not list(study.folder.rglob("*.failed"))

@@ -17,7 +17,7 @@ def test_rungs_are_at_a_ninth_and_a_third_of_the_rounds():
 
 
 def test_one_trial_in_three_continues():
-    # recorded at rung 1: .5 -> best of 1; .4 -> second of 2; .6 -> best of 3; .55 -> second of 4, and 2 of 4 go on
+    # rung 1 records .5, best of 1; .4, second of 2; .6, best of 3; .55, second of 4, of which two continue
     results = outcomes([progress(0.5), progress(0.4), progress(0.6), progress(0.55)], [1, 3], 9)
     assert [o and o.state for o in results] == [None, "stopped", None, None]
     assert results[1] == Outcome("stopped", 1, 0.4)
@@ -43,7 +43,7 @@ def test_a_failed_trial_delays_no_other():
 
 @pytest.mark.parametrize("seed", range(30))
 def test_outcomes_do_not_depend_on_the_order_in_which_results_come(seed):
-    """Results arrive in a random order; each outcome that was reached stays, and the end is the same."""
+    """Results arrive in a random order; outcomes never change once reached, and the end is the same."""
     rng = random.Random(seed)
     steps, ends = (1, 3), [rng.random() for _ in range(9)]
     scores = [[rng.random() for _ in steps] for _ in ends]
@@ -66,7 +66,7 @@ def test_outcomes_do_not_depend_on_the_order_in_which_results_come(seed):
 
 
 def test_a_trial_that_was_stopped_before_an_interruption_counts_where_it_came_to():
-    """The first failed, and was run again when the search was resumed: its score moves the others' places."""
+    """The first trial failed and ran again in the resumed search, so its score changes the ranks of the others."""
     before = [
         progress(failed=True),
         progress(0.5, 0.6, end=0.5),
@@ -76,6 +76,6 @@ def test_a_trial_that_was_stopped_before_an_interruption_counts_where_it_came_to
     ]
     assert [each.state for each in outcomes(before, [1, 3], 9)] == ["failed", "done", "done", "stopped", "done"]
     after = outcomes([progress(0.05, 0.1, end=0.1), *before[1:]], [1, 3], 9)
-    # the second of three was stopped at the first rung; as the second of four it would have gone on
+    # the trial was second of three and stopped at the first rung; as second of four it would have continued
     assert after[3] == Outcome("stopped", 1, 0.55)
     assert after[4] == Outcome("done", 9, 0.7)

@@ -1,4 +1,4 @@
-"""The settings that a trial may change when it continues from another trial's checkpoint."""
+"""The settings that may change when a trial continues from another trial's checkpoint."""
 
 import pytest
 from refusals import refused
@@ -20,9 +20,9 @@ from tune.space import configure
         ("local.batch", "sfd", True),
         ("method.mu", "fedprox", True),
         ("method.tau", "sfd", True),
-        ("method.projection", "sfd", False),  # it builds the model
+        ("method.projection", "sfd", False),  # the field shapes the model
         ("method.projection", "moon", False),
-        ("method.prior", "la", False),  # clients that join upload their counts for it
+        ("method.prior", "la", False),  # clients upload their counts for this field when they join
         ("method.initial", "bpfed", False),
         ("method.nothing", "fedprox", False),
         ("federation.rounds", "fedprox", False),

@@ -1,4 +1,4 @@
-"""The importance of the settings of a search."""
+"""The importance of a search's settings."""
 
 import random
 from dataclasses import replace

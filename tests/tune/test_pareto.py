@@ -1,4 +1,4 @@
-"""The Pareto front of trials, and its picture."""
+"""The Pareto front of trials and its plot."""
 
 import io
 
@@ -10,8 +10,8 @@ from tune import draw_pareto, pareto_front
 TRIALS = [
     {"accuracy": 0.9, "few": 0.1},
     {"accuracy": 0.8, "few": 0.4},
-    {"accuracy": 0.7, "few": 0.3},  # worse than the second by both
-    {"accuracy": 0.8, "few": 0.2},  # equal to the second by one
+    {"accuracy": 0.7, "few": 0.3},  # worse than the second in both
+    {"accuracy": 0.8, "few": 0.2},  # equal to the second in one, worse in the other
     {"accuracy": 0.6, "few": 0.5},
     {"accuracy": 0.95, "few": None},
     {},

@@ -24,7 +24,7 @@ def plan(**changes):
 
 
 def score(values, step):
-    """Best at lr = 0.1; better with every round."""
+    """Return a score that is best at lr = 0.1 and rises with every round."""
     return 1 - distance(values.get("local.lr", 0.1)) + step / 100
 
 
@@ -33,7 +33,7 @@ def distance(lr):
 
 
 def run(state, rng, at_once):
-    """Run trials side by side, with results at random times."""
+    """Run trials at once, with results at random times, until the search ends."""
     under_way = []
     while True:
         while len(under_way) < at_once and isinstance(record := state.next(), TrialRecord):
@@ -81,7 +81,8 @@ def test_the_best_is_one_that_went_to_its_end():
 
 
 def test_client_steps_by_hand():
-    # 2 epochs of batches of 32 over 64, 32 and 33 samples: 4 + 2 + 2 (a batch of one is dropped); 9 rounds, all clients
+    # 2 epochs with batches of 32 over 64, 32 and 33 samples: 4 + 2 + 2, as a batch of one is dropped; 9 rounds, all
+    # clients
     assert client_steps(BASE, sizes(BASE)) == 9 * 8
     part = BASE.model_copy(update={"federation": BASE.federation.model_copy(update={"participation": 0.3})})
     assert client_steps(part, sizes(part)) == round(9 * 8 / 3)
@@ -96,7 +97,7 @@ def test_methods_share_nothing_but_the_budget_each_may_spend():
     for method in spaces:
         trials = [r for r in state.trials if r.method == method]
         assert budget - 72 < sum(r.spent for r in trials) <= budget
-        assert len(trials) > 10  # what stopped trials did not use goes to others
+        assert len(trials) > 10  # budget that stopped trials left goes to others
 
 
 def test_a_method_without_fields_has_one_trial():
@@ -147,7 +148,8 @@ def test_fields_of_one_name_with_other_ranges_have_a_slice_each():
 def test_a_trial_that_was_stopped_before_an_interruption_has_an_outcome_after_it():
     state = SearchState(plan(searcher="random", samples=5), sizes)
     records = [state.next() for _ in range(5)]
-    scores = [(0.05, 0.1, 0.1), (0.5, 0.6, 0.5), (0.6, 0.7, 0.6), (0.55,), (0.7, 0.8, 0.7)]  # the fourth was stopped
+    # the fourth trial was stopped
+    scores = [(0.05, 0.1, 0.1), (0.5, 0.6, 0.5), (0.6, 0.7, 0.6), (0.55,), (0.7, 0.8, 0.7)]
     for record, values in zip(records, scores, strict=True):
         kinds = zip((1, 3, 9), ("round", "round", "final"), values, strict=False)
         record.scores = {step: Score(step, kind, value, step, {}, {}) for step, kind, value in kinds}

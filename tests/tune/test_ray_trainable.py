@@ -1,4 +1,4 @@
-"""The class that Ray Tune trains: its figures, its checkpoints, and the two examples with Ray's own algorithms."""
+"""The class that Ray Tune trains: its figures, its checkpoints, and two examples with Ray's own algorithms."""
 
 import importlib.util
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_a_trial_gives_the_figures_of_the_run_and_continues_to_the_same_bits(ray
     config = load(None, [f"method={method}", "evaluation.every=2", *SETTINGS])
     run = raylt.run(with_validation(config), out=tmp_path, name="run", fleet="local", quiet=True)
     kind = trainable(config)
-    straight = kind(config={"local": {"lr": 0.05}})  # the default, in nested form
+    straight = kind(config={"local": {"lr": 0.05}})  # the default in nested form
     halfway = figures(straight.train())
     assert halfway["round"] == 2
     in_middle = run.reports[1]["figures"]["validation"]["accuracy"]
@@ -86,7 +86,8 @@ def test_population_based_training_changes_the_learning_rate_of_a_trial(ray_sess
     results = example("population_based").tune_population(tmp_path)
     assert not results.errors
     assert [result.metrics["round"] for result in results] == [6, 6]
-    assert all(result.config["local.lr"] > 0.0005 for result in results)  # the worse one has taken over the better
+    # the worse trial has taken over the better one's model
+    assert all(result.config["local.lr"] > 0.0005 for result in results)
     assert list(tmp_path.glob("population/pbt_global.txt"))
 
 

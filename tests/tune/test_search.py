@@ -1,4 +1,4 @@
-"""Whole searches over the digits: in this process, and on Ray."""
+"""Whole searches on the digits, in this process and on Ray."""
 
 import csv
 import json
@@ -110,7 +110,7 @@ def test_a_resumed_search_equals_an_undisturbed_one_and_runs_no_finished_trial_a
         with pytest.raises(KeyboardInterrupt):
             small_search(tmp_path)
     with (tmp_path / "s/trials.jsonl").open("a") as stream:
-        stream.write('{"trial": "fedprox-00')  # a line cut off by the kill
+        stream.write('{"trial": "fedprox-00')  # a line that a kill has cut off
     ended = {json.loads(line)["trial"] for line in (tmp_path / "s/trials.jsonl").read_text().splitlines()[:-1]}
     before = {id: os.stat(tmp_path / "s/trials" / id / "metrics.jsonl").st_mtime_ns for id in ended}
     result = resume(tmp_path / "s", fleet="local")
@@ -196,7 +196,7 @@ def test_trials_share_a_cluster_evenly():
 
     assert placed({"CPU": 2}, 8).actors == 1
     assert placed({"CPU": 64}, 8).actors == 8
-    assert placed({"CPU": 64}, 2).actors == 20  # no more than clients
+    assert placed({"CPU": 64}, 2).actors == 20  # no more actors than clients
     assert placed({"CPU": 64}, 8, 20, "resources.actors=3").actors == 3
     for have, trials in (({"CPU": 16, "GPU": 1}, 20), ({"CPU": 64, "GPU": 8}, 20), ({"CPU": 64, "GPU": 8}, 3)):
         bundles = bundles_of(placed(have, trials))
@@ -210,12 +210,12 @@ def test_as_many_trials_share_a_gpu_as_fit_its_memory():
         bundles = bundles_of(place_trial(config_of(*settings), 20, trials, have, most))
         return len(bundles) - 1, fitting(bundles, [have], 100)
 
-    # client actors of each trial, and trials at once: with their servers never more processes than GPUs hold
+    # (client actors per trial, trials at once): with their servers they never exceed the processes that GPUs hold
     assert placed(math.inf, 20, 1) == (8, 8)
     assert placed(6, 20, 1) == (1, 3)
     assert placed(7, 2, 1) == (2, 2)
     assert placed(3, 20, 4) == (2, 4)
-    assert placed(1, 20, 1) == (1, 1)  # what was measured is server and client in one
+    assert placed(1, 20, 1) == (1, 1)  # the measured process is server and client in one
     assert placed(6, 20, 1, "resources.actors=2") == (2, 2)
     with refused("cluster.too-small", ConfigError, actors=3, gpus=1.0, per_gpu=3):
         placed(3, 20, 1, "resources.actors=3")
@@ -224,7 +224,7 @@ def test_as_many_trials_share_a_gpu_as_fit_its_memory():
 def test_memory_of_gpus_and_of_their_machines_bounds_processes():
     nodes = [{"CPU": 8.0, "GPU": 2.0, "memory": 100.0}, {"CPU": 8.0, "memory": 1.0}]
     assert most_on_gpu(nodes, Need(gpu_memory=0.2)) == 4  # 0.9 / 0.2
-    assert most_on_gpu(nodes, Need(memory=15, gpu_memory=0.2)) == 3  # 0.9 * 100 / 15, of two GPUs
+    assert most_on_gpu(nodes, Need(memory=15, gpu_memory=0.2)) == 3  # 0.9 * 100 / 15, shared by two GPUs
     assert most_on_gpu(nodes, Need()) == math.inf
 
 
@@ -245,9 +245,10 @@ def test_what_trials_need_is_measured_where_they_share_a_gpu_and_of_the_largest_
     nodes = [{"CPU": 16.0, "GPU": 2.0}]
     placed, at_once = _place(plan, nodes, None)
     assert seen == [(name, model, 64, 1) for name in ("fedavg", "fedprox") for model in ("small", "resnet8")]
-    assert (placed.actors, at_once) == (2, 2)  # 0.9 / 0.3 processes on each, one a server
+    assert (placed.actors, at_once) == (2, 2)  # a GPU holds 0.9 / 0.3 processes, one of which is a server
     seen.clear()
-    for settings in ("resources.gpus_per_client=0.25", "data.clients=2"):  # it is given; and each has its own
+    # not measured: the share is given, and each client has its own actor
+    for settings in ("resources.gpus_per_client=0.25", "data.clients=2"):
         _place(replace(plan, base=config_of(settings), spaces={"fedavg": {}}), nodes, None)
     _place(plan, [{"CPU": 16.0}], None)
     assert not seen
@@ -260,7 +261,7 @@ def test_a_trial_that_does_not_fit_is_refused_with_what_is_missing():
     with refused("cluster.too-small", ConfigError, cluster={"CPU": 2.0, "GPU": 0}) as caught:
         check_fit(bundles, [{"CPU": 2.0}], 8)
     assert caught.value.details["trial"] == {"CPU": 4.0, "GPU": pytest.approx(1.85)}
-    # enough in all, but no node has room for one bundle
+    # the cluster has enough in all, but no node has room for one bundle
     with refused("cluster.too-small", ConfigError, largest_node={"CPU": 2.0, "GPU": 0}):
         check_fit([{}, {"CPU": 3.0}], [{"CPU": 2.0}, {"CPU": 2.0}], 8)
 
@@ -307,7 +308,7 @@ def test_on_ray_two_at_a_time_with_a_killed_process_it_comes_to_the_same_and_lea
         undisturbed.folder / "trials/fedprox-000"
     ) | {"troubles": None}
     assert {r.outcome.state for r in result.trials} == {"done", "stopped"}
-    assert ray.is_initialized()  # a search leaves the session that it was in
+    assert ray.is_initialized()  # a search does not end the session that it joined
     until = time.monotonic() + 20
     while ray.util.list_named_actors(all_namespaces=True) != actors and time.monotonic() < until:
         time.sleep(0.2)
@@ -378,7 +379,7 @@ def test_a_given_share_of_a_gpu_leaves_each_trial_s_server_its_place():
 
 
 def shop_search(folder):
-    """Over one's own data, of which the data themselves say who holds what."""
+    """A search over the user's own data, whose files name the client of each sample."""
     rng = np.random.default_rng(0)
     images, labels = rng.integers(0, 255, (90, 8, 8), dtype=np.uint8), np.arange(90) % 3
     np.savez(

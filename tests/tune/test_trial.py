@@ -1,4 +1,4 @@
-"""Trials in this process, over the digits."""
+"""Trials in this process, on the digits."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ SETTINGS = ["data.clients=4", "data.validation=0.2", "data.imbalance=5", "local.
 
 
 class Late(Method):
-    """Gains or loses in its last phase; before it, the deployed model shows the opposite of what was learned."""
+    """Gains or loses accuracy in its last phase; before it, the deployed model shows the opposite."""
 
     name: ClassVar[str] = "late"
     paper: ClassVar[str] = "none"
@@ -57,7 +57,7 @@ class Late(Method):
 
 
 class Personal(FedAvg):
-    """Is judged by the clients' own models."""
+    """FedAvg that is judged by the clients' own models."""
 
     name: ClassVar[str] = "personal"
     personal: ClassVar[bool] = True
@@ -113,7 +113,7 @@ def test_a_trial_rehearses_its_last_phase_at_the_rungs_and_is_judged_by_it(tmp_p
         (7, "final"),
     ]
     proxies = [score.value for score in scores if score.kind == "proxy"]
-    assert proxies == [pytest.approx(0.1)] * 5  # a constant prediction, ten classes
+    assert proxies == [pytest.approx(0.1)] * 5  # a constant prediction among ten classes
     assert scores[1].value > 0.15
     assert scores[-1].value > 0.3
     assert scores[-1].client_steps == scores[-2].client_steps == 3 * scores[1].client_steps
@@ -127,7 +127,7 @@ def test_a_rehearsal_leaves_no_trace(tmp_path):
 
 @pytest.mark.slow
 def test_halving_keeps_trials_that_gain_in_their_last_phase(tmp_path):
-    """Proxies say the opposite of the truth: trials that gain show chance before the last phase."""
+    """Scores before the last phase mislead: trials that gain in it show chance level until then."""
     config = load(None, [*SETTINGS, "method=late", "federation.rounds=6"])
     for order in ("false, true", "true, false"):
         result = search(
@@ -143,7 +143,7 @@ def test_halving_keeps_trials_that_gain_in_their_last_phase(tmp_path):
             for gains in (True, False)
         }
         assert result.best.values["method.gains"] is True
-        if order.startswith("false"):  # they come after those that lose, and are not stopped for it
+        if order.startswith("false"):  # the winning trials start after the losing ones and are not stopped
             assert states[True].count("done") >= 2
         else:
             assert states[False] == ["stopped"] * 3
@@ -158,7 +158,7 @@ def test_an_interrupted_trial_continues_to_the_same_bits(tmp_path):
         for _ in range(steps):
             first.step()
         first.close()
-        if steps == 2:  # killed between the checkpoint and the judgement
+        if steps == 2:  # as if killed between the checkpoint and its score
             lines = (folder / "trials/t/scores.jsonl").read_text().splitlines()
             (folder / "trials/t/scores.jsonl").write_text(lines[0] + "\n")
         assert finish(trial(folder, "method=late", "federation.rounds=6")) == straight
@@ -179,11 +179,11 @@ def test_personal_models_are_judged_at_rungs_and_the_end_on_validation_samples(t
     scores = finish(trial(tmp_path, "method=personal", "federation.rounds=6"))
     assert [(score.step, score.kind) for score in scores] == [(2, "round"), (6, "final")]
     assert scores[-1].validation["accuracy"] != scores[-1].test["accuracy"]
-    assert scores[-1].validation["matched"] > scores[-1].validation["accuracy"]  # they know their own classes best
+    assert scores[-1].validation["matched"] > scores[-1].validation["accuracy"]  # clients know their own classes best
 
 
 def test_every_class_counts_the_same_on_validation():
-    # 9 of 10 right in class 0, 0 of 1 in class 1, none of class 2: (0.9 + 0) / 2
+    # 9 of 10 are right in class 0, 0 of 1 in class 1, class 2 has no samples: (0.9 + 0) / 2
     matrix = torch.tensor([[9, 1, 0], [1, 0, 0], [0, 0, 0]])
     assert balance(matrix).diagonal().sum() / balance(matrix).sum() == pytest.approx(0.45)
 

@@ -18,7 +18,7 @@ from raylt.errors import DataError
 
 @pytest.fixture
 def tree(tmp_path):
-    """Six one-coloured PNGs, 20 x 12; image i has the red value 40 * i."""
+    """Save six one-coloured PNGs of 20 x 12 pixels; image i has the red value 40 * i."""
     folder = tmp_path / "images"
     folder.mkdir()
     for i in range(6):
@@ -57,7 +57,7 @@ def test_every_kind_of_image_becomes_rgb(tmp_path, mode, name):
 
 def test_a_second_opening_does_not_decode_again(tree, tmp_path, monkeypatch):
     first = decode("it", tree, FILES, 8, tmp_path / "cache")
-    monkeypatch.setattr(decoding, "fitted_image", None)  # whoever calls it fails
+    monkeypatch.setattr(decoding, "fitted_image", None)  # a call would fail
     second = decode("it", tree, FILES, 8, tmp_path / "cache")
     assert second.path == first.path
     assert (second.load() == first.load()).all()
@@ -111,7 +111,7 @@ def test_of_very_many_broken_images_the_first_are_named_and_all_are_listed(tree,
 
 def test_broken_images_can_be_left_out(tree, tmp_path):
     (tree / "3.png").write_bytes(b"not a picture")
-    for _ in range(2):  # the second time from the cache
+    for _ in range(2):  # the second time reads the cache
         x, rows, told = decode_tree("it", tree, FILES, How(8, bad="skip"), tmp_path / "cache")
         assert rows.tolist() == [0, 1, 2, 4, 5]
         assert x.load()[:, 0, 0, 0].tolist() == [0, 40, 80, 160, 200]

@@ -1,4 +1,4 @@
-"""The caches of decoded images: listed with what they are of, and removed."""
+"""List the caches of decoded images with their contents, and remove them."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from raylt.store import folder_for
 
 @pytest.fixture
 def root(tmp_path):
-    """A data.root with two caches, an unfinished one and a folder that is none."""
+    """Make a data.root with two caches, an unfinished one and a folder that is no cache."""
     Image.new("RGB", (20, 12), "red").save(tmp_path / "0.png")
     for side in (8, 9):
         decode_tree("folder", tmp_path, ["0.png"], How(side), tmp_path / "root/cache")

@@ -1,4 +1,4 @@
-"""Files that claim more than they are, or are none: refused with their name, before memory is taken."""
+"""Files that claim a false size or are no images are refused by name, before memory is allocated."""
 
 import io
 import os
@@ -16,12 +16,12 @@ from raylt.errors import DataError
 
 
 def npz_of(path, header, data=b"", claimed=None, method=zipfile.ZIP_STORED):
-    """An archive of one array x_train with a header of one's own."""
+    """Write an archive with one array x_train and the given header."""
     content = io.BytesIO()
     np.lib.format.write_array_header_1_0(content, header)
     with zipfile.ZipFile(path, "w", method) as archive:
         archive.writestr("x_train.npy", content.getvalue() + data)
-    if claimed is not None:  # the size that the directory of the archive has, which stands near its end
+    if claimed is not None:  # change the size in the archive's directory, which is near its end
         raw = bytearray(path.read_bytes())
         at = raw.index(b"PK\x01\x02") + 24
         raw[at : at + 4] = claimed.to_bytes(4, "little")

@@ -1,5 +1,4 @@
-"""Odd and damaged files of every kind that a folder of images may hold: each shown as a person sees it, left out and
-counted, or refused by its name; none with a traceback."""
+"""Odd and damaged files in image folders are shown as a viewer shows them, left out and counted, or refused by name."""
 
 import io
 import json
@@ -35,12 +34,12 @@ PNG, JPEG = encoded(NOISE, "PNG"), encoded(NOISE, "JPEG")
 
 
 def chunk(name, data):
-    """A part of a PNG."""
+    """Return a chunk of a PNG."""
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
 def bomb():
-    """A PNG of some bytes that claims to be 60,000 x 60,000."""
+    """Return a PNG of a few bytes that claims to have 60,000 x 60,000 pixels."""
     head = struct.pack(">IIBBBBB", 60_000, 60_000, 1, 0, 0, 0, 0)
     chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(b"\0" * 100)), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(name, data) for name, data in chunks)
@@ -166,7 +165,7 @@ def test_what_other_programs_leave_beside_images_is_counted(shops):
     place = shops / "linz/bag"
     for name in ("._0.png", ".DS_Store", "Thumbs.db", "desktop.ini", "0.xmp", "movie.mp4", "photo.heic", "notes"):
         (place / name).write_bytes(b"\0\5\x16\7" + b"\0" * 90)
-    (place / "around").symlink_to(shops)  # leads back to a folder above
+    (place / "around").symlink_to(shops)  # a link to a folder above
     (place / "itself").symlink_to("itself")
     (shops / "wien/folder.png").mkdir()
     source = open_source(config(shops))
@@ -193,15 +192,15 @@ def test_an_unreadable_file_is_read_once_it_may_be(shops, monkeypatch):
     assert len(open_source(config(shops)).x_train) == 12
 
 
-# what a person sees
+# images as a viewer shows them
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_a_picture_is_turned_as_its_exif_says(tmp_path, kind):
     pixels = np.zeros((16, 16, 3), np.uint8)
-    pixels[:8] = 255  # light above
+    pixels[:8] = 255  # the upper half is light
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned to the right when it is shown
+    exif[0x0112] = 6  # the image is shown turned to the right
     Image.fromarray(pixels).save(tmp_path / "it", kind, exif=exif)
     shown = fitted_image(tmp_path / "it", 16)[..., 0]
     assert shown[:, 10:].min() > 200
@@ -211,8 +210,8 @@ def test_a_picture_is_turned_as_its_exif_says(tmp_path, kind):
 @pytest.mark.parametrize(
     ("pixels", "depth"),
     [
-        (RAMP.astype(np.uint16) * 257, None),  # 16 bits: 65535 is 255
-        (np.minimum(RAMP.astype(np.uint16) * 16 + 15, 4095), 12),  # 12 bits: 4095 is 255
+        (RAMP.astype(np.uint16) * 257, None),  # 16 bits: 65535 becomes 255
+        (np.minimum(RAMP.astype(np.uint16) * 16 + 15, 4095), 12),  # 12 bits: 4095 becomes 255
         (RAMP.astype(np.float32) / 255, None),
         (RAMP.astype(np.float32) * 257, 16),
         (RAMP.astype(np.int32) * 257, 16),
@@ -251,7 +250,7 @@ def test_a_pgm_is_scaled_by_the_largest_value_of_its_header(tmp_path):
     ("pixels", "depth", "why"),
     [
         (np.full((8, 8), 4200, np.uint16), 12, "4200"),
-        (np.full((8, 8), 3000, np.int32), None, "data.depth"),  # the type's own scale would make all of it black
+        (np.full((8, 8), 3000, np.int32), None, "data.depth"),  # the scale of the type would make the whole image black
         (np.full((8, 8), -5, np.int32), 16, "-5"),
         (np.full((8, 8), 1.5, np.float32), None, "1.5"),
         (np.full((8, 8), np.nan, np.float32), 8, "nan"),
@@ -344,7 +343,7 @@ def test_images_as_thin_as_a_line(tmp_path, size, fit):
 
 
 def test_colours_of_16_bits_are_scaled_too(tmp_path):
-    """Written by hand, as PIL writes none: RGB of 16 bits, each value as its 257-fold."""
+    """The file is written by hand, because PIL writes no RGB of 16 bits; each value is multiplied by 257."""
     pixels = np.asarray(NOISE, np.uint16) * 257
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
     head = struct.pack(">IIBBBBB", 32, 32, 16, 2, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Many images are decoded in processes of their own: that nothing of it shows in what comes out, and who ends when."""
+"""Many images are decoded in other processes, with the same result, and all of these processes end."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ ROWS = 40
 
 @pytest.fixture
 def many(monkeypatch):
-    """Calls of four rows, in two processes after the second of them."""
+    """Split the work into calls of four rows, and start two processes after the second call."""
     monkeypatch.setattr(cache_builder, "SHARE", 4)
     monkeypatch.setattr(cache_builder, "WORTH_S", 1e-9)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
@@ -40,7 +40,7 @@ def many(monkeypatch):
 
 @dataclass(frozen=True)
 class Worked:
-    """Decodes a row to its number and notes who did, unless it is told to die at this row."""
+    """Decodes a row to its number and notes its process id; if `dies` is set, row 20 kills the process."""
 
     folder: Path
     dies: bool = False
@@ -79,7 +79,7 @@ def test_processes_decode_every_row_once_and_say_why_they_could_not(many, tmp_pa
     expected = [row * (row not in bad) for row in range(ROWS)]
     assert (np.load(path) == np.array(expected)[:, None, None]).all()
     assert sorted(decode.rows()) == [row for row in range(ROWS) if row not in bad]
-    # this process began
+    # two workers, and this process, which began
     assert len(decode.processes()) == 3
     assert os.getpid() in decode.processes()
 
@@ -146,7 +146,7 @@ def test_calls_come_back_with_their_names_and_no_process_is_left():
     pids = {pid for _, (_, pid) in zip(range(20), started, strict=False)}
     started.close()
     for pid in pids:
-        with pytest.raises(ChildProcessError):  # ended, and waited for
+        with pytest.raises(ChildProcessError):  # the process has ended and was waited for
             os.waitpid(pid, os.WNOHANG)
 
 
@@ -157,7 +157,7 @@ def lives(pid):
         return False
 
 
-# a script without `if __name__ == "__main__"`, and a module beside it
+# a script without `if __name__ == "__main__"` next to a slow module
 SCRIPT = """
 print("once", flush=True)
 import sys
@@ -188,7 +188,7 @@ class Slow:
 
 @pytest.fixture
 def script(tmp_path):
-    """Writes the script and starts it in a session of its own."""
+    """Return a function that writes the script and starts it in a session of its own."""
     started = []
 
     def start(seconds, last="make()"):
@@ -204,7 +204,7 @@ def script(tmp_path):
                 start_new_session=True,
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
-        )  # a shell's background job ignores it
+        )  # a shell's background job ignores the signal
         return started[0]
 
     yield start
@@ -218,7 +218,7 @@ def script(tmp_path):
     "last",
     [
         "make()",
-        # a process that may have no children by multiprocessing
+        # a daemonic process, which may not have children of multiprocessing
         "import multiprocessing as m; p = m.get_context('fork').Process(target=make, daemon=True); p.start(); p.join();"
         "sys.exit(p.exitcode)",
     ],
@@ -245,5 +245,5 @@ def test_processes_end_with_the_one_that_started_them(script, tmp_path, how):
     while any(lives(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    # the first two calls are noted where the process could still do so
+    # the first two calls are noted only if the process could still write
     assert (tmp_path / "cache" / "images.state").exists() == (how == signal.SIGINT)

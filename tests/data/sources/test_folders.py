@@ -1,4 +1,4 @@
-"""One's own images in folders: whose and of which class each is, what becomes the test part, what is told."""
+"""A user's images in folders: the client and class of each image, the test part, and the notes."""
 
 import json
 import os
@@ -23,12 +23,12 @@ SHOPS = {"wien": {"shoe": 10, "bag": 5}, "linz": {"shoe": 20}, "graz": {"bag": 1
 
 
 def other_notes(task):
-    """The notes without that on doubles: pictures of one colour are soon alike."""
+    """Return the task's notes except the one on doubles, since pictures of one colour often look equal."""
     return tuple(note for note in task.notes if "also training images" not in note)
 
 
 def write(folder, counts, level=0):
-    """PNGs of 8 x 8, each of its own grey: folder/<class>/<i>.png, or a folder of such for each client."""
+    """Write PNGs of 8 x 8 pixels, each in its own grey: folder/<class>/<i>.png, or such a folder for each client."""
     for position, (name, below) in enumerate(counts.items()):
         if isinstance(below, dict):
             write(folder / name, below, level + 40 * position)
@@ -52,7 +52,8 @@ def test_clients_and_their_names_are_those_of_the_folders(shops):
     task = build_task(config(shops))
     assert task.client_names == ("graz", "linz", "wien")
     assert task.class_names == ("bag", "shoe")
-    # a fifth of 10, 5, 20 and 2 images, rounded: 2, 1, 4, 0; graz, left without any, gives one of its two shoes
+    # a fifth of 10, 5, 20 and 2 images, rounded: 2, 1, 4, 0; graz would have no test image and gives one of its two
+    # shoes
     assert task.client_counts.tolist() == [[1, 1], [0, 16], [4, 8]]
     assert task.own_tests is not None
     assert [np.bincount(load(task.test.y)[rows], minlength=2).tolist() for rows in task.own_tests] == [
@@ -96,7 +97,7 @@ def test_the_test_part_is_seeded_sealed_and_in_the_file(shops, tmp_path):
     assert again.test_share == 0.2
     assert again.client_names == task.client_names
     more = build_task(config(shops, test=0.5))
-    assert [len(rows) for rows in more.split.test or ()] == [1, 10, 8]  # half of 2; of 20; of 10 and 5
+    assert [len(rows) for rows in more.split.test or ()] == [1, 10, 8]  # half of 2, half of 20, and half of 10 and of 5
     other = build_task(config(shops, seed=1))
     assert len({split.seal for split in (task.split, more.split, other.split)}) == 3
     changed = replace(task.split, test=tuple(rows[:-1] for rows in task.split.test or ()))
@@ -105,7 +106,7 @@ def test_the_test_part_is_seeded_sealed_and_in_the_file(shops, tmp_path):
     tree["test"][1].pop()
     with refused("data.split-changed", DataError, field="seal"):
         Split.from_json(json.dumps(tree))
-    # a resumed run takes its split's, whatever is set
+    # a resumed run takes the test images of its split, whatever the setting says
     taken_up = build_task(config(shops, seed=1), again)
     assert (load(taken_up.test.x) == load(task.test.x)).all()
 
@@ -173,7 +174,8 @@ def test_classes_without_clients_are_one_pool_that_is_dealt(tmp_path, below):
     task = build_task(config(tmp_path / "pets", clients=3, partition="iid"))
     assert task.class_names == ("cat", "dog", "owl")
     assert (task.client_names, task.own_tests) == (("0", "1", "2"), None)
-    assert np.bincount(load(task.test.y), minlength=3).tolist() == [2, 1, 0]  # a fifth, and never the last one
+    # a fifth of each class, but never its last image
+    assert np.bincount(load(task.test.y), minlength=3).tolist() == [2, 1, 0]
     assert task.counts.tolist() == [8, 4, 1]
     assert {*task.sizes.tolist()} == {4, 5}
     trained = [row for rows in task.split.clients for row in rows.tolist()]
@@ -279,7 +281,8 @@ def test_what_is_no_image_is_left_out_and_counted(shops):
     (shops / "wien/.cache").mkdir()
     (shops / "wien/.cache/0.png").write_bytes(b"")
     os.symlink(shops / "wien", shops / "wien/shoe/again")
-    (shops / "linz/shoe/0.png").rename(shops / "linz/shoe/picture")  # known by how it begins
+    # a file without a suffix is recognised by its first bytes
+    (shops / "linz/shoe/0.png").rename(shops / "linz/shoe/picture")
     task = build_task(config(shops))
     assert task.sizes.sum() + len(task.test) == 38
     assert other_notes(task) == (
@@ -345,5 +348,5 @@ def test_ids_that_are_texts_are_names(tmp_path):
 def test_a_tail_that_is_cut_begins_with_the_largest_class(tmp_path):
     write(tmp_path / "it", {"wien": {"bag": 5, "hat": 10, "shoe": 20}, "linz": {"bag": 5, "hat": 10, "shoe": 20}})
     task = build_task(config(tmp_path / "it", imbalance=10))
-    # a fifth of each goes to the test: 8, 16, 32 stay. 10^(-c/2) of n_max = 32: 32, 10, 3
+    # a fifth of each class is for the test, so 8, 16 and 32 remain. 10^(-c/2) of n_max = 32: 32, 10, 3
     assert dict(zip(task.class_names, task.counts.tolist(), strict=True)) == {"shoe": 32, "hat": 10, "bag": 3}

@@ -1,4 +1,4 @@
-"""Data sets of the `datasets` library, saved in a folder."""
+"""Data sets of the `datasets` library that are saved in a folder."""
 
 import io
 import sys
@@ -23,7 +23,7 @@ def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
 
 @pytest.fixture
 def saved(tmp_path):
-    """Two parts of red images, class and shop with each; saved by what `save` gets."""
+    """Return `save`, which saves two parts of red images, each with a class and a shop."""
     datasets = pytest.importorskip("datasets")
 
     def png(level):
@@ -167,6 +167,6 @@ def test_a_folder_that_is_no_saved_data_set_is_refused_in_one_line(tmp_path):
 @pytest.mark.parametrize("label", [-1, 3, None])
 def test_an_image_without_a_label_is_of_no_class(label):
     assert class_of(2, ["shoe", "bag", "hat"], "hf:x") == "hat"
-    assert class_of(-1, None, "hf:x") == "-1"  # a plain number
+    assert class_of(-1, None, "hf:x") == "-1"  # a number without a name
     with refused("data.malformed", DataError, value="hf:x", label=label):
         class_of(label, ["shoe", "bag", "hat"], "hf:x")

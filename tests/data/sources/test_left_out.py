@@ -1,4 +1,4 @@
-"""What is left out of one's own images, or missing from them, is said by name, and nobody takes another's place."""
+"""Images that are left out or missing are reported by name, and no client or class takes the place of another."""
 
 import numpy as np
 import pytest
@@ -10,16 +10,17 @@ from raylt.data.images.cache import load
 from raylt.data.task import build_task
 from raylt.errors import DataError
 
-LEVELS = {"anna": 10, "bert": 60, "cora": 110}  # the grey of whose images
+LEVELS = {"anna": 10, "bert": 60, "cora": 110}  # the grey level of each client's images
 
 
 def other_notes(task):
-    """The notes without that on doubles: pictures of one colour are soon alike."""
+    """Return the task's notes except the one on doubles, since pictures of one colour often look equal."""
     return tuple(note for note in task.notes if "also training images" not in note)
 
 
 def write(folder, counts, damaged=()):
-    """PNGs of 8 x 8 at folder/<client>/<class>/<i>.png, each client's of its own grey; those of some are none."""
+    """Write PNGs of 8 x 8 pixels, each client's in its own grey; files of `damaged` clients or classes are no
+    images."""
     for client, classes in counts.items():
         for name, n in classes.items():
             (folder / client / name).mkdir(parents=True, exist_ok=True)
@@ -131,7 +132,7 @@ def test_numbers_of_clients_are_their_names(tmp_path):
     assert build_task(pack(tmp_path / "it.npz")).client_names == ("1", "2", "4")
     counted = build_task(pack(tmp_path / "from_0.npz", id_train=[0, 1, 2, 2, 1, 0]))
     assert counted.client_names == ("0", "1", "2")
-    assert counted.split.client_names is None  # as splits had it that were drawn before
+    assert counted.split.client_names is None  # as in splits that were drawn by earlier versions
 
 
 @pytest.mark.parametrize(

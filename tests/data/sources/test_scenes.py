@@ -27,7 +27,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def tree(tmp_path):
-    """SegNet's layout; image i of a part has the red value 40 * i."""
+    """Write SegNet's layout of CamVid; image i of a part has the red value 40 * i."""
     for part, names in FRAMES.items():
         for folder in (part, f"{part}annot"):
             (tmp_path / "camvid" / folder).mkdir(parents=True)
@@ -153,7 +153,8 @@ def test_arrays_without_recordings_are_refused(config, arrays):
 
 @pytest.fixture
 def cityscapes(tmp_path):
-    """torchvision's layout: two cities to train on, one to test on; ids 7 (road), 0 (unlabelled), 26 (car), 33, 16."""
+    """Write torchvision's layout: two cities to train on, one to test on; ids 7 (road), 0 (unlabelled), 26 (car),
+    33, 16."""
     ids = np.tile(np.array([7, 0, 26, 33, 16, 7], dtype=np.uint8), (4, 1))
     for split, cities in (("train", ["aachen", "bochum"]), ("val", ["lindau"])):
         for city in cities:

@@ -21,7 +21,7 @@ from raylt.errors import ConfigError, DataError
 
 
 def write_tree(folder, counts, size=(12, 10)):
-    """One-coloured PNGs folder/<class>/<i>.png; the red value of image i of the c-th class is 50 * c + i."""
+    """Save one-coloured PNGs folder/<class>/<i>.png; image i of the c-th class has the red value 50 * c + i."""
     for c, (name, n) in enumerate(counts.items()):
         (folder / name).mkdir(parents=True)
         for i in range(n):
@@ -74,7 +74,7 @@ def test_digits_are_scikit_learns_and_its_package_is_imported_only_where_its_fil
 
     expected = load_digits(return_X_y=True)
     if found:
-        monkeypatch.setitem(sys.modules, "sklearn.datasets", None)  # importing it fails
+        monkeypatch.setitem(sys.modules, "sklearn.datasets", None)  # importing the module fails
     else:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert all(map(np.array_equal, _load_digits(), expected))
@@ -127,8 +127,8 @@ def test_classes_of_a_folder_are_sorted_and_its_images_mapped(config, pets):
     assert source.y_test.tolist() == [0, 1]
     assert isinstance(source.x_train, Mapped)
     assert source.x_train.shape == (5, 8, 8, 3)
-    assert load(source.x_train)[:, 0, 0, 0].tolist() == [50, 51, 0, 1, 2]  # written as dog, cat
-    # green is 100 everywhere, so its deviation would be 0; red has the mean (50 + 51 + 0 + 1 + 2) / 5 = 20.8
+    assert load(source.x_train)[:, 0, 0, 0].tolist() == [50, 51, 0, 1, 2]  # the folders are written as dog, cat
+    # green is 100 everywhere, so its deviation is 0; red has the mean (50 + 51 + 0 + 1 + 2) / 5 = 20.8
     assert source.mean == pytest.approx((20.8 / 255, 100 / 255, 0))
     assert source.std[1] == 1 / 255
 
@@ -340,7 +340,7 @@ def test_imagenet_lt_is_fitted_as_the_settings_say(imagenet_lt):
         load(open_source(imagenet_lt.model_copy(update={"fit": fit})).x_train)[0, :, :, 1] for fit in ("crop", "pad")
     )
     assert (cropped == 100).all()
-    assert (padded == 0).any()  # of 12 by 10 pixels: below a wide image there is nothing
+    assert (padded == 0).any()  # the image of 12 x 10 pixels is padded below
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_auxiliary_images_are_those_that_the_long_tail_left_out_else_copies_and_
     clients = np.concatenate([shard.ids for shard in task.shards])
     ids, y = task.auxiliary.ids, task.auxiliary.y
     assert not np.isin(ids, task.validation.ids).any()
-    assert np.isin(ids[y == 0], clients).all()  # all 148 of class 0 are in the long tail
+    assert np.isin(ids[y == 0], clients).all()  # class 0 is the largest, so all of its 148 images are in the long tail
     assert not np.isin(ids[y > 0], clients).any()
 
 

@@ -1,4 +1,4 @@
-"""Index lists of other tools become a sealed split, or are refused in one line."""
+"""Index lists of other tools become a sealed split or are refused in one line."""
 
 import json
 
@@ -100,7 +100,7 @@ def test_clients_may_have_test_images_of_their_own(tmp_path):
     assert task.own_tests is not None
     assert [rows.tolist() for rows in task.own_tests] == [[0, 1], [2]]
     assert task.test.labels().tolist() == [0, 1, 1]
-    # without them a part of the lists is the test set
+    # without test lists, a part of the lists becomes the test set
     (tmp_path / "lists.json").write_text(json.dumps([[*range(6)], [*range(6, 12)]]))
     task = build_task(DataConfig(**settings, split=str(tmp_path / "lists.json"), test_share=0.5))
     assert (task.own_tests, len(task.test), task.sizes.sum()) == (None, 6, 6)

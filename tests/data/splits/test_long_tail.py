@@ -12,7 +12,7 @@ CIFAR10 = {
 }
 
 
-# totals and smallest classes as the literature states them for CIFAR-10, CIFAR-100, Fashion-MNIST and CINIC-10
+# totals and smallest classes as published for CIFAR-10, CIFAR-100, Fashion-MNIST and CINIC-10
 @pytest.mark.parametrize(
     ("n_max", "classes", "imbalance", "total", "smallest"),
     [
@@ -46,7 +46,7 @@ def test_thinned_data_can_be_thinned_again_as_if_they_were_whole(imbalance):
 
 
 def test_a_small_class_lowers_the_largest_one():
-    # ratios 1, 1/2, 1/4; class 1 has 5, so int(n / 2) <= 5 allows n = 11; then 11, int(5.5) = 5, int(2.75) = 2
+    # ratios 1, 1/2, 1/4; class 1 has 5 samples, so int(n / 2) <= 5 allows n = 11: 11, int(5.5) = 5, int(2.75) = 2
     assert long_tail_counts(np.array([100, 5, 100]), 4).tolist() == [11, 5, 2]
 
 
@@ -62,7 +62,7 @@ def test_an_imbalance_below_1_is_refused():
 
 def test_a_class_left_empty_is_named_with_the_largest_imbalance_that_works():
     available = np.array([30, 30, 30])
-    # int(30 / IF) is at least 1 up to IF = 30
+    # int(30 / IF) stays at least 1 up to IF = 30
     with refused("data.too-few", DataError, key="data.imbalance", value=31, largest=30):
         long_tail_counts(available, 31)
     assert long_tail_counts(available, 30).min() == 1

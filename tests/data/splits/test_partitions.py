@@ -57,7 +57,7 @@ def test_creff_needs_ten_clients():
 
 
 def test_creff_gives_up_on_an_alpha_at_which_one_client_takes_each_class():
-    # the first class is a third of the samples and goes to one client whole, so some client gets a rare class only
+    # the first class holds a third of the samples and goes to one client whole, so other clients get a rare class only
     with refused("data.too-few", DataError, key="data.alpha", value=0.0001):
         creff(LABELS, 10, 1e-4, rng())
 
@@ -72,7 +72,7 @@ def test_hsu_sizes_differ_by_at_most_one_whatever_runs_out(alpha, clients):
 def test_hsu_at_a_huge_alpha_gives_every_client_the_mix_of_all_samples():
     for seed in range(3):
         table = histograms(hsu(LABELS, 10, 1e7, rng(seed)))
-        # drawn one by one: n_k p_c with a standard deviation of at most sqrt(n_k p_c)
+        # samples are drawn one by one: n_k p_c with a standard deviation of at most sqrt(n_k p_c)
         assert (np.abs(table - COUNTS / 10) < 5 * np.sqrt(COUNTS / 10) + 1).all()
 
 
@@ -82,11 +82,11 @@ def test_hsu_at_a_tiny_alpha_gives_a_client_one_class_as_long_as_there_is_enough
 
 
 def test_hsu_clients_draw_their_mix_around_the_frequencies_of_all_samples_not_around_equal_ones():
-    # the first client of each of 400 draws; E q = p, and Var q_c = p_c (1 - p_c) / (alpha + 1)
+    # first clients of 400 draws; E q = p and Var q_c = p_c (1 - p_c) / (alpha + 1)
     mixes = np.stack([histograms(hsu(LABELS, 40, 2.0, rng(seed)))[0] for seed in range(400)])
     p = COUNTS / COUNTS.sum()
     mean, error = (mixes / mixes.sum(1, keepdims=True)).mean(0), np.sqrt(p * (1 - p) / 3 / 400)
-    large = 2 * mixes.sum(1).max() < COUNTS  # those that cannot run out under the first client
+    large = 2 * mixes.sum(1).max() < COUNTS  # classes that the first client cannot use up
     assert large.sum() >= 3
     assert (np.abs(mean - p) < 4 * error + 0.01)[large].all()
     spread = (mixes / mixes.sum(1, keepdims=True)).std(0)[large]
@@ -105,7 +105,7 @@ def test_dirichlet_at_a_tiny_alpha_gives_each_class_to_one_client():
 
 
 def test_dirichlet_allows_empty_clients():
-    # ten classes, each for one client: 40 clients cannot all have some
+    # ten classes that go to one client each, so most of the 40 clients stay empty
     sizes = [len(part) for part in dirichlet(LABELS, 40, 1e-4, 0, rng())]
     assert len(sizes) == 40
     assert min(sizes) == 0
@@ -118,7 +118,7 @@ def test_clients_are_redrawn_until_they_have_the_smallest_size(deal):
 
 
 def test_dirichlet_min_stops_clients_at_their_even_share():
-    # a client below n/K can gain at most one class more, so it ends below n/K + the largest class
+    # a client below n/K gains at most one more class, so it ends below n/K + the largest class
     sizes = [len(part) for part in dirichlet_min(LABELS, 10, 0.1, 0, rng())]
     assert max(sizes) < len(LABELS) / 10 + COUNTS.max()
 

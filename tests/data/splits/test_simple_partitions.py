@@ -63,7 +63,8 @@ def test_shards_are_of_one_size_and_hold_few_classes():
     parts = shards(LABELS, 20, 2, rng())
     sizes = [len(part) for part in parts]
     assert max(sizes) - min(sizes) <= 2
-    # a shard of a fortieth lies in one class or across a border, so two hold four classes at most but in the tail
+    # a shard holds a fortieth of the samples, of one class or two, so two shards hold at most four classes except in
+    # the tail
     owned = (histograms(parts) > 0).sum(1)
     assert np.median(owned) <= 3
     assert owned.mean() < 4
@@ -126,7 +127,7 @@ def test_own_tail_of_a_client():
     orders = {tuple(np.bincount(labels[own_tail(labels, 25, rng(seed))], minlength=8)) for seed in range(20)}
     assert len(orders) == 6
     assert own_tail(labels, 1, rng()).tolist() == list(range(300))
-    # a class that a client holds stays, and one sample stays one
+    # no class of a client vanishes, and a class with one sample keeps it
     assert own_tail(np.array([2, 2, 5]), 100, rng()).tolist() in ([0, 1, 2], [0, 2], [1, 2])
     assert own_tail(np.empty(0, np.int64), 100, rng()).tolist() == []
     assert own_tail(np.array([3]), 100, rng()).tolist() == [0]
@@ -142,10 +143,10 @@ def test_tail_says_what_is_long_tailed(tail):
         assert pooled == pytest.approx(10, rel=0.2)
         assert len(set(owns_order)) < 5
     else:
-        assert len(set(owns_order)) >= 5  # each client has a head of its own
+        assert len(set(owns_order)) >= 5  # each client has its own largest class
         assert table.max(1).mean() > 3 * np.median(table, 1).mean() / 2
     if tail == "local":
-        assert pooled < 3  # of all clients together no class is rare
+        assert pooled < 3  # no class is rare in the union of all clients
     if tail == "mixed":
         assert pooled > 4
     assert task.split.tail == (None if tail == "global" else tail)

@@ -1,4 +1,4 @@
-"""Many clients' indices and shards as a few arrays: what is read is what was given, and little is kept for each."""
+"""Indices and shards of many clients in a few arrays: they read as given, and each client costs little memory."""
 
 import gc
 import pickle
@@ -18,7 +18,7 @@ CLIENTS, EACH = 2500, 4
 
 @pytest.fixture
 def config(tmp_path):
-    """Clients of four images of one pixel: nearly all that a task takes is who holds what."""
+    """Return the config of clients with four images of one pixel each, so that the split takes most of the memory."""
     rng, n = np.random.default_rng(0), CLIENTS * EACH
     np.savez(
         tmp_path / "many.npz",
@@ -67,7 +67,7 @@ def test_a_shard_is_a_view_of_what_all_hold(make):
 def test_what_a_server_is_sent_of_a_client_is_its_indices_and_its_counts(config):
     task = build_task(config)
     sent = pickle.dumps(task.without_data(), protocol=5)
-    assert len(sent) / CLIENTS < 8 * EACH + 8 * 4 + 40  # indices, counts of four classes; ends and a name
+    assert len(sent) / CLIENTS < 8 * EACH + 8 * 4 + 40  # indices and counts of four classes, two ends and a name
     known = pickle.loads(sent)
     assert [len(shard) for shard in known.shards[:3]] == [EACH] * 3
     assert not any(load(known.shards.whole.x).shape[1:])
@@ -75,14 +75,14 @@ def test_what_a_server_is_sent_of_a_client_is_its_indices_and_its_counts(config)
 
 
 def test_a_task_keeps_no_objects_for_each_client(config):
-    build_task(config)  # what is imported on the way does not count
+    build_task(config)  # imports on the way must not count
     gc.collect()
     tracemalloc.start()
     task = build_task(config)
     gc.collect()
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    # images, labels, ids, indices and counts, two ends, a name of a text's size
+    # images, labels, ids, indices and counts, two ends, and a name as long as a text
     assert kept / CLIENTS < EACH * (1 + 3 * 8) + 4 * 8 + 2 * 8 + 80
     assert task.clients == CLIENTS
 

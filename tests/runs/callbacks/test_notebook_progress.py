@@ -1,4 +1,4 @@
-"""`NotebookProgress`: one output, however many rounds."""
+"""`NotebookProgress` shows one output, however many rounds there are."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from raylt.runs.callbacks.terminal import TerminalProgress
 
 @pytest.fixture
 def outputs(monkeypatch):
-    """The updates of each output, in a kernel of a notebook."""
+    """Replace the notebook's display; return the updates of each output."""
     made: list[list[str]] = []
 
     class Output:

@@ -1,4 +1,4 @@
-"""The bar of a run on a terminal of 80 columns."""
+"""The progress bar of a run on a terminal of 80 columns."""
 
 import fcntl
 import os
@@ -16,7 +16,7 @@ import pytest
 from raylt.core.fleet.item_progress import ItemsProgress
 from raylt.runs.callbacks.terminal import TerminalProgress
 
-# long rounds with many clients: every text of the bar is as long as it gets
+# long rounds with many clients, so that every text of the bar has its largest length
 SCRIPT = """
 import sys, time
 from pathlib import Path
@@ -71,7 +71,7 @@ def lines_on_a_terminal(command, folder):
         try:
             while part := os.read(controller, 2**16):
                 content.extend(part)
-        except OSError:  # how Linux tells that the other end is closed
+        except OSError:  # Linux raises this when the other end is closed
             pass
 
     reader = threading.Thread(target=read)
@@ -89,13 +89,13 @@ def test_at_80_columns_nothing_but_the_bar_is_cut(tmp_path):
     assert max(map(len, lines)) <= 80
     assert not any("…" in line for line in lines)
     shown = [re.sub(" *[━╸╺]* +", " ", line).strip() for line in lines]
-    # 400 s for each step: of step 996, after which 4 rounds and the last phase come, 2000 s are left
+    # each step takes 400 s: after step 996 there are 4 rounds and the last phase, 2000 s
     figures = r"loss 12.345 acc 32.0 % \(best 32.0\)"
     for expected in (
         r"round 996/1000 joining 3/1000 33:(20|19|18)",
         rf"round 997/1000 semantic st 1000/1000 {figures} 26:(40|39|38)",
         rf"round 999/1000 training 999/1000 {figures} 13:(20|19|18)",
-        # the last phase is no round, and is in the time that is left
+        # the last phase is not a round, but counts in the remaining time
         rf"round 1000/1000 synthesis {figures} 06:(40|39|38)",
     ):
         assert any(re.fullmatch(expected, line) for line in shown), expected
@@ -115,7 +115,7 @@ def test_a_long_stage_says_how_far_it_is_where_there_is_no_bar(monkeypatch, caps
     assert len(lines) == 10
     screen.on_progress("train", 0, 5)
     screen.on_progress("train", 1, 5)
-    assert not capsys.readouterr().err  # a stage that has just begun
+    assert not capsys.readouterr().err  # a stage that has just begun is not shown
 
 
 def test_progress_inside_the_servers_own_items_is_in_words_and_in_the_time_left(monkeypatch, capsys):

@@ -16,7 +16,7 @@ from raylt.runs.callbacks.trackers import trackers
 
 
 class Stopping(raylt.Callback):
-    """Ends a run after a step, as a kill would."""
+    """Interrupts a run after its first step."""
 
     def on_step(self, report):
         if report.step == 1:
@@ -29,14 +29,14 @@ def config(tmp_path_factory):
 
 
 def interrupted_and_resumed(config, folder, names) -> raylt.Run:
-    """A run of two rounds that was stopped after the first."""
+    """Interrupt a run of two rounds after the first; return the resumed run."""
     with pytest.raises(KeyboardInterrupt):
         raylt.run(config, out=folder, name="one", fleet="local", quiet=True, callbacks=[*trackers(names), Stopping()])
     return raylt.resume(folder / "one", fleet="local", quiet=True, callbacks=trackers(names))
 
 
 class FakeWandb:
-    """The part of the package that raylt uses, in memory."""
+    """An in-memory stand-in for the part of wandb that raylt uses."""
 
     def __init__(self):
         self.sessions = []
@@ -122,20 +122,20 @@ def test_what_is_no_tracker_or_not_installed_is_refused(monkeypatch):
         trackers(["mlflow"])
 
 
-# the real ones, where they are installed
+# the real packages, if they are installed
 
 
 def records_of(content: bytes) -> list[bytes]:
-    """The records of W&B's file: after 7 bytes a log as LevelDB writes it, in blocks of 32 KiB."""
+    """Return the records of W&B's file: after 7 bytes, a log in LevelDB's format with blocks of 32 KiB."""
     records, parts, at = [], b"", 7
     while at + 7 <= len(content):
-        if 2**15 - at % 2**15 < 7:  # too little for a head: the block's rest is empty
+        if 2**15 - at % 2**15 < 7:  # too little room for a header, so the rest of the block is empty
             at += 2**15 - at % 2**15
             continue
         size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
         parts += content[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole record, or the last part of one
             records.append(parts)
             parts = b""
     return records
@@ -174,7 +174,7 @@ def test_wandb_offline_writes_into_the_run_folder(config, tmp_path, monkeypatch)
     (file,) = (run.folder / "wandb").glob("offline-run-*/*.wandb")
     deadline, records = time.monotonic() + 60, []
     while not any(record.HasField("exit") for record in records):
-        assert time.monotonic() < deadline  # W&B's own process writes it, and is not waited for
+        assert time.monotonic() < deadline  # another process of W&B writes the record later
         time.sleep(0.1)
         records = [Record.FromString(content) for content in records_of(file.read_bytes())]
     curve = [

@@ -1,4 +1,4 @@
-"""The observers of a run: the terminal and TensorBoard."""
+"""The callbacks of a run for the terminal and TensorBoard."""
 
 import io
 
@@ -30,7 +30,7 @@ def events(folder) -> list:
 
 
 class Recorded(raylt.Callback):
-    """Keeps the stages and steps of a run."""
+    """Records the stages and steps of a run."""
 
     def __init__(self):
         self.events = []
@@ -64,7 +64,7 @@ def test_the_board_has_settings_and_curves_under_names_of_their_own(run):
         "traffic/train, bytes up",
         "seconds of stages/evaluation",
     } <= tags.keys()
-    last = events(run.folder)[-2].summary.value  # after it comes the picture
+    last = events(run.folder)[-2].summary.value  # the last event is the picture
     accuracy = {value.tag: value.simple_value for value in last}["accuracy/test set"]
     assert accuracy == pytest.approx(run.summary["accuracy"]["last"])
 
@@ -84,7 +84,7 @@ def test_curves_are_called_what_they_are(figure, curve):
 
 
 def shown(folder):
-    """The last picture of a run, uint8 [H, W, 3], and its tag."""
+    """Return the last picture of a run, uint8 [H, W, 3], and its tag."""
     value = next(
         value
         for event in reversed(events(folder))
@@ -106,7 +106,7 @@ def test_the_board_has_a_picture_of_predictions(run, tmp_path):
     for place in range(prediction_grid.MOST_IMAGES):
         x, y = 6 + place % 6 * 102, 6 + place // 6 * (96 + 26 + 6)
         assert (picture[y : y + 96 : 12, x : x + 96 : 12] == images[place]).all()
-        text_line = picture[y + 96 + 13 : y + 96 + 26, x : x + 96].astype(int)  # the line of the prediction
+        text_line = picture[y + 96 + 13 : y + 96 + 26, x : x + 96].astype(int)  # the text line with the prediction
         green = (text_line[..., 1] > text_line[..., 0]).sum() > (text_line[..., 0] > text_line[..., 1]).sum()
         assert green == right[place], place
 
@@ -148,7 +148,7 @@ def test_a_picture_that_cannot_be_drawn_is_reported_and_the_run_is_done(tmp_path
     assert messages[-1].startswith("no picture of predictions: ZeroDivisionError")
 
 
-# the screen
+# the terminal
 
 
 def test_a_callback_receives_the_progress_inside_a_step(tmp_path):
@@ -170,7 +170,7 @@ def test_a_server_says_what_it_does_itself(tmp_path):
 
 @pytest.fixture
 def screen():
-    """A screen of 80 columns, and what is on it."""
+    """Return a terminal of 80 columns, and a function that returns its text."""
     made = TerminalProgress()
     console = Console(file=io.StringIO(), force_terminal=True, width=80, highlight=False)
     made._console, made._bar.live.console, made._bar.disable = console, console, False
@@ -209,7 +209,7 @@ def test_the_bar_says_stage_loss_and_best_in_80_columns(screen, tmp_path):
     lines = shown().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("round 212/300 ")
-    # 88 rounds and the last phase at 2 s each
+    # 88 rounds and the last phase, at 2 s each
     assert lines[0].rstrip().endswith(("covariance 107/120 loss 0.530 own 75.0 % (best 82.5) 02:58", "02:57"))
 
 
@@ -229,7 +229,7 @@ def test_steps_of_items_are_noted_by_number_and_forgotten(tmp_path, monkeypatch)
     now = [10.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     write = progress.item_writer(tmp_path, 3)
-    write(1, 100)  # a short item writes nothing
+    write(1, 100)  # a short item writes no progress
     assert progress.read_items(tmp_path, range(5)) == {}
     now[0] += 1
     write(40, 100)
@@ -265,7 +265,7 @@ def test_progress_is_noted_and_forgotten(tmp_path):
     note = progress.progress_writer(tmp_path)
     assert progress.read_progress(tmp_path) is None
     note("train", 1, 10)
-    note("train", 2, 10)  # at once: nobody reads so fast
+    note("train", 2, 10)  # skipped, because it comes right after the first
     assert progress.read_progress(tmp_path) == ("train", 1, 10)
     note("judge", 0, 10)
     assert progress.read_progress(tmp_path) == ("judge", 0, 10)

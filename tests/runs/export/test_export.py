@@ -1,4 +1,4 @@
-"""Exported models reproduce the run's figures, for every method, without the run, its data or Ray."""
+"""Exported models reproduce the run's figures for every method, without the run, its data or Ray."""
 
 import json
 import shutil
@@ -68,7 +68,7 @@ def test_the_exported_file_gives_what_was_judged(folder, name, kind):
     assert figures == {kind: run.reports[-1]["by_client"][kind] for kind in figures}
 
 
-# what it says of itself
+# the description inside the file
 
 
 def test_a_file_says_what_it_is(plain):
@@ -182,7 +182,7 @@ def test_values_that_some_clients_share_stand_once():
     assert [values.own_of(id) for id in range(3)] == [{"a": 0}, {"a": 0}, {"a": 2}]
 
 
-# whose
+# models of clients
 
 
 @pytest.mark.parametrize("client", ["linz", "2", 2])
@@ -219,7 +219,7 @@ def test_a_client_named_in_another_way_is_answered_with_the_name_that_is_like_it
     assert "Did you mean linz?" in str(caught.value)
 
 
-# without anything else
+# the file in another process, without the run
 
 
 @pytest.mark.slow
@@ -242,7 +242,7 @@ print(json.dumps(model.predict(numpy.load({str(tmp_path / "images.npy")!r})).lab
 
 
 class Brightness(raylt.Method):
-    """Its logits are not those of its network alone: a bright image is of the last class."""
+    """A method whose prediction also depends on the image: a bright image is of the last class."""
 
     name: ClassVar[str] = "brightness"
     paper: ClassVar[str] = "for tests"
@@ -272,7 +272,7 @@ def test_what_a_method_predicts_by_is_in_the_file(tmp_path, format):
     )
 
 
-# graphs
+# graph formats
 
 
 @pytest.mark.parametrize("format", ["pt2", "onnx"])
@@ -288,11 +288,11 @@ def test_graphs_give_what_was_judged(folder, format, method, client):
     expected = run.model() if client is None else run.client_model(int(client))
     assert torch.equal(counts(run, model), counts(run, expected))
     assert model.class_names == run.task.class_names
-    assert model.predict(load(run.task.test.x)[:1]).labels.shape == (1,)  # not as many as were traced
+    assert model.predict(load(run.task.test.x)[:1]).labels.shape == (1,)  # another batch size than the traced one
     assert model.description["run"] == run.sha256
 
 
-# what is no such file
+# files that are no exported models
 
 
 def test_other_files_are_refused(plain, tmp_path):
@@ -326,14 +326,14 @@ def test_a_model_that_its_entries_do_not_say_is_refused(tmp_path):
     assert metrics.accuracy(matrix) == run.summary["global_accuracy"]
 
 
-# without the data
+# export without the data
 
 
 @pytest.mark.parametrize("method", ["fedavg", "sfd", "bpfed", "mupfl", "fedloge", "fedrod"])
 def test_models_are_opened_where_the_data_are_gone(tmp_path, method):
     run = make_tiny_run(tmp_path, method, "data.partition=by_id")
     images = load(run.task.test.x)
-    experiment = run.experiment()  # with all data
+    experiment = run.experiment()  # the experiment builds all data
     ids = [0, 3] if run.method.personal else [0]
     models = trained_model.client_models(experiment, run.setup, run.checkpoint(), ids)
     expected = [model.predict(images).probabilities for _, model in models]

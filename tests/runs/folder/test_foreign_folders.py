@@ -1,5 +1,4 @@
-"""A run folder from somebody else: links and FIFOs in place of every file. Nothing outside of it is read or written,
-and nothing waits."""
+"""A run folder with links and FIFOs in place of every file: raylt neither leaves the folder nor waits."""
 
 import os
 import shutil
@@ -21,7 +20,7 @@ from raylt.studies.records.record import failure_file, read_run
 from raylt.studies.running.worker import EventSender, do
 
 pytestmark = pytest.mark.timeout(30)
-# what a run reads, what it writes, and what an older raylt called its files until they were whole
+# files that a run reads and writes, and names that earlier versions used for unfinished files
 NAMES = [
     "identity.json",
     "config.yaml",
@@ -57,7 +56,7 @@ MUST_BE_READ = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A run of four rounds that was killed after the third, and what it ends with."""
+    """Return the folder of a run that was killed after three of four rounds, and the hash of its final model."""
     run = make_run(tmp_path_factory.mktemp("runs"), "one", "method=fedavg", "federation.rounds=4", "output.keep=4")
     whole = run.summary["model_sha256"]
     for name in ("summary.json", "model.safetensors"):
@@ -75,7 +74,7 @@ def folder(made, tmp_path):
 
 @pytest.fixture
 def victims(tmp_path):
-    """A file and a folder of the user's, and what they hold."""
+    """Return a user's file and folder; assert after the test that they are unchanged."""
     home = tmp_path / "home"
     (home / "folder").mkdir(parents=True)
     for file in (home / "file", home / "folder/file"):
@@ -86,7 +85,7 @@ def victims(tmp_path):
 
 
 def replaced(folder, name):
-    """The path of a file in a run folder, with nothing there."""
+    """Remove a file of a run folder; return its path."""
     file = folder / name
     if file.is_dir():
         shutil.rmtree(file)
@@ -95,7 +94,7 @@ def replaced(folder, name):
 
 
 def tried(folder, name, whole):
-    """Going on with the run either ends as it should, or is refused in a line."""
+    """Resume the run; assert that it either ends with the same model or is refused in one line."""
     done = None
     with refusal():
         done = Run.open(folder).resume(fleet="local", quiet=True)
@@ -105,7 +104,7 @@ def tried(folder, name, whole):
 
 @contextmanager
 def refusal():
-    """A refusal in this block has one line that names the cause."""
+    """Assert that an error in this block has exit code 2 and one line that names the cause."""
     problems = []
     try:
         yield
@@ -161,7 +160,7 @@ def test_a_picture_takes_the_place_of_a_link(folder, victims):
         save(new_figure(1, 1), folder / "absent/features.png")
 
 
-# names, modes, limits
+# names, modes and limits
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../a", "/etc/passwd", "a\0b"])
@@ -220,7 +219,7 @@ def test_what_is_written_is_whole_or_not_there(tmp_path, monkeypatch):
 
 def test_a_file_larger_than_can_be_right_is_not_read(tmp_path):
     with (tmp_path / "it.json").open("wb") as stream:
-        stream.truncate(2**40)  # takes no room
+        stream.truncate(2**40)  # a sparse file
     with Folder.open(tmp_path) as folder, pytest.raises(CheckpointError, match=r"it\.json: .*1,099,511,627,776 bytes"):
         folder.read("it.json")
 
@@ -235,7 +234,7 @@ def test_deep_json_is_refused_in_a_line(folder):
 
 
 class Full:
-    """os.fsync of a disk that has no room from the n-th time on."""
+    """Replaces os.fsync: the disk is full from the n-th call on."""
 
     def __init__(self, after):
         self.left, self.fsync = after, os.fsync

@@ -52,26 +52,26 @@ EDITS = [
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Two runs that differ in their seeds."""
+    """Do two runs that differ in their seeds."""
     out = tmp_path_factory.mktemp("runs")
     return make_run(out, "one", *SETTINGS), make_run(out, "two", *SETTINGS, "seed=1", "data.seed=1")
 
 
 @pytest.fixture
 def run(made, tmp_path):
-    """A copy of the first run."""
+    """Return a copy of the first run."""
     return Run.open(shutil.copytree(made[0].folder, tmp_path / "run"))
 
 
 @pytest.fixture
 def stopped(run):
-    """A copy of the first run as a kill before its end would leave it."""
+    """Return a copy of the first run as if it had been killed before its end."""
     (run.folder / "summary.json").unlink()
     return run
 
 
 def edit(file, change):
-    """Changes the content of a JSON file."""
+    """Change the content of a JSON file."""
     tree = json.loads(file.read_text())
     change(tree)
     file.write_text(json.dumps(tree))
@@ -86,12 +86,12 @@ def write_lines(run, *lines):
 
 
 def content(folder):
-    """Every file, but what a process leaves that only looks."""
+    """Return the content of every file except the lock that readers leave."""
     return {file: file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file() and file.name != ".lock"}
 
 
 def assert_resume_refused(run, code, **details):
-    """`resume` refuses the run in one line and changes no file."""
+    """Assert that `resume` refuses the run in one line and changes no file; return the message."""
     before = content(run.folder)
     with refused(code, **details) as caught:
         Run.open(run.folder).resume(fleet="local", quiet=True)
@@ -232,7 +232,7 @@ def test_a_line_that_a_kill_cut_off_is_taken_from_its_checkpoint(stopped):
     assert [report["date"] is None for report in stopped.reports] == [False, False, True]
 
 
-# summary.json and what it seals
+# summary.json and the files that it seals
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_the_hash_is_that_of_everything_a_result_follows_from(made):
     assert identity.identify(kept, split, recorded["data"], []) == same
 
 
-# checkpoints that are gone
+# checkpoints that are missing
 
 
 def test_a_run_without_its_checkpoints_is_refused_and_keeps_its_record(stopped):

@@ -1,4 +1,4 @@
-"""provenance.jsonl: its lines are bound to each other, to their run and to its summary."""
+"""The lines of provenance.jsonl are bound to each other, to their run and to its summary."""
 
 import importlib.metadata
 import json

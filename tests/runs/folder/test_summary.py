@@ -71,7 +71,7 @@ def test_figures_of_a_short_run():
 
 
 def test_last10_averages_the_last_ten_rounds():
-    # rounds 3..12 of accuracy round / 16: (3 + .. + 12) / 10 / 16 = 7.5 / 16
+    # rounds 3 to 12 have the accuracy round / 16: (3 + .. + 12) / 10 / 16 = 7.5 / 16
     summary = summary_of(*(report(n, n / 16) for n in range(1, 13)))
     assert summary["accuracy"]["last10"] == 7.5 / 16
     assert summary["accuracy"]["last10_values"] == 10
@@ -79,7 +79,7 @@ def test_last10_averages_the_last_ten_rounds():
 
 
 def test_last10_averages_rounds_that_were_judged():
-    # judged in every second round: 2, 4, .. 24; the last ten are 6, 8, .. 24, their mean is 15
+    # judged in rounds 2, 4, .. 24; the last ten of them are 6, 8, .. 24 with the mean 15
     reports = [report(n, n / 32 if n % 2 == 0 else None) for n in range(1, 25)]
     assert summary_of(*reports)["accuracy"]["last10"] == 15 / 32
 
@@ -88,7 +88,7 @@ def test_finish_counts_for_last_and_best_and_not_for_the_curve_of_rounds():
     summary = summary_of(report(1, 0.25), report(2, 0.5), report(3, 0.875, "finish", seconds=100.0))
     assert summary["accuracy"] == {"last": 0.875, "last10": 0.375, "last10_values": 2, "best": 0.875}
     assert (summary["before_finish"], summary["rounds"]) == (0.5, 2)
-    assert summary["seconds_per_round"] == 1.0  # of rounds alone
+    assert summary["seconds_per_round"] == 1.0  # the finish does not count
 
 
 def test_a_finish_that_harms_does_not_change_the_best():
@@ -110,7 +110,7 @@ def test_clients_that_took_part_and_those_that_never_did_have_means_of_their_own
         report(2, 0.5, participants=[0, 1]),
         report(3, 0.5, participants=[2], by_client=each),
     )["clients"]
-    # client 1 took part and is not judged
+    # client 1 took part but is not judged
     assert {kind: figure["mean"] for kind, figure in clients["sampled"].items() if kind != "count"} == {
         "owned": 0.375,
         "matched": 0.375,
@@ -248,7 +248,7 @@ def test_figures_stand_with_their_test_images():
     text = printed(summary)
     assert "50.00 % (n = 240)" in text
     assert "65.00 % (2 clients, 10 to 30 images each)" in text
-    assert "72.50 % (n = 40, 57.2 to 83.9 %)" in text  # below 100 images an interval
+    assert "72.50 % (n = 40, 57.2 to 83.9 %)" in text  # figures of fewer than 100 images have an interval
     assert "> 60 / 20 to 60 / < 20; 200 / 0 / 40" in text
     assert "1, whose figures say nothing: Bern" in text
 

@@ -40,7 +40,7 @@ def report(step: int, **changes) -> RoundReport:
 
 
 def commit(journal: Journal, *steps: int, lines: bool = True) -> None:
-    """Checkpoints, and their lines, of these steps."""
+    """Write the checkpoints of these steps, and their lines."""
     previous = None
     for step in steps:
         facts = {"step": step, "report": json.loads(json.dumps(report(step).record()))}
@@ -53,7 +53,7 @@ def commit(journal: Journal, *steps: int, lines: bool = True) -> None:
 
 
 def release(journal: Journal) -> None:
-    """Ends the block of a run."""
+    """Leave the block of a run."""
     journal.__exit__()
 
 
@@ -62,7 +62,7 @@ def steps_of(journal: Journal) -> list[int]:
 
 
 def events_of(folder) -> list[tuple[str, int, float]]:
-    """Tag, step and value of every scalar in TensorBoard's files: records of length, CRC, bytes, CRC."""
+    """Return tag, step and value of every scalar in TensorBoard's files: records of length, CRC, bytes, CRC."""
     scalars = []
     for file in sorted(folder.glob("events.*")):
         content, at = file.read_bytes(), 0
@@ -136,7 +136,7 @@ def test_appended_reports_come_back(journal):
     journal.append(report(1, rejected={3: "w is not finite"}, lost=[2], retried=[2, 2]))
     journal.append(report(2, accuracy=None, groups=None, clients=None))
     first, second = journal.reports()
-    assert first["rejected"] == {"3": "w is not finite"}  # JSON has no numbers as keys
+    assert first["rejected"] == {"3": "w is not finite"}  # keys of JSON objects are text
     assert (first["lost"], first["retried"], first["groups"]["medium"]) == ([2], [2, 2], None)
     assert (second["step"], second["accuracy"], second["clients"]) == (2, None, None)
 
@@ -165,12 +165,12 @@ def test_rewind_drops_lines_after_the_checkpoint(journal):
 
 def test_rewind_restores_a_missing_line_from_the_checkpoint(journal):
     commit(journal, 1, 2)
-    commit(journal, 3, lines=False)  # killed between the checkpoint and its line
+    commit(journal, 3, lines=False)  # as if killed between the checkpoint and its line
     complete = [{"schema": 2, **json.loads(json.dumps(report(step).record()))} for step in (1, 2, 3)]
     journal.rewind()
     dated = journal.reports()
     assert len({line.pop("previous") for line in dated}) == 3
-    assert [line.pop("date") is None for line in dated] == [False, False, True]  # restored: nobody knows when
+    assert [line.pop("date") is None for line in dated] == [False, False, True]  # the restored line has no date
     assert dated == complete
 
 
@@ -258,7 +258,7 @@ def test_a_run_that_came_to_nothing_is_removed_unless_another_process_took_it_up
         first.discard()
         assert (tmp_path / "run" / "config.yaml").exists()
         second.append(report(1))
-    first.discard()  # by then it has a round
+    first.discard()  # the folder then has a round and is kept
     assert (tmp_path / "run" / "config.yaml").exists()
     with Journal.create(tmp_path / "other", CONFIG, SPLIT, DATA) as other:
         pass

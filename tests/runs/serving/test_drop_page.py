@@ -1,4 +1,4 @@
-"""The page of a service in a real browser: an image is dropped, its classes appear."""
+"""The page of a service in a real browser: the user drops an image, and its classes appear."""
 
 import asyncio
 import base64
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(browser.BROWSER is None, reas
 
 
 def serve(opened, limits):
-    """Return a running server of Python's own that asks a `Service`."""
+    """Start a server of Python's standard library that asks a `Service`; yield it."""
 
     async def predict(client, pixels):
         return opened.models[client].predict(pixels[None]).shares[0]

@@ -1,4 +1,4 @@
-"""What a service reads: the file that its user named, through the door of all foreign files."""
+"""A service reads only the file that its user named, with the checks for foreign files."""
 
 import os
 

@@ -16,7 +16,7 @@ from raylt.runs.serving.service import Limits, Request, Service
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """The exported file of one model, and that of a model for each client."""
+    """Export one model, and a model for each client; return both files."""
     folder = tmp_path_factory.mktemp("served")
     return {
         method: export(make_tiny_run(folder, method), folder / f"{method}.safetensors")
@@ -25,7 +25,7 @@ def files(tmp_path_factory):
 
 
 class Asker:
-    """Sends requests to a service, and counts what its model was asked."""
+    """Sends requests to a service, and counts the calls of its model."""
 
     def __init__(self, file, limits):
         self.opened = served_model(file).open()

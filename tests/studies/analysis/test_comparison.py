@@ -15,7 +15,7 @@ from raylt.studies.analysis.time_to_accuracy import reached
 from raylt.studies.report import comparison_tables
 
 CELLS = ("IF 10", "IF 50")
-# of arm b, per seed, above arm a: 0.1 each in the first cell, 0.0 or 0.02 in turns in the second
+# by how much arm b is above arm a for each seed: about 0.1 in the first cell, about 0.01 in the second
 ABOVE = {"IF 10": [0.1, 0.11, 0.09, 0.1, 0.1, 0.1], "IF 50": [0.0, 0.02, 0.0, 0.02, -0.01, 0.01]}
 
 
@@ -29,7 +29,7 @@ def records():
 
 
 def not_comparable(condition):
-    """Expect the error that two runs differ in a condition."""
+    """Expect the error for two runs that differ in a condition."""
     return refused("study.not-comparable", CheckpointError, condition=condition)
 
 
@@ -40,7 +40,7 @@ def test_rows_by_hand():
     assert b.difference.difference.estimate == pytest.approx(0.1)
     assert b.mean.estimate == pytest.approx(0.625)
     assert list(b.values) == [0, 1, 2, 3, 4, 5]
-    assert b.optimism == pytest.approx(0)  # the curve rises to its last round
+    assert b.optimism == pytest.approx(0)  # the curve rises up to its last round
     assert [overall.arm for overall in compared.overall] == ["a", "b"]
 
 
@@ -64,7 +64,8 @@ def test_under_six_seeds_nothing_is_claimed_whatever_the_difference():
 
 def test_fewer_bytes_are_better():
     compared = compare(records(), "a", [Claim("b", "a", "bytes_up")])
-    assert {j.verdict for j in compared.claims} == {"no difference"}  # all equal: no spread, no p
+    # all values are equal, so there is no spread and no p value
+    assert {j.verdict for j in compared.claims} == {"no difference"}
 
 
 def test_the_probability_to_be_better_is_that_of_fewer_seconds():
@@ -82,7 +83,7 @@ def test_the_probability_to_be_better_is_that_of_fewer_seconds():
     [(0.0, 6, "no difference"), (0.0, 5, "too few seeds"), (0.1, 6, "no spread"), (0.1, 2, "too few seeds")],
 )
 def test_differences_that_are_all_the_same_have_no_p_value_and_a_verdict_that_says_so(above, seeds, verdict):
-    # 0.3 + 0.01 * seed + 0.1 is not exactly 0.1 above: what rounding leaves is no spread
+    # 0.3 + 0.01 * seed + 0.1 is not exactly 0.1 above; this rounding is no spread
     same = [
         record(arm, seed, 0.3 + 0.01 * seed + more) for seed in range(seeds) for arm, more in (("a", 0.0), ("b", above))
     ]
@@ -150,7 +151,7 @@ def test_a_run_that_two_versions_of_the_code_made_is_refused():
 
 
 def test_an_arm_with_settings_of_its_own_may_differ_in_what_they_say_and_is_named():
-    central = record("b", 0, 0.9, summary=record("b", 7, 0.9).summary)  # a split of its own
+    central = record("b", 0, 0.9, summary=record("b", 7, 0.9).summary)  # the record has another split
     own = {"b": {"data.clients": 1}, "a": {}, "not run": {"data.clients": 2}}
     compared = compare([record("a", 0, 0.5), central], "a", own=own)
     assert compared.apart == ["b: data.clients 1"]
@@ -183,14 +184,15 @@ def test_an_arm_that_was_tuned_in_a_setting_may_differ_in_it_which_is_said_once(
 
 def test_a_record_from_before_some_settings_of_the_optimiser_trained_as_their_defaults_say():
     now = load(None, ["method=fedavg"]).model_dump(mode="json")["local"]
-    before = {name: now[name] for name in ("epochs", "batch", "lr", "precision")}  # now others stand between them
+    # newer settings have since been added between these
+    before = {name: now[name] for name in ("epochs", "batch", "lr", "precision")}
     shared = record("a", 0, 0.5).config
     older, newer = (record(arm, 0, 0.5, config=shared | {"local": local}) for arm, local in (("a", before), ("b", now)))
     assert len(compare([older, newer], "a").rows) == 2
     other = record("b", 0, 0.5, config=shared | {"local": now | {"schedule": "cosine"}})
     with not_comparable("optimiser") as caught:
         compare([older, other], "a")
-    assert "(local.schedule cosine; local.schedule step)" in str(caught.value)  # nothing else differs
+    assert "(local.schedule cosine; local.schedule step)" in str(caught.value)  # only the differing setting is named
 
 
 def test_last_ten_and_best_come_from_the_judged_rounds():
@@ -202,15 +204,15 @@ def test_last_ten_and_best_come_from_the_judged_rounds():
         config={"federation": {"rounds": 3, "participation": 1.0}},
     )
     assert value_of(one, "accuracy", "last") == 1.0
-    assert value_of(one, "accuracy", "last10") == pytest.approx(0.5)  # of rounds 1..3: 0.1, 0.9
-    assert value_of(one, "accuracy", "best") == 1.0  # the finish counts
+    assert value_of(one, "accuracy", "last10") == pytest.approx(0.5)  # of rounds 1 to 3: 0.1, 0.9
+    assert value_of(one, "accuracy", "best") == 1.0  # the finish counts too
 
 
 def test_a_round_is_chosen_on_validation_samples_and_the_finish_may_be_it():
     curve = {"accuracy": [0.1, 0.8, 0.9, 0.5], "few": [0.0, 0.2, 0.1, 0.4], "validation": [0.3, None, 0.6, 0.5]}
     one = record("a", 0, 0.5, curve=curve, config={"federation": {"rounds": 3, "participation": 1.0}})
-    assert value_of(one, "accuracy", "validation") == 0.9  # neither the last nor, in all rounds, the best
-    assert value_of(one, "few", "validation") == 0.1  # of the same round
+    assert value_of(one, "accuracy", "validation") == 0.9  # neither the last value nor the best of all rounds
+    assert value_of(one, "few", "validation") == 0.1  # from the same round
     late = record("a", 0, 0.5, curve=curve | {"validation": [0.3, None, 0.6, 0.7]}, config=one.config)
     assert value_of(late, "accuracy", "validation") == 0.5
     chosen = record("a", 0, 0.5, curve=curve | {"seconds": [1.0] * 4})
@@ -261,7 +263,7 @@ def test_markdown_and_latex_of_a_row():
     assert "| IF 10 | b | 6 | 62.50 ± " in comparison_tables.comparison_table(compared).markdown()
     text = comparison_tables.comparison_table(compared).latex()
     assert r" & b & 6 & \textbf{62.50} $\pm$ " in text
-    assert text.count(r"\\") == 5  # heading and four rows
+    assert text.count(r"\\") == 5  # the heading and four rows
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(comparison_tables.comparison_table(compared).screen())
     assert "+10.00 ±" in console.export_text()
@@ -330,7 +332,7 @@ def test_frame_has_a_line_per_run():
 
 
 def test_first_round_bytes_and_seconds_at_a_target():
-    # accuracies rise by a tenth of the last each round: 0.5 reaches 0.4 in round 8, 0.3 never
+    # accuracies rise by a tenth of their last value each round: 0.5 reaches 0.4 in round 8, 0.3 never does
     (first,) = reached([record("a", 0, 0.5), record("a", 1, 0.3)], 0.4)
     assert (first.reached, first.runs, first.rounds, first.bytes, first.seconds) == (1, 2, 8, 240, 16)
 
@@ -394,11 +396,11 @@ def test_tables_say_what_claims_are_of_and_what_their_family_is():
     few = comparison_tables.comparison_table(
         compare([each for each in records() if each.seed < 3], "a", claims)
     ).markdown()
-    assert "one family" not in few  # no p values with so few seeds
+    assert "one family" not in few  # too few seeds for p values
 
 
 def test_a_difference_in_print_is_held_against_the_interval():
-    # b is above a by 10 points on average in the first cell, by 0.67 in the second
+    # b is above a by 10 points on average in the first cell, and by 0.67 in the second
     claims = [read_claim("b > a", ["a", "b"], "accuracy", printed) for printed in (10.0, 20.0, None)]
     text = comparison_tables.comparison_table(compare(records(), "a", claims)).markdown()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| b > a")]
@@ -413,7 +415,7 @@ def test_a_difference_in_print_is_held_against_the_interval():
     single = [each for each in records() if each.seed == 0]
     assert (
         "| +10.00 |" in comparison_tables.comparison_table(compare(single, "a", claims[:1])).markdown()
-    )  # no interval: no word
+    )  # without an interval there is no verdict
 
 
 def test_claims_of_several_studies_stand_one_below_the_other():

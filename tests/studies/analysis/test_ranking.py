@@ -1,4 +1,4 @@
-"""Rankings: wins by hand, strengths against a maximised likelihood, and runs that failed."""
+"""Rankings: wins by hand, strengths against a maximised likelihood, and failed runs."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def record(
 
 
 def most_likely(wins: np.ndarray) -> np.ndarray:
-    """Strengths that maximise the likelihood, with PRIOR wins and losses against 0, one logarithm a comparison."""
+    """Return strengths that maximise the likelihood; each arm also has PRIOR wins and losses against strength 0."""
 
     def loss(s: np.ndarray) -> float:
         value = 0.0
@@ -46,7 +46,7 @@ def test_strengths_maximise_the_likelihood():
 
 
 def test_two_arms_by_hand():
-    """Three wins and one loss; by symmetry about the mean the prior's opponent has strength 0."""
+    """Three wins and one loss; by symmetry about the mean, the prior's opponent has strength 0."""
     (a, b) = fit(np.array([[[0.0, 3.0], [1.0, 0.0]]]))[0]
     # s = a = -b: 3.5 = 4 p(2s) + p(s), where p is the logistic function
     p = [1 / (1 + np.exp(-x)) for x in (2 * a, a)]
@@ -100,7 +100,7 @@ def test_intervals_cover_the_estimate_widen_with_disagreement_and_are_the_same_e
         record(arm, seed, value) for seed in range(6) for arm, value in (("a", 0.5), ("b", 0.6 - 0.2 * (seed % 2)))
     ]
     (steady, _), (shaky, _) = rank({"g": agree}).arms, rank({"g": differ}).arms
-    assert steady.strength.half == pytest.approx(0, abs=1e-9)  # each draw of seeds has the same wins
+    assert steady.strength.half == pytest.approx(0, abs=1e-9)  # every draw of seeds has the same wins
     assert shaky.strength.half > 0.5
     assert shaky.strength.low <= shaky.strength.estimate <= shaky.strength.high
     assert rank({"g": differ}) == rank({"g": differ})
@@ -135,7 +135,7 @@ def test_costs_are_passes_as_a_multiple_of_fedavgs():
     runs = {"g": [run("fedavg", 0.5), run("ditto", 0.6), run("fedrep", 0.7, head_epochs=10), run("moon", 0.4)]}
     runs["g"].append(run("elsewhere", 0.3))
     costs = {arm.arm: arm.cost for arm in with_costs(rank(runs), runs).arms}
-    # FedRep: ten epochs of the head and two of the encoder; MOON: two more forward passes, one third each
+    # FedRep trains ten epochs of the head and two of the encoder; MOON adds two forward passes of a third each
     assert costs == {"fedavg": 1, "ditto": 2, "fedrep": 6, "moon": pytest.approx(5 / 3), "elsewhere": None}
     table = ranking_table(with_costs(rank(runs), runs))
     assert table.head[-1] == "passes"

@@ -42,13 +42,13 @@ def test_what_rounding_leaves_is_no_spread():
 
 
 def test_holm_by_hand():
-    # sorted 0.01 0.03 0.04 0.5: x4 = 0.04, x3 = 0.09, x2 = 0.08 -> not below 0.09, x1 = 0.5
+    # sorted 0.01 0.03 0.04 0.5: x4 = 0.04, x3 = 0.09, x2 = 0.08, raised to 0.09, x1 = 0.5
     assert holm([0.04, 0.01, 0.5, 0.03]) == pytest.approx([0.09, 0.04, 0.5, 0.09])
     assert holm([]) == []
 
 
 def test_interquartile_mean_leaves_a_quarter_at_each_end_out():
-    # 8 values: the middle four are 3 4 5 6
+    # the middle four of 8 values are 3 4 5 6
     found = over_cells([[1, 2, 3, 4], [5, 6, 7, 800]])
     assert found.estimate == 4.5
     assert found.low is not None
@@ -64,15 +64,15 @@ def test_over_cells_draws_the_same_every_time_and_asks_for_two_cells_of_three_se
 
 
 def test_probability_of_improvement_counts_pairs_and_ties_half():
-    # cell 1: (2, 3) over (1, 2): 2>1, 2=2, 3>1, 3>2 -> 3.5 / 4; cell 2: never
+    # cell 1: (2, 3) over (1, 2): 2>1, 2=2, 3>1, 3>2, so 3.5 / 4; cell 2: none
     assert improvement([[2, 3], [0, 0]], [[1, 2], [1, 1]]).estimate == (3.5 / 4 + 0) / 2
 
 
 @pytest.mark.slow
 def test_intervals_of_a_thousand_synthetic_studies_cover_the_truth_and_holm_keeps_false_claims_rare():
-    # per study: 3 arms, 2 cells, 6 seeds. A split is as hard for every arm (sd 0.03), each run has noise of its own
-    # (sd 0.01). "better" is 0.02 above the reference, "equal" is not, so four of the eight claims are false:
-    # equal > reference twice, and reference > equal twice.
+    # Each study has 3 arms, 2 cells and 6 seeds. All arms share the difficulty of a split (sd 0.03); each run has noise
+    # of its own (sd 0.01). "better" is 0.02 above the reference and "equal" is not, so four of the eight claims are
+    # false: "equal > reference" twice, and "reference > equal" twice.
     rng = np.random.default_rng(17)
     effects = {"reference": 0.0, "better": 0.02, "equal": 0.0}
     claims = [
@@ -98,5 +98,5 @@ def test_intervals_of_a_thousand_synthetic_studies_cover_the_truth_and_holm_keep
         false_claims += any(each.verdict == "holds" and each.claim.better != "better" for each in judged)
         true_ones += sum(each.verdict == "holds" and each.claim.better == "better" for each in judged)
     assert 0.93 <= covered / intervals <= 0.97
-    assert false_claims / 1000 < 0.05  # studies with any false claim, not claims
-    assert true_ones / 4000 > 0.3  # it does find what is there
+    assert false_claims / 1000 < 0.05  # counts studies with any false claim, not claims
+    assert true_ones / 4000 > 0.3  # true differences are found

@@ -31,7 +31,7 @@ def test_methods_of_the_four_papers_have_no_gap():
 
 
 def headers():
-    """(recipe, method, printed percent, overrides) of every command in a recipe's first lines."""
+    """Yield (recipe, method, printed percent, overrides) of every command in the first lines of recipes."""
     for path in sorted(RECIPES.rglob("*.yaml")):
         for line in path.read_text().splitlines():
             if match := re.match(r"#   (\S+) +(\d+\.\d\d?)   raylt run (\S+) ?(.*)$", line):
@@ -47,7 +47,7 @@ def test_the_commands_in_the_recipes_are_the_cells_and_their_figures(paper):
         and e.paper.lower() == paper
         and e.measure in ("accuracy", "matched", "owned", "global_miou")
     ]
-    # Table III's probabilistic column has one figure that is not Table V's (see its note)
+    # one figure of Table III's probabilistic column is not in Table V (see its note)
     printed = [e for e in printed if not (e.table == "III (IoT-J)" and round(100 * e.value, 2) == 36.7)]
     cells = {(e.identity(), e.config().federation.rounds, round(100 * e.value, 2)): e for e in printed}
     commands = set()
@@ -67,7 +67,7 @@ METHOD_OF = {e.identity(): e.config().method["name"] for e in expectations() if 
 def test_headings_of_mupfls_table_2_are_swapped_back_and_say_so():
     two = [e for e in expectations() if (e.paper, e.table) == ("MuPFL", "2")]
     value = {(e.method, e.setting["dataset"], e.setting["IF"], e.setting["alpha"]): e.value for e in two}
-    # under the heading IF 10 in print
+    # printed under the heading IF 10
     assert value["FedAvg", "cifar10", "100", "0.5"] == pytest.approx(0.4041)
     assert all("most probably swapped" in e.note for e in two)
     full = {e.table: e for e in expectations() if e.paper == "MuPFL" and e.method == "MuPFL[BAVD+ACMU+PKCF]"}["6"]

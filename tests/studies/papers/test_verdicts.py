@@ -16,7 +16,7 @@ FEDAVG = next(e for e in FASHION if e.method == "FedAvg")
 
 
 def run(cell, seed, value, rounds=None, state="done"):
-    """A run of a printed cell with this figure; rounds of the paper by default."""
+    """Return a run of a printed cell with this figure; by default it has the paper's rounds."""
     config = cell.config().model_dump(mode="json")
     config["seed"] = config["data"]["seed"] = seed
     config["federation"]["rounds"] = rounds or config["federation"]["rounds"]
@@ -37,13 +37,13 @@ def verdict(*records):
 
 
 def test_printed_value_inside_our_interval_is_reproduced():
-    # 94.11 printed; mean 94.0, sd 0.5 over three: +- 4.30 * 0.5 / sqrt(3) = 1.24
+    # 94.11 is printed; mean 94.0, sd 0.5 over three runs: +- 4.30 * 0.5 / sqrt(3) = 1.24
     judged = verdict(*(run(MUPFL, seed, 0.94 + d) for seed, d in enumerate((-0.005, 0.0, 0.005))))
     assert (judged.kind, judged.seeds) == ("reproduced", 3)
 
 
 def test_printed_difference_inside_ours_is_the_difference_reproduced():
-    # 94.11 - 81.76 = 12.35 printed; ours 12.3 +- 0.25 around values that are ten points lower
+    # 94.11 - 81.76 = 12.35 is printed; ours is 12.3 +- 0.25, with values that are ten points lower
     records = [
         run(cell, seed, value + d)
         for cell, value, each in ((MUPFL, 0.84, (0, 0.011, 0.019)), (FEDAVG, 0.717, (0, 0.01, 0.02)))
@@ -75,10 +75,11 @@ def test_two_seeds_and_more_rounds_claim_nothing_either():
 
 
 def test_an_interval_that_holds_nearly_anything_reproduces_nothing():
-    # mean 94, sd 5 over three: +- 4.30 * 5 / sqrt(3) = 12.4
+    # mean 94, sd 5 over three runs: +- 4.30 * 5 / sqrt(3) = 12.4
     wide = verdict(*(run(MUPFL, seed, 0.94 + d) for seed, d in enumerate((-0.05, 0.0, 0.05))))
     assert (wide.kind, wide.why) == ("cannot be told", "± 12.4 points")
-    # the value is ten points off; differences of 7.9, 12 and 16.1 points hold the printed 12.35, and much else:
+    # the value is ten points off; the interval of the differences 7.9, 12 and 16.1 holds the printed 12.35 and much
+    # else:
     # +- 4.30 * 4.1 / sqrt(3) = 10.2
     base = [run(FEDAVG, seed, 0.72 + d) for seed, d in enumerate((0.04, 0.0, -0.04))]
     runs = [run(MUPFL, seed, 0.84 + d) for seed, d in enumerate((-0.001, 0.0, 0.001))]
@@ -88,7 +89,7 @@ def test_an_interval_that_holds_nearly_anything_reproduces_nothing():
 
 
 def ablation(*differences, level=0.0):
-    """The verdict on Table 6's BAVD row: `differences` to FedAvg by seed, around the printed level plus `level`."""
+    """Return the verdict on Table 6's BAVD row, given the differences to FedAvg by seed and a shift of the level."""
     table = select("mupfl", "6", {"dataset": "fashion_mnist"})
     bavd = next(e for e in table if e.method == "MuPFL[BAVD]")
     base = [run(FEDAVG, seed, bavd.value + level - 0.05 + seed / 500) for seed in range(len(differences))]
@@ -158,7 +159,8 @@ def test_runs_of_several_versions_of_the_code_are_combined_only_if_allowed():
         each.made["codes"] = ["new" if each.seed or each.arm == FEDAVG.arm else "old"]
     base[3].made["codes"] = ["old"]
     judged = verdict(*runs, *base)
-    assert (judged.seeds, judged.difference.n) == (3, 2)  # three by the new code, of which two have a FedAvg by it
+    # three runs with the new code, of which two have a FedAvg run with it
+    assert (judged.seeds, judged.difference.n) == (3, 2)
     assert "left out, by another version of the code: 1 run; --mix-versions" in judged.why
     assert "left out, by another version of the code: 1 run of FedAvg; --mix-versions" in judged.why
     (mixed,) = verdicts([*runs, *base], [MUPFL], mix_versions=True)
@@ -185,7 +187,7 @@ def test_without_a_method_a_cell_cannot_be_run_and_says_why():
 def test_the_page_counts_all_cells_and_has_a_line_for_each():
     judged = verdicts([run(MUPFL, seed, 0.94 + seed / 1000) for seed in range(3)])
     text = page(judged)
-    # one run of MuPFL is Table 2's and Table 6's last row, which is one of an ablation and has no FedAvg here
+    # one MuPFL run is in Table 2 and in Table 6's last row, which belongs to an ablation and lacks a FedAvg run here
     assert (count(judged)["reproduced"], count(judged)["cannot be told"]) == (1, 1)
     assert re.search(r"\b640 printed cells, 2 have recorded runs\b", text)
     lines = [line for line in text.splitlines() if re.match(r"\| \S+.*\| .*\d\.\d\d", line)]

@@ -136,7 +136,8 @@ def test_listing_has_runs_and_counts_those_of_a_study(tmp_path, run):
     write_run(tmp_path / "study" / "fedavg" / "seed-0", PLAN, [0.1, 0.3, 0.2])
     write_run(tmp_path / "study" / "fedavg" / "seed-1", PLAN, [0.1], done=False)
     (tmp_path / "study" / "study.yaml").write_text("arms: {fedavg: fedavg}\nseeds: 3")
-    write_run(tmp_path / "study" / "fedavg" / "seed-0" / "checkpoints" / "copy", PLAN, [0.1])  # inside a run: none
+    # this folder is inside a run and is no run
+    write_run(tmp_path / "study" / "fedavg" / "seed-0" / "checkpoints" / "copy", PLAN, [0.1])
     (tmp_path / "else").mkdir()
     entries = {entry.name: entry for entry in listing(tmp_path)}
     assert set(entries) == {"run", "study"}

@@ -1,4 +1,4 @@
-"""Runs on record next to a study's file: they are not repeated, and missing runs are done."""
+"""Runs on record next to a study's file are not repeated; missing runs are done."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def without(record, arm, seed):
 
 
 def write_unsealed(record, content):
-    """Write the content of a record as it was before there were seals."""
+    """Write the content of a record in the format without seals."""
     del content["seal"]
     record.write_text(json.dumps(content | {"schema": 1}))
 
@@ -57,7 +57,7 @@ def test_what_is_on_record_counts_as_done_and_makes_the_same_tables(tmp_path):
     assert taken.run() == []
     assert list(taken.folder.rglob("metrics.jsonl")) == []
     assert taken.compare() == before.compare()
-    assert Study.open(taken.folder).compare() == before.compare()  # the folder alone tells it
+    assert Study.open(taken.folder).compare() == before.compare()  # the folder alone is enough
     assert Study.open(taken.folder / "results.json").compare() == before.compare()
 
 
@@ -133,7 +133,7 @@ def test_a_field_that_the_code_of_then_did_not_have_is_no_other_setting(tmp_path
 
 
 def test_where_a_file_lies_is_no_other_setting_of_a_recorded_run(tmp_path):
-    """The same study on two machines: settings that name a file hold its absolute place."""
+    """The same study on two machines, where settings hold different absolute paths of a file."""
 
     def tree(place, name="teacher.npz"):
         return TINY | {"arms": {"fedsm": {"method": {"name": "fedsm", "teacher": f"npz:{place}/{name}"}}}}
@@ -148,7 +148,7 @@ def test_where_a_file_lies_is_no_other_setting_of_a_recorded_run(tmp_path):
 
 
 def test_what_is_on_record_names_no_folder_of_the_machine_that_made_it(tmp_path):
-    """Of a file that a setting names its name alone is on record, also where a figure quotes the setting."""
+    """The record holds the name of a file without its folder, also where a figure quotes the setting."""
     place = 'npz:/home/me/my "own" files/teacher.npz'
     tree = TINY | {
         "base": TINY["base"] | {"data": {"clients": 3, "root": "/home/me/sets"}},
@@ -163,7 +163,7 @@ def test_what_is_on_record_names_no_folder_of_the_machine_that_made_it(tmp_path)
     for each in (first, second):
         assert "/home/me" not in json.dumps(each)
         assert (each["config"]["method"]["teacher"], each["config"]["data"]["root"]) == ("npz:teacher.npz", "sets")
-    assert made.config["data"]["root"] == "/home/me/sets"  # the run's own record is as it was
+    assert made.config["data"]["root"] == "/home/me/sets"  # the run's own record is unchanged
     assert len(load_planned(path, study.planned, mix_versions=True).records) == 2
 
 
@@ -237,7 +237,7 @@ def test_an_arm_that_the_study_had_stays_with_its_settings_as_long_as_the_ground
     assert study.compare().apart == ["central: data.clients 1"]
     changed = TINY | {"base": TINY["base"] | {"data": {"clients": 4}}, "name": "tiny"}
     study, lines = recorded_again(tmp_path / "more", record, changed)
-    # central says itself how many clients it has
+    # central sets its own number of clients
     assert [each.arm for each in study.records] == ["fedavg", "prox", "fedavg", "prox", "central", "central"]
     assert lines == []
     gone = TINY | {"base": TINY["base"] | {"federation": {"rounds": 2}}, "name": "tiny"}

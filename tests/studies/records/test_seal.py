@@ -1,4 +1,4 @@
-"""Files of results: an edit of any number, name, setting or claim is refused by the name of what was edited."""
+"""Files of results: a changed number, name, setting or claim is refused by its name."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A study of made runs, with its results.json."""
+    """Write a study of made runs and its results.json; return its folder."""
     study = Study.create(define(TINY), tmp_path_factory.mktemp("studies"))
     for number, plan in enumerate(study.planned):
         write_run(study.folder / plan.folder, plan, [0.4, 0.5 + number / 20], split=plan.seed)
@@ -53,7 +53,7 @@ def first(tree):
 
 
 def swap_arms(tree):
-    """Give the records of the two arms each other's names."""
+    """Exchange the names of the two arms in the records."""
     for record in tree["records"]:
         record["arm"] = {"fedavg": "prox", "prox": "fedavg"}[record["arm"]]
 

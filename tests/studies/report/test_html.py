@@ -16,7 +16,7 @@ VOID = {"meta", "link", "br", "hr", "img", "input"}
 
 
 class Page(HTMLParser):
-    """Tags that are opened and not closed in order, and what is loaded from elsewhere."""
+    """Parses a page; records tags that are not closed in order, and loaded resources."""
 
     def __init__(self, text):
         super().__init__()
@@ -112,7 +112,7 @@ def test_a_large_study_stays_under_the_limit():
     text = render(
         study(arms=[f"arm {n}" for n in range(6)] + ["fedavg"], cells=[f"IF {n}" for n in range(8)], seeds=3, **long)
     )
-    assert len(text.encode()) < 2 * 2**20  # a file that a mail takes
+    assert len(text.encode()) < 2 * 2**20  # small enough for a mail
 
 
 def test_a_study_of_many_arms_clients_and_classes_too():
@@ -207,7 +207,7 @@ def test_best_less_last_is_a_column_where_it_is_known():
 
 
 def test_an_interval_is_drawn_only_over_values_that_a_share_can_have():
-    wide = study(seeds=2)  # of which a t interval is wider than all shares
+    wide = study(seeds=2)  # with two seeds a t interval is wider than all possible shares
     for each in wide.records:
         each.summary["accuracy"]["last"] = 0.05 if each.seed else 0.3
     text = render(wide)

@@ -1,4 +1,4 @@
-"""Arms that begin in the same way are trained once."""
+"""Arms that begin with the same training are trained once."""
 
 import json
 import re
@@ -70,7 +70,8 @@ def test_run_that_keeps_the_checkpoint_where_the_others_part_is_the_stem(tmp_pat
 def test_run_of_a_study_takes_its_first_steps_from_its_stem_where_that_has_come_so_far(tmp_path):
     by_arm = {each.arm: each for each in define(SHARED).runs() if each.seed == 0 and "10" in each.cell}
     places = {arm: tmp_path / arm for arm in by_arm}
-    do(places["ccvr"], by_arm["ccvr"].config, "local", None, Callback(), Run(places["fedavg"]))  # it is not there
+    # the other run does not exist
+    do(places["ccvr"], by_arm["ccvr"].config, "local", None, Callback(), Run(places["fedavg"]))
     assert parent_of(places["ccvr"]) is None
     do(places["fedavg"], by_arm["fedavg"].config, "local", None, Callback())
     do(places["more"], by_arm["ccvr"].config, "local", None, Callback(), Run(places["fedavg"]))

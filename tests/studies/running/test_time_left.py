@@ -1,4 +1,4 @@
-"""How long what is left of a study takes."""
+"""Estimates of the time that is left of a study."""
 
 import json
 import re
@@ -20,13 +20,13 @@ STUDY = {"name": "timed", "base": {"federation": {"rounds": 4}, "local": {"epoch
 
 
 def timed(arm, seconds, cell="", rounds=4, **more):
-    """A run whose steps took so long; what comes after its rounds is a finish."""
+    """Return a run whose steps took these seconds; steps after its rounds are a finish."""
     at = [sum(seconds[:step]) for step in range(1, len(seconds) + 1)]
     return record(arm, 0, 0.5, cell, planned_steps=rounds, steps=len(seconds), curve={"seconds": at}, **more)
 
 
 def recorded(plan, seconds):
-    """The same with all that a file of results has."""
+    """Return such a run with everything that a file of results has."""
     steps = len(seconds)
     curve = {
         "step": list(range(1, steps + 1)),
@@ -44,7 +44,7 @@ def recorded(plan, seconds):
 
 @pytest.fixture(scope="module")
 def planned():
-    """The first run of each arm."""
+    """Return the first run of each arm."""
     return {plan.arm: plan for plan in define(STUDY).runs() if plan.seed == 0}
 
 
@@ -78,7 +78,7 @@ def test_the_nearest_runs_count_its_cell_its_arm_and_then_all(planned):
     assert Pace(others).left(planned["ccvr"], 0) == 40
     assert Pace([*others, timed("ccvr", [1] * 4)]).left(planned["ccvr"], 0) == 4
     assert Pace(others).left(planned["fedavg"], 0) == 4 * 55
-    # a finish is one after however many rounds
+    # a finish counts once, however many rounds there are
     assert Pace([timed("ccvr", [10, 10, 7], "short", rounds=2)]).left(planned["ccvr"], 0) == 47
 
 
@@ -116,8 +116,8 @@ def test_a_last_phase_that_was_never_timed_is_named(planned):
     rounds_alone = Pace([timed("ccvr", [1] * 4, state="stopped")])
     assert rounds_alone.left(planned["ccvr"], 4) == 0
     assert rounds_alone.lacks_finish(planned["ccvr"], 4)
-    assert not rounds_alone.lacks_finish(planned["ccvr"], 5)  # it is over
-    assert not rounds_alone.lacks_finish(planned["fedavg"], 0)  # which has none
+    assert not rounds_alone.lacks_finish(planned["ccvr"], 5)  # the finish is done
+    assert not rounds_alone.lacks_finish(planned["fedavg"], 0)  # the method has no finish
     assert not Pace([timed("ccvr", [1] * 4 + [50])]).lacks_finish(planned["ccvr"], 4)
 
 

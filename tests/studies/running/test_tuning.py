@@ -1,4 +1,4 @@
-"""Arms that are tuned with the same budget before their seeds run."""
+"""Arms that are tuned with equal budgets before their seeds run."""
 
 import pytest
 from made import record as finished
@@ -27,7 +27,7 @@ TUNED = {
 
 
 class Recorder(raylt.Callback):
-    """Collects the messages of a study."""
+    """Records the messages of a study."""
 
     def __init__(self, messages):
         self.messages = messages
@@ -88,7 +88,7 @@ def test_an_arm_is_searched_within_the_budget_and_resumes_after_an_interruption(
     assert 0 < tuned["client_steps"] <= tuned["budget"]
     assert tuned["trials"] >= 3
     assert list(tuned["values"]) == ["method.mu"]
-    assert tune_arm(tmp_path, base, reference, definition.tune, "prox") == tuned  # nothing is done again
+    assert tune_arm(tmp_path, base, reference, definition.tune, "prox") == tuned  # the search is not repeated
     with pytest.raises(CheckpointError):
         tune_arm(tmp_path, base, reference, definition.tune.model_copy(update={"runs": 4}), "prox")
 
@@ -125,9 +125,10 @@ def test_a_search_is_the_same_wherever_its_files_lie_and_whatever_other_arms_hav
     assert hashed({"resources": {"device": "cpu"}, "data": {"clients": 3, "root": "/elsewhere"}}) == first
     assert hashed({}, tune=TUNED["tune"] | {"fields": {"prox 1": []}}) == first
     assert hashed({}, tune=TUNED["tune"] | {"fields": {"prox": []}}) != first
-    assert hashed({}, tune=TUNED["tune"] | {"ranges": {"method.q": "uniform(0, 1)"}}) == first  # FedProx has none
+    # FedProx has no such field
+    assert hashed({}, tune=TUNED["tune"] | {"ranges": {"method.q": "uniform(0, 1)"}}) == first
     assert hashed({}, tune=TUNED["tune"] | {"ranges": {"method.mu": "uniform(0, 1)"}}) != first
-    assert hashed({}, reference="prox 1") != first  # the budget is counted in its runs
+    assert hashed({}, reference="prox 1") != first  # the budget is counted in runs of the reference
     assert hashed({"local": {"epochs": 2}}) != first
 
 
@@ -169,9 +170,9 @@ def test_a_tuned_study_is_taken_up_from_its_record_where_it_asks_the_same(tmp_pa
     fresh = Study.create(definition, tmp_path / "second", record)
     assert {each.state for each in fresh.records} == {"done"}
     assert (fresh.tuned, fresh.recorded.passed_over) == (first.tuned, [])
-    assert fresh.run() == []  # nothing is searched and nothing is run
+    assert fresh.run() == []  # nothing is searched and no run is done
     assert Study.open(fresh.folder).compare() == first.compare()
-    assert first.compare().apart == []  # a rate that was searched may differ: `tuned` has it
+    assert first.compare().apart == []  # a searched rate may differ between arms; `tuned` has it
     other = Study.preview(define(TUNED | {"tune": TUNED["tune"] | {"runs": 4}}), tmp_path / "third", record)
     assert other.tuned == {"": {}}
     assert {each.state for each in other.records if each.arm == "prox"} == {"missing"}
@@ -191,7 +192,7 @@ def test_recorded_runs_of_an_arm_that_was_tuned_with_another_budget_are_taken_of
     assert done(TUNED, "first") == []
     fewer = {arm: each for arm, each in TUNED["arms"].items() if arm != "prox 1"}
     assert done(TUNED | {"arms": fewer}, "second") == []
-    assert len(Study.open(tmp_path / "tuned.json").records) == 6  # that arm stays: it was tuned for the same
+    assert len(Study.open(tmp_path / "tuned.json").records) == 6  # the arm's runs stay, because its search was the same
     (line,) = done(TUNED | {"arms": fewer, "tune": TUNED["tune"] | {"runs": 4}}, "third")
     assert "prox1/seed-0 (its arm was tuned for something else)" in line
     assert {each.arm for each in Study.open(tmp_path / "tuned.json").records} == {"fedavg", "prox"}

@@ -1,4 +1,4 @@
-"""Where the runs of a study run: by GPU where one may be used, else by core."""
+"""Slots for the runs of a study: one per GPU if GPUs may be used, otherwise one per core."""
 
 import os
 
