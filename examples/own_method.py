@@ -18,7 +18,7 @@ class MyProx(raylt.Method):
     mu: float = raylt.hp(0.1, raylt.LogUniform(1e-4, 1.0), "weight of the proximal term, Eq. 2", ge=0)
 
     def objective(self, client: raylt.Client, message: raylt.Message) -> raylt.Objective:
-        """Return the loss of a batch. It is called once a round, when the global model was just received."""
+        """Return the loss of a batch. Called once a round, right after the global model was received."""
         params = list(client.model.parameters())
         start = [p.detach().clone() for p in params]
 

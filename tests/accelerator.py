@@ -1,12 +1,14 @@
-"""A pretend accelerator: tensors that say they are on another device while their numbers lie on the CPU.
+"""A pretend accelerator: tensors that claim another device while their numbers are on the CPU.
 
-Torch itself takes them for another device's (the back end's key for third parties, registered from Python), so that
-everything above the kernels is the real thing: autograd, modules, autocast, `.to`. Below, one dispatch mode runs each
-operation on the numbers, refuses before that what a GPU would refuse (tensors of two devices, a generator of another
-device) or do in a slow way that nobody asked for (indices on the CPU), and counts what a GPU would launch and what it
-would make the host wait for. None of it can be pickled: another process may have no such device. What it computes has
-the bits of the CPU. `Recorder` records and replays as CUDA graphs do. What is copied from page-locked memory without a
-wait is read as late as it may be: when something computes with it, or waits for an event after it.
+Torch takes them for tensors of another device (the back end's key for third parties, registered from Python). So
+everything above the kernels is real: autograd, modules, autocast, `.to`. Below that, a dispatch mode runs each
+operation on the numbers. First it refuses what a GPU would refuse (tensors of two devices, a generator of another
+device) or do in an unintended slow way (indices on the CPU). It counts the kernels that a GPU would launch, and the
+waits of the host. The tensors cannot be pickled, because another process may lack the device. Results have the bits of
+the CPU.
+
+`Recorder` records and replays like CUDA graphs. Copies from page-locked memory without a wait are made as late as
+possible: when something computes with the tensor, or waits for an event after it.
 """
 
 from collections import Counter
@@ -24,10 +26,10 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 NAME = "pretend"
 aten: Any = torch.ops.aten
 
-MOVES = {aten.copy_, aten._to_copy, aten._copy_from, aten._copy_from_and_resize}  # between devices on purpose
+MOVES = {aten.copy_, aten._to_copy, aten._copy_from, aten._copy_from_and_resize}  # copies between devices on purpose
 INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
-PLACED = {aten.where, aten.fill_, aten.masked_fill, aten.masked_fill_}  # numbers may be the CPU's
-# the host reads a value, or the size of the result
+PLACED = {aten.where, aten.fill_, aten.masked_fill, aten.masked_fill_}  # numbers may be on the CPU
+# operations that make the host wait for a value, or for the size of the result
 WAITS = {
     aten._local_scalar_dense,
     aten.nonzero,
@@ -41,7 +43,7 @@ WAITS = {
     aten.linalg_eigh,
     aten._linalg_eigh,
 }
-# nothing is launched for these, nor for views
+# operations that launch nothing; views launch nothing either
 FREE = {
     aten.detach,
     aten.alias,
@@ -60,8 +62,7 @@ FREE = {
 
 
 class Counts:
-    """What was launched inside the block, and what the host waited for, by the names of torch's operations; and how
-    many tensors were copied "to" the device and "from" it."""
+    """Counts launched kernels, waits of the host, and copies "to" and "from" the device, by torch operation."""
 
     def __init__(self) -> None:
         self.kernels: Counter[str] = Counter()
@@ -76,10 +77,11 @@ class Counts:
 
 @contextmanager
 def accelerator() -> Iterator[Counts]:
-    """Inside the block there is a device called `NAME`."""
+    """Provide a device called `NAME` inside the block; yield its counts."""
     counts, generator, lifts = Counts(), torch.Generator, torch._C._only_lift_cpu_tensors()
     torch.Generator = Generator
-    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) in two steps, the second seen here
+    # makes torch.tensor(..., device=...) take two steps, of which the second is seen here
+    torch._C._set_only_lift_cpu_tensors(True)
     try:
         with _Mode(counts):
             yield counts
@@ -89,7 +91,7 @@ def accelerator() -> Iterator[Counts]:
 
 
 class Held(torch.Tensor):
-    """A tensor on the pretend device; `held` are its numbers."""
+    """A tensor on the pretend device; `held` has its numbers on the CPU."""
 
     held: torch.Tensor
 
@@ -111,7 +113,7 @@ class Held(torch.Tensor):
     def __repr__(self, **_: Any) -> str:
         return f"{self.held!r} on {NAME}"
 
-    def tolist(self) -> Any:  # which torch has for no subclass
+    def tolist(self) -> Any:  # torch has no `tolist` for subclasses
         return self.cpu().tolist()
 
     def numpy(self, **_: Any) -> Any:
@@ -119,7 +121,7 @@ class Held(torch.Tensor):
 
     __array__ = numpy
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # what travels between processes lies on the CPU
+    def __reduce_ex__(self, protocol: Any) -> Any:  # only CPU tensors may be sent to other processes
         raise TypeError(f"a tensor on {NAME} is sent to another process; use Tensor.cpu() first")
 
     @classmethod
@@ -127,11 +129,12 @@ class Held(torch.Tensor):
         return _run(func, args, kwargs or {}, None)
 
 
-_OURS: WeakValueDictionary[int, "Generator"] = WeakValueDictionary()  # torch passes them on as other objects
+# by the C++ object, because torch passes generators on as other Python objects
+_OURS: WeakValueDictionary[int, "Generator"] = WeakValueDictionary()
 
 
 class Generator(torch.Generator):
-    """Of the pretend device where it is asked for; it draws what a CPU's draws."""
+    """A generator that can be on the pretend device; it draws the numbers of a CPU generator."""
 
     def __new__(cls, device: torch.device | str = "cpu") -> Any:
         if torch.device(device).type != NAME:
@@ -153,14 +156,14 @@ class _Backend(_DummyBackendModule):
 
     def _lazy_init(self) -> None: ...
 
-    # what torch.random.fork_rng keeps of the devices that there are; all draws of this one are the CPU's
+    # torch.random.fork_rng saves the state of each device; here the CPU's generator makes all draws
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None: ...
 
 
-# at import: autograd counts the devices that there are at its first backward pass
+# at import, because autograd counts the devices at its first backward pass
 _setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
 _AUTOCAST = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
 _AUTOCAST.fallback(torch.library.fallthrough_kernel)
@@ -221,8 +224,10 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any], counts: Counts 
 
 
 def _check_devices(func: Any, args: Sequence[Any], here: list[torch.Tensor]) -> None:
-    """Refuses the CPU's tensors as a GPU does: not numbers in what is applied place by place. And indices, which a GPU
-    does not refuse: it copies them, unasked, and the host waits."""
+    """Raise if an operation mixes devices as a GPU would refuse; allow numbers in pointwise operations.
+
+    Indices on the CPU are refused too: a GPU would copy them without notice, and the host would wait.
+    """
     packet = func.overloadpacket
     if packet in INDEXED and not isinstance(args[0], Held):
         raise RuntimeError(f"{func}: indices on {NAME}, the indexed tensor on the CPU")
@@ -246,7 +251,7 @@ def _check_generator(flat: list[Any], to: str, func: Any) -> None:
 
 
 def _blocks_not(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a copy is told not to wait; `copy_` has that as its third argument."""
+    """Return whether a copy is asked not to wait; `copy_` has this as its third argument."""
     return bool(kwargs.get("non_blocking") or args[2:3] == (True,))
 
 
@@ -269,13 +274,13 @@ def _count(
         counts.kernels[name] += 1
 
 
-# graphs: what was launched while one was recorded is launched again on the same memory, whatever the host does
+# graphs: a replay launches what was launched during the recording, on the same memory, whatever the host does
 
 Entry = tuple[Any, Sequence[Any], dict[str, Any], Any]
 
 
 class _Tape:
-    """What a recording launches, and what ends it: what would end that of a CUDA graph."""
+    """Holds the launches of a recording, and ends it where a CUDA graph's recording would end."""
 
     def __init__(self, generator: torch.Generator | None):
         self.entries: list[Entry] = []
@@ -297,7 +302,7 @@ _TAPE: _Tape | None = None
 
 
 class Recorder:
-    """For `raylt.core.training.cuda_graphs`. Counts the recordings, and a launch for each replay."""
+    """A recorder for `raylt.core.training.cuda_graphs`; it counts recordings, and one launch for each replay."""
 
     def __init__(self, counts: Counts):
         self.recordings, self._counts = 0, counts
@@ -317,7 +322,7 @@ class Recorder:
         try:
             with written:
                 fn()
-        finally:  # a recording launches nothing: what it wrote and drew is put back
+        finally:  # a recording launches nothing, so its writes and draws are undone
             _TAPE = None
             written.restore()
             self._counts.kernels = kernels
@@ -335,14 +340,14 @@ class Recorder:
 
 
 class _Written(TorchDispatchMode):
-    """Copies of what is written to inside the block, from before the first write."""
+    """Keeps copies of tensors that are written inside the block, from before the first write."""
 
     def __init__(self) -> None:
         super().__init__()
         self._before: dict[int, tuple[Any, Any]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # what batch normalisation writes is not in its signature
+        # batch normalisation writes entries that its signature does not mark as written
         unsaid = ("running_mean", "running_var") if "batch_norm" in func.name() else ()
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if (argument.alias_info and argument.alias_info.is_write) or argument.name in unsaid:

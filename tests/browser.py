@@ -1,4 +1,4 @@
-"""A headless Chromium that tests look at pages with, over its debugging protocol."""
+"""A headless Chromium in which tests look at pages, over its debugging protocol."""
 
 import asyncio
 import base64
@@ -54,13 +54,13 @@ class Page:
                 return message["result"]
 
     async def run(self, script: str) -> Any:
-        """Return the value of a script; promises are waited for."""
+        """Return the value of a script, after its promises have settled."""
         result = await self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     async def wait_for(self, script: str) -> Any:
-        """Return the value of a script once it is true."""
+        """Wait until the value of a script is true; return the value."""
         deadline = time.monotonic() + PATIENCE_S
         while not (value := await self.run(script)):
             assert time.monotonic() < deadline, f"{script} has not become true"
@@ -74,7 +74,7 @@ class Page:
 
 @contextmanager
 def browser(folder: Path, size: tuple[int, int] = (900, 700)) -> Iterator[Page]:
-    """Start a browser whose profile lies in a folder, and end it after the block."""
+    """Start a browser with its profile in a folder; end the browser after the block."""
     assert BROWSER is not None
     command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Fixtures of all tests; what they are made of is in tiny.py, a module that tests can import from."""
+"""Fixtures for all tests, built with tiny.py, which tests can also import."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ from raylt.own_code.module_sources import PLUGIN
 
 @contextmanager
 def plugins_forgotten() -> Iterator[None]:
-    """Forget what is registered inside the block, and the modules of its plug-in files."""
+    """Undo registrations made inside the block, and unload the modules of its plugin files."""
     tables = {kind: dict(table) for kind, table in registry.TABLES.items()}
     plugins = dict(registry._plugins)
     modules = set(sys.modules)
@@ -37,14 +37,14 @@ def plugins_forgotten() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def own_plugins() -> Iterator[None]:
-    """What the tests of a file register is gone after them."""
+    """Undo after each test file what the file registered."""
     with plugins_forgotten():
         yield
 
 
 @pytest.fixture
 def no_guests() -> Iterator[None]:
-    """What a test registers is gone after it."""
+    """Undo after each test what the test registered."""
     with plugins_forgotten():
         yield
 
@@ -79,7 +79,7 @@ def make_experiment() -> Callable[..., Experiment]:
 
 @pytest.fixture(scope="session")
 def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny open_clip model with random weights, as local-dir:FOLDER reads it."""
+    """Save a tiny open_clip model with random weights, as local-dir:FOLDER reads it; return the folder."""
     folder = tmp_path_factory.mktemp("clip")
     teachers.save_clip(folder)
     return folder
@@ -87,15 +87,16 @@ def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
-    """The one Ray session of the test process: four logical CPUs, no dashboard, on the loopback only."""
-    import ray  # only for those who ask for it
+    """Start the test process's one Ray session, with four logical CPUs, no dashboard, and on the loopback interface
+    only."""
+    import ray  # imported only by tests that use it
 
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # no token in the home folder for a unit test
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # unit tests need no token in the home folder
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # actors import the modules beside the tests by name
+        # actors import the modules next to the tests by name
         patch.setenv("PYTHONPATH", str(Path(__file__).parent / "actors"), prepend=os.pathsep)
         ray.init(
             address="local",

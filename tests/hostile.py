@@ -1,9 +1,9 @@
-"""A client that misuses its reply, its judgement or its state, in every way that was ever tried.
+"""A client that misuses its reply, its judgement or its state, in every way that was tried so far.
 
 `KINDS` has the expected outcome of each way:
 - "rejected": the run ends as if the client had been lost
 - "harmless": the run ends as if nothing had happened
-- "believed": another client's honest reply could look so; the run ends, and no other client is blamed
+- "believed": an honest reply could look the same; the run ends, and no other client is blamed
 """
 
 import warnings
@@ -36,7 +36,7 @@ def _first(model: dict[str, Any]) -> str:
 
 
 def of_entry(change: Callable[[Tensor], Any]) -> Callable[[Client, Reply], Any]:
-    """Change one float entry of the model."""
+    """Return a misuse that changes one float entry of the model."""
 
     def reply(client: Client, honest: Reply) -> Reply:
         model = dict(honest.tree["model"])
@@ -48,7 +48,7 @@ def of_entry(change: Callable[[Tensor], Any]) -> Callable[[Client, Reply], Any]:
 
 
 def of_all(change: Callable[[Tensor], Tensor]) -> Callable[[Client, Reply], Any]:
-    """Change every float entry of the model."""
+    """Return a misuse that changes every float entry of the model."""
 
     def reply(client: Client, honest: Reply) -> Reply:
         model = {
@@ -114,7 +114,7 @@ def _deep(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shared(model: dict[str, Any]) -> dict[str, Any]:
-    """Return the model with each entry a view into one memory of all."""
+    """Return the model with all float entries as views into one tensor."""
     floats = {name: value for name, value in model.items() if value.is_floating_point()}
     memory = torch.cat([value.flatten() for value in floats.values()])
     parts = memory.split([value.numel() for value in floats.values()])
@@ -238,7 +238,7 @@ def _cells(counts: dict[int, int]) -> Tensor:
     return torch.tensor(list(counts.items()), dtype=torch.int32)
 
 
-# judgements of a personal method, as cells of a matrix 4 x 4; the tiny task's test set has 10 samples of each class
+# judgements of a personal method, as cells of a 4 x 4 matrix; the tiny task has 10 test images of each class
 RIGHT = {0: 10, 5: 10, 10: 10, 15: 10}
 COUNTS: dict[str, Any] = {
     "a million of each": _cells(dict.fromkeys(RIGHT, 10**6)),
@@ -265,7 +265,7 @@ def _end() -> Any:
 
 
 class Hostile(Method):
-    """Clients add their number to the model; one client misbehaves as `kind` says from the second round on."""
+    """FedAvg whose clients add their number to the model; from round 2 on, one client misbehaves as `kind` says."""
 
     name: ClassVar[str] = "hostile"
     kind: str = ""
@@ -285,7 +285,7 @@ class Hostile(Method):
 
 
 class Judged(Hostile):
-    """Clients are judged by their own models, and one client lies about its counts."""
+    """A personal method in which one client lies about its counts."""
 
     name: ClassVar[str] = "judged"
     personal: ClassVar[bool] = True
@@ -297,7 +297,7 @@ class Judged(Hostile):
             lie = COUNTS[self.kind]
 
             def reply(**parts: Any) -> Reply:
-                del client.reply  # a client outlives the call
+                del client.reply  # the client object is used again after the call
                 return Reply(len(client), parts | {"confusion": lie})
 
             client.reply = reply

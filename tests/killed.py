@@ -1,4 +1,4 @@
-"""A run that is killed in the midst of its third step, and the same run left alone."""
+"""A run that is killed in the middle of its third step, and the same run without a kill."""
 
 import json
 import os
@@ -14,7 +14,8 @@ ENVIRONMENT = os.environ | {"PYTHONUNBUFFERED": "1"}
 
 
 def run_and_kill(folder: Path, settings: list[str], pause: float) -> None:
-    """Runs in `folder`: "straight" ends, "killed" dies `pause` seconds after its second step was committed."""
+    """Do two runs in `folder`: "straight" ends, and "killed" dies `pause` seconds after its second step was
+    committed."""
     whole = [*COMMAND, "run", *settings, "--fleet", "local", "--out", str(folder), "--name"]
     subprocess.run([*whole, "straight"], check=True, env=ENVIRONMENT, capture_output=True)
     process = subprocess.Popen([*whole, "killed"], env=ENVIRONMENT, stderr=subprocess.DEVNULL)
@@ -47,7 +48,8 @@ main()
 
 
 def run_and_kill_in(folder: Path, settings: list[str], module: str, function: str, call: int) -> None:
-    """Runs in `folder`: "straight" ends, "killed" dies in the given call, from 1, of a function of a module."""
+    """Do two runs in `folder`: "straight" ends, and "killed" dies in the `call`-th call (from 1) of a module's
+    function."""
     parts = ["run", *settings, "--fleet", "local", "--out", str(folder), "--name"]
     subprocess.run([*COMMAND, *parts, "straight"], check=True, env=ENVIRONMENT, capture_output=True)
     deadly = DEADLY.format(module=module, function=function, call=call)
@@ -56,7 +58,7 @@ def run_and_kill_in(folder: Path, settings: list[str], module: str, function: st
 
 
 def resume(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Takes up the killed run; the summaries of the straight one and of this."""
+    """Resume the killed run; return the summaries of the straight run and of this one."""
     subprocess.run(
         [*COMMAND, "resume", str(folder / "killed"), "--fleet", "local"],
         check=True,

@@ -1,4 +1,4 @@
-"""Run folders and records without training: the files are those that a run writes."""
+"""Run folders and records made without training, with the same files as real runs."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ GROUPS = ("many", "medium", "few")
 
 
 def report(step: int, accuracy: float, phase: Literal["round", "finish"] = "round") -> RoundReport:
-    """Return the report of a step with equal groups, 10 bytes up and 20 down, and two seconds."""
+    """Return the report of a step with equal groups, 10 bytes up, 20 bytes down and two seconds."""
     return RoundReport(
         step=step,
         phase=phase,

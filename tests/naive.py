@@ -1,8 +1,8 @@
-"""What the oracles of the methods share: a federation on the tiny task in plain torch, one client after the other.
+"""Helpers for the oracles of methods: a federation on the tiny task in plain torch, one client after the other.
 
-An oracle computes whole rounds and what comes after them from pooled data, as the papers' equations say and without any
-of the methods' code. Of raylt it takes what has tests of its own: networks, the cropping of images, and the seeds by
-which every party draws the same random numbers. Rates and sizes are those of `tiny.configure`.
+An oracle computes whole rounds and last phases from pooled data by the papers' equations, without the methods' code.
+From raylt it takes only parts with tests of their own: networks, the cropping of images, and the seeds by which all
+parties draw the same random numbers. Rates and sizes are those of `tiny.configure`.
 """
 
 from collections import OrderedDict
@@ -21,12 +21,12 @@ Entries = dict[str, Tensor]
 
 
 def pixels(x: Tensor) -> Tensor:
-    """Images in 0..255 [n, H, W, channels] as networks take them, [n, channels, H, W]."""
+    """Return images in 0..255 [n, H, W, channels] as networks take them, [n, channels, H, W]."""
     return ((x.double() / 255 - 0.5) / 0.25).permute(0, 3, 1, 2).float()
 
 
 def client_data(task: Task, id: int) -> tuple[Tensor, Tensor]:
-    """Images and labels of one client."""
+    """Return the images and labels of one client."""
     shard = task.shards[id]
     return pixels(torch.from_numpy(shard.x)), torch.from_numpy(shard.y)
 
@@ -36,7 +36,7 @@ def clients_of(task: Task) -> list[int]:
 
 
 def new_model(task: Task, change: Callable[[SplitModel], object] = lambda model: None) -> SplitModel:
-    """The model that everybody starts from, changed as the method says."""
+    """Return the model that all clients start from, changed as the method requires."""
     with seeded(0, "model"):
         model = build_model("small", task.classes, task.shape)
         change(model)
@@ -48,7 +48,7 @@ def generator(*keys: str | int) -> torch.Generator:
 
 
 def epochs_of(n: int, order: torch.Generator, epochs: int = EPOCHS, size: int = BATCH) -> Iterator[Tensor]:
-    """Places of the samples of each batch; a last one alone is dropped."""
+    """Yield the indices of the samples of each batch; a last batch of one sample is dropped."""
     for _ in range(epochs):
         for rows in torch.randperm(n, generator=order).split(size):
             if len(rows) > 1:
@@ -62,7 +62,7 @@ def descend(
     momentum: float = 0.0,
     weight_decay: float = 0.0,
 ) -> list[float]:
-    """SGD by hand, a step for each loss; returns the losses."""
+    """Take an SGD step for each loss; return the losses."""
     velocity, seen = [torch.zeros_like(p) for p in params], []
     for loss in losses:
         value = loss()
@@ -77,7 +77,7 @@ def descend(
 
 
 def train(model: nn.Module, batches: Iterator[Tensor], loss: Callable[[Tensor], Tensor], lr: float = LR) -> None:
-    """Local training: a step for each batch of places."""
+    """Train a model locally, with a step for each batch of indices."""
     model.train()
     descend(list(model.parameters()), ((lambda rows=rows: loss(rows)) for rows in batches), lr, MOMENTUM)
 
@@ -87,7 +87,7 @@ def entries(model: nn.Module) -> Entries:
 
 
 def average(models: list[Entries], weights: list[float]) -> Entries:
-    """The weighted mean of float entries and the largest of the counters."""
+    """Return the weighted mean of float entries, and the largest of each counter."""
     return OrderedDict(
         (
             name,
@@ -105,7 +105,7 @@ def features(model: SplitModel, x: Tensor) -> Tensor:
 
 
 def differences(ours: Entries, theirs: Entries, atol: float = 1e-5) -> dict[str, float]:
-    """The entries that are not close, with the largest distance of each; refuses other names."""
+    """Return the entries that differ, with their largest distances; the names must be equal."""
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
     far = {name: (ours[name].double() - theirs[name].double()).abs().max().item() for name in ours}
     return {name: distance for name, distance in far.items() if not distance < atol}

@@ -1,4 +1,4 @@
-"""Assertions on errors by their code and details instead of their sentences."""
+"""Assertions on the codes and details of errors instead of their messages."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from raylt.errors import RayltError
 
 @contextmanager
 def refused(code: str, kind: type[RayltError] = RayltError, **details: object) -> Iterator[pytest.ExceptionInfo]:
-    """Expect an error with this code, and with these among its details.
+    """Expect an error with this code and these details.
 
     Yields:
         What `pytest.raises` yields; the error is in `.value` after the block.

@@ -1,4 +1,4 @@
-"""Whole rounds on the tiny task, for the tests of methods."""
+"""Whole rounds on the tiny task, for tests of methods."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from raylt.tree import Tree
 
 
 def start(task: Task, folder: Path, method: Method, **parts: Any) -> Experiment:
-    """An experiment whose clients have joined and whose first round has begun."""
+    """Return an experiment whose clients have joined and whose first round has begun."""
     experiment = make_experiment(configure(**parts), task, folder, method)
     experiment.method.start(experiment.server, experiment.fleet)
     experiment.server.round = 1
@@ -25,14 +25,14 @@ def start(task: Task, folder: Path, method: Method, **parts: Any) -> Experiment:
 
 
 def replies(experiment: Experiment, ids: list[int], *names: str, message: Message | None = None) -> dict[int, Tree]:
-    """The parts of the clients' replies to `train`, by client, of an experiment that is used for nothing else."""
+    """Return the parts of the clients' replies to `train`, by client; the experiment cannot be used afterwards."""
     message = experiment.method.message(experiment.server) if message is None else message
     got = experiment.fleet.ask(experiment.method.train, ids, message, **dict.fromkeys(names, each))
     return {id: {name: got[name][id] for name in names} for id in ids}
 
 
 def run(task: Task, folder: Path, method: Method, rounds: int = 3, **parts: Any) -> Experiment:
-    """A finished experiment."""
+    """Return a finished experiment."""
     federation = {"rounds": rounds} | parts.pop("federation", {})
     experiment = make_experiment(configure(federation=federation, **parts), task, folder, method)
     while not experiment.done:
@@ -41,15 +41,15 @@ def run(task: Task, folder: Path, method: Method, rounds: int = 3, **parts: Any)
 
 
 def ask_only(monkeypatch: Any, method: Method, ids: list[int]) -> None:
-    """Has every round of such a method ask these clients."""
+    """Make every round of this method's class ask these clients."""
     monkeypatch.setattr(type(method), "sample", lambda self, server, fleet: ids)
 
 
 def flat(experiment: Experiment) -> Tensor:
-    """All entries of the global model, float64."""
+    """Return all entries of the global model as one float64 vector."""
     return torch.cat([value.double().flatten() for value in experiment.server.model.state_dict().values()])
 
 
 def weighted(values: dict[int, Tree], weights: dict[int, int], part: str, name: str) -> Tensor:
-    """The weighted mean of an entry of a part, written out, float64."""
+    """Return the weighted mean of one entry of a part, in float64."""
     return sum(weights[id] * reply[part][name].double() for id, reply in values.items()) / sum(weights.values())

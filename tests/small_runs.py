@@ -1,4 +1,4 @@
-"""Runs of a few seconds, on the digits and in this process, for tests that read run folders."""
+"""Runs of a few seconds on the digits in this process, for tests that read run folders."""
 
 import io
 from pathlib import Path
@@ -11,7 +11,7 @@ import raylt
 from raylt.config import load
 from raylt.contract.case import make_scenes, pixels
 
-# fields of a method that only decide how long it computes, cut down
+# small values for fields that only decide how long a method computes
 QUICK: dict[str, dict[str, Any]] = {
     "sfd": {"rf_dim": 60, "m_min": 80, "m_max": 120, "synthesis_steps": 3, "epochs": 2},
     "creff": {"per_class": 5, "matching_steps": 3, "epochs": 2},
@@ -33,7 +33,7 @@ QUICK: dict[str, dict[str, Any]] = {
 
 
 def picture(side: int = 12, colour: int = 0) -> bytes:
-    """The content of a PNG file with random pixels."""
+    """Return the content of a PNG file with random pixels."""
     content = io.BytesIO()
     Image.fromarray(np.random.default_rng(colour).integers(0, 255, (side, side, 3), dtype=np.uint8)).save(
         content, "PNG"
@@ -42,18 +42,18 @@ def picture(side: int = 12, colour: int = 0) -> bytes:
 
 
 def make_run(folder: Path, name: str, *settings: str) -> raylt.Run:
-    """A finished run in `folder/name`; the settings name its method."""
+    """Do a run in `folder/name`; the settings name its method."""
     config = load(None, ["federation.rounds=1", "local.epochs=1", "data.clients=3", *settings])
     return raylt.run(config, out=folder, name=name, fleet="local", quiet=True)
 
 
 def make_tiny_run(folder: Path, method: str, *settings: str, name: str | None = None, maps: bool = False) -> raylt.Run:
-    """A finished run of a method in well under a second: 4 classes in pictures of 8x8 pixels, or label maps of 16x16.
+    """Do a run of a method in well under a second, on 4 classes in 8x8 pictures or 16x16 label maps.
 
-    Whose training and test images they are is recorded; with data.partition=by_id that decides.
+    The data name the client of each image; data.partition=by_id uses this.
     """
     fields = [f"method.{field}={value}" for field, value in QUICK.get(method, {}).items()]
-    fields += ["data.auxiliary=2"] if method in ("ratioloss", "fedic") else []  # which cannot do without
+    fields += ["data.auxiliary=2"] if method in ("ratioloss", "fedic") else []  # these methods need auxiliary data
     file, kind = (
         (_scenes, ["model=tiny_pixels", "data.imbalance=1", "data.partition=classes", "data.beta=2"])
         if maps
@@ -79,7 +79,10 @@ def make_tiny_run(folder: Path, method: str, *settings: str, name: str | None = 
 
 
 def _pictures(folder: Path) -> Path:
-    """Class c brightens quadrant c; the last of four clients has none of the last class, and two test images."""
+    """Save pictures in which class c brightens quadrant c.
+
+    The last of four clients has no image of the last class, and has two test images.
+    """
     path = folder / "pictures.npz"
     if path.exists():
         return path

@@ -1,4 +1,4 @@
-"""Teachers small enough for tests: an open_clip model and a feature file, both of d = 64, as the `small` model."""
+"""Small teachers: an open_clip model and a feature file, both with d = 64 like the `small` model."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ PREPROCESS = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "interpolation": 
 
 
 def save_clip(folder: Path, **config: Any) -> None:
-    """Writes open_clip_config.json and open_clip_model.safetensors with random weights."""
+    """Write open_clip_config.json, and open_clip_model.safetensors with random weights."""
     import open_clip
     from safetensors.torch import save_file
 
@@ -35,7 +35,7 @@ def save_clip(folder: Path, **config: Any) -> None:
 
 
 def feature_arrays(task: Task) -> dict[str, np.ndarray]:
-    """A feature file's arrays: orthogonal texts, and for each image its class's text with noise."""
+    """Return the arrays of a feature file: orthogonal texts, and for each image the text of its class with noise."""
     rng = np.random.default_rng(0)
     text = np.linalg.qr(rng.standard_normal((DIM, DIM)))[0][: task.classes].astype(np.float32)
     y = np.concatenate([shard.y for shard in task.shards])
@@ -50,7 +50,7 @@ def feature_arrays(task: Task) -> dict[str, np.ndarray]:
 
 
 def save_features(path: Path, task: Task, **changes: Any) -> str:
-    """Writes a feature file; None leaves an array out. Returns the teacher's name."""
+    """Write a feature file without the arrays that are None; return the teacher's name."""
     arrays = feature_arrays(task) | changes
     np.savez(path, **{key: array for key, array in arrays.items() if array is not None})
     return f"npz:{path}"

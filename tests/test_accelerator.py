@@ -1,5 +1,8 @@
-"""Every method on a second device: nothing is mixed, and the bits are the CPU's. What a step launches, and that the
-host waits for none of it. The device is pretended (accelerator.py), so this says nothing of a GPU's own arithmetic."""
+"""Every method on a second device mixes no devices and has the bits of the CPU.
+
+The tests also count a step's launches, and check that the host waits for none. The device is pretended
+(accelerator.py), so they say nothing about a GPU's own arithmetic.
+"""
 
 import pickle
 from dataclasses import replace
@@ -34,8 +37,8 @@ from raylt.methods.balancefl import balanced
 
 @pytest.fixture
 def device(monkeypatch):
-    """The pretend device, and what was counted on it."""
-    # what crosses to the server is of torch's own class of tensors, as those of a GPU are and these say
+    """Provide the pretend device; yield its counts."""
+    # replies must have torch's own tensor class, so pretend tensors report it, as tensors of a GPU do
     monkeypatch.setattr(
         wire, "type", lambda value: torch.Tensor if isinstance(value, pretend.Held) else type(value), raising=False
     )
@@ -50,7 +53,7 @@ def run_on(case: Case, place: str, batch: int = 8, epochs: int = 1, task: Task |
     return finish(Experiment(setup, task, clients, device, case.folder))
 
 
-# the others are many, and run with the slow tests
+# the other methods run with the slow tests
 QUICKLY = ("fedavg", "fedper", "scaffold", "sfd", "fedsm", "mupfl", "bpfed")
 
 
@@ -68,7 +71,7 @@ def test_a_run_on_an_accelerator_has_the_bits_of_a_cpu(device, tmp_path, name, k
     assert got.bits == expected.bits
 
 
-# what the fields of the tests above leave out
+# fields that the tests above do not set
 WITH_FIELDS: list[tuple[str, dict[str, Any]]] = [
     ("fedsm", {"teacher": "npz"}),
     ("fedsm", {"teacher": "npz", "finetune": True}),
@@ -151,8 +154,8 @@ def test_pixels_without_a_label_count_alike(device):
     assert loss(pretend.NAME) == loss("cpu")
 
 
-# FedYoYo's strong views are torchvision's, image by image: what these wait for hangs on what is drawn. FedALA reads one
-# loss an epoch until its weights have settled, after more or fewer epochs.
+# The waits of FedYoYo's strong views (torchvision, image by image) depend on the draws. FedALA reads one loss an epoch
+# until its weights have settled, after a varying number of epochs.
 OWN_WAITS = [case for case in CASES if case[0] not in ("fedyoyo", "fedala")]
 
 
@@ -168,21 +171,21 @@ def test_twice_as_many_steps_wait_no_more_often(device, tmp_path, name, kind):
     assert 0 < waits[1] <= waits[0]
 
 
-# Kernels of a step of `sgd` on the small network (11 tensors that are trained), batch included. Each is some 5 us of a
-# GPU's time at the least, whatever it computes.
+# Kernels of a step of `sgd` on the small network (11 trained tensors), including the batch. On a GPU each takes at
+# least 5 us, whatever it computes.
 BUDGET = {"fedavg": 44, "fedprox": 69, "ditto": 69, "bpfed": 79, "balancefl": 81}
-AUGMENTS = {"none": 0, "crop_flip": 17, "resized_crop_flip": 45, "scale_crop_flip": 48}  # on top of fedavg's
+AUGMENTS = {"none": 0, "crop_flip": 17, "resized_crop_flip": 45, "scale_crop_flip": 48}  # in addition to fedavg's
 
 
 def batches_of(method: Any, client: Client) -> dict[str, Any]:
-    """What a method trains on, as `sgd` takes it."""
+    """Return the batches of a method as arguments of `sgd`."""
     if method.name == "bpfed":
         return {"make": method.mixed(client)}
     return {"rows": balanced(client)} if method.name == "balancefl" else {}
 
 
 def step_of(device: pretend.Counts, task: Task, name: str, augment: str = "none") -> tuple[int, dict[str, int]]:
-    """Kernels and waits of one more step: those of an epoch of three less those of an epoch of two, of 24 samples."""
+    """Return kernels and waits of one more step: an epoch of three minus an epoch of two, on 24 samples."""
     seen = []
     for batch in (8, 12):
         config = configure(method={"name": name}, augment=augment, local={"batch": batch, "epochs": 1})
@@ -200,7 +203,7 @@ def step_of(device: pretend.Counts, task: Task, name: str, augment: str = "none"
         )
         client.begin("join", 0)
         objective = method.near_global(client) if name == "ditto" else method.objective(client, {})
-        for round in (1, 2):  # in the first, augmentations bring their constants to the device, once
+        for round in (1, 2):  # in the first round, augmentations copy their constants to the device once
             client.begin("train", round)
             device.clear()
             sgd(client, objective, **batches_of(method, client))
@@ -228,7 +231,7 @@ def test_held_out_images_are_judged_on_the_device(device, tmp_path, name):
     def judged(place):
         case = Case(METHODS[name](), "classification", tmp_path)
         test, file = case.task.test, tmp_path / "images.npy"
-        np.save(file, test.x)  # images on disk, as large data sets have them
+        np.save(file, test.x)  # images on disk, like large data sets
         held_out = replace(test, x=Mapped(str(file), np.arange(len(test))))
         task = replace(case.task, validation=held_out, validation_clients=np.zeros(len(held_out.y), np.int64))
         config = case.config(local={"batch": 8, "epochs": 1}, federation={"rounds": 1})

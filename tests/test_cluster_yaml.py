@@ -1,4 +1,4 @@
-"""cluster.yaml and cluster-local.yaml, as `ray up` checks them; tests/actors/test_ray_up.py brings the latter up."""
+"""cluster.yaml and cluster-local.yaml pass the checks of `ray up`; tests/actors/test_ray_up.py starts the latter."""
 
 import tomllib
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_every_node_asks_for_the_token_and_nothing_is_public(form):
     assert "ray-client-server-port" not in " ".join(starts)
     assert config["provider"].get("use_internal_ips", config["provider"]["type"] == "local")
     assert "security_group" not in config["provider"]
-    assert "docker" not in config or config["docker"]["image"].count(":2.") == 1  # pinned
+    assert "docker" not in config or config["docker"]["image"].count(":2.") == 1  # the version is pinned
     assert not any("curl" in command for command in config["setup_commands"])
 
 
@@ -54,7 +54,8 @@ def test_the_token_comes_from_a_file(form):
 
 @pytest.mark.parametrize("form", [aws, local])
 def test_nodes_get_what_is_installed_and_nothing_large(form):
-    """Ray reads all that is mounted at each `ray up`, whatever rsync leaves out: of a checkout a .venv and data too."""
+    """Ray reads everything that is mounted at each `ray up`, including a checkout's .venv and data that rsync
+    excludes."""
     config = form()
     mounts = {target: source for target, source in config["file_mounts"].items() if target.startswith("~/raylt")}
     built = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -62,7 +63,7 @@ def test_nodes_get_what_is_installed_and_nothing_large(form):
     assert set(mounts.values()) == {*packages, "pyproject.toml", built["project"]["readme"]}
     assert all((ROOT / source).exists() and target == f"~/raylt/{source}" for target, source in mounts.items())
     excluded = config["rsync_exclude"]
-    assert excluded == ["**/__pycache__"]  # "**/data" once left out raylt/data
+    assert excluded == ["**/__pycache__"]  # the pattern "**/data" once left out raylt/data
 
 
 def test_node_types_have_bounds_and_roles():
@@ -87,7 +88,7 @@ def test_the_manifest_of_the_deployment_page_asks_for_the_token():
         assert container["resources"]["limits"] == container["resources"]["requests"]
 
 
-# of KubeRay's RayCluster, ray.io/v1, and of the pods in it: the fields that the page uses, by the type that each takes
+# the fields of KubeRay's RayCluster (ray.io/v1) and its pods that the page uses, by type
 QUANTITY = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?([KMGT]i?|m)?$"}
 STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
 RESOURCES = {"type": "object", "additionalProperties": QUANTITY}

@@ -1,4 +1,5 @@
-"""The contract of every registered method: the checks of `raylt check`, on each kind of problem that it claims."""
+"""The contract of every registered method: the checks of `raylt check`, on each kind of problem that the method
+claims."""
 
 import functools
 import random
@@ -23,13 +24,13 @@ from raylt.hyper import Uniform, hp
 from raylt.methods import METHODS
 
 CASES = [(name, kind) for name, method in METHODS.items() for kind in method.problems]
-# the others are many, and run with the slow tests
+# the other methods run with the slow tests
 QUICKLY = ("fedavg", "fedper", "scaffold", "ccvr", "sfd", "fedsm", "mupfl", "bpfed")
 
 
 @pytest.fixture(scope="module")
 def case_of(tmp_path_factory):
-    """Return `case_of(name, kind)`, which makes each case once, so that its runs are shared."""
+    """Return `case_of(name, kind)`, which makes each case once so that tests share its runs."""
 
     @functools.cache
     def make(name: str, kind: Any) -> Case:
@@ -96,7 +97,7 @@ class Base(Method):
 
 
 class LateReply(Base):
-    """Method that trains on after its reply, as Ditto in the literal order of its Algorithm 1."""
+    """Method that continues training after its reply, like Ditto in the literal order of its Algorithm 1."""
 
     def train(self, client, message):
         reply = super().train(client, message)
@@ -105,7 +106,7 @@ class LateReply(Base):
 
 
 class AliasedState(Base):
-    """Method that remembers the model itself, not a copy, and continues to train it."""
+    """Method that stores the model itself instead of a copy, and continues to train it."""
 
     def train(self, client, message):
         client.receive(message["model"])
@@ -114,7 +115,7 @@ class AliasedState(Base):
 
 
 class ForgetsState(Base):
-    """Method that keeps state in an attribute of the process instead of the client's state."""
+    """Method that keeps state in the process instead of in the client's state."""
 
     def train(self, client, message):
         reply = super().train(client, message)
@@ -223,7 +224,7 @@ class Headless(OtherHead):
 def test_under_local_statistics_clients_are_judged_by_the_model_that_the_method_deploys(tmp_path, method):
     case = Case(method(), "classification", tmp_path)
     run = case.run(case.config(federation={"batchnorm": "local"}))
-    # everything is class 1: a quarter of the balanced test set, all that client 2 holds, nothing of what client 3 does
+    # all predictions are class 1: a quarter of the balanced test set, all samples of client 2, none of client 3
     assert run.reports[-1].accuracy == 0.25
     assert run.reports[-1].by_client["global"] == [0.25, 0.25, 0.25, 0.25, None, 0.25]
     assert run.reports[-1].by_client["matched"][2:4] == [1.0, 0.0]

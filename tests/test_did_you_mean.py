@@ -1,4 +1,4 @@
-"""The answer to a mistyped name: the name of the same kind that is most like it."""
+"""Errors for mistyped names suggest the most similar name of the same kind."""
 
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as it can be checked without a builder."""
+"""The parts of the Dockerfile that can be checked without building an image."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""The Python blocks of the pages of docs/ run, in order, as one script."""
+"""The Python blocks of each page of docs/ run in order, as one script."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ GENERATED = {f"generated/{name}" for name in generate.PAGES}
 
 
 def blocks(page: Path) -> str:
-    """Its Python blocks as one source whose lines have the numbers that they have in the page."""
+    """Return a page's Python blocks as one source, with the line numbers of the page."""
     lines, inside, source = page.read_text().splitlines(), False, []
     for line in lines:
         if line.startswith("```"):
@@ -83,7 +83,7 @@ def test_pages_name_commands_that_there_are(page):
 
 
 def test_index_names_every_page():
-    """Sphinx warns of a page in no table of contents, but this test needs no Sphinx."""
+    """Sphinx also warns of a page that no table of contents names, but this test needs no Sphinx."""
     written = {path.relative_to(DOCS).with_suffix("").as_posix() for path in PAGES if path.is_relative_to(DOCS)}
     entries = contents("index") + [f"methods/{name}" for name in contents("methods/index")]
     assert sorted(entries) == sorted(written - {"index"} | GENERATED)

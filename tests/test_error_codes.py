@@ -1,4 +1,4 @@
-"""Every error that raylt raises on purpose has a code, and the table of codes has each code once."""
+"""Every error that raylt raises on purpose has a code, and the table of codes lists each code once."""
 
 import ast
 import re
@@ -9,7 +9,8 @@ from raylt import errors
 from raylt.errors import CODES, RayltError
 
 ROOT = Path(__file__).parents[1]
-OWN = {"ClientError", "ClientLost", "LateWrite", "ServerLost", "DiskFull"}  # their constructors give the code
+# the constructors of these classes set the code
+OWN = {"ClientError", "ClientLost", "LateWrite", "ServerLost", "DiskFull"}
 NAMES = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, RayltError)} - OWN
 
 

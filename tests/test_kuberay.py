@@ -1,4 +1,4 @@
-"""The manifest for KubeRay in docs/deployment.md: Kubernetes' schema of its pods, versions and what is public."""
+"""The KubeRay manifest in docs/deployment.md: the schema of its pods, versions, and exposed ports."""
 
 import re
 from importlib.metadata import version
@@ -22,7 +22,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def pods(cluster):
-    """The pods' specifications, by the group."""
+    """Return the pods' specifications by group."""
     [group] = cluster["spec"]["workerGroupSpecs"]
     return {HEAD: cluster["spec"]["headGroupSpec"]["template"]["spec"], WORKER: group["template"]["spec"]}
 
@@ -57,7 +57,7 @@ def test_pods_reserve_what_they_may_use_and_mount_what_they_declare(pods, cluste
         assert container["resources"]["limits"] == container["resources"]["requests"]
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         assert mounts.keys() == {volume["name"] for volume in spec["volumes"]}
-        assert mounts["shm"] == "/dev/shm"  # Ray's objects; the default of 64 MB is too small
+        assert mounts["shm"] == "/dev/shm"  # for Ray's object store; the default of 64 MB is too small
         assert re.search(r":\d", container["image"])
     labels = [cluster["spec"]["headGroupSpec"], cluster["spec"]["workerGroupSpecs"][0]]
     assert [group["rayStartParams"]["labels"] for group in labels] == ["role=server", "role=client"]

@@ -1,4 +1,4 @@
-"""The import order of the house, read from the syntax trees: nothing is imported to check it."""
+"""The import order of the packages, read from syntax trees without importing anything."""
 
 import ast
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ WITHOUT_TORCH = (
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, or a name in it; `lazy` inside a function."""
+    """An imported module or a name in it; `lazy` means inside a function."""
 
     module: str
     name: str | None
@@ -66,7 +66,7 @@ class Import:
 
 
 def imports_in(source: str) -> Iterator[Import]:
-    """Every import of a module, those that only type checkers see included."""
+    """Yield every import of a module, including those under TYPE_CHECKING."""
     yield from _walk(ast.parse(source), lazy=False)
 
 
@@ -78,7 +78,7 @@ def _walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
         assert node.level == 0, f"line {node.lineno}: relative imports hide where a name comes from"
         yield from (Import(node.module, alias.name, lazy) for alias in node.names)
     lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-    # what only type checkers see is not loaded, but it ties modules together all the same
+    # an import under TYPE_CHECKING loads nothing, but ties modules together all the same
     lazy = lazy or (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"))
     for child in ast.iter_child_nodes(node):
         yield from _walk(child, lazy)
@@ -86,7 +86,7 @@ def _walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
 
 @cache
 def modules() -> dict[str, tuple[Import, ...]]:
-    """Imports of each module of the project, by its dotted name."""
+    """Return the imports of each module of the project, by its dotted name."""
     found = {}
     for package in ("raylt", "actors", "tune"):
         for file in sorted((ROOT / package).rglob("*.py")):
@@ -96,13 +96,13 @@ def modules() -> dict[str, tuple[Import, ...]]:
 
 
 def target(imported: Import) -> str | None:
-    """The module of the project that an import reaches: `from raylt import tree` reaches raylt.tree."""
+    """Return the project's module that an import loads: `from raylt import tree` loads raylt.tree."""
     inner = f"{imported.module}.{imported.name}"
     return inner if inner in modules() else imported.module if imported.module in modules() else None
 
 
 def layer(module: str) -> int | None:
-    """The layer of a module, or of the nearest package above it that has one; `raylt` itself is nobody's default."""
+    """Return the layer of a module, or of the nearest package above it with a layer, except `raylt` itself."""
     while module not in LAYER:
         module = module.rpartition(".")[0]
         if module in ("", "raylt"):
@@ -123,7 +123,7 @@ def edges() -> Iterator[tuple[str, str, Import]]:
 
 
 def loaded_by(module: str) -> set[str]:
-    """The modules of the project that importing this one imports, with the packages around them."""
+    """Return the project's modules that importing this one loads, including packages."""
     found: set[str] = set()
     waiting = [module]
     while waiting:
@@ -226,7 +226,7 @@ def test_actors_do_not_know_tune():
     assert [f"{a} imports {b}" for a, b, _ in edges() if a.startswith("actors") and b.startswith("tune")] == []
 
 
-# the methods of a run, a study and a comparison that draw or print what a later layer makes
+# methods of runs, studies and comparisons that draw or print with code of a later layer
 OFFERED = {
     ("raylt.runs.run", "raylt.plots.objects", "draw_run"),
     ("raylt.studies.study", "raylt.plots.objects", "draw_study"),
@@ -252,7 +252,7 @@ def test_methods_never_import_each_other():
     inside = "raylt.methods."
 
     def method(module: str) -> str:
-        """Its file, or its folder."""
+        """Return the method's file name or folder name."""
         return module.removeprefix(inside).partition(".")[0]
 
     wrong = [

@@ -1,4 +1,4 @@
-"""Systems that lack what Linux has: macOS has no affinity, Windows no fcntl."""
+"""Systems without features of Linux: macOS has no CPU affinity, Windows has no fcntl."""
 
 import json
 import os

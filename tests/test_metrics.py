@@ -29,7 +29,7 @@ from raylt.metrics import (
 )
 
 C = 7
-# 4 of 5 samples of class 0 are right, 1 of 2 of class 1, class 2 has no test sample
+# of class 0, 4 of 5 samples are right; of class 1, 1 of 2; class 2 has no test sample
 BY_HAND = tensor([[4, 1, 0], [1, 1, 0], [0, 0, 0]])
 
 
@@ -96,7 +96,7 @@ def test_classes_without_test_samples_are_left_out():
     assert owned_accuracy(BY_HAND, tensor([3, 0, 9])) == pytest.approx(0.8)
     # (3 * 0.8 + 1 * 0.5) / 4
     assert matched_accuracy(BY_HAND, tensor([3, 1, 96])) == pytest.approx(0.725)
-    # 4 / (4 + 1 + 1), 1 / (1 + 1 + 1); class 2 occurs nowhere
+    # 4 / (4 + 1 + 1) and 1 / (1 + 1 + 1); class 2 occurs nowhere
     assert mean_iou(BY_HAND) == pytest.approx((4 / 6 + 1 / 3) / 2)
 
 
@@ -118,7 +118,7 @@ def test_worst_decile_averages_the_lowest_tenth_rounded_up(n, lowest):
 
 
 def test_client_figures_of_one_shared_model():
-    # owned 0.8 and (0.8 + 0.5) / 2; matched 0.8 and (0.8 + 3 * 0.5) / 4; clients 2 and 3 hold nothing tested
+    # owned: 0.8 and (0.8 + 0.5) / 2; matched: 0.8 and (0.8 + 3 * 0.5) / 4; clients 2 and 3 hold no tested class
     counts = tensor([[2, 0, 0], [1, 3, 0], [0, 0, 0], [0, 0, 5]])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -142,7 +142,8 @@ def test_figures_of_a_client_are_the_same_bits_with_however_many_others(monkeypa
     shared = dict.fromkeys(matrices, matrices[0])
     same = by_client({k: matrix.clone() for k, matrix in shared.items()}, counts)
     assert by_client(shared, counts) == same
-    monkeypatch.setattr("raylt.metrics.AT_ONCE", 300)  # three clients, or thirty that share one
+    # so that three clients, or thirty that share a matrix, are computed at once
+    monkeypatch.setattr("raylt.metrics.AT_ONCE", 300)
     assert by_client(matrices, counts) == together
     assert by_client(shared, counts) == same
 
@@ -151,13 +152,13 @@ def test_client_figures_of_own_models_use_each_clients_own_matrix():
     counts = tensor([[2, 0, 0], [0, 3, 0], [1, 1, 0]])
     right = tensor([[5, 0, 0], [0, 2, 0], [0, 0, 0]])
     each = by_client({1: right, 0: BY_HAND}, counts)
-    assert each["owned"] == [pytest.approx(0.8), 1.0, None]  # client 2 was not asked
+    assert each["owned"] == [pytest.approx(0.8), 1.0, None]  # client 2 was not judged
     figures = client_figures(each)
     assert figures["owned"] == {"mean": pytest.approx(0.9), "worst_decile": pytest.approx(0.8)}
     assert figures["global"] == {"mean": pytest.approx((1 + 5 / 7) / 2), "worst_decile": pytest.approx(5 / 7)}
 
 
-@pytest.mark.parametrize("decimals", [0, 1, 8])  # scores of two values, of eleven, hardly any twice
+@pytest.mark.parametrize("decimals", [0, 1, 8])  # the scores have two values, eleven values, and hardly any value twice
 def test_the_area_under_the_curve_is_scikit_learns_to_the_bit(decimals):
     rng = np.random.default_rng(decimals)
     for n in (2, 3, 10, 333):
@@ -182,7 +183,7 @@ def test_no_figure_imports_scikit_learn():
 @pytest.mark.parametrize("seed", range(4))
 def test_figures_of_maps_with_ignored_pixels_equal_brute_force_and_scikit_learn(seed):
     rng = np.random.default_rng(seed)
-    truth = rng.choice([0, 1, 2, 4, 5, 255], (3, 20, 30))  # class 3 occurs in predictions alone, 6 nowhere
+    truth = rng.choice([0, 1, 2, 4, 5, 255], (3, 20, 30))  # class 3 occurs in predictions only, class 6 nowhere
     predicted = np.where(rng.random(truth.shape) < 0.6, np.minimum(truth, 5), rng.integers(0, 6, truth.shape))
     matrix = confusion(torch.from_numpy(predicted), torch.from_numpy(truth), C, ignore=255)
     labelled = truth != 255
@@ -210,7 +211,7 @@ def test_counts_as_seen_are_those_of_relabelled_maps(seed):
 
 
 def test_each_client_judges_the_classes_it_keeps_and_background():
-    # truth has 4 pixels of class 0, 4 of class 1 and 2 of class 2; class 3 is background
+    # the truth has 4 pixels of class 0, 4 of class 1 and 2 of class 2; class 3 is background
     matrix = tensor([[3, 1, 0, 0], [0, 2, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]])
     views = tensor([[0, 3, 3, 3], [3, 1, 3, 3], [0, 1, 2, 3]])
     seen = seen_by_each(matrix, views, [0, 1, 2])
@@ -233,7 +234,7 @@ def test_wilson_interval_is_that_of_the_score_test():
     assert (low, high) == (0.0, pytest.approx(0.2775, abs=1e-4))
     for share, n in ((0.3, 10), (0.5, 40), (0.81, 99)):
         for bound in wilson_interval(share, n):
-            # each bound is a share from which the observed one is 1.96 deviations away
+            # the observed share is 1.96 standard deviations away from each bound
             deviation = (bound * (1 - bound) / n) ** 0.5
             assert abs(share - bound) == pytest.approx(1.959964 * deviation, rel=1e-6)
 

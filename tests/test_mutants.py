@@ -1,4 +1,4 @@
-"""The code of mutants is found whatever its layout, and a sample of `make mutants` is noticed."""
+"""Mutants find their code in any layout, and the tests notice a sample of them."""
 
 import ast
 import importlib.util

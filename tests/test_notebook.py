@@ -11,7 +11,7 @@ from raylt.notebook import Output, html_of, html_table, in_notebook
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """A kernel of a notebook; its attribute `outputs` has the updates of each output."""
+    """Replace IPython's display; the returned kernel's `outputs` has the updates of each output."""
     outputs: list[list[str]] = []
 
     def display(html, display_id):

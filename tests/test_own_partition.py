@@ -1,4 +1,5 @@
-"""Partitions and learning-rate schedules of one's own: registered, recorded, checked, and known in other processes."""
+"""A user's own partitions and learning-rate schedules are registered, recorded, checked, and known in other
+processes."""
 
 import pickle
 import subprocess

@@ -1,8 +1,10 @@
-"""The mechanical part of the rules for prose and names: docstrings, help texts, errors and variables."""
+"""Rules for prose and names that a test can check: docstrings, comments, help texts, errors and variables."""
 
 import ast
 import inspect
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -43,7 +45,7 @@ OWN_ERRORS = {
     name
     for name, value in vars(raylt.errors).items()
     if isinstance(value, type) and issubclass(value, raylt.errors.RayltError)
-} - {"ServerLost"}  # whoever catches it continues its text
+} - {"ServerLost"}  # the code that catches it appends to its text
 ERRORS = re.compile(r"(Error|UnknownMethod|BudgetSpent|Overflow|TooFewReplies|ServerLost|FolderHeld)$")
 
 
@@ -64,11 +66,34 @@ def nodes() -> Iterator[tuple[str, Any]]:
 
 def docstrings() -> Iterator[tuple[str, str]]:
     """Yield every docstring with its place."""
-    for file, node in nodes():
+    for file, tree in sources().items():
+        yield from docstrings_in(file, tree)
+
+
+def docstrings_in(file: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
                 yield f"{file}:{getattr(node, 'lineno', 1)}", text
+
+
+def comments_in(file: str, source: str) -> Iterator[tuple[str, str]]:
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield f"{file}:{token.start[0]}", token.string
+
+
+def prose_of_tests() -> Iterator[tuple[str, str]]:
+    """Yield the docstrings and comments of tests, and the comments of mutants and studies, with their places."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        file, source = path.relative_to(ROOT).as_posix(), path.read_text()
+        yield from docstrings_in(file, ast.parse(source))
+        yield from comments_in(file, source)
+    for path in sorted([*(ROOT / "tests").rglob("*.toml"), *(ROOT / "studies").glob("*.yaml")]):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if line.startswith("#"):
+                yield f"{path.relative_to(ROOT)}:{number}", line
 
 
 def assigned_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -189,7 +214,11 @@ def test_errors_name_a_setting_and_end_with_a_full_stop():
     ] == []
 
 
-@pytest.mark.parametrize("texts", [docstrings, helps, messages, pages], ids=["docstrings", "helps", "errors", "pages"])
+@pytest.mark.parametrize(
+    "texts",
+    [docstrings, helps, messages, pages, prose_of_tests],
+    ids=["docstrings", "helps", "errors", "pages", "tests"],
+)
 def test_texts_have_no_phrase_of_private_english(texts):
     assert [f"{place}: {phrase[0]}" for place, text in texts() for phrase in [BANNED.search(text)] if phrase] == []
 

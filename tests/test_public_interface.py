@@ -1,4 +1,4 @@
-"""`raylt` is the whole public interface: what it exports, and that nothing written for users reaches below it."""
+"""`raylt` is the whole public interface, and code for users imports nothing below it."""
 
 import ast
 import pkgutil
@@ -21,7 +21,7 @@ DEEP = re.compile(r"^\s*(?:from|import) raylt\..*$", re.M)
 
 
 def plugins_in(file: Path) -> Iterator[str]:
-    """The source texts in a test that are plug-ins: they define a method or register something."""
+    """Yield the texts in a test file that are plugins, that is, define a method or register something."""
     for node in ast.walk(ast.parse(file.read_text())):
         if (
             isinstance(node, ast.Constant)
@@ -33,7 +33,7 @@ def plugins_in(file: Path) -> Iterator[str]:
 
 
 def faults(source: str) -> list[str]:
-    """Each use of raylt in a source that its public interface does not offer."""
+    """Return each use of raylt in a source that the public interface does not offer."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -50,7 +50,7 @@ def faults(source: str) -> list[str]:
 
 
 def imported_by_type_checkers() -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
-    """The sub-modules and, by module, the names that raylt/__init__.py imports under TYPE_CHECKING."""
+    """Return the submodules, and the names by module, that raylt/__init__.py imports under TYPE_CHECKING."""
     body = ast.parse(Path(str(raylt.__file__)).read_text()).body
     block = next(node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     submodules, names = {}, {}
@@ -105,7 +105,7 @@ def test_plugins_inside_tests_use_the_public_interface_alone():
 
 
 def test_every_public_name_is_what_its_module_has():
-    """After all modules are imported, too: a sub-module of the same name would have taken a name's place."""
+    """All modules are imported first, because a submodule of the same name would replace the name."""
     for name, (module, attribute) in raylt._FOUND.items():
         assert getattr(import_module(module), attribute) is not None
         assert getattr(raylt, name) is getattr(import_module(module), attribute), name

@@ -1,4 +1,4 @@
-"""One's own methods, models, sources and augmentations, from a folder outside the package."""
+"""A user's own methods, models, sources and augmentations, from a folder outside the package."""
 
 import shutil
 import sys
@@ -34,7 +34,7 @@ SETTINGS = [
 
 @pytest.fixture(autouse=True)
 def own_modules(no_guests):
-    """The modules of plug-ins are gone after a test, too."""
+    """Unload the modules of plugins after each test."""
     modules, path = set(sys.modules), list(sys.path)
     yield
     for name in set(sys.modules) - modules:
@@ -45,7 +45,7 @@ def own_modules(no_guests):
 
 @pytest.fixture
 def shops(tmp_path):
-    """The plug-in and the file beside it, in a folder of their own."""
+    """Copy the plugin and its helper to a folder; return the plugin's path."""
     folder = tmp_path / "own"
     shutil.copytree(SHOPS.parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
     return folder / "shops.py"
@@ -246,7 +246,7 @@ def test_a_torchvision_model_starts_from_a_file_but_for_its_classifier(tmp_path,
     x = torch.rand(2, shape[2], 32, 32)
     if shape[2] == 3:
         assert torch.equal(own["body.conv1.weight"], theirs.conv1.weight)
-    elif shape[2] == 1:  # a grey image is as if it stood in all three channels
+    elif shape[2] == 1:  # a grey image acts as if all three channels held it
         first = torch.nn.functional.conv2d(x.expand(2, 3, 32, 32), theirs.conv1.weight, stride=2, padding=3)
         assert torch.allclose(model.encoder.body.conv1(x), first, atol=1e-5)
     else:

@@ -11,7 +11,7 @@ from raylt.seeds import seed_for, seeded
 
 
 def test_seed_is_the_first_63_bits_of_a_hash_of_the_keys():
-    # recorded splits depend on it: it must never change
+    # recorded splits depend on this value, so it must never change
     digest = hashlib.sha256(b"7\0str:train\0int:3").hexdigest()
     assert seed_for(7, "train", 3) == int(digest[:16], 16) // 2
 
@@ -39,7 +39,7 @@ def test_seeds_differ_in_every_key_their_order_their_type_and_their_number():
 def test_seeds_are_what_torch_and_numpy_take():
     seeds = [seed_for(0, "range", k) for k in range(1000)]
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert max(seeds) > 2**62  # all 63 bits are used: 1000 draws below it have probability 2^-1000
+    assert max(seeds) > 2**62  # all 63 bits are used: 1000 smaller draws have probability 2^-1000
 
 
 def test_seed_is_the_same_in_another_process_that_has_no_torch():
@@ -98,7 +98,7 @@ def test_seeding_notes_nothing_for_gpus_where_there_are_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "manual_seed_all", noted.append)
     with seeded(3, "block"):
         drawn = torch.rand(3)
-    assert not noted  # torch keeps such notes, with a stack each, until a GPU is used
+    assert not noted  # torch would keep such a note, with a stack, until a GPU is used
     torch.manual_seed(seed_for(3, "block"))
     assert torch.equal(torch.rand(3), drawn)
 

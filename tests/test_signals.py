@@ -1,4 +1,4 @@
-"""Output to a pipe that its reader has closed."""
+"""Output to a pipe whose reader has closed it."""
 
 import subprocess
 import sys

@@ -1,5 +1,7 @@
-"""What crosses to a device and back: in one copy, with its bits, and with nothing of a buffer that is used again. The
-device is pretended, and reads page-locked memory as late as it may (accelerator.py)."""
+"""Tensors are moved to a device and back in one copy, with their bits, without reusing a buffer too early.
+
+The device is pretended, and reads page-locked memory as late as possible (accelerator.py).
+"""
 
 import accelerator as pretend
 import pytest
@@ -18,7 +20,7 @@ CPU, THERE = torch.device("cpu"), torch.device(pretend.NAME)
 
 @pytest.fixture(autouse=True)
 def buffer(monkeypatch):
-    """A new one, of the pretended device."""
+    """Install a new buffer for the pretend device."""
     monkeypatch.setattr(staging, "_BUFFER", staging.Buffer())
 
 
@@ -70,8 +72,8 @@ def test_what_is_not_dense_or_has_a_gradient_or_is_alone_goes_by_itself(device):
 
 def test_the_buffer_is_not_filled_again_before_it_was_read(device):  # noqa: F811
     first = staging.moved(some(0), THERE)
-    second = staging.moved(some(1), THERE)  # nothing has been computed with the first
-    third = staging.moved([torch.zeros(100_000), torch.ones(3)], THERE)  # in a larger buffer
+    second = staging.moved(some(1), THERE)  # nothing has computed with the first tensors yet
+    third = staging.moved([torch.zeros(100_000), torch.ones(3)], THERE)  # moved in a larger buffer
     for arrived, seed in ((first, 0), (second, 1)):
         assert all(map(same, staging.moved(arrived, CPU), some(seed)))
     assert third[1].cpu().tolist() == [1, 1, 1]
@@ -100,10 +102,11 @@ def test_what_is_too_much_for_one_copy_goes_in_several(device, monkeypatch):  # 
     tensors = [torch.full((100,), float(i)) for i in range(5)]
     tensors.insert(1, torch.ones(1000))
     there = staging.moved(tensors[:-1], THERE)
-    assert device.transfers["to"] == 3  # the first and the third, two more, and the large one
+    # one copy for the first and third tensor, one for two more, and one for the large tensor
+    assert device.transfers["to"] == 3
     there += staging.moved(tensors[-1:], THERE)
     back = staging.moved(there, CPU)
-    assert device.transfers["from"] == 4  # and what is left, by itself
+    assert device.transfers["from"] == 4  # one more copy for the remaining tensor
     assert all(torch.equal(*pair) for pair in zip(back, tensors, strict=True))
 
 
@@ -122,8 +125,8 @@ def test_a_snapshot_shares_no_memory_wherever_its_tensors_are(device):  # noqa: 
         assert kept["b"]["c"].device == CPU
 
 
-# copies to the device and from it of one call of `train` on the small network, one by one: of each tensor of message,
-# reply and state, and of the order of the samples
+# copies to and from the device in one call of `train` on the small network, one for each tensor of message, reply and
+# state, and one for the order of the samples
 ONE_BY_ONE = {"fedavg": (15, 14), "fedper": (15, 14), "scaffold": (23, 30)}
 
 
@@ -140,7 +143,7 @@ def test_a_call_takes_its_message_in_one_copy_and_sends_its_reply_in_one(device,
             "control": {name: torch.zeros(value.shape) for name, value in host.model.named_parameters()},
         }
         message = message if name == "scaffold" else {"model": message["model"]}
-        host.run(method.train, message, 1, 0, tiny_task.shards[0], None)  # its data come to the device
+        host.run(method.train, message, 1, 0, tiny_task.shards[0], None)  # moves the client's data to the device
         device.clear()
         reply, private = host.run(method.train, message, 2, 0, None, None)
         assert isinstance(reply, Reply)
@@ -153,7 +156,7 @@ def test_a_call_takes_its_message_in_one_copy_and_sends_its_reply_in_one(device,
         )
     assert seen[0] == seen[1]
     assert len(seen[1]) == ONE_BY_ONE[name][1]
-    assert dict(device.transfers) == {"to": 2, "from": 1}  # the order still goes by itself, at once
+    assert dict(device.transfers) == {"to": 2, "from": 1}  # the order of the samples is still copied by itself
 
 
 def test_the_servers_model_takes_a_mean_in_one_copy(device, tiny_task):  # noqa: F811

@@ -34,7 +34,7 @@ def test_mean_is_weighted():
 
 
 def test_mean_adds_up_in_float64():
-    # 2^24 + 1 + 1 = 16777218, a third of it is 5592406; in float32 2^24 + 1 is 2^24, and the mean 5592405.5
+    # 2^24 + 1 + 1 = 16777218, and a third is 5592406; in float32 2^24 + 1 is 2^24, and the mean would be 5592405.5
     parts = [tensor([2.0**24]), tensor([1.0]), tensor([1.0])]
     assert (parts[0] + parts[1] + parts[2]).item() == 2**24
     assert mean(*(({"w": part}, 1) for part in parts))["w"].item() == 5592406.0
@@ -48,7 +48,7 @@ def test_sum_is_in_float64_and_adds_up_in_it():
 @pytest.mark.parametrize("weight", [1, 3, 7, 10, 47, 12345, 2**29 - 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_mean_of_one_tree_is_that_tree_bit_for_bit(weight, dtype):
-    # 24 bits of a float32 and 29 of the weight fit into the 53 of a float64, so the product is exact
+    # a float32 has 24 bits and the weight 29, which fit into the 53 bits of a float64, so the product is exact
     values = torch.randn(500, generator=torch.Generator().manual_seed(0)).to(dtype)
     values[:4] = tensor([0.0, 0.1, 1e-7, -3e4]).to(dtype)
     assert same(mean(({"w": values}, weight))["w"], values)

@@ -1,4 +1,4 @@
-"""The built wheel, outside the repository: the demonstration, and what the first page needs."""
+"""The built wheel outside the repository runs the demonstration and the commands of the first page."""
 
 import json
 import os
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder with the content of the wheel."""
+    """Build the wheel; return a folder with its content."""
     built = tmp_path_factory.mktemp("built")
     build = ["uv", "build", "--wheel", "-q", "-o", built] if shutil.which("uv") else None
     build = build or [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", built]

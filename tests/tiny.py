@@ -1,4 +1,4 @@
-"""What most tests share: a task small enough to train on in a blink, with every kind of client that makes trouble."""
+"""A task that trains in a moment and has every kind of troublesome client, for most tests."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 
 
 def configure(**parts: Any) -> Config:
-    """The tiny configuration with some parts replaced: `configure(seed=1, federation={"participation": 0.5})`."""
+    """Return the tiny config with some parts replaced: `configure(seed=1, federation={"participation": 0.5})`."""
     federation = {"rounds": 2} | parts.pop("federation", {})
     local = {"batch": 8} | parts.pop("local", {})
     data = {"clients": 6} | parts.pop("data", {})
@@ -58,21 +58,22 @@ def configure(**parts: Any) -> Config:
 
 
 def make_setup(config: Config, method: Method | None = None) -> Setup:
-    """What the configuration names, or another method in its place."""
+    """Resolve a config, optionally with another method."""
     setup = resolve(config)
     return setup if method is None else replace(setup, method=method)
 
 
 def private_states(experiment: Experiment) -> dict[int, Tree]:
-    """Of every client that trains, by id: what its next call starts from, also where none was made yet."""
+    """Return, for every client that trains, the state from which its next call starts, even before its first call."""
     host = experiment.fleet._host
-    host = host if isinstance(host, ClientHost) else ClientHost(*host.args)  # of raylt/contract/hosts.py
+    # the host is a wrapper of raylt/contract/hosts.py
+    host = host if isinstance(host, ClientHost) else ClientHost(*host.args)
     untouched = {"model": host._initial, "state": {}}
     return dict.fromkeys(experiment.fleet.ids, untouched) | trace.private_states(experiment)
 
 
 def open_client(task: Task, method: Method, id: int = 0, config: Config | None = None) -> Client:
-    """A client without a host, in its first training."""
+    """Return a client without a host, in its first training."""
     setup, spec = make_setup(config or configure(), method), task.spec
     client = Client(
         id,
@@ -95,14 +96,14 @@ def make_experiment(
     fleet: type[LocalFleet] = LocalFleet,
     host: Callable[..., Any] = ClientHost,
 ) -> Experiment:
-    """An experiment in this process, on the CPU; `host` is called as `Host` is."""
+    """Return an experiment in this process, on the CPU; `host` is called like `ClientHost`."""
     setup = make_setup(config, method)
     clients = fleet(config, task, host(setup, task.spec, task.test, CPU))
     return Experiment(setup, task, clients, CPU, tmp_path)
 
 
 def tiny_pretrained(classes: int, shape: tuple[int, int, int]) -> SplitModel:
-    """A model with norms, dropout, a 1x1 convolution and a linear layer, to be frozen or adapted; d = 5."""
+    """Return a model with norms, dropout, a 1x1 convolution and a linear layer, to be frozen or adapted; d = 5."""
 
     def block(inputs: int, outputs: int, side: int) -> nn.Sequential:
         convolution = nn.Conv2d(inputs, outputs, side, padding=side // 2, bias=False)

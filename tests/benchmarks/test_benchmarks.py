@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ in their smallest settings: that they run, and what they promise of their figures."""
+"""The scripts of benchmarks/ run with their smallest settings, and their figures are as promised."""
 
 import importlib
 import importlib.util
@@ -24,7 +24,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def script(name: str, *arguments: object) -> str:
-    """What a script prints."""
+    """Run a script; return its output."""
     done = subprocess.run(
         [sys.executable, BENCHMARKS / f"{name}.py", *map(str, arguments)],
         capture_output=True,
@@ -36,18 +36,18 @@ def script(name: str, *arguments: object) -> str:
 
 
 def load_module(name: str) -> Any:
-    """A script of benchmarks/ as a module."""
+    """Import a script of benchmarks/ as a module."""
     spec = importlib.util.spec_from_file_location(Path(name).name, BENCHMARKS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their own module up
+    sys.modules[spec.name] = module  # dataclasses look up their own module there
     spec.loader.exec_module(module)
     return module
 
 
 def save_images(folder: Path, name: str, classes: int, side: int) -> list[Path]:
-    """An image set whose classes differ in brightness, and random texts for them: their files."""
+    """Save images whose classes differ in brightness, and random texts; return both files."""
     rng, files = np.random.default_rng(0), [folder / f"{name}.npz", folder / f"{name}.npy"]
     y, test = np.arange(20 * classes) % classes, np.arange(10 * classes) % classes
     x, x_test = (
@@ -68,7 +68,7 @@ def save_images(folder: Path, name: str, classes: int, side: int) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Images, and the features that a stand-in gives for them which was fitted to other images."""
+    """Return images, and features of them from a stand-in that was fitted to other images."""
     folder = tmp_path_factory.mktemp("standin")
     other, (mine, texts) = save_images(folder, "other", 6, 16), save_images(folder, "mine", 4, 8)
     said = script("standin", *other, mine, texts, folder / "out.npz", "--model", "small", "--epochs", 2, "--batch", 32)
@@ -163,7 +163,7 @@ def test_the_parts_of_the_gpus_benchmark_find_what_they_promise(gpu):
     steps = list(gpu.steps(600, methods=("fedavg",), samples=64, epochs=(1, 4), **small))
     assert [finding["graphs"] for finding in steps] == ["auto", "off"]
     assert all(isinstance(finding["ms"], float) for finding in steps)
-    assert list(gpu.steps(-1, **small)) == []  # what there is no time for is left out
+    assert list(gpu.steps(-1, **small)) == []  # measurements that do not fit into the time are left out
     lines = gpu.table([{"part": "steps", **steps[0]}, {"part": "memory", "problem": "no time was left"}]).splitlines()
     assert lines[0].startswith("steps      method fedavg  graphs auto  ms ")
     assert lines[1] == "memory     problem no time was left"
@@ -211,7 +211,7 @@ def test_a_round_of_each_protocol_is_measured(gpu):
 
 @pytest.mark.parametrize("name", ["privacy_trade", "attackers", "inversion", "hostile_sums", "sum_lies"])
 def test_a_table_of_the_page_on_privacy_is_written_from_what_was_measured(monkeypatch, name):
-    """`python benchmarks/NAME.py --page` writes it."""
+    """`python benchmarks/NAME.py --page` writes the table."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     recorded, module = importlib.import_module("recorded"), importlib.import_module(name)
     page = recorded.PAGE.read_text()
@@ -269,7 +269,7 @@ def test_time_and_memory_of_a_command_are_those_of_all_its_processes(tmp_path):
     )
     cpu, round_cpu, memory = map(float, done.stdout.split())
     assert cpu == pytest.approx(1, abs=0.5)
-    assert round_cpu < 0.1  # the median: what one round took more is none's
+    assert round_cpu < 0.1  # the median, so a single slow round does not count
     assert memory > 50
 
 

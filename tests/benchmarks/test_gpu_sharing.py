@@ -1,5 +1,7 @@
-"""The parts of benchmarks/gpu.py that share a GPU, on a CPU: processes at the same time, NVIDIA's daemon (a stand-in
-for it, which does what raylt looks for), and two trainings in turn."""
+"""GPU sharing in benchmarks/gpu.py, on a CPU: processes at once, NVIDIA's daemon, and two trainings in turn.
+
+The daemon is a stand-in that makes the files raylt looks for.
+"""
 
 import importlib
 import os
@@ -35,7 +37,7 @@ def sharing(monkeypatch):
 
 @pytest.fixture
 def daemon(tmp_path, monkeypatch):
-    """Puts a stand-in for NVIDIA's daemon on the PATH."""
+    """Return a function that puts a stand-in for NVIDIA's daemon on the PATH."""
 
     def put(start: str) -> None:
         script = tmp_path / "bin" / "nvidia-cuda-mps-control"
@@ -99,7 +101,7 @@ def test_processes_train_at_the_same_time_without_the_daemon_and_with_it(sharing
         (2, "auto"),
         (2, "off"),
     ]
-    # 64 samples in batches of 32, twice: four steps of each process
+    # 64 samples in batches of 32, twice: four steps in each process
     assert all(one["steps_per_second"] * one["seconds"] == pytest.approx(4 * one["processes"]) for one in found)
 
 

@@ -1,4 +1,4 @@
-"""The pages that docs/generate.py writes, and the site that they are part of."""
+"""The pages that docs/generate.py writes, and the site that contains them."""
 
 import os
 import re
@@ -26,7 +26,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PARTS = DOCS / "generated" / "methods"
 METHOD_PAGES = generate.method_pages()
 OURS = [name for name, method in METHODS.items() if method.__module__.startswith("raylt.")]
-# what a browser fetches when it opens a page; a link that a reader may follow is none of it
+# what a browser fetches when it opens a page, without the links that a reader may follow
 FETCHED = re.compile(
     r"""<(?:script|img|iframe|source|embed)\b[^>]*\bsrc=["']?(?:https?:)?//[^>]*>"""
     r"""|<link\b(?=[^>]*\brel=["']?(?:stylesheet|preload|preconnect|icon))[^>]*\bhref=["']?(?:https?:)?//[^>]*>"""
@@ -123,7 +123,7 @@ def test_equations_of_a_method_page_are_drawn_as_mathml(page):
     for equation in equations:
         drawn = convert(equation)
         assert drawn.startswith("<math")
-        assert "\\" not in drawn, equation  # a command that the converter does not know stays as it is
+        assert "\\" not in drawn, equation  # the converter leaves an unknown command as it is
 
 
 @pytest.mark.parametrize("page", METHOD_PAGES, ids=lambda page: page.stem)

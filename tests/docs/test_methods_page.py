@@ -1,4 +1,4 @@
-"""The page of methods that `raylt methods --page` writes."""
+"""The page of methods, written by `raylt methods --page`."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""docs/monitors.md against what runs report."""
+"""docs/monitors.md lists the figures that runs report."""
 
 import re
 from pathlib import Path
@@ -14,11 +14,11 @@ from raylt.methods.mupfl.method import MuPFL
 from raylt.methods.sfd.method import SFD
 
 PAGE = (Path(__file__).parents[2] / "docs" / "monitors.md").read_text()
-PLAIN = {"loss", "teacher", "synthetic", "clusters", "clustered"}  # what everybody knows, or names things
+PLAIN = {"loss", "teacher", "synthetic", "clusters", "clustered"}  # figures that need no explanation or name things
 
 
 def documented(name: str) -> set[str]:
-    """The figures of the page's rows for a method, and of those for all."""
+    """Return the figures in the page's rows for a method and for all methods."""
     rows = [row.split("|")[1:3] for row in PAGE.splitlines() if row.startswith("| ")]
     return {
         figure

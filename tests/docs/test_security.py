@@ -1,4 +1,4 @@
-"""SECURITY.md: every promise names tests that exist."""
+"""Every promise in SECURITY.md names tests that exist."""
 
 import ast
 import re
@@ -21,7 +21,7 @@ def names_in(file: str) -> set[str]:
 
 
 def promises():
-    """Return the rows of the tables whose last column names tests, as the promise and the tests' files and names."""
+    """Return each promise of the tables with the files and names of the tests in its last column."""
     found = []
     for row in ROWS:
         *_, promise, tests, _ = re.split(r"(?<!\\)\|", row)

@@ -1,4 +1,4 @@
-"""docs/write-a-method.md: its blocks up to "Bring it in" are a file, my_method.py; those after it use that file."""
+"""docs/write-a-method.md: the blocks before "Bring it in" are the file my_method.py, and the blocks after it use it."""
 
 from pathlib import Path
 
@@ -23,14 +23,14 @@ NAMES = (
 
 
 def sources() -> tuple[str, str]:
-    """Of the blocks before and after the heading; lines have the numbers that they have in the page."""
+    """Return the sources before and after the heading, with the line numbers of the page."""
     lines, end = blocks(PAGE).split("\n"), PAGE.read_text().splitlines().index("## Bring it in")
     return "\n".join([*lines[:end], ""]), "\n" * end + "\n".join(lines[end:])
 
 
 @pytest.fixture
 def my_method(tmp_path, monkeypatch):
-    """The page's file; the names of its methods are forgotten after the test."""
+    """Write the page's file; unregister its methods after the test."""
     for table in TABLES.values():
         for name in NAMES:
             monkeypatch.setitem(table, name, None)

@@ -1,4 +1,4 @@
-"""The example of eight shops: from folders to a trained run, by the names of the shops."""
+"""The example of eight shops, from folders to a trained run, with the names of the shops."""
 
 import importlib.util
 import json
@@ -53,13 +53,13 @@ def test_from_folders_to_a_trained_run_with_the_shops_names(example, shops, tmp_
     task = run.task
     assert task.client_names == tuple(sorted(example.SHOPS))
     assert task.class_names == tuple(sorted(example.KINDS))
-    assert task.sizes.sum() + len(task.test) == made  # nothing is left out unasked
+    assert task.sizes.sum() + len(task.test) == made  # no image is left out by default
     assert task.notes[0] == "2 files are not images and were left out: 1 .db, 1 .txt"
     assert task.notes[1].startswith("left out: 1 images cannot be decoded: ")
     names = list(split_table(task, 200).columns[0].cells)
     assert names[:8] == sorted(example.SHOPS)
     assert json.loads((run.folder / "split.json").read_text())["client_names"] == sorted(example.SHOPS)
-    # taken up again, the run has the same test images
+    # reopened, the run has the same test images
     again = raylt.Run.open(run.folder).task
     assert again.split.seal == task.split.seal
     assert run.summary["rounds"] == 2

@@ -1,4 +1,4 @@
-"""Hypothesis strategies of what users and others could give to raylt: mostly right, in one place wrong."""
+"""Hypothesis strategies for inputs from users and other people, with usually one thing wrong."""
 
 import copy
 import io
@@ -120,7 +120,7 @@ overrides = st.tuples(st.sampled_from(KEYS), values)
 
 @st.composite
 def bytes_changed(draw: Any, content: bytes) -> bytes:
-    """The content with some bytes flipped, cut off, doubled or put in."""
+    """Change the content: flip, remove, repeat or insert some bytes."""
     data = bytearray(content)
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, max(0, len(data) - 1)))
@@ -142,7 +142,7 @@ def bytes_changed(draw: Any, content: bytes) -> bytes:
 
 @st.composite
 def json_changed(draw: Any, tree: Any) -> Any:
-    """A JSON tree with one place replaced, removed, added to or exchanged with another."""
+    """Change a JSON tree at one place: replace, remove, add or exchange a value."""
     tree = json.loads(json.dumps(tree))
     places: list[tuple[Any, Any]] = []
 
@@ -181,7 +181,7 @@ def picture(form: str = "PNG", size: tuple[int, int] = (9, 8), mode: str = "RGB"
 
 
 def claims(width: int, height: int) -> bytes:
-    """A PNG whose header claims a size that its content has not."""
+    """Return a PNG whose header claims another size than its content has."""
     import struct
     import zlib
 
@@ -256,7 +256,7 @@ def npz_changed(draw: Any) -> bytes:
 
 
 def places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place of a tree, as the keys that lead to it; of a list's entries that are alike only the first."""
+    """Yield the path of keys to every place of a tree, but only the first of a list's similar entries."""
     seen = set()
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
         if isinstance(tree, list):
@@ -269,7 +269,7 @@ def places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def replaced(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
-    """A copy of a tree with another value at one place."""
+    """Return a copy of a tree with another value at one place."""
     tree = copy.deepcopy(tree)
     node = tree
     for key in path[:-1]:

@@ -1,4 +1,4 @@
-"""What came of a malformed input: `outcome` says it in a word, `TALLY` counts the words by generator."""
+"""Outcomes of malformed inputs: `outcome` describes one in a word, and `TALLY` counts the words by generator."""
 
 import signal
 from collections import Counter
@@ -8,14 +8,14 @@ from typing import Any
 
 from raylt.errors import RayltError
 
-SECONDS = 20  # of this process: far more than any case takes
-PATIENCE = 10  # times as long by the clock, where other processes keep the machine busy or the input blocks
+SECONDS = 20  # CPU time of this process, far more than any case takes
+PATIENCE = 10  # the limit by the clock is this many times longer, for a busy machine or an input that blocks
 WORDS = ("refused", "the same", "false", "unforeseen", "hang")
 TALLY: dict[str, Counter[str]] = {}
 
 
 class Hang(BaseException):
-    """Not an Exception: nothing on the way may take it for a fault of the input."""
+    """The time limit was exceeded. A BaseException, so that no code takes it for a fault of the input."""
 
 
 @contextmanager
@@ -40,11 +40,11 @@ def _limited() -> Iterator[None]:
 
 
 def outcome(generator: str, act: Callable[[], Any], right: Callable[[Any], bool]) -> tuple[str, str]:
-    """A word of WORDS, and what was seen.
+    """Return one of WORDS, and what was seen.
 
     Args:
-        act: reads the input; refuses it by a RayltError, or returns what it read.
-        right: whether that is what an undisturbed input gives, or what this one says.
+        act: reads the input; raises a RayltError to refuse it, or returns the result.
+        right: returns whether the result is that of an undisturbed input, or what this input says.
     """
     try:
         with _limited():
@@ -63,7 +63,7 @@ def outcome(generator: str, act: Callable[[], Any], right: Callable[[Any], bool]
 
 
 def table() -> str:
-    """Cases by generator and outcome."""
+    """Return a table of the number of cases by generator and outcome."""
     lines = [f"{'':>16}{'cases':>8}" + "".join(f"{word:>12}" for word in WORDS)]
     for name, counts in TALLY.items():
         lines.append(f"{name:>16}{counts.total():>8}" + "".join(f"{counts[word]:>12}" for word in WORDS))

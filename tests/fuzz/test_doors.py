@@ -1,6 +1,7 @@
-"""Files of others at every other door: exported models, teachers, weights, records, plug-ins, studies, lists of files.
+"""Malformed files of other kinds: exported models, teachers, weights, records, plugins, studies, lists of files.
 
-As in test_fuzz.py, a malformed input is refused in one line with exit code 2, or gives what an undisturbed one gives.
+As in test_fuzz.py, a malformed input is refused in one line with exit code 2, or gives the result of an undisturbed
+one.
 """
 
 import io
@@ -36,12 +37,12 @@ from raylt.runs.signature import check_signature
 from raylt.studies.definition import define, read_definition
 from raylt.studies.study import Study
 
-__all__ = ["shown"]  # the table of outcomes
+__all__ = ["shown"]  # the fixture that prints the table of outcomes
 PLACES = ("pipe", "socket", "folder", "loop", "device", "missing", "long")
 
 
 def put(file: Path, content: bytes | str) -> Path:
-    """Put a content at a path, or something that is no plain file; return the path."""
+    """Put a content, or something that is not a plain file, at a path; return the path."""
     if os.path.lexists(file):
         shutil.rmtree(file) if file.is_dir() and not file.is_symlink() else file.unlink()
     if isinstance(content, bytes):
@@ -50,7 +51,7 @@ def put(file: Path, content: bytes | str) -> Path:
         os.mkfifo(file)
     elif content == "socket":
         here = os.getcwd()
-        os.chdir(file.parent)  # the path of a socket may be short only
+        os.chdir(file.parent)  # a socket's path must be short
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(file.name)
         os.chdir(here)
@@ -66,7 +67,7 @@ def put(file: Path, content: bytes | str) -> Path:
 
 
 def bomb(content: bytes, size: int = 2**31) -> bytes:
-    """Return a zip file with its first entry in place of zeros that are many times as long."""
+    """Return a zip file with its first entry replaced by many times as many zeros."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as new:
         first, *rest = old.namelist()
@@ -282,7 +283,7 @@ def features(**changed: Any) -> bytes:
 
 
 class _Labels:
-    """What a teacher is checked against: a task with these labels."""
+    """A task with the labels that a teacher is checked against."""
 
     name, class_names, classes = "made", ("a", "b"), 2
 
@@ -403,7 +404,7 @@ def test_studies(fixture, folder):
 
 @pytest.mark.slow
 def test_every_place_of_a_record_takes_any_value(results, tmp_path):
-    """An unsealed record, each of whose values is replaced by each odd one."""
+    """Replace each value of an unsealed record by each odd value."""
     tree = {key: value for key, value in json.loads(results).items() if key != "seal"} | {"schema": 1}
     file, faults = tmp_path / "results.json", []
 
@@ -448,7 +449,7 @@ def test_every_place_of_a_study_takes_any_value(tmp_path):
     assert not faults, "\n".join(faults[:20])
 
 
-# plug-ins
+# plugins
 
 FAULTS = [
     b"import sys\nsys.exit()\n",
@@ -486,7 +487,7 @@ def test_plugins(fixture, folder):
 
 @cases("pages")
 def test_pages(fixture, folder):
-    """A page with comments of the command that fills its tables: no other file is written, no other command run."""
+    """Change a page with comments of commands: no other file is written and no other command is run."""
     put(folder / "results.json", fixture("results"))
     text = f"# Page\n<!-- raylt compare {folder}/results.json --mix-versions -->\nold\n<!-- end of raylt compare -->\n"
     words = st.sampled_from(
@@ -516,7 +517,7 @@ def test_pages(fixture, folder):
 
 @cases("pictures")
 def test_pictures(fixture, folder):
-    """An image that a model is to classify."""
+    """Change an image that a model classifies."""
     model = load_model(put(folder / "m.safetensors", exported(description())))
     png = making.picture(size=(8, 8))
     contents = st.one_of(
@@ -574,7 +575,7 @@ def test_signatures(fixture, folder):
 
 
 def test_a_small_file_that_unpacks_to_gigabytes_takes_no_memory(tmp_path):
-    """A teacher of 2 MB whose features are 2 GiB of zeros: refused before an array is made."""
+    """A teacher of 2 MB holds 2 GiB of zeros as features, and is refused before an array is made."""
     import resource
 
     file = tmp_path / "t.npz"

@@ -1,8 +1,8 @@
-"""Malformed input of every kind: refused in one line with exit code 2, or what an undisturbed input gives.
+"""Malformed input of every kind is refused in one line with exit code 2, or gives the result of undisturbed input.
 
-The fast part takes a few cases of each generator, the slow one RAYLT_FUZZ of all together (2,000 by default, `make fuzz
-N=10000` for more). They are drawn without chance: the same number gives the same cases. The table of outcomes is
-printed at the end.
+The fast tests take a few cases of each generator. The slow tests take RAYLT_FUZZ cases in total (2,000 by default,
+`make fuzz N=10000` for more). The draws are deterministic: the same number gives the same cases. The table of outcomes
+is printed at the end.
 """
 
 import functools
@@ -93,7 +93,8 @@ def shown(request):
 
 
 def cases(generator: str) -> Any:
-    """The test returns a strategy, what to do with a case, and perhaps a case that must give "the same"."""
+    """Decorate a test that returns a strategy, the action on a case, and optionally a case that must give "the
+    same"."""
 
     def decorate(test):
         few = [FAST[generator]] if generator in FAST else []
@@ -103,7 +104,7 @@ def cases(generator: str) -> Any:
         def run(examples, request, tmp_path):
             draw, act, *clean = test(request.getfixturevalue, tmp_path)
             faults = []
-            for case in clean:  # else every case may be refused for a reason that is not its own
+            for case in clean:  # otherwise every case might be refused for an unrelated reason
                 assert outcome(generator, *act(case)) == ("the same", ""), generator
 
             @how(
@@ -117,7 +118,7 @@ def cases(generator: str) -> Any:
             @given(draw)
             def holds(case):
                 word, seen = outcome(generator, *act(case))
-                if word not in ("refused", "the same"):  # all are counted, for the table
+                if word not in ("refused", "the same"):  # every case is counted in the table
                     faults.append(f"{word}: {seen}; {repr(case)[:600]}")
 
             holds()
@@ -141,7 +142,7 @@ def _configured(path: Path | None, overrides: list[str]) -> Config:
 
 
 def _survives(config: Config, folder: Path) -> bool:
-    """Whether it is the same after it was written as it is in run folders."""
+    """Return whether a config is the same after it was written and read as in run folders."""
     from raylt.runs.folder import writer
 
     if hasattr(writer, "yaml_text"):
@@ -155,13 +156,13 @@ def _survives(config: Config, folder: Path) -> bool:
 
 
 def _as_written(config: Config, key: str, text: str) -> bool:
-    """Whether a number or a truth is what the text shows to anybody."""
+    """Return whether a number or a truth value is the one that the text shows."""
     if key not in FIELDS:
         return True
     section, _, name = key.rpartition(".")
     value = getattr(getattr(config, section) if section else config, name)
     text = text.strip()
-    if text in ("", "~", "null"):  # no number: the data decide
+    if text in ("", "~", "null"):  # no value: the data decide
         return True
     if isinstance(value, bool):
         return text.lower() == str(value).lower()
@@ -190,7 +191,7 @@ METHOD_FIELDS = [(name, field) for name in sorted(METHODS) for field in METHODS[
 
 @cases("method fields")
 def test_method_fields(fixture, folder):
-    """Any value of any field of any method, with another setting beside it."""
+    """Set any field of any method to any value, together with another setting."""
 
     def act(case):
         (name, field), value, pair = case
@@ -307,7 +308,7 @@ WORDS_OF_LISTS = st.sampled_from(
 
 @cases("imported lists")
 def test_imported_lists(fixture, folder):
-    """Index lists of other tools: what is read lists each row that the file lists, and no other."""
+    """Read changed index lists of other tools: the result has each row that the file lists, and no other."""
     labels = np.asarray(open_source(DataConfig()).y_train)
     for tree in LISTS:
         if isinstance(tree, dict) and "user_data" in tree:
@@ -347,7 +348,7 @@ def test_imported_lists(fixture, folder):
 
 
 def _rows_of(content: bytes) -> list[int]:
-    """The row numbers that anybody sees in a file of index lists, ascending."""
+    """Return the row numbers that a reader sees in a file of index lists, in ascending order."""
     text = content.decode("utf-8-sig")
     if text.lstrip()[:1] not in ("{", "["):
         place = text.splitlines()[0].replace(" ", "").split(",").index("sample")
@@ -363,7 +364,7 @@ def _rows_of(content: bytes) -> list[int]:
 
 
 def _sound(source: Any) -> bool:
-    """What everything after a source relies on."""
+    """Return whether a source keeps the promises that later code relies on."""
     names = source.class_names
     for x, y in ((source.x_train, source.y_train), (source.x_test, source.y_test)):
         labels = loaded(y)
@@ -383,7 +384,7 @@ def test_npz(fixture, folder):
 
 @cases("image folders")
 def test_image_folders(fixture, folder):
-    """A tree of pictures with one file that is something else."""
+    """Read a tree of pictures that has one odd file."""
     png = making.picture()
     contents = st.one_of(
         making.bytes_changed(png),
@@ -424,7 +425,7 @@ def test_image_folders(fixture, folder):
         released = None
         if content == "pipe":
             os.mkfifo(file)
-            # whoever waits for a writer is let go in the end: a thread cannot be interrupted
+            # releases a thread that waits for a writer, because a thread cannot be interrupted
             released = threading.Timer(30, lambda: os.close(os.open(file, os.O_RDWR | os.O_NONBLOCK)))
             released.daemon = True
             released.start()
@@ -454,7 +455,7 @@ SENT: dict[str, Any] = {}
 
 
 def send(client: Client, message: Message) -> Reply:
-    """Every client's reply is honest, but for the lowest id's."""
+    """Reply honestly, except for the client with the lowest id."""
     model = {"w": torch.ones(2, 3) * client.id, "n": torch.tensor(3)}
     honest = Reply(float(len(client)), {"model": model, "loss": 1.0})
     return SENT["make"](honest) if client.id == 0 else honest
@@ -510,7 +511,7 @@ trees = st.recursive(leaves, lambda inner: st.dictionaries(names, inner, max_siz
 def test_replies(fixture, folder):
     experiment = make_experiment(configure(federation={"retries": 0}), fixture("tiny_task"), folder)
     fleet, message = experiment.fleet, {"model": {"w": torch.zeros(2, 3), "n": torch.tensor(0)}}
-    lost = (14 * 1 + 9 * 2 + 1 * 3 + 12 * 5) / 36  # of the clients 1, 2, 3 and 5
+    lost = (14 * 1 + 9 * 2 + 1 * 3 + 12 * 5) / 36  # the mean over clients 1, 2, 3 and 5
 
     def act(case):
         kind, value = case
@@ -551,7 +552,7 @@ def test_replies(fixture, folder):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> list[Path]:
-    """Two finished runs that differ in their seed."""
+    """Do two runs that differ in their seed."""
     folder = tmp_path_factory.mktemp("runs")
     return [
         raylt.run(
@@ -602,7 +603,7 @@ def searches(tmp_path_factory) -> list[Path]:
 
 @st.composite
 def folder_changed(draw: Any, made: Path, other: Path) -> tuple[str, str, Any]:
-    """A file of a folder, what is done to it, and with what."""
+    """Return a file of a folder, the kind of change to it, and the new content."""
     files = sorted(str(file.relative_to(made)) for file in made.rglob("*") if file.is_file())
     weights = [name for name in files if name.endswith((".json", ".jsonl", ".yaml"))]
     name = draw(st.sampled_from(weights) if draw(st.booleans()) else st.sampled_from(files))
@@ -640,7 +641,7 @@ def _spoilt(made: Path, place: Path, case: tuple[str, str, Any]) -> Path:
 
 
 def _of_run(folder: Path) -> Any:
-    """What a run came to, taken up once more where something is missing."""
+    """Resume a run if something is missing; return its results without times."""
     run = Run.open(folder)
     run = run.resume(fleet="local", quiet=True)
     times = ("seconds", "evaluation_seconds", "stages", "date", "schema", "hash", "checkpoint")

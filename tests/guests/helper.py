@@ -1,4 +1,4 @@
-"""Beside shops.py."""
+"""A module that shops.py imports."""
 
 from raylt import Uniform
 

@@ -1,8 +1,8 @@
-"""Code of one's own, as a user has it in a file outside the package: a method, a model, a source, an augmentation."""
+"""A user's plugin outside the package: a method, a model, a source and an augmentation."""
 
 from typing import ClassVar
 
-import helper  # a file beside it, which no worker of Ray can import
+import helper  # a file next to this one, which Ray's workers cannot import
 import numpy as np
 from torch import nn
 from torch.nn import functional as F
@@ -30,7 +30,7 @@ def tinynet(classes, shape):
 
 
 def stripes(config):
-    """Two classes: the left or the right half is bright."""
+    """Return a source of two classes, in which the left or the right half is bright."""
     rng = np.random.default_rng(0)
 
     def draw(n):

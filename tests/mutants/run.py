@@ -1,14 +1,14 @@
-"""Plausible mistakes, each of which the fast tests must notice.
+"""Run plausible mistakes ("mutants"), each of which the fast tests must notice.
 
     python tests/mutants/run.py [--check] [WORD]        `make mutants` runs all
 
 Each table of tests/mutants/*.toml names a file, a function in it, code that occurs once in that function, the code
-that replaces it, why that matters and the tests that must fail. Code is compared on the syntax tree, so layout does
-not matter. A function that has moved to another file is found there. Recipes have no functions: their text is
-compared as it is.
+that replaces it, why that matters, and the tests that must fail. Code is compared as a syntax tree, so layout does
+not matter. A function that has moved to another file is found there. Recipes have no functions, so their text is
+compared.
 
-The mistakes are made one after the other in a copy of the project. A word selects those whose name contains it.
-`--check` only tests that all can be made. A mutant that survives or cannot be made ends this with code 1.
+The mistakes are made one after the other in a copy of the project. WORD selects those whose name contains it.
+`--check` only tests that all mistakes can be made. The exit code is 1 if a mutant survives or cannot be made.
 """
 
 import ast
@@ -108,7 +108,7 @@ def _replace_text(text: str, old: str, new: str) -> str:
 
 
 def mutants() -> list[Mutant]:
-    """Return all mutants. A table may omit `file` and `tests`, which then are those at the top of its file."""
+    """Return all mutants. A table without `file` or `tests` takes those at the top of its TOML file."""
     return [
         Mutant(
             f"{path.stem}.{name}",
@@ -127,9 +127,9 @@ def mutants() -> list[Mutant]:
 
 
 def survives(mutant: Mutant, copy: Path) -> str | None:
-    """Return what is wrong with a mutant in a copy of the project that does not fail its tests, or None.
+    """Test a mutant in a copy of the project; return why it survives, or None if its tests fail.
 
-    Names of tests (`-k`) save time only: where the named ones pass or no longer exist, those of the whole files decide.
+    Selecting tests by name (`-k`) only saves time: if they pass or no longer exist, all tests of the files decide.
     """
     file, mutated = mutant.made(copy)
     source = file.read_text()
@@ -140,14 +140,14 @@ def survives(mutant: Mutant, copy: Path) -> str | None:
             code = outcome(copy, mutant.files())
     finally:
         file.write_text(source)
-    if code == 1:  # tests were run, and one failed
+    if code == 1:  # the tests were run and one failed
         return None
     return "survives" if code == 0 else f"pytest ended with code {code}: {(copy / 'out').read_text()[-300:]}"
 
 
 def outcome(copy: Path, tests: Iterable[str]) -> int:
     """Return the exit code of pytest for tests of a copy."""
-    child = os.fork()  # of a process that has torch in memory: loading it takes seconds
+    child = os.fork()  # the fork has torch in memory already, which takes seconds to load
     if child == 0:
         _run_tests(copy, list(tests))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -168,7 +168,7 @@ def _run_tests(copy: Path, tests: list[str]) -> NoReturn:
 
 
 def copy_to(folder: Path) -> Path:
-    """Copy what tests need of the project to a folder, and return the folder."""
+    """Copy the parts of the project that tests need to a folder; return the folder."""
     for name in COPIED:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -186,7 +186,7 @@ def check(chosen: Iterable[Mutant]) -> bool:
 
 
 def show_table(chosen: Iterable[Mutant], noticed: Iterable[Mutant]) -> None:
-    """Print how many mutants of each table file there are and were noticed."""
+    """Print the number of mutants and of noticed mutants for each TOML file."""
     asked, got = (Counter(mutant.name.partition(".")[0] for mutant in each) for each in (chosen, noticed))
     print(f"{'file':12} mutants noticed")
     for name, count in asked.items():
@@ -206,7 +206,7 @@ def main(*arguments: str) -> int:
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_to(Path(folder))
         files = {file for mutant in chosen for file in mutant.files()}
-        if outcome(copy, sorted(files)):  # tests that fail without a mutant notice nothing
+        if outcome(copy, sorted(files)):  # tests that fail without a mutant cannot notice one
             print(f"without any mutant: {(copy / 'out').read_text()[-300:]}")
             return 1
         for mutant in chosen:
@@ -220,5 +220,6 @@ def main(*arguments: str) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # threads do not survive a fork
-    sys.dont_write_bytecode = True  # a mutant of the same second and size must not be taken for the last
+    # bytecode of the previous mutant could be reused for a file of the same time and size
+    sys.dont_write_bytecode = True
     sys.exit(main(*sys.argv[1:]))

@@ -1,15 +1,18 @@
-"""Device transfers left out, one at a time, drawn at random: nine of ten must be noticed on the pretend device.
+"""Leave out device transfers one at a time; the tests on the pretend device must notice nine of ten.
 
-    python tests/mutants/transfers.py [NUMBER] [SEED] [WORD]        of those whose file, function or code holds the word
+    python tests/mutants/transfers.py [NUMBER] [SEED] [WORD]
 
-A transfer is `x.to(device)`, `x.cpu()`, `tree.to(x, device)`, `torch.Generator(device)`, or `device=` of what torch
-makes. Without it a tensor stays where it was: on a GPU that is an error or, worse, a slow path that nobody sees. The
-tests are those of the pretend device, slow ones among them: of a method its own, of everything else those of some
-methods that together use most of it. Survivors that are none of `EXPLAINED`, or more than one in ten, end this with
-code 1. So does a table below that names what no longer exists; NUMBER 0 tests only that.
+NUMBER transfers are drawn at random, from those whose file, function or code contains WORD. A transfer is
+`x.to(device)`, `x.cpu()`, `tree.to(x, device)`, `torch.Generator(device)`, or the argument `device=` of a torch
+function. Without it a tensor stays where it was. On a GPU that is an error or, worse, a slow path without any sign.
 
-Last judged in November 2026: all of them, and those that came with raylt/staging.py by themselves; the one in
-`EXPLAINED` alone was not noticed.
+The tests are those of the pretend device, including the slow ones. A method's file is judged by the tests of that
+method, any other file by those of some methods that together use most of the code. The exit code is 1 if a survivor is
+not in `EXPLAINED`, if more than one in ten survives, or if a table below names something that no longer exists. NUMBER
+0 only checks the tables.
+
+Last run in November 2026 on all transfers, and separately on those added with raylt/staging.py: only the one in
+`EXPLAINED` survived.
 """
 
 import ast
@@ -26,10 +29,10 @@ from rewrite import named, span
 from run import ROOT, copy_to, outcome
 
 PARTS = ("raylt/core", "raylt/data", "raylt/methods", "raylt/models", "raylt/ops", "raylt/metrics.py", "raylt/tree.py")
-# functions and classes that no test on a pretend device can reach: OpenCLIP itself, the search for a real GPU
+# functions and classes that no test on the pretend device reaches: OpenCLIP itself, the search for a real GPU
 LEFT_OUT = ("OpenClip", "_tower", "_on_gpu")
 WIDE = "bits and classification and (fedavg or sfd or fedsm or mupfl or bpfed or fedadam)"
-# tests of functions and classes that are reached in another way, or by other methods
+# tests of functions and classes that are reached in another way or by other methods
 TESTS = {
     "augmentation or (bits and fedavg)": ("Client",),
     "augmentation or drawn or (bits and fedyoyo)": (
@@ -60,7 +63,7 @@ TESTS = {
 }
 WORDS = {name: word for word, names in TESTS.items() for name in names}
 SHARE = 0.9
-# what the tests import of others: in memory before processes fork from this one
+# modules that the tests import, loaded before processes fork from this one
 HEAVY = (
     "hypothesis",
     "numpy",
@@ -126,7 +129,7 @@ class Transfer:
         place = Path(self.file).relative_to("raylt")
         own = f"bits and {Path(place.parts[1]).stem}" if place.parts[0] == "methods" else WIDE
         word = WORDS.get(self.definition, own)
-        # variants of methods in the second, how many copies a call takes in the third
+        # the second file tests variants of methods, the third how many copies a call takes
         files = ["tests/test_accelerator.py", "tests/core/training/test_cuda_graphs.py", "tests/test_staging.py"]
         return [*(files[:1] if word == WIDE else files), "-m", "", "-k", word]
 
@@ -135,7 +138,8 @@ def transfers(file: Path) -> Iterator[Transfer]:
     """Yield every transfer of a source."""
     source = file.read_text()
     tree = ast.parse(source)
-    functions = {node: name for name, definition in named(tree) for node in ast.walk(definition)}  # the innermost
+    # the innermost function
+    functions = {node: name for name, definition in named(tree) for node in ast.walk(definition)}
     for node in ast.walk(tree):
         becomes = _without(node) if isinstance(node, ast.Call) else None
         if isinstance(node, ast.Call) and becomes is not None:
@@ -149,7 +153,7 @@ def transfers(file: Path) -> Iterator[Transfer]:
 
 
 def _without(call: ast.Call) -> str | None:
-    """Return a call without its transfer, or None where it has none."""
+    """Return a call without its transfer, or None if it has none."""
     callee, target = ast.unparse(call.func), ast.unparse(call.args[0]) if call.args else ""
     if callee == "tree.to":
         return f"({ast.unparse(call.args[0])})"
@@ -175,7 +179,7 @@ def everything() -> list[Transfer]:
 
 
 def faults() -> list[str]:
-    """Return what the tables of this file name that is not there."""
+    """Return the names in this file's tables that no longer exist."""
     files = [*PARTS, *(file for one in everything() for file in one.tests if file.startswith("tests/"))]
     missing = [f"{file} does not exist" for file in dict.fromkeys(files) if not (ROOT / file).exists()]
     definitions = {one.definition for one in everything()}
@@ -214,5 +218,6 @@ def main(number: str = "60", seed: str = "0", word: str = "") -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # threads do not survive a fork
-    sys.dont_write_bytecode = True  # a mutant of the same second and size must not be taken for the last
+    # bytecode of the previous mutant could be reused for a file of the same time and size
+    sys.dont_write_bytecode = True
     sys.exit(main(*sys.argv[1:]))

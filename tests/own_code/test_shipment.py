@@ -1,4 +1,4 @@
-"""The user's own code in another process: as source where it has a file, else by value, or refused by its line."""
+"""The user's own code is sent to another process as source if it has a file, by value otherwise, or refused by line."""
 
 import pickle
 import re
@@ -35,7 +35,7 @@ class Mine(raylt.Method):
 
 @pytest.fixture(autouse=True)
 def own_modules(no_guests):
-    """The user's modules are gone after a test."""
+    """Unload the user's modules after each test."""
     modules, path = set(sys.modules), list(sys.path)
     yield
     for name in set(sys.modules) - modules:
@@ -51,7 +51,7 @@ def plugin(folder, text, name="own.py"):
 
 
 def opened_elsewhere(calls, folder):
-    """What functions give when they are called in a process that knows raylt, and none of the user's files."""
+    """Call functions in a process that has raylt but none of the user's files; return their results."""
     shipped = ship(calls, plugin_modules(), cloudpickle.dumps)
     done = subprocess.run(
         [sys.executable, "-P", "-c", OPEN],
@@ -78,7 +78,7 @@ def script(folder, text, *arguments, name="script.py"):
 
 
 NAMES = ("own.py", "my-own method.py", "v1.2.py", "tune.py", "torch.py", "class.py")
-FOLDERS = {  # files beside a plug-in, what its method does, what that gives
+FOLDERS = {  # files next to a plugin, the body of its method, and the result
     "called": ({"helper.py": "W = 16\n"}, "import helper; return helper.W", "16"),
     "package": (
         {"parts/__init__.py": "", "parts/inner.py": "from .deep import W\n", "parts/deep.py": "W = 17\n"},

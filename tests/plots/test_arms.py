@@ -19,7 +19,7 @@ def test_a_chart_of_arms_shows_what_the_table_has(compared):
     panels = figure.axes
     assert [ax.get_title() for ax in panels] == ["IF 10: accuracy", "IF 10: few", "IF 50: accuracy", "IF 50: few"]
     names = [label.get_text() for label in panels[0].get_yticklabels()]
-    assert names[-1] == "sfd"  # the best on top
+    assert names[-1] == "sfd"  # the best arm is at the top
     rows = {row.arm: row for row in compared[1].rows if row.cell == "IF 50"}
     drawn = [line.get_xdata() for line in panels[3].lines]
     for arm, row in rows.items():

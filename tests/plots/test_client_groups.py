@@ -46,7 +46,7 @@ def test_what_is_drawn_is_what_the_run_recorded(finished, round):
     assert list(groups.kappas) == [1, 2, 3, 4, 5, 6, 7]
     assert groups.kappas[groups.round] == figures["kappa"] == len(set(groups.labels))
     assert groups.silhouette == figures["silhouettes"][str(figures["kappa"])]
-    # principal components: centred, uncorrelated, the larger variance first
+    # principal components are centred, uncorrelated and sorted by variance
     assert np.allclose(groups.points.mean(0), 0, atol=1e-9)
     covariance = np.cov(groups.points.T)
     assert abs(covariance[0, 1]) < 1e-9

@@ -1,4 +1,4 @@
-"""`raylt plot curves`: the lines are the records' means, and the picture has the size and marks that a paper needs."""
+"""`raylt plot curves` draws the means of the records, with the size and marks that a paper needs."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -21,7 +21,7 @@ DIGITS = Path(__file__).parents[2] / "studies" / "results" / "digits.json"
 
 @pytest.fixture(scope="module")
 def study():
-    """The cell IF 10: three arms with six seeds, two of which have a last phase."""
+    """Return the cell IF 10: three arms with six seeds; two arms have a last phase."""
     opened = Study.open(DIGITS)
     opened.records = [record for record in opened.records if record.cell == "IF 10"]
     return opened
@@ -111,7 +111,7 @@ def test_the_caption_says_what_lines_and_bands_are(study):
 def test_what_has_no_curve_is_refused(study):
     with refused("config.conflict", ConfigError, key="measure", value="bytes_up"):
         draw_curves(study, ["bytes_up"])
-    with refused("study.no-figure", ConfigError):  # records of earlier versions have no curves of the clients
+    with refused("study.no-figure", ConfigError):  # records of earlier versions lack the curves of clients
         draw_curves(study, ["owned"])
     judged_once = [
         replace(record, curve=record.curve | {"accuracy": [None] * (record.steps - 1) + record.curve["accuracy"][-1:]})
@@ -131,7 +131,7 @@ def test_clients_own_models_have_curves(tmp_path):
         for made, arm in ((run, "ditto"), (plain, "fedavg")):
             drawn = line(ax, arm).get_ydata()
             assert list(drawn) == [100 * report["clients"]["matched"][figure_of] for report in made.reports]
-    assert draw_curves(of_runs([run.folder])).axes[0].get_title() == "own test images"  # the figure that is shown
+    assert draw_curves(of_runs([run.folder])).axes[0].get_title() == "own test images"  # the default figure
 
 
 def test_a_single_seed_has_no_band(study):

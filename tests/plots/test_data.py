@@ -1,4 +1,4 @@
-"""`raylt plot data`."""
+"""The command `raylt plot data`."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from raylt.plots.data import draw_data
 def test_classes_are_drawn_in_the_order_of_their_sizes():
     task = build_task(load_data(None, ["data.clients=3", "data.imbalance=10", "data.tail=local"]))
     order = np.argsort(-task.counts, kind="stable")
-    assert list(order) != list(range(10))  # the order of the names is another
+    assert list(order) != list(range(10))  # the classes are not sorted by size already
     figure = draw_data(task)
     tail, counts = figure.axes[:2]
     heights = [bar.get_height() for bar in tail.patches]

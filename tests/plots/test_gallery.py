@@ -43,7 +43,7 @@ def test_picture_shows_chosen_images_in_the_colours_of_their_classes(finished, t
     figure = draw_predictions(finished, [0, 5], path=str(path))
     with Image.open(path) as image:
         assert image.size == (1560, round(120 * (1.5 + 2 * 4.2)))
-    assert {(48, 18, 59), (255, 255, 255)} < colours(figure)  # the first of turbo is sky; void is white
+    assert {(48, 18, 59), (255, 255, 255)} < colours(figure)  # sky has turbo's first colour, void is white
 
 
 def test_a_client_of_a_personal_method_sees_its_classes_and_background(tmp_path):

@@ -1,4 +1,4 @@
-"""Names with dollars are drawn as they are: what stands between two of them is a formula to matplotlib."""
+"""Names with dollar signs are drawn literally, although matplotlib reads text between two of them as a formula."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from raylt.plots.data import draw_data
 from raylt.plots.features import draw_encoders, draw_features
 from raylt.plots.predictions import draw_predictions
 
-NAMES = [r"$\nothing$", r"from $\frac$ to $\nothing$", "5$", "ten"]  # no formulas: matplotlib would refuse
+NAMES = [r"$\nothing$", r"from $\frac$ to $\nothing$", "5$", "ten"]  # no valid formulas: matplotlib would refuse them
 SFD = (
     "method=sfd",
     "method.rf_dim=60",
@@ -26,7 +26,7 @@ MAPS = ("method=fedavg", "model=lraspp", "data.partition=iid")
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> dict[str, str]:
-    """Settings of the data: images with one class each and with label maps, whose classes have such names."""
+    """Save images with single labels and with label maps, whose classes have these names; return the settings."""
     folder, draws = tmp_path_factory.mktemp("named"), np.random.default_rng(0)
     y, maps = np.arange(80) % 4, draws.integers(4, size=(12, 16, 16), dtype=np.uint8)
     x = (60 * y[:, None, None, None] + draws.integers(40, size=(80, 8, 8, 1))).astype(np.uint8)

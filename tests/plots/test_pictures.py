@@ -57,8 +57,8 @@ def test_encoders_of_several_runs_are_drawn_in_one_map(tmp_path, monkeypatch):
     draw_encoders(runs, path)
     with Image.open(path) as image:
         assert image.size == (1800, 960)
-    (parts,) = drawn  # one fit for both
-    # from the most frequent to the rarest
+    (parts,) = drawn  # both runs share one fit
+    # sorted from the most frequent class to the rarest
     assert [len(part) for part in parts] == 2 * [12, 12, runs[0].task.counts[9]]
     for own in (parts[:3], parts[3:]):
         assert torch.cat(own).norm(dim=1).mean().item() == pytest.approx(1)

@@ -1,4 +1,4 @@
-"""Attacks succeed where they must, and tell: with shuffled pairs, or another's update, they fail."""
+"""Attacks succeed where they must, and fail with shuffled pairs or another client's update."""
 
 from dataclasses import replace
 from functools import partial
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def fresh():
-    """An encoder with random weights, and what it makes of two halves of the digits."""
+    """Return an encoder with random weights, and its features of two halves of the digits."""
     setup = resolve(load(None, ["method=fedavg", "data.imbalance=1", "data.clients=2", "data.partition=iid"]))
     task = build_task(setup.config.data)
     server = SimpleNamespace(model=setup.new_model(task.spec).eval(), device=CPU)
@@ -61,7 +61,7 @@ def fresh():
 
 @pytest.fixture(scope="module")
 def inverters(fresh):
-    """A decoder that learnt from the other half, and the control."""
+    """Return a decoder that learned from the other half, and the control."""
     x, z = fresh.outside.x, fresh.outside.z
     return Inverter(z, x, epochs=25), Inverter(z, shuffled(x, 0), epochs=25)
 
@@ -88,7 +88,7 @@ def test_a_class_average_is_seen_to_be_none_of_its_images(fresh):
 
 @pytest.fixture
 def sorted_by_class(tmp_path):
-    """A source of dark images of class 0, after which come light ones of class 1."""
+    """Save a source with dark images of class 0 followed by light images of class 1."""
     x = np.repeat(np.array([20, 200], dtype=np.uint8), 50)[:, None, None] * np.ones((8, 8), dtype=np.uint8)
     y = np.repeat([0, 1], 50)
     np.savez(
@@ -113,7 +113,7 @@ def test_mean_image_of_a_class_without_outside_images_is_that_of_all(fresh, sort
     for c in range(10):
         own = seen.x if c == 3 else seen.x[seen.y == c]
         torch.testing.assert_close(averages[c], own.mean(0))
-    # the labels of another source are others
+    # another source has other labels
     averages = _Attacker(experiment, sorted_by_class, 1).averages
     torch.testing.assert_close(averages, torch.full_like(averages, 110 / 255))
 
@@ -182,7 +182,7 @@ def test_every_upload_of_a_run_is_attacked(ended, tmp_path, monkeypatch):
     assert [finding.upload for finding in findings][:2] == ["features", "update"]
     assert {finding.upload for finding in findings} == {"features", "update", "means", "counts"}
     by_name = {finding.upload: finding for finding in findings}
-    assert by_name["counts"].guessed == 1.0  # counts say it outright
+    assert by_name["counts"].guessed == 1.0  # counts reveal the classes directly
     assert by_name["update"].reached.ssim > by_name["update"].control.ssim
     assert draw(by_name["features"], tmp_path / "grid.png").stat().st_size > 1000
 
@@ -225,7 +225,7 @@ def test_counts_of_a_secure_sum_or_under_noise_tell_less(ended):
     counts = {c: s["n"] for c, s in plain[0].items()}
     assert counts == {c: n for c, n in enumerate(images.y.bincount(minlength=10).tolist()) if n}
     assert list(secure) == [-1]
-    assert len(noisy[0]) == 10  # also the classes that it does not hold
+    assert len(noisy[0]) == 10  # includes classes that the client does not hold
     assert all(noisy[0][c]["n"] != n for c, n in counts.items())
 
 
@@ -251,7 +251,7 @@ def test_update_is_not_attacked_where_the_classifier_stays_at_home(tmp_path):
     assert attack(make_tiny_run(tmp_path, "fedper"), "update", epochs=1) == []
 
 
-# parts of replies, by the upload in whose name they are attacked
+# parts of replies that are covered by attacks, by the attacked upload
 PARTS = {
     "update": ("model", "direction", "rest", "delta", "update"),
     "means": ("classes.z",),
@@ -263,7 +263,7 @@ PARTS = {
 
 
 def arrays(value, path=""):
-    """Names of the arrays in a reply, without those of classes and of a model's entries."""
+    """Return the names of the arrays in a reply, without names of classes and of model entries."""
     if not isinstance(value, dict):
         return {path} if torch.is_tensor(value) and value.ndim else set()
     names = {name: isinstance(name, str) and "." not in name for name in value}
@@ -274,7 +274,7 @@ def arrays(value, path=""):
 
 @pytest.fixture
 def sent(monkeypatch):
-    """Names of the arrays that clients send from here on."""
+    """Return a set that collects the names of the arrays that clients send from here on."""
     names, fault = set(), Schema.fault
     monkeypatch.setattr(
         Schema, "fault", lambda schema, id, reply: names.update(arrays(reply.tree)) or fault(schema, id, reply)
@@ -292,7 +292,7 @@ def test_what_is_not_attacked_of_a_method_is_named(tmp_path, sent, method):
         "confusion",
         *(part for upload in uploads_of(run.method) for part in PARTS.get(upload, ())),
         *(PARTS["means"] if method == "oracle" else ()),
-    ]  # by the reference
+    ]  # covered through the reference method
     assert [name for name in sent if not any(f"{name}.".startswith(f"{part}.") for part in covered)] == []
     assert all(any(f"{name}.".startswith(f"{part}.") for name in sent) for part in own)
     assert set(own) <= set(not_attacked(method))

@@ -1,4 +1,4 @@
-"""Recipes against tests/recipes/papers.yaml: what the papers' texts state and their tables print."""
+"""Recipes agree with tests/recipes/papers.yaml: settings in the papers' texts and figures in their tables."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from raylt.methods import make_method
 
 FOLDER = Path(raylt.__path__[0]) / "recipes"
 PAPERS = yaml.safe_load((Path(__file__).parent / "papers.yaml").read_text())
-# of no paper's table: small data of our own choice; protocols that several papers share
+# recipes without a paper's table: small data of our own choice, and protocols that several papers share
 OURS = (
     "mupfl/segmentation/shapes.yaml",
     "mupfl/segmentation/camvid_beta1.yaml",
@@ -27,7 +27,7 @@ every_recipe = pytest.mark.parametrize("name", RECIPES)
 
 
 def cell(name: str) -> tuple[str, Config]:
-    """A recipe's place in the papers' tables, told by its settings, and these."""
+    """Return the key of a recipe's cell in the papers' tables, and its config."""
     config = load(RECIPES[name])
     data, paper = config.data, name.partition("/")[0]
     if data.source == "cityscapes":

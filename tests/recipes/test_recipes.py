@@ -15,7 +15,8 @@ NAMES = [str(path.relative_to(FOLDER)) for path in RECIPES]
 
 
 def test_every_cell_of_sfds_tables_1_and_4_has_a_recipe():
-    assert sum(name.startswith("sfd/") for name in NAMES) == 16  # 10 cells in Table 1, 8 in Table 4, 2 in both
+    # 10 cells in Table 1 and 8 in Table 4, of which 2 are in both
+    assert sum(name.startswith("sfd/") for name in NAMES) == 16
 
 
 def test_every_cell_of_bpfeds_tables_2_to_4_has_a_recipe():
@@ -49,7 +50,8 @@ def test_every_cell_of_fedsms_tables_that_a_method_here_has_is_in_a_recipe():
     }
     assert set(files) == cells | {"imagenet_lt_alpha0.1_k20.yaml"}
     runs = [line for text in files.values() for line in text.splitlines() if line.startswith("#   ")]
-    # Table I; V; III without the column that is V's, with what AAAI's Table 3 adds; IV; II
+    # Table I; Table V; Table III without the column that Table V has, with additions from AAAI's Table 3; Table IV;
+    # Table II
     assert len(runs) == 6 * 4 + 6 * 5 + 2 * 2 * (5 + 1) + 3 + 4
 
 
@@ -67,14 +69,14 @@ def test_every_cell_of_mupfls_tables_3_and_4_that_a_method_here_has_is_in_a_reci
         if line.startswith("#   ")
     ]
     assert len(runs) == 2 * 6 + 3 * 4  # Table 3: all methods but CReFF; Table 4: local epochs
-    assert "shapes.yaml" in files  # one that needs no data
+    assert "shapes.yaml" in files  # this recipe needs no data
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted((Path(raylt.__path__[0]).parent / "studies").glob("*.yaml")), ids=str)
 def test_arms_of_the_studies_are_what_their_methods_take(path):
     runs = [planned.config for planned in read_definition(path).runs()]
-    # an arm may have settings of its own beside its method, as all data in one place
+    # an arm may have settings besides its method, such as all data at one client
     arms = len(
         {
             f"{run.method['name']} {run.data.partition} {run.federation.rounds}"
@@ -82,7 +84,7 @@ def test_arms_of_the_studies_are_what_their_methods_take(path):
             for run in runs
         }
     )
-    assert arms >= len(read_definition(path).arms)  # no two are the same by mistake
+    assert arms >= len(read_definition(path).arms)  # no two arms are equal by mistake
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=NAMES)
@@ -111,7 +113,7 @@ def test_protocols_are_those_of_the_field():
     assert settings("p3") == (100, 0.2, 2000, 2, 32, 0.1, 0.1, "resnet32")
 
 
-# what the protocol's paper prints is not known to belong to it
+# the paper of this protocol does not say which printed figure belongs to it
 WITHOUT_FIGURE = "protocols/p3_cifar10_if100.yaml"
 
 
