@@ -1,10 +1,10 @@
-"""Search for good accuracy on all images and on rare classes at once, with Optuna in Ray Tune.
+"""Search for accuracy on the clients' own class mix and on rare classes at once, with Optuna in Ray Tune.
 
     python two_objectives.py results
 
-Logit adjustment (la) moves decisions towards rare classes. The more it does, the more it costs on frequent ones, which
-most images are of. So there is no best trial, but a Pareto front of them. The script prints its trials, and
-results/pareto.png shows them.
+Logit adjustment (la) moves decisions towards rare classes. The stronger it is, the more accuracy it costs on frequent
+classes, which most images belong to. So there is no best trial, but a Pareto front of trials. The script prints its
+trials and draws them in results/pareto.png.
 """
 
 import argparse
