@@ -203,7 +203,7 @@ class ClientCalls(Job):
         self.waiting = [*ids, *self.waiting]
 
     def lose(self, call: Call, error: Exception) -> None:
-        """Retry the calls at the clients of an actor that died.
+        """Retry the calls of all clients whose actor died.
 
         The client that ended a block's process is unknown, so no client of a block loses an attempt.
         """

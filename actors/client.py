@@ -204,7 +204,7 @@ class ClientActor:
 
     @contextmanager
     def _stacks_after(self, patience: float) -> Iterator[None]:
-        """Write the stacks of this process to a file if the block takes longer than `patience` seconds.
+        """Write this process's stack traces to a file if the block takes longer than `patience` seconds.
 
         The interpreter's own timer writes them; it needs neither this thread nor the interpreter lock.
         """

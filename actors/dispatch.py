@@ -180,7 +180,7 @@ class Dispatcher:
         return True
 
     def _timeout(self, wait_s: float | None) -> float | None:
-        """Return the seconds until the deadline or the next stuck call, at most `wait_s`."""
+        """Return the seconds until the deadline or until a call counts as stuck, at most `wait_s`."""
         times = [self.job.deadline, *(call.stuck_at for call in self.running.values())]
         known_times = [moment for moment in times if moment is not None]
         seconds = [max(0.0, moment - time.monotonic()) for moment in known_times]

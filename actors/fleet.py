@@ -38,7 +38,7 @@ STACKS = "stacks"  # folder in the run folder: the stacks of stuck clients
 
 
 class RayFleet(Fleet):
-    """Fleet of client actors, with a pool of actors and a `Dispatcher` for each client function's calls.
+    """Fleet that runs its clients in a pool of actors, with a `Dispatcher` for the calls of each client function.
 
     Args:
         shards: references to the clients' data.
@@ -108,7 +108,7 @@ class RayFleet(Fleet):
                 folder.append(NOTES, text + "\n")
 
     def note_stuck(self, ids: list[int], name: str, seconds: float, slot: ActorSlot) -> None:
-        """Add a note about a call that has run for long, with the file of its stacks if there is one."""
+        """Add a note about a call that has run for long, with the file of its stack traces if there is one."""
         longest = self._longest.get(name)
         others = "no client has finished yet" if longest is None else f"other clients took at most {longest:.0f} s"
         self.note(
@@ -117,7 +117,7 @@ class RayFleet(Fleet):
         )
 
     def _stacks_of(self, slot: ActorSlot) -> str:
-        """Return a clause that names the file with an actor's stacks, or the reason why there is none."""
+        """Return a clause that names the file with an actor's stack traces, or the reason why there is none."""
         if self._folder is None:
             return "without a run folder it writes no stacks"
         file = self._folder / STACKS / _stacks_file(slot.current)

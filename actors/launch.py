@@ -1,4 +1,4 @@
-"""Entry points of `actors`, the only module that the runner imports. Its top level does not import Ray.
+"""Entry points of `actors`. The runner imports only this module, whose top level does not import Ray.
 
 Environment variables that the cluster decides must be set before Ray is imported. So every module that imports Ray,
 such as `actors.remote_experiment`, is imported inside `session`.

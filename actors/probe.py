@@ -52,7 +52,7 @@ def probe(setup: Setup, task: Task, gpus: float) -> Need | None:
 
 
 def _short_run(shipped: Shipment, task: Task, id: int, shard: Shard) -> tuple[float, float, float]:
-    """Run one client for a round, the last phase and an evaluation, and measure its memory.
+    """Run one client for a round, the phase after the last round and an evaluation, and measure its memory.
 
     The client has two training batches of samples, or one evaluation batch if that is larger. So everything that
     clients compute occurs at its full size.

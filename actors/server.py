@@ -110,7 +110,7 @@ class ServerActor:
 
     @contextmanager
     def _as_one_line(self) -> Iterator[None]:
-        """Turn an unforeseen exception into a one-line RayltError that names the source line.
+        """Turn an unexpected exception into a one-line RayltError that names the source line.
 
         Ray's own exception lacks that line.
 

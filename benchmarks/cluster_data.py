@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def follow(run: Run) -> tuple[list[float], list[int]]:
-    """Return the share of random cluster assignments that are worse than each round's, and the number of clusters.
+    """Compare each round's clusters with random assignments; return the shares of worse ones and the cluster counts.
 
     Both lists cover the rounds with more than one cluster.
     """

@@ -77,7 +77,10 @@ def main() -> None:
 
 
 def made(server: Server, method: MuPFL, start: tree.Tree, n: int) -> dict[int, tree.Tree]:
-    """Make replies of n clients: start, update and map, each close to those of the client's group i % 4."""
+    """Make the replies of n clients: start, update and map, similar within each group of clients.
+
+    Client i belongs to group i % 4.
+    """
     size = sum(layer.size for layer in layers_of(server.model))
     replies = {}
     store = ValueStore()

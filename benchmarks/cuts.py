@@ -279,7 +279,7 @@ def augmentation(name: str) -> Measured:
 
 
 def digits() -> Measured:
-    """Measure reading of the digits data set from the start of Python, without torch, so mostly imports."""
+    """Measure the loading of the digits data set from the start of Python. Most of it is imports, without torch."""
     import numpy as np
 
     from raylt.config import DataConfig

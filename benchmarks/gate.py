@@ -289,7 +289,7 @@ def alternatives(method: str, field: str, entry: dict[str, Any]) -> list[str]:
 
 
 def branched(method: str, folder: Path, fields: dict[str, Any]) -> dict[str, Any]:
-    """Branch a run at each stage of its method, each time with a change of the stage's first changeable field."""
+    """Branch a run at each stage of its method, each time with another value of a field of the stage."""
     import raylt
 
     found: dict[str, Any] = {}
@@ -320,7 +320,7 @@ Items = dict[str, dict[str, Any]]
 
 
 def by_aspect(suite: str, name: str, found: Any) -> Items:
-    """Return the result of `look` as one item per aspect."""
+    """Split the result of `look` into one item per aspect."""
     if not isinstance(found, dict):
         return {f"{suite}: model": {name: found}}
     return {f"{suite}: {aspect}": {name: value} for aspect, value in found.items()}

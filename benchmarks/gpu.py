@@ -216,7 +216,7 @@ def steps(
     samples: int = 320,
     epochs: tuple[int, int] = (1, 6),
 ) -> Iterator[Finding]:
-    """Measure the milliseconds of a training step, from the difference of a round of many and one of few epochs."""
+    """Measure the milliseconds of a training step, from the difference between rounds of many and of few epochs."""
     there = [name for name in methods if "classification" in METHODS[name].problems]
     for name, recorded in until(seconds, [(name, recorded) for recorded in ("auto", "off") for name in there]):
         settings = (f"resources.device={device}", f"model={model}", f"resources.graphs={recorded}")

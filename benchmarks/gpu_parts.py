@@ -155,7 +155,7 @@ def synthesis(
 
 
 def refusal(_: float) -> Iterator[Finding]:
-    """Record the error of a graph step that reads a device value on the host, and test the device afterwards."""
+    """Record the error of a CUDA graph whose step reads a device value on the host, and test the device afterwards."""
     number = torch.ones(1, device="cuda")
     recorder = CudaRecorder()
     try:

@@ -151,7 +151,7 @@ def _line_of(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 def work(device: str, model: str, samples: int, epochs: int) -> None:
-    """Train once with CUDA graphs and once without, each time on a signal. The main function of one process."""
+    """Train once with CUDA graphs and once without, each time after a signal on standard input."""
     for recorded in GRAPHS:
         client, objective = open_training(_config(device, model, recorded), samples)
         sgd(client, objective, epochs=1)  # holds first-time costs
@@ -221,14 +221,14 @@ def by_steps(trainings: list[Training]) -> list[float]:
 
 
 class Turns:
-    """Gives threads their turns in rotation, without the threads that have finished."""
+    """Lets threads take turns in rotation, without the threads that have finished."""
 
     def __init__(self, count: int):
         self._changed, self._waiting = threading.Condition(), list(range(count))
 
     @contextmanager
     def held_by(self, number: int) -> Iterator[None]:
-        """Wait for the first turn of a thread. Its turns end with the block."""
+        """Wait for the first turn of a thread. The thread leaves the rotation at the end of the block."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting[0] == number)
         try:
@@ -239,7 +239,7 @@ class Turns:
                 self._changed.notify_all()
 
     def between(self, number: int, rows: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Yield the rows, and give each of the other threads a turn before every row but the first."""
+        """Yield the rows of one thread, and let each other thread take a turn before every row but the first."""
         for place, batch in enumerate(rows):
             if place:
                 with self._changed:

@@ -1,4 +1,4 @@
-"""Measures how hostile clients change sums over samples, for each robust rule, overall and by class group.
+"""Measures how hostile clients degrade methods that sum over samples, for each robust rule and class group.
 
     python benchmarks/hostile_sums.py [--clients 10] [--rounds 10] [--seeds 1] [--imbalance 20] [--alpha 1]
         [--record | --page | --picture FILE]

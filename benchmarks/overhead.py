@@ -100,7 +100,7 @@ def random_task() -> Task:
 
 
 class Bare:
-    """FedAvg without a framework, by worker processes, queues and shared memory."""
+    """FedAvg without a framework, with worker processes, queues and shared memory."""
 
     def __init__(self, config: Config, task: Task, workers: int):
         self.config, self.sizes = config, {k: len(shard) for k, shard in enumerate(task.shards)}

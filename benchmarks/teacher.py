@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def save(architecture: str, folder: Path) -> None:
-    """Save a model with random weights in the form that local-dir:FOLDER reads."""
+    """Save a model with random weights in the form that the teacher local-dir:FOLDER reads."""
     import open_clip
     from safetensors.torch import save_file
 

@@ -77,7 +77,7 @@ def outcomes(trials: Sequence[TrialProgress], steps: Sequence[int], rounds: int)
 def _outcome(
     trial: TrialProgress, steps: Sequence[int], rounds: int, recorded: dict[int, list[float]], open_rungs: set[int]
 ) -> Outcome | None:
-    """Return the outcome of one trial, and add its scores to `recorded` for later trials."""
+    """Return the outcome of one trial, and add its scores to `recorded` for the comparison with later trials."""
     passed: Outcome | None = None  # at the last rung that the trial has passed
     for step in steps:
         score = trial.scores.get(step)

@@ -21,7 +21,7 @@ SIZES = ("local.batch", "evaluation.batch", "method.batch")  # settings whose la
 
 
 def most_on_gpu(nodes: Sequence[Mapping[str, float]], need: Need) -> float:
-    """Return how many processes of the given need can share a GPU, by GPU memory and by node memory."""
+    """Return how many processes with this memory need can share a GPU, by the memory of the GPU and of its node."""
     bounds = [math.floor(USABLE / need.gpu_memory)] if need.gpu_memory else []
     if need.memory:
         bounds += [
@@ -115,7 +115,7 @@ def _largest(count: int, fit: Callable[[int], bool]) -> int:
 
 
 def bundles_of(placement: Placement) -> list[Bundle]:
-    """Return the resource bundles that a trial reserves: one for the server, then one per client actor."""
+    """Return the resources that a trial reserves: one bundle for the server and one per client actor."""
     client = {"CPU": placement.cpus} | ({"GPU": placement.gpus} if placement.gpus else {})
     return [{"GPU": SERVER_GPUS} if placement.gpus else {}, *(dict(client) for _ in range(placement.actors))]
 

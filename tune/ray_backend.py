@@ -78,7 +78,10 @@ def run_trials(
 
 
 class TrialActor(ray_tune.Trainable):
-    """Ray actor that hosts a `Trial`. The trial's client actors run in its placement group and end with it."""
+    """Ray actor that hosts a `Trial` with its client actors, which end with it.
+
+    The client actors run in the trial's placement group.
+    """
 
     def setup(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, config: dict[str, Any], shipped: Shipment, folder: Path, placement: Placement
@@ -220,7 +223,7 @@ class _TrialStopper(FIFOScheduler):
 
 
 def _scores_of(result: Mapping[str, Any]) -> list[Score]:
-    """Return the scores in a result that `TrialActor.step` returned."""
+    """Return the scores in a result of `TrialActor.step`."""
     return [Score.from_json(content) for content in json.loads(result["scores"])]
 
 

@@ -175,7 +175,7 @@ def _opened(plan: RaySearchPlan) -> tuple[Config, Space]:
 
 
 def _scheduler(plan: RaySearchPlan, config: Config, space: Space) -> TrialScheduler:
-    """Return Ray's scheduler, with the plan's rounds converted to evaluations, the unit that Ray counts."""
+    """Return Ray's scheduler for a search, with rounds converted to evaluations, the unit that Ray counts."""
     evaluations = math.ceil(config.federation.rounds / config.evaluation.every)
     first = _first_comparison(plan, config)
     if plan.scheduler == "pbt":

@@ -131,7 +131,7 @@ class Score:
 
 @dataclass
 class TrialRecord:
-    """The state of a trial from the view of its search.
+    """The state of a trial as recorded by its search.
 
     Attributes:
         cost: client-steps of all its rounds.
@@ -311,5 +311,5 @@ def append_trial(folder: Folder, record: TrialRecord) -> None:
 
 
 def _root(folder: Folder) -> str:
-    """Return the hash of the search plan, with which the first line of trials.jsonl is chained."""
+    """Return the hash of the search plan, with which the hash chain of trials.jsonl begins."""
     return folder.read_json(PLAN, SEARCH_PLAN_JSON)["sha256"]

@@ -168,7 +168,7 @@ def resume(
     track: Sequence[str] = (),
     callback: Callback | None = None,
 ) -> SearchResult:
-    """Continue an interrupted search. Failed trials run again, other ended trials do not.
+    """Continue an interrupted search. Failed trials run again; trials that ended without an error do not.
 
     Args:
         folder: of the search. The other arguments are those of `search`.

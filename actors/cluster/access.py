@@ -1,4 +1,6 @@
-"""Finds the cluster to join and its credentials. This happens before Ray is imported, which reads both on import.
+"""Finds the cluster to join and its credentials, before Ray is imported.
+
+Ray reads both on import.
 
 The cluster itself says whether it asks for a token. `entry` makes the first call of a Ray driver, without a token and,
 where that is refused, with the user's token. Ray then reads the result from `ClusterEntry.variables`.
@@ -222,7 +224,7 @@ def _written_address(joined: Joined) -> tuple[str, str]:
 
 
 def _admits(joined: Joined, address: str, token: str | None) -> bool:
-    """Return whether the cluster accepts a call with the given token (or with no token)."""
+    """Return whether the cluster accepts a call with this token, or without a token if it is None."""
     import grpc  # takes a tenth of a second, and only a process that joins a cluster needs it
 
     options = [("grpc.enable_http_proxy", 0)]

@@ -122,7 +122,7 @@ def differences(local: Mapping[str, str], nodes: Mapping[str, Mapping[str, str] 
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that must be equal on all nodes, without the suffixes of CPU and GPU builds."""
+    """Return the versions that must be equal on all nodes. CPU and GPU builds count as equal."""
     return {
         name: platform.python_version() if name == "python" else (_version(name) or "none").partition("+")[0]
         for name in SAME_ON_ALL_NODES

@@ -69,7 +69,7 @@ def show(record: dict) -> str:
 
 
 def write_table() -> None:
-    """Write the table of the record between the marks in docs/speed.md."""
+    """Write the recorded table into docs/speed.md, between the two marks of the page."""
     text = PAGE.read_text()
     before, rest = text.split(BEGIN)
     PAGE.write_text(before + BEGIN + "\n" + show(json.loads(RECORD.read_text())) + "\n" + END + rest.split(END)[1])

@@ -20,7 +20,7 @@ TIMEOUT_S = 600
 
 
 def bits_elsewhere(case: Case) -> dict[str, str]:
-    """Send the method to another process, run it there undisturbed, and return the hashes of the results.
+    """Send the method to another process, run it there, and return the hashes of the results.
 
     A method of raylt itself is importable everywhere, so its value alone is pickled, in this process.
 

@@ -190,12 +190,15 @@ class Case:
 
     @cached_property
     def straight(self) -> Trace:
-        """Return the undisturbed run with all clients, in which messages and replies are recorded."""
+        """Return the reference run with all clients, without disturbances.
+
+        A `Recorder` is its host and an `Asked` its fleet, which record messages and replies.
+        """
         return self.run(host=Recorder, fleet=Asked)
 
     @cached_property
     def partial(self) -> Trace:
-        """Return the undisturbed run in which only some clients take part in each round."""
+        """Return the reference run without disturbances in which only some clients take part in each round."""
         return self.run(self.config(SOME), host=Recorder)
 
     def with_sample(self, sample: Callable[..., Any]) -> Method:

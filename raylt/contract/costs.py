@@ -123,7 +123,7 @@ def relative_cost(calls: list[CallCost], epochs: float = 1) -> float:
 
 
 def _calls(when: str, fleet: "_Fleet", passes: "_Passes", samples: int) -> Iterator[CallCost]:
-    """Yield the cost of each call of a step, without calls at joining that compute and send nothing."""
+    """Yield the cost of each call in a step, except calls on joining that neither compute nor send anything."""
     for name, traffic in fleet.round_stats.traffic.items():
         trained, read = (count / samples / traffic.replies for count in passes.counts.get(name, (0, 0)))
         if when != "join" or traffic.up or trained or read:
@@ -148,7 +148,7 @@ class _Cut(Timings):
 
 
 class _Passes:
-    """Counter, by client function, of the images that pass through the first layer of a client's encoder.
+    """Counter of the images that pass through the first layer of a client's encoder, by client function.
 
     Copies of the encoder count too.
     """

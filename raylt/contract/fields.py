@@ -34,7 +34,7 @@ def acts_from_its_stage_on(case: Case) -> None:
 
 
 def others(method: Method, name: str) -> Iterator[Method]:
-    """Yield copies of the method with other valid values of one field, from the field's search range."""
+    """Yield copies of the method in which one field has another valid value from its search range."""
     field = type(method).model_fields[name]
     searched = range_of(field)
     values = searched.values if isinstance(searched, Choice) else (searched.low, searched.high)

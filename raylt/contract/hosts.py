@@ -58,7 +58,7 @@ class Backwards(LocalFleet):
 
 
 class OwnHosts:
-    """Client host that gives each client its own host and model object, as with one actor per client."""
+    """Client host that uses a separate host and model object for each client, as with one actor per client."""
 
     def __init__(self, *args: Any):
         self.args = args

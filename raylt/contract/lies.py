@@ -1,4 +1,4 @@
-"""Wrong replies made from correct ones, whose claims contradict what the server knows."""
+"""Wrong replies, made from correct replies, whose claims contradict what the server knows."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -53,7 +53,10 @@ def is_whole(leaf: Any) -> bool:
 
 
 def counts_of_part(value: Any) -> dict[str, int]:
-    """Return the sums of a reply part's integers, by the last name in each path; "" for the part itself."""
+    """Return the sums of the integers in a part of a reply, grouped by the last name in their paths.
+
+    The name "" stands for the part itself.
+    """
     sums: dict[str, int] = {}
     for path, leaf in leaf_paths(value, ()):
         if is_whole(leaf):
@@ -69,7 +72,7 @@ def wrong_weights(weight: float) -> Iterator[tuple[str, Any]]:
 
 
 def wrong_leaves(value: Any, counted: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield copies of a reply part with one impossible value each, and a description of the fault.
+    """Yield copies of a part of a reply with one impossible value each, and a description of the fault.
 
     No sum over samples can have such a value.
 
@@ -89,7 +92,7 @@ def wrong_leaves(value: Any, counted: set[str]) -> Iterator[tuple[str, Any]]:
 
 
 def replaced(value: Any, change: Callable[[Any], Any], name: str | None = None) -> Any:
-    """Return a reply part in which `change` has replaced each number and each entry of a tensor.
+    """Return a copy of a part of a reply in which `change` has replaced each number and each tensor.
 
     Args:
         name: the last name of the leaves; None: all.
@@ -135,7 +138,7 @@ def _at(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _with(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """Return a copy of a reply part with the value at `path` replaced."""
+    """Return a copy of a part of a reply with the value at `path` replaced."""
     if not path:
         return new
     copied: Tree = dict(value)

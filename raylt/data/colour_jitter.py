@@ -70,7 +70,7 @@ def saturation(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Shift the hues of images [n, channels, H, W] by `shift` [n, 1, 1, 1], in turns of the colour circle."""
+    """Shift the hues of images [n, channels, H, W] by `shift` [n, 1, 1, 1], fractions of the colour circle."""
     if x.shape[1] == 1:
         return x
     x = x / 255

@@ -22,7 +22,7 @@ OUTLINE = "clients and classes"  # the name of the outline's hash
 
 @closed
 class _FileHash(TypedDict):
-    """The stored hash of a file of decoded images. It is valid while the file has this size and modification time."""
+    """The stored hash of a file of decoded images, valid while the file keeps its size and modification time."""
 
     bytes: int
     time_ns: int

@@ -38,7 +38,7 @@ def shown(maps: Stored, classes: int) -> np.ndarray:
 
 
 def class_views(clients: int, classes: int, beta: int, erased: Erased = "background") -> np.ndarray:
-    """Return, for each client, the class that replaces each class, if a client keeps `beta` classes.
+    """Return each client's view of the classes: a client keeps `beta` classes and sees the others as replaced.
 
     The shape is int64 [K, C + 1] with a background class, otherwise [K, C].
 
@@ -54,7 +54,7 @@ def class_views(clients: int, classes: int, beta: int, erased: Erased = "backgro
 
 
 def relabel(labels: np.ndarray, view: np.ndarray) -> np.ndarray:
-    """Replace the classes of label maps by a client's view of the classes, uint8 [N, H, W]; VOID stays VOID."""
+    """Apply a client's view of the classes to label maps, uint8 [N, H, W]; VOID stays VOID."""
     table = np.arange(256, dtype=np.uint8)
     table[: len(view)] = view
     return table[labels]

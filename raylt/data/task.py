@@ -52,11 +52,11 @@ class Shard:
 
     @property
     def renaming(self) -> np.ndarray | None:
-        """Return the client's class view if it renames classes; None if there is no view or it only removes labels."""
+        """Return the client's class mapping if it renames classes; None if there is none or it only removes labels."""
         return None if self.view is None or (self.view == VOID).any() else self.view
 
     def labels(self) -> np.ndarray:
-        """Load the labels into memory, with classes replaced by the holder's view of the classes."""
+        """Load the labels into memory and apply the client's class mapping to them."""
         return load(self.y) if self.view is None else relabel(load(self.y), self.view)
 
 
@@ -167,7 +167,10 @@ class Task(TaskSpec):
 
     @property
     def views(self) -> np.ndarray:
-        """Return, for each client, the class that replaces each class in evaluation, int64 [K, C]."""
+        """Return each client's class mapping for evaluation, int64 [K, C].
+
+        Entry c of a client is the class that replaces class c.
+        """
         classes = np.arange(self.classes)
         if isinstance(self.shards, Holdings) and self.shards.views is None:
             return np.tile(classes, (self.clients, 1))
@@ -412,7 +415,7 @@ OUTLINE = TypeAdapter(TaskOutline)
 
 
 def outline_of(task: Task) -> TaskOutline:
-    """Return the outline of a task, which a run folder stores."""
+    """Return the description of a task that a run folder stores."""
     return TaskOutline(
         name=task.name,
         kind=task.kind,

@@ -86,7 +86,7 @@ class BalanceFL(Method):
         return not_recordable(loss) if self.fa else loss  # the augmentation draws on the host
 
     def augmentation(self, client: Client) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return a function that adds Gaussian noise to features, more often to those of a rare class.
+        """Return a function that adds Gaussian noise to features, more often to features of a rare class.
 
         A feature of class c receives N(0, M_k) with probability 1 - n_c / n_max. M_k is the within-class covariance at
         the client.

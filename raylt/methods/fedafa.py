@@ -117,7 +117,7 @@ class FedAFA(Method):
         self.personalise(client, message)
 
     def generate(self, client: Client, glob: nn.Module, a: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which samples of a batch to replace, and the generated activations of their classes.
+        """Return the positions of samples to replace in a batch, and generated activations of the same classes.
 
         Args:
             glob: The global model's upper layers.
@@ -149,7 +149,7 @@ class FedAFA(Method):
 def adversarial(
     upper: nn.Module, a: Tensor, target: Tensor, noise: Tensor, steps: int, step: float
 ) -> tuple[Tensor, Tensor]:
-    """Perturb activations `a` [G, C', H', W'] until `upper` classifies them as `target` [G].
+    """Perturb activations `a` [G, C', H', W'] so that `upper` classifies them as `target` [G].
 
     Return the new activations and their probabilities of the target class.
 

@@ -102,7 +102,7 @@ def put(params: Params, own: Params, gap: Params, weights: Params) -> None:
 
 
 def done(losses: list[float], first: bool) -> bool:
-    """Return whether learning of the mixing weights is finished, given the losses of the epochs so far [2]."""
+    """Return whether the mixing weights have been learned well enough, given the losses of the epochs so far [2]."""
     if not first or not losses:
         return len(losses) > 0
     settled = len(losses) > WINDOW and Tensor(losses[-WINDOW:]).std(correction=0).item() < SPREAD

@@ -88,7 +88,7 @@ def estimated_shares(weight: Tensor) -> Tensor:
 
 
 def most_frequent(shares: Tensor, share: float) -> Tensor:
-    """Return a mask, bool [C], of the fewest most frequent classes that together have `share` of all samples."""
+    """Return a mask, bool [C], of the smallest set of frequent classes that covers `share` of all samples."""
     order = shares.argsort(descending=True, stable=True)
     before = shares[order].cumsum(0) - shares[order]
     chosen = torch.zeros(len(shares), dtype=torch.bool)

@@ -138,7 +138,7 @@ class Ensemble(nn.Module):
         self.gate_bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, z: Tensor, logits: Tensor, own: Tensor) -> Tensor:
-        """Return ensemble logits [B, C] [5].
+        """Return the ensemble's logits [B, C] for a batch, see [5] above.
 
         The arguments are mean features [B, d], clients' logits [K, B, C] and logits of the tuned model [B, C].
         """
@@ -166,7 +166,10 @@ def outputs(model: SplitModel, images: Samples) -> tuple[Tensor, Tensor]:
 
 
 def divergence(teacher: Tensor, logits: Tensor, temperature: float) -> Tensor:
-    """Return the mean KL(q || p) over a batch; q and p are tempered softmaxes of teacher's and student's logits [4]."""
+    """Return the mean KL divergence over a batch between the teacher's and the student's softmax [4].
+
+    This is KL(q || p), where q is the teacher's softmax and both logits are divided by the temperature.
+    """
     q = (teacher / temperature).log_softmax(1)
     p = (logits / temperature).log_softmax(1)
     return F.kl_div(p, q, reduction="batchmean", log_target=True)

@@ -35,7 +35,7 @@ FRAME, HEAD = "frame", "personal"
 
 
 class FedLoGe(Method):
-    """A model with three classifiers: a fixed frame, a global classifier and the client's personal classifier.
+    """FedAvg of a model with a fixed frame, a global classifier and a personal classifier for each client.
 
     They are the modules `frame`, `classifier` and `personal`.
     """
@@ -98,7 +98,7 @@ class FedLoGe(Method):
         return loss
 
     def settle(self, client: Client, message: Message) -> None:
-        """Train only the personal classifier of a new client, on the final encoder, without the frame."""
+        """Train only the personal classifier of a new client on the final encoder. The frame is no longer needed."""
         client.receive(message["model"])
         encoder, personal = client.model.encoder, client.model.get_submodule(HEAD)
         sgd(

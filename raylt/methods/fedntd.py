@@ -59,7 +59,9 @@ class FedNTD(Method):
 
 
 def divergence(teacher: Tensor, logits: Tensor, tau: float) -> Tensor:
-    """Return the mean KL(q || p) over a batch, where q and p are softmaxes of teacher's and own logits over tau [1].
+    """Return the mean KL divergence over a batch between teacher's and student's predictions of the other classes [1].
+
+    This is KL(q || p), where q is the teacher's softmax and both logits are divided by tau.
 
     Both logits are [B, C - 1], without the true class.
     """

@@ -179,7 +179,7 @@ def shared_samples(share: float, n: int) -> int:
 
 
 def shared_fault(n: int, parts: Tree, share: float, classes: int) -> str | None:
-    """Return why uploaded samples cannot come from a client with n samples, or None."""
+    """Return why uploaded samples cannot come from a client with n samples, or None if they can."""
     samples = parts["samples"]
     if len(samples) != shared_samples(share, n):
         return f"has {len(samples)} samples, and the client shares {shared_samples(share, n)}"
@@ -195,7 +195,9 @@ def halves(model: SplitModel, layer: str) -> tuple[nn.Sequential, nn.Sequential]
 
 
 def divergence(received: Tensor, logits: Tensor) -> Tensor:
-    """Return the mean KL(p || q) over a batch, where p is the received model's prediction and q the client's.
+    """Return the mean KL divergence over a batch between the received model's and the client's predictions.
+
+    This is KL(p || q), where p is the received model's softmax.
 
     Both arguments are logits [B, C].
     """

@@ -89,7 +89,7 @@ class QFedAvg(Method):
         return max(losses / len(client), LEAST_RISK)
 
     def round(self, server: Server, fleet: Fleet) -> None:
-        """Run a round with the server step w <- w - sum_k Delta_k / sum_k h_k, line 7 [1]."""
+        """Run a round; the server subtracts sum_k Delta_k / sum_k h_k from the model, line 7 [1]."""
         message = self.message(server)
         w, rest = trained_and_rest(server.model, message["model"])
         got = fleet.ask(
@@ -106,7 +106,7 @@ class QFedAvg(Method):
 
 
 def step_fault(n: int, parts: Tree, q: float, lipschitz: float) -> str | None:
-    """Return why a client's h is too small for its uploaded Delta, or None if it is plausible.
+    """Return a fault if a client's h_k is too small for its uploaded Delta_k, or None.
 
     h is at least the minimum of q |Delta|^2 / F^(q + 1) + L F^q over F.
 

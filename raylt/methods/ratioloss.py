@@ -101,7 +101,7 @@ class RatioLoss(Method):
 
 
 def ratios(pulls: Tensor, rival: float) -> Tensor:
-    """Return r_p for each class p: its pulls divided by the other classes' mean pulls [4].
+    """Return each class's ratio r_p: its changes of the classifier divided by the other classes' mean changes [4].
 
     Only weights where p pulls alone count.
 

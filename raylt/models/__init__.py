@@ -1,4 +1,7 @@
-"""The table of models by name. Each builds a `SplitModel` with random weights for any number of input channels."""
+"""The table of models by name. Each entry builds a `SplitModel` with random weights.
+
+A model takes any number of input channels.
+"""
 
 from collections.abc import Callable
 

@@ -78,7 +78,7 @@ class PixelModel(SplitModel):
 
 @recordable
 class CutLinear(nn.Linear):
-    """Linear layer that clips each input vector to the length `longest`, as the training of its weights did."""
+    """Linear layer that clips each input vector to the length `longest`, as during training."""
 
     longest: Tensor
 
@@ -160,7 +160,7 @@ _KEEP_SIGNS = (
 
 
 def _sign(module: nn.Module) -> bool | None:
-    """Return True if a module's outputs are never negative, None if it keeps the signs of its inputs, or False."""
+    """Return True if a module's outputs are never negative, None if it keeps the inputs' signs, otherwise False."""
     if type(module) in _KEEP_SIGNS:
         return None
     if type(module) is nn.Sequential:

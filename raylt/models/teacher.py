@@ -160,7 +160,7 @@ class FeatureFile(Teacher):
         return torch.from_numpy(self._read("image")["image"][samples.ids]).float().to(samples.x.device)
 
     def projection(self, device: torch.device) -> Tensor | None:
-        """Return the identity matrix, from which training of a projection starts.
+        """Return the identity matrix as the initial projection.
 
         The features are already in the joint space.
         """

@@ -172,7 +172,7 @@ class FrozenEncoder(nn.Module):
 
 
 class LowRank(nn.Module):
-    """Layer with a low-rank update (LoRA; Hu et al., ICLR 2022): W + up down, with up = 0 at the start.
+    """Layer whose weight W has a low-rank update (LoRA; Hu et al., ICLR 2022): W + up @ down, initially up = 0.
 
     Their scale alpha / r is 1. The entries of `weight` and `bias` keep the names that they have without the matrices.
     """
@@ -201,7 +201,7 @@ class LowRank(nn.Module):
 
 @recordable
 class LowRankLinear(LowRank, nn.Linear):
-    """Linear layer with a low-rank update. In evaluation mode it uses the merged weight, as an export does."""
+    """Linear layer with a low-rank update. In evaluation mode it uses the merged weight."""
 
     def __init__(self, layer: nn.Linear, rank: int):
         nn.Linear.__init__(self, layer.in_features, layer.out_features, layer.bias is not None, device="meta")

@@ -39,7 +39,7 @@ def ridge_classifier(a: Tensor, b: Tensor, ridge: float, normalise: bool = True)
 
 
 def ridge_sums_fault(n: int, parts: Tree, longest: float | None = None, negative: bool = True) -> str | None:
-    """Return why Fed3R's sums `a` and `b` cannot come from the same samples of a client, or None.
+    """Return why Fed3R's sums `a` and `b` in a client's reply are impossible, or None.
 
     Args:
         n: Number of the client's samples.

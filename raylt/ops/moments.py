@@ -26,7 +26,7 @@ class Moments(NamedTuple):
 
 
 def class_sums(z: Tensor, y: Tensor) -> dict[int, Tree]:
-    """Return the count `n` and the sums `z` [d] and `zz` (packed z z^T) of the features of each class that occurs.
+    """Return, for each class that occurs, the count `n`, the feature sum `z` [d] and the packed sum `zz` of z z^T.
 
     Sums of these over clients are the sums of the pooled features. They are float64, because a covariance is the small
     difference of large second moments.
@@ -43,7 +43,7 @@ def class_sums(z: Tensor, y: Tensor) -> dict[int, Tree]:
 
 
 def class_means(z: Tensor, y: Tensor, unit: bool = False) -> dict[int, Tree]:
-    """Return the count `n` and `n` times the mean feature, `z` float32 [d], for each class that occurs.
+    """Return, for each class that occurs, the count `n` and `z`, which is n times the mean feature, float32 [d].
 
     Args:
         z: Features [n, d].
@@ -84,7 +84,7 @@ def isotropic_deviation(class_moments: Sequence[Moments]) -> float:
 
 
 def moments_fault(sums: Tree) -> str | None:
-    """Return why no features can have the given sums of `class_sums`, or None.
+    """Return why the given class sums are impossible for any features, or None.
 
     Such sums would make the variance of some direction negative.
     """
@@ -99,7 +99,7 @@ def moments_fault(sums: Tree) -> str | None:
 def sums_fault(
     n: int, parts: Tree, longest: float | None = None, part: str = "classes", negative: bool = True
 ) -> str | None:
-    """Return why a client's features cannot have the sums of `class_sums` or `class_means` in a reply, or None.
+    """Return why the feature sums in a client's reply are impossible, or None.
 
     Counts are checked where they are declared (`Reduction.counting`).
 
@@ -127,7 +127,7 @@ def sums_fault(
 
 
 def scatter_fault(n: int, parts: Tree, classes: int, weight: str, longest: float | None = None) -> str | None:
-    """Return why a client's `class_scatter` cannot have given the `scatter` and `n` of a reply, or None.
+    """Return why the packed scatter in a client's reply is impossible, or None.
 
     Args:
         n: Number of the client's samples.
@@ -173,7 +173,7 @@ def sample_lengths(clip: float) -> dict[str, float]:
 
 
 def nearest_moments(sums: Tree) -> Tree:
-    """Return the possible class sums that are nearest to the given noisy sums.
+    """Return the valid class sums that are nearest to the given noisy sums.
 
     Counts become whole numbers and covariances lose their negative directions. A class with a count below one is left
     out.

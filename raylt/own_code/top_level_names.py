@@ -58,7 +58,7 @@ def _is(module: ModuleType, file: Path) -> bool:
 
 
 def shadowed(folders: Iterable[Path]) -> dict[str, list[str]]:
-    """Return the names that Ray's workers would import from these folders, but this process from elsewhere."""
+    """Return the names that Ray's workers would import from these folders, unlike this process."""
     by_folder = {str(folder.resolve()): _names_shadowed(folder.resolve()) for folder in folders}
     return {folder: names for folder, names in by_folder.items() if names}
 
@@ -104,7 +104,7 @@ def worker_environment() -> dict[str, Any]:
 
 
 def check_session() -> None:
-    """Raise ConfigError if workers of the user's own Ray session would import other files as raylt's packages.
+    """Raise ConfigError if the user's Ray session has workers that would import a user's file as a raylt package.
 
     raylt cannot configure the workers of a session that the user has started.
 

@@ -256,7 +256,7 @@ def _legend_columns(arms: Sequence[str], width: float) -> int:
 
 
 def _draw(ax: "Axes", curve: ArmCurve, number: int) -> None:
-    """Draw the band, line and markers of an arm. The last phase after training is a dotted line."""
+    """Draw the band, line and markers of an arm. The phase after the last round is a dotted line."""
     colour = COLOURS[number % len(COLOURS)]
     dash = DASHES[number % len(DASHES)]
     marker = MARKERS[number % len(MARKERS)]

@@ -66,7 +66,7 @@ ONLY_WITH = {"sfd": "safs", "mupfl": "pkcf"}
 
 
 def uploads_of(method: Method) -> tuple[str, ...]:
-    """Return the names of the uploads of a method, with its current fields, that can be attacked."""
+    """Return the names of a method's uploads that can be attacked, given the values of its fields."""
     if method.name in ("local", "fedproto"):  # no model leaves a client
         return ()
     silent = not getattr(method, ONLY_WITH.get(method.name, ""), True)
@@ -74,7 +74,7 @@ def uploads_of(method: Method) -> tuple[str, ...]:
 
 
 def not_attacked(name: str) -> tuple[str, ...]:
-    """Return the uploads of the named method that no attack of this package covers."""
+    """Return the names of a method's uploads that no attack of this package covers."""
     own = NOT_ATTACKED.get(name, ()) if name in METHODS else ("whatever it uploads besides a model",)
     return (*own, *ALWAYS)
 
@@ -105,7 +105,7 @@ class Images:
 
 @torch.no_grad()
 def encode_images(experiment: Experiment, shard: Shard, client: int) -> Images:
-    """Return the images of a shard with their features by the global model's encoder."""
+    """Return the images of a shard and their features from the global model's encoder."""
     config = experiment.config
     samples = Samples(shard, experiment.task.spec, experiment.server.device)
     encoder = experiment.server.model.encoder.eval()

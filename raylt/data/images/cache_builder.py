@@ -220,7 +220,7 @@ class _Build:
         self.folder.remove(self.state_file)
 
     def _earlier_states(self) -> np.ndarray:
-        """Return the row states that an earlier process saved, or GONE for all rows if its array no longer fits."""
+        """Return the row states that an earlier process saved; GONE for all rows if its array has another size."""
         states = np.zeros(self.shape[0], np.uint8)
         with suppress(RayltError):
             written = np.frombuffer(self.folder.read(self.state_file, self.shape[0]), np.uint8)
@@ -229,7 +229,7 @@ class _Build:
         return states
 
     def _decode_missing(self) -> dict[int, str]:
-        """Decode the rows that are missing or bad; return the reasons of the rows that failed."""
+        """Decode the rows that are missing or bad; return the reasons why rows failed."""
         reasons: dict[int, str] = {}
         todo = np.flatnonzero((self.states == GONE) | (self.states == BAD))
         unwritten = 0

@@ -253,7 +253,7 @@ def _top(folder: Path) -> set[str]:
 
 
 def _check_names(folder: Path, top: set[str], test: str | None) -> None:
-    """Raise an error unless the top folders are clearly either parts (train, test) or clients and classes."""
+    """Raise an error if the top folders' names do not distinguish parts (train, test) from clients or classes."""
     similar = {*PARTS, "training", "testing"}
     strange = sorted(name for name in top if name not in PARTS and name.lower() in similar)
     if strange:
@@ -278,7 +278,7 @@ def _check_names(folder: Path, top: set[str], test: str | None) -> None:
 
 
 def _part(folder: Path, below: str, listing: Listing, depths: set[int]) -> Part:
-    """Return the part of the images below a folder, after a check that they lie at one of the given depths.
+    """Read classes and clients of the images below a folder, which must lie at one of the given depths.
 
     Args:
         depths: numbers of folders between the part and its images.

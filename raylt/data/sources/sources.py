@@ -88,7 +88,7 @@ def check_size(config: DataConfig) -> None:
 
 
 def group_thresholds(config: DataConfig, largest: int, pixels: int | None = None) -> tuple[int, int]:
-    """Return the thresholds (low, high) of `shot_groups`: configured values, or defaults for the largest class.
+    """Return the thresholds (low, high) of `shot_groups`: the configured values, or defaults by data size.
 
     They go by the images alone and not by how these were loaded: `cifar10` and an npz file of the same images have the
     same groups. The literature has 200 and 1,000 for CIFAR-10-LT, whose largest class has 5,000 samples, and 20 and 100

@@ -54,7 +54,7 @@ def draw(source: Source, config: DataConfig) -> Split:
 def hold_out_validation(
     clients: Sequence[np.ndarray], labels: np.ndarray, share: float, seed: int
 ) -> tuple[IndexLists, np.ndarray]:
-    """Move a share of each class from the clients to the validation set, determined by the seed.
+    """Move a seeded random share of each class from the clients to the validation set.
 
     From a class with n samples round(share * n) are taken, at least one and at most n - 1: a class with one sample
     stays in training. A client's last sample is never taken, so the clients stay the same. Where that leaves too few
@@ -98,7 +98,7 @@ def hold_out_validation(
 
 
 def hold_out(ids: np.ndarray, labels: np.ndarray, share: float, seed: int) -> list[np.ndarray]:
-    """Choose a share of each client's samples of each class for the client's test part, determined by the seed.
+    """Choose a seeded random share of each client's samples of each class as the client's test part.
 
     From n samples of a class round(share * n) are taken, never the last one. A client that would get no test sample,
     and has two samples of a class, gives one sample of its largest class.

@@ -61,7 +61,7 @@ def long_tail_counts(available: np.ndarray, imbalance: float) -> np.ndarray:
 def long_tail_subset(
     labels: np.ndarray, imbalance: float, classes: int, seed: int, by_size: bool = False
 ) -> np.ndarray:
-    """Draw a random long-tailed subset of samples, determined by the seed; return its sorted indices.
+    """Draw a seeded random long-tailed subset of samples; return its sorted indices.
 
     Args:
         labels: int64 [n], in [0, classes).

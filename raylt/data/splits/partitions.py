@@ -488,7 +488,7 @@ def _deal(
     cut: Cut,
     holds: np.ndarray | None = None,
 ) -> np.ndarray | None:
-    """Assign each sample to a client, int64 [n]; return None if all clients that could take some class are full.
+    """Assign each sample to a client, int64 [n]; return None if no client has room for some class.
 
     Args:
         holds: the clients that may get samples of each class, bool [C, K]; by default all.

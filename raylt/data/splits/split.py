@@ -66,7 +66,7 @@ class Split:
 
     @cached_property
     def seal(self) -> str:
-        """Return the SHA-256 of all fields of the split. Index lists enter by their hashes."""
+        """Return the SHA-256 of all fields of the split, with index lists represented by their hashes."""
         tree = {**self._fields, "clients": self.sha256, "test": None if self.test is None else _hash(self.test)}
         return hash_json({name: value for name, value in tree.items() if name not in _LATER or value is not None})
 

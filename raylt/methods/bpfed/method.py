@@ -194,7 +194,7 @@ class BPFed(Method):
         return f"stage 2 at every client in {self.epochs} epochs, {duration} for 1,000 balanced features"
 
     def covariance(self, client: Client, message: Message) -> Reply:
-        """Report the client's feature scatter n_k M_k, packed float32 [d (d + 1) / 2], and n_k, Eq. 12-15 [2]."""
+        """Report the client's packed feature scatter n_k M_k, float32 [d (d + 1) / 2], and n_k, Eq. 12-15 [2]."""
         client.receive(message["model"])
         z, y = features(client)  # [n, d], [n]
         client.state["z"] = z  # [9]
@@ -317,7 +317,7 @@ def smooth_labels(counts: Tensor, delta: float, gamma: float, everywhere: bool =
 
 
 def undecided(labels: Tensor, owned: Tensor) -> int:
-    """Return the number of the client's classes whose smoothed label is not largest at the true class.
+    """Count the client's classes whose smoothed label gives another class at least as much weight as the true class.
 
     Args:
         labels: From `smooth_labels`, [C, C].
@@ -328,7 +328,7 @@ def undecided(labels: Tensor, owned: Tensor) -> int:
 
 
 def at_most(most: int) -> Callable[[int], str | None]:
-    """Return a function that describes why a count exceeds `most`, or returns None if the count does not."""
+    """Return a check that gives a message if a count exceeds `most`, otherwise None."""
     return lambda count: None if count <= most else f"counts {count}, more than {most}"
 
 

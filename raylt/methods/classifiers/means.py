@@ -37,7 +37,7 @@ class NoisyMeans(Calibrated):
         check_class_sums(task, model, self.sums_like(model.dim))
 
     def draw(self, server: Server, fleet: Fleet, generator: torch.Generator) -> dict[int, Tensor]:
-        """Return features mu_c + noise s xi for each class c: class means plus scaled isotropic Gaussian noise."""
+        """Return features of each class c: the class mean plus scaled isotropic Gaussian noise, mu_c + noise s xi."""
         class_moments = {c: moments_from_sums(sums) for c, sums in self.class_moments(server, fleet).items()}  # [2]
         deviation = self.noise * isotropic_deviation(list(class_moments.values()))
         shape = self.virtual, server.model.dim

@@ -21,7 +21,10 @@ from raylt.ops.moments import NEVER
 
 
 class PostHoc(AfterTraining):
-    """FedAvg, then predictions by argmax f_y(x) - tau log pi_y, with class priors pi. tau = 0 is FedAvg."""
+    """FedAvg, then predictions by argmax f_y(x) - tau log pi_y with the logits f and the class priors pi.
+
+    tau = 0 is FedAvg.
+    """
 
     name: ClassVar[str] = "posthoc"
     paper: ClassVar[str] = "Menon et al., ICLR 2021"

@@ -303,7 +303,10 @@ class FedSM(Method):
         return client.reply(classes=self.means(client))
 
     def of_classes(self, server: Server) -> Reduction:
-        """Return the reduction that sums the clients' feature sums by class. A client sends only its own classes."""
+        """Return the reduction that adds up the clients' feature sums class by class.
+
+        A client sends only the sums of its own classes.
+        """
         of_class = {"n": 1, "z": torch.empty(server.model.dim, device="meta")}
         like = dict.fromkeys(range(server.model.classes), of_class)
         limits = server.feature_limits | ({"longest": 1.0} if self.norm == "l2" else {})
@@ -466,10 +469,10 @@ class FedSM(Method):
 
 
 def encoder(model: SplitModel) -> Message:
-    """Return the encoder's entries in the form in which a message carries them."""
+    """Return the encoder's entries as a message for clients."""
     return {"encoder": tree.snapshot(model.entries("encoder."))}
 
 
 def answers_fault(teacher: Tree) -> str | None:
-    """Return why the reported counts of a teacher's right answers exceed the sample counts `n`, or None."""
+    """Return a fault if the teacher's reported right answers exceed the number `n` of samples, or None."""
     return "is right on more samples than there are" if (teacher["right"] > teacher["n"]).any() else None

@@ -67,7 +67,9 @@ def cosines(gram: Tensor) -> Tensor:
 
 
 def embed(similarity: Tensor) -> Tensor:
-    """Return points [n, n] whose squared distances are 2 (1 - similarity): the rows of U sqrt(Lambda).
+    """Return points [n, n] whose squared distances are 2 (1 - similarity).
+
+    They are the rows of U sqrt(Lambda), from the eigenvalues Lambda and eigenvectors U of the similarity.
 
     Args:
         similarity: Positive semi-definite with a diagonal of ones, as mixtures of cosine matrices are, float64 [n, n].

@@ -168,7 +168,7 @@ class MuPFL(Method):
 
     @property
     def own_start(self) -> Own:
-        """Return the part of the model that a client starts from its own values instead of the global values [9]."""
+        """Return the model part that a client initialises with its own values instead of the global values [9]."""
         if self.next_init in ("cluster", "own"):
             return "model"
         if self.next_init == "encoder":
@@ -177,7 +177,7 @@ class MuPFL(Method):
 
     @property
     def own_update_start(self) -> Own:
-        """Return the part of the model for which updates are measured from the client's own start values [6]."""
+        """Return the model part whose updates are measured from the client's own start values [6]."""
         if not (self.pkcf and self.updates == "tuned"):
             return self.own_start
         return "classifier" if self.own_start in ("nothing", "classifier") else "model"
@@ -260,7 +260,10 @@ class MuPFL(Method):
         return self.last_update
 
     def finish(self, server: Server, fleet: Fleet) -> None:
-        """Run a last local update and clustering of all clients; leave the global model and h_glo unchanged [10]."""
+        """Run a last local update and clustering of all clients [10].
+
+        The global model and the server's features h_glo stay as they are.
+        """
         self.train_all(server, fleet, fleet.everyone)
 
     def last_phase(self, spec: TaskSpec, model: SplitModel) -> str:
@@ -330,7 +333,10 @@ class MuPFL(Method):
         return self.other_model(client, self.judged)
 
     def other_model(self, client: Client, name: str) -> SplitModel:
-        """Return the client's model that `name` selects from MODELS; w_glo for a client that never took part [10]."""
+        """Return the client's model that `name` selects from MODELS.
+
+        A client that never took part has the global model [10].
+        """
         own: Params = client.state.get("own", {})
         cluster: Params = client.state.get("cluster", own)  # w~_i = w_i without ACMU
         entries: dict[str, Params] = {

@@ -1,4 +1,4 @@
-"""PKCF of MuPFL (3.5): features at the server with knowledge of all classes, on which clients tune their classifiers.
+"""PKCF of MuPFL (3.5): features at the server that represent all classes, on which clients tune their classifiers.
 
 Departures [n] are listed in method.py.
 """

@@ -40,7 +40,9 @@ def draw_frequencies(dim: int, features: int, gamma: float, kind: FourierKind, s
 
 
 def fourier(z: Tensor, omega: Tensor) -> Tensor:
-    """Return the random Fourier features sqrt(2/D) [cos(z Omega^T), sin(z Omega^T)] of z, unit vectors, Eq. 3 of SFD.
+    """Return the random Fourier features of z, unit vectors, Eq. 3 of SFD.
+
+    They are phi(z) = sqrt(2/D) [cos(z Omega^T), sin(z Omega^T)].
 
     Args:
         z: Features, [n, d].

@@ -523,12 +523,12 @@ class SFD(Method):
 
 
 def encoder(model: SplitModel) -> Params:
-    """Return the entries of the encoder that messages carry."""
+    """Return the encoder's entries, which messages to clients carry."""
     return model.entries("encoder.")
 
 
 def class_mean(made: list[Tree], loss: str) -> dict[str, float]:
-    """Return the figures of one loss averaged over the classes, by name of the figure."""
+    """Average the figures of one loss over the classes; return the means by name."""
     return {name: sum(of_class[loss][name] for of_class in made) / len(made) for name in made[0][loss]}
 
 

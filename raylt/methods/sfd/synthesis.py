@@ -72,7 +72,7 @@ def bank_sizes(counts: list[int], smallest: int, largest: int) -> list[int]:
 
 
 def cholesky(cov: Tensor, jitter: float, limit: float = 1e-2) -> tuple[Tensor, float]:
-    """Return the Cholesky factor L with L L^T = cov + jitter I, and the jitter that it needed.
+    """Return the Cholesky factor L with L L^T = cov + jitter I, and the jitter that was used.
 
     The jitter is raised tenfold until the matrix is positive definite.
 
@@ -152,7 +152,9 @@ def bank_gradient(raw: Tensor, prepared: "Prepared") -> tuple[Tensor, float]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Constants of one class for the synthesis, float32: Z = W L_g^T + mu with angles W (Omega L_g)^T + Omega mu.
+    """Precomputed float32 constants of one class for the synthesis.
+
+    The features are Z = W L_g^T + mu, with the angles W (Omega L_g)^T + Omega mu.
 
     Attributes:
         factor: L_g [d, d], or None for Z = W.
