@@ -714,7 +714,7 @@ def predictions(file: Path) -> str:
 
 
 def do_kept_runs(folder: Path, fields: dict[str, dict[str, Any]]) -> Items:
-    """Make run folders that are kept, use a copy of them, and record the results."""
+    """Make run folders for later versions, use a copy of them, and record the results."""
     keep_runs(folder)
     return {"old runs": use_runs(folder, fields)}
 

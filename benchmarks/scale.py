@@ -1,4 +1,4 @@
-"""Measures the cost of many small clients: runs on Ray with ten samples per client, against a bare loop.
+"""Measures the cost of many small clients: runs on Ray with ten samples per client, against a plain training loop.
 
 A round asks a hundred clients.
 

@@ -18,7 +18,7 @@ NAMES = {
 
 
 def show(record: dict) -> str:
-    """Return the speed table as Markdown: for each scale, ratios to the bare loop.
+    """Return the speed table as Markdown: for each scale, ratios to a plain PyTorch loop.
 
     Missing systems follow with the reasons, and then the conditions of the measurement.
     """

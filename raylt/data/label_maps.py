@@ -38,7 +38,7 @@ def shown(maps: Stored, classes: int) -> np.ndarray:
 
 
 def class_views(clients: int, classes: int, beta: int, erased: Erased = "background") -> np.ndarray:
-    """Return each client's view of the classes: a client keeps `beta` classes and sees the others as replaced.
+    """Return each client's view of the classes, in which the client's `beta` classes are kept and others replaced.
 
     The shape is int64 [K, C + 1] with a background class, otherwise [K, C].
 

@@ -96,7 +96,10 @@ class FedALA(Method):
 
 @torch.no_grad()
 def put(params: Params, own: Params, gap: Params, weights: Params) -> None:
-    """Set each parameter to a mixture of the client's own and the global value: theta_i + (theta - theta_i) W."""
+    """Set each parameter to a mixture of the client's own and the global value.
+
+    The mixture is theta_i + (theta - theta_i) W.
+    """
     for name, p in params.items():
         p.copy_(own[name] + gap[name] * weights[name])
 

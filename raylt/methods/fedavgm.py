@@ -12,9 +12,9 @@ from raylt.hyper import Choice, LogUniform, hp
 
 
 class FedAvgM(Method):
-    """FedAvg with server momentum: v <- beta v + Delta, then w <- w + lr v.
+    """FedAvg with momentum at the server. beta = 0 is FedAvg.
 
-    Delta is the clients' mean model minus w. beta = 0 is FedAvg.
+    v <- beta v + Delta, then w <- w + lr v, where Delta is the clients' mean model minus w.
     """
 
     name: ClassVar[str] = "fedavgm"

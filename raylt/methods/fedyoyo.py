@@ -142,7 +142,7 @@ def effective_samples(centred: Tensor, y: Tensor, classes: int) -> Tensor:
 
 
 def effective_fault(n: int, parts: Tree) -> str | None:
-    """Return why a client with n samples cannot have the reported effective samples, or None if it can.
+    """Return why a client with n samples cannot have the reported effective sample numbers, or None if it can.
 
     A batch has at most 1 / LEAST.
     """

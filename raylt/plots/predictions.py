@@ -75,7 +75,7 @@ def draw_predictions(
 
 
 def _model_to_draw(run: Run, client: str | int | None) -> tuple[int | None, TrainedModel, str]:
-    """Return the client whose class mapping applies (or None), the model to draw predictions of, and its name.
+    """Return the client whose class mapping applies (or None), the model whose predictions are drawn, and its name.
 
     The client comes first.
     """

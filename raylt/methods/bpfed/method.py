@@ -242,7 +242,7 @@ class BPFed(Method):
         return client.reply(loss=loss, undecided=vague, halved=int(vague > 0), blind=int(vague == owned.sum()))
 
     def settle(self, client: Client, message: Message) -> None:
-        """Train a classifier of a new client on the final encoder: stage 1, then stage 2.
+        """Train a classifier for a new client on the final encoder, then re-train it on balanced features.
 
         Stage 2 uses the client's covariance M_k instead of the global M_glo.
         """

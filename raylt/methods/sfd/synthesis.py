@@ -119,7 +119,7 @@ def align(raw: Tensor, target: Target) -> Tensor:
 
 
 def mmd(z: Tensor, target: Target) -> Tensor:
-    """Return the loss L_MMD of synthetic features [M, d], Eq. 15, a scalar."""
+    """Return the loss L_MMD (maximum mean discrepancy) of synthetic features [M, d], Eq. 15, a scalar."""
     return (target.phi.to(z) - fourier(z, target.omega.to(z)).mean(0)).abs().sum()
 
 
